@@ -106,7 +106,7 @@ def on_two_nodes(folder: Path) -> float:
 def in_pods(folder: Path) -> float:
     from kubernetes_standin import kubernetes
 
-    from hora.launch.kubernetes import Request, manifests
+    from hora.launch.providers.kubernetes import Request, manifests
     from waiting import wait_until
 
     request = Request(name="empty", image="any", command=tuple(RANK))

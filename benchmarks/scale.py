@@ -44,7 +44,7 @@ from hora.engine.shm.segment import Segment
 from hora.engine.status import Recorder, StallLimits, WorldStatus
 from hora.engine.transport.host_reduction import HostLink, HostReduction
 from hora.engine.transport.local import LocalTransport
-from hora.launch.control.rendezvous import Rendezvous
+from hora.launch.controller.rendezvous import Rendezvous
 from hora.net.connection import Connection, connect
 from hora.net.keys import RankKeys, rank_keys, worker_credentials
 from hora.net.wire import cut_parts, join_parts, new_secret

@@ -65,7 +65,7 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
         "hora.legacy.env: IGNORE_REGEXES KUBEFLOW_MPI_EXEC LOG_LEVEL_STR get_env_rank_and_size is_exportable "
         "is_kubeflow_mpi",
     ),
-    "horovod.runner.common.util.host_hash": ("hora.launch.spark.task: host_hash",),
+    "horovod.runner.common.util.host_hash": ("hora.launch.providers.spark.task: host_hash",),
     "horovod.runner.common.util.hosts": (
         "hora.launch.slots: INVALID_SLOT_INFO HostInfo get_host_assignments parse_host_files parse_hosts "
         "parse_hosts_and_slots SlotInfo=Slot",
@@ -79,7 +79,7 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
     "horovod.runner.common.util.timeout": ("hora.legacy.runner: Timeout TimeoutException",),
     "horovod.runner.common.util.tiny_shell_exec": ("hora.legacy.shell: execute=execute_quietly",),
     "horovod.runner.elastic": (),
-    "horovod.runner.elastic.constants": ("hora.launch.control.elastic_policy: RESET_LIMIT_EXCEEDED_MESSAGE",),
+    "horovod.runner.elastic.constants": ("hora.launch.controller.elastic_policy: RESET_LIMIT_EXCEEDED_MESSAGE",),
     "horovod.runner.elastic.discovery": ("hora.legacy.elastic: FixedHosts HostDiscovery HostDiscoveryScript",),
     "horovod.runner.elastic.driver": "hora.legacy.elastic",
     "horovod.runner.elastic.rendezvous": (
@@ -128,7 +128,7 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
         "hora.spark.estimator.metadata: * _get_metadata=column_metadata "
         "_get_assigned_gpu_or_local_rank=gpu_or_local_rank _has_vector_column=has_vector_column",
     ),
-    "horovod.spark.conf": ("hora.launch.spark.conf: *",),
+    "horovod.spark.conf": ("hora.launch.providers.spark.conf: *",),
     "horovod.spark.data_loaders": (
         "hora.data.reader_loaders: PytorchAsyncDataLoader=AsyncReaderLoader PytorchDataLoader=ReaderLoader",
     ),
@@ -158,8 +158,8 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
         "save_into_bio save_into_bio_fn serialize_fn",
     ),
     "horovod.spark.runner": ("hora.spark.run: run run_elastic",),
-    "horovod.spark.task": ("hora.launch.spark.variables: get_available_devices=assigned_gpus",),
-    "horovod.spark.task.task_info": ("hora.launch.spark.variables: get_available_devices=assigned_gpus",),
+    "horovod.spark.task": ("hora.launch.providers.spark.variables: get_available_devices=assigned_gpus",),
+    "horovod.spark.task.task_info": ("hora.launch.providers.spark.variables: get_available_devices=assigned_gpus",),
     "horovod.spark.torch.datamodule": (
         "hora.spark.estimator.data_module: NVTabularDataModule ParquetDataModule PetastormDataModule=ParquetDataModule",
     ),

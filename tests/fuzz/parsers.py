@@ -104,7 +104,7 @@ def _conversation(data: bytes, take: Callable[[dict[str, Any], bytes], object]) 
 
 def rendezvous() -> Target:
     """The operations of a worker at the launcher."""
-    from hora.launch.control.rendezvous import OnlyLines, Rendezvous
+    from hora.launch.controller.rendezvous import OnlyLines, Rendezvous
 
     class Quiet(OnlyLines):
         def on_log_line(self, worker: int, text: str) -> None:
@@ -142,7 +142,7 @@ def rendezvous() -> Target:
 
 def agents() -> Target:
     """What the agents of nodes say to the first node."""
-    from hora.launch.agent.agents import PROTOCOL, Agents
+    from hora.launch.controller.agents import PROTOCOL, Agents
     from hora.version import version
 
     def fuzz(data: bytes) -> None:
@@ -184,8 +184,8 @@ def sessions() -> Target:
 
 def supervisors() -> Target:
     """The frames of a host's supervisor, as the launcher takes them off its pipe."""
-    from hora.launch.host import supervisor
-    from hora.launch.host.connection import HostConnection
+    from hora.launch.agent import supervisor
+    from hora.launch.controller.host import HostConnection
 
     class Gone:
         def __getattr__(self, name: str) -> Callable[..., None]:
@@ -322,7 +322,7 @@ def models() -> Target:
 
 def hosts() -> Target:
     """`-H`, a hostfile, and what a discovery script prints. No name may look like an option of ssh."""
-    from hora.launch.control.discovery import parse_discovered
+    from hora.launch.controller.discovery import parse_discovered
     from hora.launch.slots import parse_host_files, parse_hosts
 
     read_file = _in_a_file(parse_host_files)

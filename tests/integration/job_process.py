@@ -107,7 +107,7 @@ class JobProcess(_MarkedProcess):
 
     def supervisors(self) -> list[psutil.Process]:
         """Guardian and supervisor, in this order."""
-        found = [p for p in self.processes() if any("hora.launch.host.supervisor" in part for part in p.cmdline())]
+        found = [p for p in self.processes() if any("hora.launch.agent.supervisor" in part for part in p.cmdline())]
         return sorted(found, key=lambda p: p.pid)
 
     def assert_nothing_left(self, limit_s: float = 60.0) -> None:

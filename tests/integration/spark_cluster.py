@@ -209,7 +209,7 @@ def _is_horas(process: psutil.Process) -> bool:
 
 
 def _stands_by(process: psutil.Process) -> bool:
-    """Whether it waits beside a Python worker of Spark's that lives (`hora.launch.spark.standby`): it ends with
+    """Whether it waits beside a Python worker of Spark's that lives (`providers.spark.standby`): it ends with
     that.
     """
     try:

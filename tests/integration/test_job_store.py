@@ -23,9 +23,9 @@ from job_process import BIN, JobProcess
 from lease_server import certificates, lease_server
 from namespaces import Host
 
-from hora.launch.agent.etcd import Etcd as EtcdStore
-from hora.launch.agent.store import StoreError
-from hora.launch.kubernetes import Request, manifests
+from hora.launch.ha.etcd import Etcd as EtcdStore
+from hora.launch.ha.store import StoreError
+from hora.launch.providers.kubernetes import Request, manifests
 from hora.watch.address import find_pages
 from waiting import wait_until
 

@@ -15,8 +15,8 @@ from job_process import HOROVODRUN, JobProcess
 
 import horovod
 from hora.errors import JobFailedError
-from hora.launch.control.controller import run_job
-from hora.launch.host.launcher import HostLauncher
+from hora.launch.controller.launcher import HostLauncher
+from hora.launch.controller.loop import run_job
 from hora.launch.job import Job, OutputOptions
 from hora.launch.slots import place_ranks
 from waiting import wait_until

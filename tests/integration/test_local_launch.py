@@ -11,8 +11,8 @@ from job_process import HOROVODRUN, JobProcess
 
 import horovod
 from hora.errors import StartTimeoutError
-from hora.launch.control.controller import run_job
-from hora.launch.host.launcher import HostLauncher
+from hora.launch.controller.launcher import HostLauncher
+from hora.launch.controller.loop import run_job
 from hora.launch.job import Job
 from hora.launch.slots import Slot, place_ranks
 

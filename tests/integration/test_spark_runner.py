@@ -16,7 +16,7 @@ import threading
 import pytest
 
 from hora.errors import JobFailedError
-from hora.launch.spark.cluster import count_slots
+from hora.launch.providers.spark.cluster import count_slots
 from sparkdl import HorovodRunner
 
 pytestmark = pytest.mark.spark
@@ -353,7 +353,7 @@ def test_udfs_do_not_run_in_the_workers_that_have_a_fork_server(spark):
         import os
         import sys
 
-        return "HORA_SPARK_WORKER" in os.environ, "hora.launch.spark.standby" in sys.modules
+        return "HORA_SPARK_WORKER" in os.environ, "hora.launch.providers.spark.standby" in sys.modules
 
     HorovodRunner(np=2).run(lambda: None)
     assert spark.sparkContext.parallelize(range(2), 2).map(of_task).collect() == [(False, False)] * 2

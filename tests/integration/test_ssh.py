@@ -13,7 +13,7 @@ from job_process import lines_of, run_command, running, wait_until_gone
 from ssh_server import SSHD, SshServer
 
 import horovod
-from hora.launch.agent.ssh import Ssh, open_hosts
+from hora.launch.providers.ssh import Ssh, open_hosts
 from hora.watch.recording import read_run
 
 pytestmark = [
@@ -225,8 +225,8 @@ NONSENSE = {
 LIAR = """#!{python}
 import json, struct, sys
 if '-G' in sys.argv: print('hostname 127.0.0.1'); sys.exit()
-from hora.launch.agent.agents import PROTOCOL
-from hora.launch.host.supervisor import MARK
+from hora.launch.controller.agents import PROTOCOL
+from hora.launch.agent.supervisor import MARK
 from hora.net.connection import connect
 from hora.net.session import ClientSession
 from hora.net.wire import Credentials

@@ -12,12 +12,12 @@ import pytest
 from lease_server import certificates, lease_server
 from test_job_store import Etcd
 
-from hora.launch.agent.etcd import Etcd as EtcdStore
-from hora.launch.agent.leadership import Leadership
-from hora.launch.agent.lease import LeaseStore
-from hora.launch.agent.store import StoreError, open_store
+from hora.launch.ha.etcd import Etcd as EtcdStore
+from hora.launch.ha.kubernetes import LeaseStore
+from hora.launch.ha.leadership import Leadership
+from hora.launch.ha.store import StoreError, open_store
 from hora.launch.job import LeadershipLostError
-from hora.launch.kubernetes import Request, manifests
+from hora.launch.providers.kubernetes import Request, manifests
 from waiting import wait_until
 
 needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian: etcd-server)")

@@ -17,7 +17,7 @@ from typing import IO
 import psutil
 import pytest
 
-from hora.launch.host.supervisor import EXITED, FRAME, MARK, STARTED, STDOUT
+from hora.launch.agent.supervisor import EXITED, FRAME, MARK, STARTED, STDOUT
 
 NUM_WORKERS = 12
 _PTRACE_CONT, _PTRACE_SEIZE, _PTRACE_O_TRACEEXIT, _PTRACE_EVENT_EXIT, _WALL = 7, 0x4206, 0x40, 6, 0x40000000
@@ -36,7 +36,7 @@ def _frames(stream: IO[bytes]) -> Iterator[Frame]:
 def _supervisor() -> Iterator[tuple[subprocess.Popen[bytes], Iterator[Frame]]]:
     """A supervisor, and what it says."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "hora.launch.host.supervisor"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-m", "hora.launch.agent.supervisor"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     try:
         yield process, _frames(process.stdout)

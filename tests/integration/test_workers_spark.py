@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hora import workers
-from hora.launch.spark.cluster import count_slots
+from hora.launch.providers.spark.cluster import count_slots
 from hora.workers import api
 from waiting import wait_until
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hora.engine.meeting import ControlStore
 from hora.errors import HorovodInternalError
-from hora.launch.control.rendezvous import Rendezvous
+from hora.launch.controller.rendezvous import Rendezvous
 from hora.net.client import ControlClient
 from hora.net.wire import new_secret
 from hora.world import MeetingPoint

@@ -20,8 +20,8 @@ from simulated_workers import Worker
 from simulator import Message, Network, Simulation, VirtualServer
 
 from hora.launch.agent import node as agent
-from hora.launch.agent.place import Place
-from hora.launch.host.supervisor import ALIVE, EXITED, FRAME, MARK, NO_WORKER, STARTED
+from hora.launch.agent.supervisor import ALIVE, EXITED, FRAME, MARK, NO_WORKER, STARTED
+from hora.launch.providers.platforms import Place
 from hora.net.wire import Credentials
 from hora.world import World
 

@@ -34,13 +34,14 @@ from simulator import played
 from test_simulation import Run as JobRun
 
 from hora.errors import JobFailedError, StartTimeoutError
-from hora.launch.agent import agents, held, node
-from hora.launch.agent.agents import Agents
-from hora.launch.control.controller import run_job
-from hora.launch.control.elastic import ElasticSpec
-from hora.launch.control.elastic_policy import Limits
-from hora.launch.host import connection, launcher
-from hora.launch.host.launcher import HostLauncher
+from hora.launch.agent import held, node
+from hora.launch.controller import agents, launcher
+from hora.launch.controller import host as connection
+from hora.launch.controller.agents import Agents
+from hora.launch.controller.elastic_policy import Limits
+from hora.launch.controller.hosts import ElasticSpec
+from hora.launch.controller.launcher import HostLauncher
+from hora.launch.controller.loop import run_job
 from hora.launch.job import Job, OutputOptions
 from hora.launch.slots import get_host_assignments
 from hora.net import session

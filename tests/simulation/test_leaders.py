@@ -29,15 +29,18 @@ from fibers import Condition, Event, Fiber, KilledError, Process, SimpleQueue, T
 from simulated_nodes import Descriptors, File, SimulatedConnection
 from simulator import Link, Message, Network, Simulation, VirtualServer, played
 
-from hora.launch.agent import agents, candidate, held, keeper, leadership
-from hora.launch.agent.agents import Agents
-from hora.launch.agent.candidate import Candidate
-from hora.launch.agent.etcd import Etcd as EtcdStore
+from hora.launch.agent import held, keeper
 from hora.launch.agent.keeper import Keeper
-from hora.launch.agent.leadership import Leadership
-from hora.launch.agent.place import Place
-from hora.launch.host.supervisor import MARK
+from hora.launch.agent.supervisor import MARK
+from hora.launch.controller import agents
+from hora.launch.controller.agents import Agents
+from hora.launch.ha import election as candidate
+from hora.launch.ha import leadership
+from hora.launch.ha.election import Candidate
+from hora.launch.ha.etcd import Etcd as EtcdStore
+from hora.launch.ha.leadership import Leadership
 from hora.launch.job import LeadershipLostError
+from hora.launch.providers.platforms import Place
 from hora.net import session
 from hora.net.server import Timer
 

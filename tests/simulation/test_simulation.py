@@ -22,11 +22,12 @@ from simulated_workers import Referee, Worker
 from simulator import LONGEST_RUN_S, Discovery, Network, Simulation, StuckError, VirtualLauncher, VirtualServer, played
 
 from hora.errors import JobFailedError, StartTimeoutError
-from hora.launch.control import elastic, job_run
-from hora.launch.control.controller import run_job
-from hora.launch.control.elastic import ElasticSpec
-from hora.launch.control.elastic_policy import Limits
-from hora.launch.control.rendezvous import Rendezvous
+from hora.launch.controller import context as job_run
+from hora.launch.controller import hosts as elastic
+from hora.launch.controller.elastic_policy import Limits
+from hora.launch.controller.hosts import ElasticSpec
+from hora.launch.controller.loop import run_job
+from hora.launch.controller.rendezvous import Rendezvous
 from hora.launch.job import Job, OutputOptions
 from hora.launch.slots import HostInfo, get_host_assignments
 from hora.net import table
@@ -139,7 +140,7 @@ class Run:
 
         with contextlib.ExitStack() as stack:
             for name, module in list(sys.modules.items()):
-                if name.startswith(("hora.launch.control.", "hora.net.table")) and hasattr(module, "time"):
+                if name.startswith(("hora.launch.controller.", "hora.net.table")) and hasattr(module, "time"):
                     stack.enter_context(mock.patch.object(module, "time", clock))
             queues = SimpleNamespace(SimpleQueue=self.simulation.simple_queue, Empty=job_run.queue.Empty)
             stack.enter_context(mock.patch.object(job_run, "queue", queues))

@@ -20,9 +20,9 @@ from simulator import Simulation, played
 from test_simulation import Run as JobRun
 
 from hora.errors import JobFailedError, StartTimeoutError
-from hora.launch.control.controller import run_job
-from hora.launch.control.elastic import ElasticSpec
-from hora.launch.control.elastic_policy import Limits
+from hora.launch.controller.elastic_policy import Limits
+from hora.launch.controller.hosts import ElasticSpec
+from hora.launch.controller.loop import run_job
 from hora.launch.job import Job, LaunchEvents, LeadershipLostError, OutputOptions, WorkerExit, WorkerSpec
 from hora.launch.slots import get_host_assignments
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hora.errors import AuthenticationError, HorovodInternalError
-from hora.launch.control.rendezvous import Rendezvous
+from hora.launch.controller.rendezvous import Rendezvous
 from hora.net import strangers
 from hora.net.client import ControlClient
 from hora.net.wire import ClientHandshake, Credentials, new_secret

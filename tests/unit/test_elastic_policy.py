@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from hora.launch.control.blacklist import Blacklist
-from hora.launch.control.discovery import parse_discovered
-from hora.launch.control.elastic import ElasticSpec, Hosts
-from hora.launch.control.elastic_policy import (
+from hora.launch.controller.blacklist import Blacklist
+from hora.launch.controller.discovery import parse_discovered
+from hora.launch.controller.elastic_policy import (
     ADDED,
     COMPANY_LIMIT_S,
     REMOVED,
@@ -22,8 +21,9 @@ from hora.launch.control.elastic_policy import (
     Start,
     WriteOff,
 )
-from hora.launch.control.members import assign, provisional
-from hora.launch.control.policy import (
+from hora.launch.controller.hosts import ElasticSpec, Hosts
+from hora.launch.controller.members import assign, provisional
+from hora.launch.controller.policy import (
     LINGER_LIMIT_S,
     Begin,
     Decision,

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import pytest
 
 from hora.errors import AuthenticationError
-from hora.launch.control.rendezvous import Rendezvous
+from hora.launch.controller.rendezvous import Rendezvous
 from hora.net.connection import Connection, connect
 from hora.net.wire import (
     MAX_FRAME_BYTES,

@@ -9,8 +9,9 @@ import threading
 
 import pytest
 
-from hora.launch.host import connection, supervisor
-from hora.launch.host.connection import HostConnection
+from hora.launch.agent import supervisor
+from hora.launch.controller import host as connection
+from hora.launch.controller.host import HostConnection
 from hora.launch.job import WorkerSpec
 from hora.launch.slots import Slot
 from waiting import wait_until

@@ -12,15 +12,15 @@ import threading
 
 import pytest
 
-from hora.launch.agent.agents import Agents
 from hora.launch.agent.keeper import Keeper
-from hora.launch.agent.leadership import Leadership, Over, View, next_step
-from hora.launch.agent.relay import Relay
-from hora.launch.agent.store import Office, open_store
-from hora.launch.control.blacklist import Blacklist
-from hora.launch.control.members import Roster
-from hora.launch.control.policy import WorkerState
-from hora.launch.control.rendezvous import Rendezvous
+from hora.launch.controller.agents import Agents
+from hora.launch.controller.blacklist import Blacklist
+from hora.launch.controller.members import Roster
+from hora.launch.controller.policy import WorkerState
+from hora.launch.controller.rendezvous import Rendezvous
+from hora.launch.ha.leadership import Leadership, Over, View, next_step
+from hora.launch.ha.relay import Relay
+from hora.launch.ha.store import Office, open_store
 from hora.launch.job import LeadershipLostError
 from hora.net.client import ControlClient
 from hora.net.keys import worker_key

@@ -10,11 +10,11 @@ import threading
 import pytest
 
 from hora.errors import StartTimeoutError
-from hora.launch.agent.agents import PROTOCOL, Agents, credentials
 from hora.launch.agent.node import join
-from hora.launch.agent.place import Machine, Place, find_place
-from hora.launch.agent.srun import allocation
+from hora.launch.controller.agents import PROTOCOL, Agents, credentials
 from hora.launch.options import Options
+from hora.launch.providers.platforms import Machine, Place, find_place
+from hora.launch.providers.slurm import allocation
 from hora.launch.slots import HostInfo
 from hora.net.connection import connect
 from hora.net.session import ClientSession

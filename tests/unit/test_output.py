@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hora.launch.control.output import MAX_LINE_BYTES, LogFile, Output
+from hora.launch.controller.output import MAX_LINE_BYTES, LogFile, Output
 from hora.launch.job import OutputOptions
 from hora.launch.tail import Tail
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hora.launch.control.policy import (
+from hora.launch.controller.policy import (
     LINGER_LIMIT_S,
     LOST_LIMIT_S,
     ROOT_CAUSE_WAIT_S,

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from hora.engine.hub import Hub, HubEvents
 from hora.errors import AuthenticationError
-from hora.launch.control.rendezvous import OnlyLines, Rendezvous
+from hora.launch.controller.rendezvous import OnlyLines, Rendezvous
 from hora.net import cipher, noise, wire
 from hora.net.cipher import Records
 from hora.net.keys import RankKeys, worker_key

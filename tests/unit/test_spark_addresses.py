@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hora.launch.spark.cluster import driver_addresses
+from hora.launch.providers.spark.cluster import driver_addresses
 
 
 class Context:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hora.launch.spark import cluster
+from hora.launch.providers.spark import cluster
 
 
 class ConnectSession:

@@ -11,7 +11,7 @@ import pytest
 
 from hora.errors import AuthenticationError
 from hora.launch.job import OutputOptions
-from hora.launch.spark.live_log import Home, HomeStream, Invitation, LiveLog
+from hora.launch.providers.spark.live_log import Home, HomeStream, Invitation, LiveLog
 from hora.net.connection import connect
 from hora.net.wire import Credentials, new_secret
 from waiting import wait_until

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from hora.errors import AuthenticationError, HorovodInternalError
-from hora.launch.control.rendezvous import Rendezvous
+from hora.launch.controller.rendezvous import Rendezvous
 from hora.net.client import FUNCTION_KEY, ControlClient
 from hora.net.connection import Connection, connect
 from hora.net.keys import RankKeys, worker_credentials, worker_key

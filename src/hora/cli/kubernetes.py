@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hora.launch.kubernetes import KINDS, Request, manifests, secret_command
+from hora.launch.providers.kubernetes import KINDS, Request, manifests, secret_command
 
 __all__ = ["main"]
 

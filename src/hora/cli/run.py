@@ -84,7 +84,7 @@ def _run(options: Options, extra: Mapping[str, str] | None = None) -> None:
     if message is not None:
         logging.getLogger("hora").warning(message)
     if options.joins:
-        from hora.launch.agent.nodes import serve_node
+        from hora.launch.providers.join import serve_node
 
         environ = {**environment.variables(), **(extra or {})}
         status = serve_node(options, environ, lambda term: start(options, environ, adjust=on_workers, leadership=term))

@@ -1,8 +1,8 @@
 """The nouns of launching: what a job is, how it ended, what a launcher can do.
 
-Nothing here starts a process or opens a socket. `start` and the Spark side build a `Job`; `control.controller` runs it
-through a `Launcher`: `host.launcher` for this machine and others, `spark.launcher` for a cluster. Where its workers go
-is in `slots`.
+Nothing here starts a process or opens a socket. `start` and the Spark side build a `Job`; `controller.loop` runs it
+through a `Launcher`: `controller.launcher` for hosts, `providers.spark.launcher` and `providers.ray.launcher` for
+clusters. Where its workers go is in `slots`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `place_ranks` is the one builder of placements: for jobs of a fixed size (`get_host_assignments`), for the generations
 of elastic ones and for Spark tasks. Not here: whether a host is this machine (`net.address`), how to reach it
-(`agent.ssh`), which hosts a job may use (`control.policy`).
+(`providers.ssh`), which hosts a job may use (`controller.policy`).
 """
 
 from __future__ import annotations

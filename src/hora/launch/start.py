@@ -2,7 +2,7 @@
 
 `start` goes through it once: the hosts, the job with a place for every rank, the launcher, and over to the controller;
 the functions below stand in that order. Not here: reading flags (`flags`), the rules of placement (`slots`), what a
-launcher does (`host.launcher`).
+launcher does (`controller.launcher`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hora.launch.control.controller import run_job
-from hora.launch.host.launcher import HostLauncher
+from hora.launch.controller.launcher import HostLauncher
+from hora.launch.controller.loop import run_job
 from hora.launch.job import Job, JobResult, Launcher, OutputOptions
 from hora.launch.options import Options
 from hora.launch.slots import HostInfo, get_host_assignments, parse_host_files, parse_hosts
@@ -24,9 +24,9 @@ from hora.launch.watching import Watching
 from hora.net import address
 
 if TYPE_CHECKING:
-    from hora.launch.agent.agents import Agents
-    from hora.launch.agent.leadership import Leadership
-    from hora.launch.control.elastic import ElasticSpec  # jobs that never change size start faster without
+    from hora.launch.controller.agents import Agents
+    from hora.launch.controller.hosts import ElasticSpec  # jobs that never change size start faster without
+    from hora.launch.ha.leadership import Leadership
 
 __all__ = ["elastic_spec", "find_hosts", "make_job", "open_launcher", "start"]
 
@@ -60,7 +60,7 @@ def start(
         if elastic is None:
             return run_job(job, launcher)
         if leadership is not None:
-            from hora.launch.agent.leadership import AgentSuccession
+            from hora.launch.ha.leadership import AgentSuccession
 
             assert nodes is not None
             job = replace(job, id=leadership.run, succession=AgentSuccession(leadership, nodes, launcher))
@@ -73,7 +73,7 @@ def _nodes_of(
     """The nodes whose agents come to us, where the job has such."""
     if not options.joins and not environ.get("SLURM_JOB_ID"):
         return contextlib.nullcontext()
-    from hora.launch.agent.nodes import open_nodes  # other jobs start faster without
+    from hora.launch.providers.join import open_nodes  # other jobs start faster without
 
     return open_nodes(options, environ, leadership)
 
@@ -101,9 +101,9 @@ def find_hosts(options: Options, environ: Mapping[str, str], nodes: Agents | Non
 
 def elastic_spec(options: Options, environ: Mapping[str, str], nodes: Agents | None = None) -> ElasticSpec:
     """Return an elastic job's limits according to the options. ValueError where it could never get over a failure."""
-    from hora.launch.control.discovery import DiscoveryScript
-    from hora.launch.control.elastic import ElasticSpec
-    from hora.launch.control.elastic_policy import Limits
+    from hora.launch.controller.discovery import DiscoveryScript
+    from hora.launch.controller.elastic_policy import Limits
+    from hora.launch.controller.hosts import ElasticSpec
 
     script = None
     if options.host_discovery_script is not None:
@@ -201,7 +201,7 @@ def open_launcher(
     elif not remote and not options.nics:
         yield HostLauncher()
     else:
-        from hora.launch.agent.ssh import Ssh, open_hosts, reachable_address  # local jobs start faster without
+        from hora.launch.providers.ssh import Ssh, open_hosts, reachable_address  # local jobs start faster without
 
         ssh = Ssh.from_environ(environ, port=options.ssh_port, identity_file=options.ssh_identity_file)
         listen = address.interface_address(options.nics) if options.nics else reachable_address(remote, ssh)

@@ -125,7 +125,7 @@ def _leave(status: int) -> NoReturn:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--fork-server"]:
         # Under this module's name, because forked workers keep it: `ps` shall show what they are.
-        from hora.launch.host import fork_server
+        from hora.launch.agent import fork_server
 
         fork_server.serve_workers(sys.argv[2:], work)
     else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
-from hora.launch.control.rendezvous import OnlyLines, Rendezvous
+from hora.launch.controller.rendezvous import OnlyLines, Rendezvous
 from hora.launch.environment import variables
 from hora.launch.slots import Slot
 from hora.net.secret_file import read_secret_file

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, NoReturn
 
-from hora.launch.control.output import Output
+from hora.launch.controller.launcher import HostLauncher
+from hora.launch.controller.output import Output
 from hora.launch.environment import variables
-from hora.launch.host.launcher import HostLauncher
 from hora.launch.job import OutputOptions, WorkerExit, WorkerSpec
 from hora.launch.slots import place_ranks
 

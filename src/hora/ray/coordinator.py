@@ -14,9 +14,9 @@ from typing import Any
 
 import ray
 
-from hora.launch.control.observer import REPORTING, Nobody, Observed, facts_of
-from hora.launch.control.rendezvous import OnlyLines, Rendezvous
-from hora.launch.control.stall_stacks import StallStacks
+from hora.launch.controller.observer import REPORTING, Nobody, Observed, facts_of
+from hora.launch.controller.rendezvous import OnlyLines, Rendezvous
+from hora.launch.controller.stall_stacks import StallStacks
 from hora.launch.environment import variables
 from hora.launch.job import WorkerExit
 from hora.launch.slots import Slot, place_ranks

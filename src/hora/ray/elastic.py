@@ -14,16 +14,16 @@ from typing import Any
 import cloudpickle
 import ray
 
-from hora.launch.control.controller import run_job
-from hora.launch.control.elastic import ElasticSpec
-from hora.launch.control.elastic_policy import Limits
+from hora.launch.controller.elastic_policy import Limits
+from hora.launch.controller.hosts import ElasticSpec
+from hora.launch.controller.loop import run_job
 from hora.launch.environment import variables
 from hora.launch.job import Job
 from hora.launch.pickling import pickle_call
-from hora.launch.ray.actor import Call, perform
-from hora.launch.ray.hosts import RayHosts
-from hora.launch.ray.launcher import RayLauncher
-from hora.launch.ray.reservations import Reservations
+from hora.launch.providers.ray.actor import Call, perform
+from hora.launch.providers.ray.hosts import RayHosts
+from hora.launch.providers.ray.launcher import RayLauncher
+from hora.launch.providers.ray.reservations import Reservations
 from hora.launch.slots import HostInfo, place_ranks
 from hora.launch.watching import Watching
 from hora.legacy import elastic as elastic_driver

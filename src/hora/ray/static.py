@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from hora.errors import HorovodInternalError, JobFailedError
-from hora.launch.control.observer import STOPPED
+from hora.launch.controller.observer import STOPPED
 from hora.ray.adapter import Adapter, BaseParams
 from hora.ray.coordinator import Coordinator
 from hora.ray.interfaces import nics_to_env_var

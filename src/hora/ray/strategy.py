@@ -9,7 +9,7 @@ import ray
 from ray.util.placement_group import get_current_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hora.launch.ray.actor_process import ActorProcess
+from hora.launch.providers.ray.actor_process import ActorProcess
 from hora.launch.slots import visible_gpus
 from hora.ray.worker import BaseHorovodWorker
 

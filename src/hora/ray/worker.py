@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from hora.launch.environment import set_variables, variables
-from hora.launch.ray.actor_process import ActorProcess, node_id, this_process
+from hora.launch.providers.ray.actor_process import ActorProcess, node_id, this_process
 from hora.ray import ray_logger
 from hora.world import keep_secret
 

@@ -18,10 +18,16 @@ from hora.errors import BadCallError, StartTimeoutError
 from hora.launch.environment import variables
 from hora.launch.job import JobResult, OutputOptions
 from hora.launch.pickling import pickle_call
-from hora.launch.spark.cluster import active_cluster, active_context, default_num_proc, dynamic_limits, require_slots
-from hora.launch.spark.connect import run_on_cluster
-from hora.launch.spark.launcher import SparkJob
-from hora.launch.spark.variables import elastic_timeout_s, start_timeout_s
+from hora.launch.providers.spark.cluster import (
+    active_cluster,
+    active_context,
+    default_num_proc,
+    dynamic_limits,
+    require_slots,
+)
+from hora.launch.providers.spark.connect import run_on_cluster
+from hora.launch.providers.spark.launcher import SparkJob
+from hora.launch.providers.spark.variables import elastic_timeout_s, start_timeout_s
 from hora.launch.watching import Watching
 
 __all__ = ["run", "run_elastic"]
@@ -98,7 +104,9 @@ def run_elastic(
     Spark task, which Spark starts again: `spark.task.maxFailures` must exceed the failures to be survived. The function
     uses `hvd.elastic.run`. `min_np` and `max_np` are deprecated names; the other arguments are those of `run`.
     """
-    from hora.launch.spark.elastic import run_elastic_on_spark  # jobs that never change size start faster without
+    from hora.launch.providers.spark.elastic import (
+        run_elastic_on_spark,  # jobs that never change size start faster without
+    )
 
     context = _cluster(fn, active_context, "run_elastic")
     num_proc = context.defaultParallelism if num_proc is None else num_proc

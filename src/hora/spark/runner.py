@@ -21,10 +21,10 @@ from hora.launch.environment import variables
 from hora.launch.job import JobResult, OutputOptions
 from hora.launch.options import Options
 from hora.launch.pickling import pickle_call
-from hora.launch.spark.cluster import cluster_or_new, is_connect, require_slots
-from hora.launch.spark.connect import run_on_cluster
-from hora.launch.spark.launcher import SparkJob
-from hora.launch.spark.variables import elastic_timeout_s, forwarded_variables, start_timeout_s
+from hora.launch.providers.spark.cluster import cluster_or_new, is_connect, require_slots
+from hora.launch.providers.spark.connect import run_on_cluster
+from hora.launch.providers.spark.launcher import SparkJob
+from hora.launch.providers.spark.variables import elastic_timeout_s, forwarded_variables, start_timeout_s
 from hora.launch.start import start
 from hora.launch.watching import Watching
 from hora.spark.elastic_function import is_elastic
@@ -118,7 +118,7 @@ def _run_on_spark(
 
 def _run_elastic(context: Any, job: SparkJob) -> JobResult:
     """With the requested number of tasks, on those that live while Spark replaces the others."""
-    from hora.launch.spark.elastic import run_elastic_on_spark
+    from hora.launch.providers.spark.elastic import run_elastic_on_spark
 
     return run_elastic_on_spark(
         context, job, min_num_proc=1, max_num_proc=job.num_proc, elastic_timeout_s=elastic_timeout_s()

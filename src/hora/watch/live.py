@@ -50,7 +50,7 @@ class Job(Protocol):
 
 
 class Dashboard:
-    """An observer of a job (`hora.launch.control.observer.Observer`), and the page's `Controls`. Any thread may call.
+    """An observer of a job (`launch.controller.observer.Observer`), and the page's `Controls`. Any thread may call.
 
     `listen`: host:port. `record`: a file for `hora view`. `page=False`: none. `controller`: Kubeflow's.
     """

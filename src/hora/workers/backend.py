@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hora.launch.controller.launcher import HostLauncher
 from hora.launch.environment import module_command
-from hora.launch.host.launcher import HostLauncher
 from hora.launch.job import LaunchEvents, WorkerSpec
 from hora.launch.slots import place_ranks
 from hora.workers.capacity import Capacity

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from hora.errors import JobFailedError
+from hora.launch.controller.launcher import HostLauncher
 from hora.launch.environment import module_command, variables
-from hora.launch.host.launcher import HostLauncher
 from hora.launch.job import LaunchEvents, OutputOptions, WorkerExit, WorkerSpec
-from hora.launch.spark.cluster import count_slots
-from hora.launch.spark.connect import check_protection
-from hora.launch.spark.live_log import Home, HomeStream, Invitation, LiveLog
-from hora.launch.spark.query import Query, rows, server_host
-from hora.launch.spark.task import gpu_addresses
-from hora.launch.spark.variables import forwarded_variables
+from hora.launch.providers.spark.cluster import count_slots
+from hora.launch.providers.spark.connect import check_protection
+from hora.launch.providers.spark.live_log import Home, HomeStream, Invitation, LiveLog
+from hora.launch.providers.spark.query import Query, rows, server_host
+from hora.launch.providers.spark.task import gpu_addresses
+from hora.launch.providers.spark.variables import forwarded_variables
 from hora.net.address import source_address
 from hora.workers.backend import GRACE_S, SLOT, PlannedWorker, order_file
 from hora.workers.spark_backend import TaskSlots

@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hora.launch.agent.processes import family
 from hora.launch.environment import variables
-from hora.launch.host.processes import family
 from hora.workers.backend import ORDER_VARIABLE
 
 __all__ = ["expand_shell_lines", "main"]

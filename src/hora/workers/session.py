@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hora.launch.control.output import LogFile, Output
+from hora.launch.controller.output import LogFile, Output
 from hora.launch.job import OutputOptions, WorkerExit
 from hora.workers.backend import GRACE_S, ORDER_VARIABLE, LocalBackend, PlannedWorker, WorkerBackend
 from hora.workers.capacity import Capacity, Refused
@@ -265,7 +265,7 @@ class WorkerSession:
             return self._spark[-1][1]
 
     def _on_spark(self, cluster: Any) -> WorkerBackend:
-        from hora.launch.spark.cluster import is_connect
+        from hora.launch.providers.spark.cluster import is_connect
 
         if is_connect(cluster):
             from hora.workers.connect_backend import ConnectBackend

@@ -15,11 +15,11 @@ from typing import Any
 
 from hora.launch.environment import module_command
 from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
-from hora.launch.spark.cluster import active_cluster, count_slots, is_local, require_slots
-from hora.launch.spark.driver import StageDriver
-from hora.launch.spark.launcher import SparkLauncher
-from hora.launch.spark.placement import Placement, place_tasks
-from hora.launch.spark.variables import forwarded_variables
+from hora.launch.providers.spark.cluster import active_cluster, count_slots, is_local, require_slots
+from hora.launch.providers.spark.driver import StageDriver
+from hora.launch.providers.spark.launcher import SparkLauncher
+from hora.launch.providers.spark.placement import Placement, place_tasks
+from hora.launch.providers.spark.variables import forwarded_variables
 from hora.workers.backend import GRACE_S, PlannedWorker, order_file
 from hora.workers.capacity import Refused
 

@@ -12,8 +12,8 @@ import threading
 import time
 from collections.abc import Mapping
 
-from hora.launch.host.connection import local_supervisor_command, wait_or_kill
-from hora.launch.host.processes import Processes, environment_value
+from hora.launch.agent.processes import Processes, environment_value
+from hora.launch.controller.host import local_supervisor_command, wait_or_kill
 
 __all__ = ["AHEAD_BYTES", "HeldSupervisor"]
 

@@ -25,13 +25,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from hora.errors import AuthenticationError
-from hora.launch.agent.agents import PROTOCOL, credentials
+from hora.launch.agent import supervisor
 from hora.launch.agent.held import AHEAD_BYTES, HeldSupervisor
-from hora.launch.agent.nodes import own_address
-from hora.launch.agent.relay import Relay
-from hora.launch.agent.store import Store, StoreError, open_store
+from hora.launch.controller.agents import PROTOCOL, credentials
 from hora.launch.environment import variables
-from hora.launch.host import supervisor
+from hora.launch.ha.relay import Relay
+from hora.launch.ha.store import Store, StoreError, open_store
+from hora.launch.providers.join import own_address
 from hora.net.connection import Connection, connect
 from hora.net.session import ClientSession
 from hora.version import version

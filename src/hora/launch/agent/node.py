@@ -21,12 +21,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from hora.errors import AuthenticationError
-from hora.launch.agent.agents import PROTOCOL
 from hora.launch.agent.held import HeldSupervisor
-from hora.launch.agent.place import Place
-from hora.launch.control.interrupt import ended_by_signals
-from hora.launch.control.leaving import LEFT
+from hora.launch.controller.agents import PROTOCOL
+from hora.launch.controller.leaving import LEFT
+from hora.launch.controller.signals import ended_by_signals
 from hora.launch.environment import variables
+from hora.launch.providers.platforms import Place
 from hora.net.connection import Connection, connect
 from hora.net.session import ClientSession
 from hora.net.wire import Credentials

@@ -57,7 +57,7 @@ class SparkBackend(Backend):
 
 def default_num_proc() -> int:
     """As many processes as Spark would use by default: its default parallelism."""
-    from hora.launch.spark import cluster
+    from hora.launch.providers.spark import cluster
 
     found = cluster.active_cluster()
     if found is None:

@@ -19,7 +19,7 @@ import cloudpickle
 import torch
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
-from hora.launch.spark.cluster import connect_session
+from hora.launch.providers.spark.cluster import connect_session
 from hora.spark.estimator import unpickling
 from hora.spark.estimator.packing import ModelAndOptimizer, pack_model, unpack_model
 

@@ -1,0 +1,237 @@
+"""The fork server: a process that loads, once, what ranks import anyway, and forks the requested processes from there.
+
+Sixteen ranks on a host then import torch once instead of sixteen times and share its memory. A supervisor has one for
+the workers that run a function (commands are executed), `hora.launch.worker --fork-server module …`; a Python worker of
+Spark has one for its supervisors (`standby`). Importing does not start threads that a fork would lose, and
+nothing is computed here. Both ask over the socket that is the server's standard input.
+
+`serve` is the process, `ForkServer` the asker's end, `WorkerForks` the one of a supervisor.
+
+Request: {"load": modules, "fork": None or what the role needs}, and the descriptors that the fork gets. A worker is
+asked for by {"worker", "env", "unset", "cwd", "supervisor"} with stdout and stderr; the answer is {"worker", "pid"}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from hora.launch.agent.processes import Spawned, die_with_parent, name_process, spawn
+from hora.launch.environment import module_command, replace_variables, variables
+
+__all__ = ["ForkServer", "WorkerForks", "differ_only_in", "fork", "load", "run_forked", "serve", "serve_workers"]
+
+_MAX_REQUEST_BYTES = 256 * 1024
+_MAX_DESCRIPTORS = 4
+
+# Runs in a fork with the request, the descriptors, and the socket for an answer.
+Role = Callable[[dict[str, Any], list[int], socket.socket], NoReturn]
+
+
+def serve(modules: Iterable[str], role: Role) -> None:
+    """Load these modules, and more on request, and fork processes, which do the role, until the client is gone."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the forks end when they like
+    _load_and_share(modules)
+    with socket.socket(fileno=os.dup(0)) as asker:
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(asker, _MAX_REQUEST_BYTES, _MAX_DESCRIPTORS)
+            if not data:
+                return
+            request = json.loads(data)
+            if request["load"]:
+                _load_and_share(request["load"])
+            if request["fork"] is not None and fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                role(request["fork"], descriptors, asker)
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+def _load_and_share(modules: Iterable[str]) -> None:
+    load(modules)  # where that fails, a worker says it better
+    gc.collect()
+    gc.freeze()  # what is loaded stays in pages that the forks share
+
+
+def fork() -> int:
+    """Fork."""
+    with warnings.catch_warnings():
+        # Newer Pythons warn of threads, and NumPy's BLAS has some, which take care of themselves in a fork.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def serve_workers(modules: list[str], work: Callable[[], NoReturn]) -> None:
+    """Be the fork server of a supervisor. `work` is `worker.work`."""
+    del sys.argv[1:]  # they are no arguments of the user's function
+    name_process("hora-forks")
+    serve(modules, lambda request, descriptors, supervisor: _be_worker(request, descriptors, supervisor, work))
+
+
+def _be_worker(
+    request: dict[str, Any], descriptors: list[int], supervisor: socket.socket, work: Callable[[], NoReturn]
+) -> NoReturn:
+    """Fork once more, so that the supervisor, a subreaper, becomes the parent and sees the end; then work."""
+    middle = os.getpid()
+    pid = fork()
+    if pid:
+        supervisor.send(json.dumps({"worker": request["worker"], "pid": pid}).encode())
+        os._exit(0)
+    while os.getppid() == middle:  # it has nothing left to do but to end
+        os.sched_yield()
+    supervisor.close()
+    os.setsid()
+    if not die_with_parent(request["supervisor"], signal.SIGKILL):
+        os._exit(128 + signal.SIGKILL)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in zip((nothing, *descriptors), (0, 1, 2), strict=True):
+        os.dup2(source, target)
+        os.close(source)
+    if request["cwd"] is not None:
+        os.chdir(request["cwd"])
+    inherited = {name: value for name, value in variables().items() if name not in request["unset"]}
+    run_forked(inherited | request["env"], work)
+
+
+class ForkServer:
+    """The client's end of a fork server. `start` starts its process with this descriptor as standard input."""
+
+    def __init__(self, start: Callable[[int], None]) -> None:
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            start(theirs.fileno())
+
+    def ask(self, fork: Mapping[str, Any] | None, descriptors: Sequence[int], modules: Sequence[str] = ()) -> None:
+        """Have it load these modules and fork what is described; if it has ended, the descriptors are closed."""
+        with contextlib.suppress(OSError):
+            request = {"load": list(modules), "fork": fork}
+            socket.send_fds(self.socket, [json.dumps(request).encode()], descriptors)
+
+    def close(self) -> None:
+        """Let it end."""
+        self.socket.close()
+
+
+# What may differ between the environment that the server started with and a worker's.
+_OWN = ("HOROVOD_", "HORA_")
+
+
+class WorkerForks:
+    """A supervisor's fork server and the workers requested of it. `process` is the server's."""
+
+    def __init__(self, executable: str, modules: Sequence[str], env: Mapping[str, str], cwd: str | None) -> None:
+        argv = module_command(executable, "hora.launch.worker", "--fork-server", *modules)
+
+        def start(stdin: int) -> None:
+            self.process = spawn(argv, env, cwd, stdin=stdin)
+
+        self._server = ForkServer(start)
+        self._server.socket.setblocking(False)
+        self._env = dict(env)
+        self._executable, self._modules = executable, tuple(modules)
+        self._waiting: deque[dict[str, Any]] = deque()
+        self._output: dict[int, tuple[int, int]] = {}  # the worker asked for -> read ends of its output
+
+    def fileno(self) -> int:
+        return self._server.socket.fileno()
+
+    def suits(self, executable: str, modules: Sequence[str], env: Mapping[str, str]) -> bool:
+        """Return whether a worker with this environment can come from here."""
+        same = (executable, tuple(modules)) == (self._executable, self._modules)
+        return same and differ_only_in(env, self._env, _OWN)
+
+    def ask(self, worker: int, env: Mapping[str, str], cwd: str | None) -> None:
+        """Ask for a worker."""
+        request = {
+            "worker": worker,
+            "env": {name: value for name, value in env.items() if self._env.get(name) != value},
+            "unset": [name for name in self._env if name not in env],
+            "cwd": cwd,
+            "supervisor": os.getpid(),
+        }
+        self._waiting.append(request)
+        self._ask_next()
+
+    def _ask_next(self) -> None:
+        # One at a time: the server may be busy loading, and the socket holds only so much.
+        if not self._waiting or self._output:
+            return
+        request = self._waiting.popleft()
+        out, err = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
+        self._output[request["worker"]] = out[0], err[0]
+        self._server.ask(request, [out[1], err[1]])
+        os.close(out[1])
+        os.close(err[1])
+
+    def forked(self) -> Iterator[tuple[int, Spawned]]:
+        """Yield the workers that run now. Ends with EOFError when the server is gone."""
+        while True:
+            try:
+                data = self._server.socket.recv(4096)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                raise EOFError
+            answer = json.loads(data)
+            output = self._output.pop(answer["worker"])
+            for descriptor in output:
+                os.set_blocking(descriptor, False)
+            self._ask_next()
+            yield answer["worker"], Spawned(answer["pid"], *output)
+
+    def close(self) -> None:
+        self._server.close()
+        for descriptors in self._output.values():
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+_ALWAYS = ("hora.launch.pickling", "hora.net.noise")  # every worker of a function connects to its launcher
+
+
+def load(modules: Iterable[str]) -> bool:
+    """Load what a worker imports anyway, and these modules. False if that failed; the worker will say it better."""
+    loaded = True
+    for name in (*_ALWAYS, *modules):
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whatever a broken installation raises
+            print(f"hora: {name} could not be loaded in advance: {error!r}", file=sys.stderr)
+            loaded = False
+    if loaded:
+        sys.modules["hora.net.noise"].warm_up()
+    return loaded
+
+
+def differ_only_in(one: Mapping[str, str], other: Mapping[str, str], prefixes: tuple[str, ...]) -> bool:
+    """Return whether two environments differ only in variables with these prefixes, which loaded code does not read."""
+    changed = {name for name in {*one, *other} if one.get(name) != other.get(name)}
+    return all(name.startswith(prefixes) for name in changed)
+
+
+def run_forked(env: Mapping[str, str], work: Callable[[], NoReturn]) -> NoReturn:
+    """In a fork that has its streams: be a worker with this environment, by `worker.work`, which never returns."""
+    name_process(f"hora-rank-{env['HORA_WORKER']}")
+    replace_variables(env)
+    _reseed_generators()
+    work()
+
+
+def _reseed_generators() -> None:
+    """Seed NumPy's and torch's generators, which would be the same in every fork; Python reseeds its own."""
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()

@@ -1,0 +1,414 @@
+"""The nodes of a job whose agents come to us: who has joined, and each one's supervisor as if it were a process of
+ours.
+
+An agent (`node`) is started by its platform, by `srun` or by `ssh`. It connects, proves that it holds the nodes'
+secret, or a key of its own, and says which node it is; from then on its connection carries what a supervisor's pipes
+carry, so that a `HostConnection` needs to know nothing of it. The connection is a session: in an elastic job an agent
+that was cut off comes back to it. Opened by `providers`, used by the `launcher`.
+
+An agent's connection: join -> welcome | refused -> in, out, err, taken … -> bye. `taken` tells how much output has been
+passed on: an agent that is far ahead of a slow console leaves its workers' pipes unread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from hora.errors import StartTimeoutError
+from hora.launch.controller.host import wait_or_kill
+from hora.launch.slots import HostInfo
+from hora.net.server import Server
+from hora.net.session import SessionPeer, Sessions
+from hora.net.wire import ANYBODY, Credentials, Header, derived_secret, new_secret
+from hora.version import version
+
+__all__ = ["Agents", "Node", "PROTOCOL", "credentials", "end_starter", "start_agent"]
+
+Nodes = Mapping[str, tuple[int, int]]  # number and slots by name
+
+PROTOCOL = "3"
+_CUT_LIMIT_S = 30  # a node beyond a cut cable, of which its kernel would tell
+_MAX_NAME_CHARS = 255
+_BYE_LIMIT_S, _KILL_LIMIT_S = 20.0, 30.0
+
+
+def credentials(secret: bytes, speaker: int = ANYBODY) -> Credentials:
+    """Return the credentials that an agent and the controller prove to one another: of all nodes, or of one that was
+    given a key of its own.
+    """
+    purpose = "hora nodes" if speaker == ANYBODY else f"hora node {speaker}"
+    return Credentials(derived_secret(secret, purpose), "nodes", speaker)
+
+
+def start_agent(
+    command: Sequence[str], where: tuple[str, int], key: Credentials, nodes: Nodes, *, limit_s: float, **rest: Any
+) -> subprocess.Popen[bytes]:
+    """Run a command that starts `agent.node` somewhere, and tell that on its standard input where to go.
+
+    `nodes`: those that the command may start.
+    """
+    process = subprocess.Popen(list(command), stdin=subprocess.PIPE, start_new_session=True, **rest)
+    order = {"where": where, "key": key.secret.hex(), "speaker": key.speaker, "nodes": nodes, "limit_s": limit_s}
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:
+        process.stdin.write(json.dumps(order).encode() + b"\n")
+    return process
+
+
+def end_starter(process: subprocess.Popen[bytes], limit_s: float) -> None:
+    """Wait for a process that ends with the agents it has started; a SIGTERM makes srun end them."""
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        wait_or_kill(process, _KILL_LIMIT_S)
+
+
+class Agents:
+    """Takes agents at `where` (port 0: any) until closed. `num_nodes`: how many to expect, ourselves not counted.
+
+    `own`: this machine's name and slots, if the job may use it too, as its first host. `silence_limit_s`: after so long
+    a silence of ours a node ends its workers. `elastic`: an agent that is asked to end lets its ranks commit and leave
+    first. `return_s`: how long one that was cut off may take to come back. `nonce`, `term` and `names`: of a job whose
+    leaders change, and of all nodes that ever joined one of them.
+
+    `brings_environment`: a node's workers have the environment and the folder of its agent.
+    """
+
+    brings_environment = True
+
+    def __init__(
+        self,
+        where: tuple[str, int],
+        secret: bytes,
+        *,
+        num_nodes: int,
+        silence_limit_s: float,
+        own: HostInfo | None = None,
+        elastic: bool = False,
+        return_s: float = 0.0,
+        nonce: str = "",
+        term: int = 0,
+        names: Iterable[str] = (),
+    ) -> None:
+        self.nonce, self._term, self._meeting = nonce or new_secret().hex(), term, 0
+        self._secret, self.job_secret = secret, derived_secret(secret, f"hora job {self.nonce}")
+        self._num_nodes, self._own = num_nodes, own
+        self._elastic, self._silence_limit_s, self._return_s = elastic, silence_limit_s, return_s
+        self._first_index = 0 if own is None else 1
+        self._nodes: dict[int, Node] = {}
+        self._names = set(names)  # of all that have ever joined
+        self._changed = threading.Condition()
+        self._refused = ""
+        self._starter_ended: Callable[[], str] = lambda: ""
+        self._listener: Callable[[Sequence[HostInfo]], None] | None = None
+        self._own_address = "" if where[0] in ("", "0.0.0.0") else where[0]
+        sessions = Sessions(self, limit_s=return_s)
+        self._server = Server(sessions, name="hora-agents", silence_limit_s=_CUT_LIMIT_S)
+        sessions.serve(self._server)
+        try:
+            self.port = self._server.listen(where)
+        except OSError as error:
+            self._server.close()
+            raise OSError(f"cannot listen at {where[0]}:{where[1]} for the nodes: {error.strerror}") from None
+        self._server.start(self._credentials)
+
+    def _credentials(self, speaker: int) -> Credentials:
+        return credentials(self._secret)
+
+    @property
+    def address(self) -> str:
+        """Our address under which the agents have reached us."""
+        return self._own_address or "127.0.0.1"
+
+    def hosts(self) -> list[HostInfo]:
+        """The nodes that are there, ours first, in their order."""
+        with self._changed:
+            nodes = [node for _, node in sorted(self._nodes.items()) if not node.leaving]
+        return ([] if self._own is None else [self._own]) + [HostInfo(node.name, node.slots) for node in nodes]
+
+    def is_own(self, hostname: str) -> bool:
+        """Return whether this host is the machine where we run, which has no agent."""
+        return self._own is not None and hostname == self._own.hostname
+
+    def wait(self, limit_s: float, *, num_slots: int | None = None) -> None:
+        """Wait until all nodes have joined, or as many as have `num_slots`; StartTimeoutError says which have not."""
+        deadline = time.monotonic() + limit_s
+        with self._changed:
+            while not self._enough(num_slots):
+                problem = self._refused or self._starter_ended()
+                if problem:
+                    raise RuntimeError(problem)
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise StartTimeoutError(self._who_is_missing(limit_s))
+                self._changed.wait(min(left_s, 1.0))
+
+    def _enough(self, num_slots: int | None) -> bool:
+        if num_slots is not None:
+            return sum(host.slots for host in self.hosts()) >= num_slots
+        return len(self._nodes) >= self._num_nodes
+
+    def _who_is_missing(self, limit_s: float) -> str:
+        wanted = range(self._first_index, self._first_index + self._num_nodes)
+        missing = ", ".join(str(index) for index in wanted if index not in self._nodes)
+        return (
+            f"Timed out waiting for the nodes to join. Node {missing} did not come to port {self.port}: start the "
+            f"same command there, with the same secret file. Timeout after {limit_s:g} seconds (--start-timeout)."
+        )
+
+    def wait_for(self, names: Collection[str], limit_s: float) -> None:
+        """Wait until these nodes are there; those that do not come in time are gone."""
+        with self._changed:
+            self._changed.wait_for(lambda: {node.name for node in self._nodes.values()} >= set(names), limit_s)
+
+    def workers_at(self, hostname: str) -> Collection[int]:
+        """The workers that a node had before it joined us, those that have ended included."""
+        with self._changed:
+            return next((node.workers for node in self._nodes.values() if node.name == hostname), ())
+
+    def meet_at(self, port: int) -> None:
+        """Tell the nodes, those too that join later, where our rendezvous is."""
+        with self._changed:
+            self._meeting = port
+            nodes = list(self._nodes.values())
+        for node in nodes:
+            node.send({"op": "meeting", "port": port, "term": self._term})
+
+    def abandon(self) -> None:
+        """Another one leads the job: let go of the nodes, whose workers live on."""
+        with self._changed:
+            nodes = list(self._nodes.values())
+        self._server.close()
+        for node in nodes:
+            node.feed(None)
+
+    def watch_starter(self, ended: Callable[[], str]) -> None:
+        """Have `wait` ask whether what starts the agents has ended: then it says how, else nothing."""
+        self._starter_ended = ended
+
+    def supervisor(self, hostname: str) -> Node:
+        """The supervisor of a node, as a process. One that is gone has ended already."""
+        with self._changed:
+            there = (node for node in self._nodes.values() if node.name == hostname and node.status is None)
+            return next(there, None) or self._absent(hostname)
+
+    def _absent(self, hostname: str) -> Node:
+        node = Node(hostname)
+        node.over(255)
+        return node
+
+    # ---- hosts of an elastic job (`discovery.HostWatch`) --------------------------------------------------
+
+    def watch(self, known: Sequence[HostInfo], changed: Callable[[Sequence[HostInfo]], None]) -> None:
+        with self._changed:
+            self._listener = changed
+            hosts = self.hosts()
+        if hosts != list(known):
+            changed(hosts)
+
+    def close(self) -> None:
+        """Tell of changes no more. The nodes stay."""
+        self._listener = None
+
+    def dismiss(self, status: int) -> None:
+        """The job is over: the agents end with this status. Returns when they have gone, or should have."""
+        with self._changed:
+            nodes = list(self._nodes.values())
+        for node in nodes:
+            node.send({"op": "bye", "status": str(status), "term": self._term})
+        deadline = time.monotonic() + _BYE_LIMIT_S
+        with self._changed:
+            while self._nodes and time.monotonic() < deadline:
+                self._changed.wait(0.2)
+        self._server.close()
+        for node in nodes:
+            node.feed(None)
+
+    # ---- in the server's thread -----------------------------------------------------------------------------------
+
+    def message(self, peer: SessionPeer, header: Header, payload: bytes) -> None:
+        operation = str(header["op"])
+        if peer.number < 0:
+            if operation != "join":
+                raise ValueError(f"{operation!r} before it has joined")
+            self._join(peer, header)
+            return
+        node = self._nodes[peer.number]
+        if operation in ("out", "err", "state"):
+            node.feed(("err" if operation == "err" else "out", payload))
+        elif operation == "ended":
+            node.over(int(header["status"]))
+        elif operation == "leaving":
+            node.leaving = True
+            self._tell()
+
+    def _join(self, peer: SessionPeer, header: Header) -> None:
+        index, name = int(header["node"]), str(header["name"])[:_MAX_NAME_CHARS]
+        problem = self._problem(peer, index, header)
+        if problem:
+            if "run" not in header:  # a keeper comes again
+                self._refused = self._refused or f"node {index} ({name}, {peer.host}): {problem}"
+            peer.send({"op": "refused", "why": problem})
+            with self._changed:
+                self._changed.notify_all()
+            return
+        with self._changed:
+            node = self._nodes[index] = self._admitted(index, name, header)
+            peer.number = index
+            self._own_address = self._own_address or str(peer.sock.getsockname()[0])
+            leading = {"term": self._term, "name": node.name, "meeting": self._meeting}
+        welcome = {"nonce": self.nonce, "executable": sys.executable, "silence_s": self._silence_limit_s}
+        peer.send({"op": "welcome", **welcome, **leading, "elastic": self._elastic, "return_s": self._return_s})
+        with self._changed:
+            node.join(peer)
+            self._changed.notify_all()
+        self._tell()
+
+    def _admitted(self, index: int, name: str, header: Header) -> Node:
+        known = header.get("run") == self.nonce
+        name = name if known else self._new_name(name, index)
+        self._names.add(name)
+        workers = frozenset(map(int, header["workers"])) if known else frozenset()
+        return Node(name, int(header["slots"]), workers, term=self._term)
+
+    def _new_name(self, name: str, index: int) -> str:
+        """A host's name of its own, for two nodes of one name, and for one that comes back: its old name may be
+        barred.
+        """
+        choices = itertools.chain([name, f"{name}-{index}"], (f"{name}-{index}-{turn}" for turn in itertools.count(2)))
+        return next(choice for choice in choices if choice not in self._names and not self.is_own(choice))
+
+    def _problem(self, peer: SessionPeer, index: int, header: Header) -> str:
+        if (header.get("version"), header.get("protocol")) != (version(), PROTOCOL):
+            theirs = header.get("version")
+            return f"it has Hora {theirs}, but the first node has {version()}; install the same version on every node"
+        return self._misplaced(peer, index, int(header["slots"]))
+
+    def _misplaced(self, peer: SessionPeer, index: int, slots: int) -> str:
+        last = self._first_index + self._num_nodes - 1
+        if not self._first_index <= index <= last:
+            return f"the nodes that may join are {self._first_index} to {last}; check --nnodes and --node-rank"
+        if index in self._nodes:
+            return "another node of that number has joined already; give each its own --node-rank"
+        if not 0 < slots < 100_000:
+            return f"it offers {slots} slots"
+        return ""
+
+    def closed(self, peer: SessionPeer) -> None:
+        with self._changed:
+            node = self._nodes.pop(peer.number, None)
+            self._changed.notify_all()
+        if node is not None:
+            node.over(255)
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._listener is not None:
+            self._listener(self.hosts())
+
+
+class Node:
+    """A node whose supervisor is as a process of ours: it has pipes, into which a thread of its own writes what the
+    supervisor says, and can be waited for.
+
+    Expected (what it is to be told waits) -> joined -> over. `starter`: the process that starts its agent.
+    """
+
+    def __init__(self, name: str, slots: int = 1, workers: frozenset[int] = frozenset(), *, term: int = 0) -> None:
+        self.name, self.slots, self.workers, self._term = name, slots, workers, term
+        self.peer: SessionPeer | None = None
+        self.starter: subprocess.Popen[bytes] | None = None
+        self.status: int | None = None
+        self.leaving = False
+        self.stdin: Any = self
+        self.stdout, self._out = _pipe()
+        self.stderr, self.err = _pipe()
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._untold: list[tuple[Header, bytes]] = []
+        self._said: queue.SimpleQueue[tuple[str, bytes] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._write, name=f"hora-node {name}", daemon=True).start()
+
+    # ---- as its launcher sees it ----------------------------------------------------------------------------------
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Pass orders on to the supervisor. BrokenPipeError when the node is gone."""
+        if self.gone:
+            raise BrokenPipeError("the node is gone")
+        self.send({"op": "in", "term": self._term}, bytes(data))
+        return len(data)
+
+    def close(self) -> None:
+        """No more orders will come."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self._ended.wait(timeout):
+            raise subprocess.TimeoutExpired("the node's agent", timeout or 0.0)
+        return 255 if self.status is None else self.status
+
+    def kill(self) -> None:
+        if self.peer is not None:
+            self.peer.close()
+        if self.starter is not None:
+            self.starter.kill()
+
+    # ---- as `Agents` see it ---------------------------------------------------------------------------------------
+
+    def join(self, peer: SessionPeer) -> None:
+        with self._lock:
+            self.peer = peer
+            for header, payload in self._untold:
+                peer.send(header, payload)
+            self._untold.clear()
+
+    @property
+    def gone(self) -> bool:
+        return self.status is not None if self.peer is None else not self.peer.open
+
+    def send(self, header: Header, payload: bytes = b"") -> None:
+        """Tell its agent something, as soon as that has joined. Dropped if it is gone."""
+        with self._lock:
+            if self.peer is None:
+                self._untold.append((header, payload))
+            else:
+                self.peer.send(header, payload)
+
+    def feed(self, said: tuple[str, bytes] | None) -> None:
+        """Something its supervisor says; None: there is no more."""
+        self._said.put(said)
+
+    def over(self, status: int) -> None:
+        if self.status is None:
+            self.status = status
+        self.feed(None)
+
+    def _write(self) -> None:
+        while (said := self._said.get()) is not None:
+            stream, data = said
+            view = memoryview(data)
+            try:
+                while view:
+                    view = view[os.write(self.err if stream == "err" else self._out, view) :]
+            except OSError:  # not read any more: the job is over
+                break
+            if self.peer is not None:
+                self.peer.send({"op": "taken", "bytes": str(len(data))})
+        self._ended.set()
+        os.close(self._out)
+        os.close(self.err)
+
+
+def _pipe() -> tuple[Any, int]:
+    read_end, write_end = os.pipe()
+    return os.fdopen(read_end, "rb", buffering=0), write_end

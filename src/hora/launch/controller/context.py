@@ -1,0 +1,272 @@
+"""The run of a job: its secret, its rendezvous, its output and its processes, as the controller's one thread sees them.
+
+What launcher and rendezvous report, in threads of theirs, is only queued here; it happens, in order, while the
+controller waits. What to do about it is the controller's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import queue
+import secrets
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+from hora.errors import JobFailedError
+from hora.launch.controller.observer import REPORTING, STOPPED, Observed, facts_of
+from hora.launch.controller.output import Output
+from hora.launch.controller.rendezvous import ErrorReport, Rendezvous
+from hora.launch.controller.stall_stacks import StallStacks
+from hora.launch.environment import module_command
+from hora.launch.job import Job, Launcher, LeadershipLostError, Succession, WorkerExit, WorkerSpec
+from hora.launch.slots import Slot
+from hora.net.client import FUNCTION_KEY, PATH_KEY
+from hora.net.keys import worker_key
+from hora.net.wire import new_secret
+from hora.world import MeetingPoint, World
+
+__all__ = ["JobRun", "News"]
+
+_KILL_SLACK_S = 10.0
+_INTERRUPTIBLE_S = 3600.0
+
+
+class News(Protocol):
+    """Events of a worker. The controller implements it; called in its own thread, while it waits."""
+
+    def on_start(self, worker: int) -> None:
+        """Its process runs."""
+
+    def on_join(self, worker: int) -> None:
+        """It has connected."""
+
+    def on_return(self, worker: int, result: bytes) -> None:
+        """The function has returned on it."""
+
+    def on_raise(self, worker: int, report: ErrorReport) -> None:
+        """The function has raised on it."""
+
+    def on_wait(self, worker: int, generation: int) -> None:
+        """It waits for a world later than this generation."""
+
+    def on_loss(self, worker: int) -> None:
+        """Its connection ended without a good-bye."""
+
+    def on_exit(self, ended: WorkerExit) -> None:
+        """Its process has ended."""
+
+
+class JobRun:
+    """Implements LaunchEvents and RendezvousEvents. Workers have numbers for life, which in a job of a fixed size are
+    their ranks. `preload`: what to load once for all of them, before they are forked.
+    """
+
+    def __init__(
+        self, job: Job, launcher: Launcher, out: Output, news: News, *, preload: tuple[str, ...] | None
+    ) -> None:
+        self.id = job.id or secrets.token_hex(8)
+        self.out = out
+        self.exits: dict[int, WorkerExit] = {}
+        self.ending = False
+        self._job, self._launcher, self._news, self._preload = job, launcher, news, preload
+        self._secret = job.secret or new_secret()
+        self._happened: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._stop_reason = ""
+        self._events = Observed(self)
+        term = 0 if job.succession is None else job.succession.term
+        self.rendezvous = Rendezvous(
+            launcher.bind_address, secret=self._secret, job=self.id, events=self._events, term=term
+        )
+        # A console may block; the thread in which stacks come may not.
+        self._stall_stacks = StallStacks(self.rendezvous.ask, lambda text: self.call(lambda: self.log(text)))
+        self.meeting = MeetingPoint(
+            kind="hora", address=launcher.advertised_address, port=self.rendezvous.port, job=self.id
+        )
+        self._argv = self._lay_out()
+
+    def _lay_out(self) -> tuple[str, ...]:
+        """Lay out what the workers will fetch; returns their argv."""
+        job = self._job
+        if job.function is None:
+            return job.command
+        self.rendezvous.set(FUNCTION_KEY, job.function)
+        # The current directory is where the caller finds modules only if its own path says so (a notebook's does).
+        path = [os.path.abspath(entry) for entry in sys.path] if job.executable == sys.executable else []
+        self.rendezvous.set(PATH_KEY, json.dumps(path).encode())
+        return module_command(job.executable, "hora.launch.worker")
+
+    @contextlib.contextmanager
+    def observed(self, *, elastic: bool) -> Iterator[None]:
+        """Report the job's end to its observer, whatever the outcome."""
+        if self._job.watching is not None:
+            try:
+                facts = facts_of(self.id, title=self._job.title, command=self._job.command, elastic=elastic)
+                self._events.observer = self._job.watching.open(facts, self)
+            except BaseException:  # an address that is taken, say
+                self.rendezvous.close()
+                raise
+        try:
+            yield
+        except KeyboardInterrupt:
+            self._events.ended("stopped", "interrupted")
+            raise
+        except LeadershipLostError:
+            self._events.ended("stopped", "another process leads the job now")
+            raise
+        except BaseException as error:
+            self._events.ended("stopped" if self._stop_reason else "failed", self._stop_reason or str(error))
+            raise
+        self._events.ended("done", "")
+
+    def publish(self, generation: int, worlds: Mapping[int, World]) -> None:
+        """Workers get their places, and the observer hears of them."""
+        self._stall_stacks.worlds = worlds
+        self._events.world(generation, worlds)
+        self.rendezvous.publish(generation, worlds)
+
+    def start(self, worlds: Iterable[tuple[Slot, World]]) -> None:
+        job = self._job
+        reporting = REPORTING if job.watching is not None else {}
+        workers = [
+            WorkerSpec(
+                worker=world.worker,
+                slot=slot,
+                argv=self._argv,
+                env={
+                    **job.env,
+                    "PYTHONUNBUFFERED": "1",
+                    **reporting,
+                    **job.host_env.get(slot.hostname, {}),
+                    **world.to_env(mpi_names=job.mpi_names),
+                },
+                cwd=job.cwd,
+                private_files={"HORA_SECRET_FILE": worker_key(self._secret, world.worker)},
+                grace_s=job.grace_s,
+                preload=self._preload,
+            )
+            for slot, world in worlds
+        ]
+        if job.verbose:
+            self.log(f"starting {len(workers)} processes: {' '.join(self._argv)}")
+        self._launcher.start(workers, self._events)
+
+    def adopt(self, succession: Succession, workers: Mapping[str, Collection[int]]) -> set[int]:
+        """Look after workers that an earlier leader has started; returns those of which their hosts know."""
+        return succession.adopt(workers, self._events)
+
+    def wait(self, until: float | None) -> None:
+        """Take note of what happens next, and of everything that has happened by then."""
+        # A wait without an end could not be interrupted from a notebook or by a signal on every platform.
+        limit_s = _INTERRUPTIBLE_S if until is None else max(until - time.monotonic(), 0.0)
+        try:
+            self._happened.get(timeout=limit_s)()
+            while not self._happened.empty():
+                self._happened.get_nowait()()
+        except queue.Empty:
+            return
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run the function in the controller's thread, while it waits. From any thread."""
+        self._happened.put(function)
+
+    def terminate(self, workers: Iterable[int], *, grace_s: float) -> None:
+        """SIGTERM, then SIGKILL. Does not wait."""
+        self._launcher.terminate(workers, grace_s=grace_s)
+
+    def end(self, workers: Iterable[int], why: str = "") -> None:
+        """End these for good; returns when all have ended, or when even SIGKILL should have done it."""
+        self.ending = True
+        left = set(workers) - self.exits.keys()
+        self._launcher.terminate(sorted(left), grace_s=self._job.grace_s)
+        if why:  # afterwards: a console that is not read must not keep the workers alive
+            self.log(why)
+        limit = time.monotonic() + self._job.grace_s + _KILL_SLACK_S
+        while left - self.exits.keys() and time.monotonic() < limit:
+            self.wait(limit)
+
+    def leaving(self, why: str) -> None:
+        """Mark the job as ending: from now on exits of its workers are no failures."""
+        self.ending, self._stop_reason = True, why
+        self.log(why)
+
+    def log(self, text: str) -> None:
+        """A line of the launcher's own."""
+        self.out.say(f"hora: {text}", stream="stderr")
+        self._events.on_launcher_line(text)
+
+    # ---- events, from other threads -----------------------------------------------------------------------
+
+    def output(self, worker: int, stream: str, data: bytes) -> None:
+        self._or_raise_there(lambda: self.out.feed(worker, stream, data))
+
+    def started(self, worker: int) -> None:
+        self.call(lambda: self._news.on_start(worker))
+
+    def exited(self, ended: WorkerExit) -> None:
+        self._or_raise_there(lambda: self.out.end(ended.worker))
+        self.call(lambda: self._on_exit(ended))
+
+    def joined(self, worker: int) -> None:
+        self.call(lambda: self._news.on_join(worker))
+
+    def returned(self, worker: int, result: bytes) -> None:
+        if self._runs_a_function(worker):
+            self.call(lambda: self._news.on_return(worker, result))
+
+    def raised(self, worker: int, report: ErrorReport) -> None:
+        if self._runs_a_function(worker):
+            self.call(lambda: self._news.on_raise(worker, report))
+
+    def _runs_a_function(self, worker: int) -> bool:
+        """Unpickle results and exceptions, only of workers that run the caller's own function."""
+        return self._job.function is not None and worker >= 0
+
+    def on_log_line(self, worker: int, text: str) -> None:
+        self.out.say(text)
+
+    def waiting(self, worker: int, generation: int) -> None:
+        self.call(lambda: self._news.on_wait(worker, generation))
+
+    def lost(self, worker: int) -> None:
+        self.call(lambda: self._news.on_loss(worker))
+
+    def _on_exit(self, ended: WorkerExit) -> None:
+        self.exits[ended.worker] = ended
+        self._news.on_exit(ended)
+
+    def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
+        """Telemetry is the observer's business. Of a stall the user hears in any case where the late ranks are."""
+        self._stall_stacks.on_telemetry(worker, kind, data)
+
+    # ---- what an observer may do, from other threads --------------------------------------------------------
+
+    def ask(self, question: Mapping[str, Any], worker: int | None = None) -> None:
+        self.rendezvous.ask(dict(question), worker)
+
+    def stop(self, why: str) -> None:
+        self._stop_reason = why
+        self.call(functools.partial(_raise, JobFailedError(f"the job was stopped: {why}", exit_code=STOPPED)))
+
+    def remove(self, worker: int, why: str) -> None:
+        self.call(lambda: self._remove(worker, why))
+
+    def _remove(self, worker: int, why: str) -> None:
+        self._events.reasons[worker] = why
+        self.log(f"ending worker {worker}: {why}")
+        self.terminate([worker], grace_s=self._job.grace_s)
+
+    def _or_raise_there(self, write: Callable[[], None]) -> None:
+        """An error of a stream that the caller gave us is raised where the caller is, not in this thread."""
+        try:
+            write()
+        except Exception as error:
+            self.call(functools.partial(_raise, error))
+
+
+def _raise(error: Exception) -> None:
+    raise error

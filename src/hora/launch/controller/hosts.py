@@ -1,0 +1,127 @@
+"""State of a job whose size changes: its limits, and hosts that come, go, or are out for a while."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hora.config import EngineConfig
+from hora.launch.controller.blacklist import Blacklist
+from hora.launch.controller.discovery import HostWatch
+from hora.launch.controller.elastic_policy import Limits
+from hora.launch.controller.policy import Worker
+from hora.launch.slots import HostInfo, Slot
+from hora.net import address
+
+__all__ = ["ElasticSpec", "Hosts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticSpec:
+    """`hosts`: where workers may run; `script` tells of changes.
+
+    `local_only`: the launcher starts workers on this machine only. `leave_s`: how long a job waits after SIGTERM
+    for its ranks' next commit. `forgiven`: so many failures bar no place of a host, because a process that fails says
+    little about a machine that a cluster manager looks after. `on_places`: called with the places, by the workers'
+    numbers, of every generation.
+    """
+
+    limits: Limits
+    hosts: tuple[HostInfo, ...] = ()
+    script: HostWatch | None = None
+    local_only: bool = False
+    cooldown_range: tuple[int, int] | None = None
+    leave_s: float = 25.0
+    forgiven: int = 0
+    on_places: Callable[[Mapping[int, Slot]], None] | None = None
+
+    def limits_for(self, env: Mapping[str, str]) -> Limits:
+        """The limits, with the silence that the workers' variables allow a rank; ValueError for impossible ones."""
+        config = EngineConfig.from_env(
+            {name: value for name, value in env.items() if name.startswith("HOROVOD_STALL_")}
+        )
+        enabled = config.stall_shutdown_s > 0 and not config.stall_check_disable
+        return replace(self.limits, stall_shutdown_s=config.stall_shutdown_s if enabled else None)
+
+
+class Hosts:
+    """The hosts of an elastic job as they are now, and which of their slots may be used."""
+
+    def __init__(self, spec: ElasticSpec) -> None:
+        self._spec = spec
+        self._num_slots = _count_slots(spec.hosts)
+        self._blacklist = Blacklist(spec.cooldown_range, random.random)
+        self._failures: dict[str, int] = {}  # host -> how many
+
+    def watch(self, changed: Callable[[Sequence[HostInfo]], None]) -> None:
+        """Poll the discovery script, if there is one; `changed` is called in a thread of its own."""
+        if self._spec.script is not None:
+            self._spec.script.watch(self._spec.hosts, changed)
+
+    def close(self) -> None:
+        """Stop polling."""
+        if self._spec.script is not None:
+            self._spec.script.close()
+
+    def change(self, hosts: Sequence[HostInfo]) -> list[str]:
+        """These are the hosts from now on; returns what to tell the user of it."""
+        reachable = [host for host in hosts if not self._spec.local_only or address.is_local(host.hostname)]
+        messages = [
+            f"host {host.hostname} cannot be used: the job began on this machine alone and listens nowhere "
+            "else. Name the network with --network-interfaces, or begin with another host"
+            for host in hosts
+            if host not in reachable
+        ]
+        self._num_slots = _count_slots(reachable)
+        return [*messages, f"the hosts are now {','.join(map(str, reachable)) or 'none'}"]
+
+    def saved(self, now: float) -> dict[str, Any]:
+        """Return what another launcher must know of the hosts."""
+        return {"barred": self._blacklist.saved(now), "failures": self._failures}
+
+    def restore(self, saved: Mapping[str, Any], now: float) -> None:
+        self._blacklist.restore(saved["barred"], now)
+        self._failures = dict(saved["failures"])
+
+    def usable(self, now: float) -> dict[str, tuple[int, ...]]:
+        """The slots that are not barred, by host."""
+        return self._blacklist.usable(self._num_slots, now)
+
+    def barred(self, now: float) -> frozenset[str]:
+        """The hosts that are out as a whole."""
+        return frozenset(host for host in self._num_slots if self._blacklist.is_host_barred(host, now))
+
+    def may_grow(self, now: float) -> bool:
+        """Return whether further slots may turn up by themselves."""
+        return self._spec.script is not None or self.next_return(now) is not None
+
+    def next_return(self, now: float) -> float | None:
+        """When a barred place comes back; None: none ever does."""
+        return self._blacklist.next_return(now)
+
+    def num_slots(self, hostname: str) -> int:
+        return self._num_slots.get(hostname, 1)
+
+    def tell(self, places: Mapping[int, Slot]) -> None:
+        """A generation begins."""
+        if self._spec.on_places is not None:
+            self._spec.on_places(dict(places))
+
+    def bar(self, worker: Worker, now: float) -> None:
+        """Bar the place where this worker failed, unless its host is forgiven once more."""
+        failures = self._failures[worker.host] = self._failures.get(worker.host, 0) + 1
+        if failures <= self._spec.forgiven:
+            return
+        # With one host, barring it would end the job: bar the slot. A newcomer's failure says nothing of others there.
+        whole = len(self._num_slots) > 1 and worker.generation >= 0
+        self._blacklist.bar((worker.host, None if whole else worker.slot), now)
+
+
+def _count_slots(hosts: Sequence[HostInfo]) -> dict[str, int]:
+    """Return how many slots each host has; one named twice has the sum."""
+    found: dict[str, int] = {}
+    for host in hosts:
+        found[host.hostname] = found.get(host.hostname, 0) + host.slots
+    return found

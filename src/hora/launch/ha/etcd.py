@@ -1,0 +1,198 @@
+"""An etcd cluster as the store of a job's state: its v3 API as JSON (its gRPC gateway), with the standard library.
+
+A leader is who holds the key `leader` under a lease that it renews. The revision in which it was made is the leader's
+term, and a write in the name of a term succeeds only while its leader leads.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import ssl
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from hora.launch.ha.office import Contents, Office, StoreError, exchange, lease_time
+
+__all__ = ["Etcd"]
+
+_PORT = 2379
+_BAD_PASSWORD, _BAD_TOKEN = "authentication failed", "invalid auth token"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Etcd:
+    """A cluster and the prefix of a job's keys. Safe to use from several threads."""
+
+    members: tuple[tuple[str, int], ...]
+    prefix: str
+    user: str = ""
+    password: str = field(default="", repr=False)
+    tls: ssl.SSLContext | None = field(default=None, repr=False)
+    ttl_s: int = 3
+    _mutable: dict[str, Any] = field(default_factory=dict, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @classmethod
+    def from_url(cls, url: str) -> Etcd:
+        """ValueError, without the password, for an address that cannot be meant."""
+        parts = urlsplit(url)
+        options = dict(parse_qsl(parts.query))
+        if parts.scheme not in ("etcd", "etcds") or not parts.netloc:
+            raise ValueError(
+                "HORA_STORE must look like etcd://user:password@host:2379,host2:2379/prefix or kubernetes://name"
+            )
+        unknown = sorted(options.keys() - {"ca", "cert", "key", "ttl"})
+        if unknown:
+            raise ValueError(f"HORA_STORE knows ?ca=, cert=, key= and ttl=, but not {', '.join(unknown)}")
+        ttl_s = lease_time(options.pop("ttl", "3"))
+        login, _, hosts = parts.netloc.rpartition("@")
+        user, _, password = login.partition(":")
+        members = []
+        for text in hosts.split(","):
+            host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
+            if (colon and not port.isdecimal()) or not (host if colon else text):
+                raise ValueError(f"HORA_STORE names a member {text!r}: host or host:port is expected")
+            members.append(((host if colon else text).strip("[]"), int(port) if colon else _PORT))
+        prefix = f"/{parts.path.strip('/') or 'hora'}/"
+        tls = _tls(options) if parts.scheme == "etcds" or options else None
+        user, password = unquote(user), unquote(password)
+        return cls(members=tuple(members), prefix=prefix, user=user, password=password, tls=tls, ttl_s=ttl_s)
+
+    def below(self, name: str) -> Etcd:
+        """The same with a prefix below this one."""
+        return replace(self, prefix=f"{self.prefix}{name}/")
+
+    def __str__(self) -> str:
+        return f"etcd, keys below {self.prefix}"
+
+    def read(self) -> Contents:
+        """The leader's term and all values, as of one moment."""
+        end = base64.b64encode(f"{self.prefix[:-1]}0".encode()).decode()  # '0' follows '/'
+        found = self._ask("kv/range", {"key": self._key(""), "range_end": end}).get("kvs", [])
+        names = [base64.b64decode(one["key"]).decode().removeprefix(self.prefix) for one in found]
+        terms = [int(one["create_revision"]) for name, one in zip(names, found, strict=True) if name == "leader"]
+        values = {
+            name: json.loads(base64.b64decode(one["value"]))
+            for name, one in zip(names, found, strict=True)
+            if "/" not in name
+        }
+        return Contents(terms[0] if terms else 0, values)
+
+    def put(self, key: str, value: Mapping[str, Any], *, term: int, lasting_s: int = 0) -> bool:
+        """Set a value in the name of a leader; False if another one leads, or none."""
+        lease = self._grant(lasting_s) if lasting_s else "0"
+        return bool(self._led(term, {"requestPut": {"key": self._key(key), "value": _encode(value), "lease": lease}}))
+
+    def delete(self, key: str, *, term: int) -> bool:
+        """Remove a value in the name of a leader."""
+        return bool(self._led(term, {"requestDeleteRange": {"key": self._key(key)}}))
+
+    def lead(self, name: str) -> Office | None:
+        """Become the leader, unless there is one."""
+        lease = self._grant(self.ttl_s)
+        put = {"requestPut": {"key": self._key("leader"), "value": _encode({"name": name}), "lease": lease}}
+        answer = self._led(0, put)
+        if not answer:
+            self.resign(Office(0, lease))
+            return None
+        return Office(answer, lease)
+
+    def renew(self, office: Office) -> bool:
+        """Return whether the leader's lease still exists, which then begins anew."""
+        answer = self._ask("lease/keepalive", {"ID": office.lease})
+        return int(answer.get("result", {}).get("TTL", 0)) > 0
+
+    def resign(self, office: Office) -> None:
+        self._ask("lease/revoke", {"ID": office.lease})
+
+    def _grant(self, ttl_s: int) -> str:
+        return str(self._ask("lease/grant", {"TTL": str(ttl_s)})["ID"])
+
+    def _led(self, term: int, then: Mapping[str, Any]) -> int:
+        """Do this if the leader of that term leads (0: nobody); the revision in which it was done, or 0."""
+        led = {"key": self._key("leader"), "target": "CREATE", "result": "EQUAL", "create_revision": str(term)}
+        answer = self._ask("kv/txn", {"compare": [led], "success": [then]})
+        return int(answer["header"]["revision"]) if answer.get("succeeded") else 0
+
+    # ---- the wire -------------------------------------------------------------------------------------------
+
+    def _key(self, name: str) -> str:
+        return base64.b64encode((self.prefix + name).encode()).decode()
+
+    def _ask(self, path: str, question: Mapping[str, Any]) -> dict[str, Any]:
+        """One request, of the member that answered last and then of the others. StoreError says what each replied."""
+        with self._lock:
+            first = int(self._mutable.get("member", 0))
+        problems = []
+        for number in range(len(self.members)):
+            member = (first + number) % len(self.members)
+            try:
+                answer = self._authorized(self.members[member], path, question)
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                if isinstance(error, StoreError):
+                    raise
+                problems.append(f"{self.members[member][0]}:{self.members[member][1]}: {error or type(error).__name__}")
+                continue
+            with self._lock:
+                self._mutable["member"] = member
+            return answer
+        raise StoreError(f"no member of the store (HORA_STORE) answers: {'; '.join(problems)}")
+
+    def _authorized(self, member: tuple[str, int], path: str, question: Mapping[str, Any]) -> dict[str, Any]:
+        for attempt in (1, 2):
+            with self._lock:
+                token = self._mutable.get("token", "")
+            if self.user and not token:
+                login = {"name": self.user, "password": self.password}
+                status, answer = self._post(member, "auth/authenticate", login, "")
+                self._raise_for(status, answer)
+                token = str(answer["token"])
+                with self._lock:
+                    self._mutable["token"] = token
+            status, answer = self._post(member, path, question, token)
+            if _BAD_TOKEN in str(answer.get("error", "")) and attempt == 1:  # it has expired, or the member is new
+                with self._lock:
+                    self._mutable.pop("token", None)
+                continue
+            self._raise_for(status, answer)
+            return answer
+        raise AssertionError("unreachable")
+
+    def _raise_for(self, status: int, answer: Mapping[str, Any]) -> None:
+        if status == 200 and "error" not in answer:
+            return
+        text = str(answer.get("message") or answer.get("error") or f"status {status}")
+        if _BAD_PASSWORD in text or "user name is empty" in text or "permission denied" in text:
+            who = f"user {self.user!r}" if self.user else "a client without a user"
+            raise StoreError(
+                f"the store (HORA_STORE) refuses {who}: {text}; check the user, the password and the user's "
+                f"role for {self.prefix}"
+            )
+        if "lease not found" in text:
+            raise StoreError(text)
+        raise OSError(text)  # a member without a leader, say: the next one is asked
+
+    def _post(
+        self, member: tuple[str, int], path: str, question: Mapping[str, Any], token: str
+    ) -> tuple[int, dict[str, Any]]:
+        headers = {"Authorization": token} if token else {}
+        return exchange(member, "POST", f"/v3/{path}", question, headers, self.tls, ttl_s=self.ttl_s)
+
+
+def _encode(value: Mapping[str, Any]) -> str:
+    return base64.b64encode(json.dumps(value).encode()).decode()
+
+
+def _tls(options: Mapping[str, str]) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=options.get("ca"))
+        if "cert" in options:
+            context.load_cert_chain(options["cert"], options.get("key"))
+    except OSError as error:
+        raise ValueError(f"HORA_STORE: its ca=, cert= and key= cannot be used ({error})") from None
+    return context

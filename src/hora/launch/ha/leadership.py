@@ -1,0 +1,188 @@
+"""Leadership of a job whose state is in a store: who leads, for how long that is certain, and what the next leader must
+know.
+
+The process of every node stands for election (`candidate`); one wins, for as long as it renews its lease. A leader that
+cannot (the store is out of reach, the process was stopped) must not command any more, and finds out by its own clock:
+`check` is asked before every decision. What must survive is written to the store, which refuses a leader of the past,
+before anybody hears of it.
+
+    following --no leader--> standing --won--> leading --lease lost--> following
+    any --the job is over--> over
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hora.launch.ha.store import Office, Store, StoreError
+from hora.launch.job import LaunchEvents, LeadershipLostError
+
+if TYPE_CHECKING:
+    from hora.launch.controller.agents import Agents
+    from hora.launch.controller.launcher import HostLauncher
+
+__all__ = ["AgentSuccession", "Leadership", "Over", "View", "next_step"]
+
+_OVER_S = 120  # for so long the other nodes can read how the job has ended
+
+_log = logging.getLogger("hora.launch")
+
+
+def now_s() -> float:
+    """Seconds, those included in which the machine slept."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@dataclass(frozen=True)
+class Over:
+    """The job has ended with this status."""
+
+    status: int
+
+
+@dataclass(frozen=True)
+class View:
+    """State of the job as a node reads it in the store.
+
+    `over`: the last run of the job that has ended; `former`: the one that had ended already when the node came.
+    """
+
+    leader: bool
+    over: Mapping[str, Any] | None = None
+    former: str = ""
+
+
+def next_step(view: View) -> str | Over:
+    """Decide what a node that does not lead does next: `follow`, `stand` for election, or end with the job."""
+    if view.over is not None and view.over["run"] != view.former:
+        return Over(int(view.over["status"]))
+    return "follow" if view.leader else "stand"
+
+
+class Leadership:
+    """A term in office, until it is resigned or lost. `run`: names the job's run; `state`: what the leader before has
+    left. `followed`: this process has seen that one lead, so that the run is not one that has ended long ago.
+
+    `lost`: called, in a thread of its own, when it is lost.
+    """
+
+    def __init__(self, store: Store, office: Office, *, since_s: float) -> None:
+        self.store, self.term = store, office.term
+        self.state: dict[str, Any] | None = None
+        self.run, self.followed = "", False
+        self.lost: Callable[[], None] = lambda: None
+        self._office, self._ttl_s = office, store.ttl_s
+        self._valid_until = since_s + store.ttl_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="hora-leadership", daemon=True)
+
+    @classmethod
+    def won(cls, store: Store, name: str) -> Leadership | None:
+        """Stand for election; None if another one leads. StoreError."""
+        since_s = now_s()
+        office = store.lead(name)
+        if office is None:
+            return None
+        leadership = cls(store, office, since_s=since_s)
+        leadership._thread.start()
+        return leadership
+
+    def check(self) -> None:
+        """LeadershipLostError unless this process leads for certain."""
+        if self._over.is_set() or now_s() >= self._valid_until:
+            raise LeadershipLostError
+
+    def save(self, key: str, value: Mapping[str, Any], *, lasting_s: int = 0) -> None:
+        """Write what must survive this leader.
+
+        LeadershipLostError if it does not lead any more, or cannot write in time.
+        """
+        while True:
+            self.check()
+            try:
+                if self.store.put(key, value, term=self.term, lasting_s=lasting_s):
+                    return
+                raise LeadershipLostError
+            except StoreError as error:
+                _log.warning("%s; trying again", error)
+                time.sleep(self._ttl_s / 10)
+
+    def end(self, status: int) -> None:
+        """The job is over: the other nodes end with this status."""
+        try:
+            self.save("over", {"run": self.run, "status": status}, lasting_s=_OVER_S)
+            self.store.delete("state", term=self.term)
+        except (LeadershipLostError, StoreError) as error:
+            _log.warning("the other nodes could not be told that the job is over (%s)", error or type(error).__name__)
+
+    def resign(self) -> None:
+        """Lead no more. Idempotent."""
+        self._over.set()
+        self._thread.join(self._ttl_s + 10.0)
+        with contextlib.suppress(StoreError):  # it expires by itself
+            self.store.resign(self._office)
+
+    def give_up(self) -> None:
+        """Have the controller let go. From any thread."""
+        if not self._over.is_set():
+            self._over.set()
+            self.lost()
+
+    def _renew(self) -> None:
+        while not self._over.wait(self._ttl_s / 3):
+            asked_s = now_s()
+            try:
+                if not self.store.renew(self._office):
+                    break
+                self._valid_until = asked_s + self._ttl_s
+            except StoreError as error:
+                if now_s() < self._valid_until:
+                    continue
+                _log.warning("%s", error)
+                break
+        self.give_up()
+
+
+class AgentSuccession:
+    """Implements `job.Succession` with the nodes' keepers and the store."""
+
+    def __init__(self, leadership: Leadership, agents: Agents, launcher: HostLauncher) -> None:
+        self._leadership, self._agents, self._launcher = leadership, agents, launcher
+
+    @property
+    def state(self) -> Mapping[str, Any] | None:
+        return self._leadership.state
+
+    @property
+    def term(self) -> int:
+        return self._leadership.term
+
+    def watch(self, lost: Callable[[], None]) -> None:
+        self._leadership.lost = lost
+
+    def check(self) -> None:
+        self._leadership.check()
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        self._leadership.save("state", {**state, "run": self._leadership.run})
+
+    def adopt(self, workers: Mapping[str, Collection[int]], events: LaunchEvents) -> set[int]:
+        known = {host: set(numbers) & set(self._agents.workers_at(host)) for host, numbers in workers.items()}
+        self._launcher.adopt({host: numbers for host, numbers in known.items() if self.has_host(host)}, events)
+        return set().union(*known.values())
+
+    def has_host(self, name: str) -> bool:
+        return any(host.hostname == name for host in self._agents.hosts())
+
+    def meet_at(self, port: int) -> None:
+        self._agents.meet_at(port)
+
+    def abandon(self) -> None:
+        self._launcher.abandon()
+        self._agents.abandon()

@@ -1,0 +1,280 @@
+"""Manifests for Kubernetes: a job whose pods run the node agent, as a plain Job, a JobSet, Kubeflow's TrainJob or
+MPIJob. Pure.
+
+The pods hold the job's secret as a file of a Secret that the user makes; no manifest contains it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hora.launch.providers.platforms import DEFAULT_PORT
+
+__all__ = ["KINDS", "Request", "manifests", "secret_command"]
+
+KINDS = ("job", "jobset", "trainjob", "mpijob")
+Manifest = dict[str, Any]
+
+_FOLDER, _FILE = "/etc/hora", "secret"
+_START_LIMIT_S, _GRACE_SLACK_S = 600, 15
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")  # room for what the controllers append
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Request of the user. `slots`: processes of each node; `min_nodes`: fewest to go on with, for an elastic job.
+
+    `any_leader`: the job's state is in a Lease and a Secret, so that any pod may lead it.
+    """
+
+    name: str
+    image: str
+    command: tuple[str, ...]
+    num_nodes: int = 2
+    slots: int = 1
+    min_nodes: int | None = None
+    any_leader: bool = False
+    namespace: str | None = None
+    cpu: str | None = None
+    memory: str | None = None
+    gpus: int = 0
+    leave_s: int = 25
+    runtime: str = "torch-distributed"
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(
+                "a job's name has small letters, digits and dashes, begins with a letter and is at most 40 long; it is "
+                f"{self.name!r}"
+            )
+        if not self.command:
+            raise ValueError("there is no command to run: put it after --, for example: -- python train.py")
+        if self.num_nodes < 1 or self.slots < 1:
+            raise ValueError(f"nodes and slots must be at least 1, but they are {self.num_nodes} and {self.slots}")
+        if self.min_nodes is not None and not 1 <= self.min_nodes <= self.num_nodes:
+            raise ValueError(f"--min-nodes must lie in 1..{self.num_nodes}, but it is {self.min_nodes}")
+        if self.any_leader and self.min_nodes is None:
+            raise ValueError("--any-leader is for elastic jobs; give --min-nodes as well")
+
+    @property
+    def secret(self) -> str:
+        """The name of the Secret."""
+        return f"{self.name}-hora"
+
+    @property
+    def state(self) -> str:
+        """The name of the Lease and the Secret that have the job's state, and of what may change them."""
+        return f"{self.name}-hora-state"
+
+    @property
+    def num_proc(self) -> int:
+        return self.num_nodes * self.slots
+
+    def size_flags(self) -> list[str]:
+        flags = ["-np", str(self.num_proc)]
+        if self.min_nodes is not None:
+            flags += ["--min-np", str(self.min_nodes * self.slots), "--leave-timeout", str(self.leave_s)]
+        return flags
+
+
+def secret_command(request: Request) -> str:
+    """The shell command that makes the Secret without showing it to anybody."""
+    where = f" --namespace {request.namespace}" if request.namespace else ""
+    return (
+        f"openssl rand -hex 32 | kubectl create secret generic {request.secret}{where} --from-file={_FILE}=/dev/stdin"
+    )
+
+
+def manifests(kind: str, request: Request) -> list[Manifest]:
+    """Return the manifests to apply, in order."""
+    if kind not in KINDS:
+        raise ValueError(f"the kind of manifest must be one of {', '.join(KINDS)}, but it is {kind!r}")
+    if request.any_leader and kind == "mpijob":
+        raise ValueError("--any-leader: an MPIJob has a launcher, which must stay; use job, jobset or trainjob")
+    made = {"job": _job, "jobset": _job_set, "trainjob": _train_job, "mpijob": _mpi_job}[kind](request)
+    made = [*(_state(request) if request.any_leader else []), *made]
+    if request.namespace:
+        for manifest in made:
+            manifest["metadata"]["namespace"] = request.namespace
+    return made
+
+
+def _resources(request: Request) -> Manifest:
+    wanted: Manifest = {}
+    for name, value in (("cpu", request.cpu), ("memory", request.memory), ("nvidia.com/gpu", request.gpus or None)):
+        if value is not None:
+            wanted[name] = str(value)
+    return {"limits": dict(wanted), "requests": dict(wanted)} if wanted else {}
+
+
+def _state(request: Request) -> list[Manifest]:
+    """The Lease and the Secret, empty, and an account that may read and change these two and nothing else."""
+    rules = [
+        {"apiGroups": [group], "resources": [kind], "resourceNames": [request.state], "verbs": ["get", "update"]}
+        for group, kind in (("coordination.k8s.io", "leases"), ("", "secrets"))
+    ]
+    account = {"kind": "ServiceAccount", "name": request.state}
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": request.state}
+    made: list[Manifest] = [
+        {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"},
+        {"apiVersion": "v1", "kind": "Secret"},
+        {"apiVersion": "v1", "kind": "ServiceAccount"},
+        {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "rules": rules},
+        {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "RoleBinding", "subjects": [account], "roleRef": role},
+    ]
+    return [{**manifest, "metadata": {"name": request.state}} for manifest in made]
+
+
+def _variables(request: Request) -> list[Manifest]:
+    # Each pod asks the API server some four times in a third of the lease's time: a hundred times a second in all.
+    lease = f"?ttl={request.num_nodes // 8}" if request.num_nodes >= 32 else ""
+    store = [{"name": "HORA_STORE", "value": f"kubernetes://{request.state}{lease}"}] if request.any_leader else []
+    return [{"name": "HORA_SECRET_FILE", "value": f"{_FOLDER}/{_FILE}"}, *store]
+
+
+def _account(request: Request) -> Manifest:
+    return {"serviceAccountName": request.state} if request.any_leader else {}
+
+
+def _secret_mount() -> Manifest:
+    return {"name": "hora-secret", "mountPath": _FOLDER, "readOnly": True}
+
+
+def _secret_volume(request: Request) -> Manifest:
+    # 0440: for root, and for the group that a pod with an fsGroup gives it to.
+    return {"name": "hora-secret", "secret": {"secretName": request.secret, "defaultMode": 0o440}}
+
+
+def _agent_command(request: Request, first_node: str) -> list[str]:
+    place = ["--nnodes", str(request.num_nodes), "--meet", f"{first_node}:{DEFAULT_PORT}"]
+    slots = ["--slots-per-host", str(request.slots), "--start-timeout", str(_START_LIMIT_S)]
+    return ["hora", "run", *place, *slots, *request.size_flags(), *request.command]
+
+
+def _pods(request: Request, command: Sequence[str]) -> Manifest:
+    """The specification of an indexed Job: one pod for each node, which knows its number."""
+    container: Manifest = {
+        "name": "node",
+        "image": request.image,
+        "command": list(command),
+        "env": [{"name": "HORA_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}, *_variables(request)],
+        "ports": [{"containerPort": DEFAULT_PORT}],
+        "volumeMounts": [_secret_mount()],
+    }
+    if _resources(request):
+        container["resources"] = _resources(request)
+    elastic = request.min_nodes is not None
+    return {
+        "completions": request.num_nodes,
+        "parallelism": request.num_nodes,
+        "completionMode": "Indexed",
+        # A node of an elastic job comes back in its place; otherwise the first failure is the job's.
+        "backoffLimit": 10 if elastic else 0,
+        "template": {
+            "metadata": {"labels": {"app.kubernetes.io/name": request.name}},
+            "spec": {
+                "restartPolicy": "OnFailure" if elastic else "Never",
+                **_account(request),
+                "terminationGracePeriodSeconds": request.leave_s + _GRACE_SLACK_S,
+                "containers": [container],
+                "volumes": [_secret_volume(request)],
+            },
+        },
+    }
+
+
+def _job(request: Request) -> list[Manifest]:
+    spec = _pods(request, _agent_command(request, f"{request.name}-0.{request.name}"))
+    spec["template"]["spec"]["subdomain"] = request.name
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": request.name},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"app.kubernetes.io/name": request.name},
+            "ports": [{"name": "hora", "port": DEFAULT_PORT}],
+        },
+    }
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": request.name}, "spec": spec}
+    return [service, job]
+
+
+def _job_set(request: Request) -> list[Manifest]:
+    spec = _pods(request, _agent_command(request, f"{request.name}-node-0-0.{request.name}"))
+    job_set = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": request.name},
+        "spec": {
+            "network": {"enableDNSHostnames": True, "subdomain": request.name},
+            "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": spec}}],
+        },
+    }
+    return [job_set]
+
+
+def _train_job(request: Request) -> list[Manifest]:
+    """The runtime's PET_ variables say which node a pod is."""
+    trainer: Manifest = {
+        "image": request.image,
+        "command": ["hora", "run", "--join", "--start-timeout", str(_START_LIMIT_S), *request.size_flags()],
+        "args": list(request.command),
+        "numNodes": request.num_nodes,
+        "numProcPerNode": request.slots,
+        "env": _variables(request),
+    }
+    if _resources(request):
+        trainer["resourcesPerNode"] = _resources(request)
+    pods = {
+        **_account(request),
+        "terminationGracePeriodSeconds": request.leave_s + _GRACE_SLACK_S,
+        "volumes": [_secret_volume(request)],
+        "containers": [{"name": "node", "volumeMounts": [_secret_mount()]}],
+    }
+    replicated = {"name": "node", "template": {"spec": {"template": {"spec": pods}}}}
+    patch = {
+        "manager": "hora.example/manifest",
+        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}},
+    }
+    job = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {"name": request.name},
+        "spec": {"runtimeRef": {"name": request.runtime}, "trainer": trainer, "runtimePatches": [patch]},
+    }
+    return [job]
+
+
+def _mpi_job(request: Request) -> list[Manifest]:
+    """mpi-operator brings ssh keys and `discover_hosts.sh`; its workers run sshd, so the image must have one."""
+    hosts = ["--slots-per-host", str(request.slots), "--start-timeout", str(_START_LIMIT_S)]
+    minimum = str((request.min_nodes or request.num_nodes) * request.slots)
+    size = ["-np", str(request.num_proc), "--min-np", minimum, "--max-np", str(request.num_proc)]
+    command = ["horovodrun", *size, *hosts, "--host-discovery-script", "/etc/mpi/discover_hosts.sh", *request.command]
+    launcher: Manifest = {"name": "launcher", "image": request.image, "command": command}
+    worker: Manifest = {"name": "worker", "image": request.image, "command": ["/usr/sbin/sshd", "-De"]}
+    if _resources(request):
+        worker["resources"] = _resources(request)
+    grace = request.leave_s + _GRACE_SLACK_S
+
+    def replicas(container: Manifest, count: int) -> Manifest:
+        spec = {"terminationGracePeriodSeconds": grace, "containers": [container]}
+        return {"replicas": count, "restartPolicy": "Never", "template": {"spec": spec}}
+
+    job = {
+        "apiVersion": "kubeflow.org/v2beta1",
+        "kind": "MPIJob",
+        "metadata": {"name": request.name},
+        "spec": {
+            "slotsPerWorker": request.slots,
+            "runPolicy": {"cleanPodPolicy": "Running"},
+            "mpiReplicaSpecs": {"Launcher": replicas(launcher, 1), "Worker": replicas(worker, request.num_nodes)},
+        },
+    }
+    return [job]

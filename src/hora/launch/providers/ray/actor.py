@@ -1,0 +1,65 @@
+"""The actor in which one worker of an elastic job lives. The function runs in the actor's own process, so that it can
+use Ray: its objects, its datasets, the queue of `ray_logger`.
+
+The function, its arguments and the executable come by Ray itself; the worker's place in the job, its result and what it
+raises go through the job's rendezvous, as everywhere (`hora.launch.worker`). Created by `launcher`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hora.launch import worker
+from hora.launch.environment import set_variables
+from hora.launch.providers.ray.actor_process import ActorProcess, this_process
+from hora.world import keep_secret
+
+__all__ = ["Call", "RayWorker", "perform"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Function call for an actor.
+
+    `prepare` is called first, then `make_executable`. `passes_executable`: what it made is the function's only
+    argument.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    make_executable: Callable[[], Any] | None = None
+    passes_executable: bool = False
+    prepare: Callable[[], None] | None = None
+
+    def __call__(self) -> Any:
+        if self.prepare is not None:
+            self.prepare()
+        executable = None if self.make_executable is None else self.make_executable()
+        return self.function(executable) if self.passes_executable else self.function(*self.args, **self.kwargs)
+
+
+_call: Call | None = None
+
+
+class RayWorker:
+    """A worker's process. It is not used again: what a training does to its process stays with that training."""
+
+    def place(self) -> ActorProcess:
+        return this_process()
+
+    def work(self, env: Mapping[str, str], secret: bytes, call: Call) -> int:
+        """Be a worker of the job, to its end; the status with which a process would end."""
+        global _call
+        _call = call
+        set_variables({**env, "HORA_SECRET": secret.hex()})
+        keep_secret()
+        return worker.main()
+
+
+def perform() -> Any:
+    """The job's function, as the rendezvous knows it: the call that Ray has brought here."""
+    assert _call is not None
+    return _call()

@@ -1,0 +1,202 @@
+"""A Slurm allocation as hosts: which nodes and slots it has, and an agent on each of them, started by one `srun`, or by
+one for each component of a heterogeneous job.
+
+The agents' secret goes through srun's standard input, which Slurm brings to every task. Called by `nodes`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hora import slurm
+from hora.launch.controller.agents import Agents, credentials, end_starter, start_agent
+from hora.launch.environment import module_command
+from hora.launch.options import Options
+from hora.launch.slots import HostInfo
+from hora.net import address
+
+__all__ = ["Allocation", "allocation", "start_agents"]
+
+_ASK_LIMIT_S = 30.0
+_END_LIMIT_S = 10.0
+# What the batch script was asked for is not what this step shall have: one task on each node, with all that is there.
+_NOT_FOR_THE_STEP = (
+    "SLURM_NTASKS",
+    "SLURM_NPROCS",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_NTASKS_PER_CORE",
+    "SLURM_NTASKS_PER_GPU",
+    "SLURM_NTASKS_PER_SOCKET",
+    "SLURM_CPUS_PER_TASK",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_TRES_PER_TASK",
+    "SLURM_TASKS_PER_NODE",
+)
+_OF_A_COMPONENT = re.compile(r"_(HET|PACK)_GROUP_\d+")  # the new and the old name of the same
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """Nodes that were asked for together.
+
+    `counts`: each one's tasks and cores. `gpus`: how many all tasks were promised together, if they were promised any
+    by the task: a step with fewer tasks has to say that it wants them all.
+    """
+
+    nodes: tuple[str, ...]
+    counts: tuple[tuple[int, int], ...] = ()
+    gpus: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """The nodes of the Slurm job that we are in, and the processes that each may run.
+
+    A job has one component, unless it is heterogeneous.
+    """
+
+    job: str
+    hosts: tuple[HostInfo, ...]
+    components: tuple[Component, ...]
+
+    def address(self) -> str:
+        """Our address that its nodes reach."""
+        for host in self.hosts:
+            for target in address.resolve(host.hostname) or _node_addresses(host.hostname):
+                with contextlib.suppress(OSError):
+                    return address.source_address(target)
+        raise RuntimeError(
+            f"there is no way from here to the nodes of Slurm job {self.job}; do their names have addresses?"
+        )
+
+
+def allocation(options: Options, environ: Mapping[str, str]) -> Allocation | None:
+    """The allocation that a job shall use: the one we are in, unless hosts are named or it is this machine alone."""
+    job = environ.get("SLURM_JOB_ID")
+    named = options.hosts or options.hostfile or options.host_discovery_script
+    in_a_step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID")) is not None
+    if not job or named or in_a_step or shutil.which("srun", path=environ.get("PATH")) is None:
+        return None
+    suffixes = _suffixes(environ)
+    nodes = [name for suffix in suffixes for name in _nodes(environ, suffix)]
+    if not nodes or nodes == [environ.get("SLURMD_NODENAME")]:  # a batch script on its only node
+        return None
+    components = tuple(_component(environ, suffix) for suffix in suffixes)
+    counts = [count for component in components for count in component.counts]
+    return Allocation(job=job, hosts=_slots(nodes, counts, options.num_proc), components=components)
+
+
+def _suffixes(environ: Mapping[str, str]) -> list[str]:
+    """Return the suffixes of Slurm's variable names: nothing, or the number of a heterogeneous job's component."""
+    size = environ.get("SLURM_HET_SIZE", "")
+    return [f"_HET_GROUP_{number}" for number in range(int(size))] if size.isdecimal() and int(size) > 1 else [""]
+
+
+def _nodes(environ: Mapping[str, str], suffix: str) -> list[str]:
+    return slurm.node_names(environ.get(f"SLURM_JOB_NODELIST{suffix}") or environ.get(f"SLURM_NODELIST{suffix}") or "")
+
+
+def _component(environ: Mapping[str, str], suffix: str) -> Component:
+    nodes = _nodes(environ, suffix)
+    tasks = slurm.tasks_per_node(environ.get(f"SLURM_TASKS_PER_NODE{suffix}", "")) or [1] * len(nodes)
+    cores = slurm.tasks_per_node(environ.get(f"SLURM_JOB_CPUS_PER_NODE{suffix}", "")) or tasks
+    for name, counts in (("SLURM_TASKS_PER_NODE", tasks), ("SLURM_JOB_CPUS_PER_NODE", cores)):
+        if len(counts) != len(nodes):
+            raise ValueError(
+                f"{name}{suffix} speaks of {len(counts)} nodes, but the Slurm job has {len(nodes)}: {', '.join(nodes)}"
+            )
+    gpus = _times(environ.get(f"SLURM_GPUS_PER_TASK{suffix}", ""), sum(tasks))
+    return Component(nodes=tuple(nodes), counts=tuple(zip(tasks, cores, strict=True)), gpus=gpus)
+
+
+def _times(gpus: str, number: int) -> str:
+    """`2` or `a100:1,v100:2`, so many times."""
+    many = []
+    for entry in filter(None, gpus.split(",")):
+        kind, colon, count = entry.rpartition(":")
+        if not count.isdecimal():
+            raise ValueError(f"SLURM_GPUS_PER_TASK must look like 2 or a100:1 but is {gpus!r}")
+        many.append(f"{kind}{colon}{int(count) * number}")
+    return ",".join(many)
+
+
+def _slots(nodes: list[str], counts: list[tuple[int, int]], num_proc: int | None) -> tuple[HostInfo, ...]:
+    """One for each task that the job was given; for each core, where there are not enough of those."""
+    tasks, cores = [tasks for tasks, _ in counts], [cores for _, cores in counts]
+    chosen = cores if num_proc is not None and sum(tasks) < num_proc else tasks
+    if num_proc is not None and sum(chosen) < num_proc:
+        raise ValueError(
+            f"-np {num_proc}, but the Slurm job has {sum(tasks)} tasks and {sum(cores)} cores on {len(nodes)} nodes; "
+            "ask for fewer processes, or for more tasks (sbatch --nodes … --ntasks-per-node …)"
+        )
+    return tuple(HostInfo(name, slots) for name, slots in zip(nodes, chosen, strict=True))
+
+
+def _node_addresses(name: str) -> list[str]:
+    """Ask Slurm for the addresses of a node whose name is not in the name service."""
+    try:
+        shown = subprocess.run(
+            ["scontrol", "--oneliner", "show", "node", name],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_ASK_LIMIT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    words = [word.partition("=")[2] for word in shown.stdout.split() if word.startswith("NodeAddr=")]
+    return [found for word in words for found in address.resolve(word)]
+
+
+@contextlib.contextmanager
+def start_agents(
+    allocated: Allocation, agents: Agents, secret: bytes, environ: Mapping[str, str], *, limit_s: float
+) -> Iterator[None]:
+    """An agent on every node, until the block ends."""
+    env = {name: value for name, value in environ.items() if _OF_A_COMPONENT.sub("", name) not in _NOT_FOR_THE_STEP}
+    nodes = {host.hostname: (index, host.slots) for index, host in enumerate(allocated.hosts)}
+    processes: list[subprocess.Popen[bytes]] = []
+    agents.watch_starter(lambda: _how_one_ended(processes))
+    try:
+        for number, component in enumerate(allocated.components):
+            of_it = f"--het-group={number}" if len(allocated.components) > 1 else f"--jobid={allocated.job}"
+            where, key = (agents.address, agents.port), credentials(secret)
+            started = start_agent(_command(of_it, component), where, key, nodes, limit_s=limit_s, env=env)
+            processes.append(started)
+        yield
+    finally:
+        for process in processes:
+            end_starter(process, _END_LIMIT_S)
+
+
+def _command(of_it: str, component: Component) -> list[str]:
+    """A step with one task on each of these nodes, which has all that the job has there."""
+    num_nodes = len(component.nodes)
+    return [
+        "srun",
+        of_it,
+        f"--nodes={num_nodes}",
+        f"--ntasks={num_nodes}",
+        "--ntasks-per-node=1",
+        f"--nodelist={','.join(component.nodes)}",
+        *([f"--gpus={component.gpus}"] if component.gpus else []),
+        "--quiet",
+        "--overlap",  # the batch script's own resources, and all of them
+        "--mem=0",
+        "--cpu-bind=none",
+        "--kill-on-bad-exit=0",  # the controller decides what a lost node means
+        "--job-name=hora",
+        *module_command(sys.executable, "hora.launch.agent.node"),
+    ]
+
+
+def _how_one_ended(processes: Sequence[subprocess.Popen[bytes]]) -> str:
+    code = next((code for process in processes if (code := process.poll()) is not None), None)
+    return "" if code is None else f"srun, which starts the agents of the nodes, ended with status {code}"

@@ -1,0 +1,223 @@
+"""Elastic jobs on Spark: every attempt of a Spark task is a host with one slot, and Spark brings new ones.
+
+A worker that fails fails its task; Spark starts the task again (`spark.task.maxFailures` times at most), perhaps on
+another executor, and the new attempt is a new host to the elastic controller. Executors that are lost and found work
+the same way; ranks on one that Spark decommissions commit and leave before it goes. The stage is an ordinary one: a
+barrier stage would end all tasks with the first. Called by `horovod.spark.run_elastic`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hora.errors import JobFailedError, StartTimeoutError
+from hora.launch.controller.elastic_policy import Limits
+from hora.launch.controller.hosts import ElasticSpec
+from hora.launch.controller.loop import run_job
+from hora.launch.job import Job, JobResult, LaunchEvents, WorkerExit, WorkerSpec
+from hora.launch.providers.spark.cluster import decommissions
+from hora.launch.providers.spark.driver import StageDriver
+from hora.launch.providers.spark.launcher import SparkJob, SparkLauncher
+from hora.launch.providers.spark.placement import Placement, TaskPlace
+from hora.launch.providers.spark.variables import launcher_timeout_s
+from hora.launch.slots import HostInfo, place_ranks
+from hora.net.session import SessionPeer
+from hora.net.wire import Header
+
+__all__ = ["run_elastic_on_spark"]
+
+Changed = Callable[[Sequence[HostInfo]], None]
+_LOOK_S = 1.0
+_LOOK_LIMIT_S = 30.0
+
+_log = logging.getLogger("hora.launch")
+
+
+def run_elastic_on_spark(
+    context: Any,
+    wanted: SparkJob,
+    *,
+    min_num_proc: int,
+    max_num_proc: int,
+    elastic_timeout_s: float,
+    reset_limit: int | None = None,
+) -> JobResult:
+    """Run the job on up to `max_num_proc` tasks of this SparkContext's cluster, on no fewer than `min_num_proc`."""
+    limits = Limits(
+        num_proc=wanted.num_proc,
+        min_num_proc=min_num_proc,
+        max_num_proc=max_num_proc,
+        reset_limit=reset_limit,
+        elastic_timeout_s=elastic_timeout_s,
+        stuck_s=max(elastic_timeout_s / 2, 1.0),
+        lost_s=launcher_timeout_s(),
+    )
+    stage = {"group": wanted.group, "stream_output": wanted.stream_output, "return_s": limits.lost_s}
+    with _Attempts(context, max_num_proc, least=min_num_proc, **stage) as driver:
+        hosts = _meet(driver, wanted, limits)
+        job = Job(
+            slots=tuple(place_ranks([host.hostname for host in hosts])),
+            function=wanted.function,
+            env={**wanted.env, **limits.worker_env()},
+            output=wanted.output,
+            start_timeout_s=wanted.start_timeout_s,
+            verbose=wanted.verbose,
+            title=wanted.group,
+            watching=wanted.watching,
+        )
+        spec = ElasticSpec(limits=limits, hosts=tuple(hosts), script=_Discovery(driver))
+        with _leaving_watched(driver, watch=decommissions(context)):
+            result = run_job(job, _ElasticLauncher(driver, bind_gpus=wanted.bind_gpus), spec)
+        return replace(result, results=tuple(value for value in result.results if value is not None))
+
+
+def _meet(driver: _Attempts, wanted: SparkJob, limits: Limits) -> list[HostInfo]:
+    """The hosts to begin with: `num_proc` of them, or after the start timeout at least `min_num_proc`."""
+    deadline = time.monotonic() + wanted.start_timeout_s
+    places = driver.meet(limits.num_proc, lambda: time.monotonic() <= deadline)
+    if places is None and driver.stage.ended.is_set():
+        raise JobFailedError(f"Spark job has failed before its processes started: {driver.stage.failure_text()}")
+    if places is None and driver.num_arrived() < limits.min_num_proc:
+        raise StartTimeoutError(
+            f"Timed out waiting for Spark tasks to start. {driver.num_arrived()} of {limits.num_proc} had "
+            f"started after {wanted.start_timeout_s:g} s, and the job needs {limits.min_num_proc}. Check that "
+            "the cluster has free task slots and that executors can reach the driver, or raise start_timeout "
+            "(HOROVOD_SPARK_START_TIMEOUT)."
+        )
+    return driver.hosts()
+
+
+@contextlib.contextmanager
+def _leaving_watched(driver: _Attempts, *, watch: bool) -> Iterator[None]:
+    """Meanwhile look, if it is to be watched, whether Spark takes executors away, and have the ranks there leave."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(_LOOK_S):
+            driver.leave(driver.stage.on_leaving_executors())
+
+    thread = threading.Thread(target=look, name="hora-decommissioning", daemon=True)
+    if watch:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if watch:
+            thread.join(_LOOK_LIMIT_S)
+
+
+class _Attempts(StageDriver):
+    """Tasks that come, go and come again. `changed` is called with each new list of hosts.
+
+    `leaving`: those whose executor is about to go. They are no hosts any more, and their ranks end at the next commit.
+    When all are, the `least` that a job needs stay: Spark starts the others' tasks elsewhere, to take the state over.
+    """
+
+    def __init__(self, context: Any, num_tasks: int, *, least: int, **rest: Any) -> None:
+        self._least, self._numbers = least, itertools.count()
+        self.changed: Changed | None = None
+        self.leaving: set[int] = set()
+        self._left: set[tuple[int, int]] = set()  # attempts that were notified
+        super().__init__(context, num_tasks, barrier=False, **rest)
+
+    def hosts(self) -> list[HostInfo]:
+        with self._arrived:
+            staying = [place for place in self._places.values() if place.task not in self.leaving]
+            return [HostInfo(place.host, 1) for place in staying or list(self._places.values())[: self._least]]
+
+    def leave(self, attempts: Mapping[int, int]) -> None:
+        """These are on executors that are about to go."""
+        with self._arrived:
+            new = set(attempts.items()) - self._left
+            self._left |= new
+            self.leaving |= {task for task, _ in new}
+        if new:
+            tasks = sorted(task for task, _ in new)
+            _log.warning("Spark decommissions executors: the ranks of tasks %s commit and leave", tasks)
+            self.tell()
+
+    def place_of(self, host: str) -> TaskPlace | None:
+        with self._arrived:
+            return next((place for place in self._places.values() if place.host == host), None)
+
+    def tell(self) -> None:
+        if self.changed is not None:
+            self.changed(self.hosts())
+
+    # ---- in the server's thread -------------------------------------------------------------------------
+
+    def closed(self, peer: SessionPeer) -> None:
+        if self._peers.get(peer.number) is not peer:
+            return
+        with self._arrived:
+            del self._peers[peer.number]
+            del self._places[peer.number]
+        self.on_message(peer.number, {"kind": "gone"}, b"")
+        self.tell()
+
+    def _register(self, peer: SessionPeer, header: Header) -> None:
+        # One host for each attempt: the controller may bar the last one, but never its successor.
+        name = f"{header['host']}-task{header['task']}-{next(self._numbers)}"
+        with self._arrived:
+            self._places.pop(int(header["task"]), None)
+            self.leaving.discard(int(header["task"]))
+        super()._register(peer, header | {"host": name})
+        self.tell()
+
+
+class _Discovery:
+    """The tasks, as the elastic controller asks for hosts: in the way of a discovery script."""
+
+    def __init__(self, tasks: _Attempts) -> None:
+        self._tasks = tasks
+
+    def watch(self, known: Sequence[HostInfo], changed: Changed) -> None:
+        self._tasks.changed = changed
+        self._tasks.tell()
+
+    def close(self) -> None:
+        self._tasks.changed = None
+
+
+class _ElasticLauncher(SparkLauncher):
+    """Starts each worker in the task that its slot's host stands for, and has tasks whose worker failed fail."""
+
+    _driver: _Attempts
+
+    def __init__(self, driver: _Attempts, *, bind_gpus: bool) -> None:
+        super().__init__(driver, (), bind_gpus=bind_gpus)
+        self._closing = False
+
+    def start(self, workers: Sequence[WorkerSpec], events: LaunchEvents) -> None:
+        self._events = events
+        self._driver.on_message = self._message
+        for worker in workers:
+            place = self._driver.place_of(worker.slot.hostname)
+            if place is None:
+                reason = f"the Spark task on {worker.slot.hostname} has ended"
+                events.exited(WorkerExit(worker=worker.worker, code=137, reason=reason))
+                continue
+            with self._lock:
+                self._running[place.task] = worker.worker
+            placement = Placement(slot=worker.slot, task=place.task, own_gpus=place.gpus, visible_gpus=place.gpus)
+            self._driver.send(place.task, *self._order(worker, placement))
+            if place.task not in self._driver.connected():
+                self._message(place.task, {"kind": "gone"}, b"")
+
+    def close(self) -> None:
+        self._closing = True
+        super().close()
+
+    def _exited(self, task: int, ended: WorkerExit) -> None:
+        super()._exited(task, ended)
+        # A task that left in good order fails too: Spark then starts it elsewhere.
+        if (ended.code or task in self._driver.leaving) and not self._closing:
+            self._driver.send(task, {"kind": "fail", "code": ended.code})

@@ -1,0 +1,220 @@
+"""The Spark launcher: the ranks of a job as the tasks of one Spark stage. Spark is the cluster manager here.
+
+`run_on_spark` starts the stage, waits until every task has reported its host, gives ranks to tasks and hands the job
+to the controller like any other. `SparkLauncher` then starts, watches and ends processes through the tasks. Called by
+`HorovodRunner` and `horovod.spark.run`. Importing this module does not import pyspark.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hora.errors import JobFailedError, StartTimeoutError
+from hora.launch.controller.loop import run_job
+from hora.launch.job import Job, JobResult, LaunchEvents, OutputOptions, WorkerExit, WorkerSpec
+from hora.launch.providers.spark.driver import StageDriver, TaskConnections
+from hora.launch.providers.spark.placement import Placement, TaskPlace, place_tasks
+from hora.launch.providers.spark.variables import GPU_VARIABLE
+from hora.launch.watching import Watching
+from hora.net.wire import Header
+
+__all__ = ["SparkJob", "SparkLauncher", "meet_all", "run_on_spark"]
+
+_LOST_EXIT_CODE = 137
+_NOTICE_AFTER_S = 5.0
+
+_log = logging.getLogger("hora.launch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparkJob:
+    """Description of a job on a cluster. `function` is the cloudpickle of `(callable, args, kwargs)`.
+
+    `wait_for_slots`: other Spark jobs may hold the slots for as long as they like, the start timeout begins
+    when Spark starts the stage. `bind_gpus`: make Spark's GPUs the visible ones, indexed by local rank.
+    `executable`: the Python of the processes, if it is not the one of Spark's Python workers.
+    """
+
+    function: bytes = dataclasses.field(repr=False)
+    num_proc: int
+    group: str
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
+    output: OutputOptions = dataclasses.field(default_factory=OutputOptions)
+    stream_output: bool = True
+    start_timeout_s: float = 600.0
+    wait_for_slots: bool = False
+    bind_gpus: bool = True
+    executable: str | None = None
+    verbose: bool = False
+    watching: Watching | None = None
+
+
+def run_on_spark(context: Any, wanted: SparkJob) -> JobResult:
+    """Run the job on the cluster of this SparkContext. However it ends, no task slot stays taken."""
+    with StageDriver(context, wanted.num_proc, group=wanted.group, stream_output=wanted.stream_output) as driver:
+        placements = place_tasks(_meet(driver, wanted))
+        launcher = SparkLauncher(driver, placements, bind_gpus=wanted.bind_gpus, executable=wanted.executable)
+        job = Job(
+            slots=tuple(placement.slot for placement in placements),
+            function=wanted.function,
+            env=wanted.env,
+            output=wanted.output,
+            start_timeout_s=wanted.start_timeout_s,
+            verbose=wanted.verbose,
+            title=wanted.group,
+            watching=wanted.watching,
+        )
+        return run_job(job, launcher)
+
+
+def _meet(driver: StageDriver, wanted: SparkJob) -> list[TaskPlace]:
+    """Wait until every task has arrived."""
+    patience = _Patience(driver, wanted)
+    places = driver.meet(wanted.num_proc, patience.go_on)
+    if places is not None:
+        return places
+    if driver.stage.ended.is_set():
+        raise JobFailedError(
+            f"Spark job has failed before its {wanted.num_proc} processes started: {driver.stage.failure_text()}"
+        )
+    raise StartTimeoutError(
+        f"Timed out waiting for Spark tasks to start. Tasks {driver.missing()} of {wanted.num_proc} "
+        f"had not started after {wanted.start_timeout_s:g} s. Check that the cluster has "
+        f"{wanted.num_proc} free task slots and that executors can reach the driver, or raise "
+        "start_timeout (HOROVOD_SPARK_START_TIMEOUT)."
+    )
+
+
+def meet_all(driver: TaskConnections, num_proc: int, timeout_s: float) -> list[TaskPlace]:
+    """Wait until every task of a stage that runs has arrived."""
+    deadline = time.monotonic() + timeout_s
+    places = driver.meet(num_proc, lambda: time.monotonic() <= deadline)
+    if places is None:
+        raise StartTimeoutError(
+            f"Timed out waiting for Spark tasks to start. Tasks {driver.missing()} of {num_proc} had not reached the "
+            f"first one at {driver.address} after {timeout_s:g} s. Check that executors can reach one another, or "
+            "raise start_timeout (HOROVOD_SPARK_START_TIMEOUT)."
+        )
+    return places
+
+
+class _Patience:
+    """Deadline for the tasks: the start timeout, which with `wait_for_slots` begins when Spark starts the stage."""
+
+    def __init__(self, driver: StageDriver, wanted: SparkJob) -> None:
+        self._driver, self._wanted = driver, wanted
+        self._began = self._started = time.monotonic()
+        self._noticed = False
+
+    def go_on(self) -> bool:
+        stage, now = self._driver.stage, time.monotonic()
+        if self._wanted.wait_for_slots and self._others_have_the_slots():
+            self._started = now
+            if now - self._began > _NOTICE_AFTER_S and not self._noticed:
+                self._noticed = True
+                num_proc = self._wanted.num_proc
+                _log.warning("waiting for %d free Spark task slots (job group %s)", num_proc, stage.group)
+            return True
+        return now - self._started <= self._wanted.start_timeout_s
+
+    def _others_have_the_slots(self) -> bool:
+        """Return whether there are enough slots, but busy ones; executors that never come do not count."""
+        if self._driver.num_arrived() or not self._driver.stage.is_waiting():
+            return False
+        return self._driver.stage.count_slots() >= self._wanted.num_proc
+
+
+class SparkLauncher:
+    """Starts each worker in the Spark task that was placed for its rank. See `job.Launcher`.
+
+    `bind_gpus`: make Spark's GPUs the visible ones. `executable`: the workers' Python, if it is not that of Spark's
+    own.
+    """
+
+    def __init__(
+        self,
+        driver: TaskConnections,
+        placements: Sequence[Placement],
+        *,
+        bind_gpus: bool,
+        executable: str | None = None,
+    ) -> None:
+        self.bind_address, self.advertised_address = driver.bind_address, driver.address
+        self._driver, self._bind_gpus, self._executable = driver, bind_gpus, executable
+        self._placements = {placement.slot.rank: placement for placement in placements}
+        self._lock = threading.Lock()
+        self._running: dict[int, int] = {}  # task -> worker
+        self._events: LaunchEvents | None = None
+
+    def start(self, workers: Sequence[WorkerSpec], events: LaunchEvents) -> None:
+        self._events = events
+        self._driver.on_message = self._message
+        for worker in workers:
+            placement = self._placements[worker.slot.rank]
+            with self._lock:
+                self._running[placement.task] = worker.worker
+            self._driver.send(placement.task, *self._order(worker, placement))
+        for task in set(range(len(self._placements))) - self._driver.connected():
+            self._message(task, {"kind": "gone"}, b"")
+
+    def terminate(self, workers: Iterable[int], *, grace_s: float) -> None:
+        wanted = set(workers)
+        with self._lock:
+            ending = [(task, worker) for task, worker in self._running.items() if worker in wanted]
+        for task, worker in ending:
+            self._driver.send(task, {"kind": "terminate", "worker": worker, "grace_s": grace_s})
+
+    def close(self) -> None:
+        self._driver.release()
+
+    def _order(self, worker: WorkerSpec, placement: Placement) -> tuple[Header, bytes]:
+        """The message that makes a task start the worker's process."""
+        env = dict(worker.env)
+        env[GPU_VARIABLE] = ",".join(placement.own_gpus)
+        if placement.visible_gpus and self._bind_gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(placement.visible_gpus)
+        header = {
+            "kind": "start",
+            "worker": worker.worker,
+            "slot": dataclasses.asdict(worker.slot),
+            "executable": self._executable,
+            "arguments": list(worker.argv[1:]),
+            "grace_s": worker.grace_s,
+            "preload": worker.preload,
+        }
+        files = {name: data.hex() for name, data in worker.private_files.items()}
+        private = json.dumps({"env": env, "files": files}).encode()
+        return header, private
+
+    def _message(self, task: int, header: Header, payload: bytes) -> None:
+        assert self._events is not None
+        kind = header.pop("kind")
+        with self._lock:
+            own = self._running.get(task) == header.get("worker")  # of no other does this task say anything
+        if kind == "output" and own:
+            self._events.output(header["worker"], header["stream"], payload)
+        elif kind == "started" and own:
+            self._events.started(header["worker"])
+        elif kind == "exited":
+            self._exited(task, WorkerExit(**header))
+        elif kind == "gone":
+            with self._lock:
+                worker = self._running.get(task)
+            if worker is not None:
+                reason = f"its Spark task ({task}) ended: the executor was lost or the task was killed"
+                self._exited(task, WorkerExit(worker=worker, code=_LOST_EXIT_CODE, reason=reason))
+
+    def _exited(self, task: int, ended: WorkerExit) -> None:
+        with self._lock:
+            if self._running.get(task) != ended.worker:
+                return
+            del self._running[task]
+        assert self._events is not None
+        self._events.exited(ended)

@@ -1,0 +1,205 @@
+"""A fork server beside a Python worker of Spark's: supervisors, and with them ranks, are forks of a clean, warm
+process.
+
+Spark keeps its Python workers, and what a UDF did to one must not reach a rank. So the first job on a worker has it
+start a clean process, which loads what ranks import and waits (`agent.fork_server`). This and every later job's
+supervisor there, and its workers in turn, are forks: hundredths of a second, not seconds. User code runs in the forks
+only, which are gone when their job is over. The process ends with the worker, which Spark keeps for a minute without
+work.
+
+`begin` has it load early, before the tasks meet, which takes a second; `supervisor` asks it for a supervisor, giving
+the supervisor's stdin, stdout, stderr and a socket. Through the socket comes how the supervisor ended; a byte sent into
+it kills the supervisor.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import IO, Any, NoReturn
+
+from hora.launch.agent.fork_server import ForkServer, differ_only_in, fork, run_forked, serve
+from hora.launch.agent.processes import exit_code, name_process
+from hora.launch.agent.supervisor import supervise
+from hora.launch.controller.host import SupervisorProcess
+from hora.launch.environment import first_variables, module_command
+from hora.launch.worker import work
+
+__all__ = ["begin", "supervisor"]
+
+# Variables that a rank may have beside this process's, because nothing that is loaded in advance has read them.
+_LATE = ("HOROVOD_", "HORA_", "NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED")
+_NO_STATUS = 255
+_END_LIMIT_S = 10.0
+
+
+def begin(modules: Sequence[str], env: Mapping[str, str], python_path: str) -> None:
+    """Have the process beside this one load these modules already, if ranks that are given `env` can come from it."""
+    if all(name.startswith(_LATE) for name in env):
+        _standby(_own_variables(python_path)).ask(None, (), modules)
+
+
+def supervisor(modules: Sequence[str], env: Mapping[str, str]) -> SupervisorProcess | None:
+    """A supervisor for this machine from the process beside this one, which is started, or replaced, where need be.
+
+    None if a rank with this environment would not be the same as a fresh process.
+    """
+    own = _own_variables(env.get("PYTHONPATH", ""))
+    if not differ_only_in(env, own, _LATE):
+        return None
+    return _Supervisor(_standby(own), modules)
+
+
+def _own_variables(python_path: str) -> dict[str, str]:
+    """The environment of the process."""
+    own = {name: value for name, value in first_variables().items() if not name.startswith(_LATE)}
+    return own | {"PYTHONPATH": python_path}
+
+
+def _standby(env: Mapping[str, str]) -> _Standby:
+    global _beside
+    if _beside is None or not _beside.suits(env):
+        if _beside is not None:
+            _beside.close()
+        _beside = _Standby(env)
+    return _beside
+
+
+class _Standby(ForkServer):
+    """The fork server, seen from the worker."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._env = dict(env)
+        super().__init__(self._start)
+
+    def _start(self, stdin: int) -> None:
+        command = module_command(sys.executable, __name__)
+        self._process = subprocess.Popen(command, stdin=stdin, stdout=subprocess.DEVNULL, env=self._env)
+
+    def suits(self, env: Mapping[str, str]) -> bool:
+        """Tell whether it lives and was started with this environment."""
+        return self._process.poll() is None and env == self._env
+
+    def close(self) -> None:
+        super().close()
+        try:
+            self._process.wait(_END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+_beside: _Standby | None = None
+
+
+class _Supervisor:
+    """A requested supervisor, with the subset of the Popen interface that a HostConnection needs."""
+
+    stdin: IO[bytes] | None
+    stdout: IO[bytes] | None
+    stderr: IO[bytes] | None
+
+    def __init__(self, standby: _Standby, modules: Sequence[str]) -> None:
+        (their_in, our_in), (our_out, their_out), (our_err, their_err) = (os.pipe() for _ in range(3))
+        self._control, theirs = socket.socketpair()
+        given = [their_in, their_out, their_err, theirs.detach()]
+        try:
+            standby.ask({}, given, modules)
+        finally:
+            for descriptor in given:
+                os.close(descriptor)
+        self.stdin = os.fdopen(our_in, "wb", buffering=0)
+        self.stdout = os.fdopen(our_out, "rb", buffering=0)
+        self.stderr = os.fdopen(our_err, "rb", buffering=0)
+        self._hearing = threading.Lock()
+        self._code: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        with self._hearing:
+            if self._code is None:
+                ready, _, _ = select.select([self._control], [], [], timeout)
+                if not ready:
+                    raise subprocess.TimeoutExpired("supervisor", timeout or 0.0)
+                status = b""
+                with self._control, contextlib.suppress(OSError):
+                    status = self._control.recv(1)
+                self._code = status[0] if status else _NO_STATUS
+            return self._code
+
+    def kill(self) -> None:
+        with contextlib.suppress(OSError):  # it has ended
+            self._control.send(b"k")
+
+
+# In the process.
+
+
+def _look_after_supervisor(request: dict[str, Any], descriptors: list[int], worker: socket.socket) -> NoReturn:
+    """In a fork: have a supervisor for a child, kill it on request, and report its exit status."""
+    worker.close()
+    stdin, stdout, stderr, control = descriptors
+    pid = fork()
+    if pid == 0:
+        _be_supervisor(stdin, stdout, stderr)
+    for descriptor in (stdin, stdout, stderr):
+        os.close(descriptor)
+    ended, heard = os.pidfd_open(pid), [control]
+    while True:
+        ready, _, _ = select.select([ended, *heard], [], [])
+        if ended in ready:
+            with contextlib.suppress(OSError):  # the worker is gone
+                os.write(control, bytes([exit_code(os.waitpid(pid, 0)[1])]))
+            os._exit(0)
+        if os.read(control, 1):
+            signal.pidfd_send_signal(ended, signal.SIGKILL)
+        else:
+            heard = []  # the worker is gone, and the supervisor knows it by its own pipe
+
+
+def _be_supervisor(stdin: int, stdout: int, stderr: int) -> NoReturn:
+    """In a fork: be a supervisor with these streams, whose workers are forks as well."""
+    status = 1
+    try:
+        os.setsid()
+        name_process("hora-supervisor")
+        for source, target in ((stdin, 0), (stdout, 1), (stderr, 2)):
+            os.dup2(source, target)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        status = supervise(execute=_be_worker)
+    except BaseException:  # this process has no caller to tell, only the pipe
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(status)
+
+
+def _be_worker(file: str, argv: list[str], env: Mapping[str, str]) -> NoReturn:
+    """In place of exec: be what `python -m hora.launch.worker` would be, from here."""
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    atexit._clear()
+    # As a Python that has just started has them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    sys.argv = ["-m"]
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), _text_stream(1), _text_stream(2)
+    run_forked(env, work)
+
+
+def _text_stream(descriptor: int) -> io.TextIOWrapper:
+    raw = os.fdopen(descriptor, "wb", buffering=0)
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
+
+
+if __name__ == "__main__":
+    name_process("hora-standby")
+    serve((), _look_after_supervisor)

@@ -1,0 +1,262 @@
+"""Hosts that ssh reaches: an agent on each, started as soon as it is wanted there; and our address that they reach.
+
+ssh only starts the agent and brings it, on its standard input, where to go and a key of its own, so that no `ps` on
+either machine shows it. All else, workers' keys and environment too, goes over the agent's own connection (`agents`):
+once that has joined, the end of ssh means nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hora.launch.controller.agents import Agents, Node, credentials, end_starter, start_agent
+from hora.launch.controller.signals import ended_by_signals
+from hora.launch.environment import module_command
+from hora.net import address
+from hora.net.session import SessionPeer
+from hora.net.wire import ANYBODY, Credentials, Header, new_secret
+
+__all__ = ["Ssh", "SshHosts", "open_hosts", "reachable_address"]
+
+_CONNECT_ATTEMPTS = 5
+_CONNECT_LIMIT_S = 10
+_END_LIMIT_S = 5.0
+_SSH_FAILED = 255
+_SHOWN_BYTES = 4096
+_OPTIONS = {
+    "PasswordAuthentication": "no",
+    "StrictHostKeyChecking": "accept-new",  # a key that has changed is refused; HORA_SSH='ssh -o …' comes first
+    "BatchMode": "yes",  # never ask for anything: the launcher cannot answer
+    "LogLevel": "ERROR",
+    "ConnectTimeout": str(_CONNECT_LIMIT_S),
+    "ServerAliveInterval": "5",  # it ends by itself when the network is cut
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ssh:
+    """Settings for reaching hosts, and the Python to start there. `program`: ssh, perhaps with options of its own.
+
+    `is_agent`: not ssh, but what Open MPI calls an agent, such as a script around `kubectl exec -i`: it takes a host
+    and a command.
+    """
+
+    program: tuple[str, ...] = ("ssh",)
+    is_agent: bool = False
+    port: int | None = None
+    identity_file: str | None = None
+    executable: str = sys.executable
+    python_path: str = ""
+
+    @classmethod
+    def from_environ(
+        cls, environ: Mapping[str, str], *, port: int | None = None, identity_file: str | None = None
+    ) -> Ssh:
+        """As the user asks: `HORA_SSH` replaces the ssh command, options included (`ssh -J gate`); `HORA_RSH_AGENT` is
+        a program that is called with a host and a command alone.
+        """
+        if identity_file is not None and not os.path.isfile(identity_file):
+            raise ValueError(f"--ssh-identity-file: there is no file {identity_file!r}")
+        if port is not None and not 0 < port < 65536:
+            raise ValueError(f"--ssh-port must lie in 1..65535, but it is {port}")
+        folders = environ.get("PYTHONPATH", "").split(os.pathsep)
+        name = "HORA_RSH_AGENT" if environ.get("HORA_RSH_AGENT") else "HORA_SSH"
+        try:
+            program = tuple(shlex.split(environ.get(name) or "ssh"))
+        except ValueError as error:
+            raise ValueError(f"{name} is not a command line: {error}, in {environ[name]}") from None
+        return cls(
+            program=program,
+            is_agent=name == "HORA_RSH_AGENT",
+            port=port,
+            identity_file=identity_file,
+            python_path=os.pathsep.join(os.path.abspath(folder) for folder in folders if folder),
+        )
+
+    def command(self, hostname: str, remote: Sequence[str], *, attempts: int = 1) -> list[str]:
+        """The argv that runs `remote` on a host. ssh hands it to a shell there, so each word is quoted."""
+        line = " ".join(shlex.quote(word) for word in remote)
+        if self.is_agent:
+            return [*self.program, hostname, line]
+        argv = list(self.program)
+        for name, value in _OPTIONS.items():
+            argv += ["-o", f"{name}={value}"]
+        argv += ["-o", f"ConnectionAttempts={attempts}", hostname]
+        if self.port is not None:
+            argv += ["-p", str(self.port)]
+        if self.identity_file is not None:
+            argv += ["-i", self.identity_file]
+        return [*argv, line]
+
+    def python(self, hostname: str, module: str, *args: str, attempts: int = 1) -> list[str]:
+        """The argv that runs a module with the job's Python on a host."""
+        path = [f"PYTHONPATH={self.python_path}"] if self.python_path else []
+        return self.command(
+            hostname, ["exec", "env", *path, *module_command(self.executable, module, *args)], attempts=attempts
+        )
+
+    def real_name(self, hostname: str) -> str:
+        """The name or address that ssh itself uses for a host, which may be an alias of its configuration."""
+        if self.is_agent:
+            return hostname
+        try:
+            found = subprocess.run(
+                [*self.program, "-G", hostname],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_CONNECT_LIMIT_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return hostname
+        for line in found.stdout.splitlines():
+            if line.startswith("hostname "):
+                return line.split()[1]
+        return hostname
+
+
+class SshHosts(Agents):
+    """Starts agents over ssh, which come to `listen`. `limit_s`: how long one may take to come.
+
+    Every agent has a number and a key of its own: a host speaks for itself alone.
+    """
+
+    brings_environment = False
+
+    def __init__(self, ssh: Ssh, listen: str, *, limit_s: float, verbose: bool = False, **limits: Any) -> None:
+        self._ssh, self._limit_s, self._verbose = ssh, limit_s, verbose
+        self._numbers = itertools.count()
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._dismissed = False
+        super().__init__((listen, 0), new_secret(), num_nodes=0, **limits)
+
+    def is_own(self, hostname: str) -> bool:
+        return address.is_local(hostname)
+
+    def reach(self, hostnames: Iterable[str]) -> None:
+        """Have an agent on every one of these hosts, started all at once; RuntimeError says what failed where."""
+        with self._changed:
+            nodes = [self._absent(name) for name in dict.fromkeys(hostnames)]
+            self._changed.wait_for(lambda: all(node.peer or node.gone for node in nodes), self._limit_s + _END_LIMIT_S)
+        failed = [node for node in nodes if node.peer is None]
+        unreached = [node for node in failed if node.wait(_END_LIMIT_S) == _SSH_FAILED]
+        if unreached:
+            raise RuntimeError(
+                f"could not connect to some hosts via ssh:\n{_listed(unreached)}\nCheck their names, that they "
+                "are up, and that `ssh HOST` logs in without a password (see --ssh-port and --ssh-identity-file)."
+            )
+        if failed:
+            raise RuntimeError(
+                f"ssh reaches these hosts, but Hora cannot be started there:\n{_listed(failed)}\nInstall the "
+                f"same Python environment on every host, at the same place: {self._ssh.executable}"
+            )
+
+    def _absent(self, hostname: str) -> Node:
+        """A new node, which is expected: the one that was there has ended, or there was none."""
+        index, node = next(self._numbers), Node(hostname)
+        self._nodes[index] = node
+        command = self._ssh.python(hostname, "hora.launch.agent.node", attempts=_CONNECT_ATTEMPTS)
+        if self._verbose:
+            print(shlex.join(command), file=sys.stderr, flush=True)
+        name = f"hora-ssh {hostname}"
+        threading.Thread(target=self._start, args=(index, node, command), name=name, daemon=True).start()
+        return node
+
+    def _start(self, index: int, node: Node, command: Sequence[str]) -> None:
+        """Run ssh. Its end is the node's, as long as its agent has not joined, and so is too long a silence.
+
+        In a thread of its own: a signal's exception, in the main thread, must not part us from a process just started.
+        """
+        key, nodes, status, why = credentials(self._secret, index), {node.name: (index, 1)}, _SSH_FAILED, ""
+        limit_s = self._limit_s / 2  # so that we hear in time that it has not reached us
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": node.err}
+        try:
+            process = start_agent(command, (self.address, self.port), key, nodes, limit_s=limit_s, **pipes)
+            with self._changed:
+                node.starter = process
+                self._started.append(process)
+                if self._dismissed:
+                    process.kill()
+            status = process.wait(self._limit_s)
+        except subprocess.TimeoutExpired:
+            why = f"no answer within {self._limit_s:.0f} s (--start-timeout)"
+        except OSError as error:
+            why = f"cannot run {command[0]!r}: {error.strerror}; is ssh installed?"
+        with self._changed:
+            if node.peer is not None:
+                return
+            if why and index in self._nodes:
+                os.write(node.err, why.encode())
+            node.kill()
+            self._nodes.pop(index, None)
+            node.over(status)
+            self._changed.notify_all()
+
+    def dismiss(self, status: int) -> None:
+        with self._changed:
+            self._dismissed = True
+            for node in self._nodes.values():
+                if node.peer is None:
+                    node.kill()
+        super().dismiss(status)
+        deadline = time.monotonic() + _END_LIMIT_S
+        for process in self._started:
+            end_starter(process, max(deadline - time.monotonic(), 0.0))
+
+    # ---- in the server's thread -----------------------------------------------------------------------------------
+
+    def _credentials(self, speaker: int) -> Credentials:
+        return credentials(self._secret, max(speaker, 0))
+
+    def _misplaced(self, peer: SessionPeer, index: int, slots: int) -> str:
+        expected = index == peer.speaker != ANYBODY and index in self._nodes and self._nodes[index].peer is None
+        return "" if expected else "nobody waits for it any more"
+
+    def _admitted(self, index: int, name: str, header: Header) -> Node:
+        return self._nodes[index]
+
+
+@contextlib.contextmanager
+def open_hosts(hostnames: Iterable[str], ssh: Ssh, listen: str, **rest: Any) -> Iterator[SshHosts]:
+    """Hosts that ssh reaches, these first, until the job is over."""
+    opened = SshHosts(ssh, listen, **rest)
+    try:
+        with ended_by_signals():
+            opened.reach(hostnames)
+        yield opened
+    finally:
+        opened.dismiss(0)
+
+
+def _listed(nodes: Iterable[Node]) -> str:
+    """List what was said about nodes that have not come."""
+    lines = []
+    for node in nodes:
+        os.set_blocking(node.stderr.fileno(), False)
+        words = (node.stderr.read(_SHOWN_BYTES) or b"").decode(errors="replace").strip()
+        lines.append(f"  {node.name}: {words or f'exit status {node.status}, no output'}")
+    return "\n".join(lines)
+
+
+def reachable_address(hostnames: Iterable[str], ssh: Ssh) -> str:
+    """Our address that these remote hosts can connect to: the one from which we reach them; loopback if none is known,
+    for what ssh says then is clearer.
+    """
+    sources: list[str] = []
+    for hostname in hostnames:
+        found = address.resolve(hostname) or address.resolve(ssh.real_name(hostname))
+        with contextlib.suppress(OSError):
+            sources += [address.source_address(target) for target in found[:1]]
+    # A host that is reached through loopback (a tunnel, a test) can often use another address too.
+    return next((source for source in sources if not source.startswith("127.")), (*sources, "127.0.0.1")[0])
