@@ -18,7 +18,7 @@ from hora.watch.model import Entry
 
 __all__ = ["Simulation", "Slowness"]
 
-_SHARES = {"data": 0.06, "forward": 0.30, "backward": 0.52, "optimizer": 0.12}
+_SHARES = {"data": 0.06, "forward": 0.30, "backward": 0.50, "between": 0.02, "optimizer": 0.12}
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,7 @@ class Simulation:
                 longest_s=max(before.longest_s, longest + reduce_s),
                 data_s=before.data_s + part["data"],
                 backward_s=before.backward_s + part["backward"],
+                between_s=before.between_s + part["between"],
                 wait_s=before.wait_s + longest - work,
                 reduce_s=before.reduce_s + reduce_s,
                 hidden_s=before.hidden_s + hidden_s,

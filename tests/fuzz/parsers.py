@@ -234,7 +234,7 @@ def recordings() -> Target:
     def fuzz(data: bytes) -> None:
         facts, _, body = data.partition(b"\n")
         block = zlib.compress(body, 1)
-        show_file(b"HORA-RUN 1\n" + facts + b"\n" + struct.pack("<I", len(block)) + block)
+        show_file(b"HORA-RUN 2\n" + facts + b"\n" + struct.pack("<I", len(block)) + block)
 
     kinds = ("world", "report", "joined", "exited", "failed", "line", "event", "stack", "profile", "end")
     simulation = Simulation(num_ranks=2, began=1_000_000.0)

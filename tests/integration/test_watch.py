@@ -178,6 +178,11 @@ def test_a_rank_that_is_a_fifth_slower_is_named_on_the_page_with_where_it_spends
     _shows(tab, "#alerts h2", rf"rank {slow} on \S+ is 1\.\d\d× slower than the median .* waiting for data", 60)
     _shows(tab, "#alerts .guilty", r"watched_job\.py:\d+\s+__getitem__", 60)
     _until(lambda: [one["rank"] for one in _run(url)["head"]["stragglers"]] == [slow], 60)
+    bundle = zipfile.ZipFile(io.BytesIO(_ask(url, "/api/bundle")[1]))
+    (four_ranks.folder / "slow.hora").write_bytes(bundle.read("run.hora"))
+    verdicts = [verdict for verdict in read_run(four_ranks.folder / "slow.hora").verdicts if verdict.rank == slow]
+    assert verdicts[-1].line is not None
+    assert verdicts[-1].line.own[2] == "__getitem__"
 
 
 def test_a_rank_is_profiled_and_everything_is_downloaded(tab, four_ranks):
@@ -284,7 +289,7 @@ def test_a_recorded_run_is_shown_in_the_same_page(tab, tmp_path):
         assert tab.locator("#n-size").inner_text() == "7"
         assert tab.locator("#n-worlds").is_visible()  # the world's size over time
         assert tab.locator("#bars .stack").count() == 7
-        assert tab.locator("#bars .stack").first.locator("i").count() == 6
+        assert tab.locator("#bars .stack").first.locator("i").count() == 7
         _shows(tab, "#legend", "waiting for data.*backward.*waiting for other ranks.*optimizer", 10)
         wire = (r"network.*↑ [\d.]+ MB/s · [\d.]+ MB a step", r"link.*\d+ % of 1\.\d+ GB/s")
         for kind in ("cpu", "memory", "gpu 0", "gpu 1", "shm", *wire):
@@ -301,6 +306,29 @@ def test_a_recorded_run_is_shown_in_the_same_page(tab, tmp_path):
         red, green, _, _ = tab.evaluate(HEAT, 5)
         assert red > 180 > 120 > green  # rank 5 is late
         assert not tab.locator("#actions").is_visible()
+    finally:
+        server.close()
+
+
+def test_a_run_that_is_over_still_names_its_straggler_the_part_and_the_line(tab, tmp_path):
+    simulation = Simulation(num_ranks=2, slow=[Slowness(1, 1.4, part="between", begin=20.0)])
+    recorder = Recorder(tmp_path / "run.hora", simulation.facts)
+    for entry in simulation.entries(60.0):
+        recorder.take(entry)
+    stack = [[80, [["/home/me/train.py", 31, "train", "time.sleep(0.05)"]]]]
+    profile = json.dumps({"num_samples": 100, "seconds": 2.0, "stacks": stack}).encode()
+    recorder.take(Entry(simulation.began + 60.0, "profile", 1, profile))
+    recorder.take(Entry(simulation.began + 61.0, "end", -1, json.dumps({"outcome": "done"}).encode()))
+    recorder.close()
+    server, page = open_recording(tmp_path / "run.hora")
+    try:
+        tab.goto(page.full_url)
+        words = r"rank 1 on beta was 1\.4\d× slower than rank 0 from .* to .*, \d+\s% of it between backward and step"
+        _shows(tab, "#alerts h2", words, 20)
+        _shows(tab, "#alerts .guilty", r"train\.py:31\s+train\s+time\.sleep", 10)
+        assert tab.locator("#step-legend span").all_inner_texts() == ["rank 0", "rank 1, late"]
+        untitled = tab.locator(".numbers > div:not([title]), h2:not([title])").all_inner_texts()
+        assert [text for text in untitled if "×" not in text and "Timeline" not in text] == []
     finally:
         server.close()
 

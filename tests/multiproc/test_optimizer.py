@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 
 import pytest
@@ -25,6 +26,7 @@ from training import (
 )
 
 import horovod.torch as hvd
+from hora.telemetry import meter
 
 pytestmark = pytest.mark.ranks(1, 2, 4)
 
@@ -400,3 +402,21 @@ def test_gradients_stay_usable_after_the_step():
     assert_equal(next(model.parameters()).grad, kept[0] * 2)
     hvd.barrier()
     assert_equal(next(model.parameters()).grad, kept[0] * 2)  # the others' doubling did not reach mine
+
+
+@pytest.mark.ranks(2)
+@session
+def test_time_between_backward_and_step_is_not_the_backward_passs():
+    model = mlp()
+    optimizer = distributed(model)
+    for _ in range(3):
+        backward(model)
+        optimizer.step()
+    before_s, paused_s = meter.between_s, 0.0
+    for _ in range(2):
+        backward(model)
+        began = time.perf_counter()
+        time.sleep(0.1)
+        paused_s += time.perf_counter() - began
+        optimizer.step()
+    assert meter.between_s - before_s >= paused_s

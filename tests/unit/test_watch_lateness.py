@@ -45,7 +45,7 @@ def test_what_it_says_about_the_straggler():
     assert straggler.since - run.began == pytest.approx(20.0, abs=3.0)
 
 
-@pytest.mark.parametrize("part", ["forward", "backward", "optimizer"])
+@pytest.mark.parametrize("part", ["forward", "backward", "between", "optimizer"])
 def test_the_part_that_takes_longer_is_named(part):
     run, _ = _watched(Simulation(slow=[Slowness(1, 1.4, part=part)]), 30.0)
     assert [straggler.main_part for straggler in run.stragglers] == [part]

@@ -129,11 +129,16 @@ def test_a_grid_never_grows():
 def test_a_recording_tells_the_same_run(tmp_path):
     simulation = Simulation(num_ranks=4, slow=[Slowness(1, 1.3, begin=30.0)], lost_at=(60.0, 3))
     recorder, run = Recorder(tmp_path / "run.hora", simulation.facts), Run(simulation.facts)
+    looked_at = run.began
     for entry in simulation.entries(120.0):
         run.take(entry)
         recorder.take(entry)
+        if run.now - looked_at >= 1.0:  # as a live page does
+            looked_at = run.now
+            run.look(run.now)
     recorder.close()
     run.look(run.now)
+    assert view.head(run)["past"]
     assert json.dumps(view.everything(read_run(tmp_path / "run.hora"))) == json.dumps(view.everything(run))
 
 
@@ -151,7 +156,7 @@ def test_a_recording_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path):
     assert found == entries[: len(found)]
 
 
-@pytest.mark.parametrize("data", [b"", b"PK\3\4", b"HORA-RUN 1\n", b"HORA-RUN 1\n[]\n", b"HORA-RUN 1\n{" + b"x" * 99])
+@pytest.mark.parametrize("data", [b"", b"PK\3\4", b"HORA-RUN 2\n", b"HORA-RUN 2\n[]\n", b"HORA-RUN 2\n{" + b"x" * 99])
 def test_another_file_is_no_recording(tmp_path, data):
     (tmp_path / "file").write_bytes(data)
     with pytest.raises(ValueError, match=str(tmp_path)):

@@ -32,6 +32,7 @@ class Meter:
         "_longest_s",
         "_metrics",
         "backward_s",
+        "between_s",
         "blocked",
         "data_s",
         "link_bytes_per_s",
@@ -50,7 +51,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.num_steps = 0
-        self.step_s = self.data_s = self.backward_s = self.optimizer_s = 0.0
+        self.step_s = self.data_s = self.backward_s = self.between_s = self.optimizer_s = 0.0
         self.wait_s = self.reduce_s = 0.0  # of the training thread
         self.transport_s = 0.0  # data moved, on whatever thread
         self.num_bytes = self.num_samples = 0.0
@@ -71,6 +72,7 @@ class Meter:
             self.step_s,
             self.data_s,
             self.backward_s,
+            self.between_s,
             self.wait_s,
             self.reduce_s,
             self.transport_s,
@@ -164,9 +166,8 @@ class Reading:
         now, totals = time.perf_counter(), self._meter.completed
         if not totals[0]:  # no steps at all: a script of bare collectives; its waits are worth telling nevertheless
             totals = self._meter._totals()
-        steps, step_s, data_s, backward_s, wait_s, reduce_s, transport_s, optimizer_s, num_bytes, num_samples = (
-            new - old for new, old in zip(totals, self._before, strict=True)
-        )
+        differences = (new - old for new, old in zip(totals, self._before, strict=True))
+        steps, step_s, data_s, backward_s, between_s, wait_s, reduce_s, transport_s, *rest = differences
         window_s, self._at, self._before = now - self._at, now, totals
         return Sample(
             int(totals[0]),
@@ -176,12 +177,11 @@ class Reading:
             self._meter.longest_s(),
             data_s,
             backward_s,
+            between_s,
             wait_s,
             reduce_s,
             max(transport_s - reduce_s, 0.0),
-            optimizer_s,
-            num_bytes,
-            num_samples,
+            *rest,
             cpu_s,
             memory_bytes,
         )

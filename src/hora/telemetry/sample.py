@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 __all__ = ["MAX_REPORT_BYTES", "PARTS", "Report", "Sample"]
 
 # Where a step goes. `forward` is what is left of it: the forward pass, the loss, and whatever else the script does.
-PARTS = ("data", "forward", "backward", "wait", "reduce", "optimizer")
+# `between`: the script's own time from the last gradient to `step()` or `synchronize()`.
+PARTS = ("data", "forward", "backward", "between", "wait", "reduce", "optimizer")
 
 MAX_REPORT_BYTES = 64 * 1024
 _MAX_METRICS = 64
@@ -35,6 +36,7 @@ class Sample(NamedTuple):
     longest_s: float = 0.0
     data_s: float = 0.0
     backward_s: float = 0.0
+    between_s: float = 0.0
     wait_s: float = 0.0  # blocked until other ranks came
     reduce_s: float = 0.0  # blocked while data moved
     hidden_s: float = 0.0  # data moved while this rank did something else
@@ -46,7 +48,7 @@ class Sample(NamedTuple):
 
     @property
     def forward_s(self) -> float:
-        known = self.data_s + self.backward_s + self.wait_s + self.reduce_s + self.optimizer_s
+        known = self.data_s + self.backward_s + self.between_s + self.wait_s + self.reduce_s + self.optimizer_s
         return max(self.step_s - known, 0.0)
 
     @property
@@ -57,11 +59,19 @@ class Sample(NamedTuple):
     @property
     def parts_s(self) -> tuple[float, ...]:
         """In the order of `PARTS`."""
-        return self.data_s, self.forward_s, self.backward_s, self.wait_s, self.reduce_s, self.optimizer_s
+        return (
+            self.data_s,
+            self.forward_s,
+            self.backward_s,
+            self.between_s,
+            self.wait_s,
+            self.reduce_s,
+            self.optimizer_s,
+        )
 
 
-_SAMPLE = struct.Struct("<BQI13f")
-_VERSION = 1
+_SAMPLE = struct.Struct("<BQI14f")
+_VERSION = 2
 
 
 @dataclass(frozen=True)

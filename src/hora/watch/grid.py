@@ -13,7 +13,7 @@ from hora.telemetry import Sample
 __all__ = ["Grid"]
 
 # What a cell holds: these fields of a sample, added up (all that are durations and counts), and the longest step.
-_SUMS = (1, 3, 5, 6, 7, 8, 9, 10, 11, 12)
+_SUMS = (1, 3, 5, 6, 7, 8, 9, 10, 11, 12, 13)
 _LONGEST = 4
 _WIDTH = len(_SUMS) + 1
 _EMPTY = bytes(8)
@@ -41,6 +41,7 @@ class _Row:
             step_s,
             data_s,
             backward_s,
+            between_s,
             wait_s,
             reduce_s,
             hidden_s,
@@ -51,7 +52,7 @@ class _Row:
         ) = self.values[index * _WIDTH : (index + 1) * _WIDTH]
         if not steps:
             return None
-        sums = (data_s, backward_s, wait_s, reduce_s, hidden_s, optimizer_s, num_bytes, num_samples)
+        sums = (data_s, backward_s, between_s, wait_s, reduce_s, hidden_s, optimizer_s, num_bytes, num_samples)
         return Sample(0, int(steps), 0.0, step_s, longest_s, *sums)
 
     def halve(self) -> None:

@@ -25,7 +25,7 @@ _MIN_SLICES = 3
 _LONGEST_S = 600.0
 _MIN_STEPS = 4
 _PERSISTENT = 0.7
-_OWN_PARTS = ("data", "forward", "backward", "optimizer")
+_OWN_PARTS = ("data", "forward", "backward", "between", "optimizer")
 
 Timed = tuple[float, Sample]
 

@@ -71,7 +71,7 @@ class Dashboard:
         self._output = _Output()
         self._run = Run(facts)
         self._asked_stacks_at = 0.0
-        self._noted_stall = ""
+        self._asked_about = ""
         self._stop_at_commit = False
         self._profiled: dict[int, float] = {}
         self._address_socket: socket.socket | None = None
@@ -162,17 +162,12 @@ class Dashboard:
         if self._reports is not None:
             self._reports.tick(run)
         stuck = run.stuck() if run.outcome is None else None
-        if stuck is not None:
-            if time.time() - self._asked_stacks_at > _ASK_AGAIN_S or self._noted_stall != stuck.name:
-                self.stacks()
-            if self._noted_stall != stuck.name:
-                missing = ", ".join(map(str, stuck.missing))
-                run.note(run.now, "stall", stuck.missing[0], f"waiting for rank {missing} in {stuck.name}")
-        self._noted_stall = stuck.name if stuck is not None else ""
+        name = stuck.name if stuck is not None else ""
+        if name and (time.time() - self._asked_stacks_at > _ASK_AGAIN_S or self._asked_about != name):
+            self.stacks()
+        self._asked_about = name
         for straggler in run.stragglers[:2]:
             if run.now - self._profiled.get(straggler.rank, 0.0) > _ASK_AGAIN_S:
-                if straggler.rank not in self._profiled:
-                    run.note(run.now, "stall", straggler.rank, view.sentence(run, straggler))
                 self._profiled[straggler.rank] = run.now
                 self.profile(straggler.rank, _PROFILE_S)
                 # What an ordinary rank does at the same time: the difference is what makes the other one slow.

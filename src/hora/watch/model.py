@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from hora.telemetry import Report, Sample
 from hora.watch.grid import Grid
 from hora.watch.lateness import Straggler, Timed, find_stragglers
+from hora.watch.verdict import Verdict, find_line
 
 __all__ = ["Entry", "Event", "Line", "RankState", "Run"]
 
@@ -30,6 +31,8 @@ _LONG_WAIT_S = 1.5
 STUCK_S = 5.0
 _LAST_TIME = 1e11  # seconds since the epoch: what is later, in a file of somebody else's, is no time
 _MAX_GENERATION = 2**31
+_MAX_VERDICTS = 50
+_LATE_PROFILE_S = 10.0  # a profile may come this long after its rank has caught up
 
 
 class Entry(NamedTuple):
@@ -106,6 +109,7 @@ class Run:
         self.stacks: dict[int, dict[str, Any]] = {}  # by rank: when, text, why
         self.profiles: dict[int, dict[str, Any]] = {}
         self.stragglers: list[Straggler] = []
+        self.verdicts: deque[Verdict] = deque(maxlen=_MAX_VERDICTS)
         self.outcome: str | None = None  # done, failed, stopped
         self.outcome_text = ""
         self.stepped = False  # somebody has ended a step in this generation
@@ -114,6 +118,7 @@ class Run:
         self._by_worker: dict[int, RankState] = {}
         self._recent: dict[int, deque[Timed]] = {}
         self._named: dict[int, float] = {}
+        self._noted_stall = ""
 
     # ---- what happens -------------------------------------------------------------------------------------
 
@@ -145,8 +150,7 @@ class Run:
         self.worlds.append((entry.at, self.generation, len(self.places)))
         self.stepped = False
         self._recent.clear()
-        self._named.clear()
-        self.stragglers = []
+        self._close_verdicts(entry.at)
         if self.generation > 0:
             self.note(entry.at, "world", -1, f"generation {self.generation}: {len(self.places)} ranks")
 
@@ -244,6 +248,7 @@ class Run:
                 "seconds": float(news["seconds"]),
                 "stacks": stacks,
             }
+            self._find_lines(entry.at)
 
     def _end(self, entry: Entry) -> None:
         """{"outcome": done | failed | stopped, "text": t}"""
@@ -251,7 +256,7 @@ class Run:
         self.outcome, self.outcome_text = str(news["outcome"]), str(news.get("text", ""))[:4000]
         for place in self.places.values():
             place.waiting = None
-        self.stragglers = []
+        self._close_verdicts(entry.at)
         self.note(entry.at, "end", -1, self.outcome)
 
     def note(self, at: float, kind: str, rank: int, text: str) -> None:
@@ -261,13 +266,53 @@ class Run:
     # ---- what it means ------------------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
-        """Time has passed: see who is late now."""
+        """Time has passed: find the ranks that are late now, and the operation that the job waits in."""
         self.now = max(self.now, now)
         if self.outcome is None:
             if self.grid.num_used:
                 self.grid.index(self.now)  # time goes on, whether steps end or not
             self.stragglers = find_stragglers(self._recent, self.now, named=self._named)
             self._named = {straggler.rank: straggler.since for straggler in self.stragglers}
+            self._judge()
+            self._note_stall()
+
+    def _judge(self) -> None:
+        """Open, update and close the verdicts."""
+        open_ones = {verdict.rank: verdict for verdict in self.verdicts if verdict.until is None}
+        for straggler in self.stragglers:
+            verdict = open_ones.pop(straggler.rank, None)
+            if verdict is not None:
+                verdict.update(straggler)
+                continue
+            others = [rank for rank in self._recent if rank != straggler.rank]
+            than = f"rank {others[0]}" if len(others) == 1 else "the median"
+            place = self.places.get(straggler.rank)
+            verdict = Verdict(straggler, place.host if place is not None else "?", than)
+            self.verdicts.append(verdict)
+            self.note(self.now, "stall", straggler.rank, verdict.sentence())
+        for verdict in open_ones.values():
+            verdict.close(self.now)
+
+    def _close_verdicts(self, at: float) -> None:
+        """The ranks that the verdicts are about no longer exist under these numbers."""
+        for verdict in self.verdicts:
+            if verdict.until is None:
+                verdict.close(at)
+        self._named.clear()
+        self.stragglers = []
+
+    def _find_lines(self, at: float) -> None:
+        current = [v for v in self.verdicts if v.until is None or at - v.until < _LATE_PROFILE_S]
+        slow = {verdict.rank for verdict in current}
+        for verdict in current:
+            verdict.line = find_line(self.profiles, verdict.rank, slow) or verdict.line
+
+    def _note_stall(self) -> None:
+        stuck = self.stuck()
+        name = stuck.name if stuck is not None else ""
+        if stuck is not None and name != self._noted_stall:
+            self.note(self.now, "stall", stuck.missing[0], f"waiting for {_ranks(stuck.missing)} in {name}")
+        self._noted_stall = name
 
     def recent(self, window_s: float) -> dict[int, list[Sample]]:
         """The samples of the last seconds in which there were any, by rank."""

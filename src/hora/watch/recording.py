@@ -1,6 +1,6 @@
 """A recorded run: the entries of a job in a file, small enough to mail, readable while it is written.
 
-    HORA-RUN 1\\n   one line of JSON: the job's facts   then blocks: length (4 bytes), zlib of the entries in it
+    HORA-RUN 2\\n   one line of JSON: the job's facts   then blocks: length (4 bytes), zlib of the entries in it
 
 A block is written every few seconds, so a launcher that is killed loses no more; a cut-off last block is passed over
 when the file is read. A file that comes from somebody else is data and nothing more: sizes are checked, nothing is
@@ -22,7 +22,7 @@ from hora.watch.model import Entry, Run
 
 __all__ = ["Recorder", "read_entries", "read_run"]
 
-_MAGIC = b"HORA-RUN 1\n"
+_MAGIC = b"HORA-RUN 2\n"
 _KINDS = ("world", "report", "joined", "exited", "failed", "line", "event", "stack", "profile", "end")
 _ENTRY = struct.Struct("<dBiI")
 _LENGTH = struct.Struct("<I")
@@ -30,6 +30,7 @@ _BLOCK_BYTES = 256 * 1024
 _MAX_BLOCK_BYTES = 4 * 1024 * 1024
 _BLOCK_S = 5.0
 _MAX_HEADER_BYTES = 1024 * 1024
+_LOOK_S = 1.0
 
 
 class Recorder:
@@ -133,10 +134,14 @@ def read_run(path: str | Path) -> Run:
         run = Run(facts)
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
+    looked_at = run.began
     for entry in entries:
         try:
             run.take(entry)
         except ValueError:  # one damaged entry is not worth the rest
             continue
+        if run.now - looked_at >= _LOOK_S:  # as often as a live page, so that it comes to the same verdicts
+            looked_at = run.now
+            run.look(run.now)
     run.look(run.now)
     return run

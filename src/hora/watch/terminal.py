@@ -18,8 +18,9 @@ from hora.watch.client import snapshots
 
 __all__ = ["show"]
 
-_COLORS = dict(zip(PARTS, ("yellow", "blue", "magenta", "red", "cyan", "bright_black"), strict=True))
+_COLORS = dict(zip(PARTS, ("yellow", "blue", "magenta", "green", "red", "cyan", "bright_black"), strict=True))
 _STATES = {"training": "green", "done": "blue", "failed": "red", "failing": "red", "stopped": "red"}
+_WAIT = PARTS.index("wait")
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _BAR = 60
 _MAX_RANKS = 24
@@ -87,7 +88,12 @@ def _numbers(now: Mapping[str, Any]) -> Text:
 def _straggler(one: Mapping[str, Any]) -> Panel:
     since = time.strftime("%H:%M", time.localtime(one["since"]))
     share = f", {100 * one['excess'][one['part']]:.0f} % of it {one['words']}" if one["words"] else ""
-    text = f"rank {one['rank']} on {one['host']} is {one['slowdown']:.2f}× slower than the median since {since}{share}"
+    text = (
+        f"rank {one['rank']} on {one['host']} is {one['slowdown']:.2f}× slower than {one['than']} since {since}{share}"
+    )
+    if "line" in one:
+        file, number, function, code = one["line"]["own"]
+        text += f"\n{file}:{number} in {function}: {_plain(code)}"
     return Panel(Text(text, style="bold"), border_style="yellow", title="straggler", title_align="left")
 
 
@@ -106,12 +112,12 @@ def _ranks(now: Mapping[str, Any], columns: Mapping[str, Any], width: int) -> Ta
     late = {straggler["rank"] for straggler in now["stragglers"]}
     ranks = now["ranks"]
     if len(ranks) > _MAX_RANKS:
-        ranks = sorted(ranks, key=lambda r: r.get("parts", [0] * 4)[3])[:_MAX_RANKS]
+        ranks = sorted(ranks, key=lambda r: r.get("parts", [0] * len(PARTS))[_WAIT])[:_MAX_RANKS]
     longest = max((sum(r["parts"]) for r in ranks if "parts" in r), default=1.0) or 1.0
     rows = {rank: row for row, rank in enumerate(columns["ranks"])}
     for facts in ranks:
         style = "red" if facts["rank"] in late or facts["state"] in ("lost", "failed") else ""
-        own = sum(facts["parts"]) - facts["parts"][3] if "parts" in facts else 0.0
+        own = sum(facts["parts"]) - facts["parts"][_WAIT] if "parts" in facts else 0.0
         history = columns["late"][rows[facts["rank"]]][-(room // 3) :] if facts["rank"] in rows else []
         table.add_row(
             Text(str(facts["rank"]), style),

@@ -13,19 +13,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from hora.telemetry import PARTS, Sample
-from hora.watch.lateness import Straggler, added, lateness
+from hora.watch.lateness import added, lateness
 from hora.watch.model import RankState, Run
+from hora.watch.verdict import Verdict
 
-__all__ = ["as_json", "columns", "events", "everything", "head", "lines", "sentence"]
+__all__ = ["as_json", "columns", "events", "everything", "head", "lines"]
 
 _RECENT_S = 15.0
 _FIRST_LINES = 1500
-_PART_WORDS = {
-    "data": "waiting for data",
-    "forward": "in the forward pass or the script itself",
-    "backward": "in the backward pass",
-    "optimizer": "in the optimizer",
-}
+_MAX_PAST = 3
 
 
 def as_json(value: Any) -> str:
@@ -76,7 +72,8 @@ def head(run: Run) -> dict[str, Any]:
         "size": len(run.places),
         "worlds": list(run.worlds),
         "ranks": [_rank(place, recent.get(rank)) for rank, place in sorted(run.places.items())],
-        "stragglers": [_straggler(run, straggler) for straggler in run.stragglers],
+        "stragglers": _current(run),
+        "past": _past(run),
         "pending": [
             {"name": op.name, "there": op.there, "missing": op.missing, "waited_s": round(op.waited_s, 1)}
             for op in run.pending()
@@ -131,28 +128,41 @@ def stacks(run: Run) -> dict[str, Any]:
     return {"stacks": run.stacks, "profiles": run.profiles}
 
 
-def sentence(run: Run, straggler: Straggler) -> str:
-    """The finding in words."""
-    place = run.places.get(straggler.rank)
-    where = f" on {place.host}" if place is not None else ""
-    text = f"rank {straggler.rank}{where} is {straggler.slowdown:.2f}× slower than the median"
-    part = straggler.main_part
-    if part:
-        text += f", {100 * straggler.excess[part]:.0f} % of it {_PART_WORDS[part]}"
-    return text
+def _current(run: Run) -> list[dict[str, Any]]:
+    slow = [verdict for verdict in run.verdicts if verdict.until is None]
+    return [_verdict(one) for one in sorted(slow, key=lambda one: -one.finding.slowdown)]
 
 
-def _straggler(run: Run, straggler: Straggler) -> dict[str, Any]:
-    return {
-        "rank": straggler.rank,
-        "host": run.places[straggler.rank].host if straggler.rank in run.places else "",
+def _past(run: Run) -> list[dict[str, Any]]:
+    """The verdicts that are over, the most expensive first."""
+    over = [verdict for verdict in run.verdicts if verdict.until is not None]
+    cost = {id(one): one.finding.lateness * ((one.until or 0.0) - one.finding.since) for one in over}
+    return [_verdict(one) for one in sorted(over, key=lambda one: -cost[id(one)])[:_MAX_PAST]]
+
+
+def _verdict(verdict: Verdict) -> dict[str, Any]:
+    straggler, line = verdict.finding, verdict.line
+    facts: dict[str, Any] = {
+        "rank": verdict.rank,
+        "host": verdict.host,
         "slowdown": round(straggler.slowdown, 2),
+        "than": verdict.than,
         "late": round(100 * straggler.lateness),
         "since": round(straggler.since),
+        "until": None if verdict.until is None else round(verdict.until),
         "excess": {part: round(share, 2) for part, share in straggler.excess.items()},
         "part": straggler.main_part,
-        "words": _PART_WORDS.get(straggler.main_part, ""),
+        "words": verdict.part_words,
     }
+    if line is not None:
+        facts["line"] = {
+            "frames": line.frames,
+            "own": line.own,
+            "share": round(line.share, 2),
+            "usual": round(line.usual, 2),
+            "other": line.other,
+        }
+    return facts
 
 
 def _rank(place: RankState, recent: Sample | None) -> dict[str, Any]:

@@ -57,6 +57,7 @@ class StepState:
     arrived: dict[int, torch.Tensor] = field(default_factory=dict)  # parameters handed to the reducer, in order
     held_back: list[torch.Tensor] = field(default_factory=list)  # complete, but to be looked at first (`finite`)
     backward_began: float = 0.0  # 0.0: no gradient yet
+    last_arrival: float = 0.0  # when the newest gradient was complete
     reduced: Literal["", "slices", "whole"] = ""  # "whole": in `.grad`
     synchronized: bool = False  # reduced by the user's own synchronize(), after which step() warns
 
@@ -213,8 +214,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         check_finite(gradients, self._runtime.world.rank)
 
     def _hand_over(self, parameter: torch.Tensor) -> None:
-        self._step.arrived[id(parameter)] = parameter
+        step = self._step
+        step.arrived[id(parameter)] = parameter
         self._reducer.ready(parameter)
+        step.last_arrival = time.perf_counter()
 
     # --- steps that can be taken back ---------------------------------------------------------------------------------
 
@@ -271,7 +274,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Hand over what has not arrived by itself, and wait."""
         step, reducer = self._step, self._reducer
         if step.backward_began:
-            meter.backward_s += time.perf_counter() - step.backward_began
+            now = time.perf_counter()
+            backward_ended = step.last_arrival or now
+            meter.backward_s += backward_ended - step.backward_began
+            meter.between_s += now - backward_ended
         if step.held_back:
             held_back, step.held_back = step.held_back, []
             self._check_finite(held_back)

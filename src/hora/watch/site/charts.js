@@ -7,8 +7,8 @@ const AXIS = 56, RIGHT = 26;
 
 // A chart that can be built anew (another theme, other series) and takes new data cheaply.
 class Chart {
-  constructor(element, { unit = "", tip = null, marks = null, onScale = null, zero = true }) {
-    Object.assign(this, { element, unit, tipText: tip, marks, onScale, zero, plot: null, data: null, series: [] });
+  constructor(element, { unit = "", tip = null, marks = null, gaps = null, onScale = null, zero = true }) {
+    Object.assign(this, { element, unit, tipText: tip, marks, gaps, cut: Infinity, onScale, zero, plot: null, data: null, series: [] });
     this.tip = document.createElement("div"); this.tip.className = "tip"; this.tip.hidden = true;
     new ResizeObserver(() => this.resize()).observe(element);
   }
@@ -33,22 +33,25 @@ class Chart {
       ],
       series: [{}, ...this.series.map((one) => ({ points: { show: false }, spanGaps: false, ...one }))],
       hooks: {
-        drawClear: [(u) => this.drawMarks(u)],
+        drawClear: [(u) => { this.drawGaps(u); this.drawMarks(u); }],
+        draw: [(u) => this.drawPeaks(u)],
         setCursor: [(u) => this.showTip(u)],
         setScale: [(u, key) => { if (key === "x" && this.onScale) this.onScale(u); }],
       },
     };
     this.plot = new uPlot(options, this.data, this.element);
   }
-  // One checkpoint that takes ten times a step must not flatten everything else.
+  // One checkpoint that takes ten times a step must not flatten everything else: it goes beyond the top, and its value is
+  // written there (drawPeaks).
   range(low, high) {
+    this.cut = Infinity;
     if (low === null || high === null) return [0, 1];
     const values = [];
     for (let s = 1; s < this.data.length; s++) for (const v of this.data[s]) if (v !== null && v !== undefined) values.push(v);
     if (values.length > 30) {
       values.sort((a, b) => a - b);
       const most = values[Math.floor(values.length * 0.96)];
-      if (high > 1.6 * most) high = 1.35 * most;
+      if (high > 2.5 * most) { high = 1.5 * most; this.cut = high * 1.12; }
       if (!this.zero) low = Math.max(low, values[Math.floor(values.length * 0.002)]);
     }
     if (this.zero) return [0, high * 1.12 || 1];
@@ -63,6 +66,34 @@ class Chart {
     this.last = [data[0][0], data[0][data[0].length - 1]];
     this.plot.setData(data, !zoomed);
     if (zoomed) this.plot.redraw();
+  }
+  drawGaps(u) {
+    if (!this.gaps) return;
+    const { ctx, bbox } = u, ratio = devicePixelRatio;
+    ctx.save(); ctx.textAlign = "center"; ctx.font = `${11 * ratio}px system-ui, sans-serif`;
+    for (const { from, to, words } of this.gaps()) {
+      const a = Math.max(u.valToPos(from, "x", true), bbox.left), b = Math.min(u.valToPos(to, "x", true), bbox.left + bbox.width);
+      if (b <= a) continue;
+      ctx.fillStyle = css("--heat0"); ctx.fillRect(a, bbox.top, b - a, bbox.height);
+      if (ctx.measureText(words).width < b - a - 8 * ratio) { ctx.fillStyle = css("--quiet"); ctx.fillText(words, (a + b) / 2, bbox.top + bbox.height / 2); }
+    }
+    ctx.restore();
+  }
+  // Values beyond the top: a triangle, and the greatest of neighbours in figures.
+  drawPeaks(u) {
+    if (this.cut === Infinity) return;
+    const { ctx, bbox } = u, ratio = devicePixelRatio, xs = this.data[0], tops = new Map();
+    for (let s = 1; s < this.data.length; s++) this.data[s].forEach((v, i) => { if (v > this.cut && v > (tops.get(i) || 0)) tops.set(i, v); });
+    ctx.save(); ctx.fillStyle = css("--quiet"); ctx.font = `${11 * ratio}px system-ui, sans-serif`; ctx.textAlign = "left";
+    let end = -1;
+    for (const [i, v] of [...tops].sort((a, b) => b[1] - a[1]).slice(0, 12).sort((a, b) => a[0] - b[0])) {
+      const x = u.valToPos(xs[i], "x", true), y = bbox.top + 2 * ratio;
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      ctx.beginPath(); ctx.moveTo(x, y); ctx.lineTo(x - 4 * ratio, y + 7 * ratio); ctx.lineTo(x + 4 * ratio, y + 7 * ratio); ctx.fill();
+      const words = pretty(v) + this.unit, wide = ctx.measureText(words).width;
+      if (x > end && x + wide + 8 * ratio < bbox.left + bbox.width) { ctx.fillText(words, x + 7 * ratio, y + 9 * ratio); end = x + wide + 16 * ratio; }
+    }
+    ctx.restore();
   }
   drawMarks(u) {
     if (!this.marks) return;

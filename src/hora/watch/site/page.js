@@ -1,8 +1,8 @@
 // The page of one job: gets everything once, then what changes, and puts it into the document as text, never as HTML.
 "use strict";
 const $ = (id) => document.getElementById(id);
-const PARTS = ["data", "forward", "backward", "wait", "reduce", "optimizer"];
-const PART_NAMES = { data: "waiting for data", forward: "forward and the script", backward: "backward", wait: "waiting for other ranks", reduce: "reduction not hidden", optimizer: "optimizer" };
+const PARTS = ["data", "forward", "backward", "between", "wait", "reduce", "optimizer"], WAIT = PARTS.indexOf("wait");
+const PART_NAMES = { data: "waiting for data", forward: "forward and the script", backward: "backward", between: "between backward and step", wait: "waiting for other ranks", reduce: "reduction not hidden", optimizer: "optimizer" };
 const run = { facts: {}, head: null, columns: null, events: [], lines: [], stacks: { stacks: {}, profiles: {} }, may: [], live: true };
 let metric = null, connected = false, dirty = new Set();
 
@@ -123,7 +123,7 @@ function showHead() {
   $("state").dataset.state = now.state; text("words", now.words);
   const op = now.pending.find((one) => one.missing.length);
   const passed = duration(now.now - run.facts.began);
-  text("since", now.state === "waiting" && op ? `for ${duration(op.waited_s)} in ${op.name}` : now.why ? now.why.split("\n")[0].slice(0, 160) : run.live && now.state === "training" ? `for ${passed}` : passed);
+  text("since", now.state === "starting" ? awaited() : now.state === "waiting" && op ? `for ${duration(op.waited_s)} in ${op.name}` : now.why ? now.why.split("\n")[0].slice(0, 160) : run.live && now.state === "training" ? `for ${passed}` : passed);
   setNumber("n-step", now.step.toLocaleString("en"), now.total ? `of ${now.total.toLocaleString("en")}` : "");
   $("n-bar").hidden = !now.total; if (now.total) $("n-bar").firstChild.style.width = `${Math.min((100 * now.step) / now.total, 100)}%`;
   const ms = now.step_ms;
@@ -140,6 +140,13 @@ function setNumber(id, value, unit) {
   if (element.dataset.key === key) return;
   element.dataset.key = key;
   element.replaceChildren(value, ...(unit ? [h("small", {}, unit)] : []));
+}
+// What the first step still waits for, in words.
+function awaited() {
+  const missing = run.head.ranks.filter((r) => r.state === "starting"), names = missing.slice(0, 6).map((r) => r.rank).join(", ") + (missing.length > 6 ? " …" : "");
+  if (!run.head.size) return "waiting for the launcher to start the ranks";
+  if (missing.length) return `waiting for rank${missing.length > 1 ? "s" : ""} ${names} to start: Python, imports, hvd.init()`;
+  return "every rank has started; waiting for the first optimizer.step() of an hvd.DistributedOptimizer";
 }
 // The world's size over time, as steps.
 function drawWorlds() {
@@ -161,16 +168,33 @@ function drawWorlds() {
 // What charts show of the bins: from the first step on, or half of each would be empty, and without the holes that steps
 // longer than a bin leave; a hole of more than two steps is one.
 function forCharts(c) {
-  const rows = [...c.step, ...Object.values(c.metrics)], n = c.parts[0].length;
-  let first = 0;
+  const rows = [...c.step, ...Object.values(c.metrics)];
+  let first = 0, n = c.parts[0].length;
   while (first < n && rows.every((row) => row[first] === null)) first++;
   if (first === n) return null;
-  const most = Math.ceil((2.5 * (run.head.step_ms || 0)) / 1000 / c.bin_s) + 1, shown = (row) => bridged(row.slice(first), most);
+  while (isOver() && rows.every((row) => row[n - 1] === null)) n--;  // the end of a job is no gap
+  const most = Math.ceil((2.5 * (run.head.step_ms || 0)) / 1000 / c.bin_s) + 1, shown = (row) => bridged(row.slice(first, n), most);
   return {
-    ...c, began: c.began + first * c.bin_s, step: c.step.map(shown), late: c.late.map(shown), parts: c.parts.map(shown),
-    metrics: Object.fromEntries(Object.entries(c.metrics).map(([name, row]) => [name, row.slice(first)])),
+    ...c, began: c.began + first * c.bin_s, gaps: gapsOf(c, first, n, most), step: c.step.map(shown), late: c.late.map(shown), parts: c.parts.map(shown),
+    metrics: Object.fromEntries(Object.entries(c.metrics).map(([name, row]) => [name, row.slice(first, n)])),
   };
 }
+// Times in which no rank ended a step, with what the events say about them.
+function gapsOf(c, first, n, most) {
+  const found = [];
+  let from = null;
+  for (let i = first; i <= n; i++) {
+    const empty = i < n && c.step.every((row) => row[i] === null);
+    if (empty && from === null) from = i;
+    if (!empty && from !== null) { if (i - from > most) found.push({ from: c.began + from * c.bin_s, to: c.began + i * c.bin_s }); from = null; }
+  }
+  for (const gap of found) {
+    const kinds = new Set(run.events.filter((e) => e[1] > gap.from - 2 * c.bin_s && e[1] < gap.to + c.bin_s).map((e) => e[2]));
+    gap.words = kinds.has("world") || kinds.has("lost") ? "ranks re-form" : kinds.has("stall") ? "ranks wait" : kinds.has("commit") ? "commit or checkpoint" : "no step: evaluation, checkpoint, or other work";
+  }
+  return found;
+}
+const gapAt = (t) => run.shown.gaps.find((gap) => t >= gap.from && t < gap.to);
 function bridged(row, most) {
   let last = -1;
   row.forEach((value, i) => {
@@ -182,25 +206,27 @@ function bridged(row, most) {
 }
 const times = () => { const c = run.shown, n = c.parts[0].length; return Array.from({ length: n }, (_, i) => c.began + i * c.bin_s); };
 const median = (values) => { const v = values.filter((x) => x !== null).sort((a, b) => a - b), n = v.length; return n ? (v[(n - 1) >> 1] + v[n >> 1]) / 2 : null; };
-const lateRanks = () => new Set([...run.head.stragglers.map((s) => s.rank), ...run.head.pending.flatMap((op) => (run.head.state === "waiting" ? op.missing : []))]);
+const isOver = () => !run.live || ["done", "failed", "stopped"].includes(run.head.state);
+const verdicts = () => (run.head.stragglers.length || !isOver() ? run.head.stragglers : run.head.past);
+const lateRanks = () => new Set([...verdicts().map((s) => s.rank), ...run.head.pending.flatMap((op) => (run.head.state === "waiting" ? op.missing : []))]);
 const MARKS = { world: "--accent", lost: "--bad", failed: "--bad", nan: "--bad", commit: "--good", stall: "--warn" };
 const marks = (kinds) => () => run.events.filter((e) => kinds.includes(e[2])).map((e) => ({ at: e[1], color: css(MARKS[e[2]]) }));
 
 function showCharts() {
   const c = (run.shown = run.columns && forCharts(run.columns));
-  if (!c) return;
+  if (!c) { const none = $("c-step").querySelector(".none"); if (none) none.textContent = `No step has ended yet: ${awaited()}.`; return; }
   const xs = times(), late = lateRanks();
   const medians = xs.map((_, i) => median(c.step.map((row) => row[i])));
   const shown = c.ranks.length <= 128 ? c.ranks.map((_, i) => i) : c.ranks.map((_, i) => i).filter((i) => late.has(c.ranks[i]));
-  const key = JSON.stringify([c.ranks, [...late], shown.length]);
+  const key = JSON.stringify([c.ranks, [...late], shown.length]), several = c.ranks.length > 2;
   charts.step ||= new Chart($("c-step"), {
-    unit: " ms", marks: marks(["world", "lost", "nan"]), onScale: (u) => { if (charts.heat) { charts.heat.range = [u.scales.x.min, u.scales.x.max]; charts.heat.draw(); } },
+    unit: " ms", marks: marks(["world", "lost", "nan"]), gaps: () => run.shown.gaps, onScale: (u) => { if (charts.heat) { charts.heat.range = [u.scales.x.min, u.scales.x.max]; charts.heat.draw(); } },
     tip: (i) => stepTip(i),
   });
-  charts.step.data = [xs, ...shown.map((r) => c.step[r]), medians];
+  charts.step.data = [xs, ...shown.map((r) => c.step[r]), ...(several ? [medians] : [])];
   if (charts.step.key !== key) {
     charts.step.key = key;
-    charts.step.build([...shown.map((r) => (late.has(c.ranks[r]) ? { stroke: css("--bad"), width: 2.2 } : { stroke: css("--thin"), width: 1 })), { stroke: css("--text"), width: 2.6 }]);
+    charts.step.build([...shown.map((r) => (late.has(c.ranks[r]) ? { stroke: css("--bad"), width: 2.4 } : { stroke: rankColor(c, r), width: c.ranks.length <= 8 ? 1.6 : 1 })), ...(several ? [{ stroke: css("--text"), width: 2.6 }] : [])]);
   } else charts.step.set(charts.step.data);
   charts.heat ||= new Heat($("heat"), $("heat-ranks"), $("heat-tip"));
   const scale = charts.step.plot && charts.step.plot.scales.x;
@@ -208,12 +234,30 @@ function showCharts() {
   const op = run.head.state === "waiting" && run.head.pending.find((one) => one.missing.length);
   charts.heat.stuck = op ? { ranks: new Set(op.missing), from: run.head.now - op.waited_s } : null;
   charts.heat.set(c, xs, late);
+  showRankLegend(c, late);
   showParts(c, xs);
   showMetric(c, xs);
 }
+// Up to eight ranks have colours of their own; more are thin lines around their median.
+const RANK_COLORS = ["#4f8ff7", "#f0a63a", "#22ab9c", "#8a7cf5", "#d46bb5", "#8aa33a", "#a9794b", "#3fb6d9"];
+const rankColor = (c, r) => (c.ranks.length <= 8 ? RANK_COLORS[r] : css("--thin"));
+function showRankLegend(c, late) {
+  const key = JSON.stringify([c.ranks, [...late], c.gaps.length > 0, document.documentElement.dataset.theme]);
+  if ($("step-legend").dataset.key === key) return;
+  $("step-legend").dataset.key = key;
+  const entry = (color, words) => { const mark = h("i"); mark.style.background = color; return h("span", {}, mark, words); };
+  const named = c.ranks.map((rank, r) => [rank, r]).filter(([rank]) => c.ranks.length <= 8 || late.has(rank)).slice(0, 12);
+  const items = named.map(([rank, r]) => entry(late.has(rank) ? css("--bad") : rankColor(c, r), late.has(rank) ? `rank ${rank}, late` : `rank ${rank}`));
+  if (c.ranks.length > 8) items.push(entry(css("--quiet"), "each other rank"));
+  if (c.ranks.length > 2) items.push(entry(css("--text"), "median of the ranks"));
+  if (c.gaps.length) items.push(entry(css("--heat0"), "gap: no rank ended a step (point at it for the reason)"));
+  $("step-legend").replaceChildren(...items);
+}
 function stepTip(i) {
   const c = run.shown, rows = c.ranks.map((rank, r) => [rank, c.step[r][i]]).filter((p) => p[1] !== null && p[1] !== undefined).sort((a, b) => b[1] - a[1]);
-  const mid = median(rows.map((p) => p[1]));
+  const mid = median(rows.map((p) => p[1])), gap = gapAt(c.began + i * c.bin_s);
+  if (gap || !rows.length) return `${clock(c.began + i * c.bin_s)}\n${gap ? gap.words : "no step ended here"}`;
+  if (rows.length <= 2) return [clock(c.began + i * c.bin_s), ...rows.map(([rank, ms]) => `rank ${rank}   ${pretty(ms)} ms`)].join("\n");
   return [`${clock(c.began + i * c.bin_s)}   median ${pretty(mid)} ms`, ...rows.slice(0, 4).map(([rank, ms]) => `rank ${rank}   ${pretty(ms)} ms   ${mid ? (ms / mid).toFixed(2) : "–"}×`)].join("\n");
 }
 function showParts(c, xs) {
@@ -243,13 +287,13 @@ function showBars() {
   const ranks = run.head.ranks.filter((r) => r.parts), late = lateRanks();
   if (!$("legend").childElementCount) $("legend").append(...PARTS.map((p) => h("span", {}, h("i", { className: `p-${p}` }), PART_NAMES[p])));
   if (!ranks.length) { $("bars").replaceChildren(h("p", { className: "none" }, "No step has ended yet.")); return; }
-  const shown = ranks.length <= 16 ? ranks : ranks.slice().sort((a, b) => a.parts[3] - b.parts[3]).slice(0, 16);
+  const shown = ranks.length <= 16 ? ranks : ranks.slice().sort((a, b) => a.parts[WAIT] - b.parts[WAIT]).slice(0, 16);
   const longest = Math.max(...shown.map((r) => r.parts.reduce((a, b) => a + b, 0)), 1e-9);
   const rows = [];
   for (const r of shown) {
     const total = r.parts.reduce((a, b) => a + b, 0), stack = h("div", { className: "stack", title: PARTS.map((p, i) => `${PART_NAMES[p]} ${pretty(r.parts[i])} ms`).join("\n") });
     PARTS.forEach((p, i) => { const piece = h("i", { className: `p-${p}` }); piece.style.width = `${(100 * r.parts[i]) / longest}%`; stack.append(piece); });
-    rows.push(h("span", { className: `name${late.has(r.rank) ? " late" : ""}` }, `rank ${r.rank}`), stack, h("span", { className: "ms" }, `${pretty(total - r.parts[3])} ms own`));
+    rows.push(h("span", { className: `name${late.has(r.rank) ? " late" : ""}` }, `rank ${r.rank}`), stack, h("span", { className: "ms" }, `${pretty(total - r.parts[WAIT])} ms own`));
   }
   $("bars").replaceChildren(...rows);
 }
@@ -271,28 +315,6 @@ function frameRows(frames, limit = 7, blame = true) {
 }
 function mainFrames(rank) { const s = run.stacks.stacks[rank]; return s && s.threads.length ? s.threads[0][1] : null; }
 
-// Where a slow rank is found more often than an ordinary one at the same time. Not where it waits for others: no line of it
-// is slow there.
-function difference(rank, slow) {
-  const mine = run.stacks.profiles[rank];
-  if (!mine || !mine.stacks.length) return null;
-  const shares = (profile) => {
-    const by = new Map();
-    for (const [count, frames] of profile.stacks) {
-      if (frames.some((f) => /\/hora\/engine\//.test(f[0]))) continue;
-      const key = ownKey(frames), old = by.get(key) || { share: 0, frames };
-      by.set(key, { share: old.share + count / profile.num_samples, frames: old.frames });
-    }
-    return by;
-  };
-  const other = Object.entries(run.stacks.profiles).find(([r, p]) => !slow.has(Number(r)) && Math.abs(p.at - mine.at) < 10);
-  const theirs = other ? shares(other[1]) : new Map();
-  const ranked = [...shares(mine)].map(([key, one]) => ({ ...one, usual: theirs.has(key) ? theirs.get(key).share : 0 })).sort((a, b) => b.share - b.usual - (a.share - a.usual));
-  if (!ranked.length) return null;
-  const best = ranked[0], percent = (x) => `${Math.round(100 * x)}\u00a0%`;
-  return { frames: best.frames, words: `rank ${rank} is here in ${percent(best.share)} of its time` + (other ? `, rank ${other[0]} in ${percent(best.usual)}` : "") };
-}
-
 function showAlerts() {
   const now = run.head, cards = [];
   const op = now.pending.find((one) => one.missing.length);
@@ -302,14 +324,15 @@ function showAlerts() {
       cards.push(alertCard("bad", `rank ${rank} on ${place.host} keeps the others waiting`, `${plural(op.there.length, "rank")} wait in ${op.name} for ${duration(op.waited_s)}.`, null, frames ? [`rank ${rank} is here right now`, frames] : null));
     }
   }
-  for (const s of now.stragglers.slice(0, 2)) {
-    const found = difference(s.rank, new Set(now.stragglers.map((one) => one.rank))), frames = found ? found.frames : mainFrames(s.rank);
-    const note = found ? found.words : `rank ${s.rank} was here when last asked`;
-    const share = s.words ? `, ${Math.round(100 * s.excess[s.part])}\u00a0% of it ${s.words}` : "";
-    cards.push(alertCard("", `rank ${s.rank} on ${s.host} is ${s.slowdown.toFixed(2)}× slower than the median since ${clock(s.since, false)}${share}`, `The others wait for it for ${s.late}\u00a0% of every step.`, s.excess, frames ? [note, frames] : null));
+  for (const s of verdicts().slice(0, 2)) {
+    const past = s.until !== null, frames = s.line ? s.line.frames : past ? null : mainFrames(s.rank), percent = (x) => `${Math.round(100 * x)}\u00a0%`;
+    const note = !s.line ? `rank ${s.rank} was here when last asked` : `rank ${s.rank} ${past ? "was" : "is"} here in ${percent(s.line.share)} of its time` + (s.line.other === null ? "" : `, rank ${s.line.other} in ${percent(s.line.usual)}`);
+    const share = s.words ? `, ${percent(s.excess[s.part])} of it ${s.words}` : "", when = past ? `from ${clock(s.since)} to ${clock(s.until)}` : `since ${clock(s.since, false)}`;
+    const others = run.head.size === 2 ? ["The other rank", "s"] : ["The others", ""];
+    cards.push(alertCard("", `rank ${s.rank} on ${s.host} ${past ? "was" : "is"} ${s.slowdown.toFixed(2)}× slower than ${s.than} ${when}${share}`, `${others[0]} wait${past ? "ed" : others[1]} for it for ${s.late}\u00a0% of every step.`, s.excess, frames ? [note, frames] : null));
   }
   if (now.state === "failed" && now.why) cards.push(alertCard("bad", now.why.split("\n")[0].slice(0, 200), now.why.split("\n").slice(1, 9).join("\n"), null, null));
-  const key = JSON.stringify([now.stragglers, now.state, op && [op.missing, op.name, Math.round(op.waited_s)], run.stacks, now.why]);
+  const key = JSON.stringify([verdicts(), now.state, op && [op.missing, op.name, Math.round(op.waited_s)], run.stacks, now.why]);
   if (key === $("alerts").dataset.key) return;
   $("alerts").dataset.key = key; $("alerts").replaceChildren(...cards);
 }
@@ -416,7 +439,7 @@ async function bundle() {
   link.click(); setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }
 function openMenu() {
-  const may = (what) => run.may.includes(what), items = [], over = !run.live || ["done", "failed", "stopped"].includes(run.head.state);
+  const may = (what) => run.may.includes(what), items = [], over = isOver();
   const add = (words, action, danger = false) => items.push(h("button", { className: danger ? "danger" : "", onclick: () => { closeMenu(); action(); } }, words));
   const worst = run.head.stragglers.length ? run.head.stragglers[0].rank : 0;
   if (may("stacks") && !over) add("Look at all stacks", () => act("stacks"));
