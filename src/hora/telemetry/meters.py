@@ -167,7 +167,8 @@ class Reading:
         if not totals[0]:  # no steps at all: a script of bare collectives; its waits are worth telling nevertheless
             totals = self._meter._totals()
         differences = (new - old for new, old in zip(totals, self._before, strict=True))
-        steps, step_s, data_s, backward_s, between_s, wait_s, reduce_s, transport_s, *rest = differences
+        steps, step_s, data_s, backward_s, between_s, wait_s, reduce_s, *rest = differences
+        transport_s, optimizer_s, num_bytes, num_samples = rest
         window_s, self._at, self._before = now - self._at, now, totals
         return Sample(
             int(totals[0]),
@@ -181,7 +182,9 @@ class Reading:
             wait_s,
             reduce_s,
             max(transport_s - reduce_s, 0.0),
-            *rest,
+            optimizer_s,
+            num_bytes,
+            num_samples,
             cpu_s,
             memory_bytes,
         )
