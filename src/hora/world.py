@@ -54,6 +54,12 @@ class MeetingPoint:
     worker: int = -1
     host_store: bool = False  # rank 0 opens the meeting place
     return_s: float = 10.0
+    relay: str = ""  # the local socket of this node's relay, which leads there
+
+    @property
+    def where(self) -> str | tuple[str, int]:
+        """The address to connect to: the name of a local socket, or host and port."""
+        return self.relay or (self.address, self.port)
 
     @property
     def planned(self) -> bool:
@@ -62,7 +68,7 @@ class MeetingPoint:
 
     @property
     def endpoint(self) -> str:
-        return f"{self.address}:{self.port}"
+        return self.relay or f"{self.address}:{self.port}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +150,7 @@ class World:
             env["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(self.meeting.port)
             env["HORA_JOB"] = self.meeting.job
             env["HORA_SECRET_FILE"] = self.meeting.secret_file
+            env["HORA_RELAY"] = self.meeting.relay  # empty, too: this process may run inside another job
         if mpi_names:
             env |= {
                 "OMPI_COMM_WORLD_RANK": str(self.rank),
@@ -203,6 +210,7 @@ def _from_horovod(env: Mapping[str, str]) -> World:
             job=env["HORA_JOB"],
             worker=_integer(env, "HORA_WORKER", -1),
             return_s=_integer(env, "HORA_LAUNCHER_TIMEOUT", 10),
+            relay=env.get("HORA_RELAY", ""),
         )
     elif "HOROVOD_GLOO_RENDEZVOUS_PORT" in env and "MASTER_ADDR" not in env:
         meeting = _planned_meeting(env) if size > 1 or env.get("HORA_SECRET_FILE") else meeting

@@ -406,7 +406,7 @@ class Run:
         )
         threads = SimpleNamespace(Condition=Condition, Event=Event, Thread=Thread, Lock=threading.Lock)
         queues = SimpleNamespace(SimpleQueue=SimpleQueue, Empty=queue.Empty)
-        relay = SimpleNamespace(lead_to=lambda where: None, close=lambda: None, address="here", port=1)
+        relay = SimpleNamespace(lead_to=lambda where: None, close=lambda: None, name="here")
         signals = SimpleNamespace(signal=lambda *_: None, SIGTERM=15, SIGINT=2, SIG_IGN=1)
         common = {"time": times, "threading": threads}
         replaced: dict[Any, dict[str, Any]] = {
@@ -415,7 +415,7 @@ class Run:
             session: common,
             agents: common | {"queue": queues, "os": pipes, "Server": LeadersServer},
             keeper: common
-            | {"queue": queues, "signal": signals, "connect": connect, "Relay": lambda _: relay, "own_address": str}
+            | {"queue": queues, "signal": signals, "connect": connect, "Relay": lambda: relay, "own_address": str}
             | {"os": SimpleNamespace(getppid=lambda: Fiber.current.process.parent(), read=pipes.read)},
             held: common | {"subprocess": SimpleNamespace(Popen=KeptSupervisor, PIPE=-1, TimeoutExpired=TimeoutError)},
             sys: {"stderr": io.StringIO()},

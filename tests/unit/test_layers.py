@@ -16,7 +16,7 @@ BASE = {"errors", "world", "slurm", "config", "events", "files", "lifeline", "lo
 MAY_IMPORT: dict[str, set[str]] = {
     "net": set(),
     "telemetry": set(),
-    "watch": {"telemetry"},
+    "watch": {"net", "telemetry"},
     "engine": {"net", "telemetry"},
     "torch": {"engine", "telemetry"},
     "tensorflow": {"engine", "telemetry", "torch"},

@@ -22,6 +22,7 @@ from hora.launch.ha.leadership import Leadership, Over, View, next_step
 from hora.launch.ha.relay import Relay
 from hora.launch.ha.store import Office, open_store
 from hora.launch.job import LeadershipLostError
+from hora.net import sockets
 from hora.net.client import ControlClient
 from hora.net.keys import worker_key
 from hora.net.secret_file import HeldSecret
@@ -145,13 +146,13 @@ class Nobody:
 
 
 def test_a_worker_comes_back_to_the_next_leader_and_never_to_the_last():
-    secret, relay = new_secret(), Relay("127.0.0.1")
+    secret, relay = new_secret(), Relay()
     held = HeldSecret(worker_key(secret, 0))
     leaders = {
         term: Rendezvous("127.0.0.1", secret=secret, job="job", events=Nobody(), term=term) for term in (5, 3, 6)
     }
     meeting = MeetingPoint(
-        kind="hora", address="127.0.0.1", port=relay.port, secret_file=held.path, job="job", worker=0, return_s=60
+        kind="hora", address="127.0.0.1", relay=relay.name, secret_file=held.path, job="job", worker=0, return_s=60
     )
     relay.lead_to(("127.0.0.1", leaders[5].port))
     client = ControlClient.connect(meeting, name="rank 0", timeout_s=30, worker=0)
@@ -183,20 +184,20 @@ def echo(server: socket.socket, word: bytes) -> None:
 
 
 def test_a_relay_leads_to_the_present_leader_and_cuts_what_led_to_the_last():
-    relay = Relay("127.0.0.1")
+    relay = Relay()
     servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     for server, word in zip(servers, (b"old", b"new"), strict=True):
         threading.Thread(target=echo, args=(server, word), daemon=True).start()
     old, new = (server.getsockname() for server in servers)
     relay.lead_to(old)
-    with socket.create_connection(("127.0.0.1", relay.port), timeout=30) as first:
+    with sockets.open_socket(relay.name, limit_s=30) as first:
         assert first.recv(3) == b"old"
         relay.lead_to(None)
         assert first.recv(3) == b"", "it led to a leader that is none any more"
-    with socket.create_connection(("127.0.0.1", relay.port), timeout=30) as second:
+    with sockets.open_socket(relay.name, limit_s=30) as second:
         relay.lead_to(new)  # meanwhile it waits
         assert second.recv(3) == b"new"
-    wait_until("nothing is kept", lambda: not relay._pairs)
+    wait_until("nothing is kept", lambda: not relay._connections)
     relay.close()
     for server in servers:
         server.close()

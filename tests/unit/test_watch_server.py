@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from hora.net import sockets, strangers
 from hora.watch import address, server
 from hora.watch.access import Access, new_token
 from hora.watch.address import Page, parse_address
@@ -243,7 +244,7 @@ def test_a_crowd_of_strangers_does_not_keep_the_owner_out(served, said):
     host, port = page.url.split("/")[2].split(":")
     crowd, before = [], len(os.listdir("/proc/self/fd"))
     try:
-        for _ in range(3 * server.MAX_STRANGERS):
+        for _ in range(3 * strangers.MAX_STRANGERS):
             sock = socket.socket()
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             sock.connect((host, int(port)))
@@ -254,7 +255,7 @@ def test_a_crowd_of_strangers_does_not_keep_the_owner_out(served, said):
         assert "everything" in next(stream)
         stream.close()
         # Both ends are in this process: the crowd's own, and those that the server has kept.
-        limit = before + 4 * server.MAX_STRANGERS + 10
+        limit = before + 4 * strangers.MAX_STRANGERS + 10
         wait_until("the server has let go of most of the crowd", lambda: len(os.listdir("/proc/self/fd")) <= limit)
     finally:
         for sock in crowd:
@@ -381,10 +382,7 @@ def test_this_users_programs_find_the_page(served, monkeypatch):
     if sock is None:
         pytest.skip("no abstract sockets here")
     one.watch_address(sock, page)
-    try:
-        assert page.token in [found.token for found in address.find_pages()]
-        assert choose_page(None).url.startswith("http://")
-        monkeypatch.setattr(address, "_peer_uid", lambda sock: 12345)  # as if another user had asked
-        assert address.find_pages() == []
-    finally:
-        sock.close()
+    assert page.token in [found.token for found in address.find_pages()]
+    assert choose_page(None).url.startswith("http://")
+    monkeypatch.setattr(sockets, "process_at", lambda sock: sockets.Process(7, 12345))  # as if another user had asked
+    assert address.find_pages() == []

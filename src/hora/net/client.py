@@ -129,7 +129,7 @@ class ControlClient:
     @staticmethod
     def _open(meeting: MeetingPoint, credentials: Credentials, timeout_s: float) -> Connection:
         try:
-            return connect((meeting.address, meeting.port), credentials, timeout_s=timeout_s)
+            return connect(meeting.where, credentials, timeout_s=timeout_s)
         except AuthenticationError as error:
             raise AuthenticationError(f"{meeting.endpoint}, the rendezvous of job {meeting.job}: {error}") from None
         except TimeoutError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -28,7 +27,6 @@ class Peer:
         self, sock: socket.socket, *, host: str, where: str, flush: Callable[[Peer], None], drop: Callable[[Peer], None]
     ) -> None:
         self.sock, self.host, self.where = sock, host, where
-        self.since = time.monotonic()
         self.speaker = ANYBODY
         self.name, self.number = where, -1
         self.handshake: ServerHandshake | None = None

@@ -1,13 +1,11 @@
-"""The server: one thread that accepts connections, lets in those that prove to hold the secret, and moves messages.
+"""The server: one thread that authenticates the connections that its `acceptor` accepts, and moves messages.
 
-The only place in the house that accepts connections: the launcher's rendezvous, the driver of Spark tasks, the hub of
-the ranks and the gateway of a session of workers are handlers of it, so one set of limits holds for all of them
-(`strangers`). What messages mean is the handler's business; everything the handler does happens in the server's thread.
+The launcher's rendezvous, the driver of Spark tasks, the hub of the ranks and the gateway of a session of workers are
+handlers of it. A handler interprets the messages; everything that it does happens in the server's thread.
 """
 
 from __future__ import annotations
 
-import errno
 import heapq
 import itertools
 import selectors
@@ -17,10 +15,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from hora.errors import AuthenticationError
 from hora.net import sockets, strangers
+from hora.net.acceptor import Acceptor, Arrival
 from hora.net.connection import Connection
 from hora.net.peer import Peer
 from hora.net.sockets import Where
@@ -29,8 +28,6 @@ from hora.net.wire import MAX_PAYLOAD_BYTES, REFUSAL, Credentials, CredentialsOf
 __all__ = ["Handler", "Peer", "Server", "Timer"]
 
 _FLUSH_LIMIT_S = 2.0
-_ACCEPT_AT_ONCE = 64
-_REST_S = 0.2
 _LONGEST_WAIT_S = 3600.0  # the selector takes no more than 24 days, and a user's limit may be longer
 _MALFORMED = (
     ValueError,
@@ -40,8 +37,7 @@ _MALFORMED = (
     RecursionError,
     struct.error,
 )  # what comes of a message that makes no sense
-_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
-_OUT_OF_MEMORY = (errno.ENOBUFS, errno.ENOMEM)
+_NO_THREAD = "can't start new thread"
 _RECEIVE_BYTES = 256 * 1024
 _LAST_READS = 64  # of a peer that no longer listens
 
@@ -87,8 +83,8 @@ class Server:
         self._credentials: Credentials | CredentialsOf | None = None
         self._listeners: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
-        self._strangers = strangers.WaitingRoom()
         self._turned_away = strangers.TurnedAway()
+        self._acceptor: Acceptor[Peer] = Acceptor(self, turn_away=self._turn_away, refused=self._turned_away.add)
         self._peers: dict[Peer, None] = {}
         self._calls: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
@@ -105,9 +101,8 @@ class Server:
     def listen(self, where: Where) -> int:
         """Accept connections at this address, too, from `start` on; return its port (0: a local socket)."""
         listener = sockets.listen(where)
-        listener.setblocking(False)
         self._listeners.append(listener)
-        self.call(lambda: self._watch(listener))
+        self.call(lambda: self._acceptor.watch(listener, self._receive_stranger))
         return 0 if isinstance(where, str) else int(listener.getsockname()[1])
 
     def start(self, credentials: Credentials | CredentialsOf) -> None:
@@ -185,7 +180,7 @@ class Server:
             raise
         finally:
             self._turned_away.report()
-            for peer in (*self._peers, *self._strangers):
+            for peer in (*self._peers, *self._acceptor.strangers):
                 peer.close_socket()
             self._close_sockets()
 
@@ -198,20 +193,29 @@ class Server:
 
     def abandon(self) -> None:
         """In a forked child, which has no thread of this server and must not keep its connections open."""
-        for peer in (*self._peers, *self._strangers):
+        for peer in (*self._peers, *self._acceptor.strangers):
             peer.open = False
             peer.sock.close()
         self._close_sockets()
 
     # ---- in the server's thread ---------------------------------------------------------------------------
 
+    def add_reader(self, fd: int, callback: Callable[..., Any], *args: Any) -> None:
+        """Call this when there is something to read. With the next two, the event loop that the acceptor needs."""
+        self._selector.register(fd, selectors.EVENT_READ, lambda: callback(*args))
+
+    def remove_reader(self, fd: int) -> None:
+        self._selector.unregister(fd)
+
+    def call_later(self, delay: float, callback: Callable[..., Any], *args: Any) -> Timer:
+        return self.call_at(time.monotonic() + delay, lambda: callback(*args))
+
     def _wait_s(self) -> float | None:
         if self._calls:
             return 0.0
-        deadline = self._strangers.next_deadline()
-        if self._timers and (deadline is None or self._timers[0][0] < deadline):
-            deadline = self._timers[0][0]
-        return None if deadline is None else min(max(deadline - time.monotonic(), 0.0), _LONGEST_WAIT_S)
+        if not self._timers:
+            return None
+        return min(max(self._timers[0][0] - time.monotonic(), 0.0), _LONGEST_WAIT_S)
 
     def _turn(self, wait_s: float | None) -> None:
         for key, events in self._selector.select(wait_s):
@@ -227,47 +231,15 @@ class Server:
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2].run()
-        for peer in self._strangers.overdue(now):
-            self._turn_away(peer, f"it did not identify itself within {strangers.HANDSHAKE_LIMIT_S:g} s")
 
-    def _watch(self, listener: socket.socket) -> None:
-        self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
-
-    def _accept(self, listener: socket.socket) -> None:
-        for _ in range(_ACCEPT_AT_ONCE):
-            try:
-                sock, address = listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno in _OUT_OF_DESCRIPTORS and len(self._strangers):
-                    self._turn_away(self._strangers.oldest_of_the_crowd(), "descriptors have run out")
-                    continue
-                if error.errno in (*_OUT_OF_DESCRIPTORS, *_OUT_OF_MEMORY):
-                    self._rest(listener)
-                return
-            self._receive_stranger(sock, address)
-
-    def _receive_stranger(self, sock: socket.socket, address: tuple[str, int]) -> None:
-        if self._strangers.full:
-            crowd = f"{strangers.MAX_STRANGERS} wait to identify themselves, the limit"
-            self._turn_away(self._strangers.oldest_of_the_crowd(), crowd)
-        if sock.family == socket.AF_UNIX:
-            process = sockets.process_at(sock)
-            host, where = f"process {process.pid}", f"process {process.pid} of user {process.uid}"
-            if not process.trusted:
-                self._turned_away.add(where, "it belongs to another user")
-                sock.close()
-                return
-        else:
-            host, where = address[0], f"{address[0]}:{address[1]}"
-        sock.setblocking(False)
+    def _receive_stranger(self, arrival: Arrival) -> Peer:
+        sock = arrival.sock
         sockets.tune(sock, silence_limit_s=self._silence_limit_s)
         assert self._credentials is not None
-        peer = self._peer(sock, host=host, where=where)
+        peer = self._peer(sock, host=arrival.host, where=arrival.where)
         peer.handshake = ServerHandshake(self._credentials, max_payload_bytes=self._max_payload_bytes)
-        self._strangers.add(peer)
         self._selector.register(sock, selectors.EVENT_READ, peer)
+        return peer
 
     def _peer(self, sock: socket.socket, *, host: str, where: str) -> Peer:
         return Peer(
@@ -277,11 +249,6 @@ class Server:
             flush=lambda peer: self.call(lambda: self._flush(peer)),
             drop=lambda peer: self.call(lambda: self._drop(peer)),
         )
-
-    def _rest(self, listener: socket.socket) -> None:
-        # No descriptor is free and no stranger holds one: look again later, do not spin on the backlog.
-        self._selector.unregister(listener)
-        self.call_at(time.monotonic() + _REST_S, lambda: self._watch(listener))
 
     def _read(self, peer: Peer) -> bool:
         """Take what has come from the peer, or its end; False: nothing has."""
@@ -306,6 +273,10 @@ class Server:
             self._turn_away(peer, str(error) if isinstance(error, AuthenticationError) else repr(error))
         except OSError:
             self._drop(peer)
+        except RuntimeError as error:
+            if _NO_THREAD not in str(error):
+                raise
+            self._turn_away(peer, "this process cannot start another thread for it: raise `ulimit -u`")
         return True
 
     def _greet(self, peer: Peer, handshake: ServerHandshake, data: bytes) -> None:
@@ -320,7 +291,7 @@ class Server:
         elif handshake.session is not None:
             peer.sealer, peer.opener = handshake.session
             peer.handshake, peer.speaker = None, handshake.speaker
-            self._strangers.remove(peer)
+            self._acceptor.identified(peer)
             self._peers[peer] = None
 
     def _admit(self, peer: Peer) -> None:
@@ -359,8 +330,7 @@ class Server:
             return
         self._selector.unregister(peer.sock)
         peer.close_socket()
-        if peer in self._strangers:
-            self._strangers.remove(peer)
-        elif peer in self._peers:
+        self._acceptor.gone(peer)
+        if peer in self._peers:
             del self._peers[peer]
             self._handler.closed(peer)

@@ -1,68 +1,81 @@
 """Strangers: connections that have not proven yet that they hold the secret, and the limits that hold for all of them.
 
 They cost next to nothing: a few dozen bytes of memory, a deadline, a place in a waiting room of limited size and one
-rate-limited log line. Kept by `server`, in its thread.
+rate-limited log line. The `acceptor` keeps them.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import resource
 import time
 from collections import Counter
 from collections.abc import Iterator
-
-from hora.net.peer import Peer
+from typing import Generic, NamedTuple, TypeVar
 
 __all__ = ["TurnedAway", "WaitingRoom"]
 
 MAX_STRANGERS = 128
 HANDSHAKE_LIMIT_S = 10.0
+_SHARE_OF_DESCRIPTORS = 8  # one server's strangers hold at most an eighth of those that this process may open
 _LOG_INTERVAL_S = 10.0
 
 _log = logging.getLogger("hora.net")
 
+Stranger = TypeVar("Stranger")
 
-class WaitingRoom:
+
+class _Arrived(NamedTuple):
+    host: str
+    since: float
+
+
+class WaitingRoom(Generic[Stranger]):
     """Strangers in order of their arrival."""
 
     def __init__(self) -> None:
-        self._strangers: dict[Peer, None] = {}
+        self._strangers: dict[Stranger, _Arrived] = {}
 
-    def __iter__(self) -> Iterator[Peer]:
+    def __iter__(self) -> Iterator[Stranger]:
         return iter(list(self._strangers))
 
-    def __contains__(self, peer: Peer) -> bool:
-        return peer in self._strangers
+    def __contains__(self, stranger: object) -> bool:
+        return stranger in self._strangers
 
     def __len__(self) -> int:
         return len(self._strangers)
 
     @property
+    def limit(self) -> int:
+        """The most strangers that may wait at once."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return MAX_STRANGERS if soft < 0 else max(min(MAX_STRANGERS, soft // _SHARE_OF_DESCRIPTORS), 1)
+
+    @property
     def full(self) -> bool:
-        return len(self._strangers) >= MAX_STRANGERS
+        return len(self._strangers) >= self.limit
 
-    def add(self, peer: Peer) -> None:
-        self._strangers[peer] = None
+    def add(self, stranger: Stranger, host: str) -> None:
+        self._strangers[stranger] = _Arrived(host, time.monotonic())
 
-    def remove(self, peer: Peer) -> None:
-        del self._strangers[peer]
+    def discard(self, stranger: Stranger) -> None:
+        self._strangers.pop(stranger, None)
 
     def next_deadline(self) -> float | None:
         """When the one that has waited for longest must have proven itself."""
-        oldest = next(iter(self._strangers), None)
+        oldest = next(iter(self._strangers.values()), None)
         return None if oldest is None else oldest.since + HANDSHAKE_LIMIT_S
 
-    def overdue(self, now: float) -> list[Peer]:
-        if not self._strangers:
-            return []
-        return list(itertools.takewhile(lambda peer: peer.since + HANDSHAKE_LIMIT_S <= now, self._strangers))
+    def overdue(self, now: float) -> list[Stranger]:
+        came = self._strangers.items()
+        return [one for one, _ in itertools.takewhile(lambda item: item[1].since + HANDSHAKE_LIMIT_S <= now, came)]
 
-    def oldest_of_the_crowd(self) -> Peer:
-        """Choose the peer to disconnect: the oldest from where most come, so that a crowd harms itself."""
-        crowds = Counter(peer.host for peer in self._strangers)
+    def oldest_of_the_crowd(self) -> Stranger:
+        """Choose the connection to drop: the oldest from where most come, so that a crowd harms itself."""
+        crowds = Counter(arrived.host for arrived in self._strangers.values())
         [(host, _)] = crowds.most_common(1)
-        return next(peer for peer in self._strangers if peer.host == host)
+        return next(stranger for stranger, arrived in self._strangers.items() if arrived.host == host)
 
 
 class TurnedAway:

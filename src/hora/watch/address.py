@@ -1,8 +1,7 @@
 """Addresses of the page: the addresses it answers to, the one to print, and how this user's `hora top` finds it.
 
-Every live page also listens on a socket in the abstract namespace, which disappears with its process and asks the
-kernel for the caller's user. Only the job's own user (and root) gets the address and the token there, so neither is
-ever in a file.
+Every live page also listens on a socket in the abstract namespace, which disappears with its process. The acceptor
+lets only the job's own user (and root) in there, so address and token need not be in a file.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ import json
 import os
 import socket
 import stat
-import struct
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hora.net import sockets
+
 __all__ = ["Page", "answer_caller", "bind", "find_pages", "is_private", "parse_address", "serve_address", "urls_of"]
 
 _PREFIX = "hora-watch-"
-_CREDENTIALS = struct.Struct("3i")
 _ANSWER_BYTES = 64 * 1024
 _LIMIT_S = 2.0
 
@@ -50,9 +49,8 @@ def parse_address(text: str) -> tuple[str, int]:
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=128)
+        return sockets.listen((host, port))
     except OSError as error:
         raise OSError(f"the dashboard cannot listen on {host}:{port}: {error.strerror}; name another address") from None
 
@@ -88,17 +86,12 @@ def serve_address(facts: Mapping[str, Any]) -> socket.socket | None:
     """A listening socket under which `find_pages` finds this process; None where there are no such sockets."""
     if not sys.platform.startswith("linux"):
         return None
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.bind(f"\0{_PREFIX}{os.getuid()}-{os.getpid()}-{facts.get('id', '')[:16]}")
-    sock.listen(8)
-    sock.setblocking(False)
-    return sock
+    return sockets.listen(f"{_PREFIX}{os.getuid()}-{os.getpid()}-{facts.get('id', '')[:16]}")
 
 
 def answer_caller(sock: socket.socket, page: Page) -> None:
-    """Tell a caller of the address socket, if it is this user."""
-    if _peer_uid(sock) in (os.getuid(), 0):
-        sock.send(json.dumps({"url": page.url, "token": page.token, "title": page.title, "pid": page.pid}).encode())
+    """Send the address and the token to a process of this user."""
+    sock.send(json.dumps({"url": page.url, "token": page.token, "title": page.title, "pid": page.pid}).encode())
 
 
 def find_pages() -> list[Page]:
@@ -117,14 +110,9 @@ def _ask(name: str) -> Page | None:
         sock.settimeout(_LIMIT_S)
         try:
             sock.connect("\0" + name[1:])
-            if _peer_uid(sock) != os.getuid():  # somebody else may use a name like ours
+            if sockets.process_at(sock).uid != os.getuid():  # somebody else may use a name like ours
                 return None
             facts = json.loads(sock.recv(_ANSWER_BYTES))
             return Page(str(facts["url"]), str(facts["token"]), str(facts["title"]), int(facts["pid"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None
-
-
-def _peer_uid(sock: socket.socket) -> int:
-    _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return int(uid)

@@ -11,7 +11,6 @@ import io
 import json
 import logging
 import os
-import socket
 import sys
 import threading
 import time
@@ -74,7 +73,6 @@ class Dashboard:
         self._asked_about = ""
         self._stop_at_commit = False
         self._profiled: dict[int, float] = {}
-        self._address_socket: socket.socket | None = None
         notebook = page and _in_notebook()
         host, port = address.parse_address(listen)
         sockets = [address.bind(host, port)] if page else []
@@ -122,8 +120,6 @@ class Dashboard:
         self._server.close(linger_s=1.0)
         if self._reports is not None:
             self._reports.close(self._run)
-        if self._address_socket is not None:
-            self._address_socket.close()
         self._recorder.close()
 
     def _say(self, kind: str, worker: int, news: Mapping[str, Any]) -> None:
@@ -190,7 +186,7 @@ class Dashboard:
     # ---- where it is --------------------------------------------------------------------------------------
 
     def _serve_address(self, facts: Mapping[str, Any]) -> None:
-        sock = self._address_socket = address.serve_address(facts)
+        sock = address.serve_address(facts)
         if sock is not None:
             self._server.watch_address(sock, self.page)
 

@@ -2,8 +2,8 @@
 
 Entries come from any thread (`feed`) and are taken in here, so nothing in the run needs a lock. Once a second what has
 changed is put into words once, for all viewers. A viewer that does not keep up is dropped; the page comes back by
-itself and starts afresh. Strangers get ten seconds, no memory to speak of, and nothing of the run; when they are too
-many, the oldest one from where most of them come is shown out, so that a crowd does not keep the owner from the page.
+itself and starts afresh. Connections that have not shown the token have the limits of every server (`hora.net`), and
+get nothing of the run.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import logging
 import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
+from hora.net.acceptor import Acceptor, Arrival
 from hora.watch import prometheus, view
 from hora.watch.access import Access
 from hora.watch.address import Page, answer_caller
@@ -38,7 +39,6 @@ from hora.watch.model import Entry, Run
 
 __all__ = ["Controls", "Server"]
 
-MAX_STRANGERS = 96  # connections that have not shown the token
 MAX_VIEWERS = 32
 _TICK_S = 1.0
 _HEARTBEAT_S = 15.0
@@ -85,14 +85,13 @@ class Server:
         self._live = live
         self._waiting: deque[Entry] = deque(maxlen=_MAX_WAITING_ENTRIES)
         self._viewers: dict[asyncio.Queue[bytes | None], None] = {}
-        self._num_connections = 0
-        self._strangers: dict[asyncio.Task[Any], str] = {}  # in order of their arrival, with their address
+        self._connections: set[asyncio.Task[None]] = set()
         self._has_complained = False
         self._sent = _Sent()
         self._new_stacks = False
         self._sockets: list[socket.socket] = []
         self._loop = asyncio.new_event_loop()
-        self._servers: list[asyncio.AbstractServer] = []
+        self._acceptor: Acceptor[asyncio.Task[None]] = Acceptor(self._loop, turn_away=lambda task, _: task.cancel())
         self._thread = threading.Thread(target=self._main, name="hora-dashboard", daemon=True)
         self._closing: asyncio.Event | None = None
         self._files = site_files()
@@ -110,13 +109,11 @@ class Server:
     def watch_address(self, sock: socket.socket, page: Page) -> None:
         """Tell this user's programs where the page is (`hora.watch.address`)."""
 
-        def called() -> None:
-            with contextlib.suppress(OSError):
-                caller, _ = sock.accept()
-                with caller:
-                    answer_caller(caller, page)
+        def called(arrival: Arrival) -> None:
+            with arrival.sock, contextlib.suppress(OSError):
+                answer_caller(arrival.sock, page)
 
-        self.call(lambda: self._loop.add_reader(sock.fileno(), called))
+        self.call(lambda: self._acceptor.watch(sock, called))
 
     def feed(self, entry: Entry) -> None:
         """Something has happened. Never blocks."""
@@ -137,7 +134,7 @@ class Server:
             for viewer in list(self._viewers):
                 _put(viewer, None)
             limit = time.monotonic() + max(linger_s, 1.0)
-            while self._num_connections and time.monotonic() < limit:
+            while self._connections and time.monotonic() < limit:
                 await asyncio.sleep(0.02)
             assert self._closing is not None
             self._closing.set()
@@ -168,12 +165,11 @@ class Server:
     async def _serve(self) -> None:
         self._closing = asyncio.Event()
         for sock in self._sockets:
-            self._servers.append(await asyncio.start_server(self._connected, sock=sock, limit=MAX_HEAD_BYTES))
+            self._acceptor.watch(sock, self._arrived)
         ticker = asyncio.create_task(self._ticks())
         await self._closing.wait()
         ticker.cancel()
-        for server in self._servers:
-            server.close()
+        self._acceptor.close()
 
     async def _ticks(self) -> None:
         while True:
@@ -215,27 +211,22 @@ class Server:
 
     # ---- connections --------------------------------------------------------------------------------------
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._num_connections += 1
-        self._receive_stranger(task, writer)
+    def _arrived(self, arrival: Arrival) -> asyncio.Task[None]:
+        task = self._loop.create_task(self._connected(arrival.sock))
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+        task.add_done_callback(self._acceptor.gone)
+        task.add_done_callback(lambda _: arrival.sock.close())
+        return task
+
+    async def _connected(self, sock: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=sock, limit=MAX_HEAD_BYTES)
         try:
             await self._converse(reader, writer)
         except Exception as error:
             self._complain(error)
         finally:
-            self._num_connections -= 1
-            self._strangers.pop(task, None)
             writer.transport.abort()  # what it does not read is not kept for it
-
-    def _receive_stranger(self, task: asyncio.Task[Any], writer: asyncio.StreamWriter) -> None:
-        if len(self._strangers) >= MAX_STRANGERS:
-            [(crowd, _)] = Counter(self._strangers.values()).most_common(1)
-            oldest = next(one for one, address in self._strangers.items() if address == crowd)
-            del self._strangers[oldest]
-            oldest.cancel()
-        self._strangers[task] = str((writer.get_extra_info("peername") or ("",))[0])
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, TimeoutError, asyncio.TimeoutError, asyncio.CancelledError):
@@ -266,7 +257,7 @@ class Server:
             return
         task = asyncio.current_task()
         assert task is not None
-        self._strangers.pop(task, None)
+        self._acceptor.identified(task)
         if request.path == "/api/stream" and request.method == "GET":
             await self._stream(reader, writer, extra)
         else:

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Collection, Mapping
 
 from hora.memory import total_bytes
-from hora.net.sockets import process_at
+from hora.net import sockets
 from hora.workers.capacity import Capacity
 
 __all__ = ["GpuClaims", "measure"]
@@ -49,12 +49,9 @@ class GpuClaims:
         """Claim this GPU; return the session that holds it already, or an empty string on success."""
         if gpu in self._held:
             return ""
-        claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            claim.bind(f"\0hora-gpu-{gpu}")
-            claim.listen(1)
+            claim = sockets.listen(f"hora-gpu-{gpu}")  # never accepted from: a connection asks only for its holder
         except OSError as error:
-            claim.close()
             if error.errno != errno.EADDRINUSE:
                 raise
             return f"GPU {gpu}: {_holder(gpu)}"
@@ -74,5 +71,5 @@ def _holder(gpu: str) -> str:
             sock.connect(f"\0hora-gpu-{gpu}")
         except OSError:
             return "a process that does not answer"
-        process = process_at(sock)
+        process = sockets.process_at(sock)
     return f"process {process.pid} of user {process.uid}"

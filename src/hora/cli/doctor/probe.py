@@ -7,6 +7,7 @@ library only at the top, but for what reads the environment and the memory: a br
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import json
 import os
@@ -21,6 +22,8 @@ from typing import Any
 
 from hora.launch.environment import variables
 from hora.memory import available_bytes
+from hora.net import sockets
+from hora.net.acceptor import Acceptor
 
 __all__ = ["MARK", "facts"]
 
@@ -122,13 +125,11 @@ def _java() -> str | None:
     return text.splitlines()[0] if text else None
 
 
-def _serve(server: socket.socket) -> None:
+async def _serve(listener: socket.socket) -> None:
     """Accept connections and close them: the other side only checks that this host can be reached."""
-    while True:
-        try:
-            server.accept()[0].close()
-        except OSError:  # closed: we are done
-            return
+    acceptor: Acceptor[None] = Acceptor(asyncio.get_running_loop(), turn_away=lambda stranger, why: None)
+    acceptor.watch(listener, lambda arrival: arrival.sock.close())
+    await asyncio.Event().wait()
 
 
 def _reach(address: str, port: int) -> str | None:
@@ -140,12 +141,9 @@ def _reach(address: str, port: int) -> str | None:
 
 
 def main() -> None:
-    listen_address = sys.argv[1]
-    with socket.socket() as server:
-        server.bind((listen_address, 0))
-        server.listen()
-        threading.Thread(target=_serve, args=(server,), name="hora-doctor-accept", daemon=True).start()
-        known = facts() | {"port": server.getsockname()[1]}
+    with sockets.listen((sys.argv[1], 0)) as listener:
+        threading.Thread(target=asyncio.run, args=(_serve(listener),), name="hora-doctor-accept", daemon=True).start()
+        known = facts() | {"port": listener.getsockname()[1]}
         print(MARK + json.dumps(known | {"clock_s": time.time()}), flush=True)
         line = sys.stdin.readline()
         if line:

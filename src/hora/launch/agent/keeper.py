@@ -68,7 +68,7 @@ class Keeper:
         self._place, self._secret, self._store = dict(place), secret, store
         self._leaderless_s, self._orphaned_s, self._poll_s = leaderless_s, orphaned_s, poll_s
         self._parent, self._claim, self._former = parent, claim, former
-        self._relay = Relay(own_address(store.members))
+        self._relay, self._address = Relay(), own_address(store.members)
         self._lock = threading.Lock()
         self._supervisor: HeldSupervisor | None = None
         self._run = ""  # the job's run whose workers are here
@@ -260,8 +260,9 @@ class Keeper:
 
     def _order(self, lines: bytes) -> None:
         meeting = {
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": self._relay.address,
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self._relay.port),
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": self._address,  # of the interface at which the ranks listen
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": "0",
+            "HORA_RELAY": self._relay.name,
             "HORA_LAUNCHER_TIMEOUT": str(int(self._leaderless_s)),
         }
         self._held_supervisor.order(lines, meeting, str(self._welcome["executable"]))

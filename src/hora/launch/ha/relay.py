@@ -1,95 +1,127 @@
-"""The relay: the address at which a node's workers reach the leader, whoever that is.
+"""The relay: the local socket at which a node's workers reach the current leader of their job.
 
-It passes bytes on, in both directions, and understands none of them: a worker and the leader prove to one another who
-they are. While nobody leads, workers that come back wait here.
+It copies bytes in both directions and interprets none of them: a worker and the leader authenticate each other. While
+no process leads, workers that return wait here. A connection to which the leader has not answered is a stranger's.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import secrets
 import socket
 import threading
+from collections.abc import Callable
 
 from hora.net import sockets
+from hora.net.acceptor import Acceptor, Arrival
 
 __all__ = ["Relay"]
 
 _WAIT_S = 2.0
 _COPY_BYTES = 256 * 1024
 _CUT_LIMIT_S = 30
+_CLOSE_LIMIT_S = 5.0
+
+_Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Relay:
-    """Listens at an address of this host until closed."""
+    """Listens at the abstract local socket `name`, in a thread of its own, until closed."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self._listener = sockets.listen((address, 0))
-        self.port = int(self._listener.getsockname()[1])
-        self._changed = threading.Condition()
+    def __init__(self) -> None:
+        self.name = f"hora-relay-{secrets.token_hex(16)}"
+        self._listener = sockets.listen(self.name)
         self._target: tuple[str, int] | None = None
-        self._pairs: set[tuple[socket.socket, socket.socket]] = set()
-        self._closed = False
-        threading.Thread(target=self._accept, name="hora-relay", daemon=True).start()
+        self._has_target = asyncio.Event()
+        self._connections: set[asyncio.Task[None]] = set()
+        self._connected: set[asyncio.Task[None]] = set()  # to the target, or about to be
+        self._loop = asyncio.new_event_loop()
+        self._acceptor: Acceptor[asyncio.Task[None]] = Acceptor(self._loop, turn_away=lambda task, _: task.cancel())
+        self._thread = threading.Thread(target=self._run, name="hora-relay", daemon=True)
+        self._thread.start()
 
     def lead_to(self, target: tuple[str, int] | None) -> None:
-        """From now on connections lead there (None: they wait); those that led elsewhere are ended."""
-        with self._changed:
-            if target == self._target:
-                return
-            self._target = target
-            pairs, self._pairs = self._pairs, set()
-            self._changed.notify_all()
-        for pair in pairs:
-            _end(pair)
+        """Connect to this address from now on (None: wait), and end the connections to any other one."""
+        with contextlib.suppress(RuntimeError):  # closed
+            self._loop.call_soon_threadsafe(self._lead_to, target)
 
     def close(self) -> None:
-        self._closed = True
-        self.lead_to(None)
-        self._listener.close()
+        """End all connections and the thread."""
+        with contextlib.suppress(RuntimeError):  # closed before
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_LIMIT_S)
 
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=self._connect, args=(sock,), name="hora-relay", daemon=True).start()
+    # ---- in the relay's thread ----------------------------------------------------------------------------
 
-    def _connect(self, sock: socket.socket) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._target is not None, _WAIT_S)
-            target = self._target
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._acceptor.watch(self._listener, self._arrived)
         try:
-            if target is None:
-                raise ConnectionError("nobody leads")  # who came comes again
-            pair = sock, sockets.open_socket(target, limit_s=_WAIT_S)
-        except OSError:
-            sock.close()
+            self._loop.run_forever()
+        finally:
+            self._acceptor.close()
+            for task in self._connections:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*self._connections, return_exceptions=True))
+            self._loop.close()
+
+    def _lead_to(self, target: tuple[str, int] | None) -> None:
+        if target == self._target:
             return
-        for one in pair:
-            sockets.tune(one, silence_limit_s=_CUT_LIMIT_S)
-        with self._changed:
-            if target != self._target:
-                _end(pair)
-            self._pairs.add(pair)
-        back = threading.Thread(target=self._copy, args=(pair[1], pair[0], pair), name="hora-relay", daemon=True)
-        back.start()
-        self._copy(pair[0], pair[1], pair)
-        back.join()
-        for one in pair:
-            one.close()
-        with self._changed:
-            self._pairs.discard(pair)
+        self._target = target
+        for task in self._connected:
+            task.cancel()
+        if target is None:
+            self._has_target.clear()
+        else:
+            self._has_target.set()
 
-    def _copy(self, source: socket.socket, target: socket.socket, pair: tuple[socket.socket, socket.socket]) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(_COPY_BYTES):
-                target.sendall(data)
-        _end(pair)
+    def _arrived(self, arrival: Arrival) -> asyncio.Task[None]:
+        task = self._loop.create_task(self._connect(arrival.sock))
+        self._connections.add(task)
+        task.add_done_callback(self._ended)
+        task.add_done_callback(lambda _: arrival.sock.close())
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._connections.discard(task)
+        self._connected.discard(task)
+        self._acceptor.gone(task)
+
+    async def _connect(self, sock: socket.socket) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        with contextlib.suppress(OSError, TimeoutError, asyncio.TimeoutError):  # the worker comes again
+            await asyncio.wait_for(self._has_target.wait(), _WAIT_S)
+            if self._target is None:
+                return
+            self._connected.add(task)
+            leader = await asyncio.wait_for(asyncio.open_connection(*self._target, limit=_COPY_BYTES), _WAIT_S)
+            try:
+                sockets.tune(leader[1].get_extra_info("socket"), silence_limit_s=_CUT_LIMIT_S)
+                worker = await asyncio.open_connection(sock=sock, limit=_COPY_BYTES)
+                try:
+                    await self._copy_both(worker, leader, task)
+                finally:
+                    worker[1].transport.abort()
+            finally:
+                leader[1].transport.abort()
+
+    async def _copy_both(self, worker: _Stream, leader: _Stream, task: asyncio.Task[None]) -> None:
+        there = asyncio.ensure_future(_copy(worker[0], leader[1], lambda: None))
+        back = asyncio.ensure_future(_copy(leader[0], worker[1], lambda: self._acceptor.identified(task)))
+        try:
+            await asyncio.wait({there, back}, return_when="FIRST_COMPLETED")
+        finally:
+            for one in (there, back):
+                one.cancel()
+            await asyncio.gather(there, back, return_exceptions=True)
 
 
-def _end(pair: tuple[socket.socket, socket.socket]) -> None:
-    for one in pair:
-        with contextlib.suppress(OSError):
-            one.shutdown(socket.SHUT_RDWR)
+async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter, copied: Callable[[], None]) -> None:
+    target.transport.set_write_buffer_limits(high=0)  # `drain` then returns when everything is sent
+    while data := await source.read(_COPY_BYTES):
+        target.write(data)
+        await target.drain()
+        copied()

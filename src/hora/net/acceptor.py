@@ -1,0 +1,159 @@
+"""The acceptor: the one place that accepts connections, with one set of limits (`strangers`) for all servers.
+
+It runs in the event loop of its server and outlasts every shortage. Without descriptors it drops an unauthenticated
+connection, or leaves the next ones in the backlog for a moment; any other error of `accept` is logged and survived.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from hora.net import sockets, strangers
+
+__all__ = ["Acceptor", "Arrival", "EventLoop"]
+
+_ACCEPT_AT_ONCE = 64
+_REST_S = 0.2
+_LOG_INTERVAL_S = 60.0
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+
+_log = logging.getLogger("hora.net")
+
+Stranger = TypeVar("Stranger")
+
+
+class Arrival(NamedTuple):
+    """A connection that was accepted. It does not block."""
+
+    sock: socket.socket
+    host: str  # the address from which it comes, or its process where that is local
+    where: str  # the same in more detail, for messages
+
+
+class EventLoop(Protocol):
+    """The methods of an asyncio event loop that an acceptor calls, in the loop's thread."""
+
+    def add_reader(self, fd: int, callback: Callable[..., Any], *args: Any) -> Any: ...
+
+    def remove_reader(self, fd: int) -> Any: ...
+
+    def call_later(self, delay: float, callback: Callable[..., Any], *args: Any) -> Any: ...
+
+
+class Acceptor(Generic[Stranger]):
+    """Accepts connections in a server's event loop, and keeps the unauthenticated ones (`strangers`) few and short.
+
+    A function given to `watch` takes each arrival and returns the stranger that it has become, or None if the server
+    needs no limit for it. The server calls `identified` once it knows the stranger, `gone` if its connection has ended.
+    `turn_away(stranger, why)` drops a stranger, which counts as gone; `refused(where, why)` hears of other users'
+    processes at local sockets, which are disconnected at once.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        *,
+        turn_away: Callable[[Stranger, str], object],
+        refused: Callable[[str, str], None] = lambda where, why: None,
+    ) -> None:
+        self._loop, self._turn_away, self._refused = loop, turn_away, refused
+        self.strangers: strangers.WaitingRoom[Stranger] = strangers.WaitingRoom()
+        self._listeners: dict[socket.socket, Callable[[Arrival], Stranger | None]] = {}
+        self._has_timer = False
+        self._next_log = 0.0
+
+    def watch(self, listener: socket.socket, arrived: Callable[[Arrival], Stranger | None]) -> None:
+        """Accept connections at this listening socket from now on. In the loop's thread, as everything here."""
+        listener.setblocking(False)
+        self._listeners[listener] = arrived
+        self._loop.add_reader(listener.fileno(), self._accept, listener)
+
+    def close(self) -> None:
+        """Close the listening sockets."""
+        for listener in self._listeners:
+            self._loop.remove_reader(listener.fileno())
+            listener.close()
+        self._listeners.clear()
+
+    def identified(self, stranger: Stranger) -> None:
+        """Its limits are the server's own from now on."""
+        self.strangers.discard(stranger)
+
+    gone = identified
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(_ACCEPT_AT_ONCE):
+            arrived = self._listeners.get(listener)
+            if arrived is None:  # closed meanwhile
+                return
+            try:
+                sock, address = listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except ConnectionError:  # it has left the backlog
+                continue
+            except OSError as error:
+                if error.errno in _OUT_OF_DESCRIPTORS and self.strangers:
+                    self._drop(self.strangers.oldest_of_the_crowd(), "descriptors have run out")
+                    continue
+                self._rest(listener, error)
+                return
+            try:
+                self._receive(sock, address, arrived)
+            except OSError:  # it has gone already
+                sock.close()
+
+    def _receive(
+        self, sock: socket.socket, address: tuple[str, int], arrived: Callable[[Arrival], Stranger | None]
+    ) -> None:
+        if self.strangers.full:
+            crowd = f"{self.strangers.limit} wait to identify themselves, the limit"
+            self._drop(self.strangers.oldest_of_the_crowd(), crowd)
+        if sock.family == socket.AF_UNIX:
+            process = sockets.process_at(sock)
+            host, where = f"process {process.pid}", f"process {process.pid} of user {process.uid}"
+            if not process.trusted:
+                self._refused(where, "it belongs to another user")
+                sock.close()
+                return
+        else:
+            host, where = address[0], f"{address[0]}:{address[1]}"
+        sock.setblocking(False)
+        stranger = arrived(Arrival(sock, host, where))
+        if stranger is not None:
+            self.strangers.add(stranger, host)
+            self._set_timer()
+
+    def _rest(self, listener: socket.socket, error: OSError) -> None:
+        """Look again later, instead of spinning: the connections wait in the backlog meanwhile."""
+        now = time.monotonic()
+        if now >= self._next_log:
+            self._next_log = now + _LOG_INTERVAL_S
+            _log.warning("no connection can be accepted for now (%s): raise `ulimit -n` if it lasts", error.strerror)
+        self._loop.remove_reader(listener.fileno())
+        self._loop.call_later(_REST_S, self._resume, listener)
+
+    def _resume(self, listener: socket.socket) -> None:
+        if listener in self._listeners:
+            self._loop.add_reader(listener.fileno(), self._accept, listener)
+
+    def _set_timer(self) -> None:
+        deadline = self.strangers.next_deadline()
+        if deadline is not None and not self._has_timer:
+            self._has_timer = True
+            self._loop.call_later(max(deadline - time.monotonic(), 0.0), self._drop_overdue)
+
+    def _drop_overdue(self) -> None:
+        self._has_timer = False
+        for stranger in self.strangers.overdue(time.monotonic()):
+            self._drop(stranger, f"it did not identify itself within {strangers.HANDSHAKE_LIMIT_S:g} s")
+        self._set_timer()
+
+    def _drop(self, stranger: Stranger, why: str) -> None:
+        self.strangers.discard(stranger)
+        self._turn_away(stranger, why)
