@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hora.launch.agent.relay import Relay
+from hora.launch.ha.relay import Relay
 from hora.net import acceptor, sockets, strangers
 from hora.net.connection import connect
 from hora.net.server import Peer, Server
@@ -183,7 +183,7 @@ def test_one_place_accepts_connections():
         ("hora/net/sockets.py", "sock"),
         ("hora/net/server.py", "sockets"),
         ("hora/watch/address.py", "sockets"),
-        ("hora/launch/agent/relay.py", "sockets"),
+        ("hora/launch/ha/relay.py", "sockets"),
         ("hora/cli/doctor/probe.py", "sockets"),
         ("hora/workers/machine.py", "sockets"),  # a claim, at which nothing is accepted
     }

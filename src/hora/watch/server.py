@@ -85,13 +85,13 @@ class Server:
         self._live = live
         self._waiting: deque[Entry] = deque(maxlen=_MAX_WAITING_ENTRIES)
         self._viewers: dict[asyncio.Queue[bytes | None], None] = {}
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: dict[socket.socket, asyncio.Task[None]] = {}
         self._has_complained = False
         self._sent = _Sent()
         self._new_stacks = False
         self._sockets: list[socket.socket] = []
         self._loop = asyncio.new_event_loop()
-        self._acceptor: Acceptor[asyncio.Task[None]] = Acceptor(self._loop, turn_away=lambda task, _: task.cancel())
+        self._acceptor: Acceptor[socket.socket] = Acceptor(self._loop, turn_away=lambda sock, _: self._end(sock))
         self._thread = threading.Thread(target=self._main, name="hora-dashboard", daemon=True)
         self._closing: asyncio.Event | None = None
         self._files = site_files()
@@ -211,29 +211,38 @@ class Server:
 
     # ---- connections --------------------------------------------------------------------------------------
 
-    def _arrived(self, arrival: Arrival) -> asyncio.Task[None]:
-        task = self._loop.create_task(self._connected(arrival.sock))
-        self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
-        task.add_done_callback(self._acceptor.gone)
-        task.add_done_callback(lambda _: arrival.sock.close())
-        return task
+    def _arrived(self, arrival: Arrival) -> socket.socket:
+        sock = arrival.sock
+        self._connections[sock] = self._loop.create_task(self._connected(sock))
+        self._connections[sock].add_done_callback(lambda _: self._ended(sock))
+        return sock
+
+    def _end(self, sock: socket.socket) -> None:
+        """End this connection. Before Python 3.12 `wait_for` may swallow the cancellation, but not the end of file."""
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+        self._connections[sock].cancel()
+
+    def _ended(self, sock: socket.socket) -> None:
+        del self._connections[sock]
+        self._acceptor.gone(sock)
+        sock.close()
 
     async def _connected(self, sock: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=sock, limit=MAX_HEAD_BYTES)
         try:
-            await self._converse(reader, writer)
+            await self._converse(sock, reader, writer)
         except Exception as error:
             self._complain(error)
         finally:
             writer.transport.abort()  # what it does not read is not kept for it
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _converse(self, sock: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, TimeoutError, asyncio.TimeoutError, asyncio.CancelledError):
             try:  # suppressed: it left, was too slow, or was shown out
                 request = await read_request(reader)
                 if request is not None:
-                    await self._answer(request, reader, writer)
+                    await self._answer(sock, request, reader, writer)
             except BadRequest as error:
                 await write_answer(writer, Answer(f"{error}\n".encode(), status=400), self._access.headers())
             await finish(writer)
@@ -244,7 +253,9 @@ class Server:
             self._has_complained = True
             _log.error("the live page failed to answer a request (logged once)", exc_info=error)
 
-    async def _answer(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(
+        self, sock: socket.socket, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         extra = self._access.headers()
         refusal = self._access.check_place(request.headers)
         if refusal is None and request.path in self._files and request.method in ("GET", "HEAD"):
@@ -255,9 +266,7 @@ class Server:
         if refusal is not None:
             await write_answer(writer, Answer(f"{refusal.text}\n".encode(), status=refusal.status), extra)
             return
-        task = asyncio.current_task()
-        assert task is not None
-        self._acceptor.identified(task)
+        self._acceptor.identified(sock)
         if request.path == "/api/stream" and request.method == "GET":
             await self._stream(reader, writer, extra)
         else:

@@ -34,10 +34,10 @@ class Relay:
         self._listener = sockets.listen(self.name)
         self._target: tuple[str, int] | None = None
         self._has_target = asyncio.Event()
-        self._connections: set[asyncio.Task[None]] = set()
-        self._connected: set[asyncio.Task[None]] = set()  # to the target, or about to be
+        self._connections: dict[socket.socket, asyncio.Task[None]] = {}
+        self._connected: set[socket.socket] = set()  # to the target, or about to be
         self._loop = asyncio.new_event_loop()
-        self._acceptor: Acceptor[asyncio.Task[None]] = Acceptor(self._loop, turn_away=lambda task, _: task.cancel())
+        self._acceptor: Acceptor[socket.socket] = Acceptor(self._loop, turn_away=lambda sock, _: self._end(sock))
         self._thread = threading.Thread(target=self._run, name="hora-relay", daemon=True)
         self._thread.start()
 
@@ -61,56 +61,60 @@ class Relay:
             self._loop.run_forever()
         finally:
             self._acceptor.close()
-            for task in self._connections:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*self._connections, return_exceptions=True))
+            for sock in self._connections:
+                self._end(sock)
+            self._loop.run_until_complete(asyncio.gather(*self._connections.values(), return_exceptions=True))
             self._loop.close()
 
     def _lead_to(self, target: tuple[str, int] | None) -> None:
         if target == self._target:
             return
         self._target = target
-        for task in self._connected:
-            task.cancel()
+        for sock in self._connected:
+            self._end(sock)
         if target is None:
             self._has_target.clear()
         else:
             self._has_target.set()
 
-    def _arrived(self, arrival: Arrival) -> asyncio.Task[None]:
-        task = self._loop.create_task(self._connect(arrival.sock))
-        self._connections.add(task)
-        task.add_done_callback(self._ended)
-        task.add_done_callback(lambda _: arrival.sock.close())
-        return task
+    def _arrived(self, arrival: Arrival) -> socket.socket:
+        sock = arrival.sock
+        self._connections[sock] = self._loop.create_task(self._connect(sock))
+        self._connections[sock].add_done_callback(lambda _: self._ended(sock))
+        return sock
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._connections.discard(task)
-        self._connected.discard(task)
-        self._acceptor.gone(task)
+    def _end(self, sock: socket.socket) -> None:
+        """End this connection. Before Python 3.12 `wait_for` may swallow the cancellation, but not the end of file."""
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+        self._connections[sock].cancel()
+
+    def _ended(self, sock: socket.socket) -> None:
+        del self._connections[sock]
+        self._connected.discard(sock)
+        self._acceptor.gone(sock)
+        sock.close()
 
     async def _connect(self, sock: socket.socket) -> None:
-        task = asyncio.current_task()
-        assert task is not None
         with contextlib.suppress(OSError, TimeoutError, asyncio.TimeoutError):  # the worker comes again
             await asyncio.wait_for(self._has_target.wait(), _WAIT_S)
             if self._target is None:
                 return
-            self._connected.add(task)
+            self._connected.add(sock)
             leader = await asyncio.wait_for(asyncio.open_connection(*self._target, limit=_COPY_BYTES), _WAIT_S)
             try:
                 sockets.tune(leader[1].get_extra_info("socket"), silence_limit_s=_CUT_LIMIT_S)
                 worker = await asyncio.open_connection(sock=sock, limit=_COPY_BYTES)
                 try:
-                    await self._copy_both(worker, leader, task)
+                    await self._copy_both(worker, leader, sock)
                 finally:
                     worker[1].transport.abort()
             finally:
                 leader[1].transport.abort()
 
-    async def _copy_both(self, worker: _Stream, leader: _Stream, task: asyncio.Task[None]) -> None:
+    async def _copy_both(self, worker: _Stream, leader: _Stream, sock: socket.socket) -> None:
         there = asyncio.ensure_future(_copy(worker[0], leader[1], lambda: None))
-        back = asyncio.ensure_future(_copy(leader[0], worker[1], lambda: self._acceptor.identified(task)))
+        back = asyncio.ensure_future(_copy(leader[0], worker[1], lambda: self._acceptor.identified(sock)))
         try:
             await asyncio.wait({there, back}, return_when="FIRST_COMPLETED")
         finally:
