@@ -1,14 +1,14 @@
 """What do many ranks cost where they meet and agree? Run `python -m benchmarks.scale [--hosts 16 125 500]`.
 
-A real launcher's rendezvous and a real rank 0 (its hub, agreement and planner), each in a process of its own, and
-simulated others: real connections with real keys, which say what ranks say.
+A real launcher's rendezvous and a real rank 0 (its control tree, agreement and planner), each in a process of its own,
+and simulated others: real connections with real keys, which say what ranks say.
 
 1. Meeting: all workers connect to the launcher, get their keys, hear of the ranks of their host and where their
    parent in the tree is, as `hvd.init()` does. Then rank 0's neighbours in the tree hand in the introductions of all
    ranks and get them back.
 2. Agreement: rank 0 and its neighbours, each for all ranks below it, announce operations that they have announced
    before, and wait for the round. No other rank speaks with rank 0.
-3. Training: rank 0 takes steady steps of 25 buckets through its lane. Of the ranks of its host it sees in shared
+3. Training: rank 0 takes steady steps of 25 buckets through its schedule. Of the ranks of its host it sees in shared
    memory that they have come, of the other hosts that they have the same bucket; what buckets hold is not sent.
 
 Seconds are wall time on this machine, where all of them share its cores; bytes and messages are exact. docs/scale.md
@@ -31,24 +31,24 @@ from typing import Any
 import psutil
 import torch
 
-from hora.engine.agree.agreement import Announcer, Reader
-from hora.engine.agree.tree import ALL, SLOTS, Slots, TreeAgreement, as_bytes
-from hora.engine.hub import FANOUT, Hub, HubEvents, Tree
-from hora.engine.lane import Lane
-from hora.engine.plan import Planner
+from hora.engine.control_tree import FANOUT, ControlEvents, ControlTree, Tree
+from hora.engine.negotiation.base import Announcer, Reader
+from hora.engine.negotiation.tree import ALL, SLOTS, Slots, TreeNegotiation, as_bytes
+from hora.engine.plan import BatchPlanner
 from hora.engine.queue import OperationQueue, QueueWorld
 from hora.engine.request import Kind, Reduce, Signature
+from hora.engine.schedule import ReductionSchedule
 from hora.engine.shm.counters import MEMBER_BYTES
 from hora.engine.shm.futex import Counter
 from hora.engine.shm.segment import Segment
-from hora.engine.status import Recorder, StallLimits, WorldStatus
+from hora.engine.status import StallLimits, TimelineRecorder, WorldStatus
 from hora.engine.transport.host_reduction import HostLink, HostReduction
 from hora.engine.transport.local import LocalTransport
 from hora.launch.controller.rendezvous import Rendezvous
 from hora.net.connection import Connection, connect
 from hora.net.keys import RankKeys, rank_keys, worker_credentials
 from hora.net.wire import cut_parts, join_parts, new_secret
-from hora.world import MeetingPoint, World
+from hora.world import RendezvousEndpoint, World
 
 LIMIT_S = 600.0
 JOB = "scale"
@@ -61,7 +61,7 @@ def introduction(rank: int) -> bytes:
     """What a rank tells all others of itself: as long as `engine.peers` has it."""
     values = {
         "rank": rank,
-        "speaker": rank // 8 * 8,
+        "leader": rank // 8 * 8,
         "place": [f"10.1.{rank // 8 // 250}.{rank // 8 % 250}", 32768 + rank * 7919 % 28000],
         "pid": 1000 + rank * 104729 % 60000,
         "hostname": f"node-{rank // 8:03}.cluster.internal",
@@ -158,8 +158,8 @@ def _usage() -> tuple[float, float]:
 def serve_launcher(pipe: Pipe, secret: bytes, size: int) -> None:
     """The launcher's process."""
     server = Rendezvous("127.0.0.1", secret=secret, job=JOB, events=_Events())
-    meeting = MeetingPoint(kind="hora", address="127.0.0.1", port=server.port, job=JOB)
-    server.publish(0, {rank: World(rank=rank, size=size, worker=rank, meeting=meeting) for rank in range(size)})
+    rendezvous = RendezvousEndpoint(kind="hora", address="127.0.0.1", port=server.port, job=JOB)
+    server.publish(0, {rank: World(rank=rank, size=size, worker=rank, rendezvous=rendezvous) for rank in range(size)})
     pipe.send(server.port)
     while pipe.recv() != "end":
         pipe.send(_usage())
@@ -180,15 +180,15 @@ class SimulatedHosts:
 
 
 class Training:
-    """Rank 0's buckets and their lane."""
+    """Rank 0's buckets and their schedule."""
 
     def __init__(self, queue: OperationQueue, num_near: int) -> None:
-        segment = Segment.create(Lane.num_bytes(num_near))
-        lane = Lane(queue, segment, 0, limits=StallLimits(0.0, 0.0), near=range(num_near))
-        link = HostLink(lane, lambda *_: SimulatedHosts(), lambda *_: [])  # type: ignore[arg-type,return-value]
+        segment = Segment.create(ReductionSchedule.num_bytes(num_near))
+        schedule = ReductionSchedule(queue, segment, 0, limits=StallLimits(0.0, 0.0), near=range(num_near))
+        link = HostLink(schedule, lambda *_: SimulatedHosts(), lambda *_: [])  # type: ignore[arg-type,return-value]
         places = [torch.zeros(1000) for _ in range(num_near)]
         names = [f"bucket.{index}" for index in range(NUM_BUCKETS)]
-        self._buckets = [HostReduction(lane, link, places, name=name, reduce=Reduce()) for name in names]
+        self._buckets = [HostReduction(schedule, link, places, name=name, reduce=Reduce()) for name in names]
         link.connect(0)
         self._others = [Counter.at(segment.memory, peer * MEMBER_BYTES) for peer in range(1, num_near)]
         self._num_steps = 0
@@ -208,31 +208,31 @@ def serve_rank_0(pipe: Pipe, world: bytes, size: int, ranks_per_host: int) -> No
     """Rank 0's process. An order is how many operations to agree on, or 0 for steps of training; the answer, its
     processor seconds for that."""
     nothing = {name: lambda *_: None for name in ("lost", "leaving", "fault", "tick")}
-    hub = Hub(
+    control_tree = ControlTree(
         0,
         size,
-        HubEvents(
+        ControlEvents(
             **nothing,
-            agreeing=lambda serial, rank, header, payload: agreement.receive(rank, header, payload),
+            negotiating=lambda serial, rank, header, payload: negotiation.receive(rank, header, payload),
             in_flight=lambda serial: [],
         ),
     )
     tree = tree_of(size, ranks_per_host)
-    agreement = TreeAgreement(hub, SERIAL, tree, range(size), cache_capacity=1024)
-    planner = Planner(range(size), fusion_threshold_bytes=2**27)
-    hub.start(RankKeys(0, lambda ranks: rank_keys(world, 0, ranks)))
-    pipe.send((hub.name, hub.listen_tcp("127.0.0.1")))
-    hub.join(None, len(tree.children(0)), limit_s=LIMIT_S)
+    negotiation = TreeNegotiation(control_tree, SERIAL, tree, range(size), cache_capacity=1024)
+    planner = BatchPlanner(range(size), fusion_threshold_bytes=2**27)
+    control_tree.start(RankKeys(0, lambda ranks: rank_keys(world, 0, ranks)))
+    pipe.send((control_tree.name, control_tree.listen_tcp("127.0.0.1")))
+    control_tree.join(None, len(tree.children(0)), limit_s=LIMIT_S)
     begun = time.process_time()
-    hub.gather("introduction", introduction(0), limit_s=LIMIT_S)
+    control_tree.gather("introduction", introduction(0), limit_s=LIMIT_S)
     pipe.send(time.process_time() - begun)
     operations = [operation(number) for number in range(1000)]
     status = WorldStatus(0, tell=lambda text: None, wake=lambda: None)
     queue = OperationQueue(
         0,
         range(size),
-        QueueWorld(0, status, Recorder(0), lambda batch: None, lambda: None, None),
-        agreement=agreement,
+        QueueWorld(0, status, TimelineRecorder(0), lambda batch: None, lambda: None, None),
+        negotiation=negotiation,
         planner=planner,
         stall=None,
         make_transport=lambda devices: LocalTransport(),
@@ -244,16 +244,16 @@ def serve_rank_0(pipe: Pipe, world: bytes, size: int, ranks_per_host: int) -> No
             for _ in range(NUM_STEPS):
                 training.step()
         for one in operations[:order]:
-            agreement.announce(one, 0)
+            negotiation.announce(one, 0)
         while left:
-            batches = agreement.poll(planner)
+            batches = negotiation.poll(planner)
             if batches is None:
-                agreement.wait()
+                negotiation.wait()
             else:
                 left -= sum(len(batch.parts) for batch in batches)
         pipe.send(time.process_time() - begun)
     queue.close()
-    hub.close()
+    control_tree.close()
 
 
 def tree_of(size: int, ranks_per_host: int) -> Tree:

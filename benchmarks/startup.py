@@ -37,7 +37,7 @@ def meet():
     from hora.net.client import ControlClient
     from hora.world import World
     world = World.from_env()
-    client = ControlClient.connect(world.meeting, name=f"rank {world.rank}", timeout_s=120)
+    client = ControlClient.connect(world.rendezvous, name=f"rank {world.rank}", timeout_s=120)
     everybody = client.gather("meet", b"x", rank=world.rank, size=world.size, timeout_s=120).members
     client.close()
     return len(everybody)

@@ -1,5 +1,5 @@
 /* Repeated allreduces (src/hora/engine/repeated.py, src/hora/engine/shm/repeated.h) beside announced requests and rounds
- * (src/hora/engine/agree/shared_memory.py): N members have OPS requests, in the same order, and each takes for each of them the fast
+ * (src/hora/engine/negotiation/shared_memory.py): N members have OPS requests, in the same order, and each takes for each of them the fast
  * path, the announced way, or the announced way without waiting for it (the handle is waited for at the end).
  *
  *     idle:    nothing that this member knows of waits for another member (Planner.idle)
@@ -15,7 +15,7 @@
  * Checked by `make verify`: no request is reduced on the fast path by one member and in a round by another, no record is read
  * after it was overwritten, and nobody sleeps for ever unless a member has died, which it may at any of the marked steps. The
  * slice after which a sleeper looks up by itself is left out: the protocol must do without it. The member 0 cuts rounds; how
- * members wait for rounds is agreement.pml's.
+ * members wait for rounds is negotiation.pml's.
  *
  * MUTANT, each of which must fail: 1 the last look comes before the word is written; 2 nobody is roused by announcements; 3 by a
  * member's first news since its last round alone; 4 the kernel does not compare; 5 no second look after news.

@@ -2,7 +2,7 @@
 
 `World.from_env` understands Hora / Horovod, torchrun, Open MPI / PMI and Slurm variables, in this order; with none of
 them a process is a world of one. This module and `config` are the only ones that read the environment.
-It opens no connection: the engine does that, with the `MeetingPoint` found here.
+It opens no connection: the engine does that, with the `RendezvousEndpoint` found here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from hora import slurm
 
-__all__ = ["PLAN_JOB", "PLAN_KEY", "MeetingPoint", "World", "keep_secret", "place_variables"]
+__all__ = ["PLAN_JOB", "PLAN_KEY", "RendezvousEndpoint", "World", "keep_secret", "place_variables"]
 
 # The meeting place of a program that starts its ranks itself: its name, and the key under which its current plan's
 # number is.
@@ -37,7 +37,7 @@ _FOREIGN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeetingPoint:
+class RendezvousEndpoint:
     """Meeting point of a world's ranks.
 
     `kind` is `hora` (an authenticated rendezvous run by a Hora launcher; the key of worker number `worker` is read from
@@ -86,7 +86,7 @@ class World:
     worker: int = -1  # the process's number in its job, which stays when ranks change (-1: no Hora launcher)
     elastic: bool = False
     launcher: str = "none"
-    meeting: MeetingPoint = MeetingPoint()
+    rendezvous: RendezvousEndpoint = RendezvousEndpoint()
 
     def __post_init__(self) -> None:
         for rank, size, what in (
@@ -145,12 +145,12 @@ class World:
             env["HORA_WORKER"] = str(self.worker)
         if self.elastic:
             env["HOROVOD_ELASTIC"] = "1"
-        if self.meeting.kind == "hora":
-            env["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = self.meeting.address
-            env["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(self.meeting.port)
-            env["HORA_JOB"] = self.meeting.job
-            env["HORA_SECRET_FILE"] = self.meeting.secret_file
-            env["HORA_RELAY"] = self.meeting.relay  # empty, too: this process may run inside another job
+        if self.rendezvous.kind == "hora":
+            env["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = self.rendezvous.address
+            env["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(self.rendezvous.port)
+            env["HORA_JOB"] = self.rendezvous.job
+            env["HORA_SECRET_FILE"] = self.rendezvous.secret_file
+            env["HORA_RELAY"] = self.rendezvous.relay  # empty, too: this process may run inside another job
         if mpi_names:
             env |= {
                 "OMPI_COMM_WORLD_RANK": str(self.rank),
@@ -200,9 +200,9 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
 
 def _from_horovod(env: Mapping[str, str]) -> World:
     rank, size = _integer(env, "HOROVOD_RANK"), _integer(env, "HOROVOD_SIZE")
-    meeting = MeetingPoint()
+    rendezvous = RendezvousEndpoint()
     if env.get("HORA_SECRET_FILE") and "HORA_JOB" in env:
-        meeting = MeetingPoint(
+        rendezvous = RendezvousEndpoint(
             kind="hora",
             address=env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", ""),
             port=_integer(env, "HOROVOD_GLOO_RENDEZVOUS_PORT"),
@@ -213,9 +213,9 @@ def _from_horovod(env: Mapping[str, str]) -> World:
             relay=env.get("HORA_RELAY", ""),
         )
     elif "HOROVOD_GLOO_RENDEZVOUS_PORT" in env and "MASTER_ADDR" not in env:
-        meeting = _planned_meeting(env) if size > 1 or env.get("HORA_SECRET_FILE") else meeting
+        rendezvous = _planned_endpoint(env) if size > 1 or env.get("HORA_SECRET_FILE") else rendezvous
     elif size > 1:
-        meeting = _tcp_meeting(env, "horovod", one_host=_integer(env, "HOROVOD_LOCAL_SIZE", size) >= size)
+        rendezvous = _tcp_endpoint(env, "horovod", one_host=_integer(env, "HOROVOD_LOCAL_SIZE", size) >= size)
     return World(
         rank=rank,
         size=size,
@@ -226,13 +226,13 @@ def _from_horovod(env: Mapping[str, str]) -> World:
         hostname=env.get("HOROVOD_HOSTNAME", "localhost"),
         generation=_integer(env, "HORA_GENERATION", 0),
         worker=_integer(env, "HORA_WORKER", -1),
-        elastic=_integer(env, "HOROVOD_ELASTIC", 0) > 0 and not meeting.planned,  # the program itself changes places
-        launcher="hora" if meeting.kind == "hora" else "horovod",
-        meeting=meeting,
+        elastic=_integer(env, "HOROVOD_ELASTIC", 0) > 0 and not rendezvous.planned,  # the program itself changes places
+        launcher="hora" if rendezvous.kind == "hora" else "horovod",
+        rendezvous=rendezvous,
     )
 
 
-def _planned_meeting(env: Mapping[str, str]) -> MeetingPoint:
+def _planned_endpoint(env: Mapping[str, str]) -> RendezvousEndpoint:
     if not env.get("HORA_SECRET_FILE"):
         raise ValueError(
             "HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT name a meeting place, but there is no secret with which to be "
@@ -240,7 +240,7 @@ def _planned_meeting(env: Mapping[str, str]) -> MeetingPoint:
             "the same file for the process that starts the RendezvousServer and for the workers; or start the job "
             "with horovodrun"
         )
-    return MeetingPoint(
+    return RendezvousEndpoint(
         kind="hora",
         address=env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", ""),
         port=_integer(env, "HOROVOD_GLOO_RENDEZVOUS_PORT"),
@@ -270,7 +270,7 @@ def _from_foreign(
         cross_size=cross_size,
         hostname=socket.gethostname(),
         launcher=launcher,
-        meeting=_tcp_meeting(env, launcher, one_host=local_size >= size) if size > 1 else MeetingPoint(),
+        rendezvous=_tcp_endpoint(env, launcher, one_host=local_size >= size) if size > 1 else RendezvousEndpoint(),
     )
 
 
@@ -295,12 +295,12 @@ def _slurm_place(env: Mapping[str, str], rank: int, size: int) -> tuple[int, int
     return local_rank, counts[node], sum(index < node for index in with_such_a_rank), len(with_such_a_rank)
 
 
-def _tcp_meeting(env: Mapping[str, str], launcher: str, *, one_host: bool) -> MeetingPoint:
+def _tcp_endpoint(env: Mapping[str, str], launcher: str, *, one_host: bool) -> RendezvousEndpoint:
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if address and port:
         # torchrun's agent already runs a store there; other launchers expect rank 0 to open it.
         agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
-        return MeetingPoint(
+        return RendezvousEndpoint(
             kind="tcp",
             address=address,
             port=_integer(env, "MASTER_PORT"),
@@ -327,6 +327,6 @@ def _tcp_meeting(env: Mapping[str, str], launcher: str, *, one_host: bool) -> Me
         )
     port_number = 20000 + sum((i + 1) * b for i, b in enumerate(str(job).encode())) % 20000
     secret_file = env.get("HORA_SECRET_FILE", "")
-    return MeetingPoint(
+    return RendezvousEndpoint(
         kind="tcp", address=address, port=port_number, secret_file=secret_file, job=str(job), host_store=True
     )

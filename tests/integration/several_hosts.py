@@ -159,7 +159,7 @@ def test_strangers_from_another_host_and_another_user_change_nothing(secret, enc
         def attack(pids):
             told = crowd.ask("how many?")
             assert told["let in"] == 0
-            assert len(told["places"]) >= 5  # the meeting, and a hub for each rank
+            assert len(told["places"]) >= 5  # the meeting, and a control tree for each rank
             for pid in pids:
                 assert psutil.Process(pid).num_fds() < 600
             places = [tuple(place) for place in told["places"]]

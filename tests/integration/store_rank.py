@@ -16,7 +16,7 @@ from hora.world import World
 
 def main(folder: Path) -> None:
     world = World.from_env()
-    client = ControlClient.connect(world.meeting, name=f"rank {world.rank}", worker=world.worker, timeout_s=60)
+    client = ControlClient.connect(world.rendezvous, name=f"rank {world.rank}", worker=world.worker, timeout_s=60)
     step = 0
     with (folder / f"worker.{world.worker}").open("a", buffering=1) as notes:
         while not (folder / "stop").exists():

@@ -185,7 +185,7 @@ def test_the_first_failing_rank_is_named_not_those_that_lost_it(failing: int):
         from hora.world import World
 
         world = World.from_env()
-        client = ControlClient.connect(world.meeting, name=f"rank {world.rank}", timeout_s=30)
+        client = ControlClient.connect(world.rendezvous, name=f"rank {world.rank}", timeout_s=30)
         for step in range(3):
             if world.rank == failing and step == 2:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -25,7 +25,7 @@ def meet(tag: str) -> tuple[int, list[bytes]]:
     from hora.world import World
 
     world = World.from_env()
-    client = ControlClient.connect(world.meeting, name=f"rank {world.rank}", timeout_s=30)
+    client = ControlClient.connect(world.rendezvous, name=f"rank {world.rank}", timeout_s=30)
     said = f"{tag}{world.rank}".encode()
     values = list(client.gather("test", said, rank=world.rank, size=world.size, timeout_s=30).members.values())
     client.close()

@@ -45,7 +45,7 @@ class Exploit:
         return exec, (f"open({sys.argv[1]!r}, 'w').write('executed in the launcher')",)
 
 world = World.from_env()
-client = ControlClient.connect(world.meeting, name="x", worker=world.worker, timeout_s=60)
+client = ControlClient.connect(world.rendezvous, name="x", worker=world.worker, timeout_s=60)
 client.send_error(type_name="X", message="m", traceback="t", consequence=False, pickled=pickle.dumps(Exploit()))
 client.send_result(pickle.dumps(Exploit()))
 sys.exit(3)

@@ -22,7 +22,7 @@ from hora.net.connection import connect
 from hora.net.keys import RankKeys
 from hora.net.secret_file import HeldSecret
 from hora.net.wire import Credentials
-from hora.world import MeetingPoint, World
+from hora.world import RendezvousEndpoint, World
 from waiting import wait_until
 
 LIMIT_S = 60.0
@@ -44,34 +44,40 @@ def work() -> tuple[list[str], float]:
 def attack() -> list[str]:
     from hora import engine
 
-    world, peers = World.from_env(), engine.current_runtime()._peers
-    launcher = world.meeting.address, world.meeting.port
-    key = Path(world.meeting.secret_file).read_bytes()
-    own = ControlClient.connect(world.meeting, name="hostile", timeout_s=LIMIT_S)
+    world, peers = World.from_env(), engine.current_runtime()._bootstrap
+    launcher = world.rendezvous.address, world.rendezvous.port
+    key = Path(world.rendezvous.secret_file).read_bytes()
+    own = ControlClient.connect(world.rendezvous, name="hostile", timeout_s=LIMIT_S)
 
     def say_hello_for_worker_0() -> None:
-        with connect(launcher, Credentials(key, world.meeting.job, 1), timeout_s=LIMIT_S) as connection:
+        with connect(launcher, Credentials(key, world.rendezvous.job, 1), timeout_s=LIMIT_S) as connection:
             connection.send({"op": "hello", "id": 1, "name": "worker 0", "worker": 0})
             connection.receive(limit_s=LIMIT_S)
 
-    def at_hub(rank: int, claimed: int, secret: bytes) -> None:
+    def at_control_tree(rank: int, claimed: int, secret: bytes) -> None:
         connect(peers._introductions[rank].place, Credentials(secret, "hub", claimed), timeout_s=LIMIT_S)
 
     held = [peers.keys.towards(0).secret, peers.keys.towards(2).secret, peers.keys.of(2).secret, peers.keys.shared, key]
     attempts: dict[str, Callable[[], object]] = {
         "connect to the launcher as worker 0": lambda: connect(
-            launcher, Credentials(key, world.meeting.job, 0), timeout_s=LIMIT_S
+            launcher, Credentials(key, world.rendezvous.job, 0), timeout_s=LIMIT_S
         ),
         "connect to the launcher as nobody": lambda: connect(
-            launcher, Credentials(key, world.meeting.job), timeout_s=LIMIT_S
+            launcher, Credentials(key, world.rendezvous.job), timeout_s=LIMIT_S
         ),
         "register as worker 0": say_hello_for_worker_0,
         "meet as rank 0": lambda: own.gather("k", b"", rank=0, size=3, timeout_s=LIMIT_S),
         "get rank 0's keys": lambda: own.rank_keys(replace(world, rank=0), "0.0", [2], timeout_s=LIMIT_S),
         "get a later generation's keys": lambda: own.rank_keys(replace(world, generation=1), "1.0", [], timeout_s=60.0),
         "replace the function": lambda: own.set("hora/function", b""),
-        **{f"rank 0's hub as rank 2, key {n}": lambda s=secret: at_hub(0, 2, s) for n, secret in enumerate(held)},
-        **{f"a stream to rank 2 as rank 0, key {n}": lambda s=secret: at_hub(2, 0, s) for n, secret in enumerate(held)},
+        **{
+            f"rank 0's control tree as rank 2, key {n}": lambda s=secret: at_control_tree(0, 2, s)
+            for n, secret in enumerate(held)
+        },
+        **{
+            f"a stream to rank 2 as rank 0, key {n}": lambda s=secret: at_control_tree(2, 0, s)
+            for n, secret in enumerate(held)
+        },
     }
     succeeded = []
     for name, attempt in attempts.items():
@@ -104,7 +110,7 @@ class Zombie:
         self.where = env["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(env["HOROVOD_GLOO_RENDEZVOUS_PORT"])
         self.job, self.key = env["HORA_JOB"], next(key for key in keys if self.opens(env["HORA_JOB"], key))
         self.held = HeldSecret(self.key)
-        meeting = MeetingPoint(
+        rendezvous = RendezvousEndpoint(
             kind="hora",
             address=self.where[0],
             port=self.where[1],
@@ -112,8 +118,8 @@ class Zombie:
             job=self.job,
             worker=1,
         )
-        self.world = World(rank=1, size=3, worker=1, meeting=meeting)
-        self.client = ControlClient.connect(meeting, name="zombie", timeout_s=LIMIT_S)
+        self.world = World(rank=1, size=3, worker=1, rendezvous=rendezvous)
+        self.client = ControlClient.connect(rendezvous, name="zombie", timeout_s=LIMIT_S)
         self.keys = self.ask(self.world)
         self.keys.fetch([0, 2])
 
@@ -150,7 +156,7 @@ def test_a_worker_that_was_given_up_does_not_return_under_any_number(tmp_path: P
         credentials = Credentials(zombie.key, zombie.job, number)
         with pytest.raises((AuthenticationError, HorovodInternalError)):
             ControlClient.connect(
-                zombie.world.meeting, name="z", timeout_s=LIMIT_S, worker=number, credentials=credentials
+                zombie.world.rendezvous, name="z", timeout_s=LIMIT_S, worker=number, credentials=credentials
             )
     for generation in (0, 1):
         with pytest.raises(HorovodInternalError):
@@ -163,7 +169,7 @@ def test_a_worker_that_was_given_up_does_not_return_under_any_number(tmp_path: P
             except AuthenticationError:
                 num_refused += 1
             else:
-                pytest.fail("the keys of an earlier generation opened a hub of this one")
+                pytest.fail("the keys of an earlier generation opened a control tree of this one")
     assert num_refused >= 4
     zombie.client.close()
     (job.folder / "stop").touch()

@@ -27,7 +27,7 @@ def work(flag):
     from hora.net.client import ControlClient
     from hora.world import World
     world = World.from_env()
-    client = ControlClient.connect(world.meeting, name=f"rank {world.rank}", timeout_s=60)
+    client = ControlClient.connect(world.rendezvous, name=f"rank {world.rank}", timeout_s=60)
     rounds, over = 0, False
     while not over:
         said = b"1" if pathlib.Path(flag).exists() else b"0"
@@ -38,7 +38,7 @@ def work(flag):
         time.sleep(0.01)  # the processors are for those who attack, too
         if rounds == 1:
             print("meeting", world.rank, flush=True)
-    late = ControlClient.connect(world.meeting, name=f"late {world.rank}", timeout_s=60)
+    late = ControlClient.connect(world.rendezvous, name=f"late {world.rank}", timeout_s=60)
     late.close()
     client.close()
     return world.rank * 10
@@ -312,7 +312,7 @@ class Tap:
             thread.join(30)
 
 
-# Each rank writes down which keys guard the ranks' hub and their objects.
+# Each rank writes down which keys guard the ranks' control tree and their objects.
 HUB_JOB = """
 import horovod, pathlib
 
@@ -321,9 +321,9 @@ def work():
     from hora import engine
     hvd.init()
     hvd.barrier()
-    keys = engine.current_runtime()._peers.keys
-    hub = keys.of(1) if hvd.rank() == 0 else keys.towards(0)
-    pathlib.Path(f"rank{hvd.rank()}").write_text(f"{keys.shared.hex()} {hub.secret.hex()}")
+    keys = engine.current_runtime()._bootstrap.keys
+    control tree = keys.of(1) if hvd.rank() == 0 else keys.towards(0)
+    pathlib.Path(f"rank{hvd.rank()}").write_text(f"{keys.shared.hex()} {control tree.secret.hex()}")
     hvd.shutdown()
 
 if __name__ == "__main__":

@@ -100,9 +100,9 @@ def test_ranks_that_srun_starts_find_one_another(slurm, tmp_path):
     """The nodes' names have no addresses here, so the meeting place is said."""
     (tmp_path / "train.py").write_text(TRAIN)
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(sock.getsockname()[1])}
+        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(sock.getsockname()[1])}
     line = ["salloc", "-Q", "-N2", "--ntasks-per-node=1", "srun", sys.executable, "train.py"]
-    job = JobProcess(line, tmp_path, **slurm.environment, **meeting)
+    job = JobProcess(line, tmp_path, **slurm.environment, **rendezvous)
     assert job.wait(240) == 0, job.text()
     assert "rank 0 of 2 sum 2.0 on n1" in job.text()
     assert "rank 1 of 2 sum 2.0 on n2" in job.text()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 
-from hora.engine.transport.group import Group, connect
+from hora.engine.transport.group import PeerGroup, connect
 from hora.engine.transport.stream import StreamGroup, Streams
 from hora.net.cipher import Records
 from hora.net.connection import Stream
@@ -14,7 +14,7 @@ KINDS = ["tcp", "encrypted"]
 SECRET = b"s" * 32
 
 
-def make_group(kind, store, member, num_members, check_alive=lambda: None, limit_s=600.0) -> Group:
+def make_group(kind, store, member, num_members, check_alive=lambda: None, limit_s=600.0) -> PeerGroup:
     what = f"{num_members} members to connect over {kind}"
     streams = connect(
         lambda: _streams(store, member, num_members, kind),
@@ -28,7 +28,7 @@ def _records(kind: str) -> Records | None:
 
 
 def _streams(store, member, num_members, kind) -> Streams:
-    """As the hub makes them, but without a handshake."""
+    """As the control tree makes them, but without a handshake."""
     outgoing, incoming = {}, {}
     with socket.create_server(("127.0.0.1", 0)) as listener:
         store.set(f"port/{member}", str(listener.getsockname()[1]))

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hora.engine.meeting import ControlStore
+from hora.engine.rendezvous import ControlStore
 from hora.errors import HorovodInternalError
 from hora.launch.controller.rendezvous import Rendezvous
 from hora.net.client import ControlClient
 from hora.net.wire import new_secret
-from hora.world import MeetingPoint
+from hora.world import RendezvousEndpoint
 
 BINARY = bytes(range(256)) * 3
 
@@ -27,22 +27,22 @@ class Events:
 
 
 @pytest.fixture
-def meeting():
+def rendezvous():
     secret = new_secret()
     descriptor = os.memfd_create("secret")
     os.write(descriptor, secret)
     server = Rendezvous("127.0.0.1", secret=secret, job="job", events=Events())
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
     try:
-        yield MeetingPoint(kind="hora", address="127.0.0.1", port=server.port, secret_file=path, job="job")
+        yield RendezvousEndpoint(kind="hora", address="127.0.0.1", port=server.port, secret_file=path, job="job")
     finally:
         server.close()
         os.close(descriptor)
 
 
 @pytest.fixture
-def client(meeting):
-    made = ControlClient.connect(meeting, name="test", timeout_s=10)
+def client(rendezvous):
+    made = ControlClient.connect(rendezvous, name="test", timeout_s=10)
     yield made
     made.close()
 
@@ -78,8 +78,8 @@ def test_waiting_for_a_key_ends_at_the_limit_or_by_the_guard(client):
 
 
 @pytest.mark.ranks(3)
-def test_a_group_of_torch_meets_through_it(place, meeting):
-    client = ControlClient.connect(meeting, name=f"rank {place.rank}", timeout_s=30)
+def test_a_group_of_torch_meets_through_it(place, rendezvous):
+    client = ControlClient.connect(rendezvous, name=f"rank {place.rank}", timeout_s=30)
     store = ControlStore(client, prefix="group", timeout_s=30)
     group = dist.ProcessGroupGloo(store, place.rank, place.size, timedelta(seconds=30))
     tensor = torch.arange(1000.0) * (place.rank + 1)

@@ -380,7 +380,7 @@ def test_an_operation_that_could_not_be_announced_is_not_in_flight():
         raise OverflowError("as planned")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(queue.agreement, "announce", refuse)
+        patch.setattr(queue.negotiation, "announce", refuse)
         for name in ("unheard", None):
             with raises(OverflowError, "as planned"):
                 hvd.allreduce_async(torch.ones(1), name=name)

@@ -271,7 +271,7 @@ def test_what_is_changed_between_hosts_is_an_error_on_both(place, altered, monke
         transport.allreduce([tensor], [tensor], Reduce(ReduceOp.SUM))
         assert torch.equal(tensor, torch.full_like(tensor, 4.0))
         if place.rank == 0:
-            records = transport._carriers._outgoing[1]._records
+            records = transport._leaders._outgoing[1]._records
             if altered == "a record":
                 records._key, records._number = bytes(32), records._number
                 records._begin()

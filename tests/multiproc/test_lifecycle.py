@@ -53,14 +53,14 @@ def test_300_cycles_leave_nothing_behind():
 @pytest.mark.ranks(1, 2)
 def test_a_signal_handler_may_shut_down_whatever_it_interrupts(where):
     hvd.init()
-    agreement = current_runtime().queue(0).agreement
-    _shut_down_in(agreement, {"submit": "announce", "drive": "poll"}[where])
+    negotiation = current_runtime().queue(0).negotiation
+    _shut_down_in(negotiation, {"submit": "announce", "drive": "poll"}[where])
 
 
 @pytest.mark.ranks(2, env={"HORA_TRANSPORT": "tcp"})
 def test_a_signal_handler_may_shut_down_in_the_middle_of_a_message():
     hvd.init()
-    link = next(iter(current_runtime()._hub._links.values()))
+    link = next(iter(current_runtime()._control_tree._links.values()))
     _shut_down_in(link.sealer, "frames")
 
 

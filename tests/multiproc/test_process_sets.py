@@ -189,8 +189,8 @@ def test_removal_with_operations_in_flight():
 
 def _look_for_rounds_in_the_removal_only(number):
     runtime = current_runtime()
-    queue, agreement = runtime.queue(0), runtime.queue(number).agreement
-    world, poll, removing = queue.world, agreement.poll, threading.Event()
+    queue, negotiation = runtime.queue(0), runtime.queue(number).negotiation
+    world, poll, removing = queue.world, negotiation.poll, threading.Event()
 
     def change(batch):
         removing.set()
@@ -198,7 +198,7 @@ def _look_for_rounds_in_the_removal_only(number):
         return world.change_sets(batch)
 
     queue.world = world._replace(change_sets=change)
-    agreement.poll = lambda planner: poll(planner) if removing.is_set() else None
+    negotiation.poll = lambda planner: poll(planner) if removing.is_set() else None
 
 
 @several

@@ -77,7 +77,7 @@ def test_the_same_operation_again_takes_the_short_way_and_gives_the_same():
                     for result in (*results[1:], inside):
                         assert torch.equal(result, results[0])
                         assert result.shape == shape
-        # Not the first time, nor while the hub's thread looks at the queue, which it does once a second.
+        # Not the first time, nor while the control tree's thread looks at the queue, which it does once a second.
         assert counts.taken >= 2 * kinds
         assert counts.taken + counts.void <= 3 * kinds
 
@@ -195,9 +195,9 @@ def test_random_mixtures_are_right(num_threads):
             assert counts.taken
 
 
-def _waiting(agreement) -> int:
+def _waiting(negotiation) -> int:
     """How many ranks wait in a repeated call."""
-    return sum(signature is not None for row in agreement.unannounced_requests().values() for signature in row)
+    return sum(signature is not None for row in negotiation.unannounced_requests().values() for signature in row)
 
 
 @pytest.mark.parametrize("size", [5, 300_000])  # staged or not
@@ -208,9 +208,9 @@ def test_those_who_wait_alone_hear_of_a_death(size):
     for _ in range(3):
         hvd.allreduce(ones(size), name="lone", op=hvd.Sum)
     if hvd.rank() == 1:
-        agreement = engine.current_runtime().queue(0).agreement
-        wait_until("the others wait", lambda: _waiting(agreement) == 2)
-        wait_until("they sleep", lambda: all(asleep.value for asleep in agreement.tickets._asleep))
+        negotiation = engine.current_runtime().queue(0).negotiation
+        wait_until("the others wait", lambda: _waiting(negotiation) == 2)
+        wait_until("they sleep", lambda: all(asleep.value for asleep in negotiation.tickets._asleep))
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(HorovodInternalError, match="rank 1") as caught:
         hvd.allreduce(ones(size), name="lone", op=hvd.Sum)
@@ -236,8 +236,8 @@ def test_ctrl_c_while_waiting_alone_harms_no_rank(place, size, same):
     """As on the ordinary way, the request stays in flight: the other rank, which comes later, is not left alone."""
     hvd.init()
     queue = engine.current_runtime().queue(0)
-    queue.inspect = lambda: None  # while the hub's thread looks at the queue no request is lone
-    agreement = queue.agreement
+    queue.inspect = lambda: None  # while the control tree's thread looks at the queue no request is lone
+    negotiation = queue.negotiation
     for _ in range(3):
         hvd.allreduce(ones(size), name="lone", op=hvd.Sum)
     if hvd.rank() == 0:
@@ -245,7 +245,7 @@ def test_ctrl_c_while_waiting_alone_harms_no_rank(place, size, same):
         before = signal.signal(signal.SIGALRM, signal.default_int_handler)
 
         def interrupt():
-            wait_until("this rank waits alone", lambda: _waiting(agreement) == 1)
+            wait_until("this rank waits alone", lambda: _waiting(negotiation) == 1)
             signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
 
         thread = threading.Thread(target=interrupt)

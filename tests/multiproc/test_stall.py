@@ -14,7 +14,7 @@ import torch
 
 import horovod.torch as hvd
 from hora import engine
-from hora.engine import Kind, hub
+from hora.engine import Kind, control_tree
 from waiting import wait_until
 
 WARN = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
@@ -148,7 +148,7 @@ def test_looking_for_stalls_never_takes_part_in_a_collective(place):
     they would wait for it and it for them. That happened, once in many thousand starts.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hub, "_TICK_S", 0.001)
+        patch.setattr(control_tree, "_TICK_S", 0.001)
         hvd.init()
         looked = _count_looks()
         value = torch.ones(3)
@@ -163,7 +163,7 @@ def test_looking_for_stalls_never_takes_part_in_a_collective(place):
 
 
 def _count_looks() -> list[int]:
-    """A list that grows whenever the hub's thread looks for stalls."""
+    """A list that grows whenever the control tree's thread looks for stalls."""
     queue, looked = engine.current_runtime().queue(0), []
     inspect = queue.inspect
     queue.inspect = lambda: (inspect(), looked.append(1))

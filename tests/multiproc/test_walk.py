@@ -18,13 +18,13 @@ pytestmark = pytest.mark.ranks(2)
 
 FILES = {
     "torch/optimizer/base.py", "torch/optimizer/buckets.py", "torch/optimizer/order.py",
-    "engine/lane.py", "engine/queue.py", "engine/shm/counters.py", "engine/shm/reduction.py",
+    "engine/schedule.py", "engine/queue.py", "engine/shm/counters.py", "engine/shm/reduction.py",
     "telemetry/meters.py",
 }  # fmt: skip
 FILES_OF_A_FIRST_ALLREDUCE = {
     "torch/ops.py", "torch/collective.py", "torch/process_sets.py", "torch/reduce_op.py", "torch/compression.py",
     "torch/autograd.py", "engine/process.py", "engine/runtime.py", "engine/request.py", "engine/queue.py",
-    "engine/agree/shared_memory.py", "engine/agree/agreement.py", "engine/plan.py", "engine/status.py",
+    "engine/negotiation/shared_memory.py", "engine/negotiation/base.py", "engine/plan.py", "engine/status.py",
     "engine/execute.py", "engine/transport/shm.py", "engine/transport/arithmetic.py", "engine/transport/packing.py",
     "engine/transport/ring.py", "engine/shm/futex.py", "engine/shm/native.py", "telemetry/meters.py",
 }  # fmt: skip

@@ -1,11 +1,11 @@
-/* The way between hosts (hosts.h) under stress: threads as the members of several hosts, sockets between their carriers. Every
+/* The way between hosts (hosts.h) under stress: threads as the members of several hosts, sockets between their slice leaders. Every
  * member does the same random allreduces, staged or resident, plain or in code, in records or not, in one step or two.
  *
  *     hosts HOSTS OPERATIONS
  */
 #include "stress.h"
 
-enum { NUM_LOCAL = 3, NUM_CARRIERS = 2, MAX_HOSTS = 4, WINDOW = 4, NUM_RESULTS = 2 * WINDOW + 3, SLICE = 256, MOST = 400, TENSORS = 3 };
+enum { NUM_LOCAL = 3, NUM_LEADERS = 2, MAX_HOSTS = 4, WINDOW = 4, NUM_RESULTS = 2 * WINDOW + 3, SLICE = 256, MOST = 400, TENSORS = 3 };
 
 static int num_hosts;
 static int64_t num_operations;
@@ -160,7 +160,7 @@ static void test_staged(struct member *member, const struct operation *it, int64
     struct hosts_job job = test_job(member, it);
     job.inputs = inputs, job.outputs = outputs, job.residuals = it->residual ? residuals : NULL;
     job.end = it->starts[it->num_tensors], job.first = member->first;
-    job.num_pieces = (job.end + it->most * NUM_CARRIERS - 1) / (it->most * NUM_CARRIERS);
+    job.num_pieces = (job.end + it->most * NUM_LEADERS - 1) / (it->most * NUM_LEADERS);
     test_run(member, &job, number);
     member->first += job.num_pieces;
     for (int t = 0; t < it->num_tensors; t++) {
@@ -171,7 +171,7 @@ static void test_staged(struct member *member, const struct operation *it, int64
 }
 
 static void test_resident(struct member *member, const struct operation *it, int64_t number) {
-    int64_t count = it->starts[1], half = count / NUM_CARRIERS;
+    int64_t count = it->starts[1], half = count / NUM_LEADERS;
     test_draw(places[member->host][member->number], it->dtype, number, member->host * NUM_LOCAL + member->number, 0, count);
     pthread_barrier_wait(&everybody);
     if (member->hosts.outgoing) {
@@ -179,7 +179,7 @@ static void test_resident(struct member *member, const struct operation *it, int
         char *residual = test_room((size_t)count * item_bytes[it->dtype]);
         job.inputs = (const char *const *)(const void *)places[member->host];
         job.residuals = it->residual ? &residual : NULL;
-        job.begin = member->number * half, job.end = member->number + 1 < NUM_CARRIERS ? job.begin + half : count;
+        job.begin = member->number * half, job.end = member->number + 1 < NUM_LEADERS ? job.begin + half : count;
         job.num_pieces = (job.end - job.begin + it->most - 1) / it->most;
         job.check = number % 3 == 0 ? NONE : it->residual || it->stage != 1.0 ? AT_ONCE : ON_THE_WAY;
         memcpy(job.header, &number, sizeof number);
@@ -200,12 +200,12 @@ static void *test_work(void *which) {
     return NULL;
 }
 
-static void test_connect(int from, int to, int carrier) {
+static void test_connect(int from, int to, int leader) {
     int ends[2];
     struct timeval limit = {0, SLICE_NS / 1000};
     if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends)) abort();
     setsockopt(ends[1], SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
-    members[from][carrier].out_sockets[to] = ends[0], members[to][carrier].in_sockets[from] = ends[1];
+    members[from][leader].out_sockets[to] = ends[0], members[to][leader].in_sockets[from] = ends[1];
 }
 
 static struct records test_records(struct test_cipher *cipher, int opens) {
@@ -218,7 +218,7 @@ int main(int argc, char **argv) {
     if (argc != 3 || atoi(argv[1]) < 2 || atoi(argv[1]) > MAX_HOSTS) return fprintf(stderr, "hosts HOSTS OPERATIONS\n"), 2;
     num_hosts = atoi(argv[1]), num_operations = atoll(argv[2]);
     pthread_barrier_init(&everybody, NULL, (unsigned)(num_hosts * NUM_LOCAL));
-    int64_t slice_room = (SLICE + num_hosts * 16 + PAIR - 1) / PAIR * PAIR, piece_room = NUM_CARRIERS * slice_room;
+    int64_t slice_room = (SLICE + num_hosts * 16 + PAIR - 1) / PAIR * PAIR, piece_room = NUM_LEADERS * slice_room;
     int64_t inputs_at = 2 * PAIR * NUM_LOCAL, results_at = inputs_at + NUM_LOCAL * NUM_INPUTS * piece_room;
     char *memories[MAX_HOSTS], *rooms[MAX_HOSTS][NUM_LOCAL] = {{NULL}};
     pthread_t threads[MAX_HOSTS][NUM_LOCAL];
@@ -229,11 +229,11 @@ int main(int argc, char **argv) {
             *member = (struct member){.host = h, .number = m, .digest = 0xcbf29ce484222325u};
             member->hosts = (struct hosts){.memory = memories[h], .counter_bytes = PAIR, .inputs_at = inputs_at,
                                            .results_at = results_at, .slice_room = slice_room, .piece_room = piece_room,
-                                           .member = m, .num_local = NUM_LOCAL, .num_carriers = NUM_CARRIERS, .host = h,
+                                           .member = m, .num_local = NUM_LOCAL, .num_leaders = NUM_LEADERS, .host = h,
                                            .num_hosts = num_hosts, .num_results = NUM_RESULTS, .num_rooms = NUM_RESULTS,
                                            .headers = member->headers, .patience = {.many = 600}};
             places[h][m] = test_room(MOST * 8);
-            if (m >= NUM_CARRIERS) continue;
+            if (m >= NUM_LEADERS) continue;
             rooms[h][m] = test_room((size_t)((NUM_RINGS * NUM_RESULTS + 2 * num_hosts + 1) * slice_room));
             member->hosts.room = rooms[h][m];
             member->hosts.outgoing = member->outgoing, member->hosts.incoming = member->incoming;
@@ -245,7 +245,7 @@ int main(int argc, char **argv) {
     }
     for (int h = 0; h < num_hosts; h++)
         for (int other = 0; other < num_hosts; other++)
-            for (int c = 0; c < NUM_CARRIERS; c++)
+            for (int c = 0; c < NUM_LEADERS; c++)
                 if (h != other) test_connect(h, other, c);
     for (int h = 0; h < num_hosts; h++)
         for (int m = 0; m < NUM_LOCAL; m++)
@@ -262,7 +262,7 @@ int main(int argc, char **argv) {
         free(memories[h]);
         for (int m = 0; m < NUM_LOCAL; m++) {
             free(places[h][m]), free(rooms[h][m]);
-            for (int other = 0; m < NUM_CARRIERS && other < num_hosts; other++)
+            for (int other = 0; m < NUM_LEADERS && other < num_hosts; other++)
                 free(members[h][m].sealing[other].room), free(members[h][m].opening[other].room);
         }
     }

@@ -14,7 +14,7 @@ static int num_members;
 static int64_t num_operations;
 
 /* What the members share, each piece from malloc: an overrun is seen. */
-static char *counters, *slots, *results, *lane, *tickets, *heads, **places;
+static char *counters, *slots, *results, *schedule, *tickets, *heads, **places;
 static int64_t round_cut;
 
 struct member {
@@ -23,7 +23,7 @@ struct member {
     uint64_t digest;
     int64_t *fed;
     struct ring ring;
-    struct group lane;
+    struct group schedule;
     struct repeated repeated;
 };
 
@@ -92,7 +92,7 @@ static void test_check(struct member *member, const struct operation *it, int64_
 static void test_meet(struct member *member) {
     int32_t late;
     member->item++;
-    while (!hora_meet(&member->lane, member->item, &late, SLICE_NS)) continue;
+    while (!hora_meet(&member->schedule, member->item, &late, SLICE_NS)) continue;
 }
 
 static void test_allreduce(struct member *member, int64_t number) {
@@ -204,7 +204,7 @@ static struct member test_new_member(int number) {
         .digest = 0xcbf29ce484222325u,
         .ring = {.slots = slots, .results = results, .slot_bytes = SLOT_BYTES, .depth = DEPTH, .ahead = AHEAD,
                  .group = test_group_of(counters, PAIR, number)},
-        .lane = test_group_of(lane, PAIR, number),
+        .lane = test_group_of(schedule, PAIR, number),
         .fed = test_room((size_t)num_members * 8)};
 }
 
@@ -217,7 +217,7 @@ int main(int argc, char **argv) {
     if (argc != 3) return fprintf(stderr, "ranks MEMBERS OPERATIONS\n"), 2;
     num_members = atoi(argv[1]), num_operations = atoll(argv[2]);
     size_t n = (size_t)num_members;
-    counters = test_room(n * PAIR), lane = test_room(n * PAIR), tickets = test_room(n * TICKET_BYTES), heads = test_room(n * PAIR);
+    counters = test_room(n * PAIR), schedule = test_room(n * PAIR), tickets = test_room(n * TICKET_BYTES), heads = test_room(n * PAIR);
     slots = test_room(n * DEPTH * SLOT_BYTES), results = test_room(DEPTH * SLOT_BYTES), places = test_room(n * sizeof(char *));
     struct member *members = test_room(n * sizeof *members);
     pthread_t *threads = test_room(n * sizeof *threads);
@@ -235,7 +235,7 @@ int main(int argc, char **argv) {
     printf("%d members, %lld operations: %016llx\n", num_members, (long long)num_operations,
            (unsigned long long)members[0].digest);
     for (int m = 0; m < num_members; m++) free(places[m]), free(members[m].fed);
-    free(counters), free(lane), free(tickets), free(heads), free(slots), free(results), free(places);
+    free(counters), free(schedule), free(tickets), free(heads), free(slots), free(results), free(places);
     free(members), free(threads);
     return 0;
 }

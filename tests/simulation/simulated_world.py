@@ -1,9 +1,9 @@
-"""The ranks of one world, in virtual time: the real hub, tree, agreement, planner and status, between virtual
+"""The ranks of one world, in virtual time: the real control tree, tree, agreement, planner and status, between virtual
 processes.
 
-What is played: sockets (`HubServer` stands for `hora.net.server.Server`, `connect` for `hora.net.connection.connect`),
-threads (`fibers`), the driver of a queue, and the transport, in which an operation is executed when all members have
-come to it.
+What is played: sockets (`ControlServer` stands for `hora.net.server.Server`, `connect` for
+`hora.net.connection.connect`), threads (`fibers`), the driver of a queue, and the transport, in which an operation is
+executed when all members have come to it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 from fibers import Condition, Fiber, Process, pause
 from simulator import Network, Simulation
 
-from hora.engine.agree.tree import TreeAgreement
-from hora.engine.hub import Hub, HubEvents, Tree
-from hora.engine.plan import Planner
+from hora.engine.control_tree import ControlEvents, ControlTree, Tree
+from hora.engine.negotiation.tree import TreeNegotiation
+from hora.engine.plan import BatchPlanner
 from hora.engine.request import Kind, Signature
 from hora.engine.runtime import Runtime
 from hora.engine.status import WorldStatus
@@ -28,7 +28,7 @@ from hora.net.server import Timer
 
 Message = tuple[dict[str, Any], bytes]
 GOODBYE_LIMIT_S = 2.0  # of `Runtime`
-SILENCE_LIMIT_S = 8.0  # of the hub's connections
+SILENCE_LIMIT_S = 8.0  # of the control tree's connections
 
 
 class End:
@@ -89,15 +89,17 @@ class End:
         self.close()
 
 
-class HubServer:
+class ControlServer:
     """Stands for `hora.net.server.Server` in one process."""
 
-    listening: dict[str, HubServer]  # of this run
+    listening: dict[str, ControlServer]  # of this run
     network: Network
 
-    def __init__(self, hub: Hub, *, name: str, silence_limit_s: int, failed: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, control_tree: ControlTree, *, name: str, silence_limit_s: int, failed: Callable[[Exception], None]
+    ) -> None:
         assert Fiber.current is not None
-        self._hub, self._rank = hub, Fiber.current.process
+        self._control_tree, self._rank = control_tree, Fiber.current.process
         assert isinstance(self._rank, Rank)
         self._next_call = 0.0
         self._closed = False
@@ -137,9 +139,9 @@ class HubServer:
         if self._closed:
             return
         if message is None:
-            self._hub.closed(end)  # type: ignore[arg-type]
+            self._control_tree.closed(end)  # type: ignore[arg-type]
         else:
-            self._hub.message(end, *message)  # type: ignore[arg-type]
+            self._control_tree.message(end, *message)  # type: ignore[arg-type]
 
     @property
     def closed(self) -> bool:
@@ -154,9 +156,9 @@ class HubServer:
 def connect(where: str, credentials: Rank, *, timeout_s: float, silence_limit_s: int) -> End:
     """Stands for `hora.net.connection.connect`: a round trip, or an error."""
     rank = credentials
-    server = HubServer.listening[where]
+    server = ControlServer.listening[where]
     other, clock = server._rank, rank.simulation
-    silent = max(HubServer.network.silent_until(host) for host in (rank.host, other.host))
+    silent = max(ControlServer.network.silent_until(host) for host in (rank.host, other.host))
     late = max(silent, other.stopped_until, clock.now) - clock.now + clock.rng.expovariate(300.0)
     pause(min(late, timeout_s))
     if other.dead or server.closed:
@@ -167,7 +169,7 @@ def connect(where: str, credentials: Rank, *, timeout_s: float, silence_limit_s:
     here.inbox, here.changed = [], Condition()
     there = server.accept(rank.rank)
     here.other, there.other = there, here
-    here.network = there.network = HubServer.network
+    here.network = there.network = ControlServer.network
     return here
 
 
@@ -180,7 +182,7 @@ class Rank(Process):
         self.executed: list[str] = []
         self.announced: set[str] = set()
         self.outcome = ""
-        self.agreement: TreeAgreement | None = None
+        self.negotiation: TreeNegotiation | None = None
         self._early: list[tuple[int, dict[str, Any], bytes]] = []
         self._farewells: list[Any] = []
         self.num_in_flight = 0
@@ -192,11 +194,11 @@ class Rank(Process):
     _on_leaving = Runtime._on_leaving
     _close_if_caught_up = Runtime._close_if_caught_up
 
-    def _on_agreeing(self, serial: int, rank: int, header: dict[str, Any], payload: bytes) -> None:
-        if self.agreement is None:
+    def _on_negotiating(self, serial: int, rank: int, header: dict[str, Any], payload: bytes) -> None:
+        if self.negotiation is None:
             self._early.append((rank, header, payload))
         else:
-            self.agreement.receive(rank, header, payload)
+            self.negotiation.receive(rank, header, payload)
         self._close_if_caught_up()  # type: ignore[misc]
 
     def _on_lost(self, rank: int) -> None:
@@ -205,38 +207,38 @@ class Rank(Process):
 
     def _on_fault(self, text: str) -> None:
         self.status.fault(text)
-        self.hub.stop_waiting(self.status.reason)
+        self.control_tree.stop_waiting(self.status.reason)
 
     def _on_tick(self) -> None:
         self._close_if_caught_up()  # type: ignore[misc]
-        if self.agreement is not None:
-            self.agreement.tick()
+        if self.negotiation is not None:
+            self.negotiation.tick()
 
     def _lacks(self, rounds: dict[int, int]) -> bool:
-        return self.agreement is not None and self.agreement.num_delivered < rounds.get(1, 0)
+        return self.negotiation is not None and self.negotiation.num_delivered < rounds.get(1, 0)
 
     def _say_goodbye_if_idle(self) -> None:
-        if self.rank not in self.hub.goodbyes and not self.num_in_flight:
-            self.hub.leave(self.status.reason, self._rounds())
+        if self.rank not in self.control_tree.goodbyes and not self.num_in_flight:
+            self.control_tree.leave(self.status.reason, self._rounds())
 
     def _rounds(self) -> dict[int, int]:
-        return {} if self.agreement is None else {1: self.agreement.rounds}
+        return {} if self.negotiation is None else {1: self.negotiation.rounds}
 
     # Its life.
 
     def _live(self) -> None:
         pause(self.simulation.rng.expovariate(2.0))
-        events = HubEvents(
+        events = ControlEvents(
             lost=self._on_lost,
             leaving=self._on_leaving,  # type: ignore[misc]
             fault=self._on_fault,
-            agreeing=self._on_agreeing,
+            negotiating=self._on_negotiating,
             in_flight=lambda serial: [],
             tick=self._on_tick,
         )
-        self.hub = Hub(self.rank, self.world.size, events)
+        self.control_tree = ControlTree(self.rank, self.world.size, events)
         self.status = WorldStatus(self.rank, tell=self._tell, wake=lambda: None)
-        self.world.names[self.rank] = self.hub.name
+        self.world.names[self.rank] = self.control_tree.name
         try:
             self._train()
             self.outcome = "done"
@@ -250,24 +252,24 @@ class Rank(Process):
         self._shut_down()
 
     def _tell(self, text: str) -> None:
-        self.hub.report_fault(self.rank, text)
+        self.control_tree.report_fault(self.rank, text)
 
     def _train(self) -> None:
         world, tree = self.world, self.world.tree
-        self.hub.start(SimpleNamespace(of=None, towards=lambda rank: self))  # type: ignore[arg-type]
+        self.control_tree.start(SimpleNamespace(of=None, towards=lambda rank: self))  # type: ignore[arg-type]
         world.await_all_names()
         parent = tree.parent(self.rank)
         where = None if parent is None else (parent, world.names[parent])
-        self.hub.join(where, len(tree.children(self.rank)), limit_s=30.0)
-        found = self.hub.gather("numbers", b"%d" % self.rank, limit_s=120.0)
+        self.control_tree.join(where, len(tree.children(self.rank)), limit_s=30.0)
+        found = self.control_tree.gather("numbers", b"%d" % self.rank, limit_s=120.0)
         assert found == [b"%d" % rank for rank in range(world.size)]
-        self.hub.know(tree, world.names.__getitem__)
-        self.agreement = TreeAgreement(self.hub, 1, tree, range(world.size), cache_capacity=8)
+        self.control_tree.know(tree, world.names.__getitem__)
+        self.negotiation = TreeNegotiation(self.control_tree, 1, tree, range(world.size), cache_capacity=8)
         early, self._early = self._early, []
         for message in early:
-            self.agreement.receive(*message)
-        self.planner = Planner(range(world.size), fusion_threshold_bytes=2**20)
-        self.hub.gather("ready", b"1", limit_s=120.0)
+            self.negotiation.receive(*message)
+        self.planner = BatchPlanner(range(world.size), fusion_threshold_bytes=2**20)
+        self.control_tree.gather("ready", b"1", limit_s=120.0)
         for number, names in enumerate(world.program):
             if (self.rank, number) == world.leaves:
                 return
@@ -280,22 +282,22 @@ class Rank(Process):
             self.status.check_open()
             self.announced.add(name)
             self.num_in_flight += 1
-            assert self.agreement is not None
-            self.agreement.announce(_signature(name), 0)
+            assert self.negotiation is not None
+            self.negotiation.announce(_signature(name), 0)
             pause(self.simulation.rng.expovariate(200.0))
         while not self.announced <= set(self.executed):
             self._drive()
 
     def _drive(self) -> None:
         """One turn of an `OperationQueue`'s driver."""
-        assert self.agreement is not None
+        assert self.negotiation is not None
         closing = self.status.closing
-        batches = self.agreement.poll(self.planner)
+        batches = self.negotiation.poll(self.planner)
         if batches is None:
             self.status.check_alive()
             if closing:
                 raise self.status.error()
-            self.agreement.wait()
+            self.negotiation.wait()
             return
         for batch in batches:
             assert batch.error is None, batch.error
@@ -317,10 +319,10 @@ class Rank(Process):
         text = f"Horovod has been shut down by rank {self.rank}"
         self.num_in_flight = 0
         self.status.close(text)
-        self.hub.leave(self.status.reason if self.status.broken else text, self._rounds())
+        self.control_tree.leave(self.status.reason if self.status.broken else text, self._rounds())
         if not self.status.broken:
-            self.hub.wait_for_goodbyes(GOODBYE_LIMIT_S)
-        self.hub.close()
+            self.control_tree.wait_for_goodbyes(GOODBYE_LIMIT_S)
+        self.control_tree.close()
         self.world.log(f"rank {self.rank} ends: {self.outcome}")
         self.dead = True
 
@@ -328,8 +330,8 @@ class Rank(Process):
         self.world.log(f"rank {self.rank} dies")
         self.outcome = self.outcome or "killed"
         self.dead = True
-        hub = getattr(self, "hub", None)
-        for end in [] if hub is None else list(hub._server.ends):
+        control_tree = getattr(self, "control_tree", None)
+        for end in [] if control_tree is None else list(control_tree._server.ends):
             end.close()
         self.end()
 

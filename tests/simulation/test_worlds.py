@@ -1,4 +1,5 @@
-"""Ranks of one world under every kind of fault, in virtual time: the real hub and agreement (`simulated_world`).
+"""Ranks of one world under every kind of fault, in virtual time: the real control tree and agreement
+(`simulated_world`).
 
     python -m pytest tests/simulation/test_worlds.py --seed 4711     one again, exactly
 
@@ -16,12 +17,12 @@ from unittest import mock
 
 import pytest
 from fibers import Condition, Pool, Thread
-from simulated_world import SILENCE_LIMIT_S, HubServer, SimulatedWorld, connect
+from simulated_world import SILENCE_LIMIT_S, ControlServer, SimulatedWorld, connect
 from simulator import Network, Simulation, played
 
-from hora.engine import hub, runtime, status
-from hora.engine.agree import tree
-from hora.engine.agree.tree import Collector
+from hora.engine import control_tree, runtime, status
+from hora.engine.negotiation import tree
+from hora.engine.negotiation.tree import Collector
 
 LONGEST_RUN_S = 400.0  # of virtual time: longer than all limits together
 
@@ -72,7 +73,13 @@ class Run:
                 self._cut([rng.choice(ends)] if ends else [])
 
     def _ends(self) -> list:
-        return [end for rank in self.world.ranks if hasattr(rank, "hub") for end in rank.hub._server.ends if end.open]
+        return [
+            end
+            for rank in self.world.ranks
+            if hasattr(rank, "control_tree")
+            for end in rank.control_tree._server.ends
+            if end.open
+        ]
 
     def _cut(self, ends: Iterable) -> None:
         for end in ends:
@@ -83,17 +90,17 @@ class Run:
     @contextlib.contextmanager
     def _in_this_world(self) -> Iterator[None]:
         """The real modules, with another clock, server, network, and threads that take turns."""
-        HubServer.listening, HubServer.network = {}, self.network
+        ControlServer.listening, ControlServer.network = {}, self.network
         clock = SimpleNamespace(monotonic=self.simulation.monotonic)
         threads = SimpleNamespace(Condition=Condition, Thread=Thread)
         chance = SimpleNamespace(token_hex=lambda num_bytes: f"{self.rng.getrandbits(8 * num_bytes):x}")
         with contextlib.ExitStack() as stack:
-            for module in (hub, tree, status, runtime):
+            for module in (control_tree, tree, status, runtime):
                 stack.enter_context(mock.patch.object(module, "time", clock))
-            for module in (hub, tree):
+            for module in (control_tree, tree):
                 stack.enter_context(mock.patch.object(module, "threading", threads))
-            for name, other in {"Server": HubServer, "connect": connect, "secrets": chance}.items():
-                stack.enter_context(mock.patch.object(hub, name, other))
+            for name, other in {"Server": ControlServer, "connect": connect, "secrets": chance}.items():
+                stack.enter_context(mock.patch.object(control_tree, name, other))
             stack.enter_context(mock.patch.object(tree, "ThreadPoolExecutor", Pool))
             yield
 
@@ -113,7 +120,7 @@ def test_whatever_happens(request: pytest.FixtureRequest):
 )
 def test_a_rule_that_is_broken_is_noticed(rule: str, monkeypatch: pytest.MonkeyPatch):
     if rule == "news stays where it comes":
-        monkeypatch.setattr(hub.Hub, "_spread", lambda *_, **__: None)
+        monkeypatch.setattr(control_tree.ControlTree, "_spread", lambda *_, **__: None)
     elif rule == "one announcement is enough":
         monkeypatch.setattr(Collector, "_complete", lambda *_: True)
     elif rule == "one bit is enough":

@@ -13,10 +13,10 @@ import pytest
 
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.launch.controller.rendezvous import Rendezvous
-from hora.net import strangers
+from hora.net import admission
 from hora.net.client import ControlClient
 from hora.net.wire import ClientHandshake, Credentials, new_secret
-from hora.world import MeetingPoint, World
+from hora.world import RendezvousEndpoint, World
 from waiting import wait_until
 
 LIMIT_S = 20.0
@@ -44,7 +44,7 @@ class Place:
         os.write(self.secret_fd, self.secret)
         self.events = Events()
         self.server = Rendezvous("127.0.0.1", secret=self.secret, job="job", events=self.events)
-        self.meeting = MeetingPoint(
+        self.rendezvous = RendezvousEndpoint(
             kind="hora",
             address="127.0.0.1",
             port=self.server.port,
@@ -54,7 +54,7 @@ class Place:
         self.clients: list[ControlClient] = []
 
     def connect(self, rank: int, *, worker: int = -1) -> ControlClient:
-        client = ControlClient.connect(self.meeting, name=f"rank {rank}", timeout_s=LIMIT_S, worker=worker)
+        client = ControlClient.connect(self.rendezvous, name=f"rank {rank}", timeout_s=LIMIT_S, worker=worker)
         self.clients.append(client)
         return client
 
@@ -235,11 +235,11 @@ def test_survivors_get_the_next_world_and_others_are_told_to_leave(place: Place)
         waiting = {w: pool.submit(clients[w].next_world, worlds[w], timeout_s=LIMIT_S) for w in (0, 1)}
         heard = {place.events.next() for _ in range(4)}
         assert heard >= {("waiting", 0, 0), ("waiting", 1, 0)}
-        place.server.publish(1, {1: World(rank=0, size=1, generation=1, meeting=place.meeting)})
+        place.server.publish(1, {1: World(rank=0, size=1, generation=1, rendezvous=place.rendezvous)})
         assert waiting[0].result(LIMIT_S) is None
         world = waiting[1].result(LIMIT_S)
     assert (world.rank, world.size, world.generation, world.worker, world.hostname) == (0, 1, 1, 1, "h1")
-    assert world.meeting == place.meeting
+    assert world.rendezvous == place.rendezvous
 
 
 def test_late_news_of_an_earlier_generation_harms_nobody(place: Place):
@@ -264,32 +264,34 @@ def test_a_wrong_secret_is_a_clear_error(place: Place):
 
 
 def test_an_unreadable_secret_is_a_clear_error(place: Place):
-    meeting = MeetingPoint(kind="hora", address="127.0.0.1", port=1, secret_file="/proc/self/fd/99999", job="job")
+    rendezvous = RendezvousEndpoint(
+        kind="hora", address="127.0.0.1", port=1, secret_file="/proc/self/fd/99999", job="job"
+    )
     with pytest.raises(AuthenticationError, match="secret from /proc/self/fd/99999"):
-        ControlClient.connect(meeting, name="rank 0", timeout_s=1)
+        ControlClient.connect(rendezvous, name="rank 0", timeout_s=1)
 
 
 def test_a_closed_port_is_a_clear_error(place: Place):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-    meeting = MeetingPoint(
-        kind="hora", address="127.0.0.1", port=port, secret_file=place.meeting.secret_file, job="job"
+    rendezvous = RendezvousEndpoint(
+        kind="hora", address="127.0.0.1", port=port, secret_file=place.rendezvous.secret_file, job="job"
     )
     with pytest.raises(ConnectionError, match="cannot reach the rendezvous of job job"):
-        ControlClient.connect(meeting, name="rank 0", timeout_s=1)
+        ControlClient.connect(rendezvous, name="rank 0", timeout_s=1)
 
 
 def test_a_server_that_says_nothing_is_a_timeout(place: Place):
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        meeting = MeetingPoint(
+        rendezvous = RendezvousEndpoint(
             kind="hora",
             address="127.0.0.1",
             port=mute.getsockname()[1],
-            secret_file=place.meeting.secret_file,
+            secret_file=place.rendezvous.secret_file,
             job="job",
         )
         with pytest.raises(TimeoutError, match=r"Timed out waiting for the rendezvous.*after 0\.2 seconds"):
-            ControlClient.connect(meeting, name="rank 0", timeout_s=0.2)
+            ControlClient.connect(rendezvous, name="rank 0", timeout_s=0.2)
 
 
 def test_a_worker_that_was_cut_off_comes_back_and_its_questions_with_it(place: Place):
@@ -301,14 +303,14 @@ def test_a_worker_that_was_cut_off_comes_back_and_its_questions_with_it(place: P
         value = pool.submit(client.get, "late", timeout_s=LIMIT_S)
         world = pool.submit(client.next_world, World(elastic=True, worker=7, generation=0), timeout_s=LIMIT_S)
         assert place.events.next() == ("waiting", 7, 0)
-        meeting = pool.submit(gather, client, 0, 2)
+        rendezvous = pool.submit(gather, client, 0, 2)
         wait_until("the gather is under way", lambda: place.server._gathers)
         client._connection.shutdown()
         assert {place.events.next() for _ in range(3)} == {("lost", 7), ("joined", 7), ("waiting", 7, 0)}
         with pytest.raises(HorovodInternalError, match="the connection to the launcher broke, and is back"):
-            meeting.result(LIMIT_S)
+            rendezvous.result(LIMIT_S)
         place.server.set("late", b"but whole")
-        place.server.publish(1, {7: World(rank=3, size=4, worker=7, generation=1, meeting=place.meeting)})
+        place.server.publish(1, {7: World(rank=3, size=4, worker=7, generation=1, rendezvous=place.rendezvous)})
         assert value.result(LIMIT_S) == b"but whole"
         found = world.result(LIMIT_S)
         assert found is not None
@@ -346,7 +348,7 @@ def test_the_end_of_the_server_is_noticed_by_whoever_waits(place: Place):
 
 
 def test_idle_strangers_are_shown_out(place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    monkeypatch.setattr(strangers, "HANDSHAKE_LIMIT_S", 0.1)
+    monkeypatch.setattr(admission, "HANDSHAKE_LIMIT_S", 0.1)
     with socket.create_connection(("127.0.0.1", place.server.port), timeout=LIMIT_S) as sock:
         assert sock.recv(1) == b""
     place.connect(0).close()
@@ -354,7 +356,7 @@ def test_idle_strangers_are_shown_out(place: Place, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_crowd_of_strangers_harms_itself_only(place: Place, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(strangers, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(admission, "MAX_STRANGERS", 4)
     patient = socket.create_connection(
         ("127.0.0.1", place.server.port), timeout=LIMIT_S, source_address=("127.0.0.2", 0)
     )
@@ -382,12 +384,12 @@ def test_no_thread_is_left():
 def test_a_newcomer_waits_for_a_generation_that_has_a_place_for_it(place: Place):
     place.server.publish(4, {0: World(size=1, generation=4, worker=0)})
     newcomer = place.connect(0, worker=7)
-    mine = World(worker=7, generation=-1, elastic=True, meeting=place.meeting)
+    mine = World(worker=7, generation=-1, elastic=True, rendezvous=place.rendezvous)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(newcomer.next_world, mine, timeout_s=LIMIT_S)
         assert [place.events.next(), place.events.next()] == [("joined", 7), ("waiting", 7, -1)]
         place.server.publish(5, {0: World(size=1, generation=5, worker=0)})  # not yet
-        second = World(rank=1, size=2, local_rank=1, local_size=2, generation=6, worker=7, meeting=place.meeting)
+        second = World(rank=1, size=2, local_rank=1, local_size=2, generation=6, worker=7, rendezvous=place.rendezvous)
         place.server.publish(6, {7: second})
         found = answer.result(LIMIT_S)
     assert found is not None

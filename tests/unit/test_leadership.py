@@ -27,7 +27,7 @@ from hora.net.client import ControlClient
 from hora.net.keys import worker_key
 from hora.net.secret_file import HeldSecret
 from hora.net.wire import new_secret
-from hora.world import MeetingPoint
+from hora.world import RendezvousEndpoint
 from waiting import wait_until
 
 NOWHERE = open_store("etcd://127.0.0.1:1", {})
@@ -151,11 +151,11 @@ def test_a_worker_comes_back_to_the_next_leader_and_never_to_the_last():
     leaders = {
         term: Rendezvous("127.0.0.1", secret=secret, job="job", events=Nobody(), term=term) for term in (5, 3, 6)
     }
-    meeting = MeetingPoint(
+    rendezvous = RendezvousEndpoint(
         kind="hora", address="127.0.0.1", relay=relay.name, secret_file=held.path, job="job", worker=0, return_s=60
     )
     relay.lead_to(("127.0.0.1", leaders[5].port))
-    client = ControlClient.connect(meeting, name="rank 0", timeout_s=30, worker=0)
+    client = ControlClient.connect(rendezvous, name="rank 0", timeout_s=30, worker=0)
     for leader in leaders.values():
         leader.set("hora/who", b"?")
     leaders[6].set("hora/who", b"the next")

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hora.engine.plan import Planner
+from hora.engine.plan import BatchPlanner
 from hora.engine.request import Kind, ReduceOp, Signature, Validator
 
 
@@ -24,7 +24,7 @@ JOIN = Signature(Kind.JOIN, "join", None)
 
 
 def planner(size, threshold=1 << 20, **more):
-    return Planner(range(size), fusion_threshold_bytes=threshold, **more)
+    return BatchPlanner(range(size), fusion_threshold_bytes=threshold, **more)
 
 
 def shape_of(batches):

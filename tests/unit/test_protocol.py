@@ -14,7 +14,7 @@ import pytest
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from hora.engine.hub import Hub, HubEvents
+from hora.engine.control_tree import ControlEvents, ControlTree
 from hora.errors import AuthenticationError
 from hora.launch.controller.rendezvous import OnlyLines, Rendezvous
 from hora.net import cipher, noise, wire
@@ -23,7 +23,7 @@ from hora.net.keys import RankKeys, worker_key
 from hora.net.wire import ClientHandshake, Credentials, Opener, ServerHandshake, new_secret
 
 LIMIT_S = 60.0
-_EVENTS = ("lost", "leaving", "fault", "agreeing", "in_flight", "tick")
+_EVENTS = ("lost", "leaving", "fault", "negotiating", "in_flight", "tick")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 VECTORS = {
     name: bytes.fromhex(text)
@@ -125,15 +125,15 @@ def test_another_end_with_other_credentials_is_refused(rendezvous: Rendezvous, h
 def test_another_end_sends_a_stream_to_a_rank(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cipher, "_RECORDS_OF_A_KEY", 3)
     derived, world = another_end.derived, new_secret()
-    hub = Hub(0, 2, HubEvents(**{name: lambda *_: None for name in _EVENTS}))
+    control_tree = ControlTree(0, 2, ControlEvents(**{name: lambda *_: None for name in _EVENTS}))
     try:
-        hub.start(RankKeys.derived(world, 0))
-        with socket.create_connection(("127.0.0.1", hub.listen_tcp("127.0.0.1")), timeout=LIMIT_S) as sock:
+        control_tree.start(RankKeys.derived(world, 0))
+        with socket.create_connection(("127.0.0.1", control_tree.listen_tcp("127.0.0.1")), timeout=LIMIT_S) as sock:
             key = derived(derived(world, "to rank 0"), "from rank 1")
             client = another_end.Client(key, "hub", 1).connect(sock)
             client.send({"want": "stream", "key": "some"})
             assert client.receive() == ({"t": "stream"}, b"")
-            stream = hub.take_stream("some", 1, limit_s=LIMIT_S)
+            stream = control_tree.take_stream("some", 1, limit_s=LIMIT_S)
             theirs = another_end.Records(client.out.first_key, records_of_a_key=3)
             with stream.sock:
                 for number in range(8):
@@ -144,7 +144,7 @@ def test_another_end_sends_a_stream_to_a_rank(monkeypatch: pytest.MonkeyPatch):
                     stream.records.open(memoryview(sealed), memoryview(got))
                     assert got == data
     finally:
-        hub.close()
+        control_tree.close()
 
 
 def test_either_end_notices_that_the_other_does_not_hold_the_key():

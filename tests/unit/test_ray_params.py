@@ -148,7 +148,7 @@ def test_the_meetings_variables_are_enough_and_the_secret_does_not_stay_in_the_e
     monkeypatch.setenv("HORA_SECRET_FILE", "")
     world = World.from_env()
     assert found["HORA_SECRET"] not in os.environ.values()
-    client = ControlClient.connect(world.meeting, name="rank 0", timeout_s=10.0)
+    client = ControlClient.connect(world.rendezvous, name="rank 0", timeout_s=10.0)
     client.set("key", b"value")
     assert client.get("key", timeout_s=10.0) == b"value"
     client.close()

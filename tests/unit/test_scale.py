@@ -9,7 +9,7 @@ from benchmarks.scale import Worker, meet
 
 from hora.launch.controller.rendezvous import Rendezvous
 from hora.net.wire import new_secret
-from hora.world import MeetingPoint, World
+from hora.world import RendezvousEndpoint, World
 
 
 class Events:
@@ -23,8 +23,8 @@ def bytes_to_each(size: int) -> float:
     """What each of so many workers is sent while they meet."""
     secret = new_secret()
     server = Rendezvous("127.0.0.1", secret=secret, job="scale", events=Events())
-    meeting = MeetingPoint(kind="hora", address="127.0.0.1", port=server.port, job="scale")
-    server.publish(0, {rank: World(rank=rank, size=size, worker=rank, meeting=meeting) for rank in range(size)})
+    rendezvous = RendezvousEndpoint(kind="hora", address="127.0.0.1", port=server.port, job="scale")
+    server.publish(0, {rank: World(rank=rank, size=size, worker=rank, rendezvous=rendezvous) for rank in range(size)})
     workers = [Worker(rank) for rank in range(size)]
     try:
         meet(server.port, secret, workers, ranks_per_host=8)

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hora.engine.agree.tree import OLD_S, SLOTS, TreeAgreement
-from hora.engine.hub import FANOUT, Tree
-from hora.engine.plan import Planner
+from hora.engine.control_tree import FANOUT, Tree
+from hora.engine.negotiation.tree import OLD_S, SLOTS, TreeNegotiation
+from hora.engine.plan import BatchPlanner
 from hora.engine.request import Key, Kind, Signature
 from hora.net.wire import cut_parts
 from waiting import wait_until
@@ -52,12 +52,12 @@ class Network:
         self.num_messages = 0
         self.stopped: set[int] = set()
         self.in_flight: dict[int, set[Key]] = {rank: set() for rank in ranks}  # what they answer when they are asked
-        hubs = {rank: FakeHub(self, rank) for rank in ranks}
-        self.agreements = {
-            rank: TreeAgreement(hubs[rank], 1, tree, ranks, cache_capacity=0 if rank == without_cache else 4)
+        control_trees = {rank: FakeControlTree(self, rank) for rank in ranks}
+        self.negotiations = {
+            rank: TreeNegotiation(control_trees[rank], 1, tree, ranks, cache_capacity=0 if rank == without_cache else 4)
             for rank in ranks
         }
-        self.planners = {rank: Planner(ranks, fusion_threshold_bytes=1000) for rank in ranks}
+        self.planners = {rank: BatchPlanner(ranks, fusion_threshold_bytes=1000) for rank in ranks}
         self.executed: dict[int, list] = {rank: [] for rank in ranks}
 
     def step(self) -> bool:
@@ -70,14 +70,14 @@ class Network:
         if isinstance(what, int):
             self.calls[what].popleft()()
         else:
-            self.agreements[what[1]].receive(what[0], *self.lines[what].popleft())
+            self.negotiations[what[1]].receive(what[0], *self.lines[what].popleft())
         return True
 
     def run(self) -> None:
         while self.step():
             pass
-        for rank, agreement in self.agreements.items():
-            while (batches := agreement.poll(self.planners[rank])) is not None:
+        for rank, negotiation in self.negotiations.items():
+            while (batches := negotiation.poll(self.planners[rank])) is not None:
                 self.executed[rank] += [
                     (batch.kind, batch.error, batch.last_joined, [part[0] for part in batch.parts]) for batch in batches
                 ]
@@ -89,7 +89,7 @@ class Network:
         return next(iter(self.executed.values()))
 
 
-class FakeHub:
+class FakeControlTree:
     def __init__(self, network: Network, rank: int) -> None:
         self.network, self.rank = network, rank
 
@@ -130,7 +130,7 @@ def test_all_ranks_execute_the_same_in_the_same_order(sizes, seed):
             operations += [(Signature(int(Kind.ALLGATHER), "allgather", "g", ("float32",), ((rank + 1,),)), 0)]
             network.random.shuffle(operations)
             for signature, instance in operations:
-                network.agreements[rank].announce(signature, instance)
+                network.negotiations[rank].announce(signature, instance)
                 network.step()
         network.run()
         agreed = network.agreed()
@@ -151,7 +151,7 @@ def test_a_known_request_costs_each_link_two_small_messages():
     for _ in range(2):
         network.num_messages = 0
         for rank in ranks:
-            network.agreements[rank].announce(an_allreduce("t"), 0)
+            network.negotiations[rank].announce(an_allreduce("t"), 0)
         sent = [payload for line in network.lines.values() for _, payload in line]
         network.run()
         assert network.agreed()
@@ -171,7 +171,7 @@ def test_known_requests_travel_as_bits_and_all_others_in_full():
             operations += [(an_allreduce(None), again), (an_allreduce(f"new in {again}"), 0)]
             network.random.shuffle(operations)
             for signature, instance in operations:
-                network.agreements[rank].announce(signature, instance)
+                network.negotiations[rank].announce(signature, instance)
         vectors = [
             data
             for line in network.lines.values()
@@ -187,18 +187,18 @@ def test_known_requests_travel_as_bits_and_all_others_in_full():
         )
         for executed in network.executed.values():
             executed.clear()
-    network.agreements[0].announce(an_allreduce("t0"), 0)
-    network.agreements[0].announce(an_allreduce("t19"), 0)
+    network.negotiations[0].announce(an_allreduce("t0"), 0)
+    network.negotiations[0].announce(an_allreduce("t19"), 0)
     for rank in (1, 2, 3):
-        network.agreements[rank].announce(an_allreduce("t19"), 0)
+        network.negotiations[rank].announce(an_allreduce("t19"), 0)
     network.run()
     assert [keys for _, _, _, keys in network.agreed()] == [[("allreduce", "t19")]]  # t0 waits for the others
 
 
 def make_known(network: Network) -> None:
     """All agree on the request for the first time."""
-    for agreement in network.agreements.values():
-        agreement.announce(an_allreduce("t"), 0)
+    for negotiation in network.negotiations.values():
+        negotiation.announce(an_allreduce("t"), 0)
     network.run()
     for executed in network.executed.values():
         assert executed
@@ -223,7 +223,7 @@ def test_a_mismatch_is_an_error_on_all_ranks(sizes, seed, known):
         make_known(network)
     odd = network.random.choice(ranks)
     for rank in ranks:
-        network.agreements[rank].announce(an_allreduce("t", size=11 if rank == odd else 10), 0)
+        network.negotiations[rank].announce(an_allreduce("t", size=11 if rank == odd else 10), 0)
     network.run()
     ((_, error, _, _),) = network.agreed()
     assert f"rank {odd} has [11]" in error
@@ -241,21 +241,21 @@ def test_ranks_join_at_different_times_and_begin_anew(sizes, seed):
     if seed % 2:
         for index in range(len(ranks) - 1):
             for rank in ranks:
-                network.agreements[rank].announce(an_allreduce(f"step{index}"), 0)
+                network.negotiations[rank].announce(an_allreduce(f"step{index}"), 0)
         network.run()
         network.executed = {rank: [] for rank in ranks}
     for again in range(2):
         for index in range(len(ranks) + 1):
             for rank in network.random.sample(ranks, len(ranks)):
                 if index < rank:
-                    network.agreements[rank].announce(an_allreduce(f"step{index}"), 0)
+                    network.negotiations[rank].announce(an_allreduce(f"step{index}"), 0)
                 elif index == rank:
-                    network.agreements[rank].announce(JOIN, again)
+                    network.negotiations[rank].announce(JOIN, again)
                 for _ in range(network.random.randrange(4)):
                     network.step()
         network.run()
         for rank in ranks:
-            network.agreements[rank].announce(an_allreduce("after"), 0)
+            network.negotiations[rank].announce(an_allreduce("after"), 0)
         network.run()
         agreed = network.agreed()
         assert not any(error for _, error, _, _ in agreed)
@@ -269,11 +269,11 @@ def test_ranks_join_at_different_times_and_begin_anew(sizes, seed):
 
 def let_time_pass(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic() + 2 * OLD_S
-    monkeypatch.setattr("hora.engine.agree.tree.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("hora.engine.negotiation.tree.time", SimpleNamespace(monotonic=lambda: now))
     for _ in range(2):
-        for rank, agreement in network.agreements.items():
+        for rank, negotiation in network.negotiations.items():
             if rank not in network.stopped:
-                agreement.tick()
+                negotiation.tick()
         network.run()
 
 
@@ -285,16 +285,16 @@ def test_the_root_learns_who_is_missing(monkeypatch, known):
     if known:
         make_known(network)
     for rank in (1, 2, 4, 5):
-        network.agreements[rank].announce(an_allreduce("t"), 0)
+        network.negotiations[rank].announce(an_allreduce("t"), 0)
     network.run()
     let_time_pass(network, monkeypatch)
-    ((_, signatures),) = network.agreements[0].unannounced_requests().items()
+    ((_, signatures),) = network.negotiations[0].unannounced_requests().items()
     assert [rank for rank, signature in enumerate(signatures) if signature is None] == [0, 3]
     for rank in (0, 3):  # and when they come, it is done
-        network.agreements[rank].announce(an_allreduce("t"), 0)
+        network.negotiations[rank].announce(an_allreduce("t"), 0)
     network.run()
     assert [keys for _, _, _, keys in network.agreed()] == [[("allreduce", "t")]]
-    assert not network.agreements[0].unannounced_requests()
+    assert not network.negotiations[0].unannounced_requests()
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -306,29 +306,29 @@ def test_those_who_speak_through_a_stopped_rank_are_asked_and_not_named(monkeypa
         make_known(network)
     network.stopped.add(2)
     for rank in (0, 1, 3, 4, 5, 6):
-        network.agreements[rank].announce(an_allreduce("t"), 0)
+        network.negotiations[rank].announce(an_allreduce("t"), 0)
         network.in_flight[rank].add(("allreduce", "t"))
     network.run()
-    assert not network.agreements[0].unannounced_requests()  # nobody has been asked yet
+    assert not network.negotiations[0].unannounced_requests()  # nobody has been asked yet
     let_time_pass(network, monkeypatch)
-    wait_until("the root has asked", network.agreements[0].unannounced_requests)
-    ((_, signatures),) = network.agreements[0].unannounced_requests().items()
+    wait_until("the root has asked", network.negotiations[0].unannounced_requests)
+    ((_, signatures),) = network.negotiations[0].unannounced_requests().items()
     assert [rank for rank, signature in enumerate(signatures) if signature is None] == [2, 7]
     network.stopped.clear()
     for rank in (2, 7):
-        network.agreements[rank].announce(an_allreduce("t"), 0)
+        network.negotiations[rank].announce(an_allreduce("t"), 0)
     network.run()
     assert [keys for _, _, _, keys in network.agreed()] == [[("allreduce", "t")]]
 
 
 def test_a_child_does_not_speak_for_ranks_that_are_not_below_it():
     network = Network(Tree(hosts_of(1, 1, 1)), [0, 1, 2], 0)
-    impostor = network.agreements[1]
+    impostor = network.negotiations[1]
     for rank in (0, 1, 2):
         impostor._send_up([(rank, impostor._announcer.encode(an_allreduce("t"), 0))])
-    network.agreements[0].announce(an_allreduce("t"), 0)
+    network.negotiations[0].announce(an_allreduce("t"), 0)
     network.run()
     assert network.agreed() == []
-    network.agreements[2].announce(an_allreduce("t"), 0)
+    network.negotiations[2].announce(an_allreduce("t"), 0)
     network.run()
     assert len(network.agreed()) == 1

@@ -18,7 +18,7 @@ from hora.net.connection import Connection, connect
 from hora.net.keys import RankKeys, worker_credentials, worker_key
 from hora.net.secret_file import HeldSecret
 from hora.net.wire import Credentials, new_secret
-from hora.world import MeetingPoint, World
+from hora.world import RendezvousEndpoint, World
 from waiting import wait_until
 
 LIMIT_S = 60.0
@@ -48,20 +48,24 @@ class Job:
         """A new generation, with the rank of each worker."""
         size = len(ranks)
         self.worlds = {
-            worker: World(rank=rank, size=size, generation=generation, worker=worker, meeting=self.meeting(worker))
+            worker: World(
+                rank=rank, size=size, generation=generation, worker=worker, rendezvous=self.rendezvous(worker)
+            )
             for worker, rank in ranks.items()
         }
         self.server.publish(generation, self.worlds)
         wait_until("the generation is announced", lambda: self.server.generation == generation)
 
-    def meeting(self, worker: int) -> MeetingPoint:
+    def rendezvous(self, worker: int) -> RendezvousEndpoint:
         path = self.held[worker].path
-        return MeetingPoint(
+        return RendezvousEndpoint(
             kind="hora", address="127.0.0.1", port=self.server.port, secret_file=path, job="job", worker=worker
         )
 
     def connect(self, worker: int) -> ControlClient:
-        client = ControlClient.connect(self.meeting(worker), name=f"worker {worker}", timeout_s=LIMIT_S, worker=worker)
+        client = ControlClient.connect(
+            self.rendezvous(worker), name=f"worker {worker}", timeout_s=LIMIT_S, worker=worker
+        )
         self.clients.append(client)
         return client
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hora import slurm
-from hora.world import MeetingPoint, World
+from hora.world import RendezvousEndpoint, World
 
 TORCHRUN = {
     "RANK": "3",
@@ -30,7 +30,7 @@ def test_nothing_set_is_a_world_of_one():
         world.cross_rank,
         world.cross_size,
     ) == (0, 1, 0, 1, 0, 1)
-    assert world.meeting.kind == "none"
+    assert world.rendezvous.kind == "none"
 
 
 def test_horovod_variables_come_before_the_others():
@@ -42,9 +42,11 @@ def test_torchrun():
     world = World.from_env(TORCHRUN)
     assert (world.rank, world.size, world.local_rank, world.local_size) == (3, 4, 1, 2)
     assert (world.cross_rank, world.cross_size) == (1, 2)
-    assert world.meeting == MeetingPoint(kind="tcp", address="10.0.0.1", port=29500, job="abc/0", host_store=False)
+    assert world.rendezvous == RendezvousEndpoint(
+        kind="tcp", address="10.0.0.1", port=29500, job="abc/0", host_store=False
+    )
     again = World.from_env(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"})
-    assert again.meeting.job == "abc/2"  # what an earlier attempt has left in the agent's store is not its own
+    assert again.rendezvous.job == "abc/2"  # what an earlier attempt has left in the agent's store is not its own
 
 
 def test_open_mpi_on_one_host():
@@ -58,17 +60,17 @@ def test_open_mpi_on_one_host():
     ours = World.from_env(env)
     other = World.from_env(env | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
     assert (ours.rank, ours.size, ours.local_rank) == (1, 2, 1)
-    assert ours.meeting == other.meeting
-    assert ours.meeting.host_store
+    assert ours.rendezvous == other.rendezvous
+    assert ours.rendezvous.host_store
 
 
 def test_a_users_secret_file_is_for_every_foreign_launcher():
     place = {"HORA_SECRET_FILE": "/home/me/secret", "MASTER_ADDR": "a", "MASTER_PORT": "5"}
     for rank, size in (("RANK", "WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("HOROVOD_RANK", "HOROVOD_SIZE")):
-        meeting = World.from_env(place | {rank: "0", size: "2"}).meeting
-        assert (meeting.kind, meeting.secret_file) == ("tcp", "/home/me/secret")
+        rendezvous = World.from_env(place | {rank: "0", size: "2"}).rendezvous
+        assert (rendezvous.kind, rendezvous.secret_file) == ("tcp", "/home/me/secret")
     slurm_step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
-    assert World.from_env(slurm_step | {"HORA_SECRET_FILE": "f"}).meeting.secret_file == "f"
+    assert World.from_env(slurm_step | {"HORA_SECRET_FILE": "f"}).rendezvous.secret_file == "f"
 
 
 def test_pmi():
@@ -96,7 +98,7 @@ def test_slurm_step():
     }
     world = World.from_env(env)
     assert (world.rank, world.size, world.local_rank, world.local_size, world.cross_rank) == (5, 8, 1, 4, 1)
-    assert world.meeting.address == "node03"
+    assert world.rendezvous.address == "node03"
 
 
 SLURM = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "r[1-2]n[01-02]-ib"}
@@ -106,7 +108,7 @@ def test_slurm_tasks_per_node_come_from_what_runs_not_from_the_limit():
     asked = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"}
     world = World.from_env(SLURM | asked | {"SLURM_NTASKS_PER_NODE": "4", "SLURM_TASKS_PER_NODE": "1(x4)"})
     assert (world.local_size, world.cross_rank, world.cross_size) == (1, 3, 4)
-    assert world.meeting.address == "r1n01-ib"
+    assert world.rendezvous.address == "r1n01-ib"
 
 
 def test_slurm_nodes_with_different_numbers_of_tasks():
@@ -158,7 +160,7 @@ def test_open_mpi_on_several_hosts_must_be_told_where_to_meet():
     env |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_MCA_ess_base_jobid": "12345"}
     with pytest.raises(ValueError, match="not where they meet: set MASTER_ADDR and MASTER_PORT"):
         World.from_env(env)
-    assert World.from_env(env | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).meeting.address == "10.0.0.1"
+    assert World.from_env(env | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).rendezvous.address == "10.0.0.1"
 
 
 def test_inside_an_allocation_but_outside_a_step_is_a_world_of_one():
@@ -219,7 +221,7 @@ def test_a_world_survives_the_environment():
         generation=7,
         elastic=True,
         launcher="hora",
-        meeting=MeetingPoint(kind="hora", address="127.0.0.1", port=5, secret_file="/proc/1/fd/3", job="j"),
+        rendezvous=RendezvousEndpoint(kind="hora", address="127.0.0.1", port=5, secret_file="/proc/1/fd/3", job="j"),
     )
     assert World.from_env(world.to_env()) == world
 
@@ -235,8 +237,12 @@ def test_a_meeting_place_of_the_programs_own():
     with pytest.raises(ValueError, match="no secret with which to be let in"):
         World.from_env(env)
     world = World.from_env({**env, "HORA_SECRET_FILE": "/s"})
-    assert (world.meeting.kind, world.meeting.endpoint, world.meeting.planned) == ("hora", "10.0.0.1:1234", True)
+    assert (world.rendezvous.kind, world.rendezvous.endpoint, world.rendezvous.planned) == (
+        "hora",
+        "10.0.0.1:1234",
+        True,
+    )
     assert not world.elastic  # the program itself gives out places
-    assert World.from_env({**env, "HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}).meeting.kind == "none"
+    assert World.from_env({**env, "HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}).rendezvous.kind == "none"
     elsewhere = World.from_env({**env, "MASTER_ADDR": "10.0.0.2", "MASTER_PORT": "5"})
-    assert elsewhere.meeting.endpoint == "10.0.0.2:5"
+    assert elsewhere.rendezvous.endpoint == "10.0.0.2:5"

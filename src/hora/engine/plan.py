@@ -1,7 +1,7 @@
 """The plan: agreed announcements in, ordered fused batches and errors out. Pure: no clock, process, socket or tensor.
 
-Every member of a process set feeds the same announcements, divided into the same rounds, to its own `Planner`, and so
-derives the same batches. Inside a round the order of feeding between members does not matter: ready requests are
+Every member of a process set feeds the same announcements, divided into the same rounds, to its own `BatchPlanner`, and
+so derives the same batches. Inside a round the order of feeding between members does not matter: ready requests are
 ordered by their place in the announcements of the lowest member that made them. Property tests hold this.
 
 States of a request key:  absent --feed--> pending --last member feeds, or the missing ones have joined--> ready
@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 from hora.engine.request import ITEM_BYTES, KINDS, NUM_INSTANCES, Key, Kind, ReduceOp, Signature, full_names
 
-__all__ = ["Batch", "Part", "Pending", "Planner"]
+__all__ = ["Batch", "Part", "PendingRequest", "BatchPlanner"]
 
 _FUSIBLE = frozenset(map(int, (Kind.ALLREDUCE, Kind.ALLGATHER, Kind.BROADCAST, Kind.REDUCESCATTER)))
 _KEPT_SIGNATURES = 8192
 
 
-class Pending:
+class PendingRequest:
     """A request that some members have announced. `signatures` has None for the others."""
 
     __slots__ = ("first_seen", "key", "num_announced", "order", "ready", "signatures", "uniform")
@@ -74,22 +74,22 @@ class Batch:
         return labels[0] if len(set(labels)) == 1 else ",".join(labels)
 
 
-class Planner:
+class BatchPlanner:
     """Derives batches for one process set. `ranks` are the members' global ranks, for messages."""
 
     def __init__(self, ranks: Sequence[int], *, fusion_threshold_bytes: int, group_fusion: bool = True) -> None:
         self.ranks = tuple(ranks)
-        self.now = 0.0  # set by the caller before feeding; only copied into `Pending.first_seen`
+        self.now = 0.0  # set by the caller before feeding; only copied into `PendingRequest.first_seen`
         self.unnamed: dict[str, int] = {}  # next running number per operation, as far as any member has announced
         self.on_arrival: Callable[[int, Key, Signature], None] | None = None
         self._threshold = fusion_threshold_bytes
         self._group_fusion = group_fusion
         self._num_members = len(self.ranks)
         self._positions = [0] * self._num_members
-        self._pending: dict[Key, Pending] = {}
+        self._pending: dict[Key, PendingRequest] = {}
         self._fusion: dict[int, tuple[Signature, Sequence[tuple[object, int]]]] = {}
         self._agreed: list[Agreed] = []  # in this round, without having been pending
-        self._ready: list[Pending] = []
+        self._ready: list[PendingRequest] = []
         self._joined: set[int] = set()
         self._joined_this_round: set[int] = set()
 
@@ -102,7 +102,7 @@ class Planner:
     def joined(self) -> frozenset[int]:
         return frozenset(self._joined)
 
-    def pending(self) -> list[Pending]:
+    def pending(self) -> list[PendingRequest]:
         """Return the requests that some members still have to announce."""
         return [entry for entry in self._pending.values() if not entry.ready]
 
@@ -117,7 +117,7 @@ class Planner:
             self.note_number(signature.operation, instance)
         entry = self._pending.get(key)
         if entry is None:
-            entry = self._pending[key] = Pending(key, self._num_members, self.now)
+            entry = self._pending[key] = PendingRequest(key, self._num_members, self.now)
         assert entry.signatures[member] is None, (key, member)
         entry.signatures[member] = signature
         if entry.num_announced == 0:
@@ -182,7 +182,7 @@ class Planner:
         self._joined.clear()
         return Batch(Kind.JOIN, Signature(Kind.JOIN, "join", "noname"), last_joined=self.ranks[last])
 
-    def _mark_if_ready(self, entry: Pending) -> None:
+    def _mark_if_ready(self, entry: PendingRequest) -> None:
         if entry.ready:
             return
         if entry.num_announced == self._num_members or (

@@ -14,7 +14,7 @@ from typing import Any
 
 from hora import lifeline, logs
 from hora.config import EngineConfig
-from hora.engine.meeting import control_client, open_meeting
+from hora.engine.rendezvous import control_client, open_rendezvous
 from hora.engine.runtime import Runtime
 from hora.errors import HorovodInternalError
 from hora.memory import keep_freed_memory
@@ -106,7 +106,7 @@ def restart() -> None:
 def has_elastic_launcher(place: World | None = None) -> bool:
     """Return whether a launcher makes new worlds for this process when one breaks."""
     place = place or _place()
-    return place.elastic and place.meeting.kind == "hora"
+    return place.elastic and place.rendezvous.kind == "hora"
 
 
 def is_newcomer(place: World | None = None) -> bool:
@@ -129,11 +129,11 @@ def _start(place: World, config: EngineConfig, process_sets: Sequence[Sequence[i
     if config.lifeline:
         with contextlib.suppress(OSError):  # a process that a worker has started elsewhere
             lifeline.own(config.lifeline)
-    if place.elastic or (place.size > 1 and place.meeting.kind == "hora"):
+    if place.elastic or (place.size > 1 and place.rendezvous.kind == "hora"):
         # Before the ranks meet, because a rank may be lost meanwhile; and an elastic world of one may grow.
-        open_meeting(place, limit_s=config.init_timeout_s)
+        open_rendezvous(place, limit_s=config.init_timeout_s)
     client = control_client(place)
-    if client is not None and place.meeting.planned:
+    if client is not None and place.rendezvous.planned:
         plan = client.get(PLAN_KEY, timeout_s=config.init_timeout_s)
         _last_place = place = replace(place, generation=int(plan))
     epoch = _num_starts.get(place.generation, 0)
@@ -157,10 +157,10 @@ def _start_reporting(place: World, config: EngineConfig) -> None:
 
     One reporter per connection: it outlives the generations of an elastic world.
     """
-    if place.meeting.kind != "hora":
+    if place.rendezvous.kind != "hora":
         return
     if config.telemetry_s:
-        open_meeting(place, limit_s=config.init_timeout_s)  # a world of one has not opened it
+        open_rendezvous(place, limit_s=config.init_timeout_s)  # a world of one has not opened it
     client = control_client(place)
     if client is None or client in _reporters:
         return
@@ -188,7 +188,7 @@ def _start_reporting(place: World, config: EngineConfig) -> None:
 
 def _next_place(place: World, config: EngineConfig) -> World:
     """This worker's place in the next generation. A worker for which there is none ends here."""
-    open_meeting(place, limit_s=config.init_timeout_s)
+    open_rendezvous(place, limit_s=config.init_timeout_s)
     client = control_client(place)
     assert client is not None
     renewed = client.next_world(place, timeout_s=_LAUNCHER_DECIDES_S)

@@ -4,7 +4,7 @@
 
 A request is numbered, kept in flight and announced to the other members; the members agree on rounds, of which each
 derives the same batches; a batch is executed, and its requests are done. One thread at a time makes progress
-(`Progress`).
+(`ProgressEngine`).
 
 A thread may have the queue to itself for a repeated call (`repeated`), which puts nothing in flight: meanwhile it is
 the driver, and what others submit is announced afterwards. If it is interrupted (Ctrl-C) while it waits for the other
@@ -14,7 +14,7 @@ goes on with it:
     free --begin_exclusive--> exclusive --end_exclusive--> free
                               exclusive --leave_unfinished--> unfinished --the next driver--> free
 
-Gradient buckets need no agreement in a step: they go through a lane (`lane`), not through here.
+Gradient buckets need no agreement in a step: they go through a schedule (`schedule`), not through here.
 
 A signal may come at any line here, and its handler may call `hvd.shutdown()`: nothing on that way (`drain`, `close`)
 waits without a limit for a lock that the interrupted thread may hold.
@@ -35,19 +35,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hora.engine.agree.agreement import Agreement
 from hora.engine.execute import deliver, execute, execute_on_device, write_back
-from hora.engine.plan import Batch, Part, Planner
+from hora.engine.negotiation.base import Negotiation
+from hora.engine.plan import Batch, BatchPlanner, Part
 from hora.engine.request import NUM_INSTANCES, Key, Kind, Request, Signature, Validator, full_names
 from hora.engine.shm.counters import interrupt_waits
 from hora.engine.shm.segment import Segment
-from hora.engine.status import Recorder, StallLimits, StallWatch, WorldStatus
+from hora.engine.status import StallLimits, StallWatch, TimelineRecorder, WorldStatus
 from hora.engine.transport.base import Transport
 from hora.engine.transport.cuda import CudaTransport
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
 
-__all__ = ["ExecuteBound", "OperationQueue", "Progress", "QueueWorld"]
+__all__ = ["ExecuteBound", "OperationQueue", "ProgressEngine", "QueueWorld"]
 
 log = logging.getLogger("hora")
 
@@ -58,8 +58,8 @@ _DRAIN_LIMIT_S = 1.0
 _SETTLE_LIMIT_S = 600.0  # of work that is queued on a GPU
 
 
-class Progress(ABC):
-    """Base of what is driven, a queue or a lane of these ranks. There is something to do while there is `work`.
+class ProgressEngine(ABC):
+    """Base of what is driven, a queue or a schedule of these ranks. There is something to do while there is `work`.
 
     One thread at a time, the driver, makes progress; the others sleep until it has finished something. A thread that
     waits for a result becomes the driver, which saves two changes of thread. What no thread waits for is driven by a
@@ -237,7 +237,7 @@ class QueueWorld(NamedTuple):
 
     rank: int
     status: WorldStatus
-    recorder: Recorder
+    recorder: TimelineRecorder
     change_sets: Callable[[Batch], int | Segment | None]
     on_idle: Callable[[], None]
     core: int | None
@@ -248,7 +248,7 @@ class QueueWorld(NamedTuple):
 _Unfinished = tuple[Request, int, Callable[[], bool]]
 
 
-class OperationQueue(Progress):
+class OperationQueue(ProgressEngine):
     """The progress of one process set on this rank. `make_transport(devices)` is called by every member at the same
     point of the agreed order."""
 
@@ -263,8 +263,8 @@ class OperationQueue(Progress):
         ranks: Sequence[int],
         world: QueueWorld,
         *,
-        agreement: Agreement,
-        planner: Planner,
+        negotiation: Negotiation,
+        planner: BatchPlanner,
         stall: StallLimits | None,
         make_transport: Callable[[str], Transport],
     ) -> None:
@@ -275,11 +275,11 @@ class OperationQueue(Progress):
         self.member = self.ranks.index(world.rank)
         self.world = world
         self.status, self.recorder = world.status, world.recorder
-        self.agreement = agreement
+        self.negotiation = negotiation
         self.planner = planner
         self.validator = Validator(ranks)
         self.bound: dict[str, ExecuteBound] = {}  # by the name of the reduction
-        self.lanes: weakref.WeakSet[Progress] = weakref.WeakSet()  # what goes without agreement (`lane`)
+        self.schedules: weakref.WeakSet[ProgressEngine] = weakref.WeakSet()  # what goes without agreement (`schedule`)
         self.lock = threading.Lock()  # of submission
         self.numbers: dict[str, int] = {}  # the next running number of unnamed requests, by operation
         self._kept_back: list[tuple[Signature, int]] = []  # announcements, while a thread has the queue to itself
@@ -305,7 +305,7 @@ class OperationQueue(Progress):
                 self.check_open()
                 raise
         if background:
-            self.agreement.wake()
+            self.negotiation.wake()
             self.wake_background()
 
     def next_instance(self, signature: Signature) -> int:
@@ -339,7 +339,7 @@ class OperationQueue(Progress):
         if self._exclusive:
             self._kept_back.append((signature, instance))
         else:
-            self.agreement.announce(signature, instance)
+            self.negotiation.announce(signature, instance)
 
     def check_open(self) -> None:
         """Raise when nothing new may begin."""
@@ -348,12 +348,12 @@ class OperationQueue(Progress):
         self.status.check_open()
 
     def keys_in_flight(self) -> list[Key]:
-        """Of what this rank has announced, or has in a lane, and waits for. Any thread."""
-        return [*self.in_flight, *(key for lane in list(self.lanes) for key in lane.keys_in_flight())]
+        """Of what this rank has announced, or has in a schedule, and waits for. Any thread."""
+        return [*self.in_flight, *(key for schedule in list(self.schedules) for key in schedule.keys_in_flight())]
 
     @property
     def num_in_flight(self) -> int:
-        return len(self.in_flight) + self._exclusive + sum(lane.num_in_flight for lane in list(self.lanes))
+        return len(self.in_flight) + self._exclusive + sum(schedule.num_in_flight for schedule in list(self.schedules))
 
     # Results.
 
@@ -386,8 +386,8 @@ class OperationQueue(Progress):
             self.broke(error)
             raise
         if not worked:
-            self._stalls.check_pending(self.planner, self.agreement)
-            self.agreement.wait()
+            self._stalls.check_pending(self.planner, self.negotiation)
+            self.negotiation.wait()
 
     def broke(self, error: BaseException) -> None:
         """Break the world, unless it is: this rank cannot do what it has agreed to and others wait for. Any thread."""
@@ -403,9 +403,9 @@ class OperationQueue(Progress):
     def _execute_round(self) -> bool:
         """Execute one round. False when there was none."""
         closing = self.status.closing  # before polling: what was agreed before the goodbye is then seen by poll
-        if self.agreement.holds_back:
+        if self.negotiation.holds_back:
             with self.lock:
-                self.agreement.flush()
+                self.negotiation.flush()
         batches = self._poll()
         if batches is None:
             self.status.check_alive()
@@ -425,7 +425,7 @@ class OperationQueue(Progress):
         self.planner.now = time.monotonic()
         recorder = self.recorder
         self.planner.on_arrival = None if recorder.timeline is None else recorder.arrived
-        return self.agreement.poll(self.planner)
+        return self.negotiation.poll(self.planner)
 
     def _execute(self, batch: Batch) -> None:
         in_flight = self.in_flight
@@ -555,7 +555,7 @@ class OperationQueue(Progress):
             if self._kept_back:
                 kept_back, self._kept_back = self._kept_back, []
                 for signature, instance in kept_back:
-                    self.agreement.announce(signature, instance)
+                    self.negotiation.announce(signature, instance)
 
     def look_around(self, closing: bool) -> None:
         """While the thread waits: raise when that has become pointless, and look for stalls. `closing`: what the status
@@ -566,7 +566,7 @@ class OperationQueue(Progress):
         if closing:
             raise self.status.error()
         self.planner.now = time.monotonic()
-        self._stalls.check_pending(self.planner, self.agreement)
+        self._stalls.check_pending(self.planner, self.negotiation)
 
     # Transports.
 
@@ -584,7 +584,7 @@ class OperationQueue(Progress):
     def _on_gpus(self) -> list[CudaTransport]:
         return [transport for transport in [*self._transports.values()] if isinstance(transport, CudaTransport)]
 
-    # Stalls, on the hub's thread.
+    # Stalls, on the control tree's thread.
 
     def inspect(self) -> None:
         """Look for stalls, once a second. Nothing is executed: other ranks may need this thread for their part."""
@@ -609,16 +609,16 @@ class OperationQueue(Progress):
         finally:
             self.lock.release()
         assert not batches, batches
-        self._stalls.check_pending(self.planner, self.agreement)
+        self._stalls.check_pending(self.planner, self.negotiation)
 
     # The end. Any thread.
 
     def wake(self) -> None:
-        self.agreement.wake()
+        self.negotiation.wake()
 
     def interrupt(self) -> None:
         super().interrupt()
-        self.agreement.interrupt()
+        self.negotiation.interrupt()
         if self.status.broken:
             for transport in self._on_gpus():
                 transport.give_up()  # what waits on a GPU need not go on
@@ -661,8 +661,8 @@ class OperationQueue(Progress):
 
     def close(self) -> None:
         """Fail what is in flight, end the background threads, release the transports."""
-        for lane in list(self.lanes):
-            lane.close()
+        for schedule in list(self.schedules):
+            schedule.close()
         self._end()
 
     def _put_away(self) -> None:
@@ -670,7 +670,7 @@ class OperationQueue(Progress):
             transport.close()
         self._transports.clear()
         self.bound.clear()
-        self.agreement.close()
+        self.negotiation.close()
 
     def _error(self) -> HorovodInternalError:
         return HorovodInternalError(self._retired or self.status.reason)

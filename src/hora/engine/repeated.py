@@ -1,12 +1,12 @@
 """The repeated allreduce: a blocking one of one tensor, on a host whose members do the same one after the other.
 
 Nothing is put in flight, nothing is announced and no thread is woken: the native part publishes a record
-(`agree.shared_memory`), and when all members' records are equal each member reduces. Whatever is not as simple as that
-(another request in flight, news of another kind, a rank that has joined, a timeline that is written, what the native
-part does not know) goes the ordinary way.
+(`negotiation.shared_memory`), and when all members' records are equal each member reduces. Whatever is not as simple as
+that (another request in flight, news of another kind, a rank that has joined, a timeline that is written, what the
+native part does not know) goes the ordinary way.
 
 CUDA tensors of members that share a GPU come by pinned memory, where the device's transport would do the same
-(`Stage`).
+(`PinnedStage`).
 
 What the calls with one signature have in common is put together once, in an `AllreducePlan`; a call makes no object.
 
@@ -22,14 +22,14 @@ from math import prod
 
 import torch
 
-from hora.engine.agree.shared_memory import SharedMemoryAgreement
+from hora.engine.negotiation.shared_memory import SharedMemoryNegotiation
 from hora.engine.queue import OperationQueue
 from hora.engine.request import DTYPES, ITEM_BYTES, Request, Signature
 from hora.engine.shm.futex import SLICE_S
 from hora.engine.shm.native import CALL, CALL_AT, SHORT_BYTES, AllreduceSpec, Library, Repeated
 from hora.engine.transport.arithmetic import arithmetic_of, staged
 from hora.engine.transport.cuda import CudaTransport
-from hora.engine.transport.cuda_staging import Stage, copy_to_gpu
+from hora.engine.transport.cuda_staging import PinnedStage, copy_to_gpu
 from hora.engine.transport.shm import ShmTransport
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
@@ -58,7 +58,7 @@ class AllreducePlan:
         short = self.num_bytes <= SHORT_BYTES
         self.call, self.slice_ns = (path.short_call, 0) if short else (path.call, _SLICE_NS)
         dtype, size = DTYPES[name], path.num_members
-        self.stage = None if signature.device == "cpu" else Stage(self.count, dtype)
+        self.stage = None if signature.device == "cpu" else PinnedStage(self.count, dtype)
         arithmetic = arithmetic_of(staged(signature.reduce, dtype, size), dtype, size)
         found = arithmetic.sum, arithmetic.stage
         self._what = None if found[0] is None or found[1] is None or not self.count else (found[0], found[1])
@@ -81,13 +81,13 @@ class AllreducePlan:
 class RepeatedAllreduce:
     """Of one queue, whose members share a host and have the native part."""
 
-    def __init__(self, queue: OperationQueue, agreement: SharedMemoryAgreement, library: Library) -> None:
+    def __init__(self, queue: OperationQueue, negotiation: SharedMemoryNegotiation, library: Library) -> None:
         self.num_members = len(queue.ranks)
         self.call, self.short_call = library.repeated, library.short_repeated
         self._queue = queue
-        self._agreement = agreement
+        self._negotiation = negotiation
         self._job = Repeated()
-        agreement.describe_to(self._job)
+        negotiation.describe_to(self._job)
         self._job_at = ctypes.addressof(self._job)
 
     def plan(self, signature: Signature) -> AllreducePlan | None:
@@ -106,13 +106,13 @@ class RepeatedAllreduce:
 
     def allreduce(self, plan: AllreducePlan, tensor: torch.Tensor, out: torch.Tensor) -> bool:
         """Reduce a contiguous tensor into another one, or into itself. False if it has to go the ordinary way."""
-        queue, agreement = self._queue, self._agreement
+        queue, negotiation = self._queue, self._negotiation
         if plan.num_rings != plan.transport.num_rings:
             plan.prepare()
         if not plan.address or not queue.begin_exclusive():
             return False
         try:
-            if agreement.ticket == agreement.void:
+            if negotiation.ticket == negotiation.void:
                 return False
             done, instance = self._reduce(plan, tensor, out)
         finally:
@@ -127,8 +127,8 @@ class RepeatedAllreduce:
 
     def _reduce(self, plan: AllreducePlan, tensor: torch.Tensor, out: torch.Tensor) -> tuple[bool, int]:
         """Reduce while no other thread uses the queue; return whether that was possible, and the running number."""
-        queue, agreement = self._queue, self._agreement
-        ticket, instance, source, target = agreement.ticket, 0, tensor, out
+        queue, negotiation = self._queue, self._negotiation
+        ticket, instance, source, target = negotiation.ticket, 0, tensor, out
         if plan.unnamed:
             with queue.lock:
                 instance = queue.next_instance(plan.signature)
@@ -136,7 +136,7 @@ class RepeatedAllreduce:
             source = target = plan.stage.fetch(tensor)
         try:
             began, step, at = _clock(), plan.transport.ring.step + 1, (source.data_ptr(), target.data_ptr())
-            _pack(self._job, CALL_AT, plan.address, *at, agreement.rounds, step, ticket, instance, 0, 0)
+            _pack(self._job, CALL_AT, plan.address, *at, negotiation.rounds, step, ticket, instance, 0, 0)
             state = plan.call(self._job_at, plan.slice_ns)
             done = self._settle(plan, ticket, instance, state, began)
         except BaseException as error:
@@ -153,13 +153,13 @@ class RepeatedAllreduce:
             waiting = _clock()
             state = self._wait(plan, instance, state)
             waited_s = _clock() - waiting
-        agreement = self._agreement
+        negotiation = self._negotiation
         if state != _DONE:
             meter.wait_s += _clock() - began
-            if agreement.has_published(ticket):
-                agreement.void = ticket
+            if negotiation.has_published(ticket):
+                negotiation.void = ticket
             return False
-        agreement.ticket = ticket + 1
+        negotiation.ticket = ticket + 1
         plan.transport.ring.step += plan.num_steps
         if plan.unnamed:
             self._queue.planner.note_number(plan.signature.operation, instance)
@@ -171,7 +171,9 @@ class RepeatedAllreduce:
         return True
 
     def _wait(self, plan: AllreducePlan, instance: int, state: int) -> int:
-        """Call again, with time to sleep, until there is something else to say than that a member has not come."""
+        """Call again, with time to sleep, until there is something else to say than that a member has not
+        come.
+        """
         queue = self._queue
         request = Request(plan.signature)
         request.key = plan.signature.key(instance)
@@ -200,7 +202,7 @@ class RepeatedAllreduce:
 
         Anything else than such an interruption of a wait has ended the world.
         """
-        if isinstance(error, HorovodInternalError) or not self._agreement.has_published(ticket):
+        if isinstance(error, HorovodInternalError) or not self._negotiation.has_published(ticket):
             return
         if self._job.state == _MOVING or isinstance(error, Exception):
             self._queue.status.interrupted(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)

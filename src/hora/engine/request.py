@@ -19,7 +19,7 @@ import torch
 from hora.errors import HorovodInternalError
 
 __all__ = [
-    "Call",
+    "CollectiveCall",
     "DTYPES",
     "KINDS",
     "ITEM_BYTES",
@@ -74,7 +74,7 @@ class Reduce(NamedTuple):
     code: str = ""
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """A collective as the caller asks for it."""
 
     kind: Kind
@@ -248,7 +248,9 @@ class Validator:
         number = self._gpus.index(device) + 1
         return device.type if number == 1 else f"{device.type}/{number}"
 
-    def request(self, call: Call, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor] | None) -> Request:
+    def request(
+        self, call: CollectiveCall, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor] | None
+    ) -> Request:
         """The request for a collective on tensors."""
         key, signature = None, None
         if call.splits is None and len(tensors) == 1 and isinstance(tensors[0], torch.Tensor):
@@ -267,9 +269,9 @@ class Validator:
 
     def known_allreduce(self, tensor: torch.Tensor, name: str | None, reduce: Reduce) -> Signature | None:
         """The signature of an allreduce of one tensor, if there has been one like it."""
-        return self._known.get(_key(Call(Kind.ALLREDUCE, name, reduce), tensor))
+        return self._known.get(_key(CollectiveCall(Kind.ALLREDUCE, name, reduce), tensor))
 
-    def _check(self, call: Call, tensors: Sequence[torch.Tensor]) -> Signature:
+    def _check(self, call: CollectiveCall, tensors: Sequence[torch.Tensor]) -> Signature:
         kind, reduce = call.kind, call.reduce
         operation, op = _OPERATIONS[kind], int(reduce.op)
         if not tensors:
@@ -297,7 +299,7 @@ class Validator:
         )
 
 
-def _key(call: Call, tensor: torch.Tensor) -> object:
+def _key(call: CollectiveCall, tensor: torch.Tensor) -> object:
     return call, tensor.dtype, tensor.shape, tensor.device, tensor.layout
 
 
@@ -383,7 +385,7 @@ def _device(tensors: Sequence[torch.Tensor]) -> torch.device:
     return first
 
 
-def _check_kind(call: Call, tensors: Sequence[torch.Tensor], ranks: Sequence[int]) -> tuple[int, ...]:
+def _check_kind(call: CollectiveCall, tensors: Sequence[torch.Tensor], ranks: Sequence[int]) -> tuple[int, ...]:
     kind = call.kind
     if kind is Kind.BROADCAST and call.root_rank not in ranks:
         raise ValueError(

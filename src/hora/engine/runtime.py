@@ -1,7 +1,7 @@
 """The runtime: this process's part of a running world, from `init` to `shutdown`.
 
 It meets the other ranks (`peers`), keeps the process sets, each with the queue to which it hands requests, and tells
-the world's status (`status`) what the hub reports. One runtime exists at a time; `process` keeps it. States:
+the world's status (`status`) what the control tree reports. One runtime exists at a time; `process` keeps it. States:
 
     absent --init--> up --shutdown, here or on any rank--> closing --close--> absent
 
@@ -26,19 +26,19 @@ from typing import Any, NamedTuple
 import torch
 
 from hora.config import EngineConfig
-from hora.engine.agree.agreement import Agreement, LocalAgreement
-from hora.engine.agree.shared_memory import SharedMemoryAgreement
-from hora.engine.agree.tree import TreeAgreement
-from hora.engine.hub import Hub, HubEvents, Rounds
-from hora.engine.lane import Lane
-from hora.engine.peers import Peers
-from hora.engine.plan import Batch, Planner
+from hora.engine.bootstrap import Bootstrap
+from hora.engine.control_tree import ControlEvents, ControlTree, Rounds
+from hora.engine.negotiation.base import LocalNegotiation, Negotiation
+from hora.engine.negotiation.shared_memory import SharedMemoryNegotiation
+from hora.engine.negotiation.tree import TreeNegotiation
+from hora.engine.plan import Batch, BatchPlanner
 from hora.engine.queue import OperationQueue, QueueWorld
 from hora.engine.repeated import AllreducePlan, RepeatedAllreduce
-from hora.engine.request import Call, Key, Kind, Reduce, ReduceOp, Request, Signature
+from hora.engine.request import CollectiveCall, Key, Kind, Reduce, ReduceOp, Request, Signature
+from hora.engine.schedule import ReductionSchedule
 from hora.engine.shm.native import library
 from hora.engine.shm.segment import Segment, SharedMemory
-from hora.engine.status import Recorder, StallLimits, WorldStatus
+from hora.engine.status import StallLimits, TimelineRecorder, WorldStatus
 from hora.engine.transport.base import AliveCheck, Transport
 from hora.engine.transport.factory import between_hosts, make_transport
 from hora.engine.transport.hierarchical import HierarchicalTransport
@@ -73,13 +73,13 @@ class Runtime:
         self.config = config  # from `start` on with rank 0's values where all ranks must have the same
         self.num_joins = 0
         self.is_current = True  # `process` has no other, and this process started it
-        self.recorder = Recorder(world.rank)
+        self.recorder = TimelineRecorder(world.rank)
         self.status = WorldStatus(world.rank, tell=self._report_fault, wake=self._wake)
         self.known_allreduces: dict[object, Any] = {}  # what fronts keep of allreduces that are repeated, by the call
         self._epoch = f"{world.generation}.{epoch}"
         self._handles: dict[int, tuple[OperationQueue, Request]] = {}
         self._next_handle = itertools.count()
-        self._peers: Peers | None = None  # none in a world of one
+        self._bootstrap: Bootstrap | None = None  # none in a world of one
         self._solo_secret = new_secret()  # of a world of one
         # Of ranks that leave: why, having seen what; until when to wait.
         self._farewells: list[tuple[str, Rounds, float]] = []
@@ -95,27 +95,27 @@ class Runtime:
         try:
             wanted = [sorted(ranks) for ranks in process_sets]
             if size > 1:
-                events = HubEvents(
+                events = ControlEvents(
                     lost=self._on_lost,
                     leaving=self._on_leaving,
                     fault=self._broken,
-                    agreeing=self._on_agreeing,
+                    negotiating=self._on_negotiating,
                     in_flight=self._keys_in_flight,
                     tick=self._on_tick,
                 )
-                self._peers = Peers(self.world, self.config, self._epoch, events, self.status.check_alive)
-                wanted = self._peers.meet(wanted)
-                self.config = self._peers.config
+                self._bootstrap = Bootstrap(self.world, self.config, self._epoch, events, self.status.check_alive)
+                wanted = self._bootstrap.meet(wanted)
+                self.config = self._bootstrap.config
             try:
                 sets = [_checked(ranks, size) for ranks in wanted]  # which are the same on all ranks
             except ValueError as error:
                 raise ValueError(f"Horovod initialization failed: {error}") from None
-            with contextlib.nullcontext() if self._peers is None else self._peers.peers_may_go():
+            with contextlib.nullcontext() if self._bootstrap is None else self._bootstrap.peers_may_go():
                 for ranks in (tuple(range(size)), *(ranks for ranks in sets if len(ranks) < size)):
                     self._register(ranks)
-                if self._peers is not None:
+                if self._bootstrap is not None:
                     # A rank that went on and left again at once would take away what others are still fetching from it.
-                    self._peers.gather("ready", b"1")
+                    self._bootstrap.gather("ready", b"1")
         except BaseException:
             self.close()
             raise
@@ -124,27 +124,27 @@ class Runtime:
 
     def secret_for(self, purpose: str) -> bytes:
         """A secret that the ranks of this world have in common, and no other process has."""
-        return derived_secret(self._solo_secret if self._peers is None else self._peers.keys.shared, purpose)
+        return derived_secret(self._solo_secret if self._bootstrap is None else self._bootstrap.keys.shared, purpose)
 
     @property
-    def _hub(self) -> Hub | None:
-        return None if self._peers is None else self._peers.hub
+    def _control_tree(self) -> ControlTree | None:
+        return None if self._bootstrap is None else self._bootstrap.control_tree
 
     @property
     def hosts(self) -> list[list[int]]:
         """Ranks that proved to share memory."""
-        return [[0]] if self._peers is None else self._peers.hosts
+        return [[0]] if self._bootstrap is None else self._bootstrap.hosts
 
     @property
     def num_hosts(self) -> int:
         """The number of hosts between which data travels over a network; a rank that may share no memory is one."""
-        return 1 if self._peers is None else len(self._peers.sharing)
+        return 1 if self._bootstrap is None else len(self._bootstrap.sharing)
 
     def spans_hosts(self, process_set_id: int, *, in_order: bool = False) -> bool:
         """Return whether a set's members are on several hosts, so that CPU reductions travel over a network and
         `submit` takes a code for them. `in_order`: and are numbered host by host.
         """
-        ranks, peers = self.ranks(process_set_id), self._peers
+        ranks, peers = self.ranks(process_set_id), self._bootstrap
         return peers is not None and peers.spans_hosts(ranks) and (not in_order or peers.in_host_order(ranks))
 
     # Operations.
@@ -174,7 +174,9 @@ class Runtime:
         if kind is Kind.BARRIER:
             request = _request_without_tensors(kind)
         else:
-            request = queue.validator.request(Call(kind, name, reduce, root_rank, splits, grouped), tensors, outputs)
+            request = queue.validator.request(
+                CollectiveCall(kind, name, reduce, root_rank, splits, grouped), tensors, outputs
+            )
             request.residuals = residuals
             if request.signature.device != "cpu":
                 request.device_event = torch.cuda.current_stream(request.tensors[0].device).record_event()
@@ -230,19 +232,21 @@ class Runtime:
         if torch.cuda.is_initialized():
             for queue in queues:  # another thread, for which another GPU is the current one, may drive it
                 queue.validator.settle(torch.device("cuda", torch.cuda.current_device()))
-        lanes = [lane for queue in queues for lane in queue.lanes if isinstance(lane, Lane)]
-        for lane in lanes:
-            lane.leave()
-        for lane in lanes:
-            lane.finish_leaving()
+        schedules = [
+            schedule for queue in queues for schedule in queue.schedules if isinstance(schedule, ReductionSchedule)
+        ]
+        for schedule in schedules:
+            schedule.leave()
+        for schedule in schedules:
+            schedule.finish_leaving()
         requests = [(queue, _request_without_tensors(Kind.JOIN)) for queue in queues]
         for queue, request in requests:
             # This thread waits for the world, and drives it meanwhile.
             queue.submit(request, background=queue.process_set_id != 0)
         for queue, request in requests:
             queue.result(request)
-        for lane in lanes:
-            lane.come_back()
+        for schedule in schedules:
+            schedule.come_back()
         self.barrier()  # no rank may go on in one of them before all have come back to it
         return int(requests[0][1].answer)
 
@@ -300,7 +304,7 @@ class Runtime:
 
     def set_of_this_host(self) -> int:
         """The number of the set of this host's ranks; sets of hosts that do not exist are registered (collective)."""
-        hosts = [(0,)] if self._peers is None else [tuple(host) for host in self._peers.sharing]
+        hosts = [(0,)] if self._bootstrap is None else [tuple(host) for host in self._bootstrap.sharing]
         for host in hosts:
             if host not in [known.ranks for known in self._sets.values()]:
                 self._request(0, Kind.ADD_PROCESS_SET, *host)
@@ -335,10 +339,10 @@ class Runtime:
         if batch.kind is Kind.ADD_PROCESS_SET:
             return self._register(values)
         if batch.kind is Kind.SHARED_MEMORY:
-            assert self._peers is not None
+            assert self._bootstrap is not None
             number, num_bytes, for_each = values
-            near = self._peers.beside(self.ranks(number))
-            return self._peers.share_or_none(
+            near = self._bootstrap.beside(self.ranks(number))
+            return self._bootstrap.share_or_none(
                 f"{self._label(number)}/memory", near, num_bytes * (len(near) if for_each else 1)
             )
         self._remove(*values)
@@ -352,9 +356,11 @@ class Runtime:
         if self.world.rank in ranks:
             queue = self._make_queue(number, ranks, serial)
             native = library()
-            if isinstance(queue.agreement, SharedMemoryAgreement) and native is not None:
-                repeated = RepeatedAllreduce(queue, queue.agreement, native)
-        with self._messages_lock:  # the hub's thread must neither drop a message now nor deliver one before early ones
+            if isinstance(queue.negotiation, SharedMemoryNegotiation) and native is not None:
+                repeated = RepeatedAllreduce(queue, queue.negotiation, native)
+        with (
+            self._messages_lock
+        ):  # the control tree's thread must neither drop a message now nor deliver one before early ones
             self._num_registered = serial
             self._sets[number] = _Set(ranks, serial, queue, repeated)
             for message in self._early.pop(serial, []):
@@ -387,8 +393,8 @@ class Runtime:
             number,
             ranks,
             world,
-            agreement=self._make_agreement(label, serial, ranks, member),
-            planner=Planner(
+            negotiation=self._make_agreement(label, serial, ranks, member),
+            planner=BatchPlanner(
                 ranks,
                 fusion_threshold_bytes=config.fusion_threshold_bytes,
                 group_fusion=not config.disable_group_fusion,
@@ -397,20 +403,20 @@ class Runtime:
             make_transport=functools.partial(self._make_transport, number, label, ranks),
         )
 
-    def _make_agreement(self, label: str, serial: int, ranks: tuple[int, ...], member: int) -> Agreement:
+    def _make_agreement(self, label: str, serial: int, ranks: tuple[int, ...], member: int) -> Negotiation:
         if len(ranks) == 1:
-            return LocalAgreement()
-        peers, capacity = self._peers, self.config.cache_capacity
+            return LocalNegotiation()
+        peers, capacity = self._bootstrap, self.config.cache_capacity
         assert peers is not None
         if peers.can_share(ranks):
-            segment = peers.share(f"{label}/control", ranks, SharedMemoryAgreement.num_bytes(len(ranks)))
-            return SharedMemoryAgreement(segment, member, len(ranks), cache_capacity=capacity)
-        return TreeAgreement(peers.hub, serial, peers.set_tree(ranks), ranks, cache_capacity=capacity)
+            segment = peers.share(f"{label}/control", ranks, SharedMemoryNegotiation.num_bytes(len(ranks)))
+            return SharedMemoryNegotiation(segment, member, len(ranks), cache_capacity=capacity)
+        return TreeNegotiation(peers.control_tree, serial, peers.set_tree(ranks), ranks, cache_capacity=capacity)
 
     def _make_transport(self, number: int, label: str, ranks: tuple[int, ...], device: str) -> Transport:
-        if self._peers is None or len(ranks) == 1:
+        if self._bootstrap is None or len(ranks) == 1:
             return LocalTransport()
-        topology = self._peers.topology(label, device, ranks, self.status.check_alive)
+        topology = self._bootstrap.topology(label, device, ranks, self.status.check_alive)
         return make_transport(topology, device, lambda other: self.queue(number).transport(other))
 
     def _stall_limits(self, number: int, ranks: Sequence[int], member: int) -> StallLimits | None:
@@ -437,11 +443,11 @@ class Runtime:
             )
         return cores[local_rank]
 
-    # Memory and lanes.
+    # Memory and schedules.
 
     def shared_memory(self, number: int, num_bytes: int) -> SharedMemory | None:
         """The same zeroed memory for all members (collective); None where they share no host, or it is too little."""
-        queue, peers = self.queue(number), self._peers
+        queue, peers = self.queue(number), self._bootstrap
         if peers is None or len(queue.ranks) == 1 or not peers.can_share(queue.ranks):
             return None
         return self._request_memory(number, num_bytes, False)
@@ -450,7 +456,7 @@ class Runtime:
         """Zeroed memory that the members of each host have in common, so many bytes for each of them, and which members
         those of this host are (collective). None where all share one host, and on hosts with too little memory.
         """
-        queue, peers = self.queue(number), self._peers
+        queue, peers = self.queue(number), self._bootstrap
         if peers is None or not peers.spans_hosts(queue.ranks):
             return None, []
         near = [queue.ranks.index(rank) for rank in peers.beside(queue.ranks)]
@@ -460,18 +466,20 @@ class Runtime:
         segment = self._request(number, Kind.SHARED_MEMORY, number, num_bytes, for_each).answer
         return None if segment is None else SharedMemory(segment)
 
-    def lane(self, memory: SharedMemory, process_set_id: int = 0, near: Sequence[int] | None = None) -> Lane:
-        """A lane of the members, or of those of this host (`near`), in the next piece of their memory (collective)."""
+    def schedule(
+        self, memory: SharedMemory, process_set_id: int = 0, near: Sequence[int] | None = None
+    ) -> ReductionSchedule:
+        """A schedule of the members, or of this host's (`near`), in the next piece of their memory (collective)."""
         queue = self.queue(process_set_id)
-        offset = memory.reserve(Lane.num_bytes(len(queue.ranks if near is None else near)))
-        return Lane(queue, memory.segment, offset, limits=StallLimits.of(self.config), near=near)
+        offset = memory.reserve(ReductionSchedule.num_bytes(len(queue.ranks if near is None else near)))
+        return ReductionSchedule(queue, memory.segment, offset, limits=StallLimits.of(self.config), near=near)
 
-    def host_link(self, lane: Lane) -> HostLink:
-        """Connect a lane of this host's members with the other hosts (collective): links are made in one order."""
-        queue, peers = lane.queue, self._peers
+    def host_link(self, schedule: ReductionSchedule) -> HostLink:
+        """Connect a schedule of this host's members with the other hosts (collective): links are made in one order."""
+        queue, peers = schedule.queue, self._bootstrap
         assert peers is not None
-        ranks, agreement = queue.ranks, queue.agreement
-        assert isinstance(agreement, TreeAgreement), agreement
+        ranks, negotiation = queue.ranks, queue.negotiation
+        assert isinstance(negotiation, TreeNegotiation), negotiation
         label = self._label(queue.process_set_id)
         self._num_links[label] = self._num_links.get(label, 0) + 1
         label = f"{label}/lane{self._num_links[label]}"
@@ -480,9 +488,9 @@ class Runtime:
             return between_hosts(peers.topology(f"{label}.{times}", "cpu", ranks, check_alive), LocalTransport())
 
         def lacking(key: Key, members: Sequence[int]) -> list[int]:
-            return [ranks.index(rank) for rank in agreement.lacking(key, [ranks[member] for member in members])]
+            return [ranks.index(rank) for rank in negotiation.lacking(key, [ranks[member] for member in members])]
 
-        return HostLink(lane, connect, lacking)
+        return HostLink(schedule, connect, lacking)
 
     # The end.
 
@@ -495,12 +503,12 @@ class Runtime:
         for queue in self._queues():
             queue.drain()
             queue.settle()
-        if self._hub is not None:
+        if self._control_tree is not None:
             if self.status.broken:  # of which the others may hear from here first; then nobody waits for goodbyes
                 self._report_fault(self.status.reason)
-            self._hub.leave(self.status.reason if self.status.broken else text, self.rounds())
+            self._control_tree.leave(self.status.reason if self.status.broken else text, self.rounds())
             if not self.status.broken:
-                self._hub.wait_for_goodbyes(_GOODBYE_LIMIT_S)
+                self._control_tree.wait_for_goodbyes(_GOODBYE_LIMIT_S)
         self.close(behind=behind)
 
     def close(self, *, behind: bool = False) -> None:
@@ -511,24 +519,24 @@ class Runtime:
         self._sets = {number: _Set(one.ranks, one.serial) for number, one in self._sets.items()}
         self.known_allreduces.clear()
         self._handles.clear()
-        if self._peers is not None:
-            hub, self._peers = self._peers.hub, None
+        if self._bootstrap is not None:
+            control_tree, self._bootstrap = self._bootstrap.control_tree, None
             if behind:
-                threading.Thread(target=hub.close, name="hora-hub-close", daemon=True).start()
+                threading.Thread(target=control_tree.close, name="hora-control-close", daemon=True).start()
             else:
-                hub.close()
+                control_tree.close()
         self.recorder.stop()
 
     def lost(self, rank: int, how: str) -> None:
         """The launcher tells that a rank is gone."""
-        hub = self._hub
-        if rank != self.world.rank and hub is not None and rank not in hub.goodbyes:
+        control_tree = self._control_tree
+        if rank != self.world.rank and control_tree is not None and rank not in control_tree.goodbyes:
             self._broken(f"rank {rank} {how}. Horovod has been shut down")
-            hub.expect_nothing_of(rank)
+            control_tree.expect_nothing_of(rank)
 
     def _report_fault(self, text: str) -> None:
-        if self._hub is not None:
-            self._hub.report_fault(self.world.rank, text)
+        if self._control_tree is not None:
+            self._control_tree.report_fault(self.world.rank, text)
 
     def _wake(self) -> None:
         """Wake the threads that wait for other members, so that they look at the world's status again."""
@@ -537,24 +545,24 @@ class Runtime:
 
     def _say_goodbye_if_idle(self) -> None:
         """Tell the rank that leaves that nothing more is needed of it."""
-        hub = self._hub
-        if hub is None or self.world.rank in hub.goodbyes:
+        control_tree = self._control_tree
+        if control_tree is None or self.world.rank in control_tree.goodbyes:
             return
         if not any(queue.num_in_flight for queue in self._queues()):
-            hub.leave(self.status.reason, self.rounds())
+            control_tree.leave(self.status.reason, self.rounds())
 
-    # What the hub reports, on its thread.
+    # What the control tree reports, on its thread.
 
     def _on_lost(self, rank: int) -> None:
-        assert self._peers is not None
-        self._broken(self._peers.lost(rank))
+        assert self._bootstrap is not None
+        self._broken(self._bootstrap.lost(rank))
 
     def _broken(self, text: str) -> None:
         self.status.fault(text)
-        if self._hub is not None:
-            self._hub.stop_waiting(self.status.reason)
+        if self._control_tree is not None:
+            self._control_tree.stop_waiting(self.status.reason)
 
-    def _on_agreeing(self, serial: int, rank: int, header: Header, payload: bytes) -> None:
+    def _on_negotiating(self, serial: int, rank: int, header: Header, payload: bytes) -> None:
         """A neighbour in the tree of a set says something. Late words of a removed set are for no set."""
         with self._messages_lock:
             self._deliver(serial, rank, header, payload)
@@ -563,8 +571,8 @@ class Runtime:
     def _deliver(self, serial: int, rank: int, header: Header, payload: bytes) -> None:
         if serial > self._num_registered:
             self._early.setdefault(serial, []).append((rank, header, payload))
-        elif (agreement := self._trees().get(serial)) is not None:
-            agreement.receive(rank, header, payload)
+        elif (negotiation := self._trees().get(serial)) is not None:
+            negotiation.receive(rank, header, payload)
 
     def _on_leaving(self, rank: int, why: str, rounds: Rounds) -> None:
         self._farewells.append((why, rounds, time.monotonic() + _FAREWELL_LIMIT_S))
@@ -585,23 +593,23 @@ class Runtime:
     def _on_tick(self) -> None:
         """Look for stalls, too."""
         self._close_if_caught_up()
-        for agreement in self._trees().values():
-            agreement.tick()
+        for negotiation in self._trees().values():
+            negotiation.tick()
         for queue in self._queues():
             queue.inspect()
 
-    def _trees(self) -> dict[int, TreeAgreement]:
+    def _trees(self) -> dict[int, TreeNegotiation]:
         """The agreements of the sets that span hosts, by serial number."""
-        sets = [(one.serial, one.queue.agreement) for one in self._sets.copy().values() if one.queue is not None]
-        return {serial: agreement for serial, agreement in sets if isinstance(agreement, TreeAgreement)}
+        sets = [(one.serial, one.queue.negotiation) for one in self._sets.copy().values() if one.queue is not None]
+        return {serial: negotiation for serial, negotiation in sets if isinstance(negotiation, TreeNegotiation)}
 
     def rounds(self) -> dict[int, int]:
         """Return how many rounds this rank has executed of each set that spans hosts, by serial number."""
-        return {serial: agreement.rounds for serial, agreement in self._trees().items()}
+        return {serial: negotiation.rounds for serial, negotiation in self._trees().items()}
 
     def _lacks(self, rounds: Mapping[int, int]) -> bool:
         """Return whether another rank has executed rounds of a set that have not come here."""
-        return any(agreement.num_delivered < rounds.get(serial, 0) for serial, agreement in self._trees().items())
+        return any(negotiation.num_delivered < rounds.get(serial, 0) for serial, negotiation in self._trees().items())
 
     def _keys_in_flight(self, serial: int) -> list[Key]:
         """Return what this rank waits for in a set."""

@@ -3,9 +3,9 @@
     open --a rank shuts down--> closing --a second passes, or nothing agreed is left--> closed
     open --a rank is lost, stalls or cannot do its part--> broken
 
-`WorldStatus` is shared by all that waits in a runtime. The runtime tells it what the hub and the launcher report; the
-queues tell it what ends the job here. The first member of each process set reports which ranks keep which tensors
-waiting (`StallWatch`): it warns once per warning interval and, if the user has set a limit, ends the job.
+`WorldStatus` is shared by all that waits in a runtime. The runtime tells it what the control tree and the launcher
+report; the queues tell it what ends the job here. The first member of each process set reports which ranks keep which
+tensors waiting (`StallWatch`): it warns once per warning interval and, if the user has set a limit, ends the job.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hora.config import EngineConfig
-from hora.engine.agree.agreement import Agreement
-from hora.engine.plan import Batch, Pending, Planner
+from hora.engine.negotiation.base import Negotiation
+from hora.engine.plan import Batch, BatchPlanner, PendingRequest
 from hora.engine.request import Key, Kind, Signature, full_names
 from hora.errors import HorovodInternalError
 from hora.events import Timeline
 from hora.telemetry.meters import meter
 
-__all__ = ["Recorder", "StallLimits", "StallWatch", "WorldStatus", "stall_text"]
+__all__ = ["TimelineRecorder", "StallLimits", "StallWatch", "WorldStatus", "stall_text"]
 
 log = logging.getLogger("hora")
 
@@ -149,19 +149,19 @@ class StallWatch:
         lasted_s, self._since = time.monotonic() - self._since, 0.0
         return lasted_s
 
-    def check_pending(self, planner: Planner, agreement: Agreement) -> None:
+    def check_pending(self, planner: BatchPlanner, negotiation: Negotiation) -> None:
         """Look at what some members have announced, or wait for in repeated calls, and others have not; at most twice
         per warning interval, and not more than four times a second."""
         limits, now = self.limits, planner.now
         if limits is None or now < self._next:
             return
         self._next = now + max(min(limits.warning_s, limits.shutdown_s or limits.warning_s) / 2, 0.25)
-        pending = [*planner.pending(), *self._repeated_calls(agreement, now)]
+        pending = [*planner.pending(), *self._repeated_calls(negotiation, now)]
         late = [entry for entry in pending if now - entry.first_seen > limits.warning_s]
         if late:
             self._report(late, planner.joined, now, limits)
 
-    def _report(self, late: Sequence[Pending], joined: frozenset[int], now: float, limits: StallLimits) -> None:
+    def _report(self, late: Sequence[PendingRequest], joined: frozenset[int], now: float, limits: StallLimits) -> None:
         doomed = [entry for entry in late if limits.shutdown_s and now - entry.first_seen > limits.shutdown_s]
         if not limits.shutdown_s:
             self._next = now + limits.warning_s
@@ -181,13 +181,13 @@ class StallWatch:
         if doomed:
             self._status.stalled(ranks, f"stalled for more than {limits.shutdown_s:g} s")
 
-    def _repeated_calls(self, agreement: Agreement, now: float) -> list[Pending]:
+    def _repeated_calls(self, negotiation: Negotiation, now: float) -> list[PendingRequest]:
         """Return the repeated calls that members wait in without having announced them."""
         found = []
         seen, self._waiting_since = self._waiting_since, {}
-        for (signature, instance), signatures in agreement.unannounced_requests().items():
+        for (signature, instance), signatures in negotiation.unannounced_requests().items():
             key = signature.key(instance)
-            entry = Pending(key, len(self._ranks), seen.get(key, now))
+            entry = PendingRequest(key, len(self._ranks), seen.get(key, now))
             entry.signatures = signatures
             self._waiting_since[key] = entry.first_seen
             found.append(entry)
@@ -209,7 +209,7 @@ class StallWatch:
             log.warning("the ranks %s; one of them is slow or stopped", what)
 
 
-class Recorder:
+class TimelineRecorder:
     """The timeline of a runtime, while one is written (`hora.events`). Rank 0 does; elsewhere `timeline` stays None."""
 
     def __init__(self, rank: int) -> None:

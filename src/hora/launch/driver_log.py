@@ -35,7 +35,7 @@ class _Line:
         with self._lock:
             if self._client is None or self._client.closed:
                 self._client = ControlClient.connect(
-                    world.meeting, name=f"log of rank {world.rank}", timeout_s=_CONNECT_LIMIT_S
+                    world.rendezvous, name=f"log of rank {world.rank}", timeout_s=_CONNECT_LIMIT_S
                 )
             client = self._client
         client.say(text)
@@ -50,7 +50,7 @@ def log_to_driver(message: object) -> None:
     """Show a message (its first 4000 characters) where the job was started: a notebook's cell, a terminal."""
     text = str(message)[:_MAX_CHARACTERS]
     world = World.from_env()
-    if world.meeting.kind != "hora":
+    if world.rendezvous.kind != "hora":
         print(text, flush=True)
         return
     try:

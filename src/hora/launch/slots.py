@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from hora.world import MeetingPoint, World
+from hora.world import RendezvousEndpoint, World
 
 __all__ = [
     "INVALID_SLOT_INFO",
@@ -75,7 +75,7 @@ class Slot:
         return ",".join(map(str, numbers))
 
     def world(
-        self, meeting: MeetingPoint, *, worker: int | None = None, generation: int = 0, elastic: bool = False
+        self, rendezvous: RendezvousEndpoint, *, worker: int | None = None, generation: int = 0, elastic: bool = False
     ) -> World:
         """The World of the worker in this slot. `worker`: its number, the rank unless given."""
         return World(
@@ -90,7 +90,7 @@ class Slot:
             worker=self.rank if worker is None else worker,
             elastic=elastic,
             launcher="hora",
-            meeting=meeting,
+            rendezvous=rendezvous,
         )
 
 

@@ -42,7 +42,7 @@ def main() -> int:
     """Fetch the function, run it, send home what it returned; the status to end with."""
     world = World.from_env()
     client = ControlClient.connect(
-        world.meeting, name=f"worker {world.worker}", worker=world.worker, timeout_s=_CONNECT_LIMIT_S
+        world.rendezvous, name=f"worker {world.worker}", worker=world.worker, timeout_s=_CONNECT_LIMIT_S
     )
     try:
         return _run(client, world)

@@ -16,7 +16,7 @@ from hora.launch.environment import variables
 from hora.launch.slots import Slot
 from hora.net.secret_file import read_secret_file
 from hora.net.wire import new_secret
-from hora.world import PLAN_JOB, PLAN_KEY, MeetingPoint
+from hora.world import PLAN_JOB, PLAN_KEY, RendezvousEndpoint
 
 __all__ = [
     "RendezvousHTTPServer",
@@ -110,8 +110,8 @@ class RendezvousServer:
         """These are the places from now on. Workers that call `hvd.init()` after this meet in them."""
         if self._rendezvous is None:
             raise ValueError("this RendezvousServer listens nowhere: start() it first")
-        meeting = MeetingPoint(kind="hora", port=self._rendezvous.port, job=PLAN_JOB)
-        self._rendezvous.publish(self._plans, {slot.rank: slot.world(meeting) for slot in host_alloc_plan})
+        endpoint = RendezvousEndpoint(kind="hora", port=self._rendezvous.port, job=PLAN_JOB)
+        self._rendezvous.publish(self._plans, {slot.rank: slot.world(endpoint) for slot in host_alloc_plan})
         self._rendezvous.set(PLAN_KEY, str(self._plans).encode())
         self._rendezvous.settle()  # a worker may ask sooner than the meeting's thread looks
         self._plans += 1

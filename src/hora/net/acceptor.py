@@ -1,4 +1,4 @@
-"""The acceptor: the one place that accepts connections, with one set of limits (`strangers`) for all servers.
+"""The acceptor: the one place that accepts connections, with one set of limits (`admission`) for all servers.
 
 It runs in the event loop of its server and outlasts every shortage. Without descriptors it drops an unauthenticated
 connection, or leaves the next ones in the backlog for a moment; any other error of `accept` is logged and survived.
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from hora.net import sockets, strangers
+from hora.net import admission, sockets
 
 __all__ = ["Acceptor", "Arrival", "EventLoop"]
 
@@ -46,7 +46,7 @@ class EventLoop(Protocol):
 
 
 class Acceptor(Generic[Stranger]):
-    """Accepts connections in a server's event loop, and keeps the unauthenticated ones (`strangers`) few and short.
+    """Accepts connections in a server's event loop, and keeps the unauthenticated ones (`admission`) few and short.
 
     A function given to `watch` takes each arrival and returns the stranger that it has become, or None if the server
     needs no limit for it. The server calls `identified` once it knows the stranger, `gone` if its connection has ended.
@@ -62,7 +62,7 @@ class Acceptor(Generic[Stranger]):
         refused: Callable[[str, str], None] = lambda where, why: None,
     ) -> None:
         self._loop, self._turn_away, self._refused = loop, turn_away, refused
-        self.strangers: strangers.WaitingRoom[Stranger] = strangers.WaitingRoom()
+        self.pending: admission.PendingConnections[Stranger] = admission.PendingConnections()
         self._listeners: dict[socket.socket, Callable[[Arrival], Stranger | None]] = {}
         self._has_timer = False
         self._next_log = 0.0
@@ -82,7 +82,7 @@ class Acceptor(Generic[Stranger]):
 
     def identified(self, stranger: Stranger) -> None:
         """Its limits are the server's own from now on."""
-        self.strangers.discard(stranger)
+        self.pending.discard(stranger)
 
     gone = identified
 
@@ -98,8 +98,8 @@ class Acceptor(Generic[Stranger]):
             except ConnectionError:  # it has left the backlog
                 continue
             except OSError as error:
-                if error.errno in _OUT_OF_DESCRIPTORS and self.strangers:
-                    self._drop(self.strangers.oldest_of_the_crowd(), "descriptors have run out")
+                if error.errno in _OUT_OF_DESCRIPTORS and self.pending:
+                    self._drop(self.pending.oldest_of_the_crowd(), "descriptors have run out")
                     continue
                 self._rest(listener, error)
                 return
@@ -111,9 +111,9 @@ class Acceptor(Generic[Stranger]):
     def _receive(
         self, sock: socket.socket, address: tuple[str, int], arrived: Callable[[Arrival], Stranger | None]
     ) -> None:
-        if self.strangers.full:
-            crowd = f"{self.strangers.limit} wait to identify themselves, the limit"
-            self._drop(self.strangers.oldest_of_the_crowd(), crowd)
+        if self.pending.full:
+            crowd = f"{self.pending.limit} wait to identify themselves, the limit"
+            self._drop(self.pending.oldest_of_the_crowd(), crowd)
         if sock.family == socket.AF_UNIX:
             process = sockets.process_at(sock)
             host, where = f"process {process.pid}", f"process {process.pid} of user {process.uid}"
@@ -126,7 +126,7 @@ class Acceptor(Generic[Stranger]):
         sock.setblocking(False)
         stranger = arrived(Arrival(sock, host, where))
         if stranger is not None:
-            self.strangers.add(stranger, host)
+            self.pending.add(stranger, host)
             self._set_timer()
 
     def _rest(self, listener: socket.socket, error: OSError) -> None:
@@ -143,17 +143,17 @@ class Acceptor(Generic[Stranger]):
             self._loop.add_reader(listener.fileno(), self._accept, listener)
 
     def _set_timer(self) -> None:
-        deadline = self.strangers.next_deadline()
+        deadline = self.pending.next_deadline()
         if deadline is not None and not self._has_timer:
             self._has_timer = True
             self._loop.call_later(max(deadline - time.monotonic(), 0.0), self._drop_overdue)
 
     def _drop_overdue(self) -> None:
         self._has_timer = False
-        for stranger in self.strangers.overdue(time.monotonic()):
-            self._drop(stranger, f"it did not identify itself within {strangers.HANDSHAKE_LIMIT_S:g} s")
+        for stranger in self.pending.overdue(time.monotonic()):
+            self._drop(stranger, f"it did not identify itself within {admission.HANDSHAKE_LIMIT_S:g} s")
         self._set_timer()
 
     def _drop(self, stranger: Stranger, why: str) -> None:
-        self.strangers.discard(stranger)
+        self.pending.discard(stranger)
         self._turn_away(stranger, why)

@@ -25,9 +25,9 @@ from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.connection import Connection, connect
 from hora.net.secret_file import read_held_secret
 from hora.net.wire import Credentials, Header, cut_parts
-from hora.world import MeetingPoint, World
+from hora.world import RendezvousEndpoint, World
 
-__all__ = ["FUNCTION_KEY", "PATH_KEY", "ControlClient", "Group"]
+__all__ = ["FUNCTION_KEY", "PATH_KEY", "ControlClient", "RankGroup"]
 
 # Under these keys a worker finds its function, and where the caller's modules are.
 FUNCTION_KEY = "hora/function"
@@ -48,7 +48,7 @@ Notice = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """The ranks that met in one group: their values by rank, in ascending order, the place of the group among all
     groups, and the first rank of the group above it with its value."""
 
@@ -80,8 +80,8 @@ class _Request:
 class ControlClient:
     """An authenticated connection to the rendezvous. Thread-safe."""
 
-    def __init__(self, connection: Connection, meeting: MeetingPoint, name: str) -> None:
-        self._connection, self._meeting, self._name = connection, meeting, name
+    def __init__(self, connection: Connection, endpoint: RendezvousEndpoint, name: str) -> None:
+        self._connection, self._endpoint, self._name = connection, endpoint, name
         self._send_lock = threading.Lock()
         self._state_lock = threading.Lock()
         self._ids = itertools.count(1)
@@ -98,27 +98,27 @@ class ControlClient:
     @classmethod
     def connect(
         cls,
-        meeting: MeetingPoint,
+        endpoint: RendezvousEndpoint,
         *,
         name: str,
         timeout_s: float,
         worker: int = -1,
         credentials: Credentials | None = None,
     ) -> ControlClient:
-        """Connect to the rendezvous of this meeting.
+        """Connect to the rendezvous at this endpoint.
 
         `name` appears in messages. `worker`: this connection is that worker's (which must be ourselves); if it ends
         without `close`, the worker counts as lost. `credentials`: other than what the launcher gave us.
         """
-        proof = credentials or Credentials(read_held_secret(meeting.secret_file), meeting.job, meeting.worker)
+        proof = credentials or Credentials(read_held_secret(endpoint.secret_file), endpoint.job, endpoint.worker)
         deadline, left_s = time.monotonic() + timeout_s, timeout_s
         while True:
-            client = cls(cls._open(meeting, proof, left_s), meeting, name)
+            client = cls(cls._open(endpoint, proof, left_s), endpoint, name)
             try:
                 client._hello = {"op": "hello", "name": name, "worker": worker}
                 client._ask(client._hello, limit_s=left_s)
                 if worker >= 0:
-                    client._reopen = functools.partial(cls._open, meeting, proof)
+                    client._reopen = functools.partial(cls._open, endpoint, proof)
                 return client
             except ConnectionError:
                 # A crowd of strangers can push a peer out whose proof has not been read yet: come again.
@@ -127,19 +127,19 @@ class ControlClient:
                     raise
 
     @staticmethod
-    def _open(meeting: MeetingPoint, credentials: Credentials, timeout_s: float) -> Connection:
+    def _open(endpoint: RendezvousEndpoint, credentials: Credentials, timeout_s: float) -> Connection:
         try:
-            return connect(meeting.where, credentials, timeout_s=timeout_s)
+            return connect(endpoint.where, credentials, timeout_s=timeout_s)
         except AuthenticationError as error:
-            raise AuthenticationError(f"{meeting.endpoint}, the rendezvous of job {meeting.job}: {error}") from None
+            raise AuthenticationError(f"{endpoint.endpoint}, the rendezvous of job {endpoint.job}: {error}") from None
         except TimeoutError as error:
             raise TimeoutError(
-                f"Timed out waiting for the rendezvous of job {meeting.job} at {meeting.endpoint} ({error}). "
+                f"Timed out waiting for the rendezvous of job {endpoint.job} at {endpoint.endpoint} ({error}). "
                 f"Timeout after {timeout_s:g} seconds."
             ) from None
         except OSError as error:
             raise ConnectionError(
-                f"cannot reach the rendezvous of job {meeting.job} at {meeting.endpoint}: {error}. "
+                f"cannot reach the rendezvous of job {endpoint.job} at {endpoint.endpoint}: {error}. "
                 "Has the launcher ended, or does a firewall block this port?"
             ) from error
 
@@ -147,7 +147,7 @@ class ControlClient:
 
     def gather(
         self, key: str, value: bytes, *, rank: int, size: int, timeout_s: float, group: str = "", fanout: int = 0
-    ) -> Group:
+    ) -> RankGroup:
         """The values of all ranks that gave the same group, when every rank has come. A key may be used again once all
         ranks have their answers. `fanout`: the groups, ordered by their first ranks, form a tree, so many below each.
 
@@ -160,7 +160,7 @@ class ControlClient:
         values = cut_parts(payload, int(header["values"]))
         num_members = int(header["members"])
         above = values[num_members] if num_members < len(values) else None
-        return Group(dict(values[:num_members]), int(header["index"]), int(header["groups"]), above)
+        return RankGroup(dict(values[:num_members]), int(header["index"]), int(header["groups"]), above)
 
     def set(self, key: str, value: bytes) -> None:
         self._ask({"op": "set", "key": key}, value)
@@ -227,8 +227,8 @@ class ControlClient:
         if header.get("error") == "removed":
             return None
         env = {str(key): str(value) for key, value in header["world"].items()}
-        renewed = World.from_env(env | {"HORA_SECRET_FILE": self._meeting.secret_file})
-        return replace(renewed, meeting=self._meeting, hostname=world.hostname, worker=world.worker)
+        renewed = World.from_env(env | {"HORA_SECRET_FILE": self._endpoint.secret_file})
+        return replace(renewed, rendezvous=self._endpoint, hostname=world.hostname, worker=world.worker)
 
     def on_notice(self, listener: Callable[[Notice], None]) -> None:
         """Call the listener with every notice, past and future ones, in the reader's thread: be quick.
@@ -271,7 +271,7 @@ class ControlClient:
             self._send(request.question, payload)
             if not request.done.wait(limit_s + _SLACK_S):
                 raise TimeoutError(
-                    f"{self._name}: no answer from the launcher at {self._meeting.endpoint} while waiting "
+                    f"{self._name}: no answer from the launcher at {self._endpoint.endpoint} while waiting "
                     f"for {waiting_for}. Timeout after {limit_s + _SLACK_S:g} seconds."
                 )
         finally:
@@ -295,7 +295,7 @@ class ControlClient:
                 raise HorovodInternalError(f"{self._name}: {header['message']}")
             case "closed":
                 raise ConnectionError(
-                    f"{self._name}: the connection to the launcher at {self._meeting.endpoint} has ended "
+                    f"{self._name}: the connection to the launcher at {self._endpoint.endpoint} has ended "
                     f"({header['message']})"
                 )
 
@@ -342,7 +342,7 @@ class ControlClient:
 
     def _come_back(self) -> bool:
         """Connect again and ask again what has not been answered; no thread sends anything meanwhile."""
-        deadline = time.monotonic() + self._meeting.return_s
+        deadline = time.monotonic() + self._endpoint.return_s
         with self._send_lock:
             self._connection.close()
             while (reopen := self._reopen) is not None and (left_s := deadline - time.monotonic()) > 0:

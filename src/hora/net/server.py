@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from hora.errors import AuthenticationError
-from hora.net import sockets, strangers
+from hora.net import admission, sockets
 from hora.net.acceptor import Acceptor, Arrival
 from hora.net.connection import Connection
 from hora.net.peer import Peer
@@ -83,8 +83,8 @@ class Server:
         self._credentials: Credentials | CredentialsOf | None = None
         self._listeners: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
-        self._turned_away = strangers.TurnedAway()
-        self._acceptor: Acceptor[Peer] = Acceptor(self, turn_away=self._turn_away, refused=self._turned_away.add)
+        self._rejections = admission.RejectionLog()
+        self._acceptor: Acceptor[Peer] = Acceptor(self, turn_away=self._turn_away, refused=self._rejections.add)
         self._peers: dict[Peer, None] = {}
         self._calls: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
@@ -179,8 +179,8 @@ class Server:
                 self._failed(error)
             raise
         finally:
-            self._turned_away.report()
-            for peer in (*self._peers, *self._acceptor.strangers):
+            self._rejections.report()
+            for peer in (*self._peers, *self._acceptor.pending):
                 peer.close_socket()
             self._close_sockets()
 
@@ -193,7 +193,7 @@ class Server:
 
     def abandon(self) -> None:
         """In a forked child, which has no thread of this server and must not keep its connections open."""
-        for peer in (*self._peers, *self._acceptor.strangers):
+        for peer in (*self._peers, *self._acceptor.pending):
             peer.open = False
             peer.sock.close()
         self._close_sockets()
@@ -322,7 +322,7 @@ class Server:
             self._selector.modify(peer.sock, events, peer)
 
     def _turn_away(self, peer: Peer, why: str) -> None:
-        self._turned_away.add(peer.where, why)
+        self._rejections.add(peer.where, why)
         self._drop(peer)
 
     def _drop(self, peer: Peer) -> None:

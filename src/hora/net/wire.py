@@ -85,7 +85,7 @@ def derived_secret(secret: bytes, purpose: str) -> bytes:
 class Credentials:
     """Credentials of both ends of a connection: a secret, what it is for, and who is at the client's end.
 
-    The purpose (a job, the hub of a world, a session of workers) is part of every handshake, so that what was said in
+    The purpose (a job, the tree of ranks, a session of workers) is part of every handshake, so that what was said in
     one place is worth nothing in another. `speaker`: the number of the worker or the rank whose key it is, where each
     has its own.
     """

@@ -23,7 +23,7 @@ from hora.launch.slots import Slot, place_ranks
 from hora.launch.watching import Watching
 from hora.net.address import interface_address
 from hora.net.wire import new_secret
-from hora.world import MeetingPoint
+from hora.world import RendezvousEndpoint
 
 __all__ = ["Coordinator", "driver_address"]
 
@@ -112,7 +112,7 @@ class Coordinator:
         events.stall_stacks = self._stall_stacks = StallStacks(self.rendezvous.ask, _tell)
         self.global_rendezv_port = self.rendezvous.port
         self._close = weakref.finalize(self, self.rendezvous.close)
-        self._meeting = MeetingPoint(kind="hora", address=address, port=self.rendezvous.port, job=job)
+        self._endpoint = RendezvousEndpoint(kind="hora", address=address, port=self.rendezvous.port, job=job)
         watching = Watching.wanted(variables())
         if watching is not None:
             try:
@@ -134,7 +134,7 @@ class Coordinator:
     def begin_anew(self) -> None:
         """Forget lost ranks: all ranks are there, as far as is known."""
         assert self.rendezvous is not None
-        worlds = {slot.rank: slot.world(self._meeting) for slot in self._slots()}
+        worlds = {slot.rank: slot.world(self._endpoint) for slot in self._slots()}
         # People know hosts by their names, not by Ray's ids of its nodes.
         named = {rank: replace(world, hostname=self._hostnames[rank]) for rank, world in worlds.items()}
         self._stall_stacks.worlds = named

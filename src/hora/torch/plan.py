@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from hora import engine
-from hora.engine.lane import PersistentReduction
 from hora.engine.request import Reduce, ReduceOp
+from hora.engine.schedule import PersistentReduction
 from hora.telemetry.meters import meter
 from hora.torch.basics import rank
 from hora.torch.compression import PowerSGD

@@ -5,7 +5,7 @@ Python. Memory of a member, `stride` bytes from the next one's: its counter on a
 at its end, whether the member sleeps. Between them is room for what the owner of the counters keeps there.
 
 A member that is about to sleep says so first and then looks once more; a member that publishes looks for sleepers
-afterwards. So either the sleeper sees the number, or it is seen to sleep and is woken (`verify/lane.pml`).
+afterwards. So either the sleeper sees the number, or it is seen to sleep and is woken (`verify/schedule.pml`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable
 
 from hora.engine.shm.futex import LINE_BYTES, SLICE_S, Counter, fence
-from hora.engine.shm.native import Group, library, new_patience
+from hora.engine.shm.native import GroupStruct, library, new_spin_policy
 
 __all__ = ["MEMBER_BYTES", "OPEN", "Counters", "interrupt_waits"]
 
@@ -52,10 +52,10 @@ class Counters:
         self.own, self.own_sleep = self.counters[member], asleep[member]
         # Each member begins with the next one, so that not all of them look at member 0 first.
         order = [(member + distance) % num_members for distance in range(1, num_members)]
-        self._peers = [(peer, self.counters[peer]) for peer in order]
+        self._bootstrap = [(peer, self.counters[peer]) for peer in order]
         self._asleep = [asleep[peer] for peer in order]
         self.address = self.counters[0].address
-        self.group = Group(self.address, stride, member, num_members, new_patience(num_members))
+        self.group = GroupStruct(self.address, stride, member, num_members, new_spin_policy(num_members))
         self._native = library()
         self._group_at = ctypes.addressof(self.group)
         self._late = ctypes.c_int32()
@@ -83,7 +83,7 @@ class Counters:
 
     def missing(self, value: int) -> list[int]:
         """The members that have not published this number."""
-        return [peer for peer, counter in self._peers if counter.value < value]
+        return [peer for peer, counter in self._bootstrap if counter.value < value]
 
     def wait(self, value: int, check_alive: Callable[[], None], *, limit_s: float, what: str) -> None:
         """Return when all members have published `value` or more.
@@ -109,7 +109,7 @@ class Counters:
 
     def _look(self, value: int) -> bool:
         """Return whether all have come; if not, a slice of time has passed."""
-        for _, counter in self._peers:
+        for _, counter in self._bootstrap:
             if counter.value < value and not counter.look(value) and not self._sleep(counter, value):
                 return False
         return True
@@ -133,11 +133,11 @@ class Counters:
         with contextlib.suppress(AttributeError):  # closed meanwhile
             if self.own_sleep.value:
                 self.own_sleep.set(0)  # where a repeated call sleeps; others sleep at the counters
-                for _, counter in self._peers:
+                for _, counter in self._bootstrap:
                     counter.wake()
 
     def close(self) -> None:
         """Let go of the memory."""
         _open.pop(id(self), None)
-        self.counters, self._peers, self._asleep = [], [], []
+        self.counters, self._bootstrap, self._asleep = [], [], []
         del self.own, self.own_sleep

@@ -1,14 +1,14 @@
-/* The way between hosts: an allreduce through each host's memory and connections between the carriers of the hosts. What
+/* The way between hosts: an allreduce through each host's memory and connections between the slice leaders of the hosts. What
  * it computes is what hierarchical.py computes in Python, bit for bit. Included by native.c alone.
  *
  * Carrier c of every host has slice c of each piece. It combines the slice of its host's members and exchanges it with
- * the carriers c of the other hosts. In one step: all send all they have to all, and each combines it. In two steps, for
+ * the slice leaders c of the other hosts. In one step: all send all they have to all, and each combines it. In two steps, for
  * what is larger, on more than two hosts: host h gets part h of the slice from all (A), combines it, and sends the result to
  * all (B). The hosts are combined in their order either way, so the bits do not depend on the cut. Staged data goes through
- * the host's memory; resident data lies there already, and each carrier has its slice of it to itself.
+ * the host's memory; resident data lies there already, and each slice leader has its slice of it to itself.
  *
  * A job may be half of an allreduce of resident data, of which every member owns a slice, in their order, host by host. A
- * carrier carries a part of what the members of each host own. SCATTER: it gets all members' sum of its part of this host's,
+ * slice leader carries a part of what the members of each host own. SCATTER: it gets all members' sum of its part of this host's,
  * for the owners. GATHER: it sends that to all, and gives what comes to all members of its host.
  *
  * A checked job, which nobody has announced, begins with a header on every stream. If those of all hosts are equal, they
@@ -34,12 +34,12 @@ struct stream {
 
 struct hosts { /* where a member is, and where everything is */
     char *memory; /* of the host: counters, inputs, results */
-    char *room; /* of a carrier alone */
-    char *headers; /* of a carrier: the one of each host */
-    struct stream *outgoing, *incoming; /* a carrier's, one for each host (its own ones are not used); else NULL */
+    char *room; /* of a slice leader alone */
+    char *headers; /* of a slice leader: the one of each host */
+    struct stream *outgoing, *incoming; /* a slice leader's, one for each host (its own ones are not used); else NULL */
     int64_t counter_bytes, inputs_at, results_at, slice_room, piece_room;
-    int32_t member, num_local, num_carriers, host, num_hosts, num_results, num_rooms;
-    struct patience patience;
+    int32_t member, num_local, num_leaders, host, num_hosts, num_results, num_rooms;
+    struct spin_policy patience;
 };
 
 struct numbers { /* what is done to them */
@@ -53,9 +53,9 @@ struct hosts_job {
     char *const *outputs, *const *residuals; /* of each tensor; `residuals` may be NULL */
     const int64_t *starts; /* elements before each tensor, and of all at the end */
     const float *weights; /* of the hosts, in an average of half precision; else NULL */
-    int64_t num_tensors, begin, end; /* `begin`, `end`: this carrier's elements of resident data; of staged data all */
+    int64_t num_tensors, begin, end; /* `begin`, `end`: this slice leader's elements of resident data; of staged data all */
     int64_t most, first, num_pieces; /* `most` elements make a slice */
-    const int64_t *begins, *counts; /* of half an allreduce: this carrier's part of what each host owns */
+    const int64_t *begins, *counts; /* of half an allreduce: this slice leader's part of what each host owns */
     int64_t first_owned, owned; /* the first element that this host owns, and how many each member does */
     struct numbers inside, between, last; /* of members, of hosts; of the result, where a code comes in between */
     double stage; /* times this before anything else */
@@ -160,17 +160,17 @@ static int64_t *received_by(const struct hosts *hosts, int member) {
     return (int64_t *)(void *)(hosts->memory + (2 * member + 1) * hosts->counter_bytes);
 }
 
-static char *input_of(const struct hosts *hosts, int64_t piece, int member, int carrier) {
+static char *input_of(const struct hosts *hosts, int64_t piece, int member, int leader) {
     int64_t at = (int64_t)member * NUM_INPUTS + piece % NUM_INPUTS;
-    return hosts->memory + hosts->inputs_at + at * hosts->piece_room + carrier * hosts->slice_room;
+    return hosts->memory + hosts->inputs_at + at * hosts->piece_room + leader * hosts->slice_room;
 }
 
-static char *result_of(const struct hosts *hosts, int64_t piece, int carrier) {
+static char *result_of(const struct hosts *hosts, int64_t piece, int leader) {
     return hosts->memory + hosts->results_at + piece % hosts->num_results * hosts->piece_room +
-           carrier * hosts->slice_room;
+           leader * hosts->slice_room;
 }
 
-/* A carrier's own rooms: for each of some pieces what the host has together, the same in code, and a result in code; for each
+/* A slice leader's own rooms: for each of some pieces what the host has together, the same in code, and a result in code; for each
  * host what comes from it, and that decoded; and what was lost. */
 enum room { OURS, CODED, RECODED, NUM_RINGS };
 
@@ -190,9 +190,9 @@ static int64_t size_of(const struct hosts_job *job) { return (int64_t)item_bytes
 
 struct span { int64_t begin, count; }; /* elements; none: count <= 0 */
 
-/* The slice of a carrier in a piece of this job. */
-static struct span slice_of(const struct hosts_job *job, int64_t index, int carrier) {
-    int64_t number = job->resident ? index : index * job->hosts->num_carriers + carrier;
+/* The slice of a slice leader in a piece of this job. */
+static struct span slice_of(const struct hosts_job *job, int64_t index, int leader) {
+    int64_t number = job->resident ? index : index * job->hosts->num_leaders + leader;
     struct span span = {job->begin + number * job->most, job->most};
     if (span.count > job->end - span.begin) span.count = job->end - span.begin;
     return span;
@@ -246,7 +246,7 @@ static void copy_elements(const struct hosts_job *job, const char *const *tensor
 
 static const char *const *constant(char *const *tensors) { return (const char *const *)(const void *)tensors; }
 
-/* Where the result of this carrier's slice is made. */
+/* Where the result of this slice leader's slice is made. */
 static char *result_place(const struct hosts_job *job, int64_t index, struct span span) {
     const struct hosts *hosts = job->hosts;
     char *out = NULL;
@@ -367,7 +367,7 @@ static void tell(const struct hosts *hosts, int64_t *word, int64_t value) {
 
 static void fill(const struct hosts_job *job, int64_t index) {
     const struct hosts *hosts = job->hosts;
-    for (int c = 0; c < hosts->num_carriers; c++) {
+    for (int c = 0; c < hosts->num_leaders; c++) {
         struct span span = slice_of(job, index, c);
         if (span.count <= 0) return;
         if (c == hosts->member && own_data(job, span)) continue; /* combined where it is */
@@ -384,7 +384,7 @@ static void stage_operands(const struct hosts_job *job, struct span span, const 
     }
 }
 
-/* This carrier's part, in this piece, of what host h owns. */
+/* This slice leader's part, in this piece, of what host h owns. */
 static struct span half_of(const struct hosts_job *job, int64_t index, int h) {
     struct span span = {job->begins[h] + index * job->most, job->counts[h] - index * job->most};
     if (span.count > job->most) span.count = job->most;
@@ -625,7 +625,7 @@ static int receive_rest(struct hosts_job *job, int64_t index, long slice_ns) {
 
 static void read_out(const struct hosts_job *job, int64_t index) {
     const struct hosts *hosts = job->hosts;
-    for (int c = 0; c < hosts->num_carriers; c++) {
+    for (int c = 0; c < hosts->num_leaders; c++) {
         struct span span = slice_of(job, index, c);
         if (span.count <= 0) return;
         if (hosts->num_local == 1 && in_one_place(job, constant(job->outputs), span)) continue; /* it was made there */
@@ -638,7 +638,7 @@ static void read_out(const struct hosts_job *job, int64_t index) {
  * Every member works on piece k in this order, always: fill k, combine k - 1, receive k - 1 - window, in two steps the rest of
  * k - 1 - 2 * window, read out the one before that. So both ends of a stream know which message comes next; one that has
  * filled piece n has combined all up to n - 2 and read all up to n - 3 - lag: with NUM_INPUTS places for inputs and lag + 3 for
- * results no member has to say more than how far it has filled, and a carrier how far it has received. Piece numbers run on
+ * results no member has to say more than how far it has filled, and a slice leader how far it has received. Piece numbers run on
  * from one staged job to the next. Before a piece is received, it has been sent: so no two hosts wait for one another.
  */
 int hora_between_hosts(struct hosts_job *job, long slice_ns) {
@@ -646,7 +646,7 @@ int hora_between_hosts(struct hosts_job *job, long slice_ns) {
     int carries = hosts->outgoing != NULL, staged = !job->resident, num_local = hosts->num_local;
     int64_t lag = job->two_steps ? 2 * job->window : job->window, at;
     int outcome;
-    begin_patience(&hosts->patience);
+    begin_spinning(&hosts->patience);
     if (carries && job->check && job->greeting == TO_SEND && greet(job) < 0) return BROKEN;
     if (carries && job->check == AT_ONCE && job->greeting == SENT && (outcome = compare(job, slice_ns)) != COMPLETE) return outcome;
     for (; job->number < job->num_pieces + lag + 2; job->number++, job->step = FILL) {
@@ -654,7 +654,7 @@ int hora_between_hosts(struct hosts_job *job, long slice_ns) {
         switch (job->step) {
         case FILL:
             if (staged && number < job->num_pieces) {
-                at = job->first + number - 2; /* a carrier has waited for that to combine it */
+                at = job->first + number - 2; /* a slice leader has waited for that to combine it */
                 if (!carries && number > 1 && !all_reached(job, filled_by, num_local, at, slice_ns)) return NOT_YET;
                 fill(job, number);
                 tell(hosts, filled_by(hosts, hosts->member), job->first + number + 1);
@@ -684,7 +684,7 @@ int hora_between_hosts(struct hosts_job *job, long slice_ns) {
         case READ_OUT:
             at = number - 2 - lag;
             if (staged && at >= 0) {
-                if (!all_reached(job, received_by, hosts->num_carriers, job->first + at, slice_ns)) return NOT_YET;
+                if (!all_reached(job, received_by, hosts->num_leaders, job->first + at, slice_ns)) return NOT_YET;
                 read_out(job, at);
             }
         }

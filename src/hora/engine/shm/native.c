@@ -59,7 +59,7 @@ static void sleep_on(const int64_t *word, int64_t seen, long slice_ns) {
 /* How long to look before sleeping is learnt, by the rules of futex.py. `many`: how long where that has been worth while; more
  * where there are cores to spare.
  */
-struct patience {
+struct spin_policy {
     int32_t looks, patience, tally, many;
 };
 
@@ -72,11 +72,11 @@ static int64_t now_ns(void) {
     return now.tv_sec * (int64_t)1000000000 + now.tv_nsec;
 }
 
-static void begin_patience(struct patience *it) {
+static void begin_spinning(struct spin_policy *it) {
     if (!it->looks) it->looks = FEW_LOOKS, it->patience = LEAST_PATIENCE;
 }
 
-static void learn(struct patience *it, int64_t slept_ns) {
+static void learn(struct spin_policy *it, int64_t slept_ns) {
     if (it->looks == it->many) {
         if (++it->tally >= MISSES) {
             it->looks = FEW_LOOKS, it->tally = 0;
@@ -92,7 +92,7 @@ static void learn(struct patience *it, int64_t slept_ns) {
 /* Whether the value is `target`; if not, a slice has passed, or somebody wants this thread to look up, and has woken it without a
  * new value. `sleeps` says meanwhile that its owner has to be woken; NULL: the others wake whoever may be there.
  */
-static int patiently(const int64_t *word, int64_t target, struct patience *it, long slice_ns, int64_t *sleeps) {
+static int patiently(const int64_t *word, int64_t target, struct spin_policy *it, long slice_ns, int64_t *sleeps) {
     if (look(word, target, it->looks)) {
         if (it->looks == it->many) it->tally = 0;
         return 1;
@@ -116,7 +116,7 @@ struct group {
     char *words;
     int64_t stride;
     int32_t member, num_members;
-    struct patience patience;
+    struct spin_policy patience;
 };
 
 enum { SLEEPS_AT = 120 };
@@ -137,7 +137,7 @@ static void publish(const struct group *group, int64_t value) {
 static int all_have(struct group *group, int64_t value, int32_t *late, long slice_ns) {
     int64_t *own_sleep = sleeps(group, group->member);
     int found = 1;
-    begin_patience(&group->patience);
+    begin_spinning(&group->patience);
     for (int distance = 1; distance < group->num_members; distance++) {
         int peer = (group->member + distance) % group->num_members;
         const int64_t *word = counter_of(group, peer);
@@ -309,7 +309,7 @@ static const int32_t layouts[][36] = {
      AT(stream, in_record), AT(stream, socket), AT(stream, sealed), AT(stream, queue)},
     {sizeof(struct hosts), AT(hosts, memory), AT(hosts, room), AT(hosts, headers), AT(hosts, outgoing),
      AT(hosts, incoming), AT(hosts, counter_bytes), AT(hosts, inputs_at), AT(hosts, results_at), AT(hosts, slice_room),
-     AT(hosts, piece_room), AT(hosts, member), AT(hosts, num_local), AT(hosts, num_carriers), AT(hosts, host),
+     AT(hosts, piece_room), AT(hosts, member), AT(hosts, num_local), AT(hosts, num_leaders), AT(hosts, host),
      AT(hosts, num_hosts), AT(hosts, num_results), AT(hosts, num_rooms), AT(hosts, patience)},
     {sizeof(struct numbers), AT(numbers, prescale), AT(numbers, factor), AT(numbers, dtype), AT(numbers, finish)},
     {sizeof(struct hosts_job), AT(hosts_job, hosts), AT(hosts_job, inputs), AT(hosts_job, outputs),

@@ -29,17 +29,17 @@ __all__ = [
     "SHORT_BYTES",
     "Allreduce",
     "AllreduceSpec",
-    "Group",
+    "GroupStruct",
     "Library",
-    "Patience",
+    "SpinPolicy",
     "Repeated",
-    "Ring",
+    "RingStruct",
     "Sum",
     "absence",
     "addresses",
     "fields",
     "library",
-    "new_patience",
+    "new_spin_policy",
 ]
 
 _VERSION = 15  # VERSION of native.c
@@ -75,8 +75,8 @@ def fields(declaration: str) -> list[tuple[str, Any]]:
     return [(name, _TYPES[kind]) for name in names]
 
 
-class Patience(ctypes.Structure):
-    """Time to spin before sleeping: `struct patience`."""
+class SpinPolicy(ctypes.Structure):
+    """Time to spin before sleeping: `struct spin_policy`."""
 
     _fields_ = fields("int32 looks patience tally many")
 
@@ -87,31 +87,31 @@ _MANY_LOOKS = 600
 _MANY_LOOKS_TO_SPARE = 4000
 
 
-def new_patience(num_members: int) -> Patience:
+def new_spin_policy(num_members: int) -> SpinPolicy:
     """Of one member of so many on this host."""
     spare = len(os.sched_getaffinity(0)) >= 2 * num_members
-    return Patience(many=_MANY_LOOKS_TO_SPARE if spare else _MANY_LOOKS)
+    return SpinPolicy(many=_MANY_LOOKS_TO_SPARE if spare else _MANY_LOOKS)
 
 
-class Group(ctypes.Structure):
+class GroupStruct(ctypes.Structure):
     """The counters of a group's members (`counters`): `struct group`."""
 
     _fields_ = (
         *fields("pointer words"),
         *fields("int64 stride"),
         *fields("int32 member num_members"),
-        ("patience", Patience),
+        ("patience", SpinPolicy),
     )
 
 
-class Ring(ctypes.Structure):
+class RingStruct(ctypes.Structure):
     """The slots and counters of a ring: `struct ring`."""
 
     _fields_ = (
         *fields("pointer slots results"),
         *fields("int64 slot_bytes"),
         *fields("int32 depth ahead"),
-        ("group", Group),
+        ("group", GroupStruct),
     )
 
 
@@ -119,7 +119,7 @@ class Allreduce(ctypes.Structure):
     """An allreduce through a ring, and how far it has come: `struct job`."""
 
     _fields_ = (
-        ("ring", ctypes.POINTER(Ring)),
+        ("ring", ctypes.POINTER(RingStruct)),
         *fields("pointer inputs outputs counts"),
         *fields("int64 total first_step lag filled drained"),
         *fields("int32 dtype finish direct late"),
@@ -132,7 +132,7 @@ class AllreduceSpec(ctypes.Structure):
     """The common part of all allreduces with one signature: `struct spec`."""
 
     _fields_ = (
-        ("ring", ctypes.POINTER(Ring)),
+        ("ring", ctypes.POINTER(RingStruct)),
         *fields("int64 count"),
         ("digest", ctypes.c_uint8 * 16),
         *fields("int32 dtype finish direct staged"),
@@ -145,7 +145,7 @@ class Repeated(ctypes.Structure):
     """Repeated allreduces of one tensor, one after the other: `struct repeated`."""
 
     _fields_ = (
-        ("group", Group),
+        ("group", GroupStruct),
         *fields("pointer heads round fed"),
         *fields("int64 head_bytes"),
         *fields("int32 late"),
@@ -185,7 +185,7 @@ class Library:
         if found != _VERSION:
             raise OSError(f"{path.name} is version {found}, not {_VERSION}: it was built from another source")
         self.long = long  # for callers with structures of their own
-        self.check(Group, Ring, Allreduce, AllreduceSpec, Repeated)
+        self.check(GroupStruct, RingStruct, Allreduce, AllreduceSpec, Repeated)
         self.has_float16 = bool(long.hora_has_f16())
         for reduce in (long.hora_reduce, short.hora_reduce):
             reduce.argtypes = (

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hora.engine.lane import Lane, PersistentReduction
 from hora.engine.request import Kind, Reduce
+from hora.engine.schedule import PersistentReduction, ReductionSchedule
 from hora.engine.shm.futex import LINE_BYTES
 from hora.engine.shm.native import library
 from hora.engine.shm.segment import aligned
@@ -66,7 +66,7 @@ class SharedMemoryReduction(PersistentReduction):
 
     def __init__(
         self,
-        lane: Lane,
+        schedule: ReductionSchedule,
         kind: Kind,
         places: Sequence[Tensors],
         *,
@@ -75,7 +75,7 @@ class SharedMemoryReduction(PersistentReduction):
         out: torch.Tensor | None = None,
         ends_together: bool = False,
     ) -> None:
-        super().__init__(lane, kind, places[0][lane.member], name=name, reduce=reduce, out=out)
+        super().__init__(schedule, kind, places[0][schedule.member], name=name, reduce=reduce, out=out)
         self.places = places
         self._scatters = kind is Kind.REDUCESCATTER
         self._ends_together = ends_together or out is None
@@ -85,21 +85,21 @@ class SharedMemoryReduction(PersistentReduction):
     @property
     def turn(self) -> int:
         """Return the index of the place that takes the data of the next step."""
-        return self.lane.turn(self._index, len(self.places))
+        return self.schedule.turn(self._index, len(self.places))
 
     def execute_direct(self, number: int, absent: Sequence[int]) -> bool:
-        turn = self.lane.turn_of(number, len(self.places)) if len(self.places) > 1 else 0
+        turn = self.schedule.turn_of(number, len(self.places)) if len(self.places) > 1 else 0
         if absent:
             self._reduce_without(absent, number, turn)
             return True
         self._work[turn]()
         if self._ends_together:
-            self.lane.end_together(number)
+            self.schedule.end_together(number)
         return True
 
     def _prepared(self, views: Tensors) -> Callable[[], None]:
         """This member's part of the work."""
-        arithmetic, out, member = self._arithmetic, self.out, self.lane.member
+        arithmetic, out, member = self._arithmetic, self.out, self.schedule.member
         if not self._scatters and out is not None:
             if arithmetic.sum is not None:
                 return arithmetic.reduction(views, out)
@@ -116,7 +116,7 @@ class SharedMemoryReduction(PersistentReduction):
     def _reduce_without(self, absent: Sequence[int], number: int, turn: int) -> None:
         """Some members have joined, and add nothing."""
         if self._scatters:
-            joined = ", ".join(str(self.lane.ranks[peer]) for peer in absent)
+            joined = ", ".join(str(self.schedule.ranks[peer]) for peer in absent)
             raise HorovodInternalError(
                 f"REDUCESCATTER is not supported with Join: rank(s) {joined} have joined already ({self._name})"
             )
@@ -128,5 +128,5 @@ class SharedMemoryReduction(PersistentReduction):
         result = torch.empty_like(views[0]) if self.out is None else self.out
         self._arithmetic.reduce(views, result, torch.empty_like(result))
         if self.out is None:
-            self.lane.end_together(number)  # all have read the data
+            self.schedule.end_together(number)  # all have read the data
             self._mine.copy_(result)

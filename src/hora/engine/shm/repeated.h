@@ -1,4 +1,4 @@
-/* A repeated allreduce (agree/shared_memory.py has the rules): publish a record, wait for the others' equal ones, reduce. What fits a
+/* A repeated allreduce (negotiation/shared_memory.py has the rules): publish a record, wait for the others' equal ones, reduce. What fits a
  * slot is staged there before the record is published; anything else goes through the ring when all records are there.
  * Each member has four lines: its ticket and its sleep word (`struct group`), and four records. Included by native.c alone.
  *
@@ -105,8 +105,8 @@ static int sleep_unless_news(struct repeated *it, const int64_t *word, long slic
 
 /* WAITING, DIFFERENT, or MOVING when all members have published this very record. */
 static int agree(struct repeated *it, long slice_ns) {
-    struct patience *patience = &it->group.patience;
-    begin_patience(patience);
+    struct spin_policy *patience = &it->group.patience;
+    begin_spinning(patience);
     for (int distance = 1; distance < it->group.num_members; distance++) {
         int peer = (it->group.member + distance) % it->group.num_members;
         const int64_t *word = counter_of(&it->group, peer);

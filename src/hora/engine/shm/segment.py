@@ -1,7 +1,7 @@
 """Memory shared by the ranks of one host.
 
 A segment is an anonymous memory file: it has no name in any file system, so a SIGKILL anywhere leaves nothing
-behind and the size of `/dev/shm` is no limit. Its descriptor travels over a local socket (`hub`). The bytes
+behind and the size of `/dev/shm` is no limit. Its descriptor travels over a local socket (`control_tree`). The bytes
 are reserved when it is made, so a full machine is an error here and never a SIGBUS later.
 """
 

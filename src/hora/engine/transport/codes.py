@@ -1,9 +1,8 @@
 """Compression between hosts: half precision, or a byte each with a scale for every block.
 
-Inside a host everything is float32. A carrier encodes its host's part on the way out and decodes what comes in, and all
-hosts, the sender's too, go on with what was decoded: results have the same bits everywhere. What encoding loses is kept
-by the caller that asks for it (`residual`) and added the next time. The native part does the same
-(`hosts.h`).
+Inside a host everything is float32. A slice leader encodes its host's part on the way out and decodes what comes in,
+and all hosts, the sender's too, go on with what was decoded: results have the same bits everywhere. What encoding loses
+is kept by the caller that asks for it (`residual`) and added the next time. The native part does the same (`hosts.h`).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * _HANDLE_BYTES),)
 
 
-class _Memory:
+class _DeviceMemory:
     """Some memory of the GPU that was the current one when it was made."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -47,7 +47,7 @@ class _Memory:
             self._address.value = 0
 
 
-class Shared(_Memory):
+class Shared(_DeviceMemory):
     """New memory that other processes may map by its `handle`."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -66,7 +66,7 @@ class Shared(_Memory):
         self._let_go("cuMemFree_v2")
 
 
-class Mapped(_Memory):
+class Mapped(_DeviceMemory):
     """Device memory of another process, mapped here."""
 
     def __init__(self, handle: str, num_bytes: int) -> None:

@@ -15,7 +15,7 @@ from hora.engine.transport.base import Tensors, Transport
 from hora.engine.transport.cuda_ipc import copy_by_engine, copy_to_host
 from hora.engine.transport.packing import Buffers, portions
 
-__all__ = ["CudaStagingTransport", "Stage", "copy_to_gpu", "mark"]
+__all__ = ["CudaStagingTransport", "PinnedStage", "copy_to_gpu", "mark"]
 
 _PORTION_BYTES = 4 * 2**20
 _KEEP_BYTES = 64 * 2**20
@@ -126,7 +126,7 @@ class CudaStagingTransport:
         self._emptied[purpose] = mark()
 
 
-class Stage:
+class PinnedStage:
     """Pinned memory for tensors of one size, one piece for each stream: copies on a stream are in order, so that what
     is queued from a piece is copied before new data comes into it.
     """

@@ -17,7 +17,7 @@ import torch
 from hora.engine.request import Reduce
 from hora.engine.transport.arithmetic import SERIAL_ELEMENTS, Arithmetic, adasum, arithmetic_of
 from hora.engine.transport.base import Tensors
-from hora.engine.transport.group import Group, Pending
+from hora.engine.transport.group import PeerGroup, Work
 from hora.engine.transport.nccl import NcclGroup
 from hora.engine.transport.packing import Buffers, InTwoHalves, as_bytes, overlap, pack, portions, runs, spread, unpack
 
@@ -50,7 +50,7 @@ class DistributedTransport:
 
     def __init__(
         self,
-        group: Group,
+        group: PeerGroup,
         member: int,
         num_members: int,
         device: str | torch.device = "cpu",
@@ -147,17 +147,17 @@ class DistributedTransport:
 
     def start_alltoall(
         self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
-    ) -> Pending:
+    ) -> Work:
         """Begin an alltoall, for `finish`."""
         # Rows beyond the counts stay at home.
         return self._group.start_alltoall(output, input[: sum(send_counts)], receive_counts, send_counts)
 
-    def start_gather(self, own: torch.Tensor, gathered: torch.Tensor, counts: Sequence[int]) -> Pending:
+    def start_gather(self, own: torch.Tensor, gathered: torch.Tensor, counts: Sequence[int]) -> Work:
         """Begin to gather one tensor of all members, for `finish`; `gathered` is contiguous in member order."""
         sizes = [count * own.itemsize for count in counts]
         return self._group.start_allgather(as_bytes(gathered), as_bytes(own), sizes)
 
-    def finish(self, pending: Pending) -> None:
+    def finish(self, pending: Work) -> None:
         """Wait for what was started."""
         self._group.finish(pending)
 

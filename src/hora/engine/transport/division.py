@@ -1,4 +1,4 @@
-"""The division of a collective's data over several hosts: into portions, and among members, hosts and carriers.
+"""The division of a collective's data over several hosts: into portions, and among members, hosts and slice leaders.
 
 No communication. `HierarchicalTransport` calls.
 """
@@ -20,10 +20,10 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Division:
-    """The division of one tensor among members, hosts and the carriers of this host.
+    """The division of one tensor among members, hosts and the slice leaders of this host.
 
     `counts[m]` elements belong to member m. A host's block is what belongs to its members, one after another, and
-    `shares[h][c]` elements of host h's block are carried by carrier c of every host.
+    `shares[h][c]` elements of host h's block are carried by slice leader c of every host.
     """
 
     hosts: Sequence[Sequence[int]]
@@ -39,22 +39,22 @@ class Division:
         """Return how much of a host's block belongs to each of its members."""
         return [self.counts[member] for member in self.hosts[host]]
 
-    def by_carrier(self, members: Tensors, out: torch.Tensor) -> None:
-        """Bring the members' parts into the order of carriers: for each of them, its share of every host's block."""
+    def by_leader(self, members: Tensors, out: torch.Tensor) -> None:
+        """Bring the members' parts into the order of slice leaders: for each, its share of every host's block."""
         shares = self._shares(out)
         for number, host in enumerate(self.hosts):
             block = torch.cat([members[member] for member in host])
             unpack(block, shares[number :: len(self.hosts)])
 
     def by_member(self, arranged: torch.Tensor, members: Tensors) -> None:
-        """Undo `by_carrier`."""
+        """Undo `by_leader`."""
         shares = self._shares(arranged)
         for number, host in enumerate(self.hosts):
             block = torch.cat(shares[number :: len(self.hosts)])
             unpack(block, [members[member] for member in host])
 
     def _shares(self, arranged: torch.Tensor) -> list[torch.Tensor]:
-        return list(arranged.split([size for carrier in zip(*self.shares, strict=True) for size in carrier]))
+        return list(arranged.split([size for leader in zip(*self.shares, strict=True) for size in leader]))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Store
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.base import AliveCheck, Transport
 from hora.engine.transport.cuda import CudaTransport
-from hora.engine.transport.group import Group, connect
+from hora.engine.transport.group import PeerGroup, connect
 from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.local import LocalTransport
 from hora.engine.transport.shm import ShmTransport
@@ -87,7 +87,7 @@ def between_hosts(topology: Topology, local: Transport) -> HierarchicalTransport
     )
 
 
-def _group(topology: Topology, name: str, members: Sequence[int]) -> Group:
+def _group(topology: Topology, name: str, members: Sequence[int]) -> PeerGroup:
     """Connections between some members, who call this together."""
     me, num_members = list(members).index(topology.member), len(members)
     check_alive, limit_s = topology.check_alive, _COLLECTIVE_LIMIT_S

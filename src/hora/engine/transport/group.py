@@ -20,7 +20,7 @@ import torch
 from hora.engine.transport.base import AliveCheck
 from hora.errors import HorovodInternalError
 
-__all__ = ["SLICE", "Group", "Pending", "connect"]
+__all__ = ["SLICE", "PeerGroup", "Work", "connect"]
 
 SLICE = timedelta(milliseconds=50)
 # A backend notices a broken connection before the engine has learnt who died, but only the engine can name the rank.
@@ -29,10 +29,10 @@ _GRACE_S = 1.5
 T = TypeVar("T")
 
 # Work under way, and what it is called in messages.
-Pending = tuple[Any, str]
+Work = tuple[Any, str]
 
 
-class Group(ABC):
+class PeerGroup(ABC):
     """Base of all groups. Members start the same exchanges in the same order."""
 
     backend = "none"
@@ -45,18 +45,18 @@ class Group(ABC):
     @abstractmethod
     def start_alltoall(
         self, output: torch.Tensor, input: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
-    ) -> Pending:
+    ) -> Work:
         """Element counts per member; everything travels directly from sender to receiver, in one step."""
 
     @abstractmethod
-    def start_allgather(self, output: torch.Tensor, input: torch.Tensor, counts: Sequence[int]) -> Pending:
+    def start_allgather(self, output: torch.Tensor, input: torch.Tensor, counts: Sequence[int]) -> Work:
         """Every member's elements, so many of each, in member order."""
 
     @abstractmethod
-    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         """The root's bytes into all members' tensors."""
 
-    def finish(self, pending: Pending) -> None:
+    def finish(self, pending: Work) -> None:
         """Wait for what was started; several may be under way."""
         try:
             self._wait(*pending)

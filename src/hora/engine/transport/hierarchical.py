@@ -1,7 +1,7 @@
 """The transport of a set whose members are on several hosts: memory inside a host, a group between hosts.
 
-Every host has carriers, as many as the smallest host has members. Carrier i of all hosts form a group
-and carry slice i of everything, so that each byte crosses the network once per host and all carriers work
+Every host has slice leaders, as many as the smallest host has members. Slice leader i of all hosts form a group
+and carry slice i of everything, so that each byte crosses the network once per host and all slice leaders work
 at the same time.
 
 Reductions combine the members of each host in member order, then the hosts in the order of their first members; every
@@ -31,7 +31,7 @@ from hora.engine.transport.base import AliveCheck, Tensors, Transport
 from hora.engine.transport.codes import CODES, Code
 from hora.engine.transport.distributed import DistributedTransport
 from hora.engine.transport.division import Division, Portion, consecutive, portions, where
-from hora.engine.transport.group import Group
+from hora.engine.transport.group import PeerGroup
 from hora.engine.transport.native_hosts import HEADER_BYTES, Cut, NativeHosts, Scaling, cut_for
 from hora.engine.transport.packing import Buffers, InTwoHalves, complete, copy, overlap, spread, total, unpack
 from hora.engine.transport.stream import StreamGroup
@@ -66,7 +66,7 @@ class HierarchicalTransport:
         member: int,
         *,
         share: Callable[[int], Segment],
-        connect: Callable[[str, Sequence[int]], Group],
+        connect: Callable[[str, Sequence[int]], PeerGroup],
         native: bool = False,
         check_alive: AliveCheck,
         limit_s: float,
@@ -78,28 +78,28 @@ class HierarchicalTransport:
         (self._host,) = (h for h, host in enumerate(self._hosts) if member in host)
         self._here = self._hosts[self._host]
         self._index = self._here.index(member)
-        self._num_carriers = min(len(host) for host in self._hosts)
+        self._num_leaders = min(len(host) for host in self._hosts)
         sizes = [len(host) for host in self._hosts]
         self._weights = () if min(sizes) == max(sizes) else tuple(sizes)
         self._connect = connect
-        self._carriers: Group | None = None
+        self._leaders: PeerGroup | None = None
         self._between: DistributedTransport | None = None
         self._flat: DistributedTransport | None = None
         self.name = local.name
-        if self._index < self._num_carriers:
-            group = connect(f"carrier{self._index}", [host[self._index] for host in self._hosts])
+        if self._index < self._num_leaders:
+            group = connect(f"leader{self._index}", [host[self._index] for host in self._hosts])
             self._between = DistributedTransport(group, self._host, len(self._hosts), weights=self._weights)
-            self._carriers = group
+            self._leaders = group
             self.name = group.backend if self._apart is not None else f"{local.name}+{group.backend}"
         self._native: NativeHosts | None = None
         if native:
-            assert self._carriers is None or isinstance(self._carriers, StreamGroup), self._carriers
+            assert self._leaders is None or isinstance(self._leaders, StreamGroup), self._leaders
             self._native = NativeHosts(
                 share,
-                self._carriers,
+                self._leaders,
                 index=self._index,
                 num_local=len(self._here),
-                num_carriers=self._num_carriers,
+                num_leaders=self._num_leaders,
                 host=self._host,
                 num_hosts=len(self._hosts),
                 check_alive=check_alive,
@@ -170,7 +170,7 @@ class HierarchicalTransport:
         return True
 
     def _spans(self, owned: int) -> list[range]:
-        """This carrier's part of what each host owns."""
+        """This slice leader's part of what each host owns."""
         spans = []
         for host in self._hosts:
             shares = self._carried(len(host) * owned)
@@ -189,7 +189,7 @@ class HierarchicalTransport:
 
     def refuse(self, most_records: int) -> None:
         """Let the other hosts find a header that is none, instead of the next `allreduce_unannounced` here."""
-        group = self._carriers
+        group = self._leaders
         if group is None:
             return
         self._lend(most_records)
@@ -237,16 +237,16 @@ class HierarchicalTransport:
 
     def _lend(self, most_records: int) -> None:
         """Do as if the native part had made records, so that both ends go on with the same key whatever makes them."""
-        if self._native is not None and isinstance(self._carriers, StreamGroup):
-            with self._carriers.lent(most_records):
+        if self._native is not None and isinstance(self._leaders, StreamGroup):
+            with self._leaders.lent(most_records):
                 pass
 
     def _have_all(self, header: bytes, most_records: int) -> bool:
-        assert self._carriers is not None
+        assert self._leaders is not None
         self._lend(most_records)
         mine = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         (found,) = self._take("headers", [HEADER_BYTES * len(self._hosts)], torch.uint8)
-        self._carriers.finish(self._carriers.start_allgather(found, mine, [HEADER_BYTES] * len(self._hosts)))
+        self._leaders.finish(self._leaders.start_allgather(found, mine, [HEADER_BYTES] * len(self._hosts)))
         return all(torch.equal(mine, each) for each in found.split(HEADER_BYTES))
 
     def _make_steps(self, reduce: Reduce, dtype: torch.dtype) -> _Steps:
@@ -280,14 +280,14 @@ class HierarchicalTransport:
     # The same in Python.
 
     def _allreduce_in_python(self, inputs: Tensors, outputs: Tensors, reduce: Reduce, residuals: Tensors) -> None:
-        dtype, num_carriers = inputs[0].dtype, self._num_carriers
-        steps, cut = self._steps(reduce, dtype), self._cut(total(inputs), dtype, num_carriers, reduce)
+        dtype, num_leaders = inputs[0].dtype, self._num_leaders
+        steps, cut = self._steps(reduce, dtype), self._cut(total(inputs), dtype, num_leaders, reduce)
         whole = torch.cat(list(inputs))
         lost = torch.cat(list(residuals)) if residuals else None
-        for begin in range(0, whole.numel(), cut.most * num_carriers):
-            piece = whole[begin : begin + cut.most * num_carriers]
-            counts = [max(min(cut.most, piece.numel() - c * cut.most), 0) for c in range(num_carriers)]
-            counts += [0] * (len(self._here) - num_carriers)
+        for begin in range(0, whole.numel(), cut.most * num_leaders):
+            piece = whole[begin : begin + cut.most * num_leaders]
+            counts = [max(min(cut.most, piece.numel() - c * cut.most), 0) for c in range(num_leaders)]
+            counts += [0] * (len(self._here) - num_leaders)
             (mine,) = self._take("mine0", [counts[self._index]], dtype)
             self._local.reducescatter([piece], [mine], [counts], steps.inside)
             if mine.numel():
@@ -305,7 +305,7 @@ class HierarchicalTransport:
         return Cut(max(_PORTION_BYTES // (dtype.itemsize * num_slices), 1), two_steps=False)
 
     def _reduce_resident(self, slices: Tensors, reduce: Reduce, residual: torch.Tensor | None) -> None:
-        """This carrier's slice of the data of all members of this host."""
+        """This slice leader's slice of the data of all members of this host."""
         dtype, count = slices[0].dtype, slices[0].numel()
         steps, cut, mine = self._steps(reduce, dtype), self._cut(count, dtype, 1, reduce), slices[self._index]
         inside = arithmetic_of(steps.inside, dtype, len(slices))
@@ -321,14 +321,14 @@ class HierarchicalTransport:
 
     def _exchange(self, mine: torch.Tensor, residual: torch.Tensor | None, two_steps: bool, reduce: Reduce) -> None:
         """Make a slice of this host's numbers that of all hosts."""
-        assert self._carriers is not None
+        assert self._leaders is not None
         assert self._between is not None
         steps = self._steps(reduce, mine.dtype)
         if not reduce.code:
             self._between.allreduce([mine], [mine], steps.between)
             steps.end.finish_(mine)
             return
-        group, code, num_hosts = self._carriers, CODES[reduce.code.removesuffix("+")], len(self._hosts)
+        group, code, num_hosts = self._leaders, CODES[reduce.code.removesuffix("+")], len(self._hosts)
         combine = arithmetic_of(steps.between, mine.dtype, num_hosts).reduce
         scratch = self._buffers.take("scratch", mine.numel(), mine.dtype)
         if not two_steps:
@@ -394,7 +394,7 @@ class HierarchicalTransport:
         members = [division.block(self._host) for division in divisions]
         blocks = self._take(f"blocks{turn}", [sum(sizes) for sizes in members], dtype)
         self._local.allgather(portion.own, blocks, members)
-        # Between hosts: each carrier sends its share of this host's block, and gets the same share of all blocks.
+        # Between hosts: each slice leader sends its share of this host's block, and gets the same share of all blocks.
         carried = [division.carried for division in divisions]
         slices = self._take(f"slices{turn}", [each[self._index] for each in carried], dtype)
         pending = None
@@ -411,7 +411,7 @@ class HierarchicalTransport:
         yield
         if self._between is not None and pending is not None:
             self._between.finish(pending)
-        # Inside the host: the carriers' slices together are all blocks.
+        # Inside the host: the slice leaders' slices together are all blocks.
         arranged = self._take(f"arranged{turn}", [sum(sizes) for sizes in carried], dtype)
         self._local.allgather(slices, arranged, carried)
         for division, tensor, targets in zip(divisions, arranged, portion.members, strict=True):
@@ -466,15 +466,15 @@ class HierarchicalTransport:
 
     def _scatter(self, portion: Portion, reduce: Reduce) -> InTwoHalves:
         turn, dtype, divisions = portion.turn, portion.own[0].dtype, [self._divide(each) for each in portion.counts]
-        # Inside the host: each carrier gets its share of all hosts' blocks, combined over this host's members.
+        # Inside the host: each slice leader gets its share of all hosts' blocks, combined over this host's members.
         carried = [division.carried for division in divisions]
         arranged = self._take(f"arranged{turn}", [sum(sizes) for sizes in carried], dtype)
         for division, sources, out in zip(divisions, portion.members, arranged, strict=True):
-            division.by_carrier(sources, out)
+            division.by_leader(sources, out)
         slices = self._take(f"slices{turn}", [each[self._index] for each in carried], dtype)
         inside, between = self._stages(reduce, dtype)
         self._local.reducescatter(arranged, slices, carried, inside)
-        # Between hosts: each carrier gets its share of this host's block, combined over the hosts.
+        # Between hosts: each slice leader gets its share of this host's block, combined over the hosts.
         here = [division.shares[self._host] for division in divisions]
         reduced = self._take(f"reduced{turn}", [shares[self._index] for shares in here], dtype)
         under_way = None
@@ -486,7 +486,8 @@ class HierarchicalTransport:
             complete(under_way)
             for part in reduced:
                 self._end(reduce, part.dtype).finish_(part)
-        # Inside the host: the carriers' shares together are the host's block, of which each member takes its own part.
+        # Inside the host: the slice leaders' shares together are the host's block, of which each member takes its own
+        # part.
         blocks = self._take(f"blocks{turn}", [sum(shares) for shares in here], dtype)
         self._local.allgather(reduced, blocks, here)
         for division, block, output in zip(divisions, blocks, portion.own, strict=True):
@@ -532,15 +533,15 @@ class HierarchicalTransport:
 
     def _carried(self, total: int) -> list[int]:
         """Return how many of `total` elements each member of this host carries."""
-        idle = len(self._here) - self._num_carriers
-        return spread(total, self._num_carriers) + [0] * idle
+        idle = len(self._here) - self._num_leaders
+        return spread(total, self._num_leaders) + [0] * idle
 
     def _divide(self, counts: Sequence[int]) -> Division:
         blocks = [sum(counts[member] for member in host) for host in self._hosts]
         return Division(self._hosts, counts, [self._carried(size) for size in blocks])
 
     def _own_shares(self, divisions: Sequence[Division]) -> list[list[int]]:
-        """Return this carrier's share of each host's block."""
+        """Return this slice leader's share of each host's block."""
         return [[shares[self._index] for shares in division.shares] for division in divisions]
 
     def _take(self, purpose: str, sizes: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:

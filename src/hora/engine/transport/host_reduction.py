@@ -1,12 +1,12 @@
 """Gradient buckets over several hosts: the data of each host's members lies in that host's memory, and connections of
-its own carry what a lane executes between the hosts.
+its own carry what a schedule executes between the hosts.
 
     apart --an item that was announced, and that all members took part in--> connected
     connected --an item that is void--> apart
 
-Apart, every item is announced. Connected, none is: the members of a host meet in its memory (`lane`), and what a host
-sends of an item begins with a header: which item it is since they were connected, which bucket, and a digest of all
-buckets. A host that has something else to do (a member has joined) sends a header that no host expects. Every host
+Apart, every item is announced. Connected, none is: the members of a host meet in its memory (`schedule`), and what a
+host sends of an item begins with a header: which item it is since they were connected, which bucket, and a digest of
+all buckets. A host that has something else to do (a member has joined) sends a header that no host expects. Every host
 hears every other one before it writes a result, so all find the item void, or none does. The item is announced then,
 and the connections, in which bytes are left that nobody will read, are closed when they are made anew.
 
@@ -22,9 +22,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hora.engine.lane import Lane, PersistentReduction
 from hora.engine.plan import Part
 from hora.engine.request import Key, Kind, Reduce, Request
+from hora.engine.schedule import PersistentReduction, ReductionSchedule
 from hora.engine.transport.base import AliveCheck, Transport
 from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.errors import HorovodInternalError
@@ -35,7 +35,7 @@ _HEADER = struct.Struct("<qq16s")
 
 
 class HostLink:
-    """The connections of this member of a lane with other hosts.
+    """The connections of this member of a schedule with other hosts.
 
     `connect(number, check_alive)` makes the connections for the `number`-th time (collective); `lacking(key, members)`:
     those of these members that do not wait for this.
@@ -43,12 +43,12 @@ class HostLink:
 
     def __init__(
         self,
-        lane: Lane,
+        schedule: ReductionSchedule,
         connect: Callable[[int, AliveCheck], HierarchicalTransport],
         lacking: Callable[[Key, Sequence[int]], list[int]],
     ) -> None:
         self.all_took_part = False  # in the item that was announced last
-        self._lane = lane
+        self._schedule = schedule
         self._connect, self._lacking = connect, lacking
         self._transport: HierarchicalTransport | None = None
         self._apart = True
@@ -57,7 +57,7 @@ class HostLink:
         self._sizes: list[tuple[int, int]] = []
         self._most_records = 0
         self._digest = b""
-        lane.link = self
+        schedule.link = self
 
     def add(self, reduction: HostReduction, count: int, itemsize: int) -> None:
         """The next bucket, before the first step."""
@@ -96,7 +96,7 @@ class HostLink:
     def leave(self, *, tell: bool) -> None:
         """From here on items are announced. `tell`: the other hosts do not know it."""
         if tell and not self._apart and self._transport is not None:
-            with contextlib.suppress(HorovodInternalError):  # a host that has let go of the lane need not be told
+            with contextlib.suppress(HorovodInternalError):  # a host that has let go of the schedule need not be told
                 self._transport.refuse(self._most_records)
         self._apart = True
 
@@ -108,7 +108,7 @@ class HostLink:
 
     def _look_around(self) -> None:
         """While this member waits for another host."""
-        self._lane.look_beyond(self._late)
+        self._schedule.look_beyond(self._late)
 
     def _late(self, key: Key) -> list[int]:
         """The members without which an item cannot go on."""
@@ -117,13 +117,13 @@ class HostLink:
 
 class HostReduction(PersistentReduction):
     """An allreduce in a set whose members are on several hosts: `places` are those of this host's members, in the order
-    of the lane. `keeps_losses`: what the code of `reduce` loses in one step is added in the next. Or half of one, in
-    which each member has a slice of its place: a reducescatter into the own one, or an allgather of all; see `half`.
+    of the schedule. `keeps_losses`: what the code of `reduce` loses in one step is added in the next. Or half of one,
+    in which each member has a slice of its place: a reducescatter into the own one, or an allgather of all; see `half`.
     """
 
     def __init__(
         self,
-        lane: Lane,
+        schedule: ReductionSchedule,
         link: HostLink,
         places: Sequence[torch.Tensor],
         *,
@@ -132,16 +132,16 @@ class HostReduction(PersistentReduction):
         reduce: Reduce,
         keeps_losses: bool = False,
     ) -> None:
-        mine, queue = places[lane.member], lane.queue
+        mine, queue = places[schedule.member], schedule.queue
         count = mine.numel() // len(queue.ranks)
         self._slice = mine[queue.member * count : (queue.member + 1) * count]
         out = self._slice if kind is Kind.REDUCESCATTER else None
-        super().__init__(lane, kind, mine, name=name, reduce=reduce, out=out)
+        super().__init__(schedule, kind, mine, name=name, reduce=reduce, out=out)
         self._kind, self._link, self._places, self._reduce = kind, link, places, reduce
         # For all of it, though a rank touches its slice alone: the system gives memory to what is touched.
         self._residual = torch.zeros_like(places[0]) if keeps_losses else None
         link.add(self, places[0].numel(), places[0].itemsize)
-        lane.queue.bound[name] = self._execute
+        schedule.queue.bound[name] = self._execute
 
     def execute_direct(self, number: int, absent: Sequence[int]) -> bool:
         link = self._link
@@ -150,7 +150,7 @@ class HostReduction(PersistentReduction):
         if not link.connected:
             return False
         agreed = link.execute(number, self._index, self._kind, self._places, self._reduce, self._residual)
-        if self.lane.end_together(number, void=not agreed):
+        if self.schedule.end_together(number, void=not agreed):
             return True
         link.leave(tell=False)
         return False

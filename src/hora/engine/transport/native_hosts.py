@@ -20,7 +20,7 @@ import torch
 
 from hora.engine.request import Kind
 from hora.engine.shm.futex import LINE_BYTES, SLICE_S
-from hora.engine.shm.native import NOTHING, Library, Patience, Sum, addresses, fields, library, new_patience
+from hora.engine.shm.native import NOTHING, Library, SpinPolicy, Sum, addresses, fields, library, new_spin_policy
 from hora.engine.shm.records import RecordsOfOneDirection
 from hora.engine.shm.segment import Segment, aligned
 from hora.engine.transport.base import AliveCheck, Tensors
@@ -111,12 +111,12 @@ class _Hosts(ctypes.Structure):
         ("outgoing", ctypes.POINTER(_Stream)),
         ("incoming", ctypes.POINTER(_Stream)),
         *fields("int64 counter_bytes inputs_at results_at slice_room piece_room"),
-        *fields("int32 member num_local num_carriers host num_hosts num_results num_rooms"),
-        ("patience", Patience),
+        *fields("int32 member num_local num_leaders host num_hosts num_results num_rooms"),
+        ("patience", SpinPolicy),
     )
 
 
-class _Sum(ctypes.Structure):
+class _SumStruct(ctypes.Structure):
     """`struct numbers`."""
 
     _fields_ = (*fields("double prescale factor"), *fields("int32 dtype finish"))
@@ -131,9 +131,9 @@ class _Job(ctypes.Structure):
         *fields("int64 num_tensors begin end most first num_pieces"),
         *fields("pointer begins counts"),
         *fields("int64 first_owned owned"),
-        ("inside", _Sum),
-        ("between", _Sum),
-        ("last", _Sum),
+        ("inside", _SumStruct),
+        ("between", _SumStruct),
+        ("last", _SumStruct),
         *fields("double stage"),
         *fields("int32 resident code two_steps window kind check greeting"),
         *fields("int64 number"),
@@ -147,7 +147,7 @@ class _Job(ctypes.Structure):
 @lru_cache(maxsize=1)
 def _function(compiled: Library) -> Callable[[_Job, int], int]:
     """`hora_between_hosts`, when its structures are those of this file."""
-    compiled.check(RecordsOfOneDirection, _Stream, _Hosts, _Sum, _Job, first=5)
+    compiled.check(RecordsOfOneDirection, _Stream, _Hosts, _SumStruct, _Job, first=5)
     compiled.long.hora_between_hosts.argtypes = (ctypes.POINTER(_Job), ctypes.c_long)
     run: Callable[[_Job, int], int] = compiled.long.hora_between_hosts
     return run
@@ -155,8 +155,8 @@ def _function(compiled: Library) -> Callable[[_Job, int], int]:
 
 class NativeHosts:
     """The allreduces of one member of `num_local` on its host, one after the other. `share` gives all members of this
-    host the same zeroed memory (collective); `group` connects carrier number `index` with those of the other hosts,
-    None for a member that carries nothing.
+    host the same zeroed memory (collective); `group` connects slice leader number `index` with those of the other
+    hosts, None for a member that carries nothing.
     """
 
     def __init__(
@@ -166,14 +166,14 @@ class NativeHosts:
         *,
         index: int,
         num_local: int,
-        num_carriers: int,
+        num_leaders: int,
         host: int,
         num_hosts: int,
         check_alive: AliveCheck,
         limit_s: float,
     ) -> None:
         self._share, self._group, self._check_alive, self._limit_s = share, group, check_alive, limit_s
-        self._num_carriers, self._num_hosts = num_carriers, num_hosts
+        self._num_leaders, self._num_hosts = num_leaders, num_hosts
         compiled = library()
         assert compiled is not None, "without a native part there are no native hosts"
         self._run_some = _function(compiled)
@@ -181,16 +181,16 @@ class NativeHosts:
         self._hosts = _Hosts(
             counter_bytes=_COUNTER_BYTES,
             slice_room=slice_room,
-            piece_room=num_carriers * slice_room,
+            piece_room=num_leaders * slice_room,
             inputs_at=aligned(2 * _COUNTER_BYTES * num_local),
             member=index,
             num_local=num_local,
-            num_carriers=num_carriers,
+            num_leaders=num_leaders,
             host=host,
             num_hosts=num_hosts,
             num_results=_NUM_RESULTS,
             num_rooms=_NUM_ROOMS,
-            patience=new_patience(num_local),
+            patience=new_spin_policy(num_local),
         )
         self._hosts.results_at = self._hosts.inputs_at + num_local * _NUM_INPUTS * self._hosts.piece_room
         self._segment: Segment | None = None
@@ -215,8 +215,8 @@ class NativeHosts:
             self._segment = self._share(self._hosts.results_at + _NUM_RESULTS * self._hosts.piece_room)
             self._hosts.memory = self._segment.tensor(0, 1, torch.uint8).data_ptr()
         count, itemsize = total(inputs), inputs[0].itemsize
-        cut = cut_for(count, itemsize, self._num_carriers, self._num_hosts)
-        num_pieces = -(-count // (cut.most * self._num_carriers))
+        cut = cut_for(count, itemsize, self._num_leaders, self._num_hosts)
+        num_pieces = -(-count // (cut.most * self._num_leaders))
         starts = [0, *accumulate(tensor.numel() for tensor in inputs)]
         staged = {"end": count, "first": self._next, "num_pieces": num_pieces, "window": _WINDOW}
         self._run(numbers, cut, inputs, outputs, residuals, starts, staged)
@@ -254,8 +254,8 @@ class NativeHosts:
     ) -> bool:
         """A reducescatter or an allgather of resident data.
 
-        `spans`: this carrier's part of what each host owns; each member of this host owns so many elements, the first
-        one from `first_owned` on. Otherwise as `allreduce_resident`.
+        `spans`: this slice leader's part of what each host owns; each member of this host owns so many elements, the
+        first one from `first_owned` on. Otherwise as `allreduce_resident`.
         """
         most = max(_longest(self._num_hosts) // (self._num_hosts * places[0].itemsize), 1)
         begins, counts = _integers([span.start for span in spans]), _integers([len(span) for span in spans])
@@ -356,8 +356,8 @@ class NativeHosts:
             self._segment.close()
 
 
-def _sum(what: Sum) -> _Sum:
-    return _Sum(what.prescale, what.factor, what.dtype_number, what.how)
+def _sum(what: Sum) -> _SumStruct:
+    return _SumStruct(what.prescale, what.factor, what.dtype_number, what.how)
 
 
 def _integers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:

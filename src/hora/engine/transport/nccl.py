@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store
 from hora.config import changed_environment
 from hora.engine.request import DTYPES, ReduceOp
 from hora.engine.transport.base import AliveCheck
-from hora.engine.transport.group import Group, Pending, connect
+from hora.engine.transport.group import PeerGroup, Work, connect
 from hora.engine.transport.packing import as_bytes
 from hora.errors import HorovodInternalError
 
@@ -42,7 +42,7 @@ _QUIET_WATCHDOG = {
 _NEVER = timedelta(days=7)
 
 
-class NcclGroup(Group):
+class NcclGroup(PeerGroup):
     """All members must be on GPUs of their own."""
 
     backend = "nccl"
@@ -79,7 +79,7 @@ class NcclGroup(Group):
         """Return whether NCCL can reduce the dtype by itself."""
         return dtype in _REDUCED_DTYPES
 
-    def start_allreduce(self, tensor: torch.Tensor, op: int) -> Pending:
+    def start_allreduce(self, tensor: torch.Tensor, op: int) -> Work:
         """Reduce in place; Average only sums."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(_OPS[ReduceOp(op)])
@@ -87,15 +87,15 @@ class NcclGroup(Group):
 
     def start_alltoall(
         self, output: torch.Tensor, input: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
-    ) -> Pending:
+    ) -> Work:
         # As bytes: NCCL knows few dtypes and can still move all of them.
         counts = [[count * input.dtype.itemsize for count in each] for each in (receive_counts, send_counts)]
         return self._start("alltoall", lambda group: group.alltoall_base(as_bytes(output), as_bytes(input), *counts))
 
-    def start_allgather(self, output: torch.Tensor, input: torch.Tensor, counts: Sequence[int]) -> Pending:
+    def start_allgather(self, output: torch.Tensor, input: torch.Tensor, counts: Sequence[int]) -> Work:
         if all(count == counts[0] for count in counts):
             return self._start("allgather", lambda group: group._allgather_base(output, input))
-        pending: Pending | None = None
+        pending: Work | None = None
         for member, part in enumerate(output.split(list(counts))):
             if member == self._member:
                 part.copy_(input)
@@ -104,12 +104,12 @@ class NcclGroup(Group):
         assert pending is not None, "nothing is gathered"
         return pending
 
-    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         return self._start("broadcast", lambda group: group.broadcast([tensor], options))
 
-    def _start(self, what: str, begin: Callable[[Any], Any]) -> Pending:
+    def _start(self, what: str, begin: Callable[[Any], Any]) -> Work:
         if self._process_group is None:
             raise HorovodInternalError(self._lost or "the nccl group has been shut down")
         try:

@@ -174,10 +174,10 @@ class Ring:
         return spec, num_pieces + lag
 
     @functools.cached_property
-    def description(self) -> native.Ring:
+    def description(self) -> native.RingStruct:
         """The ring as the native part wants it."""
         begin = self._counters.address  # the counters keep the mapping alive
-        return native.Ring(
+        return native.RingStruct(
             slots=begin + self._slots_at,
             results=begin + self._results_at,
             slot_bytes=self.slot_bytes,

@@ -1,9 +1,9 @@
 """The group between hosts: CPU tensors over TCP connections of our own, which only ranks of this world can open.
 
-Every member has two connections with every other one, one for each direction, made by the hub: whoever is at the other
-end has proven to hold the world's secret, and between hosts what passes is encrypted (`Records`) unless the user does
-not want it. A connection carries the tensors' bytes and nothing else. Members start the same exchanges in the same
-order, so both ends know what comes next and how long it is.
+Every member has two connections with every other one, one for each direction, made by the control tree: whoever is at
+the other end has proven to hold the world's secret, and between hosts what passes is encrypted (`Records`) unless the
+user does not want it. A connection carries the tensors' bytes and nothing else. Members start the same exchanges in the
+same order, so both ends know what comes next and how long it is.
 
 No thread sends or receives: the one that starts an exchange gives the kernel what it takes at once, and the one that
 waits for it moves the rest of all that is under way, in both directions, straight between the tensors' memory and the
@@ -30,7 +30,7 @@ import torch
 
 from hora.engine.shm.records import NativeRecords, RecordsOfOneDirection
 from hora.engine.transport.base import AliveCheck
-from hora.engine.transport.group import SLICE, Group, Pending
+from hora.engine.transport.group import SLICE, PeerGroup, Work
 from hora.engine.transport.packing import copy, spread
 from hora.errors import HorovodInternalError
 from hora.net import sockets
@@ -68,8 +68,8 @@ class _Exchange:
         return all(stream.num_moved >= end for stream, end in self.sends)
 
 
-class StreamGroup(Group):
-    """See `Group`."""
+class StreamGroup(PeerGroup):
+    """See `PeerGroup`."""
 
     backend = "tcp"
 
@@ -87,7 +87,7 @@ class StreamGroup(Group):
 
     def start_alltoall(
         self, output: torch.Tensor, input: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
-    ) -> Pending:
+    ) -> Work:
         size = input.element_size()
         sources = _views(input, [count * size for count in send_counts])
         targets = _views(output, [count * size for count in receive_counts])
@@ -99,14 +99,14 @@ class StreamGroup(Group):
             copy(own_input, own_output)
         return self._start("alltoall", sources, targets, input, output)
 
-    def start_allgather(self, output: torch.Tensor, input: torch.Tensor, counts: Sequence[int]) -> Pending:
+    def start_allgather(self, output: torch.Tensor, input: torch.Tensor, counts: Sequence[int]) -> Work:
         parts = output.split(list(counts))
         if parts[self._member].data_ptr() != input.data_ptr():
             copy(input, parts[self._member])
         sources = [_view(input)] * self._num_members
         return self._start("allgather", sources, [_view(part) for part in parts], input, output)
 
-    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         nothing: list[memoryview] = [memoryview(b"")] * self._num_members
         if self._num_members == 2 or tensor.nbytes <= _DIRECT_BYTES:
             if self._member == root:
@@ -159,7 +159,7 @@ class StreamGroup(Group):
 
     def _start(
         self, what: str, sources: Sequence[memoryview], targets: Sequence[memoryview], *tensors: torch.Tensor
-    ) -> Pending:
+    ) -> Work:
         if not self._open:
             raise HorovodInternalError(self._lost or f"the {self.backend} group has been shut down")
         exchange = _Exchange(tensors)

@@ -28,7 +28,7 @@ from hora.launch.slots import Slot
 from hora.net.client import FUNCTION_KEY, PATH_KEY
 from hora.net.keys import worker_key
 from hora.net.wire import new_secret
-from hora.world import MeetingPoint, World
+from hora.world import RendezvousEndpoint, World
 
 __all__ = ["JobRun", "News"]
 
@@ -84,7 +84,7 @@ class JobRun:
         )
         # A console may block; the thread in which stacks come may not.
         self._stall_stacks = StallStacks(self.rendezvous.ask, lambda text: self.call(lambda: self.log(text)))
-        self.meeting = MeetingPoint(
+        self.endpoint = RendezvousEndpoint(
             kind="hora", address=launcher.advertised_address, port=self.rendezvous.port, job=self.id
         )
         self._argv = self._lay_out()

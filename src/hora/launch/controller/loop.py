@@ -302,7 +302,7 @@ class _Controller:
         self.run.start(newcomers)
 
     def _world(self, number: int, slot: Slot, generation: int) -> World:
-        return slot.world(self.run.meeting, worker=number, generation=generation, elastic=self._policy.elastic)
+        return slot.world(self.run.endpoint, worker=number, generation=generation, elastic=self._policy.elastic)
 
     def _publish(self, numbers: Sequence[int], now: float) -> None:
         self._num_resets += self._generation >= 0

@@ -1,8 +1,8 @@
 """The rendezvous: where the workers of a job meet and report. The server side of `hora.net.client`.
 
-It is a table (`hora.net.table`) that knows which ranks are lost, hands out worlds generation by generation, and passes
-results, errors and log lines on to the controller (`RendezvousEvents`). It starts nothing and decides nothing. A worker
-that asks for more than a table gives may also be answered `removed` or `refused`.
+It is a table (`hora.net.key_value_store`) that knows which ranks are lost, hands out worlds generation by generation,
+and passes results, errors and log lines on to the controller (`RendezvousEvents`). It starts nothing and decides
+nothing. A worker that asks for more than a table gives may also be answered `removed` or `refused`.
 
 Every worker has a key of its own (`hora.net.keys`), so the sender is known: each reports on itself alone, comes
 to a meeting as the rank that it is, and gets the keys of the generation in which it has a place.
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakValueDictionary
 
+from hora.net.key_value_store import NAME_CHARACTERS, KeyValueStore, Operation, Parked
 from hora.net.keys import rank_keys, worker_credentials, world_secret
 from hora.net.server import Peer
-from hora.net.table import NAME_CHARACTERS, Operation, Parked, Table
 from hora.net.wire import Credentials, Header
 from hora.world import World
 
@@ -88,7 +88,7 @@ class OnlyLines:
         print(text, flush=True)
 
 
-class Rendezvous(Table):
+class Rendezvous(KeyValueStore):
     """The server. `set` what workers will `get`, publish worlds, and tell it when workers' processes end.
 
     `term`: of the leader of a job whose leaders change; workers take no word of an earlier one.

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 
 from hora import engine
-from hora.engine.lane import Lane, PersistentReduction
 from hora.engine.request import Kind, Reduce, ReduceOp
+from hora.engine.schedule import PersistentReduction, ReductionSchedule
 from hora.engine.shm.reduction import SharedMemoryReduction
 from hora.engine.shm.segment import SharedMemory
 from hora.engine.transport.host_reduction import HostLink, HostReduction
@@ -175,8 +175,8 @@ def make_buckets(runtime: engine.Runtime, options: ReduceOptions, specs: Sequenc
     """Empty buckets, in shared memory where the members have some in common (collective)."""
     memory = _shared_memory(runtime, options, specs)
     if memory is not None:
-        lane = runtime.lane(memory, options.process_set_id)
-        buckets = [_shared_bucket(lane, options, spec, memory) for spec in specs]
+        schedule = runtime.schedule(memory, options.process_set_id)
+        buckets = [_shared_bucket(schedule, options, spec, memory) for spec in specs]
     else:
         num_bytes = sum(SharedMemory.space(spec.num_elements, spec.dtype) for spec in specs)
         on_cpu = all(spec.device.type == "cpu" for spec in specs)
@@ -184,19 +184,19 @@ def make_buckets(runtime: engine.Runtime, options: ReduceOptions, specs: Sequenc
         if found is None:
             return [_private_bucket(runtime, options, spec) for spec in specs]
         memory, near = found
-        lane = runtime.lane(memory, options.process_set_id, near)
-        link = runtime.host_link(lane)
-        buckets = [_host_bucket(lane, link, options, spec, memory) for spec in specs]
+        schedule = runtime.schedule(memory, options.process_set_id, near)
+        link = runtime.host_link(schedule)
+        buckets = [_host_bucket(schedule, link, options, spec, memory) for spec in specs]
     runtime.barrier(options.process_set_id)  # a reduction may start only when all members have made it
     return buckets
 
 
 def _shared_memory(runtime: engine.Runtime, options: ReduceOptions, specs: Sequence[BucketSpec]) -> SharedMemory | None:
-    """Room for all members' buckets and their lane."""
+    """Room for all members' buckets and their schedule."""
     if any(spec.device.type != "cpu" for spec in specs):
         return None
     size = options.num_members
-    num_bytes = SharedMemory.space(Lane.num_bytes(size), torch.uint8)
+    num_bytes = SharedMemory.space(ReductionSchedule.num_bytes(size), torch.uint8)
     for spec in specs:
         num_bytes += size * _num_turns(options, spec) * SharedMemory.space(spec.num_elements, spec.dtype)
     return runtime.shared_memory(options.process_set_id, num_bytes)
@@ -205,13 +205,14 @@ def _shared_memory(runtime: engine.Runtime, options: ReduceOptions, specs: Seque
 def host_memory(
     runtime: engine.Runtime, options: ReduceOptions, num_bytes: int, *, in_order: bool = False
 ) -> tuple[SharedMemory, list[int]] | None:
-    """So many bytes for each member on this host, and two lanes, where the set spans hosts; and which members these are
-    (collective). None where it does not, or there is too little memory on some host. `in_order`: see `spans_hosts`."""
+    """So many bytes for each member on this host, and two schedules, where the set spans hosts; and which members these
+    are (collective). None where it does not, or there is too little memory on some host. `in_order`: see
+    `spans_hosts`."""
     set_id = options.process_set_id
     if not runtime.spans_hosts(set_id, in_order=in_order):
         return None
-    lanes = 2 * SharedMemory.space(Lane.num_bytes(1), torch.uint8)
-    memory, near = runtime.host_memory(set_id, num_bytes + lanes)
+    schedules = 2 * SharedMemory.space(ReductionSchedule.num_bytes(1), torch.uint8)
+    memory, near = runtime.host_memory(set_id, num_bytes + schedules)
     found = torch.tensor([int(memory is not None)], dtype=torch.int64, device="cpu")
     everywhere = summed(found, options, "optimizer.memory")[0] == options.num_members
     return (memory, near) if everywhere and memory is not None else None
@@ -238,30 +239,34 @@ def make_reductions(
             for layout, flat, reduce in zip(layouts, flats, reduces, strict=True)
         ]
     memory, near = found
-    lane = runtime.lane(memory, options.process_set_id, near)
-    link = runtime.host_link(lane)
+    schedule = runtime.schedule(memory, options.process_set_id, near)
+    link = runtime.host_link(schedule)
     flats, made = [], list[PersistentReduction]()
     for (name, count, dtype, _, _), reduce in zip(layouts, reduces, strict=True):
-        places = [memory.take(count, dtype, copied=m == lane.member) for m in range(len(lane.ranks))]
-        flats.append(places[lane.member])
-        made.append(HostReduction(lane, link, places, name=name, reduce=reduce))
+        places = [memory.take(count, dtype, copied=m == schedule.member) for m in range(len(schedule.ranks))]
+        flats.append(places[schedule.member])
+        made.append(HostReduction(schedule, link, places, name=name, reduce=reduce))
     runtime.barrier(options.process_set_id)  # a reduction may start only when all members have made it
     return flats, made
 
 
-def _host_bucket(lane: Lane, link: HostLink, options: ReduceOptions, spec: BucketSpec, memory: SharedMemory) -> Bucket:
-    places = [memory.take(spec.num_elements, spec.dtype, copied=m == lane.member) for m in range(len(lane.ranks))]
+def _host_bucket(
+    schedule: ReductionSchedule, link: HostLink, options: ReduceOptions, spec: BucketSpec, memory: SharedMemory
+) -> Bucket:
+    places = [
+        memory.take(spec.num_elements, spec.dtype, copied=m == schedule.member) for m in range(len(schedule.ranks))
+    ]
     code = options.code_for(spec.parameters)
     loses = bool(code) and keeps_losses(options.compression)
     reduction = HostReduction(
-        lane,
+        schedule,
         link,
         places,
         name=spec.name,
         reduce=options.reduce_after_early_scale(spec.dtype)._replace(code=f"{code}+" if loses else code),
         keeps_losses=loses,
     )
-    return Bucket(spec, places[lane.member], reduction, options, scale=options.early_scale(spec.dtype))
+    return Bucket(spec, places[schedule.member], reduction, options, scale=options.early_scale(spec.dtype))
 
 
 def _num_turns(options: ReduceOptions, spec: BucketSpec) -> int:
@@ -286,7 +291,9 @@ def _private_bucket(runtime: engine.Runtime, options: ReduceOptions, spec: Bucke
     return Bucket(spec, flat, reduction, options)
 
 
-def _shared_bucket(lane: Lane, options: ReduceOptions, spec: BucketSpec, memory: SharedMemory) -> Bucket:
+def _shared_bucket(
+    schedule: ReductionSchedule, options: ReduceOptions, spec: BucketSpec, memory: SharedMemory
+) -> Bucket:
     num_turns = _num_turns(options, spec)
     places = [  # a forked child sees its parent's gradients alone
         [memory.take(spec.num_elements, spec.dtype, copied=m == options.member) for m in range(options.num_members)]
@@ -294,10 +301,10 @@ def _shared_bucket(lane: Lane, options: ReduceOptions, spec: BucketSpec, memory:
     ]
     if num_turns == 1:
         reduce = options.reduce_after_early_scale(spec.dtype)
-        sliced = SharedMemoryReduction(lane, Kind.ALLREDUCE, places, name=spec.name, reduce=reduce)
+        sliced = SharedMemoryReduction(schedule, Kind.ALLREDUCE, places, name=spec.name, reduce=reduce)
         return Bucket(spec, places[0][options.member], sliced, options, scale=options.early_scale(spec.dtype))
     out = torch.zeros(spec.num_elements, dtype=spec.dtype, device="cpu")
-    direct = SharedMemoryReduction(lane, Kind.ALLREDUCE, places, name=spec.name, reduce=options.reduce, out=out)
+    direct = SharedMemoryReduction(schedule, Kind.ALLREDUCE, places, name=spec.name, reduce=options.reduce, out=out)
     return Bucket(spec, out, direct, options)
 
 

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 import torch
 
 from hora import engine
-from hora.engine.lane import PersistentReduction
 from hora.engine.request import ReduceOp
+from hora.engine.schedule import PersistentReduction
 from hora.torch.optimizer.buckets import make_reductions, release_all
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.powersgd import PowerSGDMemory, orthonormalise_, working_dtype

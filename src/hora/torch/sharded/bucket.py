@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hora.engine.lane import PersistentReduction
+from hora.engine.schedule import PersistentReduction
 from hora.engine.shm.segment import SharedMemory
 from hora.torch.optimizer.bucket_plan import BucketSpec
 from hora.torch.optimizer.buckets import SMALL_BYTES, view_like

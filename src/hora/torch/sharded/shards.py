@@ -3,7 +3,7 @@
 Buckets are flat, as in `buckets.py`; member m owns slice m of every bucket. Where all members share memory (`shared`),
 parameters lie in it once, every member's gradients beside them, and so does the optimizer state: each member reduces
 and steps its slice, and nothing is sent. Otherwise gradients are reduce-scattered and parameters all-gathered, between
-hosts in lanes, where members are numbered host by host. Called by `ShardedOptimizer`.
+hosts in schedules, where members are numbered host by host. Called by `ShardedOptimizer`.
 
 A step: filling --ready of all--> reduced (`finish`) --`step`--> filling. No rank may look at the parameters between the
 last `ready` and the end of `step`, which is why the last bucket is reduced by `finish` and `step` ends with a meeting.
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from hora import engine
-from hora.engine.lane import Lane
 from hora.engine.request import Kind, Reduce, ReduceOp
+from hora.engine.schedule import ReductionSchedule
 from hora.engine.shm.reduction import SharedMemoryReduction
 from hora.engine.shm.segment import SharedMemory
 from hora.engine.transport.host_reduction import HostReduction
@@ -62,16 +62,16 @@ class Shards:
         self._options = options
         self.member, self.num_members = options.member, options.num_members
         self.buckets: list[ShardBucket] = []
-        self._lane = None if memory is None else runtime.lane(memory, self._set_id)
+        self._schedule = None if memory is None else runtime.schedule(memory, self._set_id)
         places = None if memory is None else GradientPlaces(specs, self.num_members, memory)
-        self._gathers: list[HostReduction] = []  # of the parameters, where hosts have memory and lanes of their own
+        self._gathers: list[HostReduction] = []  # of the parameters, where hosts have memory and schedules of their own
         if hosts is not None:
             self._make_host_buckets(specs, *hosts)
         for index, spec in enumerate(specs if hosts is None else ()):
-            if memory is None or places is None or self._lane is None:
+            if memory is None or places is None or self._schedule is None:
                 self.buckets.append(self._private_bucket(spec))
             else:
-                self.buckets.append(self._shared_bucket(spec, index, memory, places, self._lane))
+                self.buckets.append(self._shared_bucket(spec, index, memory, places, self._schedule))
         self.owned = [shard for index in range(len(specs)) for shard in self._divide(index, kind_of)]
         # Those whose reduced gradient has to be copied to where it is stepped with.
         self._copied = [shard for shard in self.owned if self._reduced_place(self.buckets[shard.bucket]) is None]
@@ -102,7 +102,7 @@ class Shards:
         return ShardBucket(spec, values, gradients, begin, end, reduction, scale=self._options.early_scale(spec.dtype))
 
     def _shared_bucket(
-        self, spec: BucketSpec, index: int, memory: SharedMemory, places: GradientPlaces, lane: Lane
+        self, spec: BucketSpec, index: int, memory: SharedMemory, places: GradientPlaces, schedule: ReductionSchedule
     ) -> ShardBucket:
         """Parameters once in shared memory, every member's gradients in a place there."""
         values = memory.take(spec.num_elements, spec.parameters[0].dtype)
@@ -117,7 +117,7 @@ class Shards:
         if all(parameter.numel() * spec.dtype.itemsize < SMALL_BYTES for parameter in spec.parameters):
             scale, reduce = 1.0, self._options.reduce
         bound = SharedMemoryReduction(
-            lane,
+            schedule,
             Kind.REDUCESCATTER,
             [of_all],
             name=spec.name,
@@ -135,7 +135,7 @@ class Shards:
         (collective).
         """
         runtime, options = self.runtime, self._options
-        reducing, giving = (runtime.lane(memory, self._set_id, near) for _ in range(2))
+        reducing, giving = (runtime.schedule(memory, self._set_id, near) for _ in range(2))
         links = runtime.host_link(reducing), runtime.host_link(giving)
         me = reducing.member
 
@@ -171,8 +171,8 @@ class Shards:
     def num_bytes(specs: Sequence[BucketSpec], num_members: int) -> int:
         """Return the size of the parameters and all members' gradients in shared memory."""
         values = sum(SharedMemory.space(spec.num_elements, spec.parameters[0].dtype) for spec in specs)
-        lane = SharedMemory.space(Lane.num_bytes(num_members), torch.uint8)
-        return values + GradientPlaces.num_bytes(specs, num_members) + lane
+        schedule = SharedMemory.space(ReductionSchedule.num_bytes(num_members), torch.uint8)
+        return values + GradientPlaces.num_bytes(specs, num_members) + schedule
 
     @staticmethod
     def num_bytes_in_hosts(specs: Sequence[BucketSpec]) -> int:
@@ -338,7 +338,7 @@ class Shards:
 
     def publish(self) -> None:
         """Give the stepped slices to all members: meet where memory is shared, otherwise all-gather them."""
-        if self._lane is not None:
+        if self._schedule is not None:
             self.meet()
             return
         if self._gathers:
@@ -362,7 +362,7 @@ class Shards:
 
     def meet(self) -> None:
         """Return when every member is here: needed before stepping when gradients were reduced earlier."""
-        if self._lane is not None and self._lane.meet("optimizer.step"):
+        if self._schedule is not None and self._schedule.meet("optimizer.step"):
             raise HorovodInternalError(
                 "a sharded optimizer is not supported with Join: every rank has to step its slice"
             )

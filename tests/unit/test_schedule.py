@@ -1,4 +1,4 @@
-"""Lanes, with the members as threads of one process: order, waking, joining, stalls, faults."""
+"""Schedules, with the members as threads of one process: order, waking, joining, stalls, faults."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import ClassVar
 import pytest
 import torch
 
-from hora.engine.lane import Lane
 from hora.engine.queue import QueueWorld
 from hora.engine.request import Kind, Reduce, Signature
+from hora.engine.schedule import ReductionSchedule
 from hora.engine.shm.counters import OPEN
 from hora.engine.shm.futex import Counter
 from hora.engine.shm.native import library
 from hora.engine.shm.reduction import SharedMemoryReduction
 from hora.engine.shm.segment import Segment, SharedMemory
-from hora.engine.status import Recorder, StallLimits, WorldStatus
+from hora.engine.status import StallLimits, TimelineRecorder, WorldStatus
 from hora.errors import HorovodInternalError
 from waiting import wait_until
 
@@ -37,18 +37,18 @@ def way(request, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def no_lane_outlives_its_test():
+def no_schedule_outlives_its_test():
     Queue.of_this_test.clear()
     yield
     for queue in Queue.of_this_test:
-        for lane in list(queue.lanes):
+        for schedule in list(queue.schedules):
             queue.status.close("the test is over")
-            lane.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hora-lane")]
+            schedule.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hora-schedule")]
 
 
 class Queue:
-    """The part of a queue that a lane needs."""
+    """The part of a queue that a schedule needs."""
 
     of_this_test: ClassVar[list[Queue]] = []
 
@@ -56,10 +56,10 @@ class Queue:
         self.of_this_test.append(self)
         self.told = []
         self.status = WorldStatus(10 + member, tell=self.told.append, wake=lambda: None)
-        self.recorder = Recorder(10 + member)
+        self.recorder = TimelineRecorder(10 + member)
         self.ranks, self.member, self.process_set_id = tuple(range(10, 10 + size)), member, 0
         self.world = QueueWorld(10 + member, self.status, self.recorder, lambda batch: None, lambda: None, None)
-        self.lanes, self.bound = weakref.WeakSet(), {}
+        self.schedules, self.bound = weakref.WeakSet(), {}
 
     def check_open(self):
         self.status.check_open()
@@ -84,10 +84,10 @@ class Noted:
         return True
 
 
-def lanes(size, *, warning_s=0.0, shutdown_s=0.0):
-    segment = Segment.create(Lane.num_bytes(size))
+def schedules(size, *, warning_s=0.0, shutdown_s=0.0):
+    segment = Segment.create(ReductionSchedule.num_bytes(size))
     limits = StallLimits(warning_s, shutdown_s)
-    return [Lane(Queue(member, size), segment, 0, limits=limits) for member in range(size)]
+    return [ReductionSchedule(Queue(member, size), segment, 0, limits=limits) for member in range(size)]
 
 
 def together(*functions):
@@ -101,13 +101,15 @@ def together(*functions):
 
 def meet(*members):
     found = {}
-    together(*[lambda lane=lane: found.update({lane.member: list(lane.meet("x"))}) for lane in members])
-    return [found[lane.member] for lane in members]
+    together(
+        *[lambda schedule=schedule: found.update({schedule.member: list(schedule.meet("x"))}) for schedule in members]
+    )
+    return [found[schedule.member] for schedule in members]
 
 
 def test_no_member_passes_before_all_have_come():
     size, seen = 3, []
-    members = lanes(size)
+    members = schedules(size)
     came = [0] * size
 
     def visit(member):
@@ -121,23 +123,23 @@ def test_no_member_passes_before_all_have_come():
 
 
 def test_items_are_executed_in_the_fixed_order_whatever_the_order_of_their_start():
-    members, logs = lanes(2), [[], []]
-    for lane, log in zip(members, logs, strict=True):
+    members, logs = schedules(2), [[], []]
+    for schedule, log in zip(members, logs, strict=True):
         for name in "abc":
-            lane.add(Noted(name, log))
+            schedule.add(Noted(name, log))
 
-    def step(lane, order):
-        items = [lane.start(index, background=index != order[-1]) for index in order]
+    def step(schedule, order):
+        items = [schedule.start(index, background=index != order[-1]) for index in order]
         for item in sorted(items, key=lambda item: item.name):
-            lane.wait(item)
+            schedule.wait(item)
 
     for first, second in [((0, 1, 2), (2, 1, 0)), ((1, 0, 2), (0, 2, 1))]:
         together(partial(step, members[0], first), partial(step, members[1], second))
     expected = [(name, number, []) for number, name in enumerate("abcabc", 1)]
     assert logs == [expected, expected]
-    for lane in members:
-        assert lane.num_in_flight == 0
-        lane.close()
+    for schedule in members:
+        assert schedule.num_in_flight == 0
+        schedule.close()
 
 
 def test_only_a_member_that_sleeps_is_woken(way, monkeypatch):
@@ -145,7 +147,7 @@ def test_only_a_member_that_sleeps_is_woken(way, monkeypatch):
         pytest.skip("the native part wakes members itself")
     woken, wake = [], Counter.wake
     monkeypatch.setattr(Counter, "wake", lambda counter: (woken.append(counter), wake(counter)))
-    first, second = lanes(2)
+    first, second = schedules(2)
 
     def come_late():
         wait_until("the first one sleeps", lambda: first._counters.own_sleep.value)
@@ -158,22 +160,22 @@ def test_only_a_member_that_sleeps_is_woken(way, monkeypatch):
 
 
 def test_a_member_that_has_joined_is_absent_until_all_come_back():
-    first, second, third = members = lanes(3)
+    first, second, third = members = schedules(3)
     meet(*members)
     second.leave()
     assert meet(first, third) == [[1], [1]]
     third.leave()
     first.leave()
-    together(*[lane.come_back for lane in members])
-    assert {lane._num_items for lane in members} == {2}
+    together(*[schedule.come_back for schedule in members])
+    assert {schedule._num_items for schedule in members} == {2}
     assert meet(*members) == [[], [], []]
 
 
 def test_a_member_that_joins_still_does_what_it_has_started():
-    first, second = members = lanes(2)
+    first, second = members = schedules(2)
     logs = [[], []]
-    for lane, log in zip(members, logs, strict=True):
-        lane.add(Noted("a", log))
+    for schedule, log in zip(members, logs, strict=True):
+        schedule.add(Noted("a", log))
     second.start(0, background=False)
     second.leave()  # before the first one has come
     for _ in range(2):
@@ -189,16 +191,16 @@ def test_an_allreduce_without_a_member_that_has_joined_is_that_of_zeros(dtype, w
     size, count = 3, 200
     segment = Segment.create(2**20)
     memory = SharedMemory(segment)
-    offset = memory.reserve(Lane.num_bytes(size))
+    offset = memory.reserve(ReductionSchedule.num_bytes(size))
     places = [memory.take(count, dtype, copied=False) for _ in range(size)]
-    members = [Lane(Queue(m, size), segment, offset, limits=StallLimits(0, 0)) for m in range(size)]
+    members = [ReductionSchedule(Queue(m, size), segment, offset, limits=StallLimits(0, 0)) for m in range(size)]
     if way_to_reduce == "direct" and prescale != 1.0:
         pytest.skip("a direct reduction is not prescaled")
     reductions, values = [], [torch.arange(count) % 7 + m for m in range(size)]
-    for lane in members:
+    for schedule in members:
         out = torch.zeros(count, dtype=dtype) if way_to_reduce == "direct" else None
         reduce = Reduce(prescale=prescale)
-        reductions.append(SharedMemoryReduction(lane, Kind.ALLREDUCE, [places], name="x", reduce=reduce, out=out))
+        reductions.append(SharedMemoryReduction(schedule, Kind.ALLREDUCE, [places], name="x", reduce=reduce, out=out))
 
     def step(member, results):
         places[member].copy_(values[member])
@@ -215,33 +217,33 @@ def test_an_allreduce_without_a_member_that_has_joined_is_that_of_zeros(dtype, w
 
 
 def test_a_late_member_is_named_and_a_fault_ends_the_wait(caplog):
-    lane = lanes(2, warning_s=0.05)[0]
-    lane.add(Noted("bucket", []))
+    schedule = schedules(2, warning_s=0.05)[0]
+    schedule.add(Noted("bucket", []))
 
     def break_world():
         wait_until("the late one is named", lambda: "11: [allreduce.bucket]" in caplog.text)
-        lane.queue.status.fault("rank 11 was lost")
+        schedule.queue.status.fault("rank 11 was lost")
 
     with caplog.at_level(logging.WARNING, logger="hora"):
         thread = threading.Thread(target=break_world)
         thread.start()
         with pytest.raises(HorovodInternalError, match="rank 11"):
-            lane.wait(lane.start(0, background=False))
+            schedule.wait(schedule.start(0, background=False))
         thread.join()
 
 
 def test_a_stall_shuts_down():
-    lane = lanes(2, warning_s=0.05, shutdown_s=0.1)[0]
+    schedule = schedules(2, warning_s=0.05, shutdown_s=0.1)[0]
     with pytest.raises(HorovodInternalError, match=r"rank\(s\) 11 stalled for more than"):
-        lane.meet("x")
-    assert len(lane.queue.told) == 1
+        schedule.meet("x")
+    assert len(schedule.queue.told) == 1
 
 
 def test_an_item_that_all_have_published_is_done_after_one_of_them_has_left_the_world():
-    first, second = lanes(2)
+    first, second = schedules(2)
     logs = [[], []]
-    for lane, log in zip((first, second), logs, strict=True):
-        lane.add(Noted("a", log))
+    for schedule, log in zip((first, second), logs, strict=True):
+        schedule.add(Noted("a", log))
     item = second.start(0, background=True)
     first.wait(first.start(0, background=False))
     first.queue.status.close("rank 10 has shut down")
@@ -258,9 +260,11 @@ def test_the_number_of_a_member_that_leaves_is_no_other_number_for_one_that_slee
 def test_what_is_in_flight_cannot_be_started_again():
     segment = Segment.create(2**16)
     memory = SharedMemory(segment)
-    lane = Lane(Queue(0, 2), segment, memory.reserve(Lane.num_bytes(2)), limits=StallLimits(0, 0))
+    schedule = ReductionSchedule(
+        Queue(0, 2), segment, memory.reserve(ReductionSchedule.num_bytes(2)), limits=StallLimits(0, 0)
+    )
     places = [[memory.take(8, torch.float32, copied=False) for _ in range(2)]]
-    reduction = SharedMemoryReduction(lane, Kind.ALLREDUCE, places, name="x", reduce=Reduce())
+    reduction = SharedMemoryReduction(schedule, Kind.ALLREDUCE, places, name="x", reduce=Reduce())
     reduction.start(background=False)
     with pytest.raises(ValueError, match=r"same name as another tensor .* allreduce.x"):
         reduction.start(background=False)
@@ -278,16 +282,18 @@ def test_a_void_item_is_announced():
         execute_direct=lambda number, absent: False,
         execute_announced=done.append,
     )
-    first, second = lanes(2)
-    for lane in (first, second):
-        lane.add(reduction)
-    together(*[lambda lane=lane: lane.wait(lane.start(0, background=False)) for lane in (first, second)])
+    first, second = schedules(2)
+    for schedule in (first, second):
+        schedule.add(reduction)
+    together(
+        *[lambda schedule=schedule: schedule.wait(schedule.start(0, background=False)) for schedule in (first, second)]
+    )
     assert done == [1, 1]
 
 
 def test_a_member_that_has_let_go_of_a_lane_keeps_no_other_from_joining():
     """As when Python collects an optimizer on some ranks before a join, and on others after it."""
-    first, second = lanes(2)
+    first, second = schedules(2)
     meet(first, second)
     second.close()
     first.leave()
@@ -299,19 +305,19 @@ def test_a_member_that_has_let_go_of_a_lane_keeps_no_other_from_joining():
 
 
 def test_a_member_that_leaves_may_look_around_meanwhile():
-    """As when it tells another host, which has let go of the lane already."""
-    (lane,) = lanes(1)
+    """As when it tells another host, which has let go of the schedule already."""
+    (schedule,) = schedules(1)
     told = []
 
     class Link:
         def leave(self, *, tell):
-            lane.look_beyond(lambda key: [0])
+            schedule.look_beyond(lambda key: [0])
             told.append(tell)
 
         def close(self):
             pass
 
-    lane.link = Link()
-    lane.leave()
-    lane.finish_leaving()
+    schedule.link = Link()
+    schedule.leave()
+    schedule.finish_leaving()
     assert told == [True]

@@ -1,8 +1,8 @@
-"""A lane: reductions that the members of a set execute in a fixed order, step after step, without announcing them.
+"""A schedule: reductions that the members of a set execute in a fixed order, step after step, without announcing them.
 
-When the members have agreed on buckets they make them together, in memory that all of them map, and a lane with them.
-From then on a step is every bucket, in that order, on every member: nothing is negotiated. What could differ is only
-whether a member has come, so that is all that is published. Item number n is bucket (n - 1) modulo their number; a
+When the members have agreed on buckets they make them together, in memory that all of them map, and a schedule with
+them. From then on a step is every bucket, in that order, on every member: nothing is negotiated. What could differ is
+only whether a member has come, so that is all that is published. Item number n is bucket (n - 1) modulo their number; a
 member's counter says
 
     2 n       its data of item n is in its place
@@ -15,18 +15,18 @@ Why no two members decide differently: an item is reduced when all members have 
 stay so until every member has gone on to the next item, and whether a member that joins is absent depends on the number
 alone that it has written down before. If one member has reduced an item, all have published it, and any other can
 reduce it too, even after its owner has left or died, since the data lies in shared memory. A wait for a member ends
-with an error when the world closes or breaks, and names the late rank when it takes long. `verify/lane.pml` is a model
-of this.
+with an error when the world closes or breaks, and names the late rank when it takes long. `verify/schedule.pml` is a
+model of this.
 
 Progress is made by a background thread, or by a thread that waits for a result: never by the driver of the queue,
 because the member that is waited for may first need something of this one's queue.
 
 The items are `PersistentReduction`s, which the optimizer's buckets `start` when their data is in place and `wait` for;
 `execute_direct` of one is called when the members that share this memory have come. It says whether the item is done.
-False means that it is void: nothing was changed, every member says the same, and the lane has it announced
+False means that it is void: nothing was changed, every member says the same, and the schedule has it announced
 (`execute_announced`): all execute it then, also a rank that has joined. On one host that does not happen. Over several
-hosts a lane has the members of one in common, and a link to the other hosts (`transport.host_reduction`): what hosts
-send one another says which item it is, and there they find that another host has something else to do.
+hosts a schedule has the members of one in common, and a link to the other hosts (`transport.host_reduction`): what
+hosts send one another says which item it is, and there they find that another host has something else to do.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from typing import Protocol
 import torch
 
 from hora.engine.plan import Batch, Part
-from hora.engine.queue import OperationQueue, Progress
+from hora.engine.queue import OperationQueue, ProgressEngine
 from hora.engine.request import KINDS, Key, Kind, Reduce, Request, Signature, dtype_name, full_names
 from hora.engine.shm.counters import MEMBER_BYTES, OPEN, Counters
 from hora.engine.shm.futex import LINE_BYTES, Counter
@@ -51,7 +51,7 @@ from hora.engine.status import StallLimits, stall_text
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
 
-__all__ = ["Item", "Lane", "PersistentReduction"]
+__all__ = ["Item", "ReductionSchedule", "PersistentReduction"]
 
 log = logging.getLogger("hora")
 
@@ -59,7 +59,7 @@ _LIMIT_S = 24 * 3600.0  # a slow member is the stall report's business, a dead o
 
 
 class Link(Protocol):
-    """The connections of a lane with other hosts; see `HostLink`."""
+    """The connections of a schedule with other hosts; see `HostLink`."""
 
     def leave(self, *, tell: bool) -> None:
         """From here on items are announced. `tell`: the other hosts do not know it."""
@@ -83,7 +83,7 @@ class Item:
         self.done = False
 
 
-class Lane(Progress):
+class ReductionSchedule(ProgressEngine):
     """This rank's end of it. `offset`: where the members' counters are in the segment, which were zero. `near`: those
     members of the set that share this memory, if not all of them do.
 
@@ -101,7 +101,7 @@ class Lane(Progress):
         near: Sequence[int] | None = None,
     ) -> None:
         self._items: deque[Item] = deque()
-        super().__init__(f"hora-lane-{queue.process_set_id}", queue.world.core, queue.ranks, self._items)
+        super().__init__(f"hora-schedule-{queue.process_set_id}", queue.world.core, queue.ranks, self._items)
         near = range(len(queue.ranks)) if near is None else near
         ranks = [queue.ranks[member] for member in near]
         self.queue = queue
@@ -122,11 +122,11 @@ class Lane(Progress):
         self._num_items = 0  # that were given a number
         self._waiting_since = self._warned = 0.0
         self._closed = False
-        queue.lanes.add(self)
+        queue.schedules.add(self)
 
     @staticmethod
     def num_bytes(num_members: int) -> int:
-        """Return the size of a lane in shared memory."""
+        """Return the size of a schedule in shared memory."""
         return num_members * MEMBER_BYTES
 
     def add(self, reduction: PersistentReduction) -> int:
@@ -164,7 +164,7 @@ class Lane(Progress):
         return item
 
     def wait(self, item: Item) -> None:
-        """Return when an item is done; drive the lane unless another thread does."""
+        """Return when an item is done; drive the schedule unless another thread does."""
         if not item.done:
             assert item.number, f"{item.name} is waited for before those that come before it were started"
             super().wait(item)
@@ -199,7 +199,7 @@ class Lane(Progress):
 
     def come_back(self) -> None:
         """All members have left: go on together. No member may start anything before all have come back."""
-        # Python may collect an optimizer, and close its lane, at any moment, also in this method, and on some ranks
+        # Python may collect an optimizer, and close its schedule, at any moment, also in this method, and on some ranks
         # alone.
         counters = self._left
         if self._closed:
@@ -208,7 +208,7 @@ class Lane(Progress):
         if self._closed:
             return
         for peer, counter in enumerate(counters):
-            what = f"member {peer} of a lane to join"
+            what = f"member {peer} of a schedule to join"
             counter.wait_for(left, check_alive=self.queue.status.check_alive, limit_s=_LIMIT_S, what=what)
         self.driving.acquire()  # every member has left, so nothing is driven
         self.driver = get_ident()
@@ -349,7 +349,7 @@ class Lane(Progress):
         if self._closed:
             return
         self._closed = True
-        self.queue.lanes.discard(self)
+        self.queue.schedules.discard(self)
         for counter in self._left[self.member : self.member + 1]:
             counter.set(OPEN)  # a join of the others does not wait for this member
         self._end()
@@ -370,9 +370,16 @@ class PersistentReduction:
     """
 
     def __init__(
-        self, lane: Lane, kind: Kind, mine: torch.Tensor, *, name: str, reduce: Reduce, out: torch.Tensor | None = None
+        self,
+        schedule: ReductionSchedule,
+        kind: Kind,
+        mine: torch.Tensor,
+        *,
+        name: str,
+        reduce: Reduce,
+        out: torch.Tensor | None = None,
     ) -> None:
-        self.lane = lane
+        self.schedule = schedule
         self.out = out
         self.num_bytes = mine.nbytes
         self.signature = Signature(
@@ -389,7 +396,7 @@ class PersistentReduction:
         )
         self._name = name
         self._mine = mine
-        self._index = lane.add(self)
+        self._index = schedule.add(self)
         self._started: Item | None = None
 
     @property
@@ -409,7 +416,7 @@ class PersistentReduction:
                 "a tensor with the same name as another tensor that is still being processed was submitted: "
                 f"{full_names(*self.signature.key(0), 1)[0]}; give it another name or synchronize the first one"
             )
-        self._started = self.lane.start(self._index, background=background)
+        self._started = self.schedule.start(self._index, background=background)
 
     def wait(self) -> torch.Tensor:
         """The result, when it is there. What was not started is started here."""
@@ -417,21 +424,22 @@ class PersistentReduction:
             self.start(background=False)
         started, self._started = self._started, None
         assert started is not None, self._name
-        self.lane.wait(started)
+        self.schedule.wait(started)
         return self._mine if self.out is None else self.out
 
     def release(self) -> None:
-        """Let the engine forget it, and the lane with all that is in it; the memory goes with the last view of it."""
-        self.lane.queue.bound.pop(self._name, None)
-        self.lane.close()
+        """Let the engine forget it and its schedule with all items; the memory goes with the last view of it."""
+        self.schedule.queue.bound.pop(self._name, None)
+        self.schedule.close()
 
     def execute_announced(self, number: int) -> None:
         """Have all members agree on it, and wait until it is done."""
         request = Request(self.signature, (self._mine,))
-        self.lane.queue.submit(request, background=False)
-        self.lane.queue.result(request)
+        self.schedule.queue.submit(request, background=False)
+        self.schedule.queue.result(request)
 
     def execute_direct(self, number: int, absent: Sequence[int]) -> bool:
-        """Execute item `number` of the lane, for which the members in `absent` have joined. True when it is done, False
-        when it is void: then nothing was changed, every member finds the same, and the lane has it announced."""
+        """Execute item `number` of the schedule, for which the members in `absent` have joined. True when it is done,
+        False when it is void: then nothing was changed, every member finds the same, and the schedule has it
+        announced."""
         return False

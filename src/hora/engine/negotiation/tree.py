@@ -1,12 +1,12 @@
-"""Agreement of the members of a set that spans hosts: announcements go up a tree of the members, rounds come down it.
+"""Negotiation of the members of a set that spans hosts: announcements go up a tree of the members, rounds come down it.
 
-The tree (`hora.engine.hub`) is the set's own: members alone are in it, the first member of each host speaks for those
-of its host, and the first member of all is the root. Each member waits until all at or below it have announced a
-request, and then says so once to its parent: however many ranks there are, a member hears one message of each child and
-sends one. What is complete at the root is agreed: it goes down unchanged to everybody as one round, in the same order
-for all.
+The tree (`hora.engine.control_tree`) is the set's own: members alone are in it, the first member of each host speaks
+for those of its host, and the first member of all is the root. Each member waits until all at or below it have
+announced a request, and then says so once to its parent: however many ranks there are, a member hears one message of
+each child and sends one. What is complete at the root is agreed: it goes down unchanged to everybody as one round, in
+the same order for all.
 
-Messages, over the hub's links, which keep their order:
+Messages, over the control tree's links, which keep their order:
 
     up      from a child: parts (who, announcements). Who is ALL: every member at or below the child has announced this;
             SLOTS: the same of known requests, as a bit vector; or one member, where that is not so
@@ -32,9 +32,9 @@ Invariants: announcements of one member reach the planners in its own order wher
 member's JOIN everything that is held is passed on. What is in a round was passed on by every member that it names. The
 planners of all members are fed the same rounds.
 
-A member that is late, though its process is alive, passes on what others announce: the hub's thread does that. One that
-is stopped cannot; since it is a member, what is held up behind it could not be agreed anyway. Only the stall report
-would name too many: before the root reports ranks that speak through a missing one, it asks them themselves.
+A member that is late, though its process is alive, passes on what others announce: the control tree's thread does that.
+One that is stopped cannot; since it is a member, what is held up behind it could not be agreed anyway. Only the stall
+report would name too many: before the root reports ranks that speak through a missing one, it asks them themselves.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from operator import and_, or_
 
-from hora.engine.agree.agreement import Agreement, Announcer, Reader, UnannouncedRequests
-from hora.engine.hub import Hub, Tree
-from hora.engine.plan import Batch, Planner
+from hora.engine.control_tree import ControlTree, Tree
+from hora.engine.negotiation.base import Announcer, Negotiation, Reader, UnannouncedRequests
+from hora.engine.plan import Batch, BatchPlanner
 from hora.engine.request import Key, Kind, Signature
 from hora.net.wire import Header, cut_parts, join_parts
 
-__all__ = ["ALL", "SLOTS", "Collector", "Slots", "TreeAgreement", "as_bytes"]
+__all__ = ["ALL", "SLOTS", "Collector", "Slots", "TreeNegotiation", "as_bytes"]
 
 ALL = 0xFFFFFFFF  # instead of a rank: every member at or below the sender
 SLOTS = 0xFFFFFFFE  # the same, and what they announce is a bit vector of slots
@@ -234,25 +234,27 @@ class Collector:
         return [(rank, signature, instance) for rank in (self._below[child] if who == ALL else [who])]
 
 
-class TreeAgreement(Agreement):
-    """The agreement of one member of the set with this serial number. `receive` and `tick` are called on the hub's
-    thread, where all of this rank's part in the tree is played; `poll` only takes rounds from it."""
+class TreeNegotiation(Negotiation):
+    """The agreement of one member of the set with this serial number. `receive` and `tick` are called on the control
+    tree's thread, where all of this rank's part in the tree is played; `poll` only takes rounds from it."""
 
-    def __init__(self, hub: Hub, serial: int, tree: Tree, ranks: Sequence[int], *, cache_capacity: int) -> None:
+    def __init__(
+        self, control_tree: ControlTree, serial: int, tree: Tree, ranks: Sequence[int], *, cache_capacity: int
+    ) -> None:
         self.num_delivered = 0  # rounds that have come
-        self._hub, self._serial, self._rank = hub, serial, hub.rank
+        self._control_tree, self._serial, self._rank = control_tree, serial, control_tree.rank
         self._tree = tree
         self._members = {rank: member for member, rank in enumerate(ranks)}
-        self._parent, self._children = tree.parent(hub.rank), tree.children(hub.rank)
+        self._parent, self._children = tree.parent(control_tree.rank), tree.children(control_tree.rank)
         self._slots = Slots()
         self._uses_slots = cache_capacity > 0
-        self._collector = Collector(tree, hub.rank, self._slots)
+        self._collector = Collector(tree, control_tree.rank, self._slots)
         self._announcer = Announcer(cache_capacity)  # to the parent; the root's: of rounds
         interned: dict[Signature, Signature] = {}
         self._readers = {child: Reader(interned) for child in self._children}
         self._round_reader = Reader({})
-        self._own: deque[tuple[Signature, int]] = deque()  # announcements of this rank, for the hub's thread
-        self._passed: list[Announced] = []  # to be sent at the end of this turn of the hub's thread
+        self._own: deque[tuple[Signature, int]] = deque()  # announcements of this rank, for the control tree's thread
+        self._passed: list[Announced] = []  # to be sent at the end of this turn of the control tree's thread
         self._passed_bits = 0
         self._joined: set[int] = set()  # the root's
         self._asking = False
@@ -270,10 +272,10 @@ class TreeAgreement(Agreement):
             self._send_up([part])
             return
         self._own.append((signature, instance))
-        if len(self._own) == 1:  # else the hub's thread has been told and has not come yet
-            self._hub.call(self._take_own)
+        if len(self._own) == 1:  # else the control tree's thread has been told and has not come yet
+            self._control_tree.call(self._take_own)
 
-    def poll(self, planner: Planner) -> list[Batch] | None:
+    def poll(self, planner: BatchPlanner) -> list[Batch] | None:
         if not self._delivered:
             return None
         self.rounds += 1
@@ -311,7 +313,7 @@ class TreeAgreement(Agreement):
             if not self._delivered:
                 self._changed.wait(_SLICE_S)
 
-    # On the hub's thread.
+    # On the control tree's thread.
 
     def receive(self, rank: int, header: Header, payload: bytes) -> None:
         """A neighbour in the tree says something. Who is none is not heard."""
@@ -351,7 +353,7 @@ class TreeAgreement(Agreement):
 
     def _pass(self, bits: int, some: Sequence[Announced]) -> None:
         if (bits or some) and not (self._passed_bits or self._passed):
-            self._hub.call(self._send)  # with what else comes in this turn, so that it can be fused
+            self._control_tree.call(self._send)  # with what else comes in this turn, so that it can be fused
         self._passed_bits |= bits
         self._passed += some
 
@@ -377,12 +379,12 @@ class TreeAgreement(Agreement):
 
     def _send_up(self, parts: Sequence[tuple[int, bytes]]) -> None:
         assert self._parent is not None
-        self._hub.send(self._parent, {"t": "up", "set": self._serial, "parts": len(parts)}, join_parts(parts))
+        self._control_tree.send(self._parent, {"t": "up", "set": self._serial, "parts": len(parts)}, join_parts(parts))
 
     def _take_round(self, num_joined: int, parts: list[tuple[int, bytes]], payload: bytes) -> None:
         header = {"t": "round", "set": self._serial, "joined": num_joined, "parts": len(parts)}
         for child in self._children:
-            self._hub.send(child, header, payload)
+            self._control_tree.send(child, header, payload)
         if num_joined == len(self._members):
             self._collector.joining = False
         elif num_joined and not self._collector.joining:
@@ -415,7 +417,7 @@ class TreeAgreement(Agreement):
                 ranks |= set(self._doubtful(self._members.keys() - signatures.keys()))
         if ranks and not self._asking:
             self._asking = True
-            ask = threading.Thread(target=self._ask, args=(sorted(ranks),), name="hora-hub-ask", daemon=True)
+            ask = threading.Thread(target=self._ask, args=(sorted(ranks),), name="hora-control-ask", daemon=True)
             ask.start()
 
     def _ask(self, ranks: Sequence[int]) -> None:
@@ -432,11 +434,11 @@ class TreeAgreement(Agreement):
     def _answers_of(self, ranks: Sequence[int]) -> dict[int, set[Key]]:
         def answer(rank: int) -> set[Key]:
             try:
-                return self._hub.ask_in_flight(rank, self._serial, limit_s=_ASK_LIMIT_S)
+                return self._control_tree.ask_in_flight(rank, self._serial, limit_s=_ASK_LIMIT_S)
             except (OSError, EOFError):
                 return set()  # it is stopped as well
 
-        with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="hora-hub-ask") as pool:
+        with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="hora-control-ask") as pool:
             return dict(zip(ranks, pool.map(answer, ranks), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Agreement of the members of a set that share a host, through a segment that all of them map.
+"""Negotiation of the members of a set that share a host, through a segment that all of them map.
 
 Each member owns a ring of announcements, which the others read, and a head: how many bytes it has announced. The first
 member is the coordinator. Whenever something has become ready it publishes a *cut*: how far into every ring the round
@@ -46,15 +46,15 @@ from collections import deque
 from collections.abc import Sequence
 from operator import eq, sub
 
-from hora.engine.agree.agreement import RECORD, Agreement, Announcer, Reader, UnannouncedRequests
-from hora.engine.plan import Batch, Planner
+from hora.engine.negotiation.base import RECORD, Announcer, Negotiation, Reader, UnannouncedRequests
+from hora.engine.plan import Batch, BatchPlanner
 from hora.engine.request import Kind, Signature
 from hora.engine.shm.counters import MEMBER_BYTES, Counters
 from hora.engine.shm.futex import LINE_BYTES, Counter, fence
 from hora.engine.shm.native import Repeated, library
 from hora.engine.shm.segment import Segment, aligned
 
-__all__ = ["SharedMemoryAgreement"]
+__all__ = ["SharedMemoryNegotiation"]
 
 _RING_BYTES = 512 * 1024
 _NUM_CUTS = 64
@@ -68,7 +68,7 @@ _NUM_CALL_RECORDS = 4  # no member is more than one ticket ahead
 _CALL_BYTES = MEMBER_BYTES + 2 * LINE_BYTES  # of a member: the ticket and whether it sleeps, and two lines of records
 
 
-class SharedMemoryAgreement(Agreement):
+class SharedMemoryNegotiation(Negotiation):
     """Layout: per member one line each for head (bytes announced) and rounds (rounds done); one line each for the round
     number and the coordinator's bell; the records of repeated calls; a ring of cuts (vectors of 64-bit positions); one
     ring of announcements per member. Positions never wrap.
@@ -125,7 +125,7 @@ class SharedMemoryAgreement(Agreement):
 
     def wake(self) -> None:
         if self._member == 0:
-            # Closed meanwhile: the hub's thread wakes queues until it ends.
+            # Closed meanwhile: the control tree's thread wakes queues until it ends.
             with contextlib.suppress(AttributeError):
                 self._ring()
 
@@ -164,10 +164,10 @@ class SharedMemoryAgreement(Agreement):
 
     # Rounds.
 
-    def poll(self, planner: Planner) -> list[Batch] | None:
+    def poll(self, planner: BatchPlanner) -> list[Batch] | None:
         return self._lead(planner) if self._member == 0 else self._follow(planner)
 
-    def _lead(self, planner: Planner) -> list[Batch] | None:
+    def _lead(self, planner: BatchPlanner) -> list[Batch] | None:
         """The coordinator: look at the news, and cut a round when it is worth one."""
         # The bell is read before the heads: news that comes after the heads were read changes it, and `wait` returns.
         self._bell_seen = self._bell.value
@@ -189,7 +189,7 @@ class SharedMemoryAgreement(Agreement):
         self._publish()
         return self._end_round(planner.close_round())
 
-    def _follow(self, planner: Planner) -> list[Batch] | None:
+    def _follow(self, planner: BatchPlanner) -> list[Batch] | None:
         """Another member: take the next round that the coordinator has cut."""
         if self._round.value == self.rounds:
             return None
@@ -202,7 +202,7 @@ class SharedMemoryAgreement(Agreement):
             self._feed(planner, cut)
         return self._end_round(planner.close_round())
 
-    def _feed_alike(self, planner: Planner, num_bytes: int) -> bool:
+    def _feed_alike(self, planner: BatchPlanner, num_bytes: int) -> bool:
         """Give the planner the next so many bytes of every member's news, if all of them announce the same known
         requests in the same order."""
         if num_bytes < RECORD.size:
@@ -233,7 +233,7 @@ class SharedMemoryAgreement(Agreement):
             self._hoping_since = now
         return now - self._hoping_since < _PATIENCE_S
 
-    def _feed(self, planner: Planner, upto: Sequence[int]) -> None:
+    def _feed(self, planner: BatchPlanner, upto: Sequence[int]) -> None:
         """Give the planner the news up to there."""
         fed = self._fed
         for member in range(self._num_members):

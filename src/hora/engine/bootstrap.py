@@ -21,8 +21,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hora.config import EngineConfig
-from hora.engine.hub import FANOUT, Hub, HubEvents, Tree
-from hora.engine.meeting import Meeting, open_meeting
+from hora.engine.control_tree import FANOUT, ControlEvents, ControlTree, Tree
+from hora.engine.rendezvous import RendezvousClient, open_rendezvous
 from hora.engine.shm import futex
 from hora.engine.shm.native import library
 from hora.engine.shm.records import usable
@@ -31,13 +31,13 @@ from hora.engine.transport.factory import Topology
 from hora.engine.transport.stream import Streams
 from hora.errors import HorovodInternalError
 from hora.net.address import interface_address, source_address
-from hora.net.client import Group
+from hora.net.client import RankGroup
 from hora.net.connection import Stream
 from hora.net.keys import RankKeys
 from hora.net.sockets import Where
 from hora.world import World
 
-__all__ = ["Peers"]
+__all__ = ["Bootstrap"]
 
 log = logging.getLogger("hora")
 
@@ -54,8 +54,8 @@ _COMMON = (
 class _Introduction(NamedTuple):
     """A rank's introduction to the others when they meet."""
 
-    speaker: int  # the first rank of its host
-    place: Sequence[Any]  # where its hub listens, address and port; empty in worlds that need no network
+    leader: int  # the first rank of its host
+    place: Sequence[Any]  # where its control tree listens, address and port; empty in worlds that need no network
     pid: int
     hostname: str
     process_sets: list[list[int]]
@@ -65,7 +65,7 @@ class _Introduction(NamedTuple):
     settings: dict[str, Any]  # rank 0's: the common ones
 
 
-class Peers:
+class Bootstrap:
     """The ranks of a world of several.
 
     `epoch` tells one initialisation of this world from another; `check_alive` raises when it has become pointless to
@@ -75,7 +75,7 @@ class Peers:
     keys: RankKeys  # this rank's in this world, from `meet` on
 
     def __init__(
-        self, world: World, config: EngineConfig, epoch: str, events: HubEvents, check_alive: Callable[[], None]
+        self, world: World, config: EngineConfig, epoch: str, events: ControlEvents, check_alive: Callable[[], None]
     ) -> None:
         self.hosts: list[list[int]] = []  # ranks that proved to share memory
         self.config = config  # from `meet` on with rank 0's values where all ranks must have the same
@@ -83,22 +83,22 @@ class Peers:
         self._epoch = epoch
         self._check_alive = check_alive
         self._introductions: list[_Introduction] = []
-        self._near: dict[int, str] = {}  # the ranks of this host, and the names of their hubs
+        self._near: dict[int, str] = {}  # the ranks of this host, and the names of their control trees
         self._num_segments: dict[str, int] = {}
-        self._meeting: Meeting = open_meeting(world, limit_s=config.init_timeout_s)
-        self.hub = Hub(world.rank, world.size, events)
+        self._rendezvous: RendezvousClient = open_rendezvous(world, limit_s=config.init_timeout_s)
+        self.control_tree = ControlTree(world.rank, world.size, events)
 
     # Setting up.
 
     def meet(self, process_sets: list[list[int]]) -> list[list[int]]:
         """Find the others and connect to them; returns the process sets that all of them asked for."""
         world = self._world
-        self.keys = self._meeting.keys(world, self._epoch, limit_s=self.config.init_timeout_s)
-        self.hub.start(self.keys)
+        self.keys = self._rendezvous.keys(world, self._epoch, limit_s=self.config.init_timeout_s)
+        self.control_tree.start(self.keys)
         host = self._prove_host()
         self._near = {rank: name.decode() for rank, name in host.members.items()}
         with self.peers_may_go():
-            place = self._join_hub(host)
+            place = self._join_tree(host)
             mine = _Introduction(
                 next(iter(self._near)),
                 place,
@@ -112,8 +112,8 @@ class Peers:
             )
             gathered = self.gather("introduction", json.dumps(mine).encode())
             self._introductions = [_Introduction(*json.loads(data)) for data in gathered]
-        self.hosts = _grouped([peer.speaker for peer in self._introductions])
-        self.hub.know(Tree(self.hosts), self.where)
+        self.hosts = _grouped([peer.leader for peer in self._introductions])
+        self.control_tree.know(Tree(self.hosts), self.where)
         self._check_agreement_on_sets()
         self._check_encryption()
         self.config = replace(self.config, **self._introductions[0].settings)
@@ -125,10 +125,10 @@ class Peers:
 
     def gather(self, what: str, value: bytes) -> list[bytes]:
         """Every rank's value, in rank order (collective)."""
-        return self.hub.gather(what, value, limit_s=self.config.init_timeout_s)
+        return self.control_tree.gather(what, value, limit_s=self.config.init_timeout_s)
 
     def where(self, rank: int) -> Where:
-        """Return the address of this rank's hub."""
+        """Return the address of this rank's control tree."""
         return self._near.get(rank) or self._far(rank)
 
     def _far(self, rank: int) -> tuple[str, int]:
@@ -141,7 +141,7 @@ class Peers:
         tree = Tree([some for host in self.hosts if (some := [rank for rank in host if rank in ranks])])
         parent = tree.parent(self._world.rank)
         if parent is not None:
-            self.hub.link(parent, self.where(parent), limit_s=self.config.init_timeout_s)
+            self.control_tree.link(parent, self.where(parent), limit_s=self.config.init_timeout_s)
         return tree
 
     @contextlib.contextmanager
@@ -179,42 +179,44 @@ class Peers:
                 f"HORA_ENCRYPT=always on rank(s) {strict}, but {wish} on rank 0: set it to the same value on all hosts"
             )
 
-    def _prove_host(self) -> Group:
+    def _prove_host(self) -> RankGroup:
         """The ranks that really share memory with this one: every other one has fetched the first one's."""
-        rank, name = self._world.rank, self.hub.name.encode()
+        rank, name = self._world.rank, self.control_tree.name.encode()
         near = self._meet("near", _host_fingerprint(), name).members
         leader = next(iter(near))
         proven = leader == rank
         if proven:
-            self.hub.offer("probe", 1, len(near) - 1)
+            self.control_tree.offer("probe", 1, len(near) - 1)
         else:
             try:
                 where = near[leader].decode()
-                self.hub.fetch(leader, where, "probe", limit_s=_PROBE_LIMIT_S, check_alive=self._check_alive).close()
+                self.control_tree.fetch(
+                    leader, where, "probe", limit_s=_PROBE_LIMIT_S, check_alive=self._check_alive
+                ).close()
                 proven = True
             except OSError as error:
                 log.warning("rank %d cannot share memory with rank %d: %s", rank, leader, error)
         return self._meet("hosts", str(leader if proven else rank), name)
 
-    def _meet(self, what: str, group: str, value: bytes) -> Group:
+    def _meet(self, what: str, group: str, value: bytes) -> RankGroup:
         """The values of the ranks of this group, when all ranks have come (collective)."""
         world, key = self._world, f"{self._epoch}/{what}"
         limit_s = self.config.init_timeout_s
-        return self._meeting.gather(key, group, value, rank=world.rank, size=world.size, limit_s=limit_s)
+        return self._rendezvous.gather(key, group, value, rank=world.rank, size=world.size, limit_s=limit_s)
 
-    def _join_hub(self, host: Group) -> Sequence[Any]:
+    def _join_tree(self, host: RankGroup) -> Sequence[Any]:
         """Take this rank's place in the tree; returns where it listens for ranks of other hosts."""
         rank, limit_s = self._world.rank, self.config.init_timeout_s
-        speaker, *others = self._near
-        parent: tuple[int, Where] | None = None if rank == speaker else (speaker, self._near[speaker])
+        leader, *others = self._near
+        parent: tuple[int, Where] | None = None if rank == leader else (leader, self._near[leader])
         place: Sequence[Any] = ()
         if host.num_groups > 1:
             place = self._listen()
-            above = self._meet("place", str(speaker), json.dumps(place).encode()).above
-            if rank == speaker and above is not None:
+            above = self._meet("place", str(leader), json.dumps(place).encode()).above
+            if rank == leader and above is not None:
                 parent = above[0], tuple(json.loads(above[1]))
         below = range(FANOUT * host.index + 1, min(FANOUT * host.index + FANOUT + 1, host.num_groups))
-        self.hub.join(parent, len(others) + len(below) if rank == speaker else 0, limit_s=limit_s)
+        self.control_tree.join(parent, len(others) + len(below) if rank == leader else 0, limit_s=limit_s)
         return place
 
     def _listen(self) -> tuple[str, int]:
@@ -223,15 +225,15 @@ class Peers:
         """
         interface = self.config.interface
         if not interface:
-            address = source_address(self._world.meeting.address or "127.0.0.1")
-            return address, self.hub.listen_tcp(address)
+            address = source_address(self._world.rendezvous.address or "127.0.0.1")
+            return address, self.control_tree.listen_tcp(address)
         try:
             address = interface_address([interface])
         except ValueError:
             raise ValueError(
                 f"network interface {interface!r} has no address on this host; set HOROVOD_GLOO_IFACE to one that has"
             ) from None
-        return address, self.hub.listen_tcp(address)
+        return address, self.control_tree.listen_tcp(address)
 
     # Sharing.
 
@@ -267,11 +269,13 @@ class Peers:
         number = self._num_segments[key] = self._num_segments.get(key, 0) + 1
         name = f"{key}/{number}"
         if ranks[0] == self._world.rank:
-            return self.hub.offer(name, num_bytes, len(ranks) - 1)
+            return self.control_tree.offer(name, num_bytes, len(ranks) - 1)
         try:
             limit_s = self.config.init_timeout_s
-            return self.hub.fetch(ranks[0], self._near[ranks[0]], name, limit_s=limit_s, check_alive=self._check_alive)
-        except ConnectionError:  # the hub will tell the same, in a moment
+            return self.control_tree.fetch(
+                ranks[0], self._near[ranks[0]], name, limit_s=limit_s, check_alive=self._check_alive
+            )
+        except ConnectionError:  # the control tree will tell the same, in a moment
             raise HorovodInternalError(self.lost(ranks[0])) from None
 
     def share_or_none(self, key: str, ranks: Sequence[int], num_bytes: int) -> Segment | None:
@@ -293,10 +297,10 @@ class Peers:
         self.keys.fetch(ranks)
         try:
             for member, rank in others:
-                opened = self.hub.open_stream(rank, self._far(rank), key, limit_s=limit_s)
+                opened = self.control_tree.open_stream(rank, self._far(rank), key, limit_s=limit_s)
                 outgoing[member] = self._protected(opened, rank)
             for member, rank in others:
-                incoming[member] = self._protected(self.hub.take_stream(key, rank, limit_s=limit_s), rank)
+                incoming[member] = self._protected(self.control_tree.take_stream(key, rank, limit_s=limit_s), rank)
         except BaseException:
             for stream in (*outgoing.values(), *incoming.values()):
                 stream.sock.close()
@@ -317,7 +321,7 @@ class Peers:
             hosts=self.sharing,
             share=lambda some, num_bytes: self.share(f"{label}/{device}", some, num_bytes),
             streams=lambda name, some: self._streams(f"{label}/{device}/{name}", some),
-            store=lambda name: self._meeting.store(f"{prefix}/{name}", limit_s=limit_s, check_alive=check_alive),
+            store=lambda name: self._rendezvous.store(f"{prefix}/{name}", limit_s=limit_s, check_alive=check_alive),
             cuda_ipc=self.config.cuda_ipc,
             native=all(
                 peer.has_native and (peer.encrypts_natively or self.config.encrypt == "never")

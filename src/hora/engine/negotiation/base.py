@@ -1,11 +1,11 @@
-"""Agreement: every member of a process set learns the same announcements in the same rounds.
+"""Negotiation: every member of a process set learns the same announcements in the same rounds.
 
 A round is a set of announcements that all members feed to their planners (`plan`) before they close it, so that all of
 them derive the same batches. How a round comes about depends on where the members are:
 
-    one member            `LocalAgreement`, here: what it announces is agreed
-    all on one host       `agree.shared_memory`: the first member cuts rounds, all read them in shared memory
-    on several hosts      `agree.tree`: announcements go up a tree of the members, rounds come down it
+    one member            `LocalNegotiation`, here: what it announces is agreed
+    all on one host       `negotiation.shared_memory`: the first member cuts rounds, all read them in shared memory
+    on several hosts      `negotiation.tree`: announcements go up a tree of the members, rounds come down it
 
 Announcements are 8-byte records (signature number, instance), and whole signatures the first time: a signature is sent
 once and then known by its number. Numbers belong to the member that sends them; when it has too many it forgets them
@@ -19,10 +19,10 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 
-from hora.engine.plan import Batch, Planner
+from hora.engine.plan import Batch, BatchPlanner
 from hora.engine.request import Signature
 
-__all__ = ["RECORD", "Agreement", "Announcer", "LocalAgreement", "Reader", "UnannouncedRequests"]
+__all__ = ["RECORD", "Negotiation", "Announcer", "LocalNegotiation", "Reader", "UnannouncedRequests"]
 
 RECORD = struct.Struct("<II")
 _DEFINE = 0xFFFFFFFF  # the record's second word is the length of the signature that follows, padded to whole records
@@ -33,7 +33,7 @@ _KEPT_SIGNATURES = 65536
 UnannouncedRequests = dict[tuple[Signature, int], list[Signature | None]]
 
 
-class Agreement(ABC):
+class Negotiation(ABC):
     """One per process set. `announce` comes from any thread under the queue's lock, the rest from the driver."""
 
     rounds = 0  # that this member has taken
@@ -48,7 +48,7 @@ class Agreement(ABC):
         """Tell the other members about a request of this rank."""
 
     @abstractmethod
-    def poll(self, planner: Planner) -> list[Batch] | None:
+    def poll(self, planner: BatchPlanner) -> list[Batch] | None:
         """Feed what is new to the planner; the batches of the next round, or None when there is no new round."""
 
     def wait(self) -> None:  # noqa: B027
@@ -71,7 +71,7 @@ class Agreement(ABC):
         """Let go of what it holds."""
 
 
-class LocalAgreement(Agreement):
+class LocalNegotiation(Negotiation):
     """A set of one member: whatever it announces is agreed."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class LocalAgreement(Agreement):
     def announce(self, signature: Signature, instance: int) -> None:
         self._news.append((signature, instance))
 
-    def poll(self, planner: Planner) -> list[Batch] | None:
+    def poll(self, planner: BatchPlanner) -> list[Batch] | None:
         if not self._news:
             return None
         while self._news:

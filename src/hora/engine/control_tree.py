@@ -1,12 +1,12 @@
-"""The hub: how the ranks of one world hear of one another, apart from tensors.
+"""The control tree: how the ranks of one world hear of one another, apart from tensors.
 
-Ranks stand in a tree (`Tree`): the ranks of a host below its first one, its speaker; the speakers of hosts below one
+Ranks stand in a tree (`Tree`): the ranks of a host below its first one, the host leader; host leaders below one
 another, at most `FANOUT` below each. So no rank talks to more than its host and `FANOUT + 1` others, however many there
 are. Every rank keeps an authenticated connection, a link, to its parent: over a local socket to the first rank of its
 host, over TCP between the first ranks of hosts. A process set has a tree of its members alone, so that no rank holds up
 a set that it is not in; its members have links along that tree besides, where these are others. Links carry
 
-    up, round     what members announce and what was agreed (`hora.engine.agree.tree`), for the agreement of the set
+    up, round     announcements of members and agreed rounds (`hora.engine.negotiation.tree`)
     gather        the values of all ranks at or below the sender; `gathered`: those of all, from the root down
     news          what concerns everybody: a rank shuts down (leaving), was lost, or the world is broken (fault)
     ack           the receiver has this news and passes it on
@@ -24,8 +24,8 @@ of its sets it has seen, and a rank that has seen fewer waits for those first (`
 
 Ranks of one host also fetch shared-memory descriptors from one another here; that a descriptor arrives is the proof
 that two ranks share a host. Ranks of several hosts open the streams here that carry tensors between them: past the same
-handshake, and then out of the hub's hands. Each process has one `Server` for all of it, whose thread sleeps unless
-something happens.
+handshake, and then out of the control tree's hands. Each process has one `Server` for all of it, whose thread sleeps
+unless something happens.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from hora.net.server import Peer, Server
 from hora.net.sockets import Where
 from hora.net.wire import Header, cut_parts, join_parts
 
-__all__ = ["FANOUT", "Hub", "HubEvents", "Rounds", "Tree"]
+__all__ = ["FANOUT", "ControlTree", "ControlEvents", "Rounds", "Tree"]
 
 log = logging.getLogger("hora")
 
@@ -75,11 +75,11 @@ class Tree:
     def __init__(self, hosts: Sequence[Sequence[int]]) -> None:
         self._parents: dict[int, int] = {}
         self._children: dict[int, list[int]] = {rank: [] for host in hosts for rank in host}
-        for index, (speaker, *others) in enumerate(hosts):
+        for index, (leader, *others) in enumerate(hosts):
             for rank in others:
-                self._attach(rank, speaker)
+                self._attach(rank, leader)
             if index:
-                self._attach(speaker, hosts[(index - 1) // FANOUT][0])
+                self._attach(leader, hosts[(index - 1) // FANOUT][0])
 
     def _attach(self, rank: int, parent: int) -> None:
         self._parents[rank] = parent
@@ -119,8 +119,8 @@ class Tree:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HubEvents:
-    """Callbacks of the hub into the runtime. All are called on the hub's thread and must not block.
+class ControlEvents:
+    """Callbacks of the control tree into the runtime. All are called on the control tree's thread and must not block.
 
     `agreeing(serial, rank, header, payload)`: a neighbour in the tree of a process set says `up` or `round`.
     `in_flight(serial)` answers with the keys of what this rank waits for in a set.
@@ -129,7 +129,7 @@ class HubEvents:
     lost: Callable[[int], None]
     leaving: Callable[[int, str, Rounds], None]
     fault: Callable[[str], None]
-    agreeing: Callable[[int, int, Header, bytes], None]
+    negotiating: Callable[[int, int, Header, bytes], None]
     in_flight: Callable[[int], list[Key]]
     tick: Callable[[], None]
 
@@ -143,10 +143,10 @@ class _Gathering:
         self.result: list[bytes] | None = None
 
 
-class Hub:
-    """This rank's part of the hub."""
+class ControlTree:
+    """This rank's part of the control tree."""
 
-    def __init__(self, rank: int, size: int, events: HubEvents) -> None:
+    def __init__(self, rank: int, size: int, events: ControlEvents) -> None:
         self.rank = rank
         self.size = size
         self.name = f"hora-{secrets.token_hex(16)}"
@@ -174,7 +174,7 @@ class Hub:
         self._closed = False
         self._changed = threading.Condition()
         self._hopeless = ""
-        self._server = Server(self, name="hora-hub", silence_limit_s=_SILENCE_LIMIT_S, failed=self._on_failure)
+        self._server = Server(self, name="hora-control", silence_limit_s=_SILENCE_LIMIT_S, failed=self._on_failure)
         self._server.listen(self.name)
 
     # Setting up, called by the runtime in this order: start, offer and fetch, listen_tcp, join, gather, know.
@@ -251,7 +251,9 @@ class Hub:
         raise HorovodInternalError(f"waited {limit_s:g} s for rank(s) {missing} to tell their {what}")
 
     def know(self, tree: Tree, where: Callable[[int], Where]) -> None:
-        """The tree of all ranks, and where each rank's hub listens: for news that has to go around a stopped rank."""
+        """The tree of all ranks, and where each rank's control tree listens: for news that has to go around a stopped
+        rank.
+        """
         self._tree, self._where = tree, where
 
     def link(self, rank: int, where: Where, *, limit_s: float) -> None:
@@ -269,15 +271,17 @@ class Hub:
         self._server.serve(link)
 
     def open_stream(self, rank: int, where: Where, key: str, *, limit_s: float) -> Stream:
-        """A connection to this rank, listening at `where`, for bytes in this direction only, of which the hub knows
-        nothing.
+        """A connection to this rank, listening at `where`, for bytes in this direction only, of which the control tree
+        knows nothing.
 
         The other rank finds it by `take_stream`, under the same key.
         """
         connection = self._connect(rank, where, limit_s)
         try:
             connection.send({"want": "stream", "key": key})
-            connection.receive(limit_s=limit_s)  # the other's hub has let go of it: what follows is not read there
+            connection.receive(
+                limit_s=limit_s
+            )  # the other's control tree has let go of it: what follows is not read there
         except EOFError:
             connection.close()
             raise ConnectionError(f"rank {rank} at {where} did not take a stream for {key!r}") from None
@@ -318,7 +322,7 @@ class Hub:
         link.send(header, payload)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run it on the hub's thread, after the messages that have come already."""
+        """Run it on the control tree's thread, after the messages that have come already."""
         self._server.call(function)
 
     def leave(self, why: str, rounds: Rounds) -> None:
@@ -407,7 +411,7 @@ class Hub:
         self._events.lost(rank)
 
     def _on_failure(self, error: Exception) -> None:
-        self._events.fault(f"the hub of rank {self.rank} failed: {error!r}; Horovod has been shut down")
+        self._events.fault(f"the control tree of rank {self.rank} failed: {error!r}; Horovod has been shut down")
 
     def _plan_tick(self) -> None:
         def tick() -> None:
@@ -421,7 +425,7 @@ class Hub:
         if rank < 0:
             self._introduce(peer, header, payload)
         elif kind in ("up", "round"):
-            self._events.agreeing(int(header["set"]), rank, header, payload)
+            self._events.negotiating(int(header["set"]), rank, header, payload)
         elif kind == "news":
             self._on_news(peer, header, payload)
         elif kind == "ack":
@@ -557,7 +561,7 @@ class Hub:
                     self._num_telling -= 1
                     self._changed.notify_all()
 
-        threading.Thread(target=tell, name="hora-hub-around", daemon=True).start()
+        threading.Thread(target=tell, name="hora-control-around", daemon=True).start()
 
     def _has_told_all(self) -> bool:
         silent = self.goodbyes | self._dead

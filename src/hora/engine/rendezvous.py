@@ -1,11 +1,11 @@
-"""The meeting: where the ranks of a world exchange the first words, before they are connected to one another.
+"""The rendezvous: where the ranks of a world exchange the first words, before they are connected to one another.
 
-It takes place at the `MeetingPoint` that the launcher provided (`hora.world`): Hora's authenticated rendezvous, or
-under torchrun and other launchers a table of rank 0's, where anybody may speak unless the user gave the ranks a secret.
-It is for what ranks need to find one another: the names of those of their host, the address of the one to which they
-speak. What all ranks are to know of all goes through the hub (`Hub.gather`), so that the bytes which the meeting place
-sends grow with the number of ranks and not with its square. `open_meeting` connects once per process; a runtime that is
-initialised again uses the same connection. Nothing that comes through it is unpickled.
+It takes place at the `RendezvousEndpoint` that the launcher provided (`hora.world`): Hora's authenticated rendezvous,
+or under torchrun and other launchers a store of rank 0's, where anybody may speak unless the user gave the ranks a
+secret. It is for what ranks need to find one another: the names of those of their host, the address of the one to which
+they speak. What all ranks are to know of all goes through the control tree (`ControlTree.gather`), so that the bytes
+which the meeting place sends grow with the number of ranks and not with its square. `open_rendezvous` connects once per
+process; a runtime that is initialised again uses the same connection. Nothing that comes through it is unpickled.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from hora.config import accept_risk
-from hora.engine.hub import FANOUT
+from hora.engine.control_tree import FANOUT
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.address import listening_address
-from hora.net.client import ControlClient, Group
+from hora.net.client import ControlClient, RankGroup
+from hora.net.key_value_store import KeyValueStore
 from hora.net.keys import RankKeys, world_secret
 from hora.net.secret_file import HeldSecret, read_secret_file
-from hora.net.table import Table
 from hora.net.wire import Credentials, derived_secret
-from hora.world import MeetingPoint, World
+from hora.world import RendezvousEndpoint, World
 
-__all__ = ["ControlStore", "Meeting", "control_client", "open_meeting"]
+__all__ = ["ControlStore", "RendezvousClient", "control_client", "open_rendezvous"]
 
 _PAUSE_S = 0.1
 _SLICE_S = 0.5  # how long one request may wait at the server before the liveness check is asked again
 
 
-class Meeting:
-    """At the rendezvous of a Hora launcher, which has our keys, or at a table of rank 0's, for ranks with `secret`."""
+class RendezvousClient:
+    """At the rendezvous of a Hora launcher, which has our keys, or at a store of rank 0's, for ranks with `secret`."""
 
     def __init__(self, client: ControlClient, secret: bytes | None = None) -> None:
         self.client = client
@@ -55,9 +55,9 @@ class Meeting:
 
         return RankKeys(world.rank, get, at_once=[0] if world.rank else [])
 
-    def gather(self, key: str, group: str, value: bytes, *, rank: int, size: int, limit_s: float) -> Group:
-        """The values of the ranks of this group, when all ranks have come; groups stand in a tree (`hora.engine.hub`).
-        HorovodInternalError names the ranks that did not come."""
+    def gather(self, key: str, group: str, value: bytes, *, rank: int, size: int, limit_s: float) -> RankGroup:
+        """The values of the ranks of this group, when all ranks have come; groups stand in a tree
+        (`hora.engine.control_tree`). HorovodInternalError names the ranks that did not come."""
         try:
             return self.client.gather(key, value, rank=rank, size=size, timeout_s=limit_s, group=group, fanout=FANOUT)
         except TimeoutError as error:
@@ -74,19 +74,19 @@ class Meeting:
         return ControlStore(self.client, prefix=f"{prefix}/", timeout_s=limit_s, check_alive=check_alive)
 
 
-_open: dict[MeetingPoint, Meeting] = {}
+_open: dict[RendezvousEndpoint, RendezvousClient] = {}
 
 
-def open_meeting(world: World, *, limit_s: float) -> Meeting:
-    """The meeting of this world: a new one, or the one of an earlier initialisation."""
-    point = world.meeting
+def open_rendezvous(world: World, *, limit_s: float) -> RendezvousClient:
+    """The rendezvous of this world: a new one, or the one of an earlier initialisation."""
+    point = world.rendezvous
     if point in _open:
         return _open[point]
     if point.kind == "hora":
         # An elastic worker asks for its next place over this connection, so it speaks for that worker.
         worker = world.worker if world.elastic else -1
         client = ControlClient.connect(_held(point), name=f"rank {world.rank}", timeout_s=limit_s, worker=worker)
-        meeting = Meeting(client)
+        rendezvous = RendezvousClient(client)
     else:
         if not point.secret_file:
             accept_risk(
@@ -96,27 +96,27 @@ def open_meeting(world: World, *, limit_s: float) -> Meeting:
                 "horovodrun",
                 warn=world.rank == 0,
             )
-        meeting = _meet_at_rank_0(_beside_torch(world), limit_s)
-    _open[point] = meeting
-    return meeting
+        rendezvous = _meet_at_rank_0(_beside_torch(world), limit_s)
+    _open[point] = rendezvous
+    return rendezvous
 
 
 def _beside_torch(world: World) -> World:
     """The same world; where torch's process group was made before from the same variables, as Ray Train does, its store
-    is at the meeting point already, and rank 0 opens none."""
-    if not world.meeting.host_store or not dist.is_initialized():
+    is at the endpoint already, and rank 0 opens none."""
+    if not world.rendezvous.host_store or not dist.is_initialized():
         return world
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    there = isinstance(store, TCPStore) and store.port == world.meeting.port
-    return replace(world, meeting=replace(world.meeting, host_store=False)) if there else world
+    there = isinstance(store, TCPStore) and store.port == world.rendezvous.port
+    return replace(world, rendezvous=replace(world.rendezvous, host_store=False)) if there else world
 
 
 _held_secrets: list[HeldSecret] = []  # to the end of this process
 
 
-def _held(point: MeetingPoint) -> MeetingPoint:
+def _held(point: RendezvousEndpoint) -> RendezvousEndpoint:
     """The same with the secret in memory, where it is in a file of the user's: a program that starts its ranks itself
     may have given one to both ends."""
     if not point.planned or point.secret_file.startswith("/proc/"):
@@ -127,45 +127,47 @@ def _held(point: MeetingPoint) -> MeetingPoint:
 
 def control_client(world: World) -> ControlClient | None:
     """The control connection of this world, if a Hora launcher runs it and it is open."""
-    meeting = _open.get(world.meeting) if world.meeting.kind == "hora" else None
-    return None if meeting is None else meeting.client
+    rendezvous = _open.get(world.rendezvous) if world.rendezvous.kind == "hora" else None
+    return None if rendezvous is None else rendezvous.client
 
 
-_tables: dict[MeetingPoint, Table] = {}  # rank 0's, to the end of its process
+_stores: dict[RendezvousEndpoint, KeyValueStore] = {}  # rank 0's, to the end of its process
 
 
-def _meet_at_rank_0(world: World, limit_s: float) -> Meeting:
-    """A meeting at a table that rank 0 opens: at the place that the launcher named, or beside torchrun's store."""
-    point, deadline = world.meeting, time.monotonic() + limit_s
+def _meet_at_rank_0(world: World, limit_s: float) -> RendezvousClient:
+    """The rendezvous at a key-value store that rank 0 opens: at the place that the launcher named, or beside torchrun's
+    store.
+    """
+    point, deadline = world.rendezvous, time.monotonic() + limit_s
     secret = read_secret_file(point.secret_file) if point.secret_file else b""  # which whoever comes has, too
     credentials = Credentials(derived_secret(secret, "the meeting"), point.job)
-    if world.rank == 0 and point not in _tables:
-        _tables[point] = _open_table(world, credentials)
+    if world.rank == 0 and point not in _stores:
+        _stores[point] = _open_store(world, credentials)
     if not point.host_store:
-        table = _tables[point] if world.rank == 0 else None
-        point = replace(point, port=_published_port(point, table, limit_s))
+        store = _stores[point] if world.rank == 0 else None
+        point = replace(point, port=_published_port(point, store, limit_s))
     client = _connect(point, credentials, name=f"rank {world.rank}", deadline=deadline)
     # The user may use one file for many jobs: what is derived from it is for this one.
     salt = client.get("salt", timeout_s=max(deadline - time.monotonic(), 0.001))
-    return Meeting(client, derived_secret(secret, f"the job {point.job} {salt.hex()}"))
+    return RendezvousClient(client, derived_secret(secret, f"the job {point.job} {salt.hex()}"))
 
 
-def _open_table(world: World, credentials: Credentials) -> Table:
-    point = world.meeting
+def _open_store(world: World, credentials: Credentials) -> KeyValueStore:
+    point = world.rendezvous
     address = listening_address(point.address, one_host=world.local_size >= world.size)
     port = point.port if point.host_store else 0
     try:
-        table = Table((address, port), credentials, name="hora-meeting")
+        store = KeyValueStore((address, port), credentials, name="hora-rendezvous")
     except OSError as error:
         raise HorovodInternalError(
             f"rank 0 cannot listen at {address}:{port} ({error.strerror}): set MASTER_PORT to a free port"
         ) from error
-    table.set("salt", secrets.token_bytes(32))
-    return table
+    store.set("salt", secrets.token_bytes(32))
+    return store
 
 
-def _connect(point: MeetingPoint, credentials: Credentials, *, name: str, deadline: float) -> ControlClient:
-    """Connect to rank 0's table, as soon as it is there."""
+def _connect(point: RendezvousEndpoint, credentials: Credentials, *, name: str, deadline: float) -> ControlClient:
+    """Connect to rank 0's store, as soon as it is there."""
     while True:
         left_s = max(deadline - time.monotonic(), 0.001)
         try:
@@ -183,8 +185,8 @@ def _connect(point: MeetingPoint, credentials: Credentials, *, name: str, deadli
             threading.Event().wait(_PAUSE_S)
 
 
-def _published_port(point: MeetingPoint, table: Table | None, limit_s: float) -> int:
-    """The port of rank 0's table (which it has), through torchrun's store.
+def _published_port(point: RendezvousEndpoint, store: KeyValueStore | None, limit_s: float) -> int:
+    """The port of rank 0's store (which it has), through torchrun's store.
 
     It is no secret: whoever writes another port there has the ranks connect to a server that cannot prove itself.
     """
@@ -195,11 +197,11 @@ def _published_port(point: MeetingPoint, table: Table | None, limit_s: float) ->
         raise HorovodInternalError(
             f"cannot reach the meeting place at {point.endpoint} (MASTER_ADDR, MASTER_PORT): {error}"
         ) from error
-    store = PrefixStore(f"hora/{point.job}", opened)
+    torchrun = PrefixStore(f"hora/{point.job}", opened)
     try:
-        if table is not None:
-            store.set("table", str(table.port))
-        text = bytes(store.get("table"))
+        if store is not None:
+            torchrun.set("table", str(store.port))
+        text = bytes(torchrun.get("table"))
     except (RuntimeError, dist.DistError) as error:
         raise HorovodInternalError(
             f"waited {limit_s:g} s for rank 0 to come to hvd.init() (limit: HOROVOD_GLOO_TIMEOUT_SECONDS): {error}"

@@ -1,4 +1,4 @@
-"""The hub without ranks: several of them in one process."""
+"""The control tree without ranks: several of them in one process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hora.engine.hub import Hub, HubEvents, Tree
+from hora.engine.control_tree import ControlEvents, ControlTree, Tree
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.connection import Connection, connect
 from hora.net.keys import RankKeys, rank_keys
@@ -24,30 +24,31 @@ def given(rank: int, world: bytes = WORLD) -> RankKeys:
     return RankKeys(rank, lambda ranks: rank_keys(world, rank, ranks))
 
 
-def a_hub(rank: int, size: int, heard: list[tuple[object, ...]]) -> Hub:
+def a_control_tree(rank: int, size: int, heard: list[tuple[object, ...]]) -> ControlTree:
     """Which writes down what it tells its runtime."""
-    told = {
-        name: lambda *what, name=name: heard.append((name, *what)) for name in ("lost", "leaving", "fault", "agreeing")
-    }
-    hub = Hub(rank, size, HubEvents(**told, tick=lambda: None, in_flight=lambda serial: [("allreduce", serial)]))
-    hub.start(given(rank))
-    return hub
+    names = ("lost", "leaving", "fault", "negotiating")
+    told = {name: lambda *what, name=name: heard.append((name, *what)) for name in names}
+    control_tree = ControlTree(
+        rank, size, ControlEvents(**told, tick=lambda: None, in_flight=lambda serial: [("allreduce", serial)])
+    )
+    control_tree.start(given(rank))
+    return control_tree
 
 
 @pytest.fixture
 def heard():
-    """What rank 0's hub has told its runtime."""
+    """What rank 0's control tree has told its runtime."""
     return []
 
 
 @pytest.fixture
-def hubs(heard):
+def control_trees(heard):
     """Ranks 0 and 1 of a world of three, which share a host."""
     with contextlib.ExitStack() as stack:
-        some = [a_hub(0, 3, heard), a_hub(1, 3, [])]
-        for hub in some:
-            stack.callback(hub.close)
-            hub.know(Tree([[0, 1], [2]]), lambda rank: some[rank].name)
+        some = [a_control_tree(0, 3, heard), a_control_tree(1, 3, [])]
+        for control_tree in some:
+            stack.callback(control_tree.close)
+            control_tree.know(Tree([[0, 1], [2]]), lambda rank: some[rank].name)
         yield some
 
 
@@ -58,21 +59,26 @@ class World:
         self.tree = Tree([list(range(sum(sizes[:at]), sum(sizes[: at + 1]))) for at in range(len(sizes))])
         size = sum(sizes)
         self.heard: list[list[tuple[object, ...]]] = [[] for _ in range(size)]
-        self.hubs = [a_hub(rank, size, self.heard[rank]) for rank in range(size)]
-        for hub in self.hubs:
-            parent = self.tree.parent(hub.rank)
-            place = None if parent is None else (parent, self.hubs[parent].name)
-            hub.join(place, len(self.tree.children(hub.rank)), limit_s=LIMIT_S)
-            hub.know(self.tree, lambda rank: self.hubs[rank].name)
+        self.control_trees = [a_control_tree(rank, size, self.heard[rank]) for rank in range(size)]
+        for control_tree in self.control_trees:
+            parent = self.tree.parent(control_tree.rank)
+            place = None if parent is None else (parent, self.control_trees[parent].name)
+            control_tree.join(place, len(self.tree.children(control_tree.rank)), limit_s=LIMIT_S)
+            control_tree.know(self.tree, lambda rank: self.control_trees[rank].name)
         self.gather("ready")  # as ranks do: now all links are there
 
     def gather(self, what: str) -> list[list[bytes]]:
-        with ThreadPoolExecutor(len(self.hubs)) as pool:
-            return list(pool.map(lambda hub: hub.gather(what, b"%d" % hub.rank, limit_s=LIMIT_S), self.hubs))
+        with ThreadPoolExecutor(len(self.control_trees)) as pool:
+            return list(
+                pool.map(
+                    lambda control_tree: control_tree.gather(what, b"%d" % control_tree.rank, limit_s=LIMIT_S),
+                    self.control_trees,
+                )
+            )
 
     def stop(self, rank: int) -> None:
         """As if its process was: it takes what is sent to it, and does nothing about it."""
-        self.hubs[rank]._on_message = lambda *message: None  # type: ignore[method-assign]
+        self.control_trees[rank]._on_message = lambda *message: None  # type: ignore[method-assign]
 
     def all_heard(self, what: tuple[object, ...], ranks: list[int]) -> None:
         wait_until(f"{ranks} have heard {what}", lambda: all(what in self.heard[rank] for rank in ranks))
@@ -90,17 +96,20 @@ def worlds():
 
     yield make
     for world in made:
-        for hub in world.hubs:
-            hub.close()
+        for control_tree in world.control_trees:
+            control_tree.close()
 
 
-def test_a_rank_fetches_what_another_one_offers(hubs):
-    offered = hubs[0].offer("some", 100, 1)
+def test_a_rank_fetches_what_another_one_offers(control_trees):
+    offered = control_trees[0].offer("some", 100, 1)
     offered.memory[0] = 7
-    assert hubs[1].fetch(0, hubs[0].name, "some", limit_s=LIMIT_S, check_alive=lambda: None).memory[0] == 7
+    assert (
+        control_trees[1].fetch(0, control_trees[0].name, "some", limit_s=LIMIT_S, check_alive=lambda: None).memory[0]
+        == 7
+    )
 
 
-def test_a_rank_does_not_wait_for_an_offer_when_the_world_has_ended(hubs):
+def test_a_rank_does_not_wait_for_an_offer_when_the_world_has_ended(control_trees):
     num_looks = 0
 
     def check_alive():
@@ -110,13 +119,13 @@ def test_a_rank_does_not_wait_for_an_offer_when_the_world_has_ended(hubs):
             raise HorovodInternalError("rank 2 was lost")
 
     with pytest.raises(HorovodInternalError, match="rank 2 was lost"):
-        hubs[1].fetch(0, hubs[0].name, "never", limit_s=LIMIT_S, check_alive=check_alive)
+        control_trees[1].fetch(0, control_trees[0].name, "never", limit_s=LIMIT_S, check_alive=check_alive)
     with pytest.raises(TimeoutError, match=r"waited 0\.1 s for shared memory 'never'"):
-        hubs[1].fetch(0, hubs[0].name, "never", limit_s=0.1, check_alive=lambda: None)
+        control_trees[1].fetch(0, control_trees[0].name, "never", limit_s=0.1, check_alive=lambda: None)
 
 
-def a_member(hub: Hub, rank: int) -> Connection:
-    connection = connect(hub.name, given(rank).towards(hub.rank), timeout_s=LIMIT_S)
+def a_member(control_tree: ControlTree, rank: int) -> Connection:
+    connection = connect(control_tree.name, given(rank).towards(control_tree.rank), timeout_s=LIMIT_S)
     connection.send({"want": "link"})
     return connection
 
@@ -125,12 +134,12 @@ def news(kind: str, rank: int, text: str = "") -> dict[str, object]:
     return {"t": "news", "kind": kind, "rank": rank, "text": text}
 
 
-def test_a_member_speaks_for_its_own_side_of_the_tree_and_for_no_other(hubs, heard):
-    with a_member(hubs[0], 2) as other:
-        hubs[1].link(0, hubs[0].name, limit_s=LIMIT_S)
-        wait_until("both are connected", lambda: len(hubs[0]._links) == 2)
+def test_a_member_speaks_for_its_own_side_of_the_tree_and_for_no_other(control_trees, heard):
+    with a_member(control_trees[0], 2) as other:
+        control_trees[1].link(0, control_trees[0].name, limit_s=LIMIT_S)
+        wait_until("both are connected", lambda: len(control_trees[0]._links) == 2)
         for taken in (1, 2, 3, -1):
-            with a_member(hubs[0], taken) as second, pytest.raises(EOFError):
+            with a_member(control_trees[0], taken) as second, pytest.raises(EOFError):
                 second.receive(limit_s=LIMIT_S)
         other.send(news("lost", 1))
         other.send(news("leaving", 1, "says rank 2"), b"{}")
@@ -140,12 +149,12 @@ def test_a_member_speaks_for_its_own_side_of_the_tree_and_for_no_other(hubs, hea
     assert heard == [("leaving", 2, "the end", {1: 7})]
 
 
-def test_what_a_rank_announces_is_its_own_whatever_it_says(hubs, heard):
-    with a_member(hubs[0], 2) as other:
+def test_what_a_rank_announces_is_its_own_whatever_it_says(control_trees, heard):
+    with a_member(control_trees[0], 2) as other:
         said = {"t": "up", "set": 5, "parts": 1, "rank": 1}
         other.send(said, b"mine")
         wait_until("it has come", lambda: heard)
-    assert heard[0] == ("agreeing", 5, 2, said, b"mine")
+    assert heard[0] == ("negotiating", 5, 2, said, b"mine")
 
 
 @pytest.mark.parametrize("sizes", [(1,), (4,), (1, 1), (2, 1, 3), (1,) * 7])
@@ -158,10 +167,10 @@ def test_all_ranks_gather_what_each_says(worlds, sizes):
 def test_who_does_not_come_is_named(worlds):
     world = worlds(2, 1)
     with ThreadPoolExecutor(1) as pool:
-        late = pool.submit(world.hubs[1].gather, "names", b"", limit_s=LIMIT_S)
+        late = pool.submit(world.control_trees[1].gather, "names", b"", limit_s=LIMIT_S)
         with pytest.raises(HorovodInternalError, match=r"waited 0.5 s for rank\(s\) \[2\] to tell their names"):
-            world.hubs[0].gather("names", b"", limit_s=0.5)
-        world.hubs[1].stop_waiting("rank 2 was lost")
+            world.control_trees[0].gather("names", b"", limit_s=0.5)
+        world.control_trees[1].stop_waiting("rank 2 was lost")
         with pytest.raises(HorovodInternalError, match="rank 2 was lost"):
             late.result()
 
@@ -170,14 +179,14 @@ def test_who_does_not_come_is_named(worlds):
 def test_one_goodbye_is_heard_by_all_and_all_goodbyes_are_waited_for(worlds, leaver):
     world = worlds(2, 2, 1, 1, 1)
     others = [rank for rank in range(7) if rank != leaver]
-    world.hubs[leaver].leave("the end", {3: 4})
+    world.control_trees[leaver].leave("the end", {3: 4})
     world.all_heard(("leaving", leaver, "the end", {3: 4}), others)
     for rank in others:
-        world.hubs[rank].leave("the end too", {})
-    for hub in world.hubs:
-        assert hub.wait_for_goodbyes(LIMIT_S)
-    for hub in world.hubs:
-        hub.close()
+        world.control_trees[rank].leave("the end too", {})
+    for control_tree in world.control_trees:
+        assert control_tree.wait_for_goodbyes(LIMIT_S)
+    for control_tree in world.control_trees:
+        control_tree.close()
     assert all(len(heard) == (rank != leaver) for rank, heard in enumerate(world.heard))
 
 
@@ -186,7 +195,7 @@ def test_a_death_is_heard_on_every_side_of_the_dead(worlds, victim):
     """Rank 2 is between the root and the hosts of ranks 7, 8 and 9."""
     world = worlds(2, 2, *[1] * 6)
     assert set(world.tree.children(2)) == {3, 7, 8, 9}
-    world.hubs[victim].close()
+    world.control_trees[victim].close()
     world.all_heard(("lost", victim), [rank for rank in range(10) if rank != victim])
 
 
@@ -194,49 +203,49 @@ def test_a_death_is_heard_on_every_side_of_the_dead(worlds, victim):
 def test_news_goes_around_a_stopped_rank(worlds, sender):
     world = worlds(2, 2, *[1] * 6)
     world.stop(2)
-    world.hubs[sender].report_fault(sender, "it broke")
+    world.control_trees[sender].report_fault(sender, "it broke")
     world.all_heard(("fault", "it broke"), [rank for rank in range(10) if rank not in (2, sender)])
-    world.hubs[sender].leave("the end", {})
+    world.control_trees[sender].leave("the end", {})
     others = [rank for rank in range(10) if rank not in (2, sender)]
     world.all_heard(("leaving", sender, "the end", {}), others)
 
 
 def test_a_rank_is_asked_what_it_waits_for(worlds):
     world = worlds(1, 1)
-    assert world.hubs[0].ask_in_flight(1, 7, limit_s=LIMIT_S) == {("allreduce", 7)}
+    assert world.control_trees[0].ask_in_flight(1, 7, limit_s=LIMIT_S) == {("allreduce", 7)}
 
 
-def test_what_is_sent_before_there_is_a_link_comes_when_there_is_one(hubs, heard):
-    hubs[1].send(0, {"t": "up", "set": 1}, b"early")
-    hubs[1].link(0, hubs[0].name, limit_s=LIMIT_S)
-    hubs[1].link(0, hubs[0].name, limit_s=LIMIT_S)  # there is one
-    hubs[1].send(0, {"t": "up", "set": 1}, b"late")
+def test_what_is_sent_before_there_is_a_link_comes_when_there_is_one(control_trees, heard):
+    control_trees[1].send(0, {"t": "up", "set": 1}, b"early")
+    control_trees[1].link(0, control_trees[0].name, limit_s=LIMIT_S)
+    control_trees[1].link(0, control_trees[0].name, limit_s=LIMIT_S)  # there is one
+    control_trees[1].send(0, {"t": "up", "set": 1}, b"late")
     wait_until("both have come", lambda: len(heard) == 2)
     assert [what[-1] for what in heard] == [b"early", b"late"]
 
 
-def test_with_its_own_keys_a_rank_opens_nothing_in_the_name_of_another(hubs):
+def test_with_its_own_keys_a_rank_opens_nothing_in_the_name_of_another(control_trees):
     """Rank 2's host has been taken over: it holds all that rank 2 was given."""
-    place = "127.0.0.1", hubs[0].listen_tcp("127.0.0.1")
+    place = "127.0.0.1", control_trees[0].listen_tcp("127.0.0.1")
     mine = given(2)
     held = [mine.towards(0).secret, mine.towards(1).secret, mine.of(1).secret, mine.shared]
     for secret in held:
         for rank in (0, 1):
-            for where in (place, hubs[0].name):
+            for where in (place, control_trees[0].name):
                 with pytest.raises(AuthenticationError):
                     connect(where, Credentials(secret, "hub", rank), timeout_s=LIMIT_S)
     with connect(place, mine.towards(0), timeout_s=LIMIT_S) as stream:  # and as itself it is let in, as itself
         stream.send({"want": "stream", "key": "k", "rank": 1})
         stream.receive(limit_s=LIMIT_S)
         with pytest.raises(TimeoutError):
-            hubs[0].take_stream("k", 1, limit_s=0.1)
-        hubs[0].take_stream("k", 2, limit_s=LIMIT_S).sock.close()
+            control_trees[0].take_stream("k", 1, limit_s=0.1)
+        control_trees[0].take_stream("k", 2, limit_s=LIMIT_S).sock.close()
 
 
-def test_the_keys_of_an_earlier_generation_open_nothing(hubs):
+def test_the_keys_of_an_earlier_generation_open_nothing(control_trees):
     old = given(1, new_secret())
     with pytest.raises(AuthenticationError):
-        connect(hubs[0].name, old.towards(0), timeout_s=LIMIT_S)
+        connect(control_trees[0].name, old.towards(0), timeout_s=LIMIT_S)
 
 
 def test_keys_are_asked_for_once_and_together():
@@ -253,18 +262,18 @@ def test_keys_are_asked_for_once_and_together():
     assert keys.shared == given(3).shared
 
 
-def test_a_rank_that_does_not_read_delays_nobody(hubs, heard):
+def test_a_rank_that_does_not_read_delays_nobody(control_trees, heard):
     """Far more is sent to it than its socket holds, and the others go on."""
-    with a_member(hubs[0], 2) as stopped:
+    with a_member(control_trees[0], 2) as stopped:
         stopped.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        hubs[1].link(0, hubs[0].name, limit_s=LIMIT_S)
-        wait_until("both are connected", lambda: len(hubs[0]._links) == 2)
+        control_trees[1].link(0, control_trees[0].name, limit_s=LIMIT_S)
+        wait_until("both are connected", lambda: len(control_trees[0]._links) == 2)
         piece, num_rounds = bytes(100_000), 50
         for number in range(num_rounds):
-            hubs[0].send(2, {"t": "round", "set": 7}, piece)
-            hubs[1].send(0, {"t": "up", "set": 7}, piece)
+            control_trees[0].send(2, {"t": "round", "set": 7}, piece)
+            control_trees[1].send(0, {"t": "up", "set": 7}, piece)
             wait_until("it has come", lambda number=number: len(heard) > number)
-        assert not hubs[0]._links[2].drained
+        assert not control_trees[0]._links[2].drained
         for _ in range(num_rounds):  # and when it goes on it has missed nothing
             header, payload = stopped.receive(limit_s=LIMIT_S)
             assert (header["t"], header["set"], payload) == ("round", 7, piece)

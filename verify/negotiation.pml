@@ -1,4 +1,4 @@
-/* The agreement of the members of a host (src/hora/engine/agree/shared_memory.py): N members announce OPS requests, one after the
+/* The agreement of the members of a host (src/hora/engine/negotiation/shared_memory.py): N members announce OPS requests, one after the
  * other, as many ahead as they like; member 0, the coordinator, cuts rounds.
  *
  *     announce: the announcement into the own ring, then the head, then the bell; wake the coordinator if it says that it sleeps

@@ -1,4 +1,4 @@
-/* A lane (src/hora/engine/lane.py) and the wait protocol under it (src/hora/engine/shm/counters.py): N members go through ITEMS items of
+/* A schedule (src/hora/engine/schedule.py) and the wait protocol under it (src/hora/engine/shm/counters.py): N members go through ITEMS items of
  * which each has two phases, publish and wait; one of them may join or die at any step.
  *
  *     publish: store the counter, then look for sleepers, then wake them       (Counters.publish, publish_to of native.c)

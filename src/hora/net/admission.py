@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Generic, NamedTuple, TypeVar
 
-__all__ = ["TurnedAway", "WaitingRoom"]
+__all__ = ["RejectionLog", "PendingConnections"]
 
 MAX_STRANGERS = 128
 HANDSHAKE_LIMIT_S = 10.0
@@ -31,7 +31,7 @@ class _Arrived(NamedTuple):
     since: float
 
 
-class WaitingRoom(Generic[Stranger]):
+class PendingConnections(Generic[Stranger]):
     """Strangers in order of their arrival."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class WaitingRoom(Generic[Stranger]):
         return next(stranger for stranger, arrived in self._strangers.items() if arrived.host == host)
 
 
-class TurnedAway:
+class RejectionLog:
     """Logs refused connections: the first at once, the others as a number now and then."""
 
     def __init__(self) -> None:

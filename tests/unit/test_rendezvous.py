@@ -12,10 +12,10 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from hora.engine import meeting
+from hora.engine import rendezvous
 from hora.errors import HorovodInternalError
 from hora.net.keys import RankKeys
-from hora.world import MeetingPoint, World
+from hora.world import RendezvousEndpoint, World
 
 LIMIT_S = 60.0
 
@@ -35,19 +35,21 @@ def a_file(folder: Path, name: str) -> str:
 
 @pytest.fixture
 def world(port: int, tmp_path: Path) -> World:
-    point = MeetingPoint(kind="tcp", address="localhost", port=port, job="job", host_store=True)
-    return World(size=2, local_size=2, launcher="openmpi", meeting=replace(point, secret_file=a_file(tmp_path, "mine")))
+    point = RendezvousEndpoint(kind="tcp", address="localhost", port=port, job="job", host_store=True)
+    return World(
+        size=2, local_size=2, launcher="openmpi", rendezvous=replace(point, secret_file=a_file(tmp_path, "mine"))
+    )
 
 
-def meet(first: World, second: World, *, limit_s: float = LIMIT_S) -> list[meeting.Meeting]:
+def meet(first: World, second: World, *, limit_s: float = LIMIT_S) -> list[rendezvous.RendezvousClient]:
     """Both ranks meet, the second one first."""
     with ThreadPoolExecutor(2) as pool:
         ranks = [replace(second, rank=1, local_rank=1), first]
-        waiting = [pool.submit(meeting._meet_at_rank_0, rank, limit_s) for rank in ranks]
+        waiting = [pool.submit(rendezvous._meet_at_rank_0, rank, limit_s) for rank in ranks]
         return [found.result() for found in reversed(waiting)]
 
 
-def keys_of(meetings: list[meeting.Meeting], epoch: str) -> list[RankKeys]:
+def keys_of(meetings: list[rendezvous.RendezvousClient], epoch: str) -> list[RankKeys]:
     found = [one.keys(World(rank=rank, size=9), epoch, limit_s=LIMIT_S) for rank, one in enumerate(meetings)]
     return [keys for keys in found if keys is not None]
 
@@ -55,8 +57,8 @@ def keys_of(meetings: list[meeting.Meeting], epoch: str) -> list[RankKeys]:
 @pytest.fixture(autouse=True)
 def _no_table_is_left():
     yield
-    while meeting._tables:
-        meeting._tables.popitem()[1].close()
+    while rendezvous._stores:
+        rendezvous._stores.popitem()[1].close()
 
 
 def listening(port: int) -> set[str]:
@@ -77,7 +79,7 @@ def test_ranks_with_the_same_file_meet_and_derive_the_same_secrets(world: World,
     first, second = keys_of(both, "0.0")
     assert first.shared == second.shared != keys_of(both, "0.1")[0].shared
     assert second.towards(0) == first.of(1)
-    meeting._tables.popitem()[1].close()
+    rendezvous._stores.popitem()[1].close()
     again = meet(world, world)
     assert keys_of(again, "0.0")[0].shared != first.shared, "one file, another job"
 
@@ -85,87 +87,89 @@ def test_ranks_with_the_same_file_meet_and_derive_the_same_secrets(world: World,
 @pytest.mark.parametrize("secret", [True, False])
 def test_when_rank_0_is_gone_the_others_are_told_so(world: World, secret: bool):
     if not secret:
-        world = replace(world, meeting=replace(world.meeting, secret_file=""))
+        world = replace(world, rendezvous=replace(world.rendezvous, secret_file=""))
     _, second = meet(world, world)
-    meeting._tables.popitem()[1].close()
+    rendezvous._stores.popitem()[1].close()
     with pytest.raises(HorovodInternalError, match="rank 0, which they meet at, is gone"):
         second.gather("key", "", b"1", rank=1, size=2, limit_s=LIMIT_S)
 
 
 def test_a_rank_with_another_secret_is_told_so(world: World, tmp_path: Path):
-    other = replace(world, meeting=replace(world.meeting, secret_file=a_file(tmp_path, "other")))
+    other = replace(world, rendezvous=replace(world.rendezvous, secret_file=a_file(tmp_path, "other")))
     with pytest.raises(HorovodInternalError, match="same HORA_SECRET_FILE"):
         meet(world, other)
 
 
 def test_rank_0_that_never_comes_is_named_with_the_variables(world: World):
     with pytest.raises(HorovodInternalError, match=r"cannot reach rank 0 at localhost:\d+ \(MASTER_ADDR, MASTER_PORT"):
-        meeting._meet_at_rank_0(replace(world, rank=1, local_rank=1), 0.3)
+        rendezvous._meet_at_rank_0(replace(world, rank=1, local_rank=1), 0.3)
 
 
 def test_without_a_secret_rank_0_warns_once_and_listens_at_the_meeting_address_only(
     world: World, port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(meeting, "_open", {})
-    open_one = replace(world, meeting=replace(world.meeting, secret_file=""))
-    place = meeting.open_meeting(open_one, limit_s=LIMIT_S)
+    monkeypatch.setattr(rendezvous, "_open", {})
+    open_one = replace(world, rendezvous=replace(world.rendezvous, secret_file=""))
+    place = rendezvous.open_rendezvous(open_one, limit_s=LIMIT_S)
     assert listening(port) == {"127.0.0.1"}
-    assert meeting.open_meeting(open_one, limit_s=LIMIT_S) is place
+    assert rendezvous.open_rendezvous(open_one, limit_s=LIMIT_S) is place
     assert place.keys(open_one, "0.0", limit_s=LIMIT_S).shared
     assert caplog.text.count("Set HORA_SECRET_FILE") == 1
-    monkeypatch.setattr(meeting, "_open", {})
-    meeting.open_meeting(replace(open_one, rank=1, local_rank=1), limit_s=LIMIT_S)
+    monkeypatch.setattr(rendezvous, "_open", {})
+    rendezvous.open_rendezvous(replace(open_one, rank=1, local_rank=1), limit_s=LIMIT_S)
     assert caplog.text.count("Set HORA_SECRET_FILE") == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_strict_user_is_refused_a_meeting_without_a_secret(world: World, rank: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HORA_STRICT", "1")
-    open_one = replace(world, rank=rank, local_rank=rank, meeting=replace(world.meeting, secret_file=""))
+    open_one = replace(world, rank=rank, local_rank=rank, rendezvous=replace(world.rendezvous, secret_file=""))
     with pytest.raises(ValueError, match=r"HORA_STRICT=1.*HORA_SECRET_FILE"):
-        meeting.open_meeting(open_one, limit_s=LIMIT_S)
+        rendezvous.open_rendezvous(open_one, limit_s=LIMIT_S)
 
 
 def test_a_port_that_is_taken_is_said(world: World, port: int):
-    open_one = replace(world, meeting=replace(world.meeting, secret_file=""))
+    open_one = replace(world, rendezvous=replace(world.rendezvous, secret_file=""))
     with socket.create_server(("127.0.0.1", port)):
         for one in (open_one, world):
             with pytest.raises(HorovodInternalError, match=f"rank 0 cannot listen at 127.0.0.1:{port}.*MASTER_PORT"):
-                meeting._meet_at_rank_0(one, 1.0)
+                rendezvous._meet_at_rank_0(one, 1.0)
 
 
 def test_beside_the_store_of_torchs_own_process_group(world: World, port: int, monkeypatch: pytest.MonkeyPatch):
     """As in Ray Train, which has made one before the user's function is called: its store has the port."""
-    monkeypatch.setattr(meeting, "_open", {})
+    monkeypatch.setattr(rendezvous, "_open", {})
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     try:
         with ThreadPoolExecutor(2) as pool:
-            open_one = meeting._beside_torch(replace(world, meeting=replace(world.meeting, secret_file="", job="open")))
+            open_one = rendezvous._beside_torch(
+                replace(world, rendezvous=replace(world.rendezvous, secret_file="", job="open"))
+            )
             ranks = meet(open_one, open_one)
             told = [
                 pool.submit(one.gather, "key", "", b"%d" % rank, rank=rank, size=2, limit_s=LIMIT_S)
                 for rank, one in enumerate(ranks)
             ]
             assert [one.result().members for one in told] == [{0: b"0", 1: b"1"}] * 2
-            with_secret = meeting._beside_torch(world)
+            with_secret = rendezvous._beside_torch(world)
             first, second = keys_of(meet(with_secret, with_secret), "0.0")
             assert first.shared == second.shared
-        elsewhere = replace(world, meeting=replace(world.meeting, port=port + 1))
-        assert meeting._beside_torch(elsewhere) is elsewhere
+        elsewhere = replace(world, rendezvous=replace(world.rendezvous, port=port + 1))
+        assert rendezvous._beside_torch(elsewhere) is elsewhere
     finally:
         dist.destroy_process_group()
-    assert meeting._beside_torch(world) is world
+    assert rendezvous._beside_torch(world) is world
 
 
 def test_beside_torchruns_store(world: World, port: int):
     """Rank 0 tells its port there; who finds none in time is told whom it waited for."""
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    inside = replace(world, meeting=replace(world.meeting, host_store=False))
+    inside = replace(world, rendezvous=replace(world.rendezvous, host_store=False))
     with pytest.raises(HorovodInternalError, match=r"waited 0\.3 s for rank 0 to come"):
-        meeting._meet_at_rank_0(replace(inside, rank=1, local_rank=1), 0.3)
+        rendezvous._meet_at_rank_0(replace(inside, rank=1, local_rank=1), 0.3)
     first, second = meet(inside, inside)
-    again = meeting._meet_at_rank_0(inside, LIMIT_S)  # after a start that failed on the way
+    again = rendezvous._meet_at_rank_0(inside, LIMIT_S)  # after a start that failed on the way
     assert len({keys.shared for keys in keys_of([first, second, again], "0.0")}) == 1
     store.set("hora/job/table", "nonsense")
     with pytest.raises(HorovodInternalError, match="not a number, but b'nonsense'"):
-        meeting._meet_at_rank_0(replace(inside, rank=1, local_rank=1), LIMIT_S)
+        rendezvous._meet_at_rank_0(replace(inside, rank=1, local_rank=1), LIMIT_S)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from hora.net.server import Peer, Server, Timer
 from hora.net.wire import Credentials, CredentialsOf, Header, join_parts
 
-__all__ = ["NAME_CHARACTERS", "Operation", "Parked", "Table"]
+__all__ = ["NAME_CHARACTERS", "Operation", "Parked", "KeyValueStore"]
 
 _SHOWN = 16  # ranks that a message names
 # What a process says ends up in the headers of messages to others, which have room for so much.
@@ -72,7 +72,7 @@ class _Gather:
         return f"ranks {first} are missing" + (f", and {rest} others" if rest else "")
 
 
-class Table:
+class KeyValueStore:
     """The server, at this place until closed. `name`: of its thread."""
 
     def __init__(self, where: tuple[str, int], credentials: Credentials | CredentialsOf, *, name: str) -> None:

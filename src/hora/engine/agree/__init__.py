@@ -1,1 +1,0 @@
-"""Agreement: how the members of a process set learn which operations are ready on all of them."""
