@@ -107,6 +107,33 @@ def test_the_usual_lines_without_shared_memory():
     check(MODES["sharded"], ways=("", "torch's"))
 
 
+@pytest.mark.ranks(2, env={"HORA_TRANSPORT": "tcp"})
+@pytest.mark.both_ways
+@session
+def test_an_infinity_costs_one_step_with_every_compression():
+    """What a compression keeps from step to step, padding included, is finite again in the next one."""
+    for name in ("none", "fp16", "bf16", "int8", "powersgd"):
+        compression = getattr(hvd.Compression, name)
+        if name == "powersgd":
+            compression = compression(rank=8, start_step=2, min_compression_rate=0.1)
+        for bad in (float("inf"), float("nan")):
+            model, moved = mlp(), []
+            optimizer = distributed(model, sgd(model, lr=0.02, momentum=0.0), compression=compression)
+            scaler = scaler_of(init_scale=2.0**10, growth_interval=100)
+            for number in range(10):
+                before = weights(model)
+                optimizer.zero_grad()
+                inputs, targets = batch(hvd.rank(), number)
+                loss = functional.cross_entropy(model(inputs), targets)
+                scaler.scale(loss * (bad if number == 5 and hvd.rank() == 1 else 1.0)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                moved.append(not torch.equal(before[0], weights(model)[0]))
+            assert scaler.get_scale() == 2.0**9, (name, bad, scaler.get_scale())
+            assert moved == [number != 5 for number in range(10)], (name, bad, moved)
+            assert_same_everywhere(weights(model))
+
+
 @session
 def test_a_fused_optimizer_which_would_unscale_by_itself():
     def fused(model):

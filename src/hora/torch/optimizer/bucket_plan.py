@@ -40,6 +40,12 @@ class BucketSpec:
     dtype: torch.dtype
     device: torch.device
 
+    def gaps(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of `flat` between the gradients and behind the last one."""
+        ends = [offset + p.numel() for offset, p in zip(self.offsets, self.parameters, strict=True)]
+        found = [flat[end:begin] for end, begin in zip(ends, (*self.offsets[1:], self.num_elements), strict=True)]
+        return [gap for gap in found if gap.numel()]
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BucketSpec):
             return NotImplemented

@@ -90,6 +90,8 @@ class Bucket:
         if isinstance(reduction, SharedMemoryReduction) and reduction.out is not None:
             mine = [views[options.member] for views in reduction.places]
             self.places = [(place, _views_of(place, spec)) for place in mine]
+        # Numbers there would reach the gradients of their block, where a block has one scale.
+        self.gaps = [spec.gaps(place[:-1]) for place, _ in self.places]
         feeds_back = self._casts and isinstance(options.compression, ErrorFeedback)
         self._residuals = [torch.zeros_like(p) for p in spec.parameters] if feeds_back else None
         self.small: list[int] = []  # gradients that came and have still to be copied
@@ -101,10 +103,11 @@ class Bucket:
         return reduction.turn if isinstance(reduction, SharedMemoryReduction) and len(self.places) > 1 else 0
 
     def complete(self) -> None:
-        """Copy what has not been copied yet: the gradients are in their places then, to be reduced."""
+        """Copy what has not been copied yet, and zero the gaps: everything is in its place then, to be reduced."""
         if self.small:
             self.fill(self.small)
             self.small = []
+        torch._foreach_zero_(self.gaps[self.turn])
 
     def fill(self, indices: Sequence[int]) -> None:
         """Put gradients where they are reduced. Unless the bucket casts, `.grad` is where the result will be."""

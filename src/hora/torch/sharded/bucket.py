@@ -82,11 +82,7 @@ class ShardBucket:
         # Places and their gradients, which are copied when all have come.
         self._small: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._scale = scale  # not 1.0 only where gradients are not cast
-        # Between the gradients and behind them: numbers there would count in a norm.
-        ends = [offset + p.numel() for offset, p in zip(spec.offsets, spec.parameters, strict=True)]
-        begins = [*spec.offsets[1:], spec.num_elements]
-        self._gaps = [gradients[end:begin] for end, begin in zip(ends, begins, strict=True) if begin > end]
-        self._in_turn = False
+        self.gaps = spec.gaps(gradients)  # numbers there would count in a norm
         self._reduction = reduction
         self._reduced: torch.Tensor | None = None
 
@@ -106,7 +102,6 @@ class ShardBucket:
     def comes_after(self, before: ShardBucket | None) -> None:
         """The place of the gradients is used by other buckets too, in this step by `before`."""
         self.before = before
-        self._in_turn = True
 
     def is_free(self) -> bool:
         """Return whether all members are done with the bucket that uses the place earlier in this step."""
@@ -152,10 +147,8 @@ class ShardBucket:
             if self._scale != 1.0:
                 torch._foreach_mul_(targets, self._scale)
             self._small.clear()
-        if self._in_turn:
-            self.clear_gaps()
+        self.clear_gaps()
 
     def clear_gaps(self) -> None:
         """Zero what lies between the gradients."""
-        if self._gaps:
-            torch._foreach_zero_(self._gaps)
+        torch._foreach_zero_(self.gaps)

@@ -1,0 +1,44 @@
+"""A test mode, `HORA_TEST_POISON=1`: memory that nothing may be read from is full of NaN.
+
+Padding of gradient buckets is poisoned after every use, staging buffers whenever they are taken, and torch fills every
+tensor that it allocates without a value. A sum that reads one of them comes out wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from hora.engine.transport.packing import Buffers
+from hora.torch.optimizer.buckets import Bucket, Buckets
+from hora.torch.sharded.bucket import ShardBucket
+
+NAN = float("nan")
+
+
+def poison_unused_memory() -> None:
+    """Poison from now on, in this process."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.utils.deterministic.fill_uninitialized_memory
+    _after(Bucket, "__init__", lambda bucket, _: _poison_gaps(bucket))
+    _after(Buckets, "finish", lambda buckets, _: [_poison_gaps(bucket) for bucket in buckets._buckets])
+    # Not when a step ends: until then the reduced slice lies among them.
+    _after(ShardBucket, "put", lambda bucket, _: [gap.fill_(NAN) for gap in bucket.gaps])
+    _after(Buffers, "take", lambda _, taken: taken.view(torch.uint8).fill_(0xFF))
+
+
+def _poison_gaps(bucket: Bucket) -> None:
+    for gap in (gap for gaps in bucket.gaps for gap in gaps):
+        gap.fill_(NAN)
+
+
+def _after(owner: type, name: str, poison) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def poisoned(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        poison(self, result)
+        return result
+
+    setattr(owner, name, poisoned)
