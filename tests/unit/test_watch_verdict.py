@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from benchmarks.simulated_run import Simulation, Slowness
 
 from hora.watch import view
 from hora.watch.model import Entry, Run
 from hora.watch.recording import Recorder, read_run
 from hora.watch.verdict import find_line
+from simulated_run import Simulation, Slowness
 
 SLEEP = ["/home/me/train.py", 31, "train", "time.sleep(0.05)"]
 STEP = ["/home/me/train.py", 32, "train", "optimizer.step()"]
