@@ -11,6 +11,7 @@ from functools import cache
 from math import prod
 
 import torch
+from torch.autograd.graph import increment_version
 
 from hora.engine.plan import Batch, Part
 from hora.engine.request import DTYPES, Key, Kind, Reduce, ReduceOp, Request, Signature, full_names
@@ -101,7 +102,6 @@ def write_back(requests: Sequence[Request]) -> None:
 
     What cannot be done is that request's error.
     """
-    touched: list[torch.Tensor] = []
     for request in requests:
         try:
             for target, result in request.copy_back:
@@ -109,10 +109,9 @@ def write_back(requests: Sequence[Request]) -> None:
                     target.detach().copy_(result)
         except RuntimeError as problem:  # must not keep the request from being done
             request.error = HorovodInternalError(f"the result could not be written back: {problem}")
-        if request.results:
-            touched += [tensor for tensor in request.results if not tensor.is_inference()]
-    if touched:
-        torch.autograd.graph.increment_version(touched)  # bytes were moved behind autograd's back
+        for tensor in request.results or ():
+            if not tensor.is_inference():
+                increment_version(tensor)  # bytes were moved behind autograd's back; one by one for torch before 2.4
 
 
 @cache

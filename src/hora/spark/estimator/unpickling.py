@@ -55,7 +55,7 @@ def load(data: bytes, *, what: str, rename: Rename) -> Any:
     except _Foreign as error:
         accept_risk(
             f"{what} holds {error}, and reading it can run any code: load only what you trust. A class of your own "
-            "that is harmless can be declared so with torch.serialization.add_safe_globals"
+            "that is harmless can be declared so with torch.serialization.add_safe_globals (torch 2.4 and newer)"
         )
     return _Trusting(data, rename).load()
 
@@ -100,7 +100,7 @@ class _Careful(_Trusting):
         module, name = self._rename(module, name)
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return _storage
-        for harmless in torch.serialization.get_safe_globals():
+        for harmless in _declared_harmless():
             value, full = harmless if isinstance(harmless, tuple) else (harmless, "")
             if f"{module}.{name}" == (full or f"{value.__module__}.{value.__qualname__}"):
                 return value
@@ -116,6 +116,12 @@ class _Careful(_Trusting):
         if self._naming:
             return _Nothing
         raise _Foreign(f"{module}.{name}")
+
+
+def _declared_harmless() -> list[Any]:
+    """Return what the user has given to `add_safe_globals`; torch 2.3 has no such function."""
+    declared: Callable[[], list[Any]] = getattr(torch.serialization, "get_safe_globals", list)
+    return declared()
 
 
 def _name_it(of: Callable[..., tuple[Any, Any]], *args: Any) -> NoReturn:
