@@ -15,7 +15,7 @@ help:
 	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
 	@echo "make test     lint, types and the tests"
 	@echo "make test-unit                  the tests that start no process: two minutes"
-	@echo "make test-versions TORCH=2.10.0 them, and collectives and optimizers on real ranks, on another torch"
+	@echo "make test-versions TORCH=2.3.1  them, and collectives and optimizers on real ranks, on another torch"
 	@echo "make test-spark VERSION=3.5.7   the Spark tests on another Spark, in a virtual environment of its own"
 	@echo "make test-slow                  tests that make test leaves out to stay near fifteen minutes"
 	@echo "make test-security              attacks and old defects from outside, known by public names alone; more of it as root"
@@ -114,7 +114,7 @@ coverage: $(STAMP)
 # Another torch (and, with PYTHON, another Python) than the pinned one, in a virtual environment of its own.
 TORCH_VENV = .venv-torch-$(TORCH)
 test-versions:
-	@test -n "$(TORCH)" || { echo "say which torch: make test-versions TORCH=2.10.0"; exit 2; }
+	@test -n "$(TORCH)" || { echo "say which torch: make test-versions TORCH=2.3.1"; exit 2; }
 	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
 	grep -v '^torch' constraints.txt > $(TORCH_VENV)/constraints.txt
 	echo "torch==$(TORCH)" >> $(TORCH_VENV)/constraints.txt

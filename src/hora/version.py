@@ -1,10 +1,23 @@
-"""The version of the installed package, and the one that `horovod.__version__` shows."""
+"""Versions: of Hora, of the Horovod whose interface it keeps, and the oldest of other packages that it works with."""
 
 from __future__ import annotations
 
-__all__ = ["HOROVOD_BASELINE", "horovod_version", "version"]
+import re
+
+__all__ = ["FLOORS", "HOROVOD_BASELINE", "horovod_version", "require", "too_old", "version"]
 
 HOROVOD_BASELINE = "0.28.1"  # the Horovod release whose interface is kept
+
+# The oldest versions that the tests run on. `pyproject.toml` has the same, `runtimes/oldest.txt` installs them.
+FLOORS = {
+    "torch": "2.3",
+    "numpy": "1.23",
+    "pyspark": "3.4",
+    "pandas": "1.5",
+    "pyarrow": "11",
+    "lightning": "2.0",
+    "ray": "2.9",
+}
 
 
 def version() -> str:
@@ -20,3 +33,23 @@ def version() -> str:
 def horovod_version() -> str:
     """Return the text of `horovodrun --version`: Horovod's version first, as scripts read it, then Hora's."""
     return f"{HOROVOD_BASELINE} (Hora {version()})"
+
+
+def too_old(package: str, found: str) -> bool:
+    """Return whether this version of a package is below its floor."""
+    return _numbers(found) < _numbers(FLOORS[package])
+
+
+def require(package: str, found: str) -> None:
+    """Raise ImportError if this version of a package is below its floor."""
+    if too_old(package, found):
+        floor = FLOORS[package]
+        raise ImportError(
+            f"{package} {found} is too old for Hora, which needs {floor} or newer: pip install '{package}>={floor}', "
+            f"or choose an image or runtime that has it"
+        )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers of a version's first two parts: `(2, 3)` of `2.3.1+cpu`."""
+    return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:2])

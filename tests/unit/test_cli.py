@@ -204,18 +204,19 @@ def test_a_healthy_host_has_no_problem():
     ("changes", "text", "advice"),
     [
         ({"torch": None}, "PyTorch is not installed", "pip install torch"),
-        ({"torch": "1.13.1"}, "1.13.1 is older than 2.4", "pip install"),
+        ({"torch": "1.13.1"}, "1.13.1 is older than 2.3", "pip install"),
         ({"build": {"PyTorch": "ImportError: x"}}, "an allreduce failed: ImportError: x", "hora.legacy.check_build"),
         (
-            {"foreign_horovod": "horovod 0.28.1"},
+            {"foreign_horovod": ["horovod 0.28.1 is installed beside Hora", "run `pip uninstall -y horovod`"]},
             "horovod 0.28.1 is installed beside",
-            "pip uninstall horovod",
+            "pip uninstall -y horovod",
         ),
         ({"memfd": "No space left"}, "does not work: No space left", "memory limit"),
         ({"memory_bytes": 1 << 20}, "shared memory works", "less than 1 GiB"),
         ({"open_files": 64}, "only 64 files", "ulimit -n"),
         ({"gpus": ["H200"], "build": {"NCCL": "no kernel"}}, "NCCL does not work: no kernel", "CUDA version"),
         ({"tmp_bytes": 1 << 20}, "/tmp has only 1 MiB left", "TMPDIR"),
+        ({"pyspark": "3.3.2"}, "3.3.2 is older than 3.4", "pip install 'pyspark>=3.4'"),
         ({"java": None}, "Java was not found", "JAVA_HOME"),
     ],
 )

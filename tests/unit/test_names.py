@@ -199,16 +199,16 @@ def test_an_optimizer_has_the_method_that_programs_look_for():
 
 
 def test_a_foreign_horovod_is_named(tmp_path, monkeypatch):
-    from hora.legacy.foreign import foreign_horovod, warn_if_foreign_horovod
+    from hora.legacy.foreign import foreign_conflict, warn_if_foreign_horovod
 
-    assert foreign_horovod() is None
+    assert foreign_conflict() is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_if_foreign_horovod()
     (tmp_path / "horovod-0.28.1.dist-info").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert foreign_horovod() == "horovod 0.28.1"
-    with pytest.warns(UserWarning, match=r"horovod 0\.28\.1.*In use now: Hora's .*pip uninstall horovod"):
+    assert foreign_conflict()[0].startswith("horovod 0.28.1 is installed beside Hora")
+    with pytest.warns(UserWarning, match=r"horovod 0\.28\.1.*In use now: Hora's .*pip uninstall -y horovod"):
         warn_if_foreign_horovod()
 
 

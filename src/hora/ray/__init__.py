@@ -1,6 +1,9 @@
 """`horovod.ray`: executors that run functions on the actors of a Ray cluster."""
 
+from hora.version import require
+
 try:
-    import ray  # noqa: F401
+    import ray
 except ImportError as error:
     raise ImportError(f"horovod.ray needs Ray ({error}): pip install 'hora[ray]'") from error
+require("ray", ray.__version__)

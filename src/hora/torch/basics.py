@@ -13,6 +13,7 @@ from hora import engine
 from hora.errors import HorovodInternalError
 from hora.torch import process_sets as sets
 from hora.torch.collective import forget_handles
+from hora.version import require
 from hora.world import World
 
 __all__ = [
@@ -41,6 +42,8 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
 ]
+
+require("torch", torch.__version__)
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[sets.ProcessSet] | str | None = None) -> None:

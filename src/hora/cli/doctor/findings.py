@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hora.version import FLOORS, too_old
+
 __all__ = ["Finding", "agreement", "host_findings", "reach_findings", "summary"]
 
 Facts = Mapping[str, Any]
 
-_LEAST_TORCH = (2, 4)
 _LEAST_OPEN_FILES = 1024
 _LEAST_MEMORY_BYTES = 1 << 30
 _LEAST_SHM_BYTES = 256 << 20
@@ -55,9 +56,12 @@ def _torch(facts: Facts) -> Finding:
     version, build = facts["torch"], facts["build"]
     if version is None:
         return Finding("problem", "PyTorch is not installed for this Python", "pip install torch")
-    if tuple(_numbers(version)) < _LEAST_TORCH:
-        least = ".".join(map(str, _LEAST_TORCH))
-        return Finding("problem", f"PyTorch {version} is older than {least}", f"pip install 'torch>={least}'")
+    if too_old("torch", version):
+        return Finding(
+            "problem",
+            f"PyTorch {version} is older than {FLOORS['torch']}",
+            f"pip install 'torch>={FLOORS['torch']}', or choose an image or runtime that has it",
+        )
     if "PyTorch" in build:
         return Finding(
             "problem",
@@ -77,11 +81,8 @@ def _native(facts: Facts) -> Finding:
 def _foreign(facts: Facts) -> Finding | None:
     if facts["foreign_horovod"] is None:
         return None
-    return Finding(
-        "problem",
-        f"{facts['foreign_horovod']} is installed beside Hora, and both own the import name horovod",
-        "pip uninstall horovod, then pip install --force-reinstall --no-deps hora",
-    )
+    problem, remedy = facts["foreign_horovod"]
+    return Finding("problem", problem, remedy)
 
 
 def _memory(facts: Facts) -> Finding:
@@ -127,6 +128,9 @@ def _spark(facts: Facts) -> Finding:
     pyspark, java = facts["pyspark"], facts["java"]
     if pyspark is None:
         return Finding("note", "pyspark is not installed; only HorovodRunner needs it (pip install 'hora[spark]')")
+    if too_old("pyspark", pyspark):
+        floor = FLOORS["pyspark"]
+        return Finding("problem", f"pyspark {pyspark} is older than {floor}", f"pip install 'pyspark>={floor}'")
     if java is None:
         return Finding(
             "problem",

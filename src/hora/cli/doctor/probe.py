@@ -16,6 +16,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from typing import Any
@@ -35,16 +36,17 @@ _TOOL_LIMIT_S = 30.0
 def facts() -> dict[str, Any]:
     """Everything about this host that a finding may need."""
     from hora.legacy.check_build import probe_build
-    from hora.legacy.foreign import foreign_horovod
+    from hora.legacy.foreign import foreign_conflict
 
     return {
         "hostname": socket.gethostname(),
         "python": platform.python_version(),
+        "free_threaded": bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
         "executable": sys.executable,
         "hora": _distribution("hora"),
         "torch": _distribution("torch"),
         "pyspark": _distribution("pyspark"),
-        "foreign_horovod": foreign_horovod(),
+        "foreign_horovod": foreign_conflict(),
         "cores": len(os.sched_getaffinity(0)),
         "memfd": _memfd_problem(),
         "memory_bytes": _memory_bytes(),

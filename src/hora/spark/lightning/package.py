@@ -12,10 +12,11 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
+from hora.version import require
+
 __all__ = ["MIN_PL_VERSION", "Package", "default_package", "package_of"]
 
 MIN_PL_VERSION = "1.3.8"  # Horovod's oldest; ours is tried with 2.x
-_OLDEST = (2, 0)
 _NAMES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
 
@@ -34,13 +35,8 @@ class Package:
         return importlib.import_module(f"{_NAMES[self.name]}.{path}")
 
     def check_version(self) -> None:
-        """RuntimeError for one that is too old."""
-        found = str(self.module.__version__)
-        if tuple(int(part) for part in found.split(".")[:2]) < _OLDEST:
-            oldest = ".".join(map(str, _OLDEST))
-            raise RuntimeError(
-                f"{self.name} {found} is too old: at least {oldest} is needed, pip install 'hora[lightning]'"
-            )
+        """Raise ImportError if it is too old."""
+        require("lightning", str(self.module.__version__))
 
 
 @functools.cache

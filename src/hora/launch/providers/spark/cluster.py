@@ -17,6 +17,7 @@ import time
 from typing import Any
 
 from hora.config import accept_risk
+from hora.version import require
 
 __all__ = [
     "active_cluster",
@@ -77,9 +78,12 @@ def cluster_or_new() -> Any:
 def active_cluster() -> Any | None:
     """The running SparkContext, or the session of a Spark Connect client, or None."""
     try:
-        from pyspark.sql.utils import is_remote
+        import pyspark
     except ImportError as error:
         raise ImportError("running on Spark needs pyspark: pip install 'hora[spark]'") from error
+    require("pyspark", pyspark.__version__)
+    from pyspark.sql.utils import is_remote
+
     # `remote("local[n]")` runs its server on a SparkContext of this process, which refuses what a classic one does.
     return connect_session() if is_remote() else _classic_context() or connect_session()
 

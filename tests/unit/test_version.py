@@ -1,0 +1,29 @@
+"""The oldest versions of other packages: one list, the metadata, and an error that says what to change."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hora.version import FLOORS, require, too_old
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_packages_metadata_has_the_same_floors():
+    declared = dict(re.findall(r'"([\w-]+)>=([\d.]+)', (ROOT / "pyproject.toml").read_text()))
+    assert {name: declared[name] for name in FLOORS} == FLOORS
+
+
+@pytest.mark.parametrize("found", ["2.3.0", "2.3.1+cpu", "2.10.0a0+git1234", "2.13.0+cu128", "3.0"])
+def test_a_version_at_or_above_its_floor_is_accepted(found):
+    assert not too_old("torch", found)
+    require("torch", found)
+
+
+@pytest.mark.parametrize("found", ["1.13.1", "2.2.2+cu121", "2.0"])
+def test_a_version_below_its_floor_says_what_to_install(found):
+    with pytest.raises(ImportError, match=rf"torch {re.escape(found)} is too old .* pip install 'torch>=2\.3'"):
+        require("torch", found)
