@@ -616,3 +616,98 @@ def test_a_world_of_ranks_that_had_the_same_buckets_begins_with_them():
         step()
         assert isinstance(optimizer._reducer, Buckets)
         assert (optimizer._reducer is first) == (not has_newcomer)
+
+
+class Adversaries:
+    """Two optimizers whose steps are one iteration, the second every other time, with an EMA and a scheduler each."""
+
+    def __init__(self, fails_at=(), **options):
+        torch.manual_seed(4)
+        self.critic, self.generator = torch.nn.Linear(3, 1).double(), torch.nn.Linear(2, 3).double()
+        self.average = torch.optim.swa_utils.AveragedModel(self.generator)
+        self.optimizers = [
+            hvd.DistributedOptimizer(torch.optim.Adam(net.parameters(), lr=0.05), net.named_parameters(prefix=name))
+            for name, net in (("critic", self.critic), ("generator", self.generator))
+        ]
+        self.schedulers = [torch.optim.lr_scheduler.StepLR(one, 2, gamma=0.7) for one in self.optimizers]
+        self.state = hvd.elastic.TorchState(
+            critic=self.critic,
+            generator=self.generator,
+            average=self.average,
+            critic_optimizer=self.optimizers[0],
+            generator_optimizer=self.optimizers[1],
+            critic_scheduler=self.schedulers[0],
+            generator_scheduler=self.schedulers[1],
+            batch=0,
+            **options,
+        )
+        self.fails_at = set(fails_at)
+
+    def happen(self, point):
+        if (self.state.batch, point) in self.fails_at:
+            self.fails_at.remove((self.state.batch, point))
+            raise hvd.HorovodInternalError("injected")
+
+    def train(self, state):
+        while state.batch < 6:
+            noise = torch.full((4, 2), (state.batch + 1) / 6 + hvd.rank(), dtype=torch.float64)
+            real = torch.full((4, 3), (state.batch + 2) / 6, dtype=torch.float64)
+            self.optimizers[0].zero_grad()
+            (self.critic(self.generator(noise).detach()).square() + (self.critic(real) - 1).square()).mean().backward()
+            self.happen("critic's backward")
+            self.optimizers[0].step()
+            self.schedulers[0].step()
+            self.happen("between")
+            if state.batch % 2:
+                self.critic.requires_grad_(False)
+                self.optimizers[1].zero_grad()
+                (self.critic(self.generator(noise)) - 1).square().mean().backward()
+                self.critic.requires_grad_(True)
+                self.happen("generator's backward")
+                self.optimizers[1].step()
+                self.schedulers[1].step()
+                self.average.update_parameters(self.generator)
+            state.batch += 1
+            state.commit()
+
+    def run(self):
+        hvd.elastic.run(self.train)(self.state)
+        nets = (self.critic, self.generator, self.average)
+        return [copy.deepcopy(one.state_dict()) for one in (*nets, *self.optimizers, *self.schedulers)]
+
+
+@session
+def test_an_iteration_of_two_optimizers_is_rolled_back_whole_or_refused():
+    with raises(ValueError, "per_step=True", "critic_optimizer, generator_optimizer", "state.commit()"):
+        Adversaries(per_step=True)
+    expected = Adversaries().run()
+    for points in (["critic's backward"], ["between"], ["generator's backward"], ["between", "generator's backward"]):
+        assert_same(Adversaries([(3, point) for point in points]).run(), expected, str(points))
+
+
+@session
+def test_an_average_of_the_model_belongs_to_the_step_before():
+    """Updated after a step and before any commit: a later step that fails leaves it as it is."""
+    results = []
+    for fails_at in ((), (2, 4)):
+        torch.manual_seed(4)
+        net = torch.nn.Sequential(torch.nn.Linear(3, 4), hvd.SyncBatchNorm(4), torch.nn.Linear(4, 1))
+        average = torch.optim.swa_utils.AveragedModel(net, use_buffers=True)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+        state = hvd.elastic.TorchState(model=net, optimizer=optimizer, average=average, step=0, per_step=True)
+        left = set(fails_at)
+
+        def train(state, net=net, average=average, optimizer=optimizer, left=left):
+            while state.step < 6:
+                optimizer.zero_grad()
+                net(torch.arange(12.0).view(4, 3) / (state.step + 1) + hvd.rank()).square().mean().backward()
+                if state.step in left:
+                    left.remove(state.step)
+                    raise hvd.HorovodInternalError("injected")
+                optimizer.step()
+                state.step += 1
+                average.update_parameters(net)
+
+        hvd.elastic.run(train)(state)
+        results.append([copy.deepcopy(one.state_dict()) for one in (net, average, optimizer)])
+    assert_same(results[1], results[0])

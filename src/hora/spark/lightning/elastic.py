@@ -152,7 +152,9 @@ class _ElasticFit:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             more["scaler"] = scaler
-        self.state: Any = TorchState(model=trainer.lightning_module, per_step=True, place=self.place, **more)
+        # With several optimizers a step is not an iteration: a failure then goes back to the commit after the last one.
+        by_step = len(trainer.strategy.optimizers) == 1
+        self.state: Any = TorchState(model=trainer.lightning_module, per_step=by_step, place=self.place, **more)
         run(self._run_in_world)(self.state)
 
     def _run_in_world(self, state: Any) -> None:

@@ -271,10 +271,17 @@ class TorchState(ObjectState):
             self._forget_copies()
         last.number, last.taken_back = max(newest, 0), False
         values = [handler.value for handler in self._handlers.values()]
+        modules = [value for value in values if isinstance(value, torch.nn.Module)]
         last.watch(
-            [value for value in values if isinstance(value, torch.nn.Module)],
+            [module for module in modules if not self._is_average(module)],
             [value for value in values if isinstance(value, torch.Generator)],
         )
+
+    def _is_average(self, module: torch.nn.Module) -> bool:
+        """Return whether this is a copy that is updated after steps, such as an EMA: no forward pass changes it."""
+        trained = {p for optimizer in self._optimizers() for group in optimizer.param_groups for p in group["params"]}
+        in_use = module.training and not isinstance(module, torch.optim.swa_utils.AveragedModel)
+        return not in_use and trained.isdisjoint(module.parameters())
 
     def _take_values(self, root: int) -> None:
         small = {name: handler for name, handler in self._small.items() if isinstance(handler, SnapshotHandler)}
@@ -377,6 +384,13 @@ def _obstacle(handlers: Mapping[str, StateHandler]) -> str:
     distributed = [optimizer for optimizer in optimizers if isinstance(optimizer, _DistributedOptimizer)]
     if not distributed:
         return "needs a hvd.DistributedOptimizer in the state, because that is what knows of steps"
+    if len({id(optimizer) for optimizer in optimizers}) > 1:
+        names = ", ".join(name for name, h in handlers.items() if isinstance(h.value, torch.optim.Optimizer))
+        return (
+            f"needs one optimizer in the state, and there are several ({names}): a death between their steps would "
+            "repeat the first one's; use per_step=False and call state.commit() at the end of every iteration, "
+            "which rolls the whole iteration back"
+        )
     for optimizer in distributed:
         if getattr(optimizer, "keeps_outer_state", False):
             return (
