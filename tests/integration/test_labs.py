@@ -56,7 +56,9 @@ def test_spark_names_text_in_a_number_column(spark, tmp_path):
 
 def _assert_penguin_lab(out: str, folder: Path) -> None:
     assert "identical to those of step 2" in out
-    assert re.search(r"To see a training live, in the browser: HORA_DASHBOARD=1 \S*hora demo images$", out.rstrip())
+    assert re.search(
+        r"To see a training live, in the browser, and to kill its ranks: \S*hora demo faults$", out.rstrip()
+    )
     accuracies = [float(found) for found in re.findall(r"([\d.]+)% of the test birds", out)]
     assert len(accuracies) == 3
     assert min(accuracies) >= 95, out
@@ -64,7 +66,10 @@ def _assert_penguin_lab(out: str, folder: Path) -> None:
     for name in ("penguins.png", "weights.png", "model", "report.html"):
         assert str(folder / name) in out
         assert (folder / name).exists()
-    assert (folder / "report.html").read_text().count("data:image/png;base64,") == 2
+    report = (folder / "report.html").read_text()
+    assert report.count("data:image/png;base64,") == 2
+    assert "239 birds to learn from, 103 to be tested on" in report
+    assert "an epoch has 956 rows" in report
     assert load(folder / "model").notes["ranks"] == 2
 
 
@@ -87,7 +92,7 @@ def test_the_penguin_lab_without_spark(tmp_path):
     job = ("hora", "demo", "penguins", "--no-spark", "--epochs", "20", "--out", str(tmp_path / "lab"))
     status, out, err = run_command(*job, cwd=tmp_path)
     assert status == 0, err
-    assert "pandas: 956 training rows" in out
+    assert "pandas: 239 birds to learn from, 103 to be tested on\ntraining rows: 956" in out
     _assert_penguin_lab(out, tmp_path / "lab")
 
 
@@ -99,12 +104,12 @@ def test_the_commands_own_words():
     status, _, err = run_command("hora", "demo", "walruses")
     assert status == 2
     assert "there is no lab 'walruses'" in err
-    status, _, err = run_command("hora", "demo", "penguins", "--np", "0")
+    status, _, err = run_command("hora", "demo", "penguins", "-np", "0")
     assert status == 2
-    assert "--np and --epochs must be at least 1" in err
+    assert "-np and --epochs must be at least 1" in err
     status, _, err = run_command("hora", "demo", "images", "--np", "0")
     assert status == 2
-    assert "--np must be at least 1" in err
+    assert "-np must be at least 1" in err
     status, _, err = run_command("hora", "demo", "images", "--epochs", "0")
     assert status == 2
     assert "--epochs must be at least 1" in err

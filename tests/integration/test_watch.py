@@ -59,11 +59,17 @@ class Job(NamedTuple):
 
 @contextmanager
 def _job(folder: Path, *flags: str, **variables: object) -> Iterator[Job]:
+    command = [sys.executable, "-m", "hora", "run", "--dashboard", *flags, sys.executable, str(SCRIPT)]
+    with _started(command, folder, **variables) as job:
+        yield job
+
+
+@contextmanager
+def _started(command: list[str], folder: Path, **variables: object) -> Iterator[Job]:
     printed = folder / "stderr"
     printed.touch(mode=0o600)
     given = {name: str(value) for name, value in variables.items()}
     env = {**os.environ, **given, "OMP_NUM_THREADS": "1", "ORDERS": str(folder)}
-    command = [sys.executable, "-m", "hora", "run", "--dashboard", *flags, sys.executable, str(SCRIPT)]
     with printed.open("wb") as errors, (folder / "stdout").open("wb") as output:
         process = subprocess.Popen(command, env=env, stdout=output, stderr=errors, start_new_session=True)
     try:
@@ -136,6 +142,7 @@ def test_output_follows_and_is_text_whatever_it_says(tab, four_ranks):
     tab.goto(four_ranks.url)
     _shows(tab, "#log div", r"step 20 <img src=x onerror=.*<script>", START_S)
     _shows(tab, "#log div", r"step 60 ", 60)
+    assert not tab.locator("#demo").is_visible()  # ranks are killed on the page of a demo alone
     assert tab.locator("#log img, #log script").count() == 0
     assert tab.title() == "watched_job.py · hora"
     assert "token" not in tab.url  # people show their screens
@@ -264,6 +271,18 @@ def _pid_of_rank(rank: int) -> int:
             except OSError:
                 continue
     raise AssertionError(f"no process has rank {rank}")
+
+
+def test_on_the_page_of_the_demo_a_rank_is_killed_and_the_training_goes_on(tab, tmp_path):
+    command = [sys.executable, "-m", "hora", "demo", "faults", "-np", "2", "--no-browser"]
+    with _started(command, tmp_path) as job:
+        tab.goto(job.url)
+        _shows(tab, "#words", "training", START_S)
+        _shows(tab, "#n-rate", r"\d", 30)
+        tab.click("text=Kill rank 0")
+        _shows(tab, "#events li.lost", "rank 0 on localhost is lost: killed", 60)
+        _shows(tab, "#demo-note", r"1 rank goes on: [\d.]+ s from the last step before", 60)
+        assert tab.locator("#demo-ranks button").is_disabled()  # the last one trains on
 
 
 def test_a_recorded_run_is_shown_in_the_same_page(tab, tmp_path):

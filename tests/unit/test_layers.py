@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "spark": {"torch", "keras", "data", "workflow", "launch", "net"},
     "ray": {"launch", "net", "legacy"},
     "workflow": {"telemetry", "torch"},
-    "labs": {"keras", "torch", "workflow"},
+    "labs": {"keras", "launch", "telemetry", "torch", "workflow"},
     "legacy": {"engine", "torch", "launch", "net"},
     "compat": {"workers", "launch"},
     "cli": {"watch", "launch", "workers", "labs", "legacy", "net"},

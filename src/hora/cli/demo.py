@@ -6,10 +6,13 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from hora.errors import JobFailedError
+
 __all__ = ["main"]
 
 _LABS = {
     "penguins": ("hora.labs.penguins.demo", "three species of penguins, alone and distributed, in a minute"),
+    "faults": ("hora.labs.faults", "a training whose ranks you kill on its live page, while it goes on"),
     "images": ("hora.labs.images.demo", "a ResNet on handwritten digits or CIFAR-10, on two ranks"),
 }
 
@@ -24,4 +27,8 @@ def main(argv: Sequence[str]) -> int:
             return 2
         return 0
     module, _ = _LABS[argv[0]]
-    return int(importlib.import_module(module).main(argv[1:]) or 0)
+    try:
+        return int(importlib.import_module(module).main(argv[1:]) or 0)
+    except JobFailedError as error:
+        print(f"hora demo: {error}", file=sys.stderr)
+        return error.exit_code or 1

@@ -146,7 +146,7 @@ def _start(place: World, config: EngineConfig, process_sets: Sequence[Sequence[i
         runtime.start(process_sets)
     finally:
         _starting = None
-    meter.restart_step()
+    meter.world_formed(place.rank, place.size)
     if not is_newcomer(place):
         _start_reporting(place, config)
     return runtime

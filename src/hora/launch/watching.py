@@ -17,13 +17,16 @@ __all__ = ["Watching"]
 class Watching:
     """`page`: live, at `listen` (host:port; loopback and a free port unless given). `record`: a file for `hora view`.
 
-    `controller`: Kubeflow's, which wants to know how far the job is.
+    `controller`: Kubeflow's, which wants to know how far the job is. `browser`: open the page there. `demo`: the page
+    offers to kill ranks.
     """
 
     page: bool = False
     listen: str = ""
     record: str | None = None
     controller: Controller | None = None
+    browser: bool = False
+    demo: bool = False
 
     @classmethod
     def wanted(
@@ -52,7 +55,19 @@ class Watching:
         """Begin to observe a job. `facts`: what it is; `job`: what may be done to it. OSError: the address is taken."""
         from hora.watch.live import Dashboard
 
-        return Dashboard(facts, job, listen=self.listen, record=self.record, page=self.page, controller=self.controller)
+        dashboard = Dashboard(
+            {**facts, "demo": True} if self.demo else facts,
+            job,
+            listen=self.listen,
+            record=self.record,
+            page=self.page,
+            controller=self.controller,
+        )
+        if self.page and self.browser:
+            import webbrowser
+
+            webbrowser.open(dashboard.page.full_url)
+        return dashboard
 
 
 def _controller(environ: Mapping[str, str]) -> Controller | None:

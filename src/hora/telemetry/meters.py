@@ -28,6 +28,7 @@ class Meter:
     __slots__ = (
         "_completed",
         "_events",
+        "_interrupted",
         "_last_end",
         "_longest_s",
         "_metrics",
@@ -65,6 +66,7 @@ class Meter:
         self._completed = self._totals()
         self._metrics: dict[str, SupportsFloat] = {}
         self._events: deque[tuple[str, str]] = deque(maxlen=_MAX_EVENTS)
+        self._interrupted: tuple[float, int] | None = None  # end of the last step before a new world, ranks of it
 
     def _totals(self) -> tuple[float, ...]:
         return (
@@ -91,6 +93,8 @@ class Meter:
         if lasted_s > self._longest_s:
             self._longest_s = lasted_s
         self._completed = self._totals()  # one assignment: a reader sees whole steps only
+        if self._interrupted is not None:
+            self._note_resumption(now)
 
     def waited(self, since: float, transport_s: float) -> None:
         """The training thread was blocked since then; `transport_s`: what `transport_s` was at that time."""
@@ -100,8 +104,23 @@ class Meter:
         self.wait_s += blocked_s - moving_s
 
     def restart_step(self) -> None:
-        """Leave the time since the last step out of the next one: an evaluation, a new world."""
+        """Leave time and samples since the last step out of the next one: an evaluation, a new world."""
         self._last_end = time.perf_counter()
+        self.num_samples = self._completed[-1]
+
+    def world_formed(self, rank: int, size: int) -> None:
+        """A new world begins; its rank 0, if it has trained before, tells how long the training was interrupted."""
+        if rank == 0 and self.num_steps and self._interrupted is None:
+            self._interrupted = self._last_end, size
+        self.restart_step()
+
+    def _note_resumption(self, now: float) -> None:
+        assert self._interrupted is not None
+        (ended, size), self._interrupted = self._interrupted, None
+        ranks = "1 rank goes on" if size == 1 else f"{size} ranks go on"
+        self.event(
+            "resumed", f"{ranks}: {now - ended:.2f} s from the last step before to the end of the first one after"
+        )
 
     def stalled(self, ranks: Sequence[int]) -> None:
         """A stall report has named these ranks."""

@@ -151,7 +151,7 @@ class Dashboard:
             raise ValueError(f"there is no rank {rank}")
         if not self._run.facts.get("elastic"):
             raise ValueError("only an elastic job goes on without one of its ranks; stop it instead")
-        self._job.remove(place.worker, "removed on the job's page")
+        self._job.remove(place.worker, "killed" if self._run.facts.get("demo") else "removed on the job's page")
 
     def _look(self, run: Run) -> None:
         """Once a second: ask what a person would ask."""

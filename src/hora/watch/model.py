@@ -60,7 +60,7 @@ class RankState:
 
 
 class Event(NamedTuple):
-    """A mark in time. Kinds: world, lost, failed, commit, nan, stall, note, end."""
+    """A mark in time. Kinds: world, resumed, lost, failed, commit, nan, stall, note, end."""
 
     number: int
     at: float

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from hora.telemetry.meters import meter
 from hora.workflow import peers
 
 __all__ = ["Loaders", "ShardSampler", "TensorLoader", "make_loaders"]
@@ -90,6 +91,7 @@ class TensorLoader:
         indices = self.sampler.indices().to(self.inputs.device)
         for chosen in indices.split(self.batch_size) if len(indices) else ():
             inputs = self.inputs[chosen]
+            meter.num_samples += len(chosen)
             yield (inputs if self.transform is None else self.transform(inputs)), self.targets[chosen]
 
     def __len__(self) -> int:

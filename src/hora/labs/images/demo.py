@@ -22,23 +22,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     from hora.labs.images.options import ImageOptions
 
     parser = argparse.ArgumentParser(prog="hora demo images", description=__doc__)
-    parser.add_argument("--np", type=int, default=2, help="local ranks (default: 2)")
+    parser.add_argument("-np", "--np", type=int, default=2, metavar="N", help="local ranks (default: 2)")
+    parser.add_argument("--dashboard", action="store_true", help="a live page of the job; its address is printed")
     ImageOptions.add_flags(parser)
     namespace = parser.parse_args(argv)
     if namespace.np < 1:
-        parser.error(f"--np must be at least 1, but it is {namespace.np}")
+        parser.error(f"-np must be at least 1, but it is {namespace.np}")
     try:
         options = ImageOptions.from_namespace(namespace)
     except ValueError as error:
         parser.error(str(error))
-    return _run(replace(options, log_dir=str(Path(options.log_dir).resolve())), namespace.np)
+    return _run(replace(options, log_dir=str(Path(options.log_dir).resolve())), namespace.np, namespace.dashboard)
 
 
-def _run(options: ImageOptions, np: int) -> int:
+def _run(options: ImageOptions, np: int, dashboard: bool) -> int:
     from hora.labs.images.training import measure, train
     from sparkdl import HorovodRunner
 
-    runner = HorovodRunner(np=-np, driver_log_verbosity="all")
+    runner = HorovodRunner(np=-np, driver_log_verbosity="all", dashboard=dashboard or None)
     if options.synthetic:
         runner.run(measure, options=options)
         return 0

@@ -29,23 +29,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="hora demo penguins", description=__doc__)
     parser.add_argument("--csv", help="your own penguins; default: those of the palmerpenguins package")
     parser.add_argument("--out", default="out/penguins", help="folder of the results (default: out/penguins)")
-    parser.add_argument("--np", type=int, default=2, help="ranks of the distributed run (default: 2)")
+    parser.add_argument(
+        "-np", "--np", type=int, default=2, metavar="N", help="ranks of the distributed run (default: 2)"
+    )
+    parser.add_argument("--dashboard", action="store_true", help="a live page of the distributed run")
     parser.add_argument("--epochs", type=int, default=50, help="default: 50")
     parser.add_argument("--no-spark", action="store_true", help="prepare with pandas, train on local processes")
     parser.add_argument("--framework", choices=("torch", "keras"), default="torch", help="what trains (default: torch)")
     options = parser.parse_args(argv)
     if options.np < 1 or options.epochs < 1:
-        parser.error(f"--np and --epochs must be at least 1, but they are {options.np} and {options.epochs}")
+        parser.error(f"-np and --epochs must be at least 1, but they are {options.np} and {options.epochs}")
     began = time.perf_counter()
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
     with _spark(options.np, wanted=not options.no_spark) as spark:
         data = _prepare(options.csv, spark)
-        runs = _train(data, spark, options.np, options.epochs, folder, options.framework)
+        runs = _train(data, spark, options.np, options.epochs, folder, options.framework, options.dashboard)
     _show(data, runs, folder)
     print(f"\nThe lab took {time.perf_counter() - began:.0f} s.")
     hora = "hora" if shutil.which("hora") else sys.argv[0]  # `make demo` has its own, which no shell knows
-    print(f"\nTo see a training live, in the browser: HORA_DASHBOARD=1 {hora} demo images")
+    print(f"\nTo see a training live, in the browser, and to kill its ranks: {hora} demo faults")
     return 0
 
 
@@ -91,7 +94,8 @@ def _prepare(csv: str | None, spark: SparkSession | None) -> Penguins:
 
     _step("1. Prepare the data")
     data = load_penguins(csv, spark=spark)
-    print(f"{data.prepared_by}: {len(data.train)} training rows (oversampled), {len(data.test)} test rows")
+    print(f"{data.prepared_by}: {data.num_train_birds} birds to learn from, {len(data.test)} to be tested on")
+    print(f"training rows: {len(data.train)}, every bird several times (oversampling)")
     print(f"species {', '.join(data.species)}; islands {', '.join(data.islands)}")
     if spark is not None:
         other = load_penguins(csv)
@@ -104,7 +108,7 @@ def _prepare(csv: str | None, spark: SparkSession | None) -> Penguins:
 
 
 def _train(
-    data: Penguins, spark: SparkSession | None, np: int, epochs: int, folder: Path, framework: str
+    data: Penguins, spark: SparkSession | None, np: int, epochs: int, folder: Path, framework: str, dashboard: bool
 ) -> dict[str, PenguinRun]:
     import torch
 
@@ -123,7 +127,7 @@ def _train(
     print(f"weights after {epochs} epochs: {'identical to those of step 2' if same else 'OTHER THAN IN STEP 2'}")
     num = np if spark is not None else -np
     _step(f"4. Distributed: HorovodRunner(np={num}), {'Spark tasks' if spark is not None else 'processes'}")
-    runner = HorovodRunner(np=num, driver_log_verbosity="all")
+    runner = HorovodRunner(np=num, driver_log_verbosity="all", dashboard=dashboard or None)
     together = runner.run(train, data=data, epochs=epochs, model_path=model_path)
     return {"one process": alone, "HorovodRunner, 1 rank": single, f"HorovodRunner, {np} ranks": together}
 
@@ -162,8 +166,8 @@ def _show(data: Penguins, runs: Mapping[str, PenguinRun], folder: Path) -> None:
 def _weights_text(model: ModelFile) -> str:
     lines = []
     for name, tensor in model.model.state_dict().items():
-        values = str([[round(value, 2) for value in row] for row in tensor.reshape(len(tensor), -1).tolist()][:2])
-        lines.append(f"{name:<16} {tuple(tensor.shape)!s:<9} {values} …")
+        values = ", ".join(f"{value:.2f}" for value in tensor.flatten()[:8].tolist())
+        lines.append(f"{name:<16} {tuple(tensor.shape)!s:<9} {values}{', …' if tensor.numel() > 8 else ''}")
     return "\n".join(lines)
 
 
@@ -172,9 +176,12 @@ def _write_report(data: Penguins, rows: list[tuple[str, str, str]], model: Model
 
     report = Report("Which penguin is it?")
     report.text(
+        f"{data.num_train_birds} birds to learn from, {len(data.test)} to be tested on. Every training bird is "
+        f"repeated (oversampling), so an epoch has {len(data.train)} rows."
+    )
+    report.text(
         f"Prepared by {data.prepared_by}: incomplete rows dropped, island indexed, flipper / 10, mass / 100, "
-        f"split 70/30, training rows oversampled: {len(data.train)} rows to learn from, "
-        f"{len(data.test)} to be tested on."
+        "split 70/30."
     )
     report.table(("run", "training time", "test accuracy"), rows)
     report.picture(folder / "penguins.png", "loss, accuracy, time and decision regions of all runs")
@@ -185,6 +192,15 @@ def _write_report(data: Penguins, rows: list[tuple[str, str, str]], model: Model
     report.table(list(NEW_PENGUIN), [list(NEW_PENGUIN.values())])
     probabilities = model.predict(NEW_PENGUIN).probabilities
     report.table(("species", "probability"), [(name, f"{value:.2%}") for name, value in probabilities.items()])
+    report.heading("What to do next")
+    report.text("Load the model, ask it about a bird of your own, or train on a table of your own:")
+    report.code(
+        f"from hora.workflow import load\n\n"
+        f"bird = {NEW_PENGUIN}\nload({str((folder / 'model').resolve())!r}).predict(bird)\n\n"
+        "hora demo penguins --csv my_penguins.csv     # the same lab on your own rows\n"
+        "hora demo faults                             # kill ranks of a training on its live page\n"
+        "hora init train.py                           # a script to begin with: hora run -np 2 python train.py"
+    )
     report.write(folder / "report.html")
 
 

@@ -31,11 +31,6 @@ def draw(runs: Mapping[str, PenguinRun], data: Penguins, model: ModelFile, obser
 
     figure, panels = plt.subplots(2, 2, figsize=(12.5, 8.6))
     figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.15, wspace=0.04, hspace=0.05)
-    num_birds = len({tuple(row) for row in data.train.features.tolist()})
-    figure.suptitle(
-        f"Which penguin is it?  {num_birds} birds to learn from, {len(data.test)} to be tested on",
-        x=0.01, ha="left", fontsize=16, fontweight="bold", color=INK,
-    )  # fmt: skip
     histories = {name: run.history for name, run in runs.items()}
     _curves(panels[0, 0], histories, "loss", "Cross-entropy loss")
     panels[0, 0].set_yscale("log")

@@ -17,7 +17,8 @@ h1 { font-size: 1.9rem; margin-bottom: .2rem } h2 { font-size: 1.2rem; margin-to
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6rem 0 }
 th, td { text-align: left; padding: .3rem 1.1rem .3rem 0; border-bottom: 1px solid #e5e7eb }
 th { color: #6b7280; font-weight: 600 } img { max-width: 100% }
-pre { background: #f6f7f9; padding: .8rem 1rem; overflow-x: auto; font-size: .85rem }
+pre { background: #f6f7f9; padding: .8rem 1rem; white-space: pre-wrap; overflow-wrap: anywhere;
+  font-size: .85rem }
 """
 
 

@@ -108,6 +108,11 @@ class Penguins:
     species: tuple[str, ...]
     prepared_by: str
 
+    @property
+    def num_train_birds(self) -> int:
+        """The distinct rows among the training rows, which are oversampled."""
+        return len(np.unique(self.train.features, axis=0))
+
 
 def package_csv() -> Path:
     """The CSV inside the installed `palmerpenguins` package (found without importing it)."""

@@ -407,7 +407,11 @@ class _Supervisor:
         for worker in workers:
             if self._requested.pop(worker, None) is not None:
                 self._exited(worker, 128 + signal.SIGTERM, "")
-            processes.terminate(self._family(worker, processes))
+            family = self._family(worker, processes)
+            if grace_s > 0:
+                processes.terminate(family)
+            else:
+                processes.kill(family)
             self._killing.setdefault(worker, time.monotonic() + grace_s)
 
     def _end(self, grace_s: float) -> None:

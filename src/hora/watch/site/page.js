@@ -104,7 +104,7 @@ function render() {
   if (now.has("facts")) { for (const part of document.querySelectorAll(".later")) part.hidden = false; showFacts(); }  // what the first paint does without
   if (now.has("head")) showHead();
   if (now.has("head") || now.has("stacks")) { showAlerts(); showPending(); }
-  if (now.has("head")) { showBars(); showHosts(); }
+  if (now.has("head")) { showBars(); showHosts(); showDemo(); }
   if (now.has("events")) showEvents();
   if (now.has("columns") || now.has("head") || now.has("events")) showCharts();
   if (now.has("stacks") || now.has("facts")) { showStacks(); showProfiles(); }
@@ -146,7 +146,7 @@ function awaited() {
   const missing = run.head.ranks.filter((r) => r.state === "starting"), names = missing.slice(0, 6).map((r) => r.rank).join(", ") + (missing.length > 6 ? " …" : "");
   if (!run.head.size) return "waiting for the launcher to start the ranks";
   if (missing.length) return `waiting for rank${missing.length > 1 ? "s" : ""} ${names} to start: Python, imports, hvd.init()`;
-  return "every rank has started; waiting for the first optimizer.step() of an hvd.DistributedOptimizer";
+  return "all ranks are here; waiting for the first optimizer.step()";
 }
 // The world's size over time, as steps.
 function drawWorlds() {
@@ -210,11 +210,14 @@ const isOver = () => !run.live || ["done", "failed", "stopped"].includes(run.hea
 const verdicts = () => (run.head.stragglers.length || !isOver() ? run.head.stragglers : run.head.past);
 const lateRanks = () => new Set([...verdicts().map((s) => s.rank), ...run.head.pending.flatMap((op) => (run.head.state === "waiting" ? op.missing : []))]);
 const MARKS = { world: "--accent", lost: "--bad", failed: "--bad", nan: "--bad", commit: "--good", stall: "--warn" };
-const marks = (kinds) => () => run.events.filter((e) => kinds.includes(e[2])).map((e) => ({ at: e[1], color: css(MARKS[e[2]]) }));
+// Commits after every few steps are no news: their marks would cover the curve.
+const rare = (kind) => kind !== "commit" || run.events.reduce((n, e) => n + (e[2] === kind), 0) <= 20;
+const marks = (kinds) => () => run.events.filter((e) => kinds.includes(e[2]) && rare(e[2])).map((e) => ({ at: e[1], color: css(MARKS[e[2]]) }));
 
 function showCharts() {
   const c = (run.shown = run.columns && forCharts(run.columns));
   if (!c) { const none = $("c-step").querySelector(".none"); if (none) none.textContent = `No step has ended yet: ${awaited()}.`; return; }
+  $("lateness").hidden = false;
   const xs = times(), late = lateRanks();
   const medians = xs.map((_, i) => median(c.step.map((row) => row[i])));
   const shown = c.ranks.length <= 128 ? c.ranks.map((_, i) => i) : c.ranks.map((_, i) => i).filter((i) => late.has(c.ranks[i]));
@@ -296,6 +299,19 @@ function showBars() {
     rows.push(h("span", { className: `name${late.has(r.rank) ? " late" : ""}` }, `rank ${r.rank}`), stack, h("span", { className: "ms" }, `${pretty(total - r.parts[WAIT])} ms own`));
   }
   $("bars").replaceChildren(...rows);
+}
+
+// A demo's buttons: each kills a rank.
+function showDemo() {
+  const shown = run.facts.demo && run.may.includes("remove") && !isOver();
+  $("demo").hidden = !shown;
+  if (!shown) return;
+  const key = JSON.stringify(run.head.ranks.map((r) => [r.rank, r.state]).concat(run.head.size, run.events.length));
+  if ($("demo-ranks").dataset.key === key) return;
+  $("demo-ranks").dataset.key = key;
+  $("demo-ranks").replaceChildren(...run.head.ranks.map((r) => h("button", { disabled: r.state !== "here" || run.head.size < 2, title: `SIGKILL to the process of rank ${r.rank} on ${r.host}`, onclick: () => act("remove", { rank: r.rank }) }, `Kill rank ${r.rank}`)));
+  const resumed = run.events.findLast((e) => e[2] === "resumed");
+  text("demo-note", resumed ? `${clock(resumed[1])}  ${resumed[4]}` : "After a kill, this line says how long the training was interrupted.");
 }
 
 // ---- findings -------------------------------------------------------------------------------------------------------
