@@ -209,6 +209,130 @@ def test_arguments_are_checked():
 
 
 @session
+def test_complex_parameters_are_refused():
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    for make in (partial(hvd.LocalSGD, every=1), hvd.DiLoCo, hvd.DESLOC):
+        with raises(ValueError, "real parameters", "theta", "complex64"):
+            make(torch.optim.SGD([parameter], lr=0.1), [("theta", parameter)])
+    model = mlp()
+    optimizer = hvd.LocalSGD(sgd(model), every=1)
+    with raises(ValueError, "real parameters", "complex64"):
+        optimizer.add_param_group({"params": [parameter]})
+
+
+@session
+def test_float64_stays_float64_beside_float32():
+    mean, rank = (hvd.size() - 1) / 2, hvd.rank()
+    for make in (
+        partial(hvd.LocalSGD, every=1),
+        partial(hvd.DiLoCo, outer=SGD1, every=2, fragments=2, overlap=1),
+        partial(hvd.DESLOC, every=1, moments={"exp_avg": 1}),
+    ):
+        values = [torch.full((3,), 1 / 3, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.float64)]
+        parameters = [torch.nn.Parameter(value.clone()) for value in values]
+        optimizer = make(torch.optim.Adam(parameters, lr=0.0))
+        for _ in range(5):
+            optimizer.zero_grad()
+            sum((p * 2.0**-40 * (1 + rank)).sum() for p in parameters).backward()
+            optimizer.step()
+        optimizer.exchange()
+        assert all(torch.equal(p.detach(), value) for p, value in zip(parameters, values, strict=True))
+        if make.func is hvd.DESLOC:
+            moment = optimizer.state[parameters[0]]["exp_avg"]
+            torch.testing.assert_close(moment, torch.full_like(moment, 2.0**-40 * (1 + mean) * (1 - 0.9**5)))
+
+
+@session
+def test_hosts_that_leave_out_other_steps_are_told():
+    for ends_with_exchange in (False, True):
+        model = mlp()
+        optimizer = hvd.LocalSGD(sgd(model), every=50 if ends_with_exchange else 2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        words = ("LocalSGD", "rank 0 has made", "left out 0", "rank 1 has made", "left out 1", "GradScaler")
+        with raises(hvd.HorovodInternalError, *words):
+            for step in range(6):
+                optimizer.zero_grad()
+                inputs, targets = batch(hvd.rank(), step)
+                loss = functional.cross_entropy(model(inputs), targets)
+                scaler.scale(loss * (float("inf") if step == 3 and hvd.rank() == 1 else 1.0)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.exchange()
+
+
+@session
+def test_several_in_one_program():
+    nets = [torch.nn.Linear(30, 30) for _ in range(3)]
+    for net in nets:
+        hvd.broadcast_parameters(net.state_dict(), 0)
+    optimizers = [
+        hvd.DiLoCo(sgd(nets[0]), nets[0].named_parameters(), every=8),
+        hvd.DiLoCo(sgd(nets[1]), nets[1].named_parameters(), every=8),
+        hvd.LocalSGD(sgd(nets[2]), nets[2].named_parameters(), every=4, overlap=2),
+    ]
+    for step in range(20):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            optimizer.zero_grad()
+            net(torch.full((2, 30), 0.1 * step + hvd.rank())).square().mean().backward()
+            optimizer.step()
+    for optimizer in optimizers:
+        optimizer.exchange()
+    assert_same_everywhere([p for net in nets for p in net.parameters()])
+
+
+@pytest.mark.parametrize("kind", ["LocalSGD", "DiLoCo", "DESLOC"])
+def test_parameters_come_freeze_and_thaw_later(kind):
+    """As one process that trains every host's model and averages after each step."""
+    hvd.init()
+    make = {
+        "LocalSGD": partial(hvd.LocalSGD, every=1),
+        "DiLoCo": partial(hvd.DiLoCo, outer=SGD1, every=1, fragments=1, overlap=0, compression=hvd.Compression.none),
+        "DESLOC": partial(hvd.DESLOC, every=1, moments={"exp_avg": 1, "exp_avg_sq": 1}),
+    }[kind]
+
+    def nets():
+        return mlp(), torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))
+
+    def one_step(model, extra, optimizer, rank, step):
+        if step == 2:
+            optimizer.add_param_group({"params": [extra], "lr": 0.05})
+        model[0].requires_grad_(not 3 <= step < 5)
+        model[2].requires_grad_(step >= 4)
+        optimizer.zero_grad()
+        inputs, targets = batch(rank, step)
+        functional.cross_entropy(model(inputs) * extra, targets).backward()
+        optimizer.step()
+
+    def adam(model, unused):
+        model[2].requires_grad_(False)
+        return torch.optim.Adam([*model.parameters(), unused], lr=0.01)
+
+    model, extra, unused = nets()
+    optimizer = make(adam(model, unused))
+    of_all = [nets() for _ in range(hvd.size())]
+    plain = [adam(theirs, idle) for theirs, _, idle in of_all]
+    for step in range(8):
+        one_step(model, extra, optimizer, hvd.rank(), step)
+        for rank, (theirs, more, _) in enumerate(of_all):
+            one_step(theirs, more, plain[rank], rank, step)
+        states = ["exp_avg", "exp_avg_sq"] if kind == "DESLOC" else []
+        with torch.no_grad():
+            for group in zip(*([*theirs.parameters(), more] for theirs, more, _ in of_all), strict=True):
+                of_group = [list(group)]
+                for name in states:
+                    kept = [one.state[p] for one, p in zip(plain, group, strict=True)]
+                    of_group += [[entry[name] for entry in kept]] if all(kept) else []
+                for tensors in of_group:
+                    mean = torch.stack(list(tensors)).mean(0)
+                    for tensor in tensors:
+                        tensor.copy_(mean)
+    theirs, more, idle = of_all[hvd.rank()]
+    assert_close([*weights(model), extra, unused], [*weights(theirs), more, idle], 1e-5)
+    hvd.barrier()
+    hvd.shutdown()
+
+
+@session
 def test_a_join_is_refused():
     model = mlp()
     optimizer = hvd.LocalSGD(sgd(model), every=4)

@@ -194,7 +194,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         if not self._runtime.is_current:
             self._start_over()
         if self._step.reduced:
-            self._tell_step_ended()
+            self._step_left_out()
         self._step = StepState(backward_began=time.perf_counter())
         watcher = self._watching()
         if watcher is not None:
@@ -234,6 +234,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def _watching(self) -> StepWatcher | None:
         return None if self._watcher is None else self._watcher()
+
+    def _step_left_out(self) -> None:
+        """The gradients were reduced, and no step followed."""
+        self._tell_step_ended()
 
     def _tell_step_ended(self) -> None:
         watcher = self._watching()
@@ -386,7 +390,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 "call optimizer.synchronize() on all ranks, then optimizer.zero_grad()."
             )
         if self._step.reduced:
-            self._tell_step_ended()
+            self._step_left_out()
         self._step = StepState()
         super().zero_grad(*args, **kwargs)
 

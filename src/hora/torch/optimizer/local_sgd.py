@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,7 +30,9 @@ from hora.torch.functions import allgather_object
 from hora.torch.optimizer.base import StepState, _DistributedOptimizer
 from hora.torch.optimizer.distributed import of_class
 from hora.torch.optimizer.grad_scaler import reduce_before_unscaling
+from hora.torch.optimizer.order import new_number
 from hora.torch.optimizer.parameters import parameter_names
+from hora.torch.optimizer.powersgd import working_dtype
 from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction
 from hora.torch.process_sets import global_process_set, host_process_set
 
@@ -169,6 +171,7 @@ def _made(
     if backward_passes_per_step <= 0:
         raise ValueError(f"backward_passes_per_step must be > 0, but it is {backward_passes_per_step}")
     names = parameter_names(optimizer, named_parameters)
+    _check_real(settings.method, names)
     reduce_before_unscaling()
     result = of_class(optimizer, LocalOptimizer)
     result._settings = settings
@@ -179,6 +182,15 @@ def _made(
         backward_passes_per_step=backward_passes_per_step,
     )
     return result
+
+
+def _check_real(method: str, names: Mapping[torch.Tensor, str]) -> None:
+    for parameter, name in names.items():
+        if parameter.is_complex():
+            raise ValueError(
+                f"hvd.{method} averages real parameters, but {name} is {parameter.dtype}; train its real and imaginary "
+                "parts as real parameters (torch.view_as_complex in forward)"
+            )
 
 
 class _Alone:
@@ -198,14 +210,15 @@ class _Fragment:
     """Tensors of the model or of the optimizer's state that the hosts average together, and their anchors.
 
     With `outer` their averaged distance is the gradient of the anchors; without it the anchors become the average. The
-    anchors are float32 in host memory, whatever and wherever the tensors are.
+    anchors are of one dtype, in host memory, whatever and wherever the tensors are. A tensor that is None, because the
+    optimizer has no state of its parameter yet, counts as zeros.
     """
 
     def __init__(
         self,
-        values: Callable[[], Sequence[torch.Tensor]],
+        values: Callable[[], Sequence[torch.Tensor | None]],
         anchors: Sequence[torch.Tensor],
-        reduction: Callable[[torch.Tensor], RequestedReduction] | None,
+        average: _Average | None,
         *,
         every: int,
         offset: int,
@@ -213,32 +226,34 @@ class _Fragment:
     ) -> None:
         self._values, self._anchors, self._outer = values, anchors, outer
         self._every, self._offset = every, offset
-        self._flat = torch.zeros(sum(a.numel() for a in anchors), device="cpu")
+        self._flat = torch.zeros(sum(a.numel() for a in anchors), dtype=anchors[0].dtype, device="cpu")
         self._distances = [
             part.view(a.shape) for part, a in zip(self._flat.split([a.numel() for a in anchors]), anchors, strict=True)
         ]
-        self._reduction = None if reduction is None else reduction(self._flat)
+        self._average = average
+        if average is not None:
+            average.bind(self._flat)
         self._sent: list[torch.Tensor] = []
         self.due_at = 0  # the step after which it is taken in; 0: it is at rest
 
     def has_turn(self, step: int) -> bool:
         return step > 0 and step % self._every == self._offset
 
-    def send(self, due_at: int, *, keep_progress: bool) -> None:
-        """Start averaging how far the tensors are from their anchors."""
+    def send(self, due_at: int, progress: _Progress, *, keep_progress: bool) -> None:
+        """Start averaging how far the tensors are from their anchors. `progress`: of this rank, now."""
         self.due_at = due_at
-        values = [_on_host(value) for value in self._values()]
+        values = [_on_host(v, a) for v, a in zip(self._values(), self._anchors, strict=True)]
         for distance, anchor, value in zip(self._distances, self._anchors, values, strict=True):
             torch.sub(anchor, value, out=distance)
         self._sent = [value.clone() for value in values] if keep_progress and self._outer is not None else []
-        if self._reduction is not None:
-            self._reduction.start(background=True)
+        if self._average is not None:
+            self._average.start(progress)
 
     def take_in(self) -> None:
         """Wait for the average, move the anchors, and let the tensors follow."""
         self.due_at = 0
-        if self._reduction is not None:
-            self._reduction.wait()
+        if self._average is not None:
+            self._average.wait()
         if self._outer is None:
             torch._foreach_sub_(list(self._anchors), self._distances)
         else:
@@ -248,19 +263,76 @@ class _Fragment:
             for anchor in self._anchors:
                 anchor.grad = None
         for number, (anchor, value) in enumerate(zip(self._anchors, self._values(), strict=True)):
-            value.detach().copy_(anchor + (_on_host(value) - self._sent[number]) if self._sent else anchor)
+            if value is not None:
+                moved = _on_host(value, anchor) - self._sent[number] if self._sent else None
+                value.detach().copy_(anchor if moved is None else anchor + moved)
         self._sent = []
 
     def give_up(self) -> None:
         """Forget what is under way. Only a world that is gone makes that an error, which is no news."""
-        if self.due_at and self._reduction is not None:
+        if self.due_at and self._average is not None:
             with contextlib.suppress(HorovodInternalError):
-                self._reduction.wait()
+                self._average.wait()
         self.due_at, self._sent = 0, []
 
 
-def _on_host(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().to("cpu", torch.float32)
+class _Progress(NamedTuple):
+    """Number of steps of a host, and of those that were reduced and left out."""
+
+    num_steps: int
+    num_left_out: int
+
+
+class _Average:
+    """The average of a fragment's tensor over all ranks, with each rank's progress beside it, which must be equal."""
+
+    def __init__(
+        self, runtime: engine.Runtime, method: str, compression: type[Compressor] | Compressor, name: str
+    ) -> None:
+        self._runtime, self._method, self._compression, self._name = runtime, method, compression, name
+
+    def bind(self, flat: torch.Tensor) -> None:
+        """Average this tensor, in place."""
+        code = code_for(self._compression, [flat], op=ReduceOp.AVERAGE)
+        self._reduction = RequestedReduction(
+            self._runtime,
+            Kind.ALLREDUCE,
+            flat,
+            name=self._name,
+            reduce=Reduce(int(ReduceOp.AVERAGE), code=code),
+            process_set_id=0,
+            keeps_losses=bool(code) and keeps_losses(self._compression),
+        )
+        self._mine = torch.zeros(2, dtype=torch.int64, device="cpu")
+        self._progress = RequestedReduction(
+            self._runtime,
+            Kind.ALLGATHER,
+            self._mine,
+            name=f"{self._name} (step)",
+            reduce=Reduce(),
+            process_set_id=0,
+        )
+
+    def start(self, progress: _Progress) -> None:
+        self._mine.copy_(torch.tensor(progress, device="cpu"))
+        self._progress.start(background=True)
+        self._reduction.start(background=True)
+
+    def wait(self) -> None:
+        """Return when the average is there. HorovodInternalError names the ranks that have made other steps."""
+        progress = self._progress.wait().view(-1, 2).tolist()
+        self._reduction.wait()
+        other = next((rank for rank, theirs in enumerate(progress) if theirs != progress[0]), None)
+        if other is not None:
+            found = [f"rank {r} has made {progress[r][0]} steps and left out {progress[r][1]}" for r in (0, other)]
+            raise HorovodInternalError(
+                f"Mismatched steps of hvd.{self._method}: {', '.join(found)}; all hosts must make and leave out the "
+                "same steps. A GradScaler leaves a step out on the host that has an infinity: use bfloat16 without one"
+            )
+
+
+def _on_host(value: torch.Tensor | None, anchor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(anchor) if value is None else value.detach().to("cpu", anchor.dtype)
 
 
 class LocalOptimizer(_DistributedOptimizer):
@@ -270,6 +342,8 @@ class LocalOptimizer(_DistributedOptimizer):
     outer: torch.optim.Optimizer  # from the first step on
     _settings: _Settings
     _num_steps = 0
+    _num_left_out = 0
+    _label = ""
     _anchors: Sequence[torch.Tensor] = ()
     _fragments: Sequence[_Fragment] = ()
     _entered = False
@@ -280,10 +354,18 @@ class LocalOptimizer(_DistributedOptimizer):
 
     def _start_over(self) -> None:
         """The sets of the hosts are made in the next backward: newcomers make their optimizers while others train."""
+        self._give_up_fragments()
         self._runtime = engine.current_runtime()
         self._step = StepState()
         self._reducer = _Alone()
-        self._fragments, self._entered = (), False
+        self._entered = False
+
+    def _give_up_fragments(self) -> None:
+        """Forget fragments, also those under way: the next distance is reckoned from the anchor again."""
+        for fragment in self._fragments:
+            if not self._world_changed():
+                fragment.give_up()
+        self._fragments = ()
 
     def agreed_order(self) -> None:
         """None: the buckets are those of a host's set, which is made anew in every world."""
@@ -297,6 +379,10 @@ class LocalOptimizer(_DistributedOptimizer):
             self._enter_world()
         super().synchronize()
 
+    def _step_left_out(self) -> None:
+        self._num_left_out += 1
+        super()._step_left_out()
+
     def _enter_world(self) -> None:
         """Agree on the settings, and find the ranks of this host (collective, once in a world)."""
         if self._entered and engine.current_runtime() is self._runtime:
@@ -308,6 +394,7 @@ class LocalOptimizer(_DistributedOptimizer):
         if self._options.num_members == 1:
             self._reducer = _Alone()
         self._num_joins = self._runtime.num_joins
+        self._num_left_out = 0
         self._entered = True
 
     def _check_agreement(self) -> None:
@@ -321,7 +408,10 @@ class LocalOptimizer(_DistributedOptimizer):
             f"outer={outer}",
         ]
         told += [f"parameters of {self._shapes()}"]
-        of_all = allgather_object((settings.method, told), name="optimizer.local_settings")
+        # With a number that is another one for each optimizer and world, so that no two exchanges share a name.
+        found = allgather_object((settings.method, told, new_number()), name="optimizer.local_settings")
+        self._label = f"optimizer.{sum(number for *_, number in found)}"
+        of_all = [(method, theirs) for method, theirs, _ in found]
         for rank, (method, theirs) in enumerate(of_all):
             if (method, theirs) != of_all[0]:
                 differing = [(a, b) for a, b in zip(of_all[0][1], theirs, strict=True) if a != b]
@@ -352,14 +442,18 @@ class LocalOptimizer(_DistributedOptimizer):
             self._make_fragments()
         result = super().step(closure)
         self._num_steps += 1
-        overlap = self._settings.overlap
+        if not self._fragments:  # parameters have thawed in this step
+            if self._active:
+                self._enter_world()
+            self._make_fragments()
+        overlap, progress = self._settings.overlap, _Progress(self._num_steps, self._num_left_out)
         with torch.no_grad():
             for fragment in self._fragments:
                 if fragment.due_at == self._num_steps:
                     fragment.take_in()
             for fragment in self._fragments:
                 if fragment.has_turn(self._num_steps):
-                    fragment.send(self._num_steps + overlap, keep_progress=overlap > 0)
+                    fragment.send(self._num_steps + overlap, progress, keep_progress=overlap > 0)
                     if not overlap:
                         fragment.take_in()
         return result
@@ -372,77 +466,93 @@ class LocalOptimizer(_DistributedOptimizer):
             self._enter_world()
         if not self._fragments:
             self._make_fragments()
+        progress = _Progress(self._num_steps, self._num_left_out + bool(self._step.reduced))
         with torch.no_grad():
             for fragment in self._fragments:
                 if fragment.due_at:
                     fragment.take_in()
             for fragment in self._fragments:
-                fragment.send(self._num_steps, keep_progress=False)
+                fragment.send(self._num_steps, progress, keep_progress=False)
             for fragment in self._fragments:
                 fragment.take_in()
 
     def _make_fragments(self) -> None:
         """Divide the parameters, whose values, equal before the first step, are the first anchors."""
         settings, parameters = self._settings, self._parameters()
-        if not self._anchors:
-            self._anchors = [_on_host(p).clone(memory_format=torch.contiguous_format) for p in parameters]
-            self.outer = settings.outer(list(self._anchors))
+        self._make_anchors(parameters)
         if self._loaded is not None:
             loaded, self._loaded = self._loaded, None
             self._load_outer(loaded)
-        made, begin = [], 0
+        made, begin = list[_Fragment](), 0
         for number, end in enumerate(_near_even([p.numel() for p in parameters], settings.fragments)):
-            if end > begin:
-                made.append(
-                    _Fragment(
-                        lambda some=parameters[begin:end]: some,  # type: ignore[misc]
-                        self._anchors[begin:end],
-                        self._reduction(f"fragment {number} of {settings.fragments}"),
-                        every=settings.every,
-                        offset=number * settings.every // settings.fragments,
-                        outer=self.outer,
-                    )
-                )
+            some, anchors = parameters[begin:end], self._anchors[begin:end]
+            name, offset = f"fragment {number} of {settings.fragments}", number * settings.every // settings.fragments
+            made += self._by_dtype(name, some, anchors, list, every=settings.every, offset=offset, outer=self.outer)
             begin = end
+        trained = [p for p in parameters if p.requires_grad or self.state.get(p)]
         for name, every in settings.moments.items():
-            anchors = [torch.zeros(p.shape, device="cpu") for p in parameters if p.requires_grad]
-            reduction, values = self._reduction(f"moment {name}"), partial(self._moments, name)
-            made.append(_Fragment(values, anchors, reduction, every=every, offset=0, outer=None))
+            anchors = [torch.zeros(p.shape, dtype=working_dtype(p), device="cpu") for p in trained]
+            values = partial(self._moments, name)
+            made += self._by_dtype(f"moment {name}", trained, anchors, values, every=every, offset=0, outer=None)
         self._fragments = made
 
-    def _moments(self, name: str) -> list[torch.Tensor]:
-        """Return this entry of the state of every parameter."""
+    def _by_dtype(
+        self,
+        name: str,
+        parameters: Sequence[torch.Tensor],
+        anchors: Sequence[torch.Tensor],
+        values: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]],
+        *,
+        every: int,
+        offset: int,
+        outer: torch.optim.Optimizer | None,
+    ) -> list[_Fragment]:
+        """Fragments with these anchors, one for each of their dtypes."""
+        made = []
+        for dtype in dict.fromkeys(anchor.dtype for anchor in anchors):
+            pairs = [pair for pair in zip(parameters, anchors, strict=True) if pair[1].dtype is dtype]
+            some, alike = [p for p, _ in pairs], [anchor for _, anchor in pairs]
+            average = self._average_over_hosts(f"{name}, {dtype}")
+            made.append(_Fragment(partial(values, some), alike, average, every=every, offset=offset, outer=outer))
+        return made
+
+    def _make_anchors(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Give an anchor to each parameter that has none: all at first, later those of an added group."""
+        new = [
+            p.detach().to("cpu", working_dtype(p), copy=True, memory_format=torch.contiguous_format)
+            for p in parameters[len(self._anchors) :]
+        ]
+        if not self._anchors:
+            self.outer = self._settings.outer(new)
+        elif new:
+            self.outer.param_groups[0]["params"].extend(new)
+        self._anchors = [*self._anchors, *new]
+
+    def _moments(self, name: str, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Return this entry of the state of each parameter; None where the optimizer keeps no state yet."""
         found = []
-        for parameter in self._parameters():
-            if parameter.requires_grad:
-                state = self.state[parameter]
-                if not isinstance(state.get(name), torch.Tensor):
-                    raise ValueError(
-                        f"hvd.DESLOC is to average {name!r}, but {self._base_class.__name__} keeps {sorted(state)} of "
-                        f"{self._parameter_names[parameter]}; name others in moments={{…}}"
-                    )
-                found.append(state[name])
+        for parameter in parameters:
+            state = self.state.get(parameter, {})
+            if state and not isinstance(state.get(name), torch.Tensor):
+                raise ValueError(
+                    f"hvd.DESLOC is to average {name!r}, but {self._base_class.__name__} keeps {sorted(state)} of "
+                    f"{self._parameter_names[parameter]}; name others in moments={{…}}"
+                )
+            found.append(state.get(name))
         return found
 
-    def _reduction(self, name: str) -> Callable[[torch.Tensor], RequestedReduction] | None:
+    def _average_over_hosts(self, name: str) -> _Average | None:
         """The average over all ranks; None where there are no other hosts: all ranks of a host have the same."""
-        runtime, compression = self._runtime, self._settings.compression
-        if not self._active or not runtime.spans_hosts(0):
+        settings = self._settings
+        if not self._active or not self._runtime.spans_hosts(0):
             return None
+        return _Average(self._runtime, settings.method, settings.compression, f"{self._label}.{settings.method} {name}")
 
-        def make(flat: torch.Tensor) -> RequestedReduction:
-            code = code_for(compression, [flat], op=ReduceOp.AVERAGE)
-            return RequestedReduction(
-                runtime,
-                Kind.ALLREDUCE,
-                flat,
-                name=f"optimizer.{self._settings.method} {name}",
-                reduce=Reduce(int(ReduceOp.AVERAGE), code=code),
-                process_set_id=0,
-                keeps_losses=bool(code) and keeps_losses(compression),
-            )
-
-        return make
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """The base one; the new parameters, equal on all hosts before the next step, are their own anchors."""
+        super().add_param_group(param_group)
+        if hasattr(self, "_settings"):
+            _check_real(self._settings.method, self._parameter_names)
 
     # --- state -------------------------------------------------------------------------------------------------------
 
@@ -464,10 +574,7 @@ class LocalOptimizer(_DistributedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Load a state, on all ranks; what is under way is forgotten."""
-        for fragment in self._fragments:
-            if not self._world_changed():
-                fragment.give_up()
-        self._fragments = ()
+        self._give_up_fragments()
         super().load_state_dict(state_dict, *args, **kwargs)
         kept = state_dict.get("outer")
         if kept is not None:
