@@ -1,10 +1,11 @@
-"""Workers: extra processes that a session starts, waits for and stops, as on Cloudera's platform.
+"""Workers: extra processes that a session starts, awaits and stops, with the API of Cloudera's platform.
 
     launch_workers(2, cpu=1, memory=2, code="print('hello')")
     await_workers(ids); list_workers(); stop_workers()
 
-The functions speak to the session of this process, or to the one that started this process as a worker, or to a session
-that `hora workers launch` keeps running for this folder. `hora.compat` gives them their old module names.
+The functions call the session of this process, the session that started this process as a worker, or the session that
+`hora workers launch` keeps running for this folder. `hora.compat` makes them importable under their original module
+names.
 """
 
 from hora.workers.api import (

@@ -1,6 +1,6 @@
-"""The worker functions themselves, and which session they speak to.
+"""The public worker functions, and the choice of the session that serves them:
 
-1. Inside a worker: the session that started it (so its workers have the same master).
+1. Inside a worker: the session that started it, so that all workers have the same master.
 2. A session that `hora workers launch` keeps for this folder.
 3. Otherwise a session of this process's own, which ends with it. Under `hora.compat` its name is in the environment, so
    that the processes it starts speak to it too.
@@ -43,7 +43,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class StopResponse:
-    """Subset of the answer to a stop request that callers read."""
+    """The part of the response to a stop request that callers read."""
 
     id: str
     status_code: int
@@ -63,7 +63,7 @@ class _Sessions(Protocol):
 
 @dataclass(frozen=True)
 class RemoteSession:
-    """A session of another process, behind its gateway."""
+    """Proxy of a session in another process."""
 
     name: str
     key: str
@@ -117,7 +117,7 @@ def _session(*, launching: bool = False) -> _Sessions:
 
 
 def _given_name() -> tuple[str, str] | None:
-    """Name and key of the session that the environment names, if it is one of ours."""
+    """Return the name and key of the session that the environment names, if Hora serves it."""
     environ = variables()
     url, key = environ.get("CDSW_API_URL", ""), environ.get("CDSW_API_KEY", "")
     return (url.removeprefix("unix:"), key) if url.startswith("unix:hora-") else None
@@ -236,21 +236,23 @@ def launch_workers(
 
 
 def list_workers() -> list[dict[str, Any]]:
-    """Every worker of the session, in any state, in the order of their launch."""
+    """Return all workers of the session, in any state, in launch order."""
     return _session().workers()
 
 
 def await_workers(
     ids: Any, wait_for_completion: bool = True, timeout_seconds: float = 60
 ) -> dict[str, list[dict[str, Any]]]:
-    """Wait until the workers have completed, or only run; 0 seconds waits for ever. A failed worker raises nothing."""
+    """Wait until the workers have completed, or until they run. 0 seconds means no limit. A failed worker does not
+    raise.
+    """
     return _session().wait(
         _ids(ids), for_completion=bool(wait_for_completion), timeout_s=max(float(timeout_seconds), 0.0)
     )
 
 
 def stop_workers(*ids: Any) -> list[StopResponse] | None:
-    """End these workers, or all of the session; returns when they have ended. None when there was nothing to stop."""
+    """Stop these workers, or all of the session, and wait for their end. Returns None if there was nothing to stop."""
     session = _session()
     if not ids:
         chosen = [worker["id"] for worker in session.workers() if worker["finished_at"] is None]
@@ -262,27 +264,29 @@ def stop_workers(*ids: Any) -> list[StopResponse] | None:
 
 
 def keep_session() -> None:
-    """Have the workers of this folder outlive this process: until `end_session`, or an hour without workers."""
+    """Let the workers of this folder outlive this process, until `end_session` or an hour without workers."""
     from hora.workers import daemon  # which is run as a module: not to be imported with its package
 
     daemon.start(os.getcwd())
 
 
 def end_session() -> bool:
-    """End the session that `keep_session` or `hora workers launch` made, with its workers. False when there is none."""
+    """End the session that `keep_session` or `hora workers launch` started, with its workers. Returns False if none
+    runs.
+    """
     from hora.workers import daemon
 
     return daemon.end(os.getcwd())
 
 
 def worker_output(worker: Any) -> str:
-    """The end of what a worker printed."""
+    """Return the tail of a worker's output."""
     (chosen,) = _ids(worker)
     return _session().tail(chosen)
 
 
 def _ids(given: Any) -> list[str]:
-    """Ids from one id, one worker dict, or any iterable of them."""
+    """Return the ids of one id, one worker dict, or an iterable of them."""
     if isinstance(given, str | int):
         return [str(given)]
     if isinstance(given, Mapping):

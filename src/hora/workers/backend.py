@@ -1,4 +1,6 @@
-"""Interface to the machines of a session's workers: this one (`LocalWorkers`, here) or Spark (`spark_backend`)."""
+"""Interface to the machines on which a session's workers run: this one (`LocalBackend`, here) or Spark
+(`spark_backend`).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ GRACE_S = 5.0  # between SIGTERM and SIGKILL
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedWorker:
-    """A worker to start: its number in launch events, its record, the request, and variables for its environment."""
+    """A worker to start: its number in launch events, its record, the request, and its environment variables."""
 
     number: int
     record: Record
@@ -34,35 +36,37 @@ class PlannedWorker:
 
 
 class WorkerBackend(Protocol):
-    """Runs workers. Their ends come through `LaunchEvents`; the session then calls `release` and `clear_up`."""
+    """Runs workers and reports their exits as `LaunchEvents`; the session then calls `release` and `clear_up`."""
 
     def settle(self, n: int) -> None:
-        """Wait until it is known whether `n` more workers fit. The session's lock is not held."""
+        """Wait until the backend knows whether `n` more workers fit. Call it without the session's lock."""
 
     def shared(self, n: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The request as `n` workers can have it: where cores are too few, a share of them and a `note` about it."""
+        """Return the request that `n` workers can have: a share of scarce cores comes with a `note` that says so."""
 
     def reserve(self, worker: str, request: Mapping[str, Any]) -> None:
-        """Set something aside for this worker; raises Refused."""
+        """Reserve resources for this worker. Raises Refused if they do not fit."""
 
     def start(self, planned: Sequence[PlannedWorker]) -> None:
-        """Start workers that have a reservation. Does not wait."""
+        """Start reserved workers without waiting for them."""
 
     def terminate(self, numbers: Iterable[int], *, grace_s: float) -> None:
-        """End those of these workers that run here: SIGTERM, SIGKILL after the grace time. Does not wait."""
+        """Send SIGTERM to these workers, and SIGKILL after the grace period. Does not wait."""
 
     def release(self, worker: str) -> None:
-        """Free what was set aside for a worker."""
+        """Free a worker's reservation."""
 
     def clear_up(self, number: int) -> None:
-        """End what a worker that has ended has left behind. Does not wait."""
+        """Terminate processes that an ended worker left behind. Does not wait."""
 
     def close(self) -> None:
         """End everything."""
 
 
 def order_file(request: Mapping[str, Any], *, cores: Sequence[int], source: str | None = None) -> dict[str, bytes]:
-    """The private file with the orders of a worker's process (`main`), by variable. `source`: the script's text."""
+    """Return the private file that tells a worker's process (`main`) what to run, by variable. `source` is the script's
+    text.
+    """
     order = {
         "code": request.get("code") or "",
         "script": request.get("script") or "",
@@ -122,7 +126,7 @@ class LocalBackend:
         self._claims.keep(self._capacity.used_gpus())
 
     def clear_up(self, number: int) -> None:
-        """End what the worker has left running, as the end of a container would."""
+        """Terminate the processes that the worker left running, as the end of a container would."""
         self._launcher.clear_up(number, grace_s=GRACE_S)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Capacity of a machine for workers, total and given. Pure: the session asks before it starts anything.
+"""Capacity of a machine for workers, total and granted. Pure: the session queries it before it starts anything.
 
-Cores are counted as fractions and bound as whole ones; GPUs are never shared. What does not fit is refused in words;
-cores can be shared instead, which `fair_share` decides before anything is granted.
+Cores are counted as fractions and bound as whole ones; GPUs are never shared. A request that does not fit is rejected
+with an explanation. Cores can be shared instead; `fair_share` decides that before anything is granted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Capacity", "Grant", "Refused"]
 
 
 class Refused(ValueError):  # noqa: N818 - an answer, not a crash
-    """The request does not fit. The text says what was requested, what is free and what there is."""
+    """The request does not fit. The message has the requested, the free and the total amount."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +46,10 @@ class Capacity:
         share_cores: bool = False,
         claim: Callable[[str], str] = lambda gpu: "",
     ) -> Capacity:
-        """A capacity that has given this much to `worker`; raises Refused.
+        """Return the capacity after granting this much to `worker`. Raises Refused if it does not fit.
 
-        `share_cores`: the cores may be used by others too. `claim` takes a GPU that is free here and returns its other
-        holder, or ""; it is called only when all else fits, and only until there are enough.
+        `share_cores`: other workers may use the cores too. `claim` takes a GPU that is free here and returns its other
+        holder, or "". It is called only if everything else fits, and only until there are enough GPUs.
         """
         for name, value in (("cpu", cpu), ("memory", memory_gib)):
             if not value > 0 or not math.isfinite(value):
@@ -72,18 +72,18 @@ class Capacity:
         )
 
     def fair_share(self, n: int, cpu: float) -> float:
-        """Return the cores of each of `n` workers that ask for `cpu`: those, or what is free divided by `n`, and a core
-        at least, which it then shares with others.
+        """Return the cores for each of `n` workers that request `cpu`: that number, or an equal share of the free
+        cores. The least share is one core, which is then shared with others.
         """
         return cpu if n * cpu <= self.free_cores + 1e-9 else min(cpu, max(self.free_cores / n, 1.0))
 
     @property
     def free_cores(self) -> float:
-        """Those that no worker has; below zero when they are shared."""
+        """Return the number of cores that no worker has; negative if cores are shared."""
         return len(self.cores) - sum(grant.cpu for grant in self.grants.values())
 
     def release(self, worker: str) -> Capacity:
-        """A capacity that has what `worker` had."""
+        """Return the capacity after `worker` has given its grant back."""
         left = {name: grant for name, grant in self.grants.items() if name != worker}
         return Capacity(cores=self.cores, memory_gib=self.memory_gib, gpus=self.gpus, grants=left)
 
@@ -103,7 +103,7 @@ class Capacity:
         return tuple(gpus)
 
     def used_gpus(self) -> set[str]:
-        """Those that workers have."""
+        """Return the GPUs that workers have."""
         return {gpu for grant in self.grants.values() for gpu in grant.gpus}
 
     def _free_gpus(self) -> list[str]:
@@ -111,7 +111,7 @@ class Capacity:
         return [gpu for gpu in self.gpus if gpu not in taken]
 
     def _cores(self, cpu: float) -> tuple[int, ...]:
-        """The least used cores, as many whole ones as the worker may fill."""
+        """Return the least used cores, as many whole ones as the worker can fill."""
         load = dict.fromkeys(self.cores, 0.0)
         for grant in self.grants.values():
             for core in grant.cores:

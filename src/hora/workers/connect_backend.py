@@ -1,7 +1,7 @@
-"""Workers through Spark Connect: each is the one task of a query, which starts it and tells how it ended.
+"""Workers through Spark Connect: each is the single task of a query, which starts the worker and returns its exit code.
 
-A worker that ends gives its slot back at once; stopping one interrupts its query. Its output comes live, and that it
-runs is known, where the task can reach this client; else both are known when it has ended. Called by `session`.
+A worker's slot is free as soon as it ends; stopping a worker interrupts its query. If the task can reach this client,
+its output and its running state arrive live, otherwise when it has ended.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ConnectBackend(TaskSlots):
 
 
 class _ConnectWorker:
-    """A worker, seen from the client: the thread that waits for its query."""
+    """Client side of a worker: the thread that waits for its query."""
 
     def __init__(self, session: Any, planned: PlannedWorker, events: LaunchEvents) -> None:
         self._planned, self._events = planned, events
@@ -109,7 +109,7 @@ class _ConnectWorker:
         self._events.output(self._planned.number, stream, data)
 
     def _called(self, host: str) -> None:
-        """In the server's thread: its task has called from `host`."""
+        """Handle the task's call from `host`. Runs in the server's thread."""
         self._planned.record.ip_address = host
         self._events.started(self._planned.number)
 
@@ -137,7 +137,7 @@ class _ConnectWorker:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerTask:
-    """The body of the query: starts the worker's process, looks after it, and answers with its exit code."""
+    """Body of the query: starts the worker's process, supervises it and returns its exit code."""
 
     number: int
     env: Mapping[str, str] = field(repr=False)

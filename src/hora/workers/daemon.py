@@ -1,7 +1,7 @@
-"""The daemon session: workers that outlive the command that launched them, one session per user and folder.
+"""Daemon session, one per user and folder: its workers outlive the command that launched them.
 
-`hora workers launch` makes it, `hora workers end` ends it together with its workers. It is found by its folder
-(`directory`), and nothing is written anywhere. It also ends by itself when it has been without workers for a while.
+`hora workers launch` starts it, and `hora workers end` ends it together with its workers. Other processes find it by
+its folder (`directory`); it writes no file. After an hour without workers it ends by itself.
 `python -m hora.workers.daemon` is its process.
 """
 
@@ -24,7 +24,7 @@ _END_LIMIT_S = 30.0
 
 
 def start(folder: str) -> tuple[str, str]:
-    """The folder's session, started if it does not run."""
+    """Return the folder's session; start it if it does not run."""
     from hora.workers.directory import find, name_of, runs
 
     found = find(folder)
@@ -55,7 +55,7 @@ def start(folder: str) -> tuple[str, str]:
 
 
 def end(folder: str) -> bool:
-    """End the folder's session and all its workers, and wait until it is gone. False when none runs."""
+    """End the folder's session and all its workers, and wait for its exit. Returns False if none runs."""
     from hora.workers.directory import find
     from hora.workers.gateway import ask, server_pid
 
@@ -74,7 +74,7 @@ def end(folder: str) -> bool:
 
 
 def main() -> None:
-    """Serve until the end is requested, or until there has been no worker for an hour."""
+    """Serve until a client requests the end, or until an hour has passed without workers."""
     from hora.launch.environment import variables
     from hora.launch.job import OutputOptions
     from hora.workers.directory import publish

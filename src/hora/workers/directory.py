@@ -1,9 +1,9 @@
-"""Directory in which other processes of a user find a session of workers: by its folder.
+"""Directory in which other processes of a user find a worker session by its folder.
 
-A session that wants to be found listens at a local socket named after the user and the folder. A random key for it lies
-in its memory, where processes of the same user read it through /proc if they can see the session's process: no other
-user, and nothing in another container that shares the network alone. Where another user sits on the name, the session
-takes a random one and is looked for among this user's processes. Nothing is written to a disk.
+A published session listens at a local socket named after the user and the folder. Its random key is in its memory.
+Processes of the same user that see the session's process read the key through /proc; other users, and containers that
+share only the network, cannot. If another user holds the socket's name, the session takes a random name and clients
+search this user's processes for it. Nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ log = logging.getLogger("hora")
 
 
 def name_of(folder: str, whose: str = "") -> str:
-    """The socket of the session of this user and folder, which answers to this user only.
+    """Return the socket name of this user's session for the folder. The session answers this user only.
 
-    `whose`: empty for the daemon's, `script` for that of the first script that has launched workers there.
+    `whose`: empty for the daemon's session, `script` for the session of the first script that launched workers there.
     """
     text = f"{os.getuid()}:{os.path.realpath(folder)}{whose and ':' + whose}"
     return f"hora-workers-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
 class Published:
-    """A gateway, still to be opened, that `find` finds."""
+    """An unopened gateway that `find` discovers."""
 
     def __init__(self, gateway: Gateway, key: str, held: HeldSecret) -> None:
         self.gateway, self.key, self._held = gateway, key, held
@@ -44,7 +44,7 @@ class Published:
 
 
 def publish(folder: str, whose: str = "") -> Published:
-    """A gateway for this folder's session. OSError (EADDRINUSE) if another process of this user has one already."""
+    """Create a gateway for this folder's session. OSError (EADDRINUSE) if this user has one already."""
     label = name_of(folder, whose)
     try:
         return _publish(label, label)
@@ -68,7 +68,7 @@ def _publish(label: str, name: str) -> Published:
 
 
 def find(folder: str, whose: str = "") -> tuple[str, str] | None:
-    """Name and key of the folder's session, if it runs and this process may know them."""
+    """Return the name and key of the folder's session, if it runs and this process may read them."""
     label = name_of(folder, whose)
     try:
         pids = [server_pid(label)]

@@ -1,8 +1,8 @@
-"""Access of other processes to a session: workers that launch workers, and the `hora workers` command.
+"""Gateway through which other processes call a session: workers that launch workers, and the `hora workers` command.
 
-The gateway listens on an abstract local socket, which exists in no file system and vanishes with the session. It
-answers processes of the same user (or root) that prove to hold the session's key; a client makes sure of both as well,
-because any process can take a socket's name first. Requests and answers are JSON; nothing is unpickled.
+The gateway listens on an abstract local socket, which is in no file system and disappears with the session. It answers
+processes of the same user (or root) that prove possession of the session's key. Clients check both too, because any
+process can bind the name first. Requests and responses are JSON; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _credentials(key: str) -> Credentials:
 
 
 class Gateway:
-    """Answers for a session, each call in a thread of its own. OSError if another process has the name."""
+    """Serves a session, each call in its own thread. OSError if another process has bound the name."""
 
     def __init__(self, name: str, key: str) -> None:
         self.name = name
@@ -115,13 +115,13 @@ class Gateway:
 
 
 def ask(name: str, key: str, *, call: str, limit_s: float | None = 60.0, **request: Any) -> Any:
-    """Call the session behind a gateway. ConnectionError when there is none; ValueError with what it refused."""
+    """Call the session behind a gateway. ConnectionError if there is none; ValueError if it rejects the call."""
     with open_connection(name, key) as connection:
         return exchange(connection, call, limit_s=limit_s, **request)
 
 
 def exchange(connection: Connection, call: str, *, limit_s: float | None = 60.0, **request: Any) -> Any:
-    """One call of several over a connection. ConnectionError when the session has ended."""
+    """Make one of several calls over a connection. ConnectionError if the session has ended."""
     try:
         connection.send({"call": call}, json.dumps(request).encode())
         connection.sock.settimeout(limit_s)  # None too: an earlier call has had another
@@ -137,7 +137,7 @@ def exchange(connection: Connection, call: str, *, limit_s: float | None = 60.0,
 
 
 def open_connection(name: str, key: str) -> Connection:
-    """A connection to the session behind a gateway, for several calls."""
+    """Open a connection to the session behind a gateway, for several calls."""
     try:
         return connect(name, _credentials(key), timeout_s=_CONNECT_LIMIT_S)
     except (AuthenticationError, EOFError):
@@ -147,6 +147,6 @@ def open_connection(name: str, key: str) -> Connection:
 
 
 def server_pid(name: str) -> int:
-    """The process that serves this name. OSError when there is none, or when it is not this user's."""
+    """Return the pid that serves this name. OSError if there is none, or if it belongs to another user."""
     with sockets.open_socket(name, limit_s=_CONNECT_LIMIT_S) as sock:
         return sockets.process_at(sock).pid

@@ -1,7 +1,7 @@
-"""Ranks belong to the workers on whose addresses they run: they use these workers' GPUs, and end when the workers do.
+"""Lease of workers for ranks that run at their addresses: the ranks use these workers' GPUs and end with the workers.
 
-A job that is started at such addresses (`mpirun -H <workers>`, `horovodrun -H …`) takes a lease of them from their
-session: a connection that stays open while the ranks live, so that a session that stops workers can wait for it.
+A job at such addresses (`mpirun -H <workers>`, `horovodrun -H …`) takes a lease from the workers' session. The lease is
+a connection that stays open while the ranks live, so that the session can wait for them when it stops workers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _POLL_S = 0.05
 
 
 class Lease:
-    """The workers at the addresses of a job's ranks. See `launch.job.HostLease`."""
+    """Lease of the workers at the addresses of a job's ranks. See `launch.job.HostLease`."""
 
     def __init__(self, session: tuple[str, str], hosts: Collection[str]) -> None:
         self._connection = open_connection(*session)
@@ -70,13 +70,15 @@ class Lease:
 
 
 def _emptied(left: dict[str, str], ended: Sequence[str]) -> list[tuple[str, str]]:
-    """Take these workers out of `left`; each address that has none left, and the last one that it had."""
+    """Remove these workers from `left`. Return each address that has none left, with its last worker."""
     gone = {left.pop(worker): worker for worker in ended if worker in left}
     return [(address, worker) for address, worker in gone.items() if address not in left.values()]
 
 
 def lease_of(hosts: Collection[str]) -> Lease | None:
-    """The lease of a job on these hosts, from the environment's or this folder's session; None if none is a worker."""
+    """Return the lease of a job on these hosts, from the environment's or this folder's session; None if no host is a
+    worker.
+    """
     session = _session(variables())
     if session is None:
         return None

@@ -1,4 +1,4 @@
-"""Resources of this machine: usable cores and memory, and its GPUs less those that other sessions assigned."""
+"""Resources of this machine: usable cores and memory, and the GPUs that no other session has assigned."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["GpuClaims", "measure"]
 
 
 def measure(environ: Mapping[str, str]) -> Capacity:
-    """The capacity of this machine, inside the limits of its container."""
+    """Return the capacity of this machine within the limits of its container."""
     return Capacity(cores=tuple(sorted(os.sched_getaffinity(0))), memory_gib=total_bytes() / 2**30, gpus=_gpus(environ))
 
 
@@ -39,7 +39,8 @@ def _gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
 class GpuClaims:
     """The GPUs that this session has claimed for its workers.
 
-    A claim is a local socket, so that sessions of all users of this machine see one another's, and can name the holder.
+    A claim is a local socket, so that sessions of all users of this machine see each other's claims and can name the
+    holder.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,7 @@ class GpuClaims:
         return ""
 
     def keep(self, gpus: Collection[str]) -> None:
-        """Give up all but these."""
+        """Release all claims but these."""
         for gpu in set(self._held).difference(gpus):
             self._held.pop(gpu).close()
 

@@ -1,8 +1,8 @@
-"""The worker's own process: runs the code or the script it was given. `python -m hora.workers.main`
+"""Entry point of a worker's process (`python -m hora.workers.main`): runs its code or script.
 
-What to run comes from the supervisor's memory (HORA_WORKER_ORDER_FILE), never from the command line. Code may use a
-line that begins with `!` for a shell command, as in a notebook; `{name}` and `$name` of Python variables are filled in
-there. A thread watches that the worker keeps to its memory.
+The code comes from the supervisor's memory (HORA_WORKER_ORDER_FILE), never from the command line. As in a notebook, a
+line that begins with `!` is a shell command, in which `{name}` and `$name` stand for Python variables. A thread
+enforces the worker's memory limit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WATCH_S = 0.5
 
 
 def expand_shell_lines(code: str) -> str:
-    """Python text in which lines that begin with `!` have become calls; a backslash continues such a line."""
+    """Replace lines that begin with `!` by calls. A backslash continues such a line."""
     lines: list[str] = []
     waiting: list[str] = []
     indent = quote = ""
@@ -56,7 +56,7 @@ def expand_shell_lines(code: str) -> str:
 
 
 def _open_quote(line: str, quote: str) -> str:
-    """The triple quote that is open after this line, if one is; `quote` was open before it."""
+    """Return the triple quote that is open after this line, if any. `quote` was open before it."""
     inside = quote
     for found in _QUOTES.findall(line):
         if not inside and found.startswith("#"):
@@ -79,7 +79,7 @@ def _shell(command: str, names: Mapping[str, Any]) -> None:
 
 
 def _watch_memory(limit_gib: float) -> None:
-    """End the worker, with words, when it and its children use more than they were given."""
+    """End the worker with an explanation when it and its children exceed their memory."""
     page = os.sysconf("SC_PAGE_SIZE")
     while True:
         used = sum(_resident_pages(pid) for pid in family(os.getpid())) * page / 2**30
@@ -103,7 +103,7 @@ def _resident_pages(pid: int) -> int:
 
 
 def main() -> None:
-    """Run the requested script or code, in a fresh `__main__`."""
+    """Run the requested script or code in a fresh `__main__`."""
     sys.excepthook = _show_error
     order = json.loads(Path(variables()[ORDER_VARIABLE]).read_text())
     if order["cores"]:
@@ -139,7 +139,7 @@ _NOT_THE_USERS = ("<string>", "<frozen runpy>", runpy.__file__, __file__)
 
 
 def _show_error(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    """As the interpreter does it, without the frames that led to the worker's own first line."""
+    """Print the traceback as the interpreter does, without the frames before the worker's first line."""
     while trace is not None and trace.tb_frame.f_code.co_filename in _NOT_THE_USERS:
         trace = trace.tb_next
     traceback.print_exception(kind, error, trace)

@@ -1,4 +1,4 @@
-"""A worker as callers see it: a dict with the keys of Cloudera's worker API, and a few more.
+"""Public record of a worker: a dict with the keys of Cloudera's worker API, and a few more.
 
 scheduling -> running -> succeeded | failed | stopped
 scheduling -> failed (it could not be started)
@@ -22,7 +22,7 @@ _TAIL_LINES = 20
 
 
 def new_id() -> str:
-    """A worker's id: 16 lower-case letters and digits."""
+    """Return a new worker id: 16 lower-case letters and digits."""
     return "".join(secrets.choice(_ALPHABET) for _ in range(16))
 
 

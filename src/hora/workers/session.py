@@ -1,7 +1,7 @@
-"""A session: owns workers, from launch to end.
+"""Worker session: owns its workers from launch to end.
 
-It numbers them, has a backend start them (this machine's, or Spark's where a Spark session is active), shows their
-output with their ids in front, and knows how each of them ended. Callers: `api` in this process, `gateway` for others.
+It numbers workers, starts them on a backend (this machine, or Spark if a Spark session is active), prefixes their
+output with their ids and records how each of them ends.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NOT_INHERITED = (
 
 
 class WorkerSession:
-    """Workers of one master. Thread-safe. `environment` is what workers inherit."""
+    """Workers of one master. Thread-safe. Workers inherit `environment`."""
 
     def __init__(
         self,
@@ -74,10 +74,12 @@ class WorkerSession:
         self._backends: dict[int, WorkerBackend] = {}  # of each worker
 
     def launch(self, n: int, request: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Start `n` workers; one dict for each, in order. What does not fit is a dict without `id`, with `message`.
+        """Start `n` workers and return one dict for each, in order. A rejected worker is a dict without `id`, with
+        `message`.
 
-        Too few cores are shared, which the `message` then says, unless the request is `strict` or wants all or nothing.
-        With `all_or_nothing` in the request nothing starts then, and `wait_s` says for how long to wait for room first.
+        If cores are scarce, workers share them and `message` says so, unless the request is `strict` or
+        `all_or_nothing`. With `all_or_nothing` no worker starts in that case, after waiting up to `wait_s` seconds for
+        room.
         """
         backend = self._backend(request)
         backend.settle(n)
@@ -104,7 +106,7 @@ class WorkerSession:
     def _reserve(
         self, n: int, request: Mapping[str, Any], backend: WorkerBackend
     ) -> tuple[list[dict[str, Any]], list[PlannedWorker]]:
-        """An answer for each of `n` workers, and those for which there is room."""
+        """Return a response for each of `n` workers, and the workers for which there is room."""
         answers: list[dict[str, Any]] = []
         launched: list[PlannedWorker] = []
         for index in range(n):
@@ -123,7 +125,7 @@ class WorkerSession:
         return answers, launched
 
     def workers(self) -> list[dict[str, Any]]:
-        """Every worker of this session, in the order of their launch."""
+        """Return all workers of this session in launch order."""
         with self._changed:
             now = time.time()
             return [record.to_dict(now) for record in self._records.values()]
@@ -136,7 +138,9 @@ class WorkerSession:
         timeout_s: float,
         abandoned: Callable[[], bool] = lambda: False,
     ) -> dict[str, Any]:
-        """Wait until every worker has completed, or runs; `timeout_s` 0 waits for ever, or until it is `abandoned`."""
+        """Wait until every worker has completed, or runs. `timeout_s` 0 means no limit, or until the wait is
+        `abandoned`.
+        """
         wanted = list(ids)
         good: tuple[str, ...] = ("succeeded",)
         bad: tuple[str, ...] = ("failed", "stopped", "timedout")
@@ -155,9 +159,10 @@ class WorkerSession:
             return self._sorted(wanted, good)
 
     def hold(self, ids: Iterable[str], holder: object, *, abandoned: Callable[[], bool]) -> list[str]:
-        """Wait until one of these workers ends, or is about to; all that do.
+        """Wait until one of these workers ends, or is about to, and return all that do.
 
-        `stop` waits for their holder, which says that its ranks there have ended by holding fewer, or none (`release`).
+        `stop` waits for the holder. The holder reports the end of its ranks by holding fewer workers, or none
+        (`release`).
         """
         with self._changed:
             self._holders[holder] = set(ids)
@@ -171,7 +176,7 @@ class WorkerSession:
             return ending
 
     def release(self, holder: object) -> None:
-        """The ranks of this holder have ended. Ignored if it holds nothing."""
+        """Record that the ranks of this holder have ended. Ignored if it holds nothing."""
         if holder not in self._holders:  # most callers: they need not wait for the lock
             return
         with self._changed:
@@ -182,8 +187,9 @@ class WorkerSession:
         return worker in self._stopping or worker not in self._records or self._records[worker].ended
 
     def stop(self, ids: Iterable[str] | None) -> list[tuple[str, int]]:
-        """End these workers, or all that run, with the ranks at their addresses; pairs of id and an HTTP-like status.
-        Returns when they have ended."""
+        """Stop these workers, or all that run, with the ranks at their addresses, and wait for their end. Returns pairs
+        of id and an HTTP-like status.
+        """
         with self._changed:
             chosen = list(self._records) if ids is None else list(ids)
             running = [worker for worker in chosen if worker in self._records and not self._records[worker].ended]
@@ -201,7 +207,7 @@ class WorkerSession:
             return [(worker, 204 if worker in self._records else 404) for worker in chosen]
 
     def tail(self, worker: str) -> str:
-        """The end of a worker's output."""
+        """Return the tail of a worker's output."""
         with self._changed:
             number = next((number for number, record in self._by_number.items() if record.id == worker), None)
         return "" if number is None else self._output.tail(number)
@@ -250,7 +256,7 @@ class WorkerSession:
         return GRACE_S + _STOP_SLACK_S
 
     def _backend(self, request: Mapping[str, Any]) -> WorkerBackend:
-        """Return the backend where these workers shall run. ValueError if Spark was requested and is not there."""
+        """Return the backend for these workers. ValueError if Spark was requested and there is no session."""
         wanted = request.get("backend", "auto")
         if wanted == "local" or (wanted == "auto" and "pyspark" not in sys.modules):
             return self._local
@@ -342,7 +348,7 @@ class WorkerSession:
 
 
 def _none_launched(answers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Refusals for all, because some were refused."""
+    """Reject all workers because some were rejected."""
     cause = next(answer["message"] for answer in answers if "id" not in answer)
     return [
         {"engineId": answer["id"], "index": answer["index"], "message": f"not launched, because not all fit: {cause}"}

@@ -1,8 +1,8 @@
-"""Workers as the tasks of a Spark stage, one stage for each launch. Spark is the cluster manager here.
+"""Workers as the tasks of a Spark stage, one stage per launch. Spark is the cluster manager.
 
-A launch asks for as many task slots as it has workers; until Spark has them all, its workers are `scheduling`. A worker
-that ends gives its slot back at once. When Spark loses an executor it ends the whole stage, so the workers of that
-launch end together. Called by `session`; importing this does not import pyspark.
+A launch requests one task slot per worker; until Spark grants all of them, its workers are `scheduling`. A worker's
+slot is free as soon as it ends. If Spark loses an executor it ends the whole stage, so the workers of that launch end
+together. Importing this module does not import pyspark.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _TERMINATED, _FAILED = 143, 255
 
 
 def spark_cluster(backend: str) -> Any | None:
-    """The SparkContext, or the session of a Connect client, on whose cluster workers shall run; None: on this machine.
+    """Return the SparkContext, or the Connect session, on whose cluster workers run; None for this machine.
 
-    `auto` is Spark where this process has a session on a cluster: a `local[n]` master has no machine but this one.
+    `auto` selects Spark if this process has a session on a cluster. A `local[n]` master has only this machine.
     """
     if backend != "spark" and (backend != "auto" or "pyspark" not in sys.modules):
         return None
@@ -45,7 +45,7 @@ def spark_cluster(backend: str) -> Any | None:
 
 
 class TaskSlots:
-    """The task slots of a Spark cluster that workers hold: what both kinds of Spark backends share."""
+    """Task slots of a Spark cluster that workers hold; shared by both Spark backends."""
 
     def __init__(self) -> None:
         self._held: set[str] = set()
@@ -105,9 +105,9 @@ class SparkWorkerBackend(TaskSlots):
 
 
 class _Launch:
-    """The workers of one launch: waiting for slots -> running -> over. Implements LaunchEvents for the Spark launcher.
+    """Workers of one launch: waiting for slots -> running -> over. Implements LaunchEvents for the Spark launcher.
 
-    A thread of its own takes it through these states; `_lock` guards what callers and the server's thread see.
+    Its own thread drives these states; `_lock` guards what callers and the server's thread see.
     """
 
     def __init__(self, context: Any, planned: Sequence[PlannedWorker], events: LaunchEvents) -> None:
@@ -176,12 +176,12 @@ class _Launch:
                 self._end_rest(reason)
 
     def _still_wanted(self) -> bool:
-        """Return whether a worker is left that was not stopped while it waited for its slot."""
+        """Return whether any worker was not stopped while it waited for its slot."""
         with self._lock:
             return not self._left <= self._stopped
 
     def _start(self, placements: Sequence[Placement]) -> None:
-        """Start those workers that nothing has stopped by now, each in its task."""
+        """Start the workers that were not stopped meanwhile, each in its task."""
         specs = [self._spec(worker, placement) for worker, placement in zip(self._planned, placements, strict=True)]
         launcher = SparkLauncher(self._driver, placements, bind_gpus=False)
         with self._lock:
