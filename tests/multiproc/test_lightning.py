@@ -394,6 +394,41 @@ def test_gradients_of_several_batches_are_added_before_they_are_averaged(folder)
     torch.testing.assert_close(result.state, {f"layer.{n}": v for n, v in by_hand(2).items()}, atol=1e-5, rtol=1e-4)
 
 
+def validated():
+    """Lightning 1 style: a validation step that returns nothing, and a hook that gets what the steps have returned."""
+    module = regression()
+
+    class Validated(type(module)):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", F.mse_loss(self(batch["x"].float()).reshape(-1), batch["y"].float()), sync_dist=True)
+
+        def validation_epoch_end(self, outputs):
+            self.log("outputs", float(len(outputs)), sync_dist=True)
+
+    module.__class__ = Validated
+    return module
+
+
+def test_a_validation_step_that_returns_nothing_has_no_outputs(folder):
+    result = fit(folder, validated(), val_rows=NUM_ROWS)
+    assert [entry["outputs"] for entry in result.history] == [0, 0, 0]
+
+
+def test_a_module_that_validates_trains_without_a_validation_set(folder):
+    result = fit(folder, validated())
+    torch.testing.assert_close(result.state, {f"layer.{name}": value for name, value in by_hand(3).items()})
+    assert all("val_loss" not in entry for entry in result.history)
+
+
+def test_arguments_of_lightning_1_become_callbacks_beside_the_estimators_own(folder):
+    given = {"stochastic_weight_avg": True, "terminate_on_nan": True, "callbacks": [counting()], "log_gpu_memory": None}
+    result = fit(folder, regression(), epochs=10, trainer_args=given)
+    assert [entry["epoch"] for entry in result.history] == list(range(10)), "the estimator's own callback is there"
+    # Lightning averages what the last three epochs begin with: 0.8 of the epochs are over.
+    last = [{f"layer.{name}": value for name, value in by_hand(epochs).items()} for epochs in (7, 8, 9)]
+    torch.testing.assert_close(result.state, {name: sum(state[name] for state in last) / 3 for name in last[0]})
+
+
 def test_a_loss_that_is_not_finite_stops_the_training(folder):
     from lightning.pytorch import LightningModule
 

@@ -140,7 +140,7 @@ class _ParquetData:
 
     def val_dataloader(self) -> Any:
         self.setup("fit")
-        return self.val_dl if self._given["has_val"] else None
+        return self.val_dl if self._given["has_val"] else []  # Lightning 2 refuses None
 
     def _shard(self, path: str) -> DatasetShard:
         import fsspec

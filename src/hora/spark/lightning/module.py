@@ -179,15 +179,19 @@ class _OldHooks:
 
 def _bridge(module: Any, old: str, step: str, new: str) -> None:
     kind = type(module)
-    outputs: list[Any] = []
+    outputs: dict[int, list[Any]] = {}  # of each data loader
 
     def remembering(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = getattr(kind, step)(self, *args, **kwargs)
-        outputs.append(_detached(output))
+        kept = outputs.setdefault(args[2] if len(args) > 2 else kwargs.get("dataloader_idx", 0), [])
+        if output is not None:
+            kept.append(_detached(output))
         return output
 
     def at_the_end(self: Any) -> None:
-        getattr(kind, old)(self, list(outputs))
+        """As Lightning 1: a list of outputs without those that are None, or a list of lists for several loaders."""
+        lists = list(outputs.values())
+        getattr(kind, old)(self, lists if len(lists) > 1 else lists[0] if lists else [])
         outputs.clear()
         getattr(kind, new)(self)
 

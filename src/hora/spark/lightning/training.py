@@ -35,7 +35,13 @@ _RENAMED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "reload_dataloaders_every_epoch": lambda value: {"reload_dataloaders_every_n_epochs": int(value)},
     "flush_logs_every_n_steps": lambda value: {},
     "resume_from_checkpoint": lambda value: {},
+    "log_gpu_memory": lambda value: {},
+    "weights_save_path": lambda value: {},
+    "prepare_data_per_node": lambda value: {},
+    "process_position": lambda value: {},
 }
+
+_STRATEGY = ("accelerator", "strategy", "distributed_backend")  # where "horovod" was named over the years
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +91,8 @@ def _trainer(spec: LightningSpec, folder: str, device: torch.device, keeper: Any
     kinds = package.part("callbacks")
     # A bar of the user's is quiet on other ranks by itself.
     own_bar = any(isinstance(callback, kinds.ProgressBar) for callback in callbacks)
+    own = translated(package, values["trainer_args"] or {})
+    callbacks += own.pop("callbacks", None) or []
     if values["terminate_on_nan"]:
         callbacks.append(_stop_on_nan(package)())
     arguments: dict[str, Any] = {
@@ -103,23 +111,28 @@ def _trainer(spec: LightningSpec, folder: str, device: torch.device, keeper: Any
         "default_root_dir": folder,
         "profiler": values["profiler"],
     }
-    return package.module.Trainer(**arguments | translated(values["trainer_args"] or {}))
+    return package.module.Trainer(**arguments | own)
 
 
-def translated(given: Mapping[str, Any]) -> dict[str, Any]:
+def translated(package: Package, given: Mapping[str, Any]) -> dict[str, Any]:
     """A user's arguments of `Trainer`, those from before Lightning 2 as they are called now, with a warning."""
     found: dict[str, Any] = {}
+    callbacks = list(given.get("callbacks") or ())
     for name, value in given.items():
-        if name in _RENAMED:
+        if name in _CALLBACKS:
+            callbacks += [_CALLBACKS[name](package)()] if value else []
+            _warn_of_removed(name, "add its callback to `callbacks`")
+        elif name in _RENAMED:
             instead = _RENAMED[name](value)
-            advice = f"use {', '.join(instead)}" if instead else "it is not needed here"
-            warnings.warn(
-                f"trainer_args: {name} was removed in Lightning 2.0; {advice}", DeprecationWarning, stacklevel=2
-            )
+            _warn_of_removed(name, f"use {', '.join(instead)}" if instead else "it is not needed here")
             found |= instead
-        elif not (name in ("accelerator", "strategy", "distributed_backend") and value == "horovod"):
+        elif name != "callbacks" and not (name in _STRATEGY and value == "horovod"):
             found[name] = value
-    return found
+    return found | ({"callbacks": callbacks} if callbacks else {})
+
+
+def _warn_of_removed(name: str, advice: str) -> None:
+    warnings.warn(f"trainer_args: {name} was removed in Lightning 2.0; {advice}", DeprecationWarning, stacklevel=3)
 
 
 def _take_over(package: Package, callbacks: list[Any], spec: LightningSpec, folder: str) -> Any:
@@ -263,3 +276,28 @@ class _StopOnNan:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor) and not bool(torch.isfinite(loss).all()):
             raise ValueError(f"the loss of rank {hvd.rank()} is {loss.item()} in batch {batch_idx} (terminate_on_nan)")
+
+
+def _averaging(package: Package) -> type[Any]:
+    return type("_Averaging", (_Averaging, package.part("callbacks").StochasticWeightAveraging), {})
+
+
+class _Averaging:
+    """Lightning 1's `stochastic_weight_avg=True`: averages weights at the optimizer's own learning rates."""
+
+    _initialized: bool
+
+    def __init__(self) -> None:
+        super().__init__(swa_lrs=1.0)  # type: ignore[call-arg]  # until the optimizer is there
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if not self._initialized:
+            self._swa_lrs = [group["lr"] for group in trainer.optimizers[0].param_groups]
+        super().on_train_epoch_start(trainer, pl_module)  # type: ignore[misc]
+
+
+# Arguments of `Trainer` before Lightning 2 that are callbacks now.
+_CALLBACKS: dict[str, Callable[[Package], type[Any]]] = {
+    "stochastic_weight_avg": _averaging,
+    "terminate_on_nan": _stop_on_nan,
+}
