@@ -7,9 +7,14 @@ Lines up to INFO go to standard output, above to standard error, each with the r
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import traceback
+from types import TracebackType
 
-__all__ = ["set_up"]
+from hora.errors import HorovodInternalError
+
+__all__ = ["set_up", "shorten_tracebacks"]
 
 _LEVELS = {
     "trace": logging.DEBUG,
@@ -19,6 +24,9 @@ _LEVELS = {
     "error": logging.ERROR,
     "fatal": logging.CRITICAL,
 }
+
+
+_OWN_FILES = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 class _Handler(logging.Handler):
@@ -45,3 +53,25 @@ def set_up(level: str, *, hide_time: bool, rank: int) -> None:
         logger.propagate = False
     for handler in ours:
         handler.setFormatter(formatter)
+
+
+def shorten_tracebacks() -> None:
+    """Leave Hora's own frames out of the traceback of a HorovodInternalError that ends the script.
+
+    When a rank fails, the others end with one of these: their own lines tell the user where, ours tell nothing.
+    """
+    if getattr(sys.excepthook, "is_shortened", False):
+        return
+    plain = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, HorovodInternalError):
+            plain(kind, error, trace)
+            return
+        short = traceback.TracebackException(kind, error, trace)
+        frames = [frame for frame in short.stack if not frame.filename.startswith(_OWN_FILES)]
+        short.stack = traceback.StackSummary.from_list(frames or short.stack)
+        print("".join(short.format(chain=False)), end="", file=sys.stderr, flush=True)
+
+    hook.is_shortened = True  # type: ignore[attr-defined]
+    sys.excepthook = hook

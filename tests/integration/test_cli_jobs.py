@@ -101,6 +101,37 @@ while True:
 """
 
 
+FAILS = """
+import torch
+import horovod.torch as hvd
+hvd.init()
+hvd.allreduce(torch.ones(4), name="together")
+if hvd.rank() == 1:
+    raise FileNotFoundError("part-1.bin is missing")
+hvd.allreduce(torch.ones(4), name="alone")
+"""
+
+
+def test_a_cause_is_told_once_in_full_and_the_other_ranks_show_their_own_lines_alone(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(FAILS)
+    code, _, err = run_command("hora", "run", "-np", "2", "python", str(script))
+    assert code == 1
+    assert err.count("Traceback") == 2  # one of each rank
+    assert err.count('raise FileNotFoundError("part-1.bin is missing")') == 1
+    assert err.index("[1]<stderr>:Traceback") < err.index("Process name: 1")
+    assert err.rstrip().endswith("The last line of its output:\n  FileNotFoundError: part-1.bin is missing")
+    assert '[0]<stderr>:    hvd.allreduce(torch.ones(4), name="alone")' in err
+    assert "hora/engine" not in err
+
+
+def test_a_plan_of_one_host_is_refused_before_anything_starts():
+    code, out, err = run_command("hora", "plan", "-np", "2", "false")
+    assert (code, out) == (2, "")
+    assert err.startswith("hora plan: error: there is nothing to plan: all ranks are on one host (localhost)")
+    assert err.count("\n") == 1
+
+
 def test_a_plan_ends_with_its_table(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(TRAIN)

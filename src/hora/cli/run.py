@@ -122,7 +122,29 @@ def main(argv: Sequence[str]) -> int:
 
 def plan(argv: Sequence[str]) -> int:
     """`hora plan`: a job whose optimizer measures instead of training, and ends with a table."""
-    return status_of("hora plan", lambda: _run(_parse(argv, prog="hora plan")[1], {"HORA_PLAN": "1"}))
+
+    def measure() -> None:
+        options = _parse(argv, prog="hora plan")[1]
+        _check_hosts(options)
+        _run(options, {"HORA_PLAN": "1"})
+
+    return status_of("hora plan", measure)
+
+
+def _check_hosts(options: Options) -> None:
+    """ValueError where all ranks would be on one host, whose memory they share."""
+    from hora.launch.start import find_hosts
+
+    environ = environment.variables()
+    told_later = options.joins or options.host_discovery_script is not None or "SLURM_JOB_ID" in environ
+    if told_later or environ.get("HORA_TRANSPORT") == "tcp":
+        return
+    names = {host.hostname for host in find_hosts(options, environ)}
+    if len(names) == 1:
+        raise ValueError(
+            f"there is nothing to plan: all ranks are on one host ({names.pop()}), and it is links between hosts "
+            "that a plan is for; name two or more, for example -H a:4,b:4"
+        )
 
 
 def status_of(prog: str, run_job: Callable[[], None], *, failed: int | None = None) -> int:

@@ -124,6 +124,7 @@ def _start(place: World, config: EngineConfig, process_sets: Sequence[Sequence[i
     global _last_place, _starting
     _last_place = place
     logs.set_up(config.log_level, hide_time=config.log_hide_time, rank=_as_told(place).rank)
+    logs.shorten_tracebacks()
     if config.keep_freed_memory:
         keep_freed_memory()
     if config.lifeline:

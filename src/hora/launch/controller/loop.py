@@ -423,6 +423,7 @@ class _Controller:
             preface=message,
             report=self._reports.get(failure.worker),
             tail=self.run.out.tail(failure.worker),
+            shown=self._job.output.console,
         )
 
     def _name(self, number: int) -> str:

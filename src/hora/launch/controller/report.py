@@ -24,10 +24,13 @@ def signal_text(code: int) -> str:
 
 
 def job_failed(
-    failure: Failure, *, name: str, rank: int | None, preface: str, report: ErrorReport | None, tail: str
+    failure: Failure, *, name: str, rank: int | None, preface: str, report: ErrorReport | None, tail: str, shown: bool
 ) -> JobFailedError:
-    """Return the exception for the caller. `name`: the process's; `tail`: the end of its output."""
-    message = _message(name, failure, report, tail)
+    """Return the exception for the caller. `name`: the process's; `tail`: the end of its output.
+
+    `shown`: the console has the output already, so that the message repeats its last line alone.
+    """
+    message = _message(name, failure, report, tail.rstrip().splitlines()[-1 if shown else -_TAIL_LINES :])
     error = JobFailedError(
         f"{preface}\n{message}" if preface else message,
         rank=rank,
@@ -39,7 +42,7 @@ def job_failed(
     return error
 
 
-def _message(name: str, failure: Failure, report: ErrorReport | None, tail: str) -> str:
+def _message(name: str, failure: Failure, report: ErrorReport | None, tail: list[str]) -> str:
     """Compose the message about the process that failed first."""
     parts = [
         "Horovod detected that one or more processes exited with non-zero status. The first one to fail was:",
@@ -50,9 +53,9 @@ def _message(name: str, failure: Failure, report: ErrorReport | None, tail: str)
         parts.append(f"Reason: {failure.reason}")
     if report is not None:
         parts.append(f"What it raised:\n{report.traceback.rstrip()}")
-    elif tail.strip():
-        lines = tail.rstrip().splitlines()[-_TAIL_LINES:]
-        parts.append("The end of its output:\n" + "\n".join(f"  {line}" for line in lines))
+    elif tail:
+        title = "The last line of its output" if len(tail) == 1 else "The end of its output"
+        parts.append(f"{title}:\n" + "\n".join(f"  {line}" for line in tail))
     return "\n".join(parts) + "\n"
 
 
