@@ -15,7 +15,16 @@ from dataclasses import dataclass
 
 from hora import slurm
 
-__all__ = ["PLAN_JOB", "PLAN_KEY", "RendezvousEndpoint", "World", "keep_secret", "place_variables"]
+__all__ = [
+    "PLAN_JOB",
+    "PLAN_KEY",
+    "RendezvousEndpoint",
+    "World",
+    "keep_secret",
+    "master_address",
+    "place_variables",
+    "user_secret_file",
+]
 
 # The meeting place of a program that starts its ranks itself: its name, and the key under which its current plan's
 # number is.
@@ -171,6 +180,16 @@ def keep_secret() -> None:
         descriptor = os.memfd_create("hora-secret", os.MFD_CLOEXEC)
         os.write(descriptor, bytes.fromhex(secret))
         os.environ["HORA_SECRET_FILE"] = f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def user_secret_file() -> str:
+    """Return the file with the secret that the user gave to the ranks; empty if there is none."""
+    return os.environ.get("HORA_SECRET_FILE", "")
+
+
+def master_address() -> str:
+    """Return the host of rank 0 as the launcher has named it; empty if it has not."""
+    return os.environ.get("MASTER_ADDR", "")
 
 
 def place_variables(environ: Mapping[str, str] | None = None) -> tuple[tuple[str, str] | None, tuple[str, str] | None]:

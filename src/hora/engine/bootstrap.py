@@ -37,7 +37,7 @@ from hora.net.keys import RankKeys
 from hora.net.sockets import Where
 from hora.world import World
 
-__all__ = ["Bootstrap"]
+__all__ = ["Bootstrap", "host_fingerprint"]
 
 log = logging.getLogger("hora")
 
@@ -182,7 +182,7 @@ class Bootstrap:
     def _prove_host(self) -> RankGroup:
         """The ranks that really share memory with this one: every other one has fetched the first one's."""
         rank, name = self._world.rank, self.control_tree.name.encode()
-        near = self._meet("near", _host_fingerprint(), name).members
+        near = self._meet("near", host_fingerprint(), name).members
         leader = next(iter(near))
         proven = leader == rank
         if proven:
@@ -331,7 +331,7 @@ class Bootstrap:
         )
 
 
-def _host_fingerprint() -> str:
+def host_fingerprint() -> str:
     """Equal for processes that may share a host; attaching to one another's memory then proves it."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()

@@ -40,6 +40,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hora.engine.request import Key
 from hora.engine.shm.segment import Segment
@@ -123,7 +124,8 @@ class ControlEvents:
     """Callbacks of the control tree into the runtime. All are called on the control tree's thread and must not block.
 
     `agreeing(serial, rank, header, payload)`: a neighbour in the tree of a process set says `up` or `round`.
-    `in_flight(serial)` answers with the keys of what this rank waits for in a set.
+    `in_flight(serial)` answers with the keys of what this rank waits for in a set; `whereabouts(serial)` with them and
+    the line that its training thread is in.
     """
 
     lost: Callable[[int], None]
@@ -132,6 +134,7 @@ class ControlEvents:
     negotiating: Callable[[int, int, Header, bytes], None]
     in_flight: Callable[[int], list[Key]]
     tick: Callable[[], None]
+    whereabouts: Callable[[int], dict[str, Any]] = lambda serial: {}
 
 
 class _Gathering:
@@ -373,6 +376,14 @@ class ControlTree:
             connection.send({"want": "in flight", "set": serial})
             return {(operation, name) for operation, name in json.loads(connection.receive(limit_s=limit_s)[1])}
 
+    def ask_whereabouts(self, rank: int, serial: int, *, limit_s: float) -> dict[str, Any]:
+        """Ask a rank what it waits for in a set, and which line it is in. OSError, EOFError: it does not answer."""
+        assert self._where is not None
+        with self._connect(rank, self._where(rank), limit_s) as connection:
+            connection.send({"want": "whereabouts", "set": serial})
+            found: dict[str, Any] = json.loads(connection.receive(limit_s=limit_s)[1])
+            return found
+
     def close(self) -> None:
         """Stop the thread and close every socket and descriptor, after news has gone around stopped ranks."""
         with self._changed:
@@ -450,6 +461,8 @@ class ControlTree:
                 self._keep_stream(peer, (str(header["key"]), peer.speaker))
             case "news":
                 self._on_news(peer, header, payload)
+            case "whereabouts":
+                peer.send({}, json.dumps(self._events.whereabouts(int(header["set"]))).encode())
             case "in flight":
                 peer.send({}, json.dumps(self._events.in_flight(int(header["set"]))).encode())
             case _:

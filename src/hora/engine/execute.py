@@ -192,8 +192,7 @@ def _allgather(batch: Batch, requests: Requests, transport: Transport) -> None:
         request = requests[part.key]
         source = request.tensors[part.index]
         shapes = [signature.shapes[part.index] for signature in part.signatures if signature is not None]
-        output = source.new_empty((sum(shape[0] for shape in shapes), *source.shape[1:]))
-        _keep(request, part.index, output)
+        output = _output(request, part.index, (sum(shape[0] for shape in shapes), *source.shape[1:]))
         inputs.append(flat(source))
         outputs.append(flat(output))
         counts.append([prod(shape) for shape in shapes])
@@ -219,7 +218,7 @@ def _alltoall(batch: Batch, requests: Requests, transport: Transport, member: in
     row = prod(source.shape[1:])
     send = request.signature.extra
     receive = [signature.extra[member] for signature in part.signatures if signature is not None]
-    output = source.new_empty((sum(receive), *source.shape[1:]))
+    output = _output(request, 0, (sum(receive), *source.shape[1:]))
     transport.alltoall(flat(source), flat(output), [rows * row for rows in send], [rows * row for rows in receive])
     request.outputs = [output, torch.tensor(receive, dtype=torch.int32, device="cpu")]
 
@@ -231,14 +230,21 @@ def _reducescatter(batch: Batch, requests: Requests, transport: Transport, membe
         source = request.tensors[part.index]
         rows, row = source.shape[0], prod(source.shape[1:])
         shares = [rows // num_members + (peer < rows % num_members) for peer in range(num_members)]
-        output = source.new_empty((shares[member], *source.shape[1:]))
-        _keep(request, part.index, output)
+        output = _output(request, part.index, (shares[member], *source.shape[1:]))
         inputs.append(flat(source))
         outputs.append(flat(output))
         counts.append([share * row for share in shares])
     transport.reducescatter(inputs, outputs, counts, batch.signature.reduce)
 
 
-def _keep(request: Request, index: int, output: torch.Tensor) -> None:
+def _output(request: Request, index: int, shape: Sequence[int]) -> torch.Tensor:
+    """Return the caller's output, where it gave one of this size, or a new one."""
+    source = request.tensors[index]
+    if request.results is not None and request.outputs is not None:
+        given = request.outputs[index]
+        if given.numel() == prod(shape):
+            return given
+    output = source.new_empty(tuple(shape))
     request.outputs = request.outputs or [output] * len(request.tensors)
     request.outputs[index] = output
+    return output

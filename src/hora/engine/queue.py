@@ -23,6 +23,7 @@ waits without a limit for a lock that the interrupted thread may hold.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -47,7 +48,7 @@ from hora.engine.transport.cuda import CudaTransport
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
 
-__all__ = ["ExecuteBound", "OperationQueue", "ProgressEngine", "QueueWorld"]
+__all__ = ["DeadlineError", "ExecuteBound", "OperationQueue", "ProgressEngine", "QueueWorld"]
 
 log = logging.getLogger("hora")
 
@@ -223,6 +224,10 @@ class ProgressEngine(ABC):
             self.notify_waiters()
 
 
+class DeadlineError(HorovodInternalError):
+    """A member has waited to the deadline that its caller had set."""
+
+
 # Executes a persistent reduction that all members have agreed on; the request is None if this rank has joined.
 ExecuteBound = Callable[[Part, Request | None, Transport], None]
 
@@ -256,6 +261,8 @@ class OperationQueue(ProgressEngine):
     _unfinished: _Unfinished | None = None
     _farewell = ""  # why the set ends, when its end has been announced
     _retired = ""  # the same, when all members have agreed on it
+    waited_for: Key | None = None  # what this rank has waited for to its deadline
+    deadline = math.inf  # of the repeated call that has the queue to itself; DeadlineError after it
 
     def __init__(
         self,
@@ -349,7 +356,9 @@ class OperationQueue(ProgressEngine):
 
     def keys_in_flight(self) -> list[Key]:
         """Of what this rank has announced, or has in a schedule, and waits for. Any thread."""
-        return [*self.in_flight, *(key for schedule in list(self.schedules) for key in schedule.keys_in_flight())]
+        given_up = [] if self.waited_for is None else [self.waited_for]
+        in_schedules = (key for schedule in list(self.schedules) for key in schedule.keys_in_flight())
+        return [*given_up, *self.in_flight, *in_schedules]
 
     @property
     def num_in_flight(self) -> int:
@@ -494,6 +503,9 @@ class OperationQueue(ProgressEngine):
             self.in_flight.pop(request.key, None)
             request.done = True
         self.notify_waiters()
+        for request in requests:
+            if request.on_done is not None:
+                request.on_done()
         self.idle_if_closing()
 
     def idle_if_closing(self) -> None:
@@ -566,6 +578,8 @@ class OperationQueue(ProgressEngine):
         if closing:
             raise self.status.error()
         self.planner.now = time.monotonic()
+        if self.planner.now > self.deadline:
+            raise DeadlineError("a repeated call has waited to its deadline")
         self._stalls.check_pending(self.planner, self.negotiation)
 
     # Transports.
@@ -658,6 +672,13 @@ class OperationQueue(ProgressEngine):
                 raise
             # A rank that is no member has done its part, the removal, and shut down: the set ends with the world.
         self.close()
+
+    def give_up(self, why: str) -> None:
+        """End the set on this rank alone: what is in flight fails, and whatever comes later. Any thread."""
+        with self.lock:
+            self._retired = self._retired or why
+        self._fail(HorovodInternalError(self._retired))
+        self.interrupt()
 
     def close(self) -> None:
         """Fail what is in flight, end the background threads, release the transports."""

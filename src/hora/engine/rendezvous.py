@@ -31,7 +31,15 @@ from hora.net.secret_file import HeldSecret, read_secret_file
 from hora.net.wire import Credentials, derived_secret
 from hora.world import RendezvousEndpoint, World
 
-__all__ = ["ControlStore", "RendezvousClient", "control_client", "open_rendezvous"]
+__all__ = [
+    "ControlStore",
+    "RendezvousClient",
+    "close_store",
+    "control_client",
+    "join_store",
+    "open_rendezvous",
+    "open_store_at",
+]
 
 _PAUSE_S = 0.1
 _SLICE_S = 0.5  # how long one request may wait at the server before the liveness check is asked again
@@ -150,6 +158,33 @@ def _meet_at_rank_0(world: World, limit_s: float) -> RendezvousClient:
     # The user may use one file for many jobs: what is derived from it is for this one.
     salt = client.get("salt", timeout_s=max(deadline - time.monotonic(), 0.001))
     return RendezvousClient(client, derived_secret(secret, f"the job {point.job} {salt.hex()}"))
+
+
+def open_store_at(address: str, secret: bytes, job: str, *, one_host: bool) -> int:
+    """Open a store of rank 0's, which others reach at this address, for ranks with this secret; returns the port."""
+    where = listening_address(address, one_host=one_host), 0
+    store = KeyValueStore(where, Credentials(derived_secret(secret, "the meeting"), job), name="hora-meeting")
+    store.set("salt", secrets.token_bytes(32))
+    _stores[RendezvousEndpoint(kind="tcp", address=address, port=store.port, job=job)] = store
+    return store.port
+
+
+def join_store(point: RendezvousEndpoint, secret: bytes, rank: int, *, limit_s: float) -> None:
+    """Make the store at this point the rendezvous of worlds that name it."""
+    deadline = time.monotonic() + limit_s
+    credentials = Credentials(derived_secret(secret, "the meeting"), point.job)
+    client = _connect(point, credentials, name=f"rank {rank}", deadline=deadline)
+    salt = client.get("salt", timeout_s=max(deadline - time.monotonic(), 0.001))
+    _open[point] = RendezvousClient(client, derived_secret(secret, f"the job {point.job} {salt.hex()}"))
+
+
+def close_store(point: RendezvousEndpoint) -> None:
+    """Close what `join_store` and `open_store_at` have opened, if they have."""
+    rendezvous, store = _open.pop(point, None), _stores.pop(point, None)
+    if rendezvous is not None:
+        rendezvous.client.close()
+    if store is not None:
+        store.close()
 
 
 def _open_store(world: World, credentials: Credentials) -> KeyValueStore:

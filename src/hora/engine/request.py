@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from operator import index, is_
 from typing import Any, NamedTuple
@@ -150,8 +150,9 @@ class Signature(NamedTuple):
 
 def full_names(operation: str, name: str | int, num_tensors: int) -> list[str]:
     """The names users see in the timeline, stall reports and errors, one per tensor."""
-    base = f"{operation}.{name}" if isinstance(name, str) else f"{operation}.noname.{name}"
-    if operation.startswith("grouped_"):
+    in_group = "/" in operation  # of torch.distributed: "default_pg/all_reduce", whose calls are numbered
+    base = f"{operation}.{name}" if isinstance(name, str) or in_group else f"{operation}.noname.{name}"
+    if operation.startswith("grouped_") or (in_group and num_tensors > 1):
         return [f"{base}_{i + 1}of{num_tensors}" for i in range(num_tensors)]
     return [base]
 
@@ -175,6 +176,7 @@ class Request:
         "done",
         "error",
         "key",
+        "on_done",
         "outputs",
         "parts_left",
         "residuals",
@@ -198,6 +200,7 @@ class Request:
         self.error: HorovodInternalError | None = None
         self.device_event: torch.cuda.Event | None = None
         self.done = False
+        self.on_done: Callable[[], None] | None = None  # called once it is done, by the thread that drove it
 
     @property
     def name(self) -> str:

@@ -45,6 +45,8 @@ from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.host_reduction import HostLink
 from hora.engine.transport.local import LocalTransport
 from hora.net.wire import Header, derived_secret, new_secret
+from hora.telemetry.meters import meter
+from hora.telemetry.stacks import current_line
 from hora.world import World
 
 __all__ = ["Runtime"]
@@ -54,6 +56,8 @@ log = logging.getLogger("hora")
 _GOODBYE_LIMIT_S = 2.0
 _FAREWELL_LIMIT_S = 1.0
 _SUM = Reduce()
+_ASK_LIMIT_S = 2.0
+_FIRST_GROUP = 2**32  # the numbers of groups, which their members alone register
 
 
 class _Set(NamedTuple):
@@ -87,6 +91,8 @@ class Runtime:
         self._num_registered = 0
         self._num_links: dict[str, int] = {}  # that were made, by label of the set
         self._early: dict[int, list[tuple[int, Header, bytes]]] = {}  # messages for sets to come, by serial number
+        self._num_groups = 0  # that this rank has numbered
+        self._removed_groups: set[int] = set()
         self._messages_lock = threading.Lock()
 
     def start(self, process_sets: Sequence[Sequence[int]]) -> None:
@@ -101,6 +107,7 @@ class Runtime:
                     fault=self._broken,
                     negotiating=self._on_negotiating,
                     in_flight=self._keys_in_flight,
+                    whereabouts=self._whereabouts,
                     tick=self._on_tick,
                 )
                 self._bootstrap = Bootstrap(self.world, self.config, self._epoch, events, self.status.check_alive)
@@ -351,21 +358,47 @@ class Runtime:
     def _register(self, ranks: tuple[int, ...]) -> int:
         """Add a set under the lowest free number (collective)."""
         number = next(candidate for candidate in itertools.count() if candidate not in self._sets)
-        serial = self._num_registered + 1  # on every rank, whether a member or not
+        self._add(number, ranks, self._num_registered + 1)  # on every rank, whether a member or not
+        return number
+
+    def _add(self, number: int, ranks: tuple[int, ...], serial: int) -> None:
         queue = repeated = None
         if self.world.rank in ranks:
             queue = self._make_queue(number, ranks, serial)
             native = library()
             if isinstance(queue.negotiation, SharedMemoryNegotiation) and native is not None:
                 repeated = RepeatedAllreduce(queue, queue.negotiation, native)
-        with (
-            self._messages_lock
-        ):  # the control tree's thread must neither drop a message now nor deliver one before early ones
-            self._num_registered = serial
+        # The control tree's thread must neither drop a message now nor deliver one before early ones.
+        with self._messages_lock:
+            if serial < _FIRST_GROUP:
+                self._num_registered = serial
             self._sets[number] = _Set(ranks, serial, queue, repeated)
             for message in self._early.pop(serial, []):
                 self._deliver(serial, *message)
-        return number
+
+    def new_group_number(self) -> int:
+        """Return a number for a group, which no other rank gives out in this world."""
+        self._num_groups += 1
+        return (self._num_groups * self.world.size + self.world.rank) + _FIRST_GROUP
+
+    def add_group(self, ranks: Sequence[int], number: int) -> OperationQueue:
+        """Register a set among its members alone (collective), under a number that one of them gave out."""
+        self.status.check_open()
+        members = tuple(ranks)
+        _checked(members, self.world.size)
+        self._add(number, members, number)
+        return self.queue(number)
+
+    def remove_group(self, number: int) -> None:
+        """Let go of a group on this rank; the others may still use what they have of it."""
+        removed = self._sets.get(number)
+        if removed is None or removed.queue is None:
+            return
+        removed.queue.drain()
+        removed.queue.close()
+        with self._messages_lock:
+            self._removed_groups.add(number)
+            self._sets.pop(number, None)
 
     def _remove(self, number: int) -> None:
         removed = self._sets.get(number)
@@ -569,7 +602,8 @@ class Runtime:
         self._close_if_caught_up()
 
     def _deliver(self, serial: int, rank: int, header: Header, payload: bytes) -> None:
-        if serial > self._num_registered:
+        known = serial in self._sets or serial in self._removed_groups if serial >= _FIRST_GROUP else False
+        if serial > self._num_registered and not known:
             self._early.setdefault(serial, []).append((rank, header, payload))
         elif (negotiation := self._trees().get(serial)) is not None:
             negotiation.receive(rank, header, payload)
@@ -615,6 +649,36 @@ class Runtime:
         """Return what this rank waits for in a set."""
         queues = [one.queue for one in self._sets.copy().values() if one.serial == serial and one.queue is not None]
         return [key for queue in queues for key in queue.keys_in_flight()]
+
+    def _whereabouts(self, serial: int) -> dict[str, Any]:
+        """Return what this rank waits for in a set, and the line that its training thread is in."""
+        keys, blocked = self._keys_in_flight(serial), meter.blocked
+        if blocked is not None:
+            keys.append(blocked[0].key)
+        return {"keys": keys, "line": current_line()}
+
+    def absent(self, number: int, key: Key) -> dict[int, str]:
+        """Return the other members of a set that do not wait for this, each with the line that it is in."""
+        tree, found = self._control_tree, dict[int, str]()
+        ranks = [rank for rank in self.ranks(number) if rank != self.world.rank]
+        if tree is None:
+            return {}
+
+        def ask(rank: int) -> None:
+            try:
+                answer = tree.ask_whereabouts(rank, self._sets[number].serial, limit_s=_ASK_LIMIT_S)
+            except (OSError, EOFError, KeyError) as error:
+                found[rank] = f"no answer: {error}"
+            else:
+                if list(key) not in answer["keys"]:
+                    found[rank] = answer["line"]
+
+        threads = [threading.Thread(target=ask, args=(rank,), name="hora-ask", daemon=True) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(_ASK_LIMIT_S + 1.0)
+        return dict(sorted(found.items()))
 
 
 def _request_without_tensors(kind: Kind, extra: tuple[int, ...] = ()) -> Request:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import linecache
+import re
 import sys
 import threading
 import time
@@ -14,12 +15,14 @@ from collections import Counter
 from types import FrameType
 from typing import Any
 
-__all__ = ["current_stacks", "profile", "stack_text"]
+__all__ = ["current_line", "current_stacks", "profile", "stack_text"]
 
 _MAX_FRAMES = 50
 _MAX_THREADS = 24
 _MAX_STACKS = 20
 _LOOKS_PER_S = 50.0
+
+_INSTALLED = re.compile(r"/(site-packages|dist-packages|lib/python3[^/]*|hora|horovod)/|<frozen")
 
 Place = tuple[str, int, str]
 
@@ -45,6 +48,16 @@ def current_stacks() -> bytes:
     order = sorted(frames, key=lambda ident: ident != main)
     threads = [[names.get(i, str(i)), _with_code(_places(frames[i]))] for i in order[:_MAX_THREADS]]
     return json.dumps({"threads": threads}).encode()
+
+
+def current_line() -> str:
+    """Return the line of the user's code that the training thread is in: "train.py:12 in main". Any thread."""
+    places = _places(sys._current_frames().get(threading.main_thread().ident or 0))
+    of_users = [place for place in places if not _INSTALLED.search(place[0])]
+    if not places:
+        return "unknown"
+    file, line, name = (of_users or places)[0]
+    return f"{file}:{line} in {name}"
 
 
 def profile(seconds: float) -> bytes:

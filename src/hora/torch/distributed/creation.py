@@ -1,0 +1,99 @@
+"""Making a process group: its world, or its part of one, from what torch hands to a backend.
+
+The default group starts the engine, unless `hvd.init()` has done so with the same ranks: under a launcher of Hora's
+with its rendezvous, elsewhere through torch's store. Every other group is a set that its members alone register.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from hora import engine
+from hora.config import EngineConfig
+from hora.engine.rendezvous import close_store
+from hora.engine.torch_rendezvous import agree_on_number, world_of_store
+from hora.torch.distributed.group import HoraProcessGroup
+from hora.world import World
+
+__all__ = ["create", "make_group"]
+
+
+def create(options: Any, backend_options: Any) -> HoraProcessGroup:
+    """Make a group for torch, which calls this (`extended_api`)."""
+    _check_alone(sys._getframe(2).f_locals.get("backend_config"))
+    ranks, timeout = list(options.global_ranks_in_group), options.timeout
+    return make_group(options.store, options.group_rank, options.group_size, timeout, ranks)
+
+
+def make_group(store: Any, rank: int, size: int, timeout: timedelta, global_ranks: Sequence[int]) -> HoraProcessGroup:
+    """Return this rank's end of a group (collective among its members). No global ranks: it is the default group."""
+    limit_s = timeout.total_seconds()
+    if not global_ranks:
+        owns = _start_engine(store, rank, size, limit_s)
+        runtime = engine.current_runtime()
+        ranks: Sequence[int] = range(size)
+    else:
+        owns, runtime, ranks = False, engine.current_runtime(), global_ranks
+        outside = [one for one in ranks if not 0 <= one < runtime.world.size]
+        if outside:
+            raise ValueError(
+                f"the group names the rank(s) {outside}, but the ranks of this job are 0 to {runtime.world.size - 1}"
+            )
+    number = (
+        agree_on_number(store, rank, size, runtime.new_group_number(), limit_s=limit_s)
+        if size > 1
+        else (runtime.new_group_number())
+    )
+    queue = runtime.add_group(ranks, number)
+    return HoraProcessGroup(store, rank, size, runtime, queue, timeout, _end_engine if owns else _do_nothing)
+
+
+def _end_engine() -> None:
+    """Stop the engine that `make_group` has started."""
+    point = engine.current_runtime().world.rendezvous
+    engine.shutdown()
+    close_store(point)
+
+
+def _do_nothing() -> None:
+    """The engine runs for others, too."""
+
+
+def _start_engine(store: Any, rank: int, size: int, limit_s: float) -> bool:
+    """Start the engine where it does not run; returns whether it has been started here."""
+    if engine.is_initialized():
+        world = engine.current_runtime().world
+        if (world.rank, world.size) != (rank, size):
+            raise ValueError(
+                f"init_process_group was called for rank {rank} of {size}, but hvd.init() has made this process rank "
+                f"{world.rank} of {world.size}: give both the same place, or call hvd.shutdown() first"
+            )
+        return False
+    world = World.from_env() if _has_launcher() else World()
+    if world.rendezvous.kind != "hora" or (world.rank, world.size) != (rank, size):
+        world = world_of_store(store, rank, size, config=EngineConfig.from_env(), limit_s=limit_s)
+    engine.init(world=world)
+    return True
+
+
+def _has_launcher() -> bool:
+    """Return whether a launcher of Hora's has started this process; variables of others may be half there."""
+    try:
+        return World.from_env().rendezvous.kind == "hora"
+    except ValueError:
+        return False
+
+
+def _check_alone(config: Any) -> None:
+    """Refuse several backends in one group before `BackendBase`: torch would drop all but this one without a word."""
+    names = set(config.get_device_backend_map().values()) if isinstance(config, dist.BackendConfig) else {"hora"}
+    if len(names) > 1 and not hasattr(dist, "BackendBase"):
+        raise ValueError(
+            f"this torch cannot have several backends in one process group with one of them from a package, but the "
+            f'backend is "{config}": use init_process_group("hora"), which serves CPU and CUDA tensors'
+        )

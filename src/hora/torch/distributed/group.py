@@ -1,0 +1,651 @@
+"""`HoraProcessGroup`: the engine as a backend of torch.distributed.
+
+A front: every method of a `ProcessGroup` becomes requests of the engine (`hora.engine.request`) in the process set of
+the group's members, and a `Work` that waits for them. Collectives of a group are numbered in the order in which a rank
+calls them, as torch wants it. What the engine does not do itself is put together from what it does: a gather is an
+alltoall in which one member receives, bitwise reductions fold what was gathered.
+
+torch reaches the methods under names that its versions have changed: the table at the end of the class.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from hora.engine import Runtime
+from hora.engine.queue import DeadlineError, OperationQueue
+from hora.engine.request import CollectiveCall, Kind, Reduce, Request, Signature
+from hora.errors import HorovodInternalError
+from hora.torch.distributed.reductions import Reduction, fold, moved, reduction_of
+from hora.torch.distributed.work import DONE, Operation, Work
+
+__all__ = ["HoraProcessGroup"]
+
+_NO_TIMEOUT = timedelta(milliseconds=-1)
+_KEPT = 4096
+_SUM = Reduce()
+# A torch with `BackendBase` has a backend for each device of a group; before, a group of Python's is a whole group.
+_BASE: Any = getattr(dist, "BackendBase", dist.ProcessGroup)
+
+
+class _Until:
+    """A request, or the end of the time for it."""
+
+    def __init__(self, request: Request, deadline: float) -> None:
+        self._request, self._deadline = request, deadline
+        self.name, self.key = request.name, request.key
+
+    @property
+    def done(self) -> bool:
+        return self._request.done or time.monotonic() > self._deadline
+
+
+class _Requests(Operation):
+    """Requests of a group, and what is left to do when they are done: `finally_`, once."""
+
+    def __init__(
+        self, group: HoraProcessGroup, requests: Sequence[Request], finally_: Callable[[], None] | None, limit_s: float
+    ) -> None:
+        self._group, self._requests, self._finally = group, requests, finally_
+        self._limit_s = limit_s
+        self._lock = threading.Lock()
+
+    def done(self) -> bool:
+        return all(request.done for request in self._requests)
+
+    def finish(self, limit_s: float | None) -> None:
+        deadline = time.monotonic() + (limit_s or self._limit_s)
+        for request in self._requests:
+            self._group.finish(request, deadline, limit_s or self._limit_s)
+        with self._lock:
+            finally_, self._finally = self._finally, None
+            if finally_ is not None:
+                finally_()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        left, lock, told = [0], threading.Lock(), set[int]()
+
+        def one_is_done(index: int) -> None:
+            with lock:
+                if index in told:
+                    return
+                told.add(index)
+                left[0] += 1
+                last = left[0] == len(self._requests)
+            if last:
+                callback()
+
+        for index, request in enumerate(self._requests):
+            request.on_done = lambda index=index: one_is_done(index)
+            if request.done:
+                one_is_done(index)
+
+
+class _Scattering:
+    """The requests of a reduce-scatter of several tensors, and what is left to do when they are done."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self._finals: list[Callable[[], object]] = []
+
+    def add(self, request: Request, final: Callable[[], object] | None = None) -> None:
+        self.requests.append(request)
+        if final is not None:
+            self._finals.append(final)
+
+    def finish(self) -> None:
+        for final in self._finals:
+            final()
+
+
+class HoraProcessGroup(_BASE):
+    """This rank's end of a process group."""
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        runtime: Runtime,
+        queue: OperationQueue,
+        timeout: timedelta,
+        on_shutdown: Callable[[], None],
+    ) -> None:
+        super().__init__(rank, size)
+        self._store = store
+        self._rank, self._size = rank, size
+        self._runtime, self._queue = runtime, queue
+        self._ranks = queue.ranks
+        self._limit_s = timeout.total_seconds()
+        self._on_shutdown = on_shutdown
+        self._name = self._description = ""
+        self._known: dict[object, Any] = {}
+        self._num_calls = 0
+        self._labels: dict[str, str] = {}
+
+    # What torch asks of a group.
+
+    def getBackendName(self) -> str:
+        return "hora"
+
+    def getRank(self) -> int:
+        return self._rank
+
+    def getSize(self) -> int:
+        return self._size
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> HoraProcessGroup:
+        return self
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._limit_s = timeout.total_seconds()
+
+    set_timeout = _set_default_timeout
+
+    @property
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=self._limit_s)
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._num_calls
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    # The end.
+
+    def shutdown(self) -> None:
+        """Leave the group. The default group of a process that has not called `hvd.init()` ends the engine."""
+        if self._runtime.is_current:
+            self._runtime.remove_group(self._queue.process_set_id)
+            self._on_shutdown()
+
+    def abort(self) -> None:
+        """End everything that is in flight in this group with an error, on this rank."""
+        self._queue.give_up(f"{self._label('process group')} was aborted by rank {self._ranks[self._rank]}")
+        self.shutdown()
+
+    # Waiting.
+
+    def finish(self, request: Request, deadline: float, limit_s: float) -> None:
+        """Wait for a request of this group to this deadline."""
+        queue = self._queue
+        if not request.done:
+            queue.wait(_Until(request, deadline))
+            if not request.done:
+                raise self._timed_out(request, limit_s)
+        queue.result(request)
+
+    def _timed_out(self, request: Request, limit_s: float) -> HorovodInternalError:
+        """Name the ranks that have not come, end the group on this rank, and return the error."""
+        self._queue.waited_for = request.key  # before others ask, who have waited as long
+        absent = self._runtime.absent(self._queue.process_set_id, request.key)
+        if request.done:
+            return request.error or HorovodInternalError(f"{request.name} took longer than {limit_s:g} s")
+        names = "; ".join(f"rank {rank} is at {line}" for rank, line in absent.items()) or "all ranks are in it"
+        text = (
+            f"rank {self._ranks[self._rank]} waited {limit_s:g} s (the timeout) in {request.name} for rank(s) "
+            f"{list(absent)}: {names}. This process group cannot be used any more"
+        )
+        self._queue.give_up(text)
+        return HorovodInternalError(text)
+
+    # Submitting.
+
+    def _label(self, operation: str) -> str:
+        """The operation's name with the group's, as all views of a running job show it."""
+        found = self._labels.get(operation)
+        if found is None:
+            known = self._description not in ("", "undefined")
+            found = f"{self._description if known else self._name or 'group'}/{operation}"
+            if self._name:
+                self._labels[operation] = found
+        return found
+
+    def _submit(
+        self,
+        operation: str,
+        kind: Kind,
+        tensors: Sequence[Tensor],
+        outputs: Sequence[Tensor] | None = None,
+        *,
+        wait: bool,
+        reduce: Reduce = _SUM,
+        root: int = -1,
+        splits: Sequence[int] | None = None,
+        grouped: bool = False,
+    ) -> Request:
+        """Put a request in flight. `wait`: this thread will drive it at once."""
+        self._check_here(tensors)
+        queue = self._queue
+        request = queue.validator.request(CollectiveCall(kind, None, reduce, root, splits, grouped), tensors, outputs)
+        request.signature = request.signature._replace(operation=self._label(operation))
+        if request.signature.device != "cpu":
+            request.device_event = torch.cuda.current_stream(request.tensors[0].device).record_event()
+        queue.submit(request, background=not wait)
+        return request
+
+    def _check_here(self, tensors: Sequence[Tensor]) -> None:
+        self._num_calls += 1
+        if not self._runtime.is_current:
+            raise HorovodInternalError(
+                f"the process group {self._name!r} of rank {self._ranks[self._rank]} cannot be used here: it was "
+                "destroyed, or this process was forked from the one that made it"
+            )
+
+    def _work(
+        self,
+        requests: Sequence[Request],
+        tensors: Sequence[Any],
+        opts: Any,
+        finally_: Callable[[], None] | None = None,
+    ) -> Work:
+        timeout = getattr(opts, "timeout", _NO_TIMEOUT)
+        limit_s = timeout.total_seconds() if timeout > timedelta(0) else self._limit_s
+        operation = _Requests(self, requests, finally_, limit_s)
+        if _waits(opts):
+            operation.finish(None)
+            return DONE
+        return Work(operation, tensors)
+
+    # Reductions.
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
+        if not isinstance(tensors, (list, tuple)):
+            tensors = [tensors]
+        if len(tensors) == 1 and self._allreduce_again(tensors[0], opts):
+            return DONE
+        return self._allreduce("all_reduce", tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        return self._allreduce("all_reduce_coalesced", tensors, opts)
+
+    def _allreduce_again(self, tensor: Tensor, opts: Any) -> bool:
+        """Reduce a tensor like one before by the path for repeated calls; False where that cannot be."""
+        if opts is None or not _waits(opts) or not self._runtime.is_current:
+            return False
+        key = tensor.shape, tensor.dtype, hash(opts.reduceOp)
+        plan = self._known.get(key)
+        if (
+            plan is None
+            or type(tensor) is not Tensor
+            or not tensor.is_cpu
+            or tensor.requires_grad
+            or not tensor.is_contiguous()
+            or tensor.is_inference()
+            or torch.is_inference_mode_enabled()
+            or opts.timeout > timedelta(0)
+        ):
+            return False
+        queue = self._queue
+        queue.deadline = time.monotonic() + self._limit_s
+        try:
+            done: bool = plan.path.allreduce(plan, tensor, tensor)
+        except DeadlineError:
+            request = Request(plan.signature)
+            request.key = plan.signature.key(queue.numbers[plan.signature.operation] - 1)
+            raise self._timed_out(request, self._limit_s) from None
+        finally:
+            queue.deadline = math.inf
+        if done:
+            self._num_calls += 1
+            increment_version(tensor)  # bytes were moved behind autograd's back
+        return done
+
+    def _allreduce(self, operation: str, tensors: Sequence[Tensor], opts: Any) -> Work:
+        if any(tensor.layout != torch.strided for tensor in tensors):
+            return self._allreduce_sparse(operation, tensors, opts)
+        wait, first = _waits(opts), tensors[0]
+        reductions = [reduction_of(opts, tensor.dtype, operation) for tensor in tensors]
+        if any(one.folded for one in reductions):
+            return self._allreduce_folded(operation, tensors, reductions, opts)
+        views = [one.view(tensor) for one, tensor in zip(reductions, tensors, strict=True)]
+        if len(tensors) > 1 and len({one.reduce for one in reductions}) > 1:
+            requests = [
+                self._submit(operation, Kind.ALLREDUCE, [view], [view], reduce=one.reduce, wait=False)
+                for view, one in zip(views, reductions, strict=True)
+            ]
+            return self._work(requests, tensors, opts)
+        reduce, many = reductions[0].reduce, len(tensors) > 1
+        request = self._submit(operation, Kind.ALLREDUCE, views, views, reduce=reduce, grouped=many, wait=wait)
+        if not many and views[0] is first:
+            self._remember(first, opts, request)
+        return self._work([request], tensors, opts)
+
+    def _remember(self, tensor: Tensor, opts: Any, request: Request) -> None:
+        """Keep the plan for calls like this one, where the engine has one."""
+        if opts is None or not tensor.is_cpu or hash(opts.reduceOp) == _PREMUL_SUM:
+            return
+        key = tensor.shape, tensor.dtype, hash(opts.reduceOp)
+        if key not in self._known:
+            if len(self._known) >= _KEPT:
+                self._known.clear()
+            plan = self._runtime.repeated_plan(self._queue, request.signature)
+            if plan is not None:
+                self._known[key] = plan
+
+    def _allreduce_folded(
+        self, operation: str, tensors: Sequence[Tensor], reductions: Sequence[Reduction], opts: Any
+    ) -> Work:
+        """Reduce by operators that the engine has not: every member gathers all, and folds them in their order."""
+        gathered = [self._gather_alike(operation, tensor) for tensor in tensors]
+
+        def finish() -> None:
+            for tensor, one, request in zip(tensors, reductions, gathered, strict=True):
+                tensor.detach().copy_(fold(one, _members(request, self._size, tensor), tensor))
+
+        return self._work(gathered, tensors, opts, finish)
+
+    def _gather_alike(self, operation: str, tensor: Tensor) -> Request:
+        """Gather tensors of one shape; members that differ get an error."""
+        row = moved(tensor).reshape(1, -1)
+        return self._submit(operation, Kind.ALLGATHER, [row], wait=False)
+
+    def _allreduce_sparse(self, operation: str, tensors: Sequence[Tensor], opts: Any) -> Work:
+        (tensor,) = tensors
+        if hash(opts.reduceOp) != _SUM_OF_TORCH:
+            raise ValueError(f"{operation} of sparse tensors takes ReduceOp.SUM only, on rank {self._rank}")
+        own = tensor.coalesce()
+        indices = self._submit(operation, Kind.ALLGATHER, [own.indices().t().contiguous()], wait=False)
+        values = self._submit(operation, Kind.ALLGATHER, [own.values()], wait=False)
+
+        def finish() -> None:
+            (where,), (what,) = _outputs(indices), _outputs(values)
+            total = torch.sparse_coo_tensor(where.t(), what, tensor.shape).coalesce()
+            with torch.no_grad():
+                tensor.copy_(total)
+
+        return self._work([indices, values], tensors, opts, finish)
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        (tensor,) = tensors
+        one = reduction_of(opts, tensor.dtype, "reduce")
+        if one.folded or self._size == 1:
+            return self._allreduce("reduce", tensors, opts)
+        view = one.view(tensor)
+        request = self._submit("reduce", Kind.ALLREDUCE, [view], reduce=one.reduce, wait=_waits(opts))
+
+        def finish() -> None:
+            if opts.rootRank == self._rank:
+                view.detach().copy_(_outputs(request)[0])
+
+        return self._work([request], tensors, opts, finish)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """Reduce the input, and keep this rank's part of it."""
+        return self._reduce_scatter("reduce_scatter_tensor", [output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        return self._reduce_scatter("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
+        scattering = _Scattering()
+        for output, some in zip(outputs, inputs, strict=True):
+            one = reduction_of(opts, output.dtype, "reduce_scatter")
+            parts = [one.view(tensor.detach()).reshape(-1) for tensor in some]
+            if len({part.numel() for part in parts}) == 1 and parts[0].numel() == one.view(output).numel():
+                self._scatter_rows("reduce_scatter", torch.stack(parts), output, one, scattering, wait=False)
+            else:
+                self._scatter_parts("reduce_scatter", parts, output, one, scattering)
+        return self._work(scattering.requests, outputs, opts, scattering.finish)
+
+    def _reduce_scatter(self, operation: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Work:
+        scattering = _Scattering()
+        for output, input_ in zip(outputs, inputs, strict=True):
+            if output.numel() * self._size != input_.numel() or output.dtype != input_.dtype:
+                raise ValueError(
+                    f"{operation} on rank {self._ranks[self._rank]}: the input must have the output's dtype and "
+                    f"{self._size} times its elements, but it has {input_.numel()} of {input_.dtype} and the output "
+                    f"{output.numel()} of {output.dtype}"
+                )
+            one = reduction_of(opts, output.dtype, operation)
+            rows = one.view(input_.detach()).reshape(self._size, -1)
+            self._scatter_rows(operation, rows, output, one, scattering, wait=_waits(opts) and len(outputs) == 1)
+        return self._work(scattering.requests, outputs, opts, scattering.finish)
+
+    def _scatter_rows(
+        self, operation: str, rows: Tensor, output: Tensor, one: Reduction, scattering: _Scattering, *, wait: bool
+    ) -> None:
+        """Reduce row m to member m."""
+        if one.folded is not None or one.reduce.op not in _SCATTERED:
+            request = self._submit(operation, Kind.ALLTOALL, [moved(rows)], splits=[1] * self._size, wait=False)
+            target = one.view(output.detach())
+
+            def finish() -> None:
+                parts = list(_outputs(request)[0].view(rows.dtype))
+                target.copy_(fold(one, parts, target))
+
+            scattering.add(request, finish)
+            return
+        target = one.view(output.detach())
+        if rows.untyped_storage().data_ptr() == target.untyped_storage().data_ptr():
+            # The output is a part of the input, which is still being read when the first results are there.
+            request = self._submit(operation, Kind.REDUCESCATTER, [rows], reduce=one.reduce, wait=wait)
+            scattering.add(request, lambda: target.copy_(_outputs(request)[0].view_as(target)))
+            return
+        scattering.add(self._submit(operation, Kind.REDUCESCATTER, [rows], [target], reduce=one.reduce, wait=wait))
+
+    def _scatter_parts(
+        self, operation: str, parts: Sequence[Tensor], output: Tensor, one: Reduction, scattering: _Scattering
+    ) -> None:
+        """Reduce parts of different sizes: everything is reduced, and each member keeps its own."""
+        if one.folded is not None:
+            raise ValueError(f"{operation} cannot reduce parts of different sizes by this operator: pad them")
+        whole, target = torch.cat(list(parts)), one.view(output.detach())
+        begin = sum(part.numel() for part in parts[: self._rank])
+        if target.numel() != parts[self._rank].numel():
+            raise ValueError(
+                f"{operation} on rank {self._ranks[self._rank]}: the output has {target.numel()} elements, but this "
+                f"rank's part of the input {parts[self._rank].numel()}"
+            )
+        request = self._submit(operation, Kind.ALLREDUCE, [whole], reduce=one.reduce, wait=False)
+        scattering.add(
+            request, lambda: target.copy_(_outputs(request)[0][begin : begin + target.numel()].view_as(target))
+        )
+
+    # Moving.
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        root = self._ranks[0 if opts is None else opts.rootRank]
+        views = [moved(tensor) for tensor in tensors]
+        many = len(views) > 1
+        request = self._submit("broadcast", Kind.BROADCAST, views, views, root=root, grouped=many, wait=_waits(opts))
+        return self._work([request], tensors, opts)
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+        return self._allgather_lists("all_gather", outputs, inputs, opts)
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        # Of each member a list of tensors.
+        by_tensor = [[of_member[index] for of_member in outputs] for index in range(len(inputs))]
+        return self._allgather_lists("all_gather_coalesced", by_tensor, inputs, opts)
+
+    def _allgather_lists(
+        self, operation: str, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
+    ) -> Work:
+        wait = _waits(opts) and len(inputs) == 1
+        requests = [
+            self._submit(operation, Kind.ALLGATHER, [moved(tensor).reshape(-1)], wait=wait) for tensor in inputs
+        ]
+
+        def finish() -> None:
+            for request, targets in zip(requests, outputs, strict=True):
+                self._deal_out(operation, _outputs(request)[0], targets)
+
+        return self._work(requests, outputs, opts, finish)
+
+    def _deal_out(self, operation: str, whole: Tensor, targets: Sequence[Tensor]) -> None:
+        """Copy what came of all members to the tensors that the caller has for it."""
+        views = [moved(target.detach()) for target in targets]
+        if sum(view.numel() for view in views) != whole.numel():
+            raise ValueError(
+                f"{operation} on rank {self._ranks[self._rank]}: {whole.numel()} elements came, but the tensors for "
+                f"them have {[view.numel() for view in views]}: give each the size of its member's tensor"
+            )
+        at = 0
+        for view in views:
+            view.copy_(whole[at : at + view.numel()].view_as(view))
+            at += view.numel()
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """Gather the members' tensors of one size into one."""
+        return self._allgather_single("all_gather_into_tensor", [output], [input], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        return self._allgather_single("all_gather_into_tensor_coalesced", outputs, inputs, opts)
+
+    def _allgather_single(self, operation: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Work:
+        for output, input_ in zip(outputs, inputs, strict=True):
+            if output.numel() != input_.numel() * self._size:
+                raise ValueError(
+                    f"{operation} on rank {self._ranks[self._rank]}: the output must have {self._size} times the "
+                    f"input's elements, but it has {output.numel()} and the input {input_.numel()}"
+                )
+            if output.dtype != input_.dtype:
+                raise ValueError(
+                    f"{operation} on rank {self._ranks[self._rank]}: output and input must have one dtype, but they "
+                    f"are {output.dtype} and {input_.dtype}"
+                )
+        rows, targets = [moved(tensor).reshape(1, -1) for tensor in inputs], [moved(tensor) for tensor in outputs]
+        many = len(rows) > 1
+        request = self._submit(operation, Kind.ALLGATHER, rows, targets, grouped=many, wait=_waits(opts))
+        return self._work([request], outputs, opts)
+
+    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Work:
+        (tensor,) = inputs
+        row = moved(tensor).reshape(-1)
+        splits = [row.numel() if member == opts.rootRank else 0 for member in range(self._size)]
+        request = self._submit("gather", Kind.ALLTOALL, [row], splits=splits, wait=_waits(opts))
+
+        def finish() -> None:
+            if opts.rootRank == self._rank:
+                self._deal_out("gather", _outputs(request)[0], outputs[0])
+
+        return self._work([request], outputs, opts, finish)
+
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Work:
+        (output,) = outputs
+        if opts.rootRank == self._rank:
+            parts = [moved(tensor).reshape(-1) for tensor in inputs[0]]
+            row, splits = torch.cat(parts), [part.numel() for part in parts]
+        else:
+            row, splits = moved(output).new_empty(0), [0] * self._size
+        request = self._submit("scatter", Kind.ALLTOALL, [row], splits=splits, wait=_waits(opts))
+        return self._work([request], outputs, opts, lambda: self._deal_out("scatter", _outputs(request)[0], [output]))
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
+    ) -> Work:
+        row, target = moved(input), moved(output)
+        send = self._elements("input", row, input_splits)
+        receive = self._elements("output", target, output_splits)
+        request = self._submit("all_to_all_single", Kind.ALLTOALL, [row.reshape(-1)], splits=send, wait=_waits(opts))
+
+        def finish() -> None:
+            whole, sent = _outputs(request)
+            if sent.tolist() != receive:
+                raise ValueError(
+                    f"all_to_all_single on rank {self._ranks[self._rank]}: the others sent {sent.tolist()} elements, "
+                    f"but output_split_sizes make it {receive}"
+                )
+            target.detach().copy_(whole.view_as(target))
+
+        return self._work([request], [output], opts, finish)
+
+    def _elements(self, what: str, tensor: Tensor, splits: Sequence[int]) -> list[int]:
+        """The elements for each member, from rows."""
+        rows = tensor.shape[0] if tensor.dim() else 1
+        per_row = tensor.numel() // rows if rows else math.prod(tensor.shape[1:])
+        if not splits:
+            if rows % self._size:
+                raise ValueError(
+                    f"all_to_all_single on rank {self._ranks[self._rank]}: the first dimension of the {what}, {rows}, "
+                    f"must divide by the group's {self._size} members, or {what}_split_sizes say how many rows each has"
+                )
+            return [rows // self._size * per_row] * self._size
+        if len(splits) != self._size or sum(splits) != rows or min(splits) < 0:
+            raise ValueError(
+                f"all_to_all_single on rank {self._ranks[self._rank]}: {what}_split_sizes must be {self._size} numbers "
+                f"whose sum is {rows}, the first dimension of the {what}, but they are {list(splits)}"
+            )
+        return [rows_of * per_row for rows_of in splits]
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+        parts = [moved(tensor).reshape(-1) for tensor in inputs]
+        request = self._submit(
+            "all_to_all", Kind.ALLTOALL, [torch.cat(parts)], splits=[part.numel() for part in parts], wait=_waits(opts)
+        )
+        return self._work([request], outputs, opts, lambda: self._deal_out("all_to_all", _outputs(request)[0], outputs))
+
+    def barrier(self, opts: Any = None) -> Work:
+        self._check_here([])
+        request = Request(Signature(int(Kind.BARRIER), self._label("barrier"), None))
+        self._queue.submit(request, background=not _waits(opts))
+        return self._work([request], [], opts)
+
+    # Names of other versions of torch.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+_SUM_OF_TORCH, _PREMUL_SUM = hash(dist.ReduceOp.SUM), hash(dist.ReduceOp.PREMUL_SUM)
+_SCATTERED = (0, 1)  # what the engine's reducescatter does: average and sum
+
+
+def _waits(opts: Any) -> bool:
+    """Return whether the caller waits for the result. A torch that does not say drives it in the background."""
+    return opts is not None and not getattr(opts, "asyncOp", True)
+
+
+def _outputs(request: Request) -> list[Tensor]:
+    assert request.outputs is not None
+    return request.outputs
+
+
+def _members(request: Request, size: int, like: Tensor) -> list[Tensor]:
+    """Return the members' contributions, in their order."""
+    return [row.view(like.dtype) for row in _outputs(request)[0].view(size, -1)]

@@ -1,0 +1,122 @@
+"""torch's reduction operators on torch's dtypes, in terms of the engine's.
+
+The engine sums, averages, multiplies and compares real numbers. Complex numbers are reduced as pairs of real ones,
+bools by comparison. Bitwise operators and dtypes that the engine only moves are folded: each member reduces what all
+have given, in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce as fold_left
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hora.engine.request import DTYPES, Reduce, ReduceOp
+
+__all__ = ["Reduction", "fold", "moved", "reduction_of"]
+
+_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ENGINE = {
+    hash(dist.ReduceOp.SUM): ReduceOp.SUM,
+    hash(dist.ReduceOp.AVG): ReduceOp.AVERAGE,
+    hash(dist.ReduceOp.PRODUCT): ReduceOp.PRODUCT,
+    hash(dist.ReduceOp.MIN): ReduceOp.MIN,
+    hash(dist.ReduceOp.MAX): ReduceOp.MAX,
+}
+_BITWISE: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
+    hash(dist.ReduceOp.BAND): torch.bitwise_and,
+    hash(dist.ReduceOp.BOR): torch.bitwise_or,
+    hash(dist.ReduceOp.BXOR): torch.bitwise_xor,
+}
+_NAMES = {
+    hash(getattr(dist.ReduceOp, name)): name
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+}
+_PREMUL_SUM = hash(dist.ReduceOp.PREMUL_SUM)
+_BOOL = {"SUM": ReduceOp.MAX, "MAX": ReduceOp.MAX, "BOR": ReduceOp.MAX} | dict.fromkeys(
+    ("PRODUCT", "MIN", "BAND"), ReduceOp.MIN
+)
+_SMALL = (torch.uint8, torch.int8, torch.int16)
+_FOLDS: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+}
+
+
+class Reduction(NamedTuple):
+    """The reduction of tensors of one dtype: by the engine, or by `folded` where that is not None."""
+
+    reduce: Reduce
+    folded: Callable[[Tensor, Tensor], Tensor] | None = None
+    as_real: bool = False
+    as_bytes: bool = False
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """Return the same memory as numbers that the engine reduces."""
+        if self.as_real:
+            return torch.view_as_real(tensor)
+        return tensor.view(torch.uint8) if self.as_bytes else tensor
+
+
+def reduction_of(opts: Any, dtype: torch.dtype, operation: str) -> Reduction:
+    """Return how to reduce a dtype. ValueError for an operator that it cannot have."""
+    op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+    number = hash(op)
+    name = _NAMES.get(number, str(op))
+    if number == _PREMUL_SUM:
+        return _premultiplied(op, dtype, operation)
+    if dtype is torch.bool and name in _BOOL:
+        return Reduction(Reduce(_BOOL[name]), as_bytes=True)
+    if number in _BITWISE:
+        if dtype.is_floating_point or dtype.is_complex:
+            raise _refusal(operation, name, dtype)
+        return Reduction(Reduce(), _BITWISE[number])
+    engine_op = _ENGINE.get(number)
+    if engine_op is None or dtype is torch.bool:
+        raise _refusal(operation, name, dtype)
+    if dtype.is_complex:
+        if name not in ("SUM", "AVG"):
+            raise _refusal(operation, name, dtype)
+        return Reduction(Reduce(engine_op), as_real=True)
+    known = str(dtype).removeprefix("torch.") in DTYPES
+    if known and not (dtype in _SMALL and name in ("PRODUCT", "AVG")):
+        return Reduction(Reduce(engine_op))
+    if engine_op not in _FOLDS:
+        raise _refusal(operation, name, dtype)
+    return Reduction(Reduce(engine_op), _FOLDS[engine_op])
+
+
+def _premultiplied(op: Any, dtype: torch.dtype, operation: str) -> Reduction:
+    factor = op.factor if hasattr(op, "factor") else op.__getstate__()[1]
+    if isinstance(factor, Tensor):
+        factor = factor.item()
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise _refusal(operation, "PREMUL_SUM", dtype)
+    return Reduction(Reduce(ReduceOp.SUM, prescale=float(factor)), as_real=dtype.is_complex)
+
+
+def _refusal(operation: str, name: str, dtype: torch.dtype) -> ValueError:
+    return ValueError(
+        f"{operation} cannot reduce {dtype} by ReduceOp.{name}: convert the tensor, or use another operator"
+    )
+
+
+def fold(one: Reduction, parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Return the reduction of what the members gave, in their order."""
+    assert one.folded is not None or one.reduce.op in _FOLDS
+    return fold_left(one.folded or _FOLDS[one.reduce.op], parts).view_as(like)
+
+
+def moved(tensor: Tensor) -> Tensor:
+    """Return the same memory in a dtype that the engine moves."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    if str(tensor.dtype).removeprefix("torch.") in DTYPES:
+        return tensor
+    return tensor.view(_OF_SIZE[tensor.dtype.itemsize])

@@ -1,0 +1,184 @@
+"""`Work`: a collective or a message of a process group in flight, as torch wants to see it.
+
+The thread that waits for it drives it, as in all of the engine. Its future is made when somebody asks for it. A future
+without callbacks of Python's is completed by the thread that finished the operation; callbacks of Python's may wait for
+other operations (PowerSGD's do), so they run on threads of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+__all__ = ["DONE", "Operation", "Work", "completed"]
+
+
+class Operation:
+    """Base of what a `Work` stands for."""
+
+    def done(self) -> bool:
+        raise NotImplementedError
+
+    def finish(self, limit_s: float | None) -> None:
+        """Wait until it is done, at most so long, or the group's limit; raise its error."""
+        raise NotImplementedError
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call this once it is done, on any thread."""
+        raise NotImplementedError
+
+
+class _Callbacks:
+    """Threads that run callbacks. One that blocks does not hold up the others."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._num_idle = 0
+
+    def run(self, function: Callable[[], None]) -> None:
+        with self._changed:
+            self._waiting.append(function)
+            if self._num_idle >= len(self._waiting):
+                self._changed.notify()
+                return
+        threading.Thread(target=self._loop, name="hora-callbacks", daemon=True).start()
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                self._num_idle += 1
+                self._changed.wait_for(lambda: self._waiting, 5.0)  # a thread without work ends
+                self._num_idle -= 1
+                if not self._waiting:
+                    return
+                function = self._waiting.popleft()
+            function()
+
+
+_callbacks = _Callbacks()
+
+
+class _Future(Future):  # type: ignore[type-arg]
+    """A future that knows whether callbacks of Python's wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._has_callbacks = self._completing = False
+
+    def then(self, callback: Any) -> Any:
+        self._expect_callback()
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Any) -> None:
+        self._expect_callback()
+        super().add_done_callback(callback)
+
+    def complete_here(self) -> bool:
+        """Return whether the thread that has finished the operation may complete this future itself."""
+        with self._lock:
+            self._completing = not self._has_callbacks
+            return self._completing
+
+    def _expect_callback(self) -> None:
+        with self._lock:
+            self._has_callbacks, completing = True, self._completing
+        if completing:  # else the callback would run on that thread
+            with contextlib.suppress(Exception):  # its error is the callback's
+                super().wait()
+
+
+class Work(dist.Work):
+    """An operation in flight with the tensors that are its result."""
+
+    def __init__(self, operation: Operation | None, tensors: Sequence[Any], source: int = -1) -> None:
+        super().__init__()
+        self._operation = operation
+        self._tensors = list(tensors)
+        self._future: Any = None
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self.source = source
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Wait for it; raises its error. Without a timeout the group's limit counts."""
+        if self._operation is not None:
+            limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+            try:
+                self._operation.finish(limit_s if limit_s is not None and limit_s > 0 else None)
+            except BaseException as error:
+                self._error = error
+                raise
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._operation is None or self._operation.done()
+
+    def is_success(self) -> bool:
+        if not self.is_completed():
+            return False
+        try:
+            self.wait()
+        except Exception:
+            return False
+        return True
+
+    def exception(self) -> BaseException | None:
+        if self.is_completed():
+            self.is_success()
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return self._tensors
+
+    def source_rank(self) -> int:
+        return self.source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        """Return a future of the list of tensors."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            future = self._future = _Future()
+        if self._operation is None or self._operation.done():
+            self._complete()
+        else:
+            self._operation.when_done(self._on_done)
+        return future
+
+    def _on_done(self) -> None:
+        if self._future.complete_here():
+            self._complete()
+        else:
+            _callbacks.run(self._complete)
+
+    def _complete(self) -> None:
+        try:
+            self.wait()
+        except Exception as error:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(self._tensors)
+
+
+def completed(tensors: Sequence[Any]) -> Work:
+    """Work that was done before it was returned."""
+    return Work(None, tensors)
+
+
+DONE = completed([])  # of a call that its caller waits for: it has no use for the result

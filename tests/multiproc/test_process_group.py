@@ -1,0 +1,350 @@
+"""`torch.distributed` on Hora: collectives of a process group, against what each rank computes of the others' data."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hora import torch_backend
+from hora.errors import HorovodInternalError
+
+pytestmark = pytest.mark.ranks(2, 3)
+ALL_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
+BITWISE = ("BAND", "BOR", "BXOR")
+REAL = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+WHOLE = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+SHAPES = [(), (0,), (1,), (17,), (5, 3)]
+
+
+def in_group(body):
+    """Run the body between `init_process_group` and `destroy_process_group`."""
+
+    @functools.wraps(body)
+    def test(place, **arguments):
+        torch_backend.register()
+        dist.init_process_group(
+            "hora", store=place.store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=60)
+        )
+        try:
+            body(place.rank, place.size, **arguments)
+            dist.barrier()
+        finally:
+            dist.destroy_process_group()
+
+    del test.__wrapped__
+    return test
+
+
+def value(rank, shape, dtype):
+    numbers = torch.arange(max(torch.Size(shape).numel(), 1))[: torch.Size(shape).numel()]
+    return ((numbers * 3 + rank + 1) % 5 + 1).reshape(shape).to(dtype)
+
+
+def reduced(parts, op):
+    many = torch.stack([part.double() if part.dtype.is_floating_point else part for part in parts])
+    if op in ("SUM", "AVG"):
+        return (many.sum(0) / (len(parts) if op == "AVG" else 1)).to(parts[0].dtype)
+    if op in ("MIN", "MAX"):
+        return (many.amin(0) if op == "MIN" else many.amax(0)).to(parts[0].dtype)
+    if op == "PRODUCT":
+        return many.prod(0).to(parts[0].dtype)
+    fold = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}[op]
+    return functools.reduce(fold, parts)
+
+
+@in_group
+def test_all_reduce_reduces_every_dtype_and_shape(rank, size):
+    for dtype in (*REAL, *WHOLE):
+        ops = [op for op in ALL_OPS if dtype.is_floating_point or op != "AVG"]
+        for op in ops:
+            for shape in SHAPES:
+                tensor = value(rank, shape, dtype)
+                assert dist.all_reduce(tensor, getattr(dist.ReduceOp, op)) is None
+                torch.testing.assert_close(tensor, reduced([value(r, shape, dtype) for r in range(size)], op))
+
+
+@in_group
+def test_all_reduce_of_bools_bits_and_complex_numbers(rank, size):
+    for op in BITWISE:
+        for dtype in (torch.uint8, torch.int32, torch.int64):
+            tensor = value(rank, (7,), dtype)
+            dist.all_reduce(tensor, getattr(dist.ReduceOp, op))
+            assert tensor.equal(reduced([value(r, (7,), dtype) for r in range(size)], op))
+    flags = torch.tensor([rank == 0, True, False])
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    assert flags.tolist() == [True, True, False]
+    flags = torch.tensor([rank == 0, True, False])
+    dist.all_reduce(flags, dist.ReduceOp.BXOR)
+    assert flags.tolist() == [True, size % 2 == 1, False]
+    numbers = torch.full((3,), complex(rank, 1))
+    dist.all_reduce(numbers)
+    assert numbers.tolist() == [complex(sum(range(size)), size)] * 3
+    scaled = torch.full((4,), float(rank + 1))
+    dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.5))
+    assert scaled.tolist() == [sum(range(1, size + 1)) / 2] * 4
+
+
+@in_group
+def test_tensors_that_are_not_contiguous_are_reduced_in_place(rank, size):
+    whole = torch.zeros(4, 6)
+    part = whole[:, ::2]
+    part.fill_(float(rank))
+    dist.all_reduce(part)
+    assert whole[:, ::2].eq(sum(range(size))).all()
+    assert whole[:, 1::2].eq(0).all()
+    column = torch.full((3, 2), float(rank))[:, 1]
+    dist.broadcast(column, size - 1)
+    assert column.tolist() == [size - 1.0] * 3
+
+
+@in_group
+def test_coalesced_reductions_take_tensors_of_several_dtypes(rank, size):
+    tensors = [torch.full((3,), float(rank)), torch.full((2,), rank), torch.full((), rank, dtype=torch.float64)]
+    dist.group.WORLD.allreduce_coalesced(tensors).wait()
+    assert [tensor.sum().item() for tensor in tensors] == [sum(range(size)) * n for n in (3, 2, 1)]
+
+
+@in_group
+def test_gathers_scatters_and_their_lists(rank, size):
+    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.uint8, torch.uint16, torch.int64):
+        mine = torch.arange(4).add(rank).to(dtype)
+        everything = [torch.zeros(4, dtype=dtype) for _ in range(size)]
+        dist.all_gather(everything, mine)
+        expected = [torch.arange(4).add(r).to(dtype) for r in range(size)]
+        assert all(found.equal(wanted) for found, wanted in zip(everything, expected, strict=True))
+        whole = torch.zeros(4 * size, dtype=dtype)
+        dist.all_gather_into_tensor(whole, mine)
+        assert whole.equal(torch.cat(expected))
+        targets = [torch.zeros(4, dtype=dtype) for _ in range(size)] if rank == size - 1 else None
+        dist.gather(mine, targets, dst=size - 1)
+        assert targets is None or all(found.equal(wanted) for found, wanted in zip(targets, expected, strict=True))
+        part = torch.zeros(4, dtype=dtype)
+        dist.scatter(part, expected if rank == 0 else None, src=0)
+        assert part.equal(expected[rank])
+
+
+@in_group
+def test_all_gather_takes_tensors_of_different_lengths(rank, size):
+    targets = [torch.zeros(r + 1) for r in range(size)]
+    dist.all_gather(targets, torch.full((rank + 1,), float(rank)))
+    assert [target.tolist() for target in targets] == [[float(r)] * (r + 1) for r in range(size)]
+
+
+@in_group
+def test_reduce_scatter_by_every_operator(rank, size):
+    for op in (*ALL_OPS, "BAND"):
+        dtype = torch.int64 if op == "BAND" else torch.float32
+        expected = reduced([value(r, (size * 3,), dtype) for r in range(size)], op).view(size, 3)[rank]
+        output = torch.zeros(3, dtype=dtype)
+        dist.reduce_scatter_tensor(output, value(rank, (size * 3,), dtype), getattr(dist.ReduceOp, op))
+        torch.testing.assert_close(output, expected)
+        output = torch.zeros(3, dtype=dtype)
+        dist.reduce_scatter(output, list(value(rank, (size, 3), dtype)), getattr(dist.ReduceOp, op))
+        torch.testing.assert_close(output, reduced([value(r, (size, 3), dtype) for r in range(size)], op)[rank])
+
+
+@in_group
+def test_reduce_scatter_may_write_into_its_input(rank, size):
+    whole = torch.arange(size * 5000.0) + rank
+    dist.reduce_scatter_tensor(whole.view(size, -1)[rank], whole)
+    wanted = sum(torch.arange(size * 5000.0) + r for r in range(size))
+    assert whole.view(size, -1)[rank].equal(wanted.view(size, -1)[rank])
+
+
+@in_group
+def test_reduce_leaves_the_sum_at_its_root(rank, size):
+    for root in range(size):
+        tensor = torch.full((2, 2), float(rank + 1))
+        dist.reduce(tensor, root)
+        assert tensor.eq(sum(range(1, size + 1)) if rank == root else rank + 1).all()
+
+
+@in_group
+def test_all_to_all_with_and_without_splits(rank, size):
+    received = torch.zeros(size, 2)
+    dist.all_to_all_single(received, torch.arange(size * 2.0).view(size, 2) + 100 * rank)
+    assert received.equal(torch.stack([torch.tensor([2.0 * rank, 2.0 * rank + 1]) + 100 * r for r in range(size)]))
+    send, receive = [r + 1 for r in range(size)], [rank + 1] * size
+    output = torch.zeros(sum(receive), 3)
+    dist.all_to_all_single(output, torch.full((sum(send), 3), float(rank)), receive, send)
+    assert output.equal(torch.cat([torch.full((rank + 1, 3), float(r)) for r in range(size)]))
+    outputs = [torch.zeros(rank + 1) for _ in range(size)]
+    dist.all_to_all(outputs, [torch.full((r + 1,), float(rank)) for r in range(size)])
+    assert [one.tolist() for one in outputs] == [[float(r)] * (rank + 1) for r in range(size)]
+
+
+@in_group
+def test_objects_travel(rank, size):
+    everything = [None] * size
+    dist.all_gather_object(everything, {"rank": rank, "text": "x" * rank})
+    assert everything == [{"rank": r, "text": "x" * r} for r in range(size)]
+    objects = [rank, "text", {"a": rank}]
+    dist.broadcast_object_list(objects, src=1)
+    assert objects == [1, "text", {"a": 1}]
+    gathered = [None] * size if rank == 0 else None
+    dist.gather_object(rank * 2, gathered, dst=0)
+    assert gathered in (None, [2 * r for r in range(size)])
+    found = [None]
+    dist.scatter_object_list(found, [f"for {r}" for r in range(size)] if rank == 0 else [None] * size, src=0)
+    assert found == [f"for {rank}"]
+
+
+@in_group
+def test_work_and_its_future(rank, size):
+    tensor = torch.full((1000,), float(rank))
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work.wait(timedelta(seconds=20))
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.exception() is None
+    assert work.result()[0] is tensor
+    future = dist.all_reduce(torch.full((5,), 1.0), async_op=True).get_future()
+    twice = future.then(lambda done: done.value()[0] * 2)
+    assert twice.wait().tolist() == [2.0 * size] * 5
+
+    def another(done):
+        return dist.all_reduce(done.value()[0], async_op=True).get_future().wait()[0]
+
+    for _ in range(6):
+        chained = dist.all_reduce(torch.ones(3), async_op=True).get_future().then(another)
+        assert chained.wait().tolist() == [float(size * size)] * 3
+
+
+@in_group
+def test_groups_overlap_and_are_independent(rank, size):
+    pairs = [dist.new_group([0, 1]), dist.new_group([1, size - 1]) if size > 2 else None]
+    world = dist.new_group(list(range(size)))
+    alone = [dist.new_group([r]) for r in range(size)]
+    if rank < 2:
+        tensor = torch.ones(3) * rank
+        dist.all_reduce(tensor, group=pairs[0])
+        assert tensor.tolist() == [1.0] * 3
+        dist.broadcast(tensor, 1, group=pairs[0])
+    if size > 2 and rank in (1, size - 1):
+        found = [torch.zeros(1) for _ in range(2)]
+        dist.all_gather(found, torch.ones(1) * rank, group=pairs[1])
+        assert [one.item() for one in found] == [1.0, size - 1.0]
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor, group=world)
+    assert tensor.tolist() == [float(size)] * 2
+    dist.all_reduce(tensor, group=alone[rank])
+    assert tensor.tolist() == [float(size)] * 2
+    dist.destroy_process_group(world)
+
+
+@in_group
+def test_threads_may_use_groups_of_their_own(rank, size):
+    groups = [dist.new_group(list(range(size))) for _ in range(3)]
+    sums = {}
+
+    def work(index):
+        for step in range(30):
+            tensor = torch.full((64,), float(rank + step))
+            dist.all_reduce(tensor, group=groups[index])
+            sums[index] = tensor[0].item()
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sums == dict.fromkeys(range(3), float(sum(range(size)) + 29 * size))
+
+
+@in_group
+def test_ranks_that_differ_get_an_error_on_every_rank(rank, size):
+    with pytest.raises(HorovodInternalError, match=r"Mismatched .*rank 0 has .*rank 1 has"):
+        dist.all_reduce(torch.ones(2 + (rank == 1)))
+    with pytest.raises(HorovodInternalError, match="Mismatched data types"):
+        dist.all_reduce(torch.ones(2, dtype=torch.float64 if rank == 1 else torch.float32))
+    with pytest.raises(HorovodInternalError, match="ALLGATHER tensor shapes"):
+        dist.all_gather_into_tensor(torch.zeros(size * (2 + (rank == 1))), torch.ones(2 + (rank == 1)))
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)  # the group goes on
+    assert tensor.tolist() == [float(size)] * 2
+
+
+@in_group
+def test_bad_input_is_refused_with_the_rank_and_the_remedy(rank, size):
+    with pytest.raises(ValueError, match=r"cannot reduce torch.float32 by ReduceOp.BAND: convert the tensor"):
+        dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)
+    with pytest.raises(ValueError, match=rf"rank {rank}: the output must have {size} times the input's elements"):
+        dist.group.WORLD.all_gather_single(torch.zeros(3), torch.zeros(7))
+    with pytest.raises(ValueError, match=r"on rank \d: input_split_sizes must be \d numbers whose sum is"):
+        dist.all_to_all_single(torch.zeros(size), torch.zeros(size), [1] * size, [2] * size)
+    with pytest.raises((ValueError, RuntimeError), match=r"rank"):
+        dist.new_group([0, size + 3])
+
+
+def test_groups_can_be_made_again(place):
+    torch_backend.register()
+    for time in range(3):
+        dist.init_process_group("hora", store=place.store, rank=place.rank, world_size=place.size)
+        tensor = torch.full((4,), float(time))
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [float(time * place.size)] * 4
+        assert dist.get_backend() == "hora"
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("repeats", [0, 3])  # by the queue, and by the path of repeated calls
+def test_a_rank_that_does_not_come_is_named_with_its_line(place, repeats):
+    torch_backend.register()
+    dist.init_process_group("hora", store=place.store, rank=place.rank, world_size=place.size)
+    group = dist.new_group(list(range(place.size)), timeout=timedelta(seconds=1))
+    for _ in range(repeats):
+        dist.all_reduce(torch.ones(3), group=group)
+    if place.rank == place.size - 1:
+        place.gather(None)
+    else:
+        try:
+            with pytest.raises(HorovodInternalError, match=rf"for rank\(s\) \[{place.size - 1}\].*rank_pool.py:\d+"):
+                dist.all_reduce(torch.ones(3), group=group)
+            with pytest.raises(HorovodInternalError, match="cannot be used any more"):
+                dist.all_reduce(torch.ones(3), group=group)
+        finally:
+            place.gather(None)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)  # the world's group goes on
+    assert tensor.item() == place.size
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_forked_child_does_no_harm(place):
+    torch_backend.register()
+    dist.init_process_group("hora", store=place.store, rank=place.rank, world_size=place.size)
+    dist.barrier()
+    child = os.fork()
+    if not child:
+        try:
+            dist.all_reduce(torch.ones(1))
+        except HorovodInternalError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == place.size
+    dist.destroy_process_group()
+
+
+@pytest.mark.ranks(1)
+def test_a_group_of_one(place):
+    torch_backend.register()
+    dist.init_process_group("hora", store=place.store, rank=0, world_size=1)
+    tensor = torch.arange(4.0)
+    dist.all_reduce(tensor)
+    output = torch.zeros(4)
+    dist.reduce_scatter_tensor(output, tensor)
+    dist.all_gather_into_tensor(output, tensor)
+    assert output.tolist() == [0.0, 1.0, 2.0, 3.0]
+    dist.barrier()
+    dist.destroy_process_group()
