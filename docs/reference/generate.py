@@ -9,11 +9,11 @@ arguments.yml beside this file.
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import griffe
 import yaml
@@ -21,6 +21,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from hora.cli.demo import LABS
 from hora.cli.dispatch import COMMANDS
 from horovod._modules import _MODULES as OLD_MODULES
 
@@ -59,7 +60,6 @@ EXPLAINED = ("hora", "horovod.torch", "horovod.torch.elastic", "sparkdl", "spark
 MADE = {"LogCallback": ("log_callback_class", "ProgressLog")}
 # Files of the repository's root that pages link to.
 ROOT_FILES = ("ARCHITECTURE.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md")
-DEMOS = ("penguins", "images")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -161,33 +161,15 @@ def _old_names() -> Iterator[str]:
 def _commands() -> Iterator[str]:
     yield "# Commands\n"
     for name, command in COMMANDS.items():
-        for lab in DEMOS if name == "demo" else (None,):
+        for lab in LABS if name == "demo" else (None,):
             title = {"run": "hora run, horovodrun"}.get(name, f"hora {name}{f' {lab}' if lab else ''}")
             yield f"\n## {title}\n"
             yield command.summary.partition(":")[0].capitalize() + ".\n"
-            parser = _parser_of(command, [lab] if lab else [])
+            parser = importlib.import_module(LABS[lab][0]).make_parser() if lab else command.make_parser()
             if parser is None:  # another program's command line, which is not argparse's
                 yield "It takes Open MPI's options; [Launchers](../launchers.md) says which have an effect.\n"
             else:
                 yield from _options(parser, level=3)
-
-
-class _Found(Exception):  # noqa: N818 - carries a result, no failure
-    pass
-
-
-def _parser_of(main: Callable[[list[str]], Any], arguments: list[str]) -> argparse.ArgumentParser | None:
-    """Return the parser that a command makes, caught where it would begin to parse; None if it makes none."""
-
-    def parse_args(parser: argparse.ArgumentParser, *_: object) -> None:
-        raise _Found(parser)
-
-    with mock.patch.object(argparse.ArgumentParser, "parse_args", parse_args):
-        try:
-            main(arguments)
-        except _Found as found:
-            return found.args[0]
-    return None
 
 
 def _options(parser: argparse.ArgumentParser, *, level: int) -> Iterator[str]:
@@ -200,7 +182,7 @@ def _options(parser: argparse.ArgumentParser, *, level: int) -> Iterator[str]:
         rows = [
             _row(parser, action)
             for action in actions
-            if action not in subparsers and "--help" not in action.option_strings
+            if action not in subparsers and not {"--help", "--help-all"} & set(action.option_strings)
         ]
         if rows:
             yield f"{'#' * level} {group.title}\n\n| argument | |\n|---|---|"

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -334,3 +335,43 @@ def test_hora_init_overwrites_nothing(tmp_path):
     code, _, err = run_command("hora", "init", str(script))
     assert (code, script.read_text()) == (1, "mine")
     assert "is not overwritten" in err
+
+
+BASH = """
+eval "$(hora completion bash)"
+COMP_WORDS=(hora ru); COMP_CWORD=1; _hora; echo "command: ${COMPREPLY[*]}"
+COMP_WORDS=(hora run --dash); COMP_CWORD=2; _hora; echo "option: ${COMPREPLY[*]}"
+COMP_WORDS=(horovodrun --min); COMP_CWORD=1; _hora; echo "horovodrun: ${COMPREPLY[*]}"
+COMP_WORDS=(hora run -np 2 tr); COMP_CWORD=4; _hora; echo "a program: ${COMPREPLY[*]}"
+COMP_WORDS=(hora demo pen); COMP_CWORD=2; _hora; echo "lab: ${COMPREPLY[*]}"
+"""
+
+
+def _in_shell(*argv: str) -> str:
+    env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_completion_in_bash():
+    out = _in_shell("bash", "-c", BASH)
+    assert out.splitlines() == [
+        "command: run",
+        "option: --dashboard --dashboard-address",
+        "horovodrun: --min-np --min-num-proc",
+        "a program: ",
+        "lab: penguins",
+    ]
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh: apt-get install zsh")
+def test_completion_is_a_script_that_zsh_takes():
+    _in_shell("zsh", "-fc", 'autoload -Uz compinit && compinit -D && eval "$(hora completion zsh)"')
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish: apt-get install fish")
+def test_completion_in_fish():
+    job = 'hora completion fish | source; complete -C "hora run --dash"'
+    out = _in_shell("fish", "--no-config", "-c", job)
+    assert [line.split("\t")[0] for line in out.splitlines()] == ["--dashboard", "--dashboard-address"]

@@ -7,6 +7,7 @@ import pytest
 
 import horovod
 from hora.cli import dispatch, run
+from hora.cli.demo import LABS
 from hora.cli.doctor import examine, findings
 from hora.cli.doctor.findings import Finding
 from hora.launch import start
@@ -33,6 +34,30 @@ def test_every_command_can_be_imported():
     for command in dispatch.COMMANDS.values():
         module, _, function = command.target.partition(":")
         assert callable(getattr(__import__(module, fromlist=[function]), function))
+
+
+def test_every_command_has_help_of_its_own(capsys):
+    for name, command in dispatch.COMMANDS.items():
+        if command.parser:
+            parser = command.make_parser()
+            assert parser is not None
+            assert parser.prog == f"hora {name}"
+            assert parser.description
+    descriptions = {command.make_parser().description for command in dispatch.COMMANDS.values() if command.parser}
+    assert len(descriptions) == sum(bool(command.parser) for command in dispatch.COMMANDS.values())
+    assert dispatch.main(["--help"]) == 0
+    assert capsys.readouterr().out.count("\n  hora ") == 3  # examples
+
+
+def test_completion_knows_every_command_lab_and_shown_flag(capsys):
+    for shell in ("bash", "zsh", "fish"):
+        assert dispatch.main(["completion", shell]) == 0
+        text = capsys.readouterr().out
+        for word in (*dispatch.COMMANDS, *LABS, "manifest"):
+            assert word in text, (shell, word)
+        for flag in ("min-np", "fusion-threshold-mb", "any-leader", "help-all"):
+            assert flag in text, (shell, flag)
+        assert "log-hide-timestamp" not in text
 
 
 def test_an_unknown_command_is_answered_with_the_nearest(capsys):

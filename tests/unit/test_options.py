@@ -10,7 +10,12 @@ from hora.launch.options import Options, all_options
 
 def read(*argv, environ=None):
     return flags.parse(
-        argv, environ or {}, prog="horovodrun", on_version=lambda: "1.2.3", on_check_build=lambda: "matrix"
+        argv,
+        environ or {},
+        prog="horovodrun",
+        on_version=lambda: "1.2.3",
+        on_check_build=lambda: "matrix",
+        about=flags.About("Run a command.", ("horovodrun -np 2 python train.py",)),
     )
 
 
@@ -330,9 +335,29 @@ def test_what_changes_nothing_is_named_with_the_reason():
     assert options("--min-np", "1", "--max-np", "4", "--fusion-threshold-mb", "1", "python").without_effect() == []
 
 
-def test_help_shows_no_hidden_flag(capsys):
+def test_the_short_help_has_examples_and_the_common_options_and_names_the_long_one(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
+    text = capsys.readouterr().out
+    assert "Run a command.\n\nexamples:\n  horovodrun -np 2 python train.py\n" in text
+    for flag in ("-np N", "-H HOST:SLOTS", "--dashboard", "--min-np N"):
+        assert flag in text
+    assert "--fusion-threshold-mb" not in text
+    assert "horovodrun --help-all shows all" in text
+
+
+def test_the_long_help_ends_with_the_options_that_have_no_effect(capsys):
+    with pytest.raises(SystemExit):
+        parse("--help-all")
+    before, _, after = capsys.readouterr().out.partition("options of Horovod's without effect here")
+    idle = [option.flags[0] for option in all_options().values() if option.idle]
+    assert idle
+    assert all(flag in after and flag not in before for flag in idle)
+
+
+def test_help_shows_no_hidden_flag(capsys):
+    with pytest.raises(SystemExit):
+        parse("--help-all")
     text = capsys.readouterr().out
     assert "--fusion-threshold-mb MB" in text
     assert "log-hide-timestamp" not in text

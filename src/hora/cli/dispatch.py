@@ -6,6 +6,7 @@ a line to `COMMANDS`: its function takes the remaining arguments and returns an 
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import importlib
 import os
@@ -19,14 +20,22 @@ __all__ = ["COMMANDS", "Command", "main"]
 
 @dataclass(frozen=True)
 class Command:
-    """`target` is `module:function`, `summary` one line for the help text."""
+    """`target` is `module:function`, `summary` one line for the help text. `parser`: the function beside the target
+    that makes its argparse parser, if it has one.
+    """
 
     target: str
     summary: str
+    parser: str = "make_parser"
 
     def __call__(self, argv: Sequence[str]) -> int:
         module, _, function = self.target.partition(":")
         return int(getattr(importlib.import_module(module), function)(argv) or 0)
+
+    def make_parser(self) -> argparse.ArgumentParser | None:
+        """The command's own parser; None where another program's options are taken, or it only chooses a lab."""
+        module = importlib.import_module(self.target.partition(":")[0])
+        return getattr(module, self.parser)() if self.parser else None
 
 
 COMMANDS = {
@@ -34,19 +43,23 @@ COMMANDS = {
     "init": Command("hora.cli.init:main", "write a training script to begin with: hora init train.py"),
     "plan": Command(
         "hora.cli.run:plan",
-        "measure the links and a training, and say what to send: hora plan -H a:4,b:4 python train.py",
+        "measure links between hosts, say what to send: hora plan -np 8 -H a:4,b:4 python train.py",
+        "make_plan_parser",
     ),
     "mpirun": Command(
-        "hora.cli.mpirun:main", "run a command line of mpirun without MPI: hora mpirun -np 2 -H a:1,b:1 …"
+        "hora.cli.mpirun:main", "run a command line of mpirun without MPI: hora mpirun -np 2 -H a:1,b:1 …", ""
     ),
     "kubernetes": Command("hora.cli.kubernetes:main", "print a job's manifest: hora kubernetes manifest job --name …"),
     "doctor": Command(
         "hora.cli.doctor:main", "check this machine, or hosts, and say what to do: hora doctor -H a:4,b:4"
     ),
-    "top": Command("hora.cli.watch:top", "show a running job in the terminal: hora top"),
-    "view": Command("hora.cli.watch:view", "show a recorded run in the browser: hora view run.hora"),
+    "top": Command("hora.cli.watch:top", "show a running job in the terminal: hora top", "make_top_parser"),
+    "view": Command(
+        "hora.cli.watch:view", "show a recorded run in the browser: hora view run.hora", "make_view_parser"
+    ),
     "workers": Command("hora.cli.workers:main", "launch, list and stop workers: hora workers launch -n 2"),
-    "demo": Command("hora.cli.demo:main", "a lab from raw data to a prediction: hora demo penguins"),
+    "demo": Command("hora.cli.demo:main", "a lab to try: hora demo faults, images or penguins", ""),
+    "completion": Command("hora.cli.completion:main", "completion for a shell: hora completion bash, zsh or fish"),
 }
 
 
@@ -88,6 +101,12 @@ def _help() -> str:
         [
             "usage: hora <command> [arguments ...]",
             "",
+            "examples:",
+            "  hora demo faults                              # a training here; kill its ranks on its live page",
+            "  hora init train.py                            # a script of your own to begin with",
+            "  hora run -np 4 --dashboard python train.py    # on 4 ranks of this machine, with a live page",
+            "",
+            "commands:",
             *lines,
             "",
             "hora <command> --help shows a command's own arguments; hora --version the version;",

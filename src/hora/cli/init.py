@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["main", "training_script"]
+__all__ = ["main", "make_parser", "training_script"]
 
 _START = '''"""A distributed training. Run it:
 
@@ -147,15 +147,22 @@ def training_script(name: str, *, elastic: bool = False, sharded: bool = False) 
     return start + (_ELASTIC if elastic else _PLAIN) + _SAVE
 
 
-def main(argv: Sequence[str]) -> int:
-    """Write a script to a file that is not there yet."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="hora init", description="Write a commented training script that runs as it is."
     )
     parser.add_argument("file", type=Path, help="the script, for example train.py")
-    parser.add_argument("--elastic", action="store_true", help="that goes on when ranks die or join")
-    parser.add_argument("--sharded", action="store_true", help="whose optimizer state is divided over the ranks")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--elastic", action="store_true", help="a script that goes on when ranks die or join")
+    parser.add_argument(
+        "--sharded", action="store_true", help="a script whose optimizer state is divided over the ranks"
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write a script to a file that is not there yet."""
+    arguments = make_parser().parse_args(argv)
     text = training_script(arguments.file.name, elastic=arguments.elastic, sharded=arguments.sharded)
     try:
         with arguments.file.open("x") as file:

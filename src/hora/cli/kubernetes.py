@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 from hora.launch.providers.kubernetes import KINDS, Request, manifests, secret_command
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 
 def main(argv: Sequence[str]) -> int:
     end = argv.index("--") if "--" in argv else len(argv)
-    arguments, command = _parser().parse_args(list(argv[:end])), argv[end + 1 :]
+    arguments, command = make_parser().parse_args(list(argv[:end])), argv[end + 1 :]
     try:
         request = Request(
             name=arguments.name,
@@ -46,8 +46,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hora kubernetes", description="Manifests for jobs on Kubernetes.")
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hora kubernetes", description="Print manifests of jobs for Kubernetes, for kubectl apply -f -."
+    )
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     about = "print a manifest, for kubectl apply -f -"
     manifest = actions.add_parser("manifest", help=about, epilog="After --: the command and its arguments.")

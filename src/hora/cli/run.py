@@ -21,7 +21,19 @@ from hora.legacy.foreign import foreign_message
 if TYPE_CHECKING:
     from hora.launch.job import Job
 
-__all__ = ["HorovodArgs", "horovodrun", "main", "on_workers", "parse_args", "plan", "run", "set_up_log", "status_of"]
+__all__ = [
+    "HorovodArgs",
+    "horovodrun",
+    "main",
+    "make_parser",
+    "make_plan_parser",
+    "on_workers",
+    "parse_args",
+    "plan",
+    "run",
+    "set_up_log",
+    "status_of",
+]
 
 
 class HorovodArgs:
@@ -66,13 +78,47 @@ def run(args: object) -> list[Any] | None:
     return [cloudpickle.loads(value) for value in result.results if value is not None]
 
 
+def make_parser(prog: str = "hora run") -> argparse.ArgumentParser:
+    """The command line of `hora run`, `horovodrun` or `hora plan`."""
+    return flags.build_parser(**_about(prog))
+
+
+def make_plan_parser() -> argparse.ArgumentParser:
+    """The command line of `hora plan`."""
+    return make_parser("hora plan")
+
+
 def _parse(argv: Sequence[str], *, prog: str) -> tuple[argparse.Namespace, Options]:
-    return flags.parse(
-        argv,
-        environment.variables(),
-        prog=prog,
-        on_version=_version if prog == "horovodrun" else _own_version,
-        on_check_build=_check_build,
+    return flags.parse(argv, environment.variables(), **_about(prog))
+
+
+def _about(prog: str) -> dict[str, Any]:
+    return {
+        "prog": prog,
+        "on_version": _version if prog == "horovodrun" else _own_version,
+        "on_check_build": _check_build,
+        "about": _PLAN if prog == "hora plan" else _run_help(prog),
+    }
+
+
+_PLAN = flags.About(
+    "Measure the links between hosts and some steps of a training; print what each way to send gradients would cost.",
+    (
+        "hora plan -np 8 -H alpha:4,beta:4 python train.py",
+        "hora plan -np 16 --hostfile hosts.txt python train.py",
+        "srun --nodes 2 hora plan --join python train.py       # in a Slurm job",
+    ),
+)
+
+
+def _run_help(prog: str) -> flags.About:
+    return flags.About(
+        "Run a command as N processes (ranks) that find one another through hvd.init().",
+        (
+            f"{prog} -np 4 --dashboard python train.py             # this machine, with a live page",
+            f"{prog} -np 8 -H alpha:4,beta:4 python train.py       # two hosts, by ssh",
+            f"{prog} -np 4 --min-np 2 python train.py              # goes on while at least 2 ranks live",
+        ),
     )
 
 

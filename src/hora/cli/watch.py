@@ -6,11 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-__all__ = ["top", "view"]
+__all__ = ["make_top_parser", "make_view_parser", "top", "view"]
 
 
-def view(argv: Sequence[str]) -> int:
-    """`hora view FILE`."""
+def make_view_parser() -> argparse.ArgumentParser:
+    """The command line of `hora view`."""
     parser = argparse.ArgumentParser(
         prog="hora view", description="Show a recorded run, or a timeline, in the browser."
     )
@@ -19,7 +19,12 @@ def view(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--listen", default="", metavar="HOST:PORT", help="default: loopback, a free port")
     parser.add_argument("--open", action="store_true", help="open the browser too")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def view(argv: Sequence[str]) -> int:
+    """`hora view FILE`."""
+    arguments = make_view_parser().parse_args(argv)
     from hora.watch.replay import open_recording
 
     try:
@@ -39,13 +44,18 @@ def view(argv: Sequence[str]) -> int:
     return 0
 
 
-def top(argv: Sequence[str]) -> int:
-    """`hora top`."""
+def make_top_parser() -> argparse.ArgumentParser:
+    """The command line of `hora top`."""
     parser = argparse.ArgumentParser(prog="hora top", description="Show a running job in the terminal.")
     parser.add_argument("url", nargs="?", help="the page's address (default: your newest job with a dashboard)")
     parser.add_argument("--once", action="store_true", help="print one picture and leave")
     parser.add_argument("--url", dest="print_url", action="store_true", help="only print the page's whole address")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def top(argv: Sequence[str]) -> int:
+    """`hora top`."""
+    arguments = make_top_parser().parse_args(argv)
     from hora.watch.client import choose_page
 
     try:

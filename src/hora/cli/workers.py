@@ -20,11 +20,11 @@ from typing import Any
 
 from hora.workers import api, daemon, directory
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 
 def main(argv: Sequence[str]) -> int:
-    options = _parser().parse_args(list(argv))
+    options = make_parser().parse_args(list(argv))
     try:
         status: int = options.act(options)
     except ValueError as error:
@@ -33,8 +33,10 @@ def main(argv: Sequence[str]) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hora workers", description="Workers that outlive this command.")
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hora workers", description="Launch, list, await and stop workers, which outlive this command."
+    )
     parser.add_argument("--json", action="store_true", help="print the worker dicts instead of a table")
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     launch = _action(actions, "launch", _launch, "start workers")

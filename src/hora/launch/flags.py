@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hora.launch.options import Option, Options, all_options, check
 
-__all__ = ["build_parser", "parse", "read_config_file"]
+__all__ = ["About", "build_parser", "parse", "read_config_file"]
 
 _SECTIONS = {
     "job": "the job",
@@ -28,8 +29,22 @@ _SECTIONS = {
     "libraries": "libraries",
     "logging": "logging",
     "controller": "controller",
+    "idle": "options of Horovod's without effect here, accepted",
 }
+# The options that most people use: those of the short help.
+_COMMON = (
+    *("num_proc", "dashboard", "record", "output_filename", "verbose", "hosts", "hostfile", "ssh_port"),
+    *("min_num_proc", "max_num_proc", "host_discovery_script"),
+)
 _CONTROLLERS = {"gloo": "use_gloo", "mpi": "use_mpi"}
+
+
+@dataclass(frozen=True)
+class About:
+    """A command's help: one sentence, and examples of its use."""
+
+    summary: str
+    examples: tuple[str, ...]
 
 
 def parse(
@@ -39,6 +54,7 @@ def parse(
     prog: str,
     on_version: Callable[[], str],
     on_check_build: Callable[[], str],
+    about: About,
 ) -> tuple[argparse.Namespace, Options]:
     """Reads a command line and the config file it names; ValueError for invalid values.
 
@@ -46,7 +62,7 @@ def parse(
     are made of it and `environ`. Bad flags end the process with argparse's status 2; `--version` and `--check-build`
     print what their function returns and end it with 0.
     """
-    parser = build_parser(prog=prog, on_version=on_version, on_check_build=on_check_build)
+    parser = build_parser(prog=prog, on_version=on_version, on_check_build=on_check_build, about=about)
     args = parser.parse_args(argv)
     if args.command[:1] == ["--"]:
         del args.command[0]
@@ -62,15 +78,19 @@ def parse(
 
 
 def build_parser(
-    *, prog: str, on_version: Callable[[], str], on_check_build: Callable[[], str]
+    *, prog: str, on_version: Callable[[], str], on_check_build: Callable[[], str], about: About
 ) -> argparse.ArgumentParser:
     """A parser with one argument for every flag of every option, and the command as the rest."""
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=f"{prog} -np N [options] command [args ...]",
-        description="Run a command as N processes that find one another through hvd.init().",
+        description=f"{about.summary}\n\nexamples:\n" + "\n".join(f"  {example}" for example in about.examples),
         epilog="The variable HORA_SSH replaces the ssh command, options included: HORA_SSH='ssh -J gate'.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", action=_Print, text=lambda: _short_help(parser), help="show common options")
+    parser.add_argument("--help-all", action=_Print, text=parser.format_help, help="show every option and exit")
     parser.add_argument("-v", "--version", action=_Print, text=on_version, help="print the version and exit")
     parser.add_argument(
         "-cb", "--check-build", action=_Print, text=on_check_build, help="print what works here and exit"
@@ -78,7 +98,7 @@ def build_parser(
     sections = {key: parser.add_argument_group(title) for key, title in _SECTIONS.items()}
     exclusives: dict[str, Any] = {}
     for dest, option in all_options().items():
-        group: Any = sections[option.section]
+        group: Any = sections["idle" if option.idle else option.section]
         if option.exclusive:
             if option.exclusive not in exclusives:
                 exclusives[option.exclusive] = group.add_mutually_exclusive_group()
@@ -86,6 +106,20 @@ def build_parser(
         _add_option(group, dest, option)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the command and its arguments")
     return parser
+
+
+def _short_help(parser: argparse.ArgumentParser) -> str:
+    """Return the help with the common options alone."""
+    formatter = parser._get_formatter()
+    formatter.add_usage(parser.usage, (), ())
+    formatter.add_text(parser.description)
+    for group in parser._action_groups:
+        formatter.start_section(group.title)
+        shown = [action for action in group._group_actions if action.dest in _COMMON]
+        formatter.add_arguments([action for action in shown if action.help != argparse.SUPPRESS])
+        formatter.end_section()
+    formatter.add_text(f"{parser.prog} --help-all shows all {len(all_options())} options.")
+    return formatter.format_help().rstrip()
 
 
 def _add_option(group: Any, dest: str, option: Option) -> None:
@@ -110,7 +144,7 @@ def _add_option(group: Any, dest: str, option: Option) -> None:
 
 def _help_text(option: Option) -> str:
     if option.idle:
-        return f"accepted, without effect: {option.idle}"
+        return option.idle
     if option.help is None:
         return ""
     text = option.help

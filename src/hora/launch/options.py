@@ -146,8 +146,8 @@ class Options:
     num_proc: int | None = _option("-np", "--num-proc", section="job", low=1,
         high=100_000, help="number of processes; for an elastic job the slots to start with")
     verbose: bool | None = _option("--verbose", kind=bool, section="job", help="print commands and progress")
-    disable_cache: bool | None = _option("--disable-cache", kind=bool, section="job",
-        help="accepted for compatibility: nothing is cached, ssh is checked at every start")
+    disable_cache: bool | None = _option("--disable-cache", kind=bool, section="idle",
+        help="nothing is cached: ssh is checked at every start")
     start_timeout: int | None = _option("--start-timeout", section="job", low=1, default=30, metavar="SECONDS",
         launch_variable="HOROVOD_START_TIMEOUT", help="limit of all checks and of the start of the processes")
     output_filename: str | None = _option("--output-filename", kind=str, section="job", metavar="DIR",

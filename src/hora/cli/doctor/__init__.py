@@ -3,6 +3,6 @@
 Reading order: `probe` (runs on each host and reports facts), `findings` (pure: facts to words), `examine`.
 """
 
-from hora.cli.doctor.examine import main
+from hora.cli.doctor.examine import main, make_parser
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]

@@ -22,7 +22,7 @@ from hora.launch.providers.ssh import Ssh, reachable_address
 from hora.launch.slots import parse_host_files, parse_hosts_and_slots
 from hora.net import address
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 _PROBE_LIMIT_S = 180.0
 _LEAVE_LIMIT_S = 5.0
@@ -31,7 +31,7 @@ _LAST_WORDS_S = 2.0  # a dead probe's output may still be in the pipe, which its
 
 def main(argv: Sequence[str]) -> int:
     """`hora doctor`."""
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     try:
         names = _names(args)
         ssh = Ssh.from_environ(variables(), port=args.ssh_port, identity_file=args.ssh_identity_file)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hora doctor", description="Check this machine, or hosts, and say what is wrong and what to do."
     )

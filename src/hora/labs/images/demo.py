@@ -14,17 +14,14 @@ if TYPE_CHECKING:
     from hora.labs.images.options import ImageOptions
     from hora.labs.images.training import ImageRun
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     from hora.labs.images.options import ImageOptions
 
-    parser = argparse.ArgumentParser(prog="hora demo images", description=__doc__)
-    parser.add_argument("-np", "--np", type=int, default=2, metavar="N", help="local ranks (default: 2)")
-    parser.add_argument("--dashboard", action="store_true", help="a live page of the job; its address is printed")
-    ImageOptions.add_flags(parser)
+    parser = make_parser()
     namespace = parser.parse_args(argv)
     if namespace.np < 1:
         parser.error(f"-np must be at least 1, but it is {namespace.np}")
@@ -33,6 +30,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     return _run(replace(options, log_dir=str(Path(options.log_dir).resolve())), namespace.np, namespace.dashboard)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    from hora.labs.images.options import ImageOptions
+
+    parser = argparse.ArgumentParser(
+        prog="hora demo images",
+        description="Train an image classifier on several local ranks, and draw what it learned.",
+    )
+    parser.add_argument("-np", "--np", type=int, default=2, metavar="N", help="local ranks (default: 2)")
+    parser.add_argument("--dashboard", action="store_true", help="a live page of the job; its address is printed")
+    ImageOptions.add_flags(parser)
+    return parser
 
 
 def _run(options: ImageOptions, np: int, dashboard: bool) -> int:

@@ -19,23 +19,14 @@ if TYPE_CHECKING:
     from hora.labs.penguins.training import PenguinRun
     from hora.workflow import ModelFile
 
-__all__ = ["NEW_PENGUIN", "main"]
+__all__ = ["NEW_PENGUIN", "main", "make_parser"]
 
 NEW_PENGUIN = {"Island": "Biscoe", "CulmenLength": 50.4, "CulmenDepth": 15.3, "FlipperLength": 224, "BodyMass": 5550}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="hora demo penguins", description=__doc__)
-    parser.add_argument("--csv", help="your own penguins; default: those of the palmerpenguins package")
-    parser.add_argument("--out", default="out/penguins", help="folder of the results (default: out/penguins)")
-    parser.add_argument(
-        "-np", "--np", type=int, default=2, metavar="N", help="ranks of the distributed run (default: 2)"
-    )
-    parser.add_argument("--dashboard", action="store_true", help="a live page of the distributed run")
-    parser.add_argument("--epochs", type=int, default=50, help="default: 50")
-    parser.add_argument("--no-spark", action="store_true", help="prepare with pandas, train on local processes")
-    parser.add_argument("--framework", choices=("torch", "keras"), default="torch", help="what trains (default: torch)")
+    parser = make_parser()
     options = parser.parse_args(argv)
     if options.np < 1 or options.epochs < 1:
         parser.error(f"-np and --epochs must be at least 1, but they are {options.np} and {options.epochs}")
@@ -50,6 +41,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     hora = "hora" if shutil.which("hora") else sys.argv[0]  # `make demo` has its own, which no shell knows
     print(f"\nTo see a training live, in the browser, and to kill its ranks: {hora} demo faults")
     return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="hora demo penguins",
+        description="Go from raw data to a prediction, alone and distributed, with a figure, a model and a report.",
+    )
+    parser.add_argument("--csv", help="your own penguins; default: those of the palmerpenguins package")
+    parser.add_argument("--out", default="out/penguins", help="folder of the results (default: out/penguins)")
+    parser.add_argument(
+        "-np", "--np", type=int, default=2, metavar="N", help="ranks of the distributed run (default: 2)"
+    )
+    parser.add_argument("--dashboard", action="store_true", help="a live page of the distributed run")
+    parser.add_argument("--epochs", type=int, default=50, help="default: 50")
+    parser.add_argument("--no-spark", action="store_true", help="prepare with pandas, train on local processes")
+    parser.add_argument("--framework", choices=("torch", "keras"), default="torch", help="what trains (default: torch)")
+    return parser
 
 
 @contextmanager

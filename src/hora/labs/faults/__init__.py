@@ -1,0 +1,1 @@
+"""A training whose ranks are killed."""
