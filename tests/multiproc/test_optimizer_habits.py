@@ -261,6 +261,63 @@ def test_step_hooks_run_once_and_loading_state_resets():
 
 
 @session
+def test_hooks_of_the_user_are_seen_whenever_they_were_registered():
+    """Gradients that are copied at once and those that are copied together, in the first step and in later ones."""
+
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 90), nn.Tanh(), nn.Linear(90, 90), nn.Tanh(), nn.Linear(90, 3))
+
+    def hook(parameter):
+        parameter.grad.mul_(0.5)
+
+    def halve(model):
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(hook)
+
+    for options in ({}, {"sharded": True}, {"backward_passes_per_step": 2}):
+        passes = options.get("backward_passes_per_step", 1)
+        for when in ("before", "after", "between"):
+            model, single = net(), net()
+            if when == "before":
+                halve(model)
+            optimizer, plain = distributed(model, **options), sgd(single)
+            if when == "after":
+                halve(model)
+            if when == "between":
+                train(model, optimizer, 2, mine(), accumulate=passes)
+                train(single, plain, 2, of_all_ranks(), accumulate=passes)
+                halve(model)
+            halve(single)
+            train(model, optimizer, 4, mine(), accumulate=passes)
+            train(single, plain, 4, of_all_ranks(), accumulate=passes)
+            assert_close(weights(model), weights(single))
+
+
+@session
+def test_without_zero_grad_gradients_add_up_or_it_is_refused():
+    model, single = mlp(), mlp()
+    optimizer, plain = distributed(model, sgd(model, lr=0.01)), sgd(single, lr=0.01)
+    for step in range(5):
+        backward(model, step)
+        optimizer.step()
+        inputs, targets = of_all_ranks()(step)
+        functional.cross_entropy(single(inputs), targets).backward()
+        plain.step()
+    assert_close(weights(model), weights(single))
+    for passes in (1, 2):
+        model = mlp()
+        optimizer = distributed(model, sharded=True, backward_passes_per_step=passes)
+        for _ in range(passes):
+            backward(model)
+        optimizer.step()
+        if hvd.size() > 1:
+            with raises(ValueError, "sharded=True", "zero_grad()", "4.bias"):
+                for _ in range(passes):
+                    backward(model)
+
+
+@session
 def test_one_rank_alone_may_load_a_checkpoint_between_steps():
     model = mlp()
     optimizer = distributed(model)

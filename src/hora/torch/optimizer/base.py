@@ -56,6 +56,7 @@ class StepState:
     passes: dict[int, int] = field(default_factory=dict)  # backward passes that each gradient has seen
     arrived: dict[int, torch.Tensor] = field(default_factory=dict)  # parameters handed to the reducer, in order
     held_back: list[torch.Tensor] = field(default_factory=list)  # complete, but to be looked at first (`finite`)
+    hooked_later: list[torch.Tensor] = field(default_factory=list)  # complete when the user's own hooks have run
     backward_began: float = 0.0  # 0.0: no gradient yet
     last_arrival: float = 0.0  # when the newest gradient was complete
     reduced: Literal["", "slices", "whole"] = ""  # "whole": in `.grad`
@@ -105,6 +106,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._last_arrivals: list[torch.Tensor] = []
         self._planner = CompressionPlanner()  # of `hora plan`
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks_of: dict[int, tuple[dict[int, Any], int]] = {}  # all hooks of a parameter, and the key of ours
         self.backward_passes_per_step = backward_passes_per_step
         self.op = options.op
         self.gradient_predivide_factor = options.gradient_predivide_factor
@@ -138,7 +140,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         for parameter in fresh:
             self._requires_update.add(parameter)
             self._hooked.append(parameter)
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            handle = parameter.register_post_accumulate_grad_hook(hook)
+            self._hooks.append(handle)
+            self._hooks_of[id(parameter)] = handle.hooks_dict_ref() or {}, handle.id
         everything = [p for group in self.param_groups for p in group["params"]]
         self._frozen = [p for p in everything if p not in self._requires_update]
         self._start_over()
@@ -185,8 +189,20 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 "times before a call to step(); increase backward_passes_per_step (now "
                 f"{self.backward_passes_per_step}) to accumulate gradients locally"
             )
+        if self._step.hooked_later:
+            self._hand_over_hooked_later()
         passes[key] = num_passes
         if num_passes == self.backward_passes_per_step:
+            hooks, mine = self._hooks_of[key]
+            if next(reversed(hooks), mine) != mine:  # others follow, which may change the gradient
+                self._step.hooked_later.append(parameter)
+            else:
+                self._allreduce_grad_async(parameter)
+
+    def _hand_over_hooked_later(self) -> None:
+        """All hooks of these parameters have run: another gradient has come, or backward is over."""
+        hooked_later, self._step.hooked_later = self._step.hooked_later, []
+        for parameter in hooked_later:
             self._allreduce_grad_async(parameter)
 
     def _begin_backward(self) -> None:

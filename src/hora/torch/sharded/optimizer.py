@@ -83,6 +83,9 @@ class ShardedOptimizer(_DistributedOptimizer):
     _inner_origin: Sequence[int] = ()  # the user's parameter group of each group of the inner optimizer
     _copies: SliceCopies | None = None  # with a watcher of steps, as the next
     _before: _Whole | None = None  # until the first step has ended
+    _left: tuple[torch.Tensor, torch.Tensor, int] | None = (
+        None  # a parameter, its gradient of the first step, its version
+    )
 
     @property
     def is_sharded(self) -> bool:
@@ -96,6 +99,23 @@ class ShardedOptimizer(_DistributedOptimizer):
             self._unshard()
         super()._start_over()
         self._bucket_order.possible = False
+
+    def _hand_over(self, parameter: torch.Tensor) -> None:
+        if self._left is not None and self._left[0] is parameter:
+            self._check_cleared(*self._left)
+            give_back_freed_memory()  # it may have been a large one
+        super()._hand_over(parameter)
+
+    def _check_cleared(self, parameter: torch.Tensor, left: torch.Tensor, version: int) -> None:
+        """Steps leave no whole gradients to add to. The first one leaves a single one, which shows whether the user
+        clears gradients."""
+        self._left = None
+        if parameter.grad is left and left._version == version + self.backward_passes_per_step:
+            raise ValueError(
+                f"the gradient of {self._parameter_names[parameter]} was added to that of the step before; "
+                "sharded=True keeps no whole gradients that the next backward pass could add to. Call "
+                "optimizer.zero_grad() before each step's first backward pass, or use sharded=False"
+            )
 
     def _reduce_slices(self) -> None:
         """Reduce what has not been reduced yet, and wait until this rank has its slices."""
@@ -161,11 +181,15 @@ class ShardedOptimizer(_DistributedOptimizer):
             self._step_ended()
             return loss
         assert self._shards is not None
+        smallest = min(self._last_arrivals, key=torch.Tensor.numel, default=None) if is_first else None
+        left = None if smallest is None else smallest.grad
         if are_whole:
             self._shards.take_whole()
         self._inner_step()
         self._step_ended()
         if is_first:
+            if smallest is not None and left is not None:
+                smallest.grad, self._left = left, (smallest, left, left._version)
             give_back_freed_memory()  # private parameters, state and whole gradients
         return loss
 

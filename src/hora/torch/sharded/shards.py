@@ -374,13 +374,14 @@ class Shards:
     def gradient_norm(self, norm_type: float) -> torch.Tensor:
         """The norm of all members' slices together (collective)."""
         gradients = [shard.parameter.grad for shard in self.owned if shard.parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type).double().reshape(1)
+        found = torch.nn.utils.get_total_norm(gradients, norm_type)
+        norm = found.double().reshape(1)
         infinite = norm_type == float("inf")
         value = norm if infinite else norm**norm_type
         reduce = Reduce(ReduceOp.MAX if infinite else ReduceOp.SUM)
         self.runtime.allreduce_(value, "gradient norm", reduce, self._set_id)
         total = value if infinite else value ** (1.0 / norm_type)
-        return total.float().squeeze(0)
+        return total.to(found.dtype if found.dtype is torch.float64 else torch.float32).squeeze(0)
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
         """Multiply this rank's reduced slices."""
