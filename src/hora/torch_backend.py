@@ -2,13 +2,20 @@
 
 torch calls `register` when it is imported (the entry point `torch.backends`), so nothing else is imported here: the
 backend itself, `hora.torch.distributed`, is imported when a process group is made.
+
+`replace_gloo`, or HORA_REPLACE_GLOO=1 in the environment, gives programs Hora whose backend is written into them: a
+group for which only gloo was asked is made with Hora, and keeps gloo's name for code that looks at it.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 from typing import Any
 
-__all__ = ["register"]
+__all__ = ["register", "replace_gloo"]
+
+_GLOO = "gloo"
 
 
 def register() -> None:
@@ -18,9 +25,59 @@ def register() -> None:
     if not dist.is_available() or hasattr(dist.Backend, "HORA"):
         return
     dist.Backend.register_backend("hora", _create, extended_api=True, devices=["cpu", "cuda"])
+    wish = os.environ.get("HORA_REPLACE_GLOO", "0")
+    if wish not in ("", "0", "1"):
+        raise ValueError(f"HORA_REPLACE_GLOO must be 0 or 1, but it is {wish!r}")
+    if wish == "1":
+        replace_gloo()
 
 
 def _create(options: Any, backend_options: Any) -> Any:
     from hora.torch.distributed.creation import create
 
     return create(options, backend_options)
+
+
+def replace_gloo() -> None:
+    """Make process groups of this process with Hora where a program asks for gloo."""
+    import torch.distributed.distributed_c10d as c10d
+
+    original = c10d._new_process_group_helper
+    if hasattr(original, "of_torch"):
+        return
+
+    @functools.wraps(original)
+    def with_hora(
+        group_size: int,
+        group_rank: int,
+        ranks: Any,
+        backend: Any,
+        store: Any,
+        group_name: Any,
+        *others: Any,
+        **named: Any,
+    ) -> Any:
+        if not _means_gloo(backend):
+            return original(group_size, group_rank, ranks, backend, store, group_name, *others, **named)
+        if not ranks and group_rank == 0:
+            print("hora: this job asked for gloo and runs on Hora (HORA_REPLACE_GLOO=1)", flush=True)
+        made = original(group_size, group_rank, ranks, c10d.Backend("hora"), store, group_name, *others, **named)
+        group, prefix_store = made
+        if prefix_store is not None:
+            c10d._world.pg_map[group] = (c10d.Backend(_GLOO), prefix_store)
+            c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(c10d.Backend(_GLOO)))
+        return made
+
+    with_hora.of_torch = original  # type: ignore[attr-defined]
+    setattr(c10d, original.__name__, with_hora)
+
+
+def _means_gloo(backend: Any) -> bool:
+    """Return whether gloo is all that was asked for, or all that there can be on this machine."""
+    import torch
+    from torch.distributed.distributed_c10d import BackendConfig
+
+    by_device = BackendConfig(backend).get_device_backend_map()
+    if not torch.cuda.is_available():
+        by_device = {device: name for device, name in by_device.items() if device != "cuda"} or by_device
+    return set(map(str, by_device.values())) == {_GLOO}

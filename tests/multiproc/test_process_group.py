@@ -348,3 +348,113 @@ def test_a_group_of_one(place):
     assert output.tolist() == [0.0, 1.0, 2.0, 3.0]
     dist.barrier()
     dist.destroy_process_group()
+
+
+@in_group
+def test_messages_of_every_size_and_dtype(rank, size):
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for count in (0, 1, 1000, 3_000_001):
+        for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64):
+            data = torch.arange(count).remainder(7).add(rank).to(dtype)
+            found = torch.zeros(count, dtype=dtype)
+            works = [dist.isend(data, after), dist.irecv(found, before)]
+            for work in works:  # the send first, on all ranks: its receive makes progress meanwhile
+                work.wait()
+            assert found.equal(torch.arange(count).remainder(7).add(before).to(dtype))
+    strided = torch.zeros(6, 4)[:, ::2]
+    if rank == 0:
+        dist.send(torch.full((6, 2), 3.0), 1)
+    if rank == 1:
+        assert dist.recv(strided, 0) == 0
+        assert strided.eq(3.0).all()
+
+
+@in_group
+def test_tags_and_groups_keep_messages_apart(rank, size):
+    group = dist.new_group([0, 1])
+    if rank == 0:
+        dist.send(torch.full((2,), 1.0), 1, tag=1)
+        dist.send(torch.full((2,), 2.0), 1, tag=2)
+        dist.send(torch.full((2,), 3.0), 1, group=group, tag=1)
+        dist.send(torch.full((2,), 4.0), 1, tag=1)
+    if rank == 1:
+        found = torch.zeros(2)
+        for expected, tag, of_group in ((3.0, 1, group), (2.0, 2, None), (1.0, 1, None), (4.0, 1, None)):
+            dist.recv(found, 0, group=of_group, tag=tag)
+            assert found.tolist() == [expected] * 2
+
+
+@in_group
+def test_messages_from_any_source(rank, size):
+    if rank == 0:
+        sources = set()
+        for _ in range(size - 1):
+            found = torch.zeros(3)
+            source = dist.recv(found)
+            assert found.tolist() == [float(source)] * 3
+            sources.add(source)
+        assert sources == set(range(1, size))
+    else:
+        dist.send(torch.full((3,), float(rank)), 0)
+
+
+@in_group
+def test_batches_of_messages(rank, size):
+    found = [torch.zeros(200_000) for _ in range(size)]
+    others = [r for r in range(size) if r != rank]
+    operations = [dist.P2POp(dist.isend, torch.full((200_000,), float(rank)), r) for r in others]
+    operations += [dist.P2POp(dist.irecv, found[r], r) for r in others]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert all(found[r].eq(r).all() for r in others)
+
+
+@in_group
+def test_a_message_of_another_size_is_an_error_that_names_both(rank, size):
+    if rank == 0:
+        dist.send(torch.ones(3), 1)
+        dist.send(torch.ones(3), 1)
+    if rank == 1:
+        with pytest.raises(
+            HorovodInternalError, match=r"rank 0 sent 12 bytes with tag 0, but rank 1 receives 20 bytes"
+        ):
+            dist.recv(torch.ones(5), 0)
+        dist.recv(torch.ones(3), 0)
+    with pytest.raises(ValueError, match="must be another member of the group"):
+        dist.group.WORLD.send([torch.ones(1)], rank)
+
+
+@in_group
+def test_a_message_that_does_not_come_names_its_sender(rank, size):
+    group = dist.new_group(list(range(size)), timeout=timedelta(seconds=0.5))
+    if rank == 0:
+        with pytest.raises(HorovodInternalError, match=r"waited 0.5 s .* for rank\(s\) \[1\] to send .*rank 1 is at "):
+            dist.recv(torch.ones(5), 1, group=group)
+    dist.barrier()
+
+
+@in_group
+def test_a_monitored_barrier_names_the_missing_ranks(rank, size):
+    group = dist.group.WORLD
+    group.monitored_barrier(timedelta(seconds=30))
+    if rank == size - 1:
+        dist.barrier()
+        return
+    with pytest.raises(HorovodInternalError, match=f"{size - 1} failed to pass|has given up") as error:
+        group.monitored_barrier(timedelta(seconds=1), wait_all_ranks=True)
+    assert rank or "rank_pool.py" in str(error.value) or "test_process_group.py" in str(error.value)
+    dist.barrier()
+
+
+def test_gloo_is_replaced_where_a_program_asks_for_it(place):
+    torch_backend.register()
+    torch_backend.replace_gloo()
+    try:
+        dist.init_process_group("gloo", store=place.store, rank=place.rank, world_size=place.size)
+        assert type(dist.group.WORLD).__name__ == "HoraProcessGroup"
+        assert dist.get_backend() == "gloo"
+        dist.monitored_barrier(timeout=timedelta(seconds=30))
+        dist.destroy_process_group()
+    finally:
+        c10d = dist.distributed_c10d
+        c10d._new_process_group_helper = c10d._new_process_group_helper.of_torch

@@ -42,6 +42,7 @@ OWNERS_OF_THE_ENVIRONMENT = {
     "hora.config",
     "hora.legacy.env",
     "hora.launch.environment",
+    "hora.torch_backend",
     "hora.world",
 }
 

@@ -42,6 +42,7 @@ __all__ = ["Bootstrap", "host_fingerprint"]
 log = logging.getLogger("hora")
 
 _PROBE_LIMIT_S = 10.0
+_MESSAGES = "messages"  # the key of the streams for them
 
 
 # Settings that must be equal on all ranks: rank 0's are used by all.
@@ -306,6 +307,21 @@ class Bootstrap:
                 stream.sock.close()
             raise
         return Streams(outgoing, incoming)
+
+    def open_message_stream(self, rank: int) -> Stream:
+        """A stream for messages to a rank of another host."""
+        self.keys.fetch([rank])
+        limit_s = self.config.init_timeout_s
+        opened = self.control_tree.open_stream(rank, self._far(rank), _MESSAGES, limit_s=limit_s)
+        return self._protected(opened, rank)
+
+    def take_message_stream(self, rank: int) -> Stream | None:
+        """The stream that a rank of another host has opened for messages to this one, if it has."""
+        self.keys.fetch([rank])
+        try:
+            return self._protected(self.control_tree.take_stream(_MESSAGES, rank, limit_s=0.0), rank)
+        except TimeoutError:
+            return None
 
     def _protected(self, stream: Stream, rank: int) -> Stream:
         """The stream to or from this rank, in clear where the user has it so. Both ends come to the same decision."""

@@ -32,6 +32,7 @@ from hora.engine.negotiation.base import LocalNegotiation, Negotiation
 from hora.engine.negotiation.shared_memory import SharedMemoryNegotiation
 from hora.engine.negotiation.tree import TreeNegotiation
 from hora.engine.plan import Batch, BatchPlanner
+from hora.engine.point_to_point import Messages
 from hora.engine.queue import OperationQueue, QueueWorld
 from hora.engine.repeated import AllreducePlan, RepeatedAllreduce
 from hora.engine.request import CollectiveCall, Key, Kind, Reduce, ReduceOp, Request, Signature
@@ -44,6 +45,7 @@ from hora.engine.transport.factory import between_hosts, make_transport
 from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.host_reduction import HostLink
 from hora.engine.transport.local import LocalTransport
+from hora.net.connection import Stream
 from hora.net.wire import Header, derived_secret, new_secret
 from hora.telemetry.meters import meter
 from hora.telemetry.stacks import current_line
@@ -91,6 +93,7 @@ class Runtime:
         self._num_registered = 0
         self._num_links: dict[str, int] = {}  # that were made, by label of the set
         self._early: dict[int, list[tuple[int, Header, bytes]]] = {}  # messages for sets to come, by serial number
+        self._messages: Messages | None = None
         self._num_groups = 0  # that this rank has numbered
         self._removed_groups: set[int] = set()
         self._messages_lock = threading.Lock()
@@ -400,6 +403,19 @@ class Runtime:
             self._removed_groups.add(number)
             self._sets.pop(number, None)
 
+    def start_messages(self) -> Messages:
+        """Prepare messages between ranks (collective over all of them); returns what there is already."""
+        bootstrap = self._bootstrap
+        if self._messages is not None or bootstrap is None:
+            self._messages = self._messages or Messages(self.world.rank, [], None, self.status, _no_stream, _no_stream)
+            return self._messages
+        near = bootstrap.beside(range(self.world.size))
+        segment = bootstrap.share("messages", near, Messages.num_bytes(len(near))) if len(near) > 1 else None
+        self._messages = Messages(
+            self.world.rank, near, segment, self.status, bootstrap.open_message_stream, bootstrap.take_message_stream
+        )
+        return self._messages
+
     def _remove(self, number: int) -> None:
         removed = self._sets.get(number)
         if removed is None:
@@ -549,6 +565,8 @@ class Runtime:
         self.status.close("Horovod has been shut down")
         for queue in self._queues():
             queue.close()
+        if self._messages is not None:
+            self._messages.close(self.status.reason)
         self._sets = {number: _Set(one.ranks, one.serial) for number, one in self._sets.items()}
         self.known_allreduces.clear()
         self._handles.clear()
@@ -575,6 +593,8 @@ class Runtime:
         """Wake the threads that wait for other members, so that they look at the world's status again."""
         for queue in self._queues():
             queue.interrupt()
+        if self._messages is not None:
+            self._messages.interrupt()
 
     def _say_goodbye_if_idle(self) -> None:
         """Tell the rank that leaves that nothing more is needed of it."""
@@ -657,6 +677,14 @@ class Runtime:
             keys.append(blocked[0].key)
         return {"keys": keys, "line": current_line()}
 
+    def line_of(self, rank: int) -> str:
+        """Return the line that another rank's training thread is in, or why it does not say."""
+        tree = self._control_tree
+        try:
+            return "" if tree is None else str(tree.ask_whereabouts(rank, -1, limit_s=_ASK_LIMIT_S)["line"])
+        except (OSError, EOFError, KeyError) as error:
+            return f"no answer: {error}"
+
     def absent(self, number: int, key: Key) -> dict[int, str]:
         """Return the other members of a set that do not wait for this, each with the line that it is in."""
         tree, found = self._control_tree, dict[int, str]()
@@ -679,6 +707,10 @@ class Runtime:
         for thread in threads:
             thread.join(_ASK_LIMIT_S + 1.0)
         return dict(sorted(found.items()))
+
+
+def _no_stream(rank: int) -> Stream:
+    raise ValueError(f"there is no rank {rank} in a world of one")
 
 
 def _request_without_tensors(kind: Kind, extra: tuple[int, ...] = ()) -> Request:

@@ -37,7 +37,7 @@ from hora.net import sockets
 from hora.net.cipher import Records
 from hora.net.connection import Stream
 
-__all__ = ["StreamGroup", "Streams"]
+__all__ = ["Incoming", "Outgoing", "StreamGroup", "Streams"]
 
 # What is smaller goes from the root to all members directly; larger ones share the way.
 _DIRECT_BYTES = 64 * 2**10
@@ -60,8 +60,8 @@ class _Exchange:
     """An exchange in flight: the bytes each stream must have moved, since it was opened, until it is over."""
 
     tensors: Sequence[torch.Tensor]  # whose memory it is about
-    receives: list[tuple[_Incoming, int]] = field(default_factory=list)
-    sends: list[tuple[_Outgoing, int]] = field(default_factory=list)
+    receives: list[tuple[Incoming, int]] = field(default_factory=list)
+    sends: list[tuple[Outgoing, int]] = field(default_factory=list)
 
     @property
     def sent(self) -> bool:
@@ -80,8 +80,8 @@ class StreamGroup(PeerGroup):
         self._member, self._num_members = member, num_members
         # Each one begins with the member after itself, so that not all of them send to the same one first.
         after = [(member + distance) % num_members for distance in range(1, num_members)]
-        self._outgoing = {peer: _Outgoing(streams.outgoing[peer]) for peer in after}
-        self._incoming = {peer: _Incoming(streams.incoming[peer]) for peer in reversed(after)}
+        self._outgoing = {peer: Outgoing(streams.outgoing[peer]) for peer in after}
+        self._incoming = {peer: Incoming(streams.incoming[peer]) for peer in reversed(after)}
         self._open = True
         sockets.abandon_in_children(self)
 
@@ -266,7 +266,9 @@ class _End:
         raise NotImplementedError
 
 
-class _Outgoing(_End):
+class Outgoing(_End):
+    """The end of a stream at which bytes are sent."""
+
     event = select.POLLOUT
 
     def __init__(self, stream: Stream) -> None:
@@ -286,7 +288,9 @@ class _Outgoing(_End):
         return 0 if self._unsent else self._length
 
 
-class _Incoming(_End):
+class Incoming(_End):
+    """The end of a stream at which bytes are received."""
+
     event = select.POLLIN
 
     def __init__(self, stream: Stream) -> None:

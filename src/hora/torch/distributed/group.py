@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from hora.engine import Runtime
+from hora.engine.point_to_point import ANY_SOURCE, Message, Messages
 from hora.engine.queue import DeadlineError, OperationQueue
-from hora.engine.request import CollectiveCall, Kind, Reduce, Request, Signature
+from hora.engine.request import DTYPES, CollectiveCall, Kind, Reduce, Request, Signature
 from hora.errors import HorovodInternalError
 from hora.torch.distributed.reductions import Reduction, fold, moved, reduction_of
 from hora.torch.distributed.work import DONE, Operation, Work
@@ -89,6 +90,40 @@ class _Requests(Operation):
             request.on_done = lambda index=index: one_is_done(index)
             if request.done:
                 one_is_done(index)
+
+
+class MessageOperation(Operation):
+    """A message of a group, and what is left to do when it is there."""
+
+    def __init__(self, group: HoraProcessGroup, message: Message, finally_: Callable[[], object] | None) -> None:
+        self._group, self._message, self._finally = group, message, finally_
+        self._lock = threading.Lock()
+        if not message.done:
+            group.carry_on()
+
+    def done(self) -> bool:
+        return self._message.done
+
+    def finish(self, limit_s: float | None) -> None:
+        self._group.finish_message(self._message, limit_s)
+        with self._lock:
+            finally_, self._finally = self._finally, None
+            if finally_ is not None:
+                finally_()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        told = threading.Lock()
+
+        def once() -> None:
+            if told.acquire(blocking=False):
+                callback()
+
+        self._message.on_done = once
+        if self._message.done:
+            once()
+
+    def source(self) -> int:
+        return self._group.member_of(self._message.source)
 
 
 class _Scattering:
@@ -618,6 +653,105 @@ class HoraProcessGroup(_BASE):
         )
         return self._work([request], outputs, opts, lambda: self._deal_out("all_to_all", _outputs(request)[0], outputs))
 
+    # Messages.
+
+    def send(self, tensors: Sequence[Tensor], destination: int, tag: int = 0) -> Work:
+        (tensor,) = tensors
+        self._check_peer("destination", destination)
+        data = moved(tensor.detach()).cpu().contiguous()
+        message = self._message(data, self._ranks[destination], tag, [])
+        self._messages.send(message)
+        return Work(MessageOperation(self, message, None), tensors)
+
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Work:
+        self._check_peer("source", source)
+        return self._receive(tensors, [self._ranks[source]], tag)
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
+        others = [rank for member, rank in enumerate(self._ranks) if member != self._rank]
+        return self._receive(tensors, others, tag)
+
+    def _receive(self, tensors: Sequence[Tensor], sources: Sequence[int], tag: int) -> Work:
+        (tensor,) = tensors
+        target = moved(tensor.detach())
+        direct = target.is_cpu and target.is_contiguous()
+        data = target if direct else torch.empty(target.shape, dtype=target.dtype)
+        message = self._message(data, sources[0] if len(sources) == 1 else ANY_SOURCE, tag, sources)
+        self._messages.receive(message)
+        return Work(MessageOperation(self, message, None if direct else lambda: target.copy_(data)), tensors)
+
+    def _message(self, data: Tensor, peer: int, tag: int, sources: Sequence[int]) -> Message:
+        self._check_here([])
+        memory = data.data_ptr(), data.nbytes
+        number = self._queue.process_set_id
+        return Message(peer, number, tag, memory, DTYPE_CODES[data.dtype], data, sources)
+
+    @property
+    def _messages(self) -> Messages:
+        return self._runtime.start_messages()
+
+    def _check_peer(self, what: str, member: int) -> None:
+        if not 0 <= member < self._size or member == self._rank:
+            raise ValueError(
+                f"rank {self._ranks[self._rank]}: the {what} must be another member of the group, 0 to "
+                f"{self._size - 1}, but it is {member}"
+            )
+
+    def finish_message(self, message: Message, limit_s: float | None) -> None:
+        """Wait for a message; its error."""
+        limit_s = limit_s or self._limit_s
+        if not message.done and not self._messages.wait(message, time.monotonic() + limit_s):
+            self._messages.cancel(message, self._late_message(message, limit_s))
+        if message.error is not None:
+            raise HorovodInternalError(*message.error.args)
+
+    def carry_on(self) -> None:
+        """Let messages move on while no thread waits for one."""
+        self._messages.go_on()
+
+    def member_of(self, rank: int) -> int:
+        return self._ranks.index(rank)
+
+    def _late_message(self, message: Message, limit_s: float) -> HorovodInternalError:
+        peers = message.sources or [message.peer]
+        verb = "send" if message.sources else "receive"
+        lines = "; ".join(f"rank {rank} is at {self._runtime.line_of(rank)}" for rank in peers)
+        return HorovodInternalError(
+            f"rank {self._ranks[self._rank]} waited {limit_s:g} s (the timeout) for rank(s) {list(peers)} to {verb} a "
+            f"message with tag {message.tag} in {self._label('messages')}: {lines}"
+        )
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Return when all members are here; member 0 names those that are not, after the timeout."""
+        limit_s = self._limit_s if timeout is None else timeout.total_seconds()
+        here, answer = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+        if self._rank:
+            self.send([here], 0, _BARRIER_TAG).wait(timedelta(seconds=limit_s))
+            # Member 0 answers when its time for the others is over, and it has asked where they are.
+            self.recv([answer], 0, _BARRIER_TAG).wait(timedelta(seconds=2 * limit_s + 5))
+            if not answer.item():
+                raise HorovodInternalError(f"rank {self._ranks[0]} has given up the monitored_barrier: see its error")
+            return
+        deadline = time.monotonic() + limit_s
+        missing = []
+        works = [self.recv([torch.zeros_like(here)], member, _BARRIER_TAG) for member in range(1, self._size)]
+        for member, work in enumerate(works, 1):
+            try:
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            except HorovodInternalError:
+                missing.append(self._ranks[member])
+                if not wait_all_ranks:
+                    break
+        came = [member for member in range(1, self._size) if works[member - 1].is_success()]
+        for member in came:
+            self.send([torch.full_like(answer, not missing)], member, _BARRIER_TAG)
+        if missing:
+            text = ", ".join(map(str, missing))
+            raise HorovodInternalError(
+                f"Rank {text} failed to pass monitoredBarrier in {round(limit_s * 1000)} ms: "
+                + "; ".join(f"rank {rank} is at {self._runtime.line_of(rank)}" for rank in missing)
+            )
+
     def barrier(self, opts: Any = None) -> Work:
         self._check_here([])
         request = Request(Signature(int(Kind.BARRIER), self._label("barrier"), None))
@@ -633,6 +767,8 @@ class HoraProcessGroup(_BASE):
 
 
 _SUM_OF_TORCH, _PREMUL_SUM = hash(dist.ReduceOp.SUM), hash(dist.ReduceOp.PREMUL_SUM)
+_BARRIER_TAG = -(2**31)  # of monitored_barrier's messages: no user's tag
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES.values())}
 _SCATTERED = (0, 1)  # what the engine's reducescatter does: average and sum
 
 

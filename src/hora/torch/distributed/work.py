@@ -35,6 +35,10 @@ class Operation:
         """Call this once it is done, on any thread."""
         raise NotImplementedError
 
+    def source(self) -> int:
+        """Return the member that a received message came from; -1 for anything else."""
+        return -1
+
 
 class _Callbacks:
     """Threads that run callbacks. One that blocks does not hold up the others."""
@@ -100,14 +104,13 @@ class _Future(Future):  # type: ignore[type-arg]
 class Work(dist.Work):
     """An operation in flight with the tensors that are its result."""
 
-    def __init__(self, operation: Operation | None, tensors: Sequence[Any], source: int = -1) -> None:
+    def __init__(self, operation: Operation | None, tensors: Sequence[Any]) -> None:
         super().__init__()
         self._operation = operation
         self._tensors = list(tensors)
         self._future: Any = None
         self._lock = threading.Lock()
         self._error: BaseException | None = None
-        self.source = source
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait for it; raises its error. Without a timeout the group's limit counts."""
@@ -145,7 +148,7 @@ class Work(dist.Work):
         return self._tensors
 
     def source_rank(self) -> int:
-        return self.source
+        return -1 if self._operation is None else self._operation.source()
 
     _source_rank = source_rank
 

@@ -1,0 +1,499 @@
+"""Messages from one rank to another: `send`, `receive`, from one source or any, matched by group and tag.
+
+Ranks of one host have a segment with a ring of bytes for each ordered pair of them, ranks of other hosts an encrypted
+stream for each direction, opened with the first message. A message is a header and its bytes. A sender writes what has
+room and goes on when the receiver has made some; the receiver puts what comes where a receive waits for it, or keeps it
+until one does. So messages of a pair with one tag arrive in the order in which they were sent.
+
+Progress is made by whichever thread waits, on everything that is pending here, so that two ranks may send to each other
+and wait for that first. Without such a thread a background thread goes on.
+
+Waiting in shared memory: each rank has a bell, which a peer sets to a number that was never there before, after it has
+moved bytes; a rank says that it sleeps, looks once more at its rings, and sleeps while the bell is as it was
+(`verify/messages.pml`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import select
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from hora.engine.shm.futex import LINE_BYTES, Counter, fence
+from hora.engine.shm.segment import Segment
+from hora.engine.status import WorldStatus
+from hora.engine.transport.stream import Incoming, Outgoing
+from hora.errors import HorovodInternalError
+from hora.net.connection import Stream
+
+__all__ = ["ANY_SOURCE", "Message", "Messages"]
+
+ANY_SOURCE = -1
+_HEADER = struct.Struct("<qqqq")  # group, tag, bytes, digest of what they are
+_RINGS_BYTES = 64 * 2**20  # of all pairs of a host
+_MOST_RING_BYTES, _LEAST_RING_BYTES = 2**20, 16 * 2**10
+_PAIR_LINES = 4  # of a pair, before its bytes: how much was written, how much was read
+_RANK_LINES = 4  # of a rank: its bell, and whether it sleeps
+_POLL_MS = 1
+
+
+class Message:
+    """A message that is sent or received. `memory`: where its bytes are, or are to go; `keep`: the owner of it.
+
+    A receive knows its `source` when it is done. `kind` is the dtype's number: both ends must have the same.
+    """
+
+    def __init__(
+        self, peer: int, group: int, tag: int, memory: tuple[int, int], kind: int, keep: object, sources: Sequence[int]
+    ) -> None:
+        self.peer, self.group, self.tag, self.kind = peer, group, tag, kind
+        self.address, self.num_bytes = memory
+        self.keep, self.sources = keep, sources
+        self.source = peer
+        self.done = False
+        self.error: HorovodInternalError | None = None
+        self.on_done: Callable[[], None] | None = None
+        self.num_moved = 0  # of header and bytes
+
+    def finish(self, error: HorovodInternalError | None = None) -> None:
+        self.error, self.done, self.keep = error, True, None
+        if self.on_done is not None:
+            self.on_done()
+
+
+class _Arrival:
+    """A message on its way in, for a receive that waits for it or for one to come."""
+
+    def __init__(self, group: int, tag: int, num_bytes: int, kind: int, receive: Message | None) -> None:
+        self.group, self.tag, self.num_bytes, self.kind = group, tag, num_bytes, kind
+        self.receive = receive
+        self.buffer = None if receive is not None else ctypes.create_string_buffer(max(num_bytes, 1))
+        self.address = receive.address if receive is not None else ctypes.addressof(self.buffer)  # type: ignore[arg-type]
+        self.num_moved = 0
+
+
+class _Ring:
+    """The bytes of one ordered pair, at `offset` of the host's segment."""
+
+    def __init__(self, segment: Segment, offset: int, num_bytes: int) -> None:
+        self.written = Counter.at(segment.memory, offset)
+        self.read = Counter.at(segment.memory, offset + 2 * LINE_BYTES)
+        self._start = self.written.address + _PAIR_LINES * LINE_BYTES
+        self._num_bytes = num_bytes
+
+    def write(self, address: int, count: int) -> int:
+        """Write what has room; returns how many bytes."""
+        written = self.written.value
+        count = min(count, self._num_bytes - (written - self.read.value))
+        if count:
+            self._copy(written, address, count, inwards=True)
+            self.written.store(written + count)
+        return count
+
+    def take(self, address: int, count: int) -> int:
+        """Take what is there; returns how many bytes."""
+        read = self.read.value
+        count = min(count, self.written.value - read)
+        if count:
+            self._copy(read, address, count, inwards=False)
+            self.read.store(read + count)
+        return count
+
+    def _copy(self, at: int, address: int, count: int, *, inwards: bool) -> None:
+        begin = at % self._num_bytes
+        first = min(count, self._num_bytes - begin)
+        for place, other, some in ((begin, address, first), (0, address + first, count - first)):
+            if some and inwards:
+                ctypes.memmove(self._start + place, other, some)
+            elif some:
+                ctypes.memmove(other, self._start + place, some)
+
+
+class _Far:
+    """The streams with a rank of another host."""
+
+    outgoing: Outgoing | None = None
+    incoming: Incoming | None = None
+
+    def write(self, address: int, count: int) -> int:
+        assert self.outgoing is not None
+        before = self.outgoing.num_moved
+        if not self.outgoing.queue:
+            self.outgoing.add(_view(address, count))
+        self.outgoing.move()
+        return self.outgoing.num_moved - before
+
+    def take(self, address: int, count: int) -> int:
+        if self.incoming is None:
+            return 0
+        before = self.incoming.num_moved
+        if not self.incoming.queue:
+            self.incoming.add(_view(address, count))
+        self.incoming.move()
+        return self.incoming.num_moved - before
+
+
+class Messages:
+    """This rank's messages. `near`: the ranks of this host in a common order, with their segment; `open_stream` and
+    `take_stream` give the streams to and from another host's rank."""
+
+    def __init__(
+        self,
+        rank: int,
+        near: Sequence[int],
+        segment: Segment | None,
+        status: WorldStatus,
+        open_stream: Callable[[int], Stream],
+        take_stream: Callable[[int], Stream | None],
+    ) -> None:
+        self._rank, self._status = rank, status
+        self._open_stream, self._take_stream = open_stream, take_stream
+        self._segment = segment
+        self._lock = threading.RLock()
+        self._sending: dict[int, deque[Message]] = {}  # by destination
+        self._receives: list[Message] = []  # that wait, in their order
+        self._arrivals: dict[int, deque[_Arrival]] = {}  # of each source, in their order; the last may be on its way
+        self._headers: dict[int, tuple[ctypes.Array[ctypes.c_char], list[int]]] = {}
+        self._far: dict[int, _Far] = {}
+        self._out: dict[int, _Ring] = {}
+        self._in: dict[int, _Ring] = {}
+        self._bells: dict[int, tuple[Counter, Counter]] = {}
+        self._numbers = itertools.count(1)
+        self._num_near = len(near)
+        self._num_waiting = self._num_asleep = 0
+        self._closed = ""
+        self._background: threading.Thread | None = None
+        self._idle = threading.Condition(self._lock)
+        if segment is not None:
+            self._lay_out(list(near), segment)
+
+    @staticmethod
+    def num_bytes(num_near: int) -> int:
+        """The size of the segment of so many ranks of a host."""
+        pair = _ring_bytes(num_near) + _PAIR_LINES * LINE_BYTES
+        return num_near * _RANK_LINES * LINE_BYTES + num_near * num_near * pair
+
+    def _lay_out(self, near: list[int], segment: Segment) -> None:
+        size, mine = len(near), near.index(self._rank)
+        ring_bytes = _ring_bytes(size)
+        pair_bytes, pairs_at = ring_bytes + _PAIR_LINES * LINE_BYTES, size * _RANK_LINES * LINE_BYTES
+        for index, rank in enumerate(near):
+            at = index * _RANK_LINES * LINE_BYTES
+            self._bells[rank] = (
+                Counter.at(segment.memory, at),
+                Counter.at(segment.memory, at + 2 * LINE_BYTES),
+            )
+            if rank != self._rank:
+                self._out[rank] = _Ring(segment, pairs_at + (mine * size + index) * pair_bytes, ring_bytes)
+                self._in[rank] = _Ring(segment, pairs_at + (index * size + mine) * pair_bytes, ring_bytes)
+
+    # Sending and receiving.
+
+    def send(self, message: Message) -> None:
+        """Begin to send. It is done when all of it is on its way."""
+        with self._lock:
+            self._check()
+            queue = self._sending.setdefault(message.peer, deque())
+            queue.append(message)
+            self._progress()
+
+    def receive(self, message: Message) -> None:
+        """Begin to receive."""
+        with self._lock:
+            if self._closed:
+                raise HorovodInternalError(self._closed)
+            self._receives.append(message)
+            self._progress()  # what came before its sender left is received, too
+            if not message.done and not self._status.is_open:
+                self._receives.remove(message)
+                raise self._status.error()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise HorovodInternalError(self._closed)
+        self._status.check_open()
+
+    def wait(self, message: Message, deadline: float) -> bool:
+        """Return whether a message was done before the deadline; the calling thread makes progress meanwhile."""
+        with self._lock:
+            self._num_waiting += 1
+        try:
+            while not message.done:
+                self._turn()
+                if not message.done and time.monotonic() > deadline:
+                    return False
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
+                self._idle.notify_all()
+        return True
+
+    def cancel(self, message: Message, error: HorovodInternalError) -> None:
+        """Give up a message that nobody has answered."""
+        with self._lock:
+            if message in self._receives:
+                self._receives.remove(message)
+            if not message.done:
+                message.finish(error)
+
+    def go_on(self) -> None:
+        """Make progress in the background with what no thread waits for."""
+        with self._lock:
+            if self._background is None and not self._closed:
+                self._background = threading.Thread(target=self._run, name="hora-messages", daemon=True)
+                self._background.start()
+            self._idle.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                while not self._closed and (self._num_waiting or not self._pending()):
+                    self._idle.wait(1.0)
+                if self._closed:
+                    return
+            with contextlib.suppress(HorovodInternalError):
+                self._turn()
+
+    def _pending(self) -> bool:
+        return bool(self._receives) or any(self._sending.values())
+
+    # Progress.
+
+    def _turn(self) -> None:
+        """Move what can be moved, or sleep for a moment."""
+        mine = self._bells.get(self._rank)
+        with self._lock:
+            seen = 0 if mine is None else mine[0].value
+            try:
+                self._status.check_alive()
+                if self._closed:
+                    raise HorovodInternalError(self._closed)
+                moved = self._progress()
+            except HorovodInternalError as error:
+                self._fail(error)
+                return
+            far = [one for one in self._far.values() if one.incoming is not None or one.outgoing is not None]
+            lacking = any(peer not in self._in for peer in self._sources())
+        if moved:
+            return
+        if mine is None or far or lacking:
+            self._poll(far)
+            return
+        bell, asleep = mine
+        with self._lock:
+            self._num_asleep += 1
+            asleep.store(1)
+            fence()
+            moved = self._progress()
+        try:
+            if not moved:
+                bell.wait_beyond(seen)
+        finally:
+            with self._lock:
+                self._num_asleep -= 1
+                asleep.store(int(self._num_asleep > 0))
+
+    def _poll(self, far: Sequence[_Far]) -> None:
+        poll = select.poll()
+        for one in far:
+            if one.outgoing is not None and one.outgoing.queue:
+                poll.register(one.outgoing.sock, select.POLLOUT)
+            if one.incoming is not None:
+                poll.register(one.incoming.sock, select.POLLIN)
+        poll.poll(_POLL_MS)
+
+    def _progress(self) -> bool:
+        """Move what can be moved without waiting. Under the lock."""
+        moved = False
+        for peer, queue in self._sending.items():
+            while queue and self._push(peer, queue[0]):
+                moved = True
+                if queue[0].num_moved == _HEADER.size + queue[0].num_bytes:
+                    queue.popleft().finish()
+        for receive in list(self._receives):
+            moved |= self._match_kept(receive)
+        for peer in self._sources():
+            while self._pull(peer):
+                moved = True
+        return moved
+
+    def _sources(self) -> list[int]:
+        """The ranks of which something is to be read now: what nobody waits for stays where it is, unless it is in
+        front of what somebody waits for."""
+        wanted = {source for receive in self._receives for source in receive.sources}
+        unfinished = {peer for peer, some in self._arrivals.items() if some and not _whole(some[-1])}
+        return sorted(wanted | unfinished)
+
+    def _push(self, peer: int, message: Message) -> bool:
+        """Write some bytes of a message; returns whether there was room."""
+        way = self._way(peer, outwards=True)
+        moved = 0
+        try:
+            if message.num_moved < _HEADER.size:
+                header = _HEADER.pack(message.group, message.tag, message.num_bytes, message.kind)
+                held = ctypes.create_string_buffer(header, _HEADER.size)
+                message.keep = (message.keep, held)  # a stream may still have to send it
+                moved += way.write(ctypes.addressof(held) + message.num_moved, _HEADER.size - message.num_moved)
+                message.num_moved += moved
+            done = message.num_moved - _HEADER.size
+            if 0 <= done < message.num_bytes:
+                some = way.write(message.address + done, message.num_bytes - done)
+                message.num_moved += some
+                moved += some
+        except OSError as error:
+            raise HorovodInternalError(f"rank {peer} cannot be reached: {error}") from error
+        if moved:
+            self._ring_bell(peer)
+        return bool(moved)
+
+    def _pull(self, peer: int) -> bool:
+        """Read some bytes of a source; returns whether there were any."""
+        way = self._way(peer, outwards=False)
+        arrivals = self._arrivals.setdefault(peer, deque())
+        try:
+            if not arrivals or _whole(arrivals[-1]):
+                if any(self._match_kept(receive) for receive in list(self._receives)):
+                    return True  # before the next one, which may have the same tag
+                if not any(peer in receive.sources for receive in self._receives):
+                    return False
+                moved = self._pull_header(peer, way, arrivals)
+            else:
+                last = arrivals[-1]
+                moved = way.take(last.address + last.num_moved, last.num_bytes - last.num_moved)
+                last.num_moved += moved
+        except OSError as error:
+            raise HorovodInternalError(f"rank {peer} cannot be reached: {error}") from error
+        if moved:
+            self._ring_bell(peer)
+        if arrivals and _whole(arrivals[-1]) and arrivals[-1].receive is not None:
+            arrival = arrivals.pop()
+            assert arrival.receive is not None
+            arrival.receive.source = peer
+            arrival.receive.finish()
+        return bool(moved)
+
+    def _pull_header(self, peer: int, way: _Ring | _Far, arrivals: deque[_Arrival]) -> int:
+        room, count = self._headers.setdefault(peer, (ctypes.create_string_buffer(_HEADER.size), [0]))
+        moved = way.take(ctypes.addressof(room) + count[0], _HEADER.size - count[0])
+        count[0] += moved
+        if count[0] == _HEADER.size:
+            count[0] = 0
+            group, tag, num_bytes, kind = _HEADER.unpack(room.raw)
+            receive = next((one for one in self._receives if _matches(one, peer, group, tag)), None)
+            if receive is not None:
+                self._receives.remove(receive)
+                if not self._fits(receive, peer, num_bytes, kind):
+                    receive = None
+                    arrivals.append(_Arrival(group, tag, num_bytes, kind, None))
+                    arrivals[-1].group = -1  # read, and thrown away
+                    return moved
+            arrivals.append(_Arrival(group, tag, num_bytes, kind, receive))
+        return moved
+
+    def _match_kept(self, receive: Message) -> bool:
+        """Give a receive a message that has come before it."""
+        for peer in receive.sources:
+            arrivals = self._arrivals.get(peer)
+            for arrival in arrivals or ():
+                if arrival.receive is None and _matches(receive, peer, arrival.group, arrival.tag):
+                    if not _whole(arrival):
+                        break
+                    assert arrivals is not None
+                    arrivals.remove(arrival)
+                    self._receives.remove(receive)
+                    if self._fits(receive, peer, arrival.num_bytes, arrival.kind):
+                        ctypes.memmove(receive.address, arrival.address, arrival.num_bytes)
+                        receive.source = peer
+                        receive.finish()
+                    return True
+        return False
+
+    def _fits(self, receive: Message, peer: int, num_bytes: int, kind: int) -> bool:
+        if receive.num_bytes == num_bytes and receive.kind == kind:
+            return True
+        what = f"{num_bytes} bytes" if num_bytes != receive.num_bytes else "a tensor of another dtype"
+        receive.finish(
+            HorovodInternalError(
+                f"rank {peer} sent {what} with tag {receive.tag}, but rank {self._rank} receives {receive.num_bytes} "
+                "bytes: send and receive tensors of one size and dtype"
+            )
+        )
+        return False
+
+    def _ring_bell(self, peer: int) -> None:
+        bells = self._bells.get(peer)
+        if bells is not None:
+            bell, asleep = bells
+            bell.store(next(self._numbers) * self._num_near * 2 + self._rank)  # a number that was never there
+            fence()
+            if asleep.value:
+                bell.wake()
+
+    def _way(self, peer: int, *, outwards: bool) -> _Ring | _Far:
+        near = (self._out if outwards else self._in).get(peer)
+        if near is not None:
+            return near
+        far = self._far.setdefault(peer, _Far())
+        if outwards and far.outgoing is None:
+            far.outgoing = Outgoing(self._open_stream(peer))
+        if not outwards and far.incoming is None:
+            stream = self._take_stream(peer)
+            if stream is not None:
+                far.incoming = Incoming(stream)
+        return far
+
+    # The end.
+
+    def interrupt(self) -> None:
+        """Have the thread that sleeps look at the world's status. Any thread."""
+        mine = self._bells.get(self._rank)
+        if mine is not None:
+            with contextlib.suppress(AttributeError):
+                mine[0].wake()
+
+    def _fail(self, error: HorovodInternalError) -> None:
+        messages = [*self._receives, *(one for queue in self._sending.values() for one in queue)]
+        self._receives.clear()
+        self._sending.clear()
+        for some in self._arrivals.values():
+            messages += [arrival.receive for arrival in some if arrival.receive is not None]
+        self._arrivals.clear()
+        for message in messages:
+            message.finish(error)
+
+    def close(self, why: str) -> None:
+        """End all that is pending, and let go of memory and streams."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = why
+            self._fail(HorovodInternalError(why))
+            self._idle.notify_all()
+            for far in self._far.values():
+                for end in (far.outgoing, far.incoming):
+                    if end is not None:
+                        end.close()
+        self.interrupt()
+
+
+def _whole(arrival: _Arrival) -> bool:
+    return arrival.num_moved == arrival.num_bytes
+
+
+def _matches(receive: Message, peer: int, group: int, tag: int) -> bool:
+    return receive.group == group and receive.tag == tag and peer in receive.sources
+
+
+def _ring_bytes(num_near: int) -> int:
+    each = _RINGS_BYTES // max(num_near * num_near, 1)
+    return max(min(each, _MOST_RING_BYTES), _LEAST_RING_BYTES) // LINE_BYTES * LINE_BYTES
+
+
+def _view(address: int, count: int) -> memoryview:
+    return memoryview((ctypes.c_ubyte * count).from_address(address)).cast("B")
