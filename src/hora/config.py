@@ -94,7 +94,7 @@ class EngineConfig:
     elastic_per_step: bool = _variable("HORA_ELASTIC_PER_STEP", False, _boolean, "0 or 1")
     nan_check: bool = _variable("HORA_NAN_CHECK", False, _boolean, "0 or 1")
     plan: bool = _variable("HORA_PLAN", False, _boolean, "0 or 1")  # set by `hora plan`
-    lifeline: str = _variable("HORA_LIFELINE", "", str, "a file of the supervisor's")  # set by it
+    lifeline: str = _variable("HORA_LIFELINE", "", str, "a file of the agent's")  # set by it
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> EngineConfig:

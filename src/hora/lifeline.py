@@ -3,13 +3,13 @@
 Linux closes the connections of a process that was killed, and tells its parent, only when it has freed its memory:
 50 ms for 300 MB. Before that it goes through the robust futexes of each thread (get_robust_list(2)): a word that names
 the thread as its owner is marked, and whoever waits for it is woken. So a thread of the worker owns such a word for as
-long as the process lives, and a thread of its supervisor waits:
+long as the process lives, and a thread of its agent waits:
 
     nobody's (0) --own--> the thread's (its number) --the process ends or executes another program--> marked
     any of these --close--> over
 
 A process that is stopped owns it still. A forked child does not: it has other threads. Imports nothing heavy, because
-supervisors do not.
+agents do not.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _RobustList(ctypes.Structure):
 
 
 def own(path: str) -> None:
-    """Own the lifeline at this path from now on, unless it is owned: the supervisor hears of this process's death."""
+    """Own the lifeline at this path from now on, unless it is owned: the agent hears of this process's death."""
     if path in _owned:
         return
     with open(path, "r+b", buffering=0) as file:
@@ -67,7 +67,7 @@ def _own(word: ctypes.c_uint32) -> None:
 
 
 class Lifeline:
-    """The supervisor's end, at `path`. `dead` is called once, in a thread of its own, if the owner dies."""
+    """The agent's end, at `path`. `dead` is called once, in a thread of its own, if the owner dies."""
 
     def __init__(self, dead: Callable[[], None]) -> None:
         self._dead = dead

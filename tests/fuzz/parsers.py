@@ -142,7 +142,8 @@ def rendezvous() -> Target:
 
 def agents() -> Target:
     """What the agents of nodes say to the first node."""
-    from hora.launch.controller.agents import PROTOCOL, Agents
+    from hora.launch.agent.protocol import Exited, Finished, Join, Leaving, Output, Started, pack
+    from hora.launch.controller.agents import Agents
     from hora.version import version
 
     def fuzz(data: bytes) -> None:
@@ -153,9 +154,13 @@ def agents() -> Target:
             nodes.closed(peer)  # type: ignore[arg-type]
             nodes.dismiss(0)
 
-    join = {"op": "join", "node": 0, "name": "n", "slots": 1, "version": version(), "protocol": PROTOCOL}
-    later = [b'{"op": "out"}\tx', b'{"op": "err"}\ty', b'{"op": "leaving"}', b'{"op": "ended", "status": 0}']
-    return fuzz, [json.dumps(join).encode(), *(json.dumps(join).encode() + b"\n" + one for one in later)]
+    def line(message: Any) -> bytes:
+        header, payload = pack(message)
+        return json.dumps(header).encode() + b"\t" + payload
+
+    join = line(Join(0, "n", 1, version(), [], []))
+    later = [Started(0, 1), Output(0, "stdout", b"x"), Exited(0, 1, "why"), Leaving(), Finished()]
+    return fuzz, [join, *(join + b"\n" + line(one) for one in later), b'{"op": "join", "node": 0, "name": "n"}']
 
 
 def sessions() -> Target:
@@ -182,27 +187,20 @@ def sessions() -> Target:
     return fuzz, [b"\n".join([first, *said]), b"\n".join([first, said[0], b"", back, said[2]]), back]
 
 
-def supervisors() -> Target:
-    """The frames of a host's supervisor, as the launcher takes them off its pipe."""
-    from hora.launch.agent import supervisor
-    from hora.launch.controller.host import HostConnection
-
-    class Gone:
-        def __getattr__(self, name: str) -> Callable[..., None]:
-            return lambda *_: None
+def local_agents() -> Target:
+    """The frames of an agent on this machine, as the controller takes them off its socket."""
+    from hora.launch.agent.protocol import Exited, Frames, Output, Start, Started, frame
 
     def fuzz(data: bytes) -> None:
-        host = HostConnection.__new__(HostConnection)
-        host.__dict__.update(_own={0, 1}, _running={0, 1}, _events=Gone(), _process=Gone(), _complaints=set())
-        host.__dict__["_lock"] = contextlib.nullcontext()
-        host._take_frames_or_hang_up(bytearray(data))
+        frames = Frames()
+        with contextlib.suppress(ValueError, RecursionError):
+            for piece in (data[:7], data[7:]):
+                for message in frames.feed(piece):
+                    frame(message)
 
-    def frame(kind: bytes, worker: int, body: bytes) -> bytes:
-        return supervisor.FRAME.pack(kind, worker, len(body)) + body
-
-    exited = frame(supervisor.EXITED, 0, b'{"code": 0, "reason": ""}')
-    said = frame(supervisor.STDOUT, 1, b"text\n") + frame(supervisor.STDERR, 0, b"!")
-    return fuzz, [exited, said + exited, frame(supervisor.STARTED, 0, b""), frame(supervisor.ALIVE, -1, b"")]
+    exited, said = frame(Exited(0, 0, "")), frame(Output(1, "stdout", b"text\n"))
+    order = frame(Start(0, ["true"], {"A": "b"}, True, None, {}, ["torch"]))
+    return fuzz, [exited, said + exited, frame(Started(0, 1)), order]
 
 
 def _in_a_file(read: Callable[[Path], object]) -> Callable[[bytes], None]:
@@ -383,7 +381,7 @@ TARGETS = {
         rendezvous,
         agents,
         sessions,
-        supervisors,
+        local_agents,
         recordings,
         timelines,
         models,

@@ -105,9 +105,9 @@ class JobProcess(_MarkedProcess):
         wait_until(f"{text!r} is printed", arrived, limit_s)
         assert text in self.text(), self.text()
 
-    def supervisors(self) -> list[psutil.Process]:
-        """Guardian and supervisor, in this order."""
-        found = [p for p in self.processes() if any("hora.launch.agent.supervisor" in part for part in p.cmdline())]
+    def agents(self) -> list[psutil.Process]:
+        """Guardian and agent, in this order."""
+        found = [p for p in self.processes() if any("hora.launch.agent.agent" in part for part in p.cmdline())]
         return sorted(found, key=lambda p: p.pid)
 
     def assert_nothing_left(self, limit_s: float = 60.0) -> None:

@@ -77,7 +77,7 @@ class Soak(Chaos):
 
     def tell(self, minutes: float, num_faults: int) -> None:
         names = {self.job.process.pid: "launcher", self.spared: "spared rank"}
-        names |= {process.pid: f"supervisor {number}" for number, process in enumerate(self.job.supervisors())}
+        names |= {process.pid: f"agent {number}" for number, process in enumerate(self.job.agents())}
         texts = []
         for pid, name in names.items():
             if pid in self.healths and self.healths[pid].samples:

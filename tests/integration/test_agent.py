@@ -11,6 +11,7 @@ import socket
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from job_process import BIN, JobProcess
 from test_ssh import SPY
@@ -113,7 +114,7 @@ def test_a_silent_node_is_given_up_and_ends_when_it_comes_to(tmp_path):
     wait_until("both ranks run", lambda: nodes.jobs[0].text().count("I am") == 2, 120)
     controller, agent = nodes.jobs
     stopped = agent.processes()
-    assert len(stopped) == 4  # the agent, guardian and supervisor, a rank
+    assert len(stopped) == 3  # guardian and agent, a rank
     for process in stopped:
         process.suspend()
     assert controller.wait(150) == 255
@@ -126,7 +127,7 @@ def test_a_silent_node_is_given_up_and_ends_when_it_comes_to(tmp_path):
     nodes.assert_nothing_left()
 
 
-@pytest.mark.parametrize("victim", ["worker", "agent", "supervisor", "controller"])
+@pytest.mark.parametrize("victim", ["worker", "agent", "guardian", "controller"])
 def test_nothing_is_left_after_any_death(tmp_path, victim):
     nodes = TwoNodes(tmp_path, "-np", "2", "sh", "-c", "echo I am $$; exec sleep 600")
     wait_until("both ranks run", lambda: nodes.jobs[0].text().count("I am") == 2, 120)
@@ -134,16 +135,17 @@ def test_nothing_is_left_after_any_death(tmp_path, victim):
     if victim == "worker":
         (worker,) = [process for process in agent.processes() if process.cmdline() == ["sleep", "600"]]
         worker.kill()
-    elif victim == "supervisor":
-        agent.supervisors()[0].kill()
+    elif victim == "agent":
+        (child,) = psutil.Process(agent.process.pid).children()
+        child.kill()
     else:
-        (agent if victim == "agent" else controller).process.send_signal(signal.SIGKILL)
+        (agent if victim == "guardian" else controller).process.send_signal(signal.SIGKILL)
     statuses = nodes.wait()
     assert all(status != 0 for status in statuses), statuses
     if victim == "worker":
         assert statuses == [137, 137]
     if victim == "agent":
-        assert "the supervisor on host" in controller.text()
+        assert "the agent on host" in controller.text()
     if victim == "controller":
         assert "the first node, 127.0.0.1, is gone" in agent.text()
     nodes.assert_nothing_left()

@@ -195,7 +195,7 @@ def test_a_failure_in_a_pod_of_a_job_set_is_the_jobs_and_is_named(cluster, what)
         assert "Process name: 1\nExit code: 7" in first.log()
         assert "oh no" in first.log()
     elif what == "the second pod is killed":
-        assert "the supervisor on host train-node-0-1" in first.log()
+        assert "the agent on host train-node-0-1" in first.log()
     else:
         assert "the first node, 10.81.0.1, is gone" in second.log()
     for pod in running.pods.values():

@@ -303,11 +303,11 @@ def test_the_launcher_gets_a_signal(tmp_path: Path, number: signal.Signals):
     job.assert_nothing_left()
 
 
-@pytest.mark.parametrize("which", ["guardian", "supervisor"])
+@pytest.mark.parametrize("which", ["guardian", "agent"])
 def test_a_middleman_is_killed(tmp_path: Path, which: str):
     job = stubborn_job(tmp_path)
-    guardian, supervisor = job.supervisors()
-    (guardian if which == "guardian" else supervisor).kill()
+    guardian, agent = job.agents()
+    (guardian if which == "guardian" else agent).kill()
     assert job.wait() == 1
     assert BEGINNING in job.text()
     job.assert_nothing_left()

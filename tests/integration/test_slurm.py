@@ -180,7 +180,7 @@ def test_nothing_is_left_and_the_nodes_are_free_after_any_death(slurm, tmp_path,
     by_name = {
         "worker": [p for p in job.processes() if p.cmdline()[:1] == ["sleep"]],
         "agent": [
-            p for p in job.processes() if "hora.launch.agent.node" in p.cmdline() and "srun" not in p.cmdline()[0]
+            p for p in job.processes() if "hora.launch.agent.session" in p.cmdline() and "srun" not in p.cmdline()[0]
         ],
         "launcher": [p for p in job.processes() if p.cmdline()[1:4] == [str(BIN / "hora"), "run", "-np"]],
     }
@@ -195,7 +195,7 @@ def test_nothing_is_left_and_the_nodes_are_free_after_any_death(slurm, tmp_path,
     if victim == "worker":
         assert "Exit code: 137" in job.text()
     if victim == "agent":
-        assert "the supervisor on host n" in job.text()
+        assert "the agent on host n" in job.text()
     if victim == "node":
         assert "has not answered for 12 s and was given up" in job.text()
     job.assert_nothing_left(90)

@@ -212,21 +212,21 @@ def test_a_host_that_never_answers(number, tmp_path):
 
 # What a host says that has been taken over: its agent joins, and then sends this for its supervisor's words.
 NONSENSE = {
-    "a negative length": "struct.pack('>cii', b'o', 0, -9) * 2",
-    "a huge length": "struct.pack('>cii', b'o', 0, 2**31 - 1) + b'x' * 1000",
-    "no JSON": "struct.pack('>cii', b'x', 0, 3) + b'{}}'",
-    "odd keys": "struct.pack('>cii', b'x', 0, 10) + b'{\"a\":  1 }'[:10]",
-    "deep JSON": "struct.pack('>cii', b'x', 0, 40000) + b'[' * 40000",
-    "a code that is none": "struct.pack('>cii', b'x', 0, 29) + b'{\"code\": 1e999, \"reason\": \"\"}'.ljust(29)",
-    "a list": "struct.pack('>cii', b'x', 0, 3) + b'[1]'",
-    "the end of another host's worker": "struct.pack('>cii', b'x', 7, 25) + b'{\"code\": 0, \"reason\": \"\"}'",
+    "no name": "({'a': 1},)",
+    "an unknown name": "({'op': 'Halt'},)",
+    "no JSON": "({'op': 'Exited'}, b'{}}')",
+    "a field is missing": "({'op': 'Exited'}, b'{\"worker\": 0}')",
+    "deep JSON": "({'op': 'Exited'}, b'[' * 40000)",
+    "a code that is none": '({\'op\': \'Exited\'}, b\'{"worker": 0, "code": 1e999, "reason": ""}\')',
+    "a list": "({'op': 'Exited'}, b'[1]')",
+    "a number for a stream": "({'op': 'Output', 'worker': 0, 'stream': 7}, b'x')",
+    "the end of another host's worker": '({\'op\': \'Exited\'}, b\'{"worker": 7, "code": 0, "reason": ""}\')',
 }
 # An `ssh` that is such a host's agent, in the place of what it was to start.
 LIAR = """#!{python}
 import json, struct, sys
 if '-G' in sys.argv: print('hostname 127.0.0.1'); sys.exit()
-from hora.launch.controller.agents import PROTOCOL
-from hora.launch.agent.supervisor import MARK
+from hora.launch.agent.protocol import Join, Start, Welcome, pack, unpack
 from hora.net.connection import connect
 from hora.net.session import ClientSession
 from hora.net.wire import Credentials
@@ -235,12 +235,11 @@ given = json.loads(sys.stdin.readline())
 key = Credentials(bytes.fromhex(given['key']), 'nodes', given['speaker'])
 session = ClientSession(connect(tuple(given['where']), key, timeout_s=30), None)
 ((name, (index, slots)),) = given['nodes'].items()
-own = {{'node': {index}, 'name': name, 'slots': slots, 'version': version(), 'protocol': PROTOCOL}}
-session.send({{'op': 'join', **own}})
-answer, _ = session.receive(limit_s=30)
-if answer['op'] != 'welcome': sys.exit(str(answer))
-while b'start' not in session.receive(limit_s=30)[1]: pass
-session.send({{'op': 'out'}}, MARK + {lie})
+session.send(*pack(Join({index}, name, slots, version(), [], [])))
+answer = unpack(*session.receive(limit_s=30))
+if not isinstance(answer, Welcome): sys.exit(str(answer))
+while not isinstance(unpack(*session.receive(limit_s=30)), Start): pass
+session.send(*{lie})
 try:
     while True: session.receive(limit_s=60)
 except (EOFError, OSError): pass
@@ -248,20 +247,20 @@ except (EOFError, OSError): pass
 
 
 @pytest.mark.parametrize("what", NONSENSE)
-def test_a_host_that_sends_what_no_supervisor_sends(what, tmp_path):
+def test_a_host_that_sends_what_no_agent_sends(what, tmp_path):
     fake = tmp_path / "ssh"
     fake.write_text(LIAR.format(python=sys.executable, index="index", lie=NONSENSE[what]))
     fake.chmod(0o755)
     code, _, err = run_command("horovodrun", "-np", "1", "-H", "nodez:1", "true", env={"HORA_SSH": str(fake)})
     assert code == 1
-    assert "the supervisor on host nodez ended unexpectedly" in err
-    assert "it sent what no supervisor sends" in err
+    assert "the agent on host nodez ended unexpectedly" in err
+    assert "it sent what no agent sends" in err
 
 
 @pytest.mark.parametrize("index", ["index + 1", "index - 1"])
 def test_a_host_that_joins_in_the_place_of_another_is_refused(index, tmp_path):
     fake = tmp_path / "ssh"
-    fake.write_text(LIAR.format(python=sys.executable, index=index, lie="b''"))
+    fake.write_text(LIAR.format(python=sys.executable, index=index, lie="({'op': 'Pong'},)"))
     fake.chmod(0o755)
     line = ["horovodrun", "-np", "2", "-H", "nodey:1,nodez:1", "true"]
     code, _, err = run_command(*line, env={"HORA_SSH": str(fake)})
@@ -312,8 +311,8 @@ def test_the_end_of_the_launcher_ends_the_remote_workers(hosts, ready, number):
     job = ["hora", "run", "-np", "2", "-H", "nodea:1,nodeb:1", "sh", "-c", f'python -c "{SLEEPER}"; true']
     with running(*job, env=env, ready=ready, count=2) as launcher:
         above = [parent for process in launcher.processes() for parent in process.parents()]
-        agents = {process.pid for process in above if "hora.launch.agent.node" in process.cmdline()}
-        assert len(agents) == 2
+        agents = {process.pid for process in above if "hora.launch.agent.session" in process.cmdline()}
+        assert len(agents) == 4  # each with its guardian
         launcher.process.send_signal(number)
         code, _, _ = launcher.finish()
         wait_until_gone(*agents)
@@ -336,7 +335,7 @@ def test_a_job_goes_on_without_the_ssh_that_started_its_agents(hosts, ready, tmp
     with running(*job, env=env, ready=ready, count=2) as launcher:
         for host in ("nodea", "nodeb"):
             ssh = _ssh_client(launcher, host)
-            killed = ssh if victim == "ssh" else _agent_of(launcher, ("nodea", "nodeb").index(host)).ppid()
+            killed = ssh if victim == "ssh" else _agent_of(launcher, ("nodea", "nodeb").index(host)).parents()[1].pid
             os.kill(killed, signal.SIGKILL)
             wait_until_gone(ssh)
         (tmp_path / "go").touch()
@@ -355,14 +354,14 @@ def test_the_end_of_an_agent_ends_its_host_and_the_job(hosts, ready):
         wait_until_gone(*agents)
     assert code == 255
     assert "process 1 on host nodeb failed" in err
-    assert "the supervisor on host nodeb ended unexpectedly" in err
+    assert "the agent on host nodeb ended unexpectedly" in err
 
 
 def _agent_of(job, rank):
-    """The agent on a rank's host: the parent of its supervisor's guardian."""
+    """The agent on a rank's host, the child of its guardian."""
     (worker,) = [process for process in job.processes() if process.environ().get("HOROVOD_RANK") == str(rank)]
-    agent = worker.parents()[2]
-    assert "hora.launch.agent.node" in agent.cmdline()
+    agent = worker.parents()[0]
+    assert "hora.launch.agent.session" in agent.cmdline()
     return agent
 
 
@@ -372,7 +371,7 @@ def test_a_silent_host_is_given_up_and_ends_its_workers_when_it_comes_to(hosts, 
     job = ["hora", "run", "-np", "2", "-H", "nodea:1,nodeb:1", "--silence-timeout", "12", "python", "-c", SLEEPER]
     with running(*job, env=env, ready=ready, count=2) as launcher:
         (rank,) = [process for process in launcher.processes() if process.environ().get("HOROVOD_RANK") == "1"]
-        stopped = [rank, *rank.parents()[:2]]  # its supervisor, and that one's guardian
+        stopped = [rank, *rank.parents()[:2]]  # its agent, and that one's guardian
         for process in stopped:
             process.suspend()
         launcher.process.wait(150)

@@ -14,8 +14,8 @@ from test_job_store import Etcd
 
 from hora.launch.ha.etcd import Etcd as EtcdStore
 from hora.launch.ha.kubernetes import LeaseStore
-from hora.launch.ha.leadership import Leadership
-from hora.launch.ha.store import StoreError, open_store
+from hora.launch.ha.leadership import Leadership, open_store
+from hora.launch.ha.store import StoreError
 from hora.launch.job import LeadershipLostError
 from hora.launch.providers.kubernetes import Request, manifests
 from waiting import wait_until

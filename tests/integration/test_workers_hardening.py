@@ -272,7 +272,7 @@ def test_a_worker_deaf_to_sigterm_is_killed(session):
 def test_a_killed_supervisor_fails_its_workers_and_the_next_launch_gets_another(session):
     worker = launch(session, FOR_EVER)
     running(session, worker)
-    (guardian,) = [p for p in psutil.Process().children() if "hora.launch.agent.supervisor" in " ".join(p.cmdline())]
+    (guardian,) = [p for p in psutil.Process().children() if "hora.launch.agent.agent" in " ".join(p.cmdline())]
     family = guardian.children(recursive=True)
     for process in (guardian, *family):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -286,7 +286,7 @@ def test_no_launch_goes_to_a_supervisor_whose_guardian_was_killed(session):
     """It still ends its workers and tells how they ended, and takes no new ones."""
     worker = launch(session, FOR_EVER)
     running(session, worker)
-    (guardian,) = [p for p in psutil.Process().children() if "hora.launch.agent.supervisor" in " ".join(p.cmdline())]
+    (guardian,) = [p for p in psutil.Process().children() if "hora.launch.agent.agent" in " ".join(p.cmdline())]
     with open(os.pidfd_open(guardian.pid)) as alive:
         guardian.kill()
         assert select.select([alive], [], [], 20)[0] == [alive]

@@ -1,17 +1,15 @@
-"""Nodes that come by themselves, in virtual time: the real agents, and the real `Agents`, `HostLauncher` and
-`HostConnection`.
+"""Nodes that come by themselves, in virtual time: the real links of agents, and the real `Agents`, `AgentHandle`s and
+`HostLauncher`.
 
-What is played: sockets, pipes, threads, a machine's processes, and its supervisor (`Supervisor`), which starts
-`simulated_workers` by the orders that reach it.
+What is played: sockets, pipes, threads, a machine's processes, and the agent's loop over them (`SimulatedAgent`), which
+starts `simulated_workers` by the orders that reach it.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,15 +17,33 @@ from fibers import Condition, Fiber, KilledError, Process, pause
 from simulated_workers import Worker
 from simulator import Message, Network, Simulation, VirtualServer
 
-from hora.launch.agent import node as agent
-from hora.launch.agent.supervisor import ALIVE, EXITED, FRAME, MARK, NO_WORKER, STARTED
-from hora.launch.providers.platforms import Place
+from hora.launch.agent import session
+from hora.launch.agent.agent import LEFT
+from hora.launch.agent.protocol import (
+    Bye,
+    Exited,
+    Finish,
+    Finished,
+    Frames,
+    Join,
+    Leaving,
+    Ping,
+    Pong,
+    Start,
+    Started,
+    Terminate,
+    frame,
+)
+from hora.launch.agent.protocol import (
+    Message as Report,
+)
+from hora.launch.providers.platforms import NodeSpec
 from hora.net.wire import Credentials
 from hora.world import World
 
 CUT_LIMIT_S = 30.0  # of silence, after which a kernel takes a connection for cut
 START_LIMIT_S = 60.0
-SUPERVISORS_GRACE_S = 5.0
+AGENTS_GRACE_S = 5.0
 REASONABLE_END_S = 300.0
 CREDENTIALS = Credentials(bytes(32), "nodes")
 
@@ -45,9 +61,7 @@ class Pipe:
 
 
 class Descriptors:
-    """Stands for the parts of `os`, `select` and `selectors` that have to do with pipes."""
-
-    EVENT_READ = 1
+    """Stands for the parts of `os` and `select` that have to do with pipes."""
 
     def __init__(self) -> None:
         self._ids = itertools.count(1_000_000)
@@ -59,9 +73,6 @@ class Descriptors:
         ends, pipe = (next(self._ids), next(self._ids)), Pipe()
         self._pipes.update(dict.fromkeys(ends, pipe))
         return ends
-
-    def fdopen(self, descriptor: int, *_: object, **__: object) -> File:
-        return File(self, descriptor)
 
     def set_blocking(self, descriptor: int, blocking: bool) -> None:
         self._unblocked.add(descriptor)
@@ -101,48 +112,6 @@ class Descriptors:
         waiting = list(reading)
         self._changed.wait_for(lambda: any(self._readable(one) for one in waiting), limit_s)
         return [one for one in waiting if self._readable(one)], [], []
-
-    def DefaultSelector(self) -> Selector:  # noqa: N802
-        return Selector(self)
-
-
-class File:
-    """A pipe's end as a file."""
-
-    def __init__(self, descriptors: Descriptors, descriptor: int) -> None:
-        self._descriptors, self._descriptor = descriptors, descriptor
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def close(self) -> None:
-        self._descriptors.close(self._descriptor)
-
-
-class Selector:
-    """Stands for a selector of pipes' ends to read from."""
-
-    def __init__(self, descriptors: Descriptors) -> None:
-        self._descriptors = descriptors
-        self._keys: dict[int, SimpleNamespace] = {}
-
-    def __enter__(self) -> Selector:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def register(self, descriptor: int, _: object) -> None:
-        self._keys[descriptor] = SimpleNamespace(fd=descriptor)
-
-    def unregister(self, descriptor: int) -> None:
-        del self._keys[descriptor]
-
-    def get_map(self) -> dict[int, SimpleNamespace]:
-        return self._keys
-
-    def select(self) -> list[tuple[SimpleNamespace, int]]:
-        ready, _, _ = self._descriptors.select(self._keys, [], [], None)
-        return [(self._keys[one], 1) for one in ready]
 
 
 # ---- sockets --------------------------------------------------------------------------------------------------------
@@ -234,35 +203,34 @@ def connect(where: tuple[str, int], credentials: Credentials, *, timeout_s: floa
 
 
 class Machine:
-    """A node, or the first one, where the launcher runs; its agent, supervisors and workers."""
+    """A node, or the first one, where the launcher runs; its agents and workers."""
 
     def __init__(self, world: Nodes, name: str, slots: int, index: int) -> None:
         self.world, self.name, self.slots, self.index = world, name, slots, index
         self.simulation, self.network = world.simulation, world.network
         self.connections: list[NodeConnection] = []
-        self.supervisors: list[Supervisor] = []
-        self.agent: Process | None = None
-        self.signals: Any = None
+        self.agents: list[SimulatedAgent] = []
+        self.process: Process | None = None  # of its present agent
         self.told: list[str] = []  # how its agents have ended
 
     @property
     def agent_dead(self) -> bool:
-        return self.agent is None or self.agent.dead
+        return self.process is None or self.process.dead
 
     @property
     def dead(self) -> bool:
-        return self.agent_dead and all(one.dead for one in self.supervisors)
+        return self.agent_dead and all(agent.dead for agent in self.agents)
 
     def boot(self) -> None:
         """Start an agent, as the platform does."""
         if self.agent_dead and not self.world.over:
             self.simulation.log(f"{self.name} starts its agent")
-            self.agent = Process(self.simulation, self.name)
-            self.agent.machine = self  # type: ignore[attr-defined]
-            Fiber(self.agent, self._serve)
+            self.process = Process(self.simulation, self.name)
+            self.process.machine = self  # type: ignore[attr-defined]
+            Fiber(self.process, self._serve)
 
     def _serve(self) -> None:
-        place = Place(
+        place = NodeSpec(
             num_nodes=self.world.num_nodes + 1,
             index=self.index,
             host="10.0.0.1",
@@ -271,28 +239,28 @@ class Machine:
             name=self.name,
         )
         try:
-            said = f"status {agent.join(place, CREDENTIALS, limit_s=START_LIMIT_S)}"
+            said = f"status {session.serve(place, CREDENTIALS, limit_s=START_LIMIT_S)}"
         except (RuntimeError, OSError) as error:
             said = f"{type(error).__name__}: {error}"
         self.told.append(said)
         self.simulation.log(f"{self.name}: its agent ends, {said}")
-        assert self.agent is not None
-        self.agent.dead = True
-        self._orphan()
+        assert self.process is not None
+        self.process.dead = True
+        self._hang_up()
 
-    def _orphan(self) -> None:
+    def _hang_up(self) -> None:
         """Its agent is no more: what it held is closed."""
         for connection in self.connections:
             connection.link.hang_up()
-        for supervisor in self.supervisors:
-            supervisor.close_input()
 
     def kill_agent(self) -> None:
         if not self.agent_dead:
-            assert self.agent is not None
+            assert self.process is not None
             self.told.append("killed")
-            self.agent.end()
-            self._orphan()
+            self.process.end()
+            self._hang_up()
+            for agent in self.agents:
+                agent.end_workers()
 
     def die(self) -> None:
         """The power fails: nobody says good-bye, and the launcher's kernel finds out in its time."""
@@ -301,14 +269,12 @@ class Machine:
             connection.link.broken = True
             self.simulation.after(CUT_LIMIT_S, lambda link=connection.link: NodesServer.here.drop(link))
         self.connections = []
-        for supervisor in self.supervisors:
-            for worker in supervisor.workers.values():
-                worker.die(137, unseen_s=CUT_LIMIT_S)
-            supervisor.die()
+        for agent in self.agents:
+            agent.end_workers(unseen_s=CUT_LIMIT_S)
         if not self.agent_dead:
-            assert self.agent is not None
+            assert self.process is not None
             self.told.append("lost its power")
-            self.agent.end()
+            self.process.end()
 
     def cut(self) -> None:
         for connection in self.connections:
@@ -316,166 +282,221 @@ class Machine:
 
     def leave(self) -> None:
         """SIGTERM to its agent: elastic jobs let its ranks leave first."""
-        first = None if self.signals is None else self.signals.first
         if self.agent_dead:
             return
-        if first is None:
+        serving = [agent for agent in self.agents if not agent.dead and agent.process is self.process]
+        if not serving:  # it has not joined: SIGTERM does what it does to any process
             self.kill_agent()
             return
-        assert self.agent is not None
-        self.signals.first = None
-        before, Process.current = Process.current, self.agent
-        first()
-        Process.current = before
-
-    @contextmanager
-    def signalled(self) -> Iterator[SimpleNamespace]:
-        """Stands for `ended_by_signals`."""
-        self.signals = SimpleNamespace(first=None)
-        yield self.signals
-        self.signals = None
+        assert self.process is not None
+        self.process.later(0.0, serving[0].asked_to_end)
 
 
-class Supervisor(Process):
-    """Stands for a supervisor's process: `subprocess.Popen` of its command gives one."""
+class SimulatedAgent:
+    """Stands for `Agent`: its loop, and the processes of its machine."""
 
-    def __init__(self, command: Iterable[str], **_: object) -> None:
+    def __init__(self, link: Any, **_: object) -> None:
         assert Process.current is not None
-        self.machine: Machine = Process.current.machine  # type: ignore[attr-defined]
-        super().__init__(self.machine.simulation, f"supervisor of {self.machine.name}")
-        self.world = self.machine.world
-        *_, last = command
-        self._silence_limit_s = float(last) if last.replace(".", "").isdecimal() else None
-        self._heard = float("inf")
-        self.descriptors = self.world.descriptors
-        (out, self._out), (err, self._err) = self.descriptors.pipe(), self.descriptors.pipe()
-        self.stdout, self.stderr = File(self.descriptors, out), File(self.descriptors, err)
-        self.stdin = self  # it takes orders
-        self.pid = self.world.new_pid(self)
+        self.process = Process.current
+        self.machine: Machine = self.process.machine  # type: ignore[attr-defined]
+        self.name = f"agent of {self.machine.name}"
+        self.simulation, self.world = self.machine.simulation, self.machine.world
+        self.link = link
         self.workers: dict[int, Worker] = {}
         self._asked: set[int] = set()  # to be started
-        self._ending, self._open = False, True
-        self._changed = Condition()
-        self.status: int | None = None
-        self.machine.supervisors.append(self)
-        self.later(self.simulation.rng.uniform(0.01, 0.3), lambda: self._say(MARK))
-        self._watch()
+        self._untold = 0  # ends of workers that the controller has not been told
+        self._heard = float("inf")
+        self._status: int | None = None
+        self._ending = self._finished = self._leaving = self._over = False
+        self.machine.agents.append(self)
 
-    def _watch(self) -> None:
-        if self._silence_limit_s is not None and self.simulation.now > self._heard + self._silence_limit_s:
-            self._end(SUPERVISORS_GRACE_S)
-        else:
-            self.later(0.5, self._watch)
+    @property
+    def dead(self) -> bool:
+        return (self._over or self.process.dead) and all(worker.dead for worker in self.workers.values())
 
-    # As its parent sees it.
+    def run(self) -> int | None:
+        while not self._done():
+            limit_s = 0.02 if self._ending else 0.5
+            if self.link.gone:
+                pause(limit_s)
+            else:
+                self.world.descriptors.select([self.link.fileno()], [], [], limit_s)
+            for message in self.link.receive():
+                self._heard = self.simulation.now
+                self._obey(message)
+            self._look()
+        self.link.close()
+        self._over = True
+        return LEFT if self._status is None and self._leaving else self._status
 
-    def write(self, data: bytes) -> int:
-        if not self._open or self.dead:
-            raise BrokenPipeError
-        for line in bytes(data).splitlines():
-            self.later(self.simulation.rng.expovariate(1000.0), lambda line=line: self._obey(json.loads(line)))
-        return len(data)
+    def _look(self) -> None:
+        limit_s = self.link.silence_limit_s
+        if self.link.gone or (limit_s is not None and self.simulation.now > self._heard + limit_s):
+            self.link.gone = True
+            self._end(AGENTS_GRACE_S)
+        if self._leaving and not self._asked and all(worker.dead for worker in self.workers.values()):
+            self._status = LEFT if self._status is None else self._status
+            self._end(AGENTS_GRACE_S)
 
-    def close(self) -> None:
-        self.close_input()
+    def _done(self) -> bool:
+        if not self._ending or self._untold or not all(worker.dead for worker in self.workers.values()):
+            return False
+        if not self._finished:
+            self._finished = True
+            self.link.send(Finished())
+        return self._status is not None or self.link.gone
 
-    def close_input(self) -> None:
-        if self._open:
-            self._open = False
-            self.later(self.simulation.rng.expovariate(100.0), lambda: self._end(SUPERVISORS_GRACE_S))
+    def asked_to_end(self) -> None:
+        """SIGTERM."""
+        if self.link.elastic and not self._leaving:
+            self._leaving = True
+            self.link.send(Leaving())
+        elif not self._ending:
+            self._status = 143
+            self._end(AGENTS_GRACE_S)
 
-    def poll(self) -> int | None:
-        return self.status
+    def _obey(self, message: Report) -> None:
+        match message:
+            case Start(number):
+                self.world.ordered(self, message)
+                if self._ending:
+                    self.link.send(Exited(number, 143, "the job was ending already"))
+                    return
+                self._asked.add(number)
+                self.process.later(self.simulation.rng.uniform(0.01, 2.0), lambda: self._start(message))
+            case Terminate(numbers, grace_s):
+                for number in numbers:
+                    self._terminate(number, grace_s)
+            case Finish(grace_s):
+                self._end(grace_s)
+            case Ping():
+                self.link.send(Pong())
+            case Bye(status):
+                self._status = status if self._status is None else self._status
+                self._end(AGENTS_GRACE_S)
 
-    def wait(self, timeout: float | None = None) -> int:
-        if not self._changed.wait_for(lambda: self.status is not None, timeout):
-            raise subprocess.TimeoutExpired("supervisor", timeout or 0.0)
-        assert self.status is not None
-        return self.status
-
-    def kill(self) -> None:
-        self.die()
-
-    # What it does.
-
-    def _say(self, data: bytes) -> None:
-        self.descriptors.write(self._out, data)
-
-    def _tell(self, kind: bytes, worker: int, body: bytes = b"") -> None:
-        if not self.dead:
-            self._say(FRAME.pack(kind, worker, len(body)) + body)
-
-    def _obey(self, order: dict[str, Any]) -> None:
-        self._heard = self.simulation.now
-        match order["op"]:
-            case "start":
-                self.world.ordered(self, order)
-                self._asked.add(order["worker"])
-                self.later(self.simulation.rng.uniform(0.01, 2.0), lambda: self._start(order))
-            case "terminate":
-                for number in order["workers"]:
-                    self._terminate(number, order["grace_s"])
-            case "finish":
-                self._end(order["grace_s"])
-            case "alive":
-                self._tell(ALIVE, NO_WORKER)
-
-    def _start(self, order: dict[str, Any]) -> None:
-        number = order["worker"]
+    def _start(self, order: Start) -> None:
+        number = order.worker
         if number not in self._asked:
             return
         self._asked.remove(number)
-        world = World.from_env({**order["env"], "HORA_SECRET_FILE": "/nowhere"})
+        world = World.from_env({**order.env, "HORA_SECRET_FILE": "/nowhere"})
         assert world.worker == number
-        spec = SimpleNamespace(worker=number, env=order["env"], slot=SimpleNamespace(hostname=self.machine.name))
+        spec = SimpleNamespace(worker=number, env=order.env, slot=SimpleNamespace(hostname=self.machine.name))
         self.workers[number] = self.world.begin(spec, lambda code: self._ended(number, code))
-        self._tell(STARTED, number)
+        self.link.send(Started(number, 1))
 
     def _ended(self, number: int, code: int) -> None:
         self.simulation.log(f"worker {number} on {self.machine.name} has ended with code {code}")
-        said = json.dumps({"code": code, "reason": ""}).encode()
-        self.later(self.simulation.rng.expovariate(50.0), lambda: self._exited(number, said))
+        self._untold += 1
+        self.process.later(self.simulation.rng.expovariate(50.0), lambda: self._exited(number, code))
 
-    def _exited(self, number: int, said: bytes) -> None:
-        self._tell(EXITED, number, said)
-        self._leave_if_done()
+    def _exited(self, number: int, code: int) -> None:
+        self._untold -= 1
+        self.link.send(Exited(number, code, ""))
 
     def _terminate(self, number: int, grace_s: float) -> None:
         if number in self._asked:
             self._asked.remove(number)
-            self._exited(number, json.dumps({"code": 143, "reason": ""}).encode())
+            self.link.send(Exited(number, 143, ""))
         process = self.workers.get(number)
         if process is not None and not process.dead:
             process.terminate()
-            self.later(grace_s, lambda: process.die(137))
+            self.process.later(grace_s, lambda: process.die(137))
 
     def _end(self, grace_s: float) -> None:
-        if not self.dead:
+        if not self._ending:
             self._ending = True
             for number in [*self._asked, *self.workers]:
                 self._terminate(number, grace_s)
-            self.later(0.5, self._leave_if_done)
 
-    def _leave_if_done(self) -> None:
-        if self._ending and not self.dead and all(worker.dead for worker in self.workers.values()):
-            self.later(0.3, self._leave)  # the last exits are told first
+    def end_workers(self, **rest: float) -> None:
+        """They die with the agent."""
+        self._asked.clear()
+        for worker in self.workers.values():
+            worker.die(137, **rest)
 
-    def _leave(self) -> None:
-        if self.status is None:
-            self._finish(0)
 
-    def die(self) -> None:
-        """SIGKILL: its workers go with it."""
-        if self.status is None:
-            self._finish(-9)
+class OwnProcess(Process):
+    """Stands for an agent's process on the launcher's machine, the launcher's end of its link, and its own end."""
+
+    stderr = None
+    silence_limit_s = None
+    elastic = False
+
+    def __init__(self) -> None:
+        assert Process.current is not None
+        self.machine: Machine = Process.current.machine  # type: ignore[attr-defined]
+        super().__init__(self.machine.simulation, f"agent of {self.machine.name}")
+        self.descriptors = self.machine.world.descriptors
+        (self._reports, self._tell), (self._orders, self._order) = self.descriptors.pipe(), self.descriptors.pipe()
+        self.descriptors.set_blocking(self._orders, False)
+        self._frames, self.gone = Frames(), False
+        self.status: int | None = None
+        self._changed = Condition()
+        self.sock = self
+        Fiber(self, self._live)
+
+    def _live(self) -> None:
+        before, Process.current = Process.current, self
+        agent = SimulatedAgent(self)
+        Process.current = before
+        pause(self.simulation.rng.uniform(0.01, 0.3))
+        self.send(Join(0, "", 0, "", [], []))
+        self._finish(agent.run() or 0)
 
     def _finish(self, status: int) -> None:
-        self.status, self.dead = status, True
-        for worker in self.workers.values():
-            worker.die(137)
-        self.descriptors.close(self._out)
-        self.descriptors.close(self._err)
-        self._changed.notify_all()
+        if self.status is None:
+            self.status = status
+            self.descriptors.close(self._tell)
+            self._changed.notify_all()
+
+    # As the launcher sees it.
+
+    def sendall(self, data: bytes) -> None:
+        if self.status is not None:
+            raise BrokenPipeError
+        self.descriptors.write(self._order, data)
+
+    def recv(self, num_bytes: int) -> bytes:
+        return self.descriptors.read(self._reports, num_bytes)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self._changed.wait_for(lambda: self.status is not None, timeout):
+            raise subprocess.TimeoutExpired("agent", timeout or 0.0)
+        assert self.status is not None
+        return self.status
+
+    def kill(self) -> None:
+        """SIGKILL: its workers go with it."""
+        if self.status is None:
+            self.end()
+            for agent in self.machine.agents:
+                agent.end_workers()
+            self._finish(-9)
+
+    def hang_up(self) -> None:
+        """The launcher is no more."""
+        self.descriptors.close(self._order)
+
+    # As the agent sees it: its link.
+
+    def fileno(self) -> int:
+        return self._orders
+
+    def receive(self) -> list[Report]:
+        try:
+            data = self.descriptors.read(self._orders, 65536)
+        except BlockingIOError:
+            return []
+        self.gone = self.gone or not data
+        return self._frames.feed(data)
+
+    def send(self, message: Report) -> None:
+        if self.status is None:
+            self.descriptors.write(self._tell, frame(message))
+
+    def close(self) -> None: ...
 
 
 class Nodes:
@@ -486,8 +507,7 @@ class Nodes:
         self.descriptors = Descriptors()
         self.over = False
         self.workers: dict[int, Worker] = {}
-        self._orders: dict[int, Supervisor] = {}
-        self._pids: dict[int, Supervisor] = {}
+        self._orders: dict[int, SimulatedAgent] = {}
         rng = simulation.rng
         self.own = Machine(self, "host0", rng.randint(1, 2), 0)
         self.launcher = Process(simulation, "launcher")
@@ -502,22 +522,15 @@ class Nodes:
         self.launcher.end()
         for server in (NodesServer.here, VirtualServer.made):
             server.close()
-        for supervisor in self.own.supervisors:
-            supervisor.close_input()
+        for agent in self.own.agents:
+            agent.link.hang_up()
         raise KilledError
 
-    def new_pid(self, supervisor: Supervisor) -> int:
-        pid = len(self._pids) + 1
-        self._pids[pid] = supervisor
-        return pid
-
-    def ordered(self, supervisor: Supervisor, order: dict[str, Any]) -> None:
-        """A start was ordered: of a worker that nobody else was told to start, with a key of its own."""
-        other = self._orders.setdefault(order["worker"], supervisor)
-        assert other is supervisor, (
-            f"worker {order['worker']} is to be started on {other.name} and on {supervisor.name}"
-        )
-        assert all(order["private_files"].values()), "a worker without a key"
+    def ordered(self, agent: SimulatedAgent, order: Start) -> None:
+        """A start was ordered: of a worker that no other agent was told to start, with a key of its own."""
+        other = self._orders.setdefault(order.worker, agent)
+        assert other is agent, f"worker {order.worker} is to be started by the {other.name} and by the {agent.name}"
+        assert all(order.private_files.values()), "a worker without a key"
 
     def begin(self, spec: Any, ended: Callable[[int], None]) -> Worker:
         assert spec.worker not in self.workers, f"worker {spec.worker} was started twice"
@@ -525,12 +538,5 @@ class Nodes:
         return self.workers[spec.worker]
 
     def all_ended(self) -> bool:
-        everything = [*self.machines, *self.own.supervisors, *self.workers.values()]
+        everything = [*self.machines, *self.own.agents, *self.workers.values()]
         return all(one.dead for one in everything)
-
-    def processes(self) -> SimpleNamespace:
-        """Stands for `Processes()`: the workers below a supervisor."""
-        return SimpleNamespace(
-            descendants=lambda pid: [w for w in self._pids[pid].workers.values() if not w.dead],
-            kill=lambda workers: [worker.die(137) for worker in workers],
-        )

@@ -27,16 +27,16 @@ from simulated_nodes import (
     Machine,
     Nodes,
     NodesServer,
-    Supervisor,
+    OwnProcess,
+    SimulatedAgent,
     connect,
 )
 from simulator import played
 from test_simulation import Run as JobRun
 
 from hora.errors import JobFailedError, StartTimeoutError
-from hora.launch.agent import held, node
+from hora.launch.agent import session as agent_session
 from hora.launch.controller import agents, launcher
-from hora.launch.controller import host as connection
 from hora.launch.controller.agents import Agents
 from hora.launch.controller.elastic_policy import Limits
 from hora.launch.controller.hosts import ElasticSpec
@@ -91,7 +91,7 @@ class Run(JobRun):
             ended = self.simulation.run_until(nodes.all_ended, self.simulation.now + REASONABLE_END_S)
             left = [one.name for one in [*nodes.machines, nodes.own] if not one.dead]
             assert ended, f"{left} have not ended, nor workers {[n for n, w in nodes.workers.items() if not w.dead]}"
-            assert all(machine.told for machine in nodes.machines if machine.agent is not None)
+            assert all(machine.told for machine in nodes.machines if machine.process is not None)
 
     def _run_on(self, where: Agents) -> None:
         num_proc = self.rng.randint(1, 3)
@@ -115,7 +115,7 @@ class Run(JobRun):
             env={} if self.stall_shutdown_s is None else {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "30"},
             secret=where.job_secret,
         )
-        hosts_launcher = HostLauncher(agents=where, listen=where.address, silence_limit_s=SILENCE_LIMIT_S)
+        hosts_launcher = HostLauncher(agents=where, listen=where.address)
         result = run_job(job, hosts_launcher, spec if self.elastic else None)
         assert len(result.results) == len(self.referee.published[self._last_generation()])
 
@@ -128,7 +128,7 @@ class Run(JobRun):
         if rng.random() < 0.04:
             self.simulation.log("fault: the launcher is killed")
             nodes.kill_launcher()
-        kinds = ["kill agent", "power", "cut agent", "silence", "stop agent", "leave", "stop supervisor", "supervisor"]
+        kinds = ["kill agent", "power", "cut agent", "silence", "stop agent", "leave", "own agent"]
         kind = rng.choice([*kinds, "kill", "cut", "stop"] if alive else kinds)
         victim = rng.choice(alive) if alive else None
         self.simulation.log(
@@ -148,18 +148,16 @@ class Run(JobRun):
             case "cut agent":
                 machine.cut()
             case "stop agent":
-                if machine.agent is not None:
-                    machine.agent.stopped_until = max(machine.agent.stopped_until, now + rng.choice([1.0, 8.0, 60.0]))
+                if machine.process is not None:
+                    until = now + rng.choice([1.0, 8.0, 60.0])
+                    machine.process.stopped_until = max(machine.process.stopped_until, until)
             case "leave":
                 machine.leave()
             case "silence":
                 self._silence(machine, rng.choice([0.5, 5.0, 25.0, 40.0]))
-            case "stop supervisor":
-                for one in machine.supervisors[-1:]:
-                    one.stopped_until = max(one.stopped_until, now + rng.choice([1.0, 8.0, 60.0]))
-            case "supervisor":
-                for one in machine.supervisors[-1:]:
-                    one.die()
+            case "own agent":
+                for agent in nodes.own.agents[-1:]:
+                    agent.link.kill()
         if rng.random() < 0.7:  # the platform starts it again
             self.simulation.after(rng.choice([0.1, 2.0, 15.0]), machine.boot)
 
@@ -175,16 +173,12 @@ class Run(JobRun):
         nodes, clock = self.nodes, self.simulation
         times = SimpleNamespace(monotonic=clock.monotonic, time=clock.time, sleep=pause)
         threads = SimpleNamespace(Condition=Condition, Event=Event, Thread=Thread, Lock=threading.Lock)
-        children = SimpleNamespace(Popen=Supervisor, PIPE=-1, TimeoutExpired=connection.subprocess.TimeoutExpired)
+        queues = SimpleNamespace(SimpleQueue=SimpleQueue, Empty=queue.Empty)
         replaced = {
-            agents: {"time": times, "threading": threads, "os": nodes.descriptors, "Server": NodesServer}
-            | {"queue": SimpleNamespace(SimpleQueue=SimpleQueue, Empty=queue.Empty)},
-            node: {"time": times, "threading": threads, "os": nodes.descriptors, "select": nodes.descriptors}
-            | {"connect": connect, "ended_by_signals": signalled},
-            held: {"time": times, "threading": threads, "subprocess": children, "Processes": nodes.processes}
-            | {"environment_value": lambda worker, name: "1"},
-            connection: {"threading": threads, "os": nodes.descriptors, "selectors": nodes.descriptors}
-            | {"subprocess": children},
+            agents: {"time": times, "threading": threads, "queue": queues, "Server": NodesServer}
+            | {"LocalProcess": OwnProcess},
+            agent_session: {"time": times, "threading": threads, "queue": queues, "os": nodes.descriptors}
+            | {"connect": connect, "Agent": SimulatedAgent},
             launcher: {"time": times},
             session: {"time": times, "threading": threads},
         }
@@ -197,16 +191,12 @@ class Run(JobRun):
                 yield
             finally:
                 Process.current = None
-                for process in [nodes.launcher, *(m.agent for m in nodes.machines if m.agent is not None)]:
+                for process in [nodes.launcher, *(m.process for m in nodes.machines if m.process is not None)]:
                     process.end()
 
 
 def launcher_host(machine: Machine):
     return agents.HostInfo(machine.name, machine.slots)
-
-
-def signalled():
-    return Process.current.machine.signalled()
 
 
 def cut_now(link) -> None:
@@ -234,8 +224,7 @@ def test_whatever_happens(request: pytest.FixtureRequest):
 )
 def test_a_rule_that_is_broken_is_noticed(rule: str, monkeypatch: pytest.MonkeyPatch):
     if rule == "a node outlives its launcher":
-        monkeypatch.setattr(held.HeldSupervisor, "hang_up", lambda _: None)
-        monkeypatch.setattr(Machine, "_orphan", lambda _: None)
+        monkeypatch.setattr(SimulatedAgent, "_look", lambda _: None)
     elif rule == "nodes are not told that the job is over":
         monkeypatch.setattr(Agents, "dismiss", lambda *_: None)
     else:

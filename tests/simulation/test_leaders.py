@@ -2,11 +2,11 @@
 
     python -m pytest tests/simulation/test_leaders.py --seed 4711     one again, exactly
 
-Candidates, leaderships, keepers and the store's client are real. The store is a virtual etcd, whose answers come late
-or not at all, also after it has done what it was asked for. A leader's work is to count: it orders the number of all
-keepers, over the real `Agents`, and saves it. What must hold whatever happens: no two processes lead for certain at
-the same time; nothing that a leader of the past saves is kept, no keeper obeys one after it has obeyed another; no
-number is lost or counted twice; and every process ends, with the job's status or in words.
+Election loops, leaderships, the agents' links and the store's client are real. The store is a virtual etcd, whose
+answers come late or not at all, also after it has done what it was asked for. A leader counts: it orders the
+number of all agents, over the real `Agents`, and saves it. What must hold whatever happens: no two processes lead for
+certain at the same time; nothing that a leader of the past saves is kept, no agent obeys one after it has obeyed
+another; no number is lost or counted twice; and every process ends, with the job's status or in words.
 """
 
 from __future__ import annotations
@@ -26,21 +26,19 @@ from unittest import mock
 
 import pytest
 from fibers import Condition, Event, Fiber, KilledError, Process, SimpleQueue, Thread, pause
-from simulated_nodes import Descriptors, File, SimulatedConnection
+from simulated_nodes import Descriptors, SimulatedConnection
 from simulator import Link, Message, Network, Simulation, VirtualServer, played
 
-from hora.launch.agent import held, keeper
-from hora.launch.agent.keeper import Keeper
-from hora.launch.agent.supervisor import MARK
+from hora.launch.agent.protocol import Bye, Start
 from hora.launch.controller import agents
 from hora.launch.controller.agents import Agents
-from hora.launch.ha import election as candidate
-from hora.launch.ha import leadership
-from hora.launch.ha.election import Candidate
+from hora.launch.ha import election, following, leadership
+from hora.launch.ha.election import ElectionLoop
 from hora.launch.ha.etcd import Etcd as EtcdStore
+from hora.launch.ha.following import LeaderLink
 from hora.launch.ha.leadership import Leadership
 from hora.launch.job import LeadershipLostError
-from hora.launch.providers.platforms import Place
+from hora.launch.providers.platforms import NodeSpec
 from hora.net import session
 from hora.net.server import Timer
 
@@ -145,7 +143,7 @@ class LeadersServer(VirtualServer):
 
 
 class Line(SimulatedConnection):
-    """A keeper's end of a connection to a leader."""
+    """An agent's end of a connection to a leader."""
 
     def __init__(self, server: LeadersServer, owner: Kept) -> None:
         self._owner = owner
@@ -169,84 +167,63 @@ def connect(where: tuple[str, int], credentials: object, *, timeout_s: float) ->
     return Line(server, owner)
 
 
-class KeptSupervisor:
-    """Stands for the supervisor of a keeper: it notes which orders reach it."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        assert Process.current is not None
-        self._keeper, self.stdin, self._status = Process.current, self, None
-        assert isinstance(self._keeper, Kept)
-        descriptors = self._keeper.node.world.descriptors
-        out, self._out = descriptors.pipe()
-        self.stdout, self._descriptors = File(descriptors, out), descriptors
-        descriptors.write(self._out, MARK)
-
-    def write(self, data: bytes) -> int:
-        for line in bytes(data).splitlines():
-            self._keeper.obeys(json.loads(line))
-        return len(data)
-
-    def poll(self) -> int | None:
-        return self._status
-
-    def wait(self, limit_s: float) -> int:
-        return 0
-
-    def close(self) -> None:
-        self._status = 0
-        self._descriptors.close(self._out)
-
-
 class Kept(Process):
-    """A node's keeper, from its start to its end: it outlives the process that started it."""
+    """A node's agent, from its start to its end: it outlives the process that started it. It notes its orders."""
 
     def __init__(self, node: Node) -> None:
-        super().__init__(node.simulation, f"keeper {node.index}")
+        super().__init__(node.simulation, f"agent {node.index}")
         self.node, self.status = node, ""
         self.lines: list[Line] = []
         self._obeyed = (0, 0)  # term, number
         Fiber(self, self._live)
 
     def _live(self) -> None:
-        place = {"node": self.node.index, "name": f"host{self.node.index}", "slots": 1}
+        node = {"node": self.node.index, "name": f"host{self.node.index}", "slots": 1}
         store = EtcdStore.from_url("etcd://store").below(self.node.job)
         limits = {"leaderless_s": 120.0, "orphaned_s": 30.0, "poll_s": 1.0}
-        status = Keeper(place, SECRET, store, parent=self.node.index, **limits).run()
+        link = LeaderLink(node, SECRET, store, orphaned=lambda: self.node.dead, **limits)
+        link.start()
+        status = None
+        while status is None and not link.gone:
+            self.node.world.descriptors.select([link.fileno()], [], [], 1.0)
+            for message in link.receive():
+                match message:
+                    case Start():
+                        self._obey(int(message.env["TERM"]), message.worker, message.env["RUN"])
+                    case Bye():
+                        status = message.status
+        link.close()
         self.status = "" if status is None else str(status)
         self.simulation.log(f"{self.name} ends: {status}")
         self.dead = True
 
-    def parent(self) -> int:
-        return -1 if self.node.dead else self.node.index
-
-    def obeys(self, order: dict[str, Any]) -> None:
-        """An order was executed: of no leader before the one whose orders were executed last."""
-        term, number = order["term"], order["number"]
+    def _obey(self, term: int, number: int, run: str) -> None:
+        """An order is executed: of no leader before the one whose orders were executed last."""
         assert term >= self._obeyed[0], f"{self.name} obeys term {term} after term {self._obeyed[0]}"
-        if order["run"] == self.node.world.run_of(term):
+        if run == self.node.world.run_of(term):
             assert (term, number) >= self._obeyed or number == 1, f"{self.name} counts {number} after {self._obeyed}"
         self._obeyed = term, number
         self.node.world.num_obeyed += 1
 
 
 class Node(Process):
-    """The process of a node: a candidate, from its start to its end."""
+    """The process of a node: its election loop, from its start to its end."""
 
     def __init__(self, world: Run, index: int) -> None:
         super().__init__(world.simulation, f"node {index}")
         self.world, self.index, self.outcome = world, index, ""
         self.cut_until = 0.0  # from the store
         self.servers: list[LeadersServer] = []
-        self.keeper: Kept | None = None
+        self.agent: Kept | None = None
         self.job = ""
         Fiber(self, self._live)
 
     def _live(self) -> None:
         pause(self.simulation.rng.expovariate(0.5))
         options = SimpleNamespace(effective=LIMITS.__getitem__)
-        place = Place(num_nodes=9, index=self.index, host="first", name=self.name)
+        place = NodeSpec(num_nodes=9, index=self.index, host="first", name=self.name)
         try:
-            one = Candidate(options, {"HORA_STORE": "etcd://store"}, place, SECRET)  # type: ignore[arg-type]
+            one = ElectionLoop(options, {"HORA_STORE": "etcd://store"}, place, SECRET)  # type: ignore[arg-type]
             self.job = one._job
             self.outcome = f"status {one.run(self._lead)}"
         except RuntimeError as error:
@@ -256,8 +233,8 @@ class Node(Process):
 
     @contextlib.contextmanager
     def keeps(self) -> Iterator[SimpleNamespace]:
-        """Stands for `Candidate._keeper`."""
-        self.keeper = kept = Kept(self)
+        """Stands for `ElectionLoop._agent`."""
+        self.agent = kept = Kept(self)
         said = SimpleNamespace(read=lambda: kept.status.encode())
         yield SimpleNamespace(poll=lambda: 0 if kept.dead else None, terminate=lambda: None, stdout=said)
 
@@ -275,10 +252,10 @@ class Node(Process):
                 term.check()
                 world.commands(self)
                 number += 1
-                order = {"op": "note", "term": term.term, "number": number, "run": term.run}
+                env = {"TERM": str(term.term), "RUN": term.run}
+                order = Start(number, ["note"], env, inherit_env=True, cwd=None, private_files={}, preload=None)
                 for host in nodes.hosts():
-                    with contextlib.suppress(BrokenPipeError):
-                        nodes.supervisor(host.hostname).stdin.write(json.dumps(order).encode() + b"\n")
+                    nodes.agent(host.hostname).send(order)
                 term.save("state", {"run": term.run, "count": number})
             nodes.dismiss(0)
         except LeadershipLostError:
@@ -326,7 +303,7 @@ class Run:
                     process.end()
 
     def _processes(self) -> list[Process]:
-        return [*self.nodes, *(node.keeper for node in self.nodes if node.keeper is not None)]
+        return [*self.nodes, *(node.agent for node in self.nodes if node.agent is not None)]
 
     def run_of(self, term: int) -> str:
         return self.runs[term]
@@ -355,7 +332,7 @@ class Run:
                 "killed",
                 "the store (HORA_STORE) has not answered",
                 "no member of the store",
-                "the keeper",
+                "the agent",
             )
             assert node.outcome.startswith(words), node.outcome
 
@@ -406,20 +383,17 @@ class Run:
         )
         threads = SimpleNamespace(Condition=Condition, Event=Event, Thread=Thread, Lock=threading.Lock)
         queues = SimpleNamespace(SimpleQueue=SimpleQueue, Empty=queue.Empty)
-        relay = SimpleNamespace(lead_to=lambda where: None, close=lambda: None, name="here")
-        signals = SimpleNamespace(signal=lambda *_: None, SIGTERM=15, SIGINT=2, SIG_IGN=1)
+        relay = SimpleNamespace(set_target=lambda where: None, close=lambda: None, name="here")
         common = {"time": times, "threading": threads}
         replaced: dict[Any, dict[str, Any]] = {
-            candidate: common | {"ended_by_signals": lambda: contextlib.nullcontext(SimpleNamespace(first=None))},
+            election: common | {"ended_by_signals": lambda: contextlib.nullcontext(SimpleNamespace(first=None))},
             leadership: common,
             session: common,
-            agents: common | {"queue": queues, "os": pipes, "Server": LeadersServer},
-            keeper: common
-            | {"queue": queues, "signal": signals, "connect": connect, "Relay": lambda: relay, "own_address": str}
-            | {"os": SimpleNamespace(getppid=lambda: Fiber.current.process.parent(), read=pipes.read)},
-            held: common | {"subprocess": SimpleNamespace(Popen=KeptSupervisor, PIPE=-1, TimeoutExpired=TimeoutError)},
+            agents: common | {"queue": queues, "Server": LeadersServer},
+            following: common
+            | {"queue": queues, "connect": connect, "Relay": lambda: relay, "own_address": str, "os": pipes},
             sys: {"stderr": io.StringIO()},
-            Candidate: {"_keeper": lambda _: Fiber.current.process.keeps()},
+            ElectionLoop: {"_agent": lambda _: Fiber.current.process.keeps()},
             EtcdStore: {"_post": lambda _, member, path, question, token: self.post(path, question)},
             logging.getLogger("hora.launch"): {"disabled": True},
         }

@@ -6,21 +6,21 @@ No process.
 from __future__ import annotations
 
 import os
-import queue
 import socket
 import threading
 
 import pytest
 
-from hora.launch.agent.keeper import Keeper
+from hora.launch.agent.protocol import Exited, Output, Started, Terminate
 from hora.launch.controller.agents import Agents
 from hora.launch.controller.blacklist import Blacklist
 from hora.launch.controller.members import Roster
 from hora.launch.controller.policy import WorkerState
 from hora.launch.controller.rendezvous import Rendezvous
-from hora.launch.ha.leadership import Leadership, Over, View, next_step
+from hora.launch.ha.following import LeaderLink
+from hora.launch.ha.leadership import Leadership, Over, View, next_step, open_store
 from hora.launch.ha.relay import Relay
-from hora.launch.ha.store import Office, open_store
+from hora.launch.ha.store import LeaderTerm
 from hora.launch.job import LeadershipLostError
 from hora.net import sockets
 from hora.net.client import ControlClient
@@ -50,49 +50,75 @@ def test_what_a_node_does_next(view: View, step: str | Over):
 
 
 def test_a_leader_that_could_not_renew_in_time_knows_it_by_its_own_clock():
-    leadership = Leadership(NOWHERE, Office(5, "1"), since_s=0.0)  # long ago
+    leadership = Leadership(NOWHERE, LeaderTerm(5, "1"), since_s=0.0)  # long ago
     with pytest.raises(LeadershipLostError):
         leadership.check()
     with pytest.raises(LeadershipLostError):
         leadership.save("state", {})
 
 
-def test_a_keeper_refuses_orders_of_a_leader_of_the_past():
-    place = {"node": 0, "name": "a", "slots": 1}
-    keeper = Keeper(place, new_secret(), NOWHERE, leaderless_s=60, orphaned_s=60, poll_s=60, parent=1)
-    obeyed: list[bytes] = []
-    keeper._order = obeyed.append  # type: ignore[method-assign]
-    keeper._term = 7
-    messages: queue.SimpleQueue = queue.SimpleQueue()
-    for message in (
-        ({"op": "in", "term": 6}, b"old"),
-        ({"op": "in", "term": 7}, b"new"),
-        ({"op": "bye", "term": 6}, b""),
-    ):
-        messages.put(message)
-    messages.put(None)
-    keeper._obey(messages, "127.0.0.1")
-    assert obeyed == [b"new"]
-    assert not keeper._over.is_set()
-    keeper._relay.close()
+def link(**rest) -> LeaderLink:
+    node = {"node": 0, "name": "a", "slots": 1}
+    limits = {"leaderless_s": 60, "orphaned_s": 60, "poll_s": 60}
+    return LeaderLink(node, new_secret(), NOWHERE, **limits, orphaned=lambda: True, **rest)
 
 
-def test_one_keeper_of_a_node_at_a_time_holds_its_workers():
-    place, limits = (
-        {"node": 0, "name": "a", "slots": 1},
-        {"leaderless_s": 60, "orphaned_s": 60, "poll_s": 60, "parent": -1},
-    )
+def test_an_agent_tells_the_next_leader_its_state_and_obeys_it():
+    """Workers that run, output that no leader has taken, and the ends of others."""
+    followed, secret = link(), new_secret()
+    for report in (Started(1, 11), Output(1, "stdout", b"words"), Started(2, 12), Exited(2, 3, "why")):
+        followed.send(report)
+    followed._secret, followed._run = secret, "run"
+    leader = Agents(("127.0.0.1", 0), secret, num_nodes=1, silence_limit_s=60, nonce="run", term=7, names=["a"])
+    threading.Thread(target=followed._serve, args=(7, "127.0.0.1", leader.port), daemon=True).start()
+    leader.wait(30)
+    assert leader.workers_at("a") == {1, 2}
+    events = Noted()
+    leader.agent("a").look_after(events, {1, 2})
+    wait_until("the state has come", lambda: events.ends)
+    assert events.said == b"words"
+    assert [(ended.worker, ended.code, ended.reason) for ended in events.ends] == [(2, 3, "why")]
+    leader.agent("a").terminate([1, 2], grace_s=1.0)
+    orders: list[object] = []
+    wait_until("the order has come", lambda: orders.extend(followed.receive()) or any(map(is_order, orders)))
+    assert [order for order in orders if is_order(order)] == [Terminate([1], 1.0)]
+    followed.close()
+    leader.dismiss(0)
+
+
+def is_order(message: object) -> bool:
+    return isinstance(message, Terminate)
+
+
+class Noted:
+    """Implements LaunchEvents."""
+
+    def __init__(self) -> None:
+        self.said, self.ends = b"", []
+
+    def started(self, worker) -> None: ...
+
+    def output(self, worker, stream, data) -> None:
+        self.said += data
+
+    def exited(self, ended) -> None:
+        self.ends.append(ended)
+
+
+def test_one_agent_of_a_node_at_a_time_holds_its_workers():
     claim = f"unit-{os.getpid()}"
-    first, second, orphan = (Keeper(place, new_secret(), NOWHERE, **limits, claim=claim) for _ in range(3))
+    first, second, orphan = (link(claim=claim) for _ in range(3))
     assert first._holds_claim()
     assert first._holds_claim()
     assert not second._holds_claim()
-    assert orphan.run() is None, "nobody is left for whom it could wait"
-    first._over.set()
-    assert first.run() is None
+    orphan._follow()  # no process is left for which it could wait
+    orphan.receive()
+    assert orphan.gone
+    first._thread.start()
+    first.close()
     assert second._holds_claim()
-    second._over.set()
-    second.run()
+    for one in (second, orphan):
+        one._relay.close()
 
 
 def test_a_node_that_is_new_to_the_next_leader_has_a_new_name():
@@ -154,16 +180,16 @@ def test_a_worker_comes_back_to_the_next_leader_and_never_to_the_last():
     rendezvous = RendezvousEndpoint(
         kind="hora", address="127.0.0.1", relay=relay.name, secret_file=held.path, job="job", worker=0, return_s=60
     )
-    relay.lead_to(("127.0.0.1", leaders[5].port))
+    relay.set_target(("127.0.0.1", leaders[5].port))
     client = ControlClient.connect(rendezvous, name="rank 0", timeout_s=30, worker=0)
     for leader in leaders.values():
         leader.set("hora/who", b"?")
     leaders[6].set("hora/who", b"the next")
-    relay.lead_to(None)
+    relay.set_target(None)
     leaders[5].close()
-    relay.lead_to(("127.0.0.1", leaders[3].port))
+    relay.set_target(("127.0.0.1", leaders[3].port))
     wait_until("the leader of the past has heard it", lambda: leaders[3].heard_at(0) is not None)
-    relay.lead_to(("127.0.0.1", leaders[6].port))
+    relay.set_target(("127.0.0.1", leaders[6].port))
     assert client.get("hora/who", timeout_s=30) == b"the next"
     assert client._term == 6
     client.close()
@@ -189,13 +215,13 @@ def test_a_relay_leads_to_the_present_leader_and_cuts_what_led_to_the_last():
     for server, word in zip(servers, (b"old", b"new"), strict=True):
         threading.Thread(target=echo, args=(server, word), daemon=True).start()
     old, new = (server.getsockname() for server in servers)
-    relay.lead_to(old)
+    relay.set_target(old)
     with sockets.open_socket(relay.name, limit_s=30) as first:
         assert first.recv(3) == b"old"
-        relay.lead_to(None)
+        relay.set_target(None)
         assert first.recv(3) == b"", "it led to a leader that is none any more"
     with sockets.open_socket(relay.name, limit_s=30) as second:
-        relay.lead_to(new)  # meanwhile it waits
+        relay.set_target(new)  # meanwhile it waits
         assert second.recv(3) == b"new"
     wait_until("nothing is kept", lambda: not relay._connections)
     relay.close()

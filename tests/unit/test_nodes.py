@@ -10,10 +10,11 @@ import threading
 import pytest
 
 from hora.errors import StartTimeoutError
-from hora.launch.agent.node import join
-from hora.launch.controller.agents import PROTOCOL, Agents, credentials
+from hora.launch.agent.protocol import Join, Output, Refused, Welcome, pack, unpack
+from hora.launch.agent.session import join
+from hora.launch.controller.agents import Agents, credentials
 from hora.launch.options import Options
-from hora.launch.providers.platforms import Machine, Place, find_place
+from hora.launch.providers.platforms import Machine, NodeSpec, find_place
 from hora.launch.providers.slurm import allocation
 from hora.launch.slots import HostInfo
 from hora.net.connection import connect
@@ -24,6 +25,7 @@ from waiting import wait_until
 
 MACHINE = Machine(hostname="node7.cluster", num_cores=8, num_gpus=0)
 SECRET = new_secret()
+JOIN = Join(1, "b", 2, version(), [], [])
 
 KUBEFLOW = {
     "PET_NNODES": "3", "PET_NODE_RANK": "2", "PET_NPROC_PER_NODE": "4", "PET_MASTER_ADDR": "job-node-0-0.job",
@@ -106,10 +108,8 @@ def joining(agents, *, secret=SECRET, **header):
         return connect(("127.0.0.1", agents.port), credentials(secret), timeout_s=limit_s)
 
     connection = ClientSession(reach(30), reach)
-    known = {"op": "join", "node": 1, "name": "b", "slots": 2, "version": version(), "protocol": PROTOCOL}
-    connection.send({**known, **header})
-    answer, _ = connection.receive(limit_s=30)
-    return connection, answer
+    connection.send(*pack(JOIN._replace(**header)))
+    return connection, unpack(*connection.receive(limit_s=30))
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def agents():
 
 def test_nodes_join_and_have_names_of_their_own(agents):
     connection, welcome = joining(agents)
-    assert welcome["op"] == "welcome"
+    assert isinstance(welcome, Welcome)
     assert agents.hosts() == [HostInfo("a", 1), HostInfo("b", 2)]
     second, _ = joining(agents, node=2, name="b")
     assert agents.hosts()[2] == HostInfo("b-2", 2)  # a name of its own
@@ -138,6 +138,7 @@ def test_nodes_join_and_have_names_of_their_own(agents):
     ("header", "words"),
     [
         ({"version": "0.0.1"}, "it has Hora 0.0.1, but the first node has"),
+        ({"protocol": 99}, "install the same version on every node"),
         ({"node": 0}, "the nodes that may join are 1 to 2"),
         ({"node": 3}, "the nodes that may join are 1 to 2"),
         ({"slots": 0}, "it offers 0 slots"),
@@ -145,17 +146,26 @@ def test_nodes_join_and_have_names_of_their_own(agents):
 )
 def test_nodes_that_do_not_fit_are_refused_in_words(agents, header, words):
     connection, answer = joining(agents, **header)
-    assert answer["op"] == "refused"
-    assert words in answer["why"]
+    assert isinstance(answer, Refused)
+    assert words in answer.why
     with pytest.raises(RuntimeError, match=words):
         agents.wait(30.0)
     connection.close()
 
 
+def test_an_agent_of_an_earlier_version_is_refused_in_its_own_words(agents):
+    connection = connect(("127.0.0.1", agents.port), credentials(SECRET), timeout_s=30)
+    session = ClientSession(connection, lambda limit_s: connection)
+    session.send({"op": "join", "node": 1, "name": "b", "slots": 2, "version": "0.0.1", "protocol": "3"})
+    answer, _ = session.receive(limit_s=30)
+    assert "install the same version on every node" in answer["why"]
+    session.close()
+
+
 def test_two_nodes_of_one_number(agents):
     first, _ = joining(agents)
     second, answer = joining(agents)
-    assert "another node of that number has joined already" in answer["why"]
+    assert "another node of that number has joined already" in answer.why
     first.close()
     second.close()
 
@@ -169,7 +179,7 @@ def test_a_node_that_never_comes_is_named(agents):
 
 def test_a_member_that_talks_before_it_has_joined_is_shown_out(agents):
     connection = connect(("127.0.0.1", agents.port), credentials(SECRET), timeout_s=30)
-    connection.send({"op": "out"}, b"x")
+    connection.send(*pack(Output(0, "stdout", b"x")))
     with pytest.raises(EOFError):
         connection.receive(limit_s=30)
     connection.close()
@@ -184,13 +194,12 @@ def test_who_does_not_hold_the_secret_gets_nothing(agents):
 def test_strangers_who_come_before_the_real_node_do_not_keep_it_away(agents):
     port = ("127.0.0.1", agents.port)
     strangers = [socket.create_connection(port, timeout=30) for _ in range(5)]
-    join = {"op": "join", "node": 1, "name": "b", "slots": 2, "version": version(), "protocol": PROTOCOL}
-    nonsense = (b"", b"\0" * 3, b"GET / HTTP/1.1\r\n\r\n", json.dumps(join).encode(), b"\xff" * 999)
+    nonsense = (b"", b"\0" * 3, b"GET / HTTP/1.1\r\n\r\n", json.dumps(JOIN._asdict()).encode(), b"\xff" * 999)
     for stranger, said in zip(strangers, nonsense, strict=True):
         stranger.sendall(said)
     assert agents.hosts() == [HostInfo("a", 1)]
     connection, welcome = joining(agents)
-    assert welcome["op"] == "welcome"
+    assert isinstance(welcome, Welcome)
     for stranger in strangers:
         stranger.close()
     connection.close()
@@ -210,11 +219,11 @@ def test_a_stranger_in_the_first_nodes_place_learns_nothing():
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=listen, args=(server,), daemon=True)
         thread.start()
-        place = Place(num_nodes=2, index=1, host="127.0.0.1", port=server.getsockname()[1], slots=1)
+        place = NodeSpec(num_nodes=2, index=1, host="127.0.0.1", port=server.getsockname()[1], slots=1)
         with pytest.raises((RuntimeError, OSError)):
             join(place, credentials(SECRET), limit_s=2.0)
         thread.join(30)
-    for shown in (SECRET, SECRET.hex().encode(), credentials(SECRET).secret, b"join", version().encode()):
+    for shown in (SECRET, SECRET.hex().encode(), credentials(SECRET).secret, b"Join", version().encode()):
         assert shown not in heard
 
 

@@ -194,10 +194,9 @@ def open_launcher(
     """The launcher for these hosts, all of them there: this machine's processes, or agents that ssh starts or that came
     by themselves.
     """
-    silence_s = float(options.effective("silence_timeout"))
     remote = [name for name in dict.fromkeys(hostnames) if not address.is_local(name)]
     if nodes is not None:
-        yield HostLauncher(agents=nodes, listen=nodes.address, silence_limit_s=silence_s)
+        yield HostLauncher(agents=nodes, listen=nodes.address)
     elif not remote and not options.nics:
         yield HostLauncher()
     else:
@@ -207,4 +206,4 @@ def open_launcher(
         listen = address.interface_address(options.nics) if options.nics else reachable_address(remote, ssh)
         limits = {"limit_s": float(options.effective("start_timeout")), **options.silence_limits()}
         with open_hosts(remote, ssh, listen, verbose=bool(options.verbose), **limits) as agents:
-            yield HostLauncher(agents=agents, listen=listen, silence_limit_s=silence_s)
+            yield HostLauncher(agents=agents, listen=listen)

@@ -2,9 +2,9 @@
 result.
 
 The function comes over the authenticated connection and from nowhere else. What it raises is reported with its own
-traceback; the process then ends with a non-zero status. Commands need no entry point: supervisors run them as they are.
+traceback; the process then ends with a non-zero status. Commands need no entry point: agents run them as they are.
 torch is imported when the function needs it, not before. With `--fork-server module …` this is the process from which a
-supervisor has workers forked.
+agent has workers forked.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Shell commands for old programs: `safe_shell_exec`, `tiny_shell_exec`, and the queries about `mpirun`.
 
-The safe one runs under a supervisor, as workers do: whatever the command has started ends with it, and all of it with
+The safe one runs under an agent, as workers do: whatever the command has started ends with it, and all of it with
 this process, however that dies.
 """
 

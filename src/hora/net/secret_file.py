@@ -36,7 +36,7 @@ class HeldSecret:
 
 
 def read_held_secret(path: str) -> bytes:
-    """The job's secret, from the memory of the process that holds it: a worker's supervisor as a rule."""
+    """The job's secret, from the memory of the process that holds it: a worker's agent as a rule."""
     try:
         with open(path, "rb") as file:
             return file.read()

@@ -1,6 +1,6 @@
 """Entry point of a worker's process (`python -m hora.workers.main`): runs its code or script.
 
-The code comes from the supervisor's memory (HORA_WORKER_ORDER_FILE), never from the command line. As in a notebook, a
+The code comes from the agent's memory (HORA_WORKER_ORDER_FILE), never from the command line. As in a notebook, a
 line that begins with `!` is a shell command, in which `{name}` and `$name` stand for Python variables. A thread
 enforces the worker's memory limit.
 """

@@ -154,7 +154,7 @@ class _Launch:
                 return
             self._left.remove(ended.worker)
             if ended.worker in self._task_of:
-                self._driver.dismiss(self._task_of[ended.worker])
+                self._driver.dismiss_task(self._task_of[ended.worker])
             none_left = not self._left
         self._events.exited(ended)
         if none_left:

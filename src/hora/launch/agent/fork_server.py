@@ -1,14 +1,14 @@
 """The fork server: a process that loads, once, what ranks import anyway, and forks the requested processes from there.
 
-Sixteen ranks on a host then import torch once instead of sixteen times and share its memory. A supervisor has one for
+Sixteen ranks on a host then import torch once instead of sixteen times and share its memory. An agent has one for
 the workers that run a function (commands are executed), `hora.launch.worker --fork-server module …`; a Python worker of
-Spark has one for its supervisors (`standby`). Importing does not start threads that a fork would lose, and
+Spark has one for its agents (`standby`). Importing does not start threads that a fork would lose, and
 nothing is computed here. Both ask over the socket that is the server's standard input.
 
-`serve` is the process, `ForkServer` the asker's end, `WorkerForks` the one of a supervisor.
+`serve` is the process, `ForkServer` the asker's end, `WorkerForks` the one of an agent.
 
 Request: {"load": modules, "fork": None or what the role needs}, and the descriptors that the fork gets. A worker is
-asked for by {"worker", "env", "unset", "cwd", "supervisor"} with stdout and stderr; the answer is {"worker", "pid"}.
+asked for by {"worker", "env", "unset", "cwd", "agent"} with stdout and stderr; the answer is {"worker", "pid"}.
 """
 
 from __future__ import annotations
@@ -72,26 +72,26 @@ def fork() -> int:
 
 
 def serve_workers(modules: list[str], work: Callable[[], NoReturn]) -> None:
-    """Be the fork server of a supervisor. `work` is `worker.work`."""
+    """Be the fork server of an agent. `work` is `worker.work`."""
     del sys.argv[1:]  # they are no arguments of the user's function
     name_process("hora-forks")
-    serve(modules, lambda request, descriptors, supervisor: _be_worker(request, descriptors, supervisor, work))
+    serve(modules, lambda request, descriptors, agent: _be_worker(request, descriptors, agent, work))
 
 
 def _be_worker(
-    request: dict[str, Any], descriptors: list[int], supervisor: socket.socket, work: Callable[[], NoReturn]
+    request: dict[str, Any], descriptors: list[int], agent: socket.socket, work: Callable[[], NoReturn]
 ) -> NoReturn:
-    """Fork once more, so that the supervisor, a subreaper, becomes the parent and sees the end; then work."""
+    """Fork once more, so that the agent, a subreaper, becomes the parent and sees the end; then work."""
     middle = os.getpid()
     pid = fork()
     if pid:
-        supervisor.send(json.dumps({"worker": request["worker"], "pid": pid}).encode())
+        agent.send(json.dumps({"worker": request["worker"], "pid": pid}).encode())
         os._exit(0)
     while os.getppid() == middle:  # it has nothing left to do but to end
         os.sched_yield()
-    supervisor.close()
+    agent.close()
     os.setsid()
-    if not die_with_parent(request["supervisor"], signal.SIGKILL):
+    if not die_with_parent(request["agent"], signal.SIGKILL):
         os._exit(128 + signal.SIGKILL)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in zip((nothing, *descriptors), (0, 1, 2), strict=True):
@@ -127,7 +127,7 @@ _OWN = ("HOROVOD_", "HORA_")
 
 
 class WorkerForks:
-    """A supervisor's fork server and the workers requested of it. `process` is the server's."""
+    """An agent's fork server and the workers requested of it. `process` is the server's."""
 
     def __init__(self, executable: str, modules: Sequence[str], env: Mapping[str, str], cwd: str | None) -> None:
         argv = module_command(executable, "hora.launch.worker", "--fork-server", *modules)
@@ -157,7 +157,7 @@ class WorkerForks:
             "env": {name: value for name, value in env.items() if self._env.get(name) != value},
             "unset": [name for name in self._env if name not in env],
             "cwd": cwd,
-            "supervisor": os.getpid(),
+            "agent": os.getpid(),
         }
         self._waiting.append(request)
         self._ask_next()

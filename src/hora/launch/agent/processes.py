@@ -1,10 +1,10 @@
-"""The processes of this machine, as a supervisor needs them: how they are started, who descends from whom, how they
+"""The processes of this machine, as an agent needs them: how they are started, who descends from whom, how they
 end.
 
 `spawn` forks and executes a worker: a session of its own, dead when its parent dies, its output in two pipes. `guard`
-makes this process the parent of a supervisor, which ends what the supervisor leaves behind should it be killed.
+makes this process the parent of an agent, which ends what the agent leaves behind should it be killed.
 
-Linux only: /proc and prctl. Imports nothing heavy, because supervisors do.
+Linux only: /proc and prctl. Imports nothing heavy, because agents do.
 """
 
 from __future__ import annotations
@@ -219,16 +219,16 @@ def _advice(program: str) -> str:
     return "; does its first line name an interpreter that is there, as in #!/bin/sh?"
 
 
-def guard(supervisor: int) -> int:
-    """Wait for the supervisor, then for the end of all its orphans; returns the supervisor's status."""
+def guard(agent: int) -> int:
+    """Wait for the agent, then for the end of all its orphans; returns the agent's status."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: send_signal(supervisor, signal.SIGTERM))
+        signal.signal(number, lambda *_: send_signal(agent, signal.SIGTERM))
     for descriptor in (0, 1):
         os.close(descriptor)
     code = None
     while code is None:
         pid, status = os.waitpid(-1, 0)
-        if pid == supervisor:
+        if pid == agent:
             code = exit_code(status)
     while True:
         processes = Processes()

@@ -1,13 +1,9 @@
-"""The nodes of a job whose agents come to us: who has joined, and each one's supervisor as if it were a process of
-ours.
+"""The agents of a job, seen from the controller: orders go out, and what agents report reaches the job's events.
 
-An agent (`node`) is started by its platform, by `srun` or by `ssh`. It connects, proves that it holds the nodes'
-secret, or a key of its own, and says which node it is; from then on its connection carries what a supervisor's pipes
-carry, so that a `HostConnection` needs to know nothing of it. The connection is a session: in an elastic job an agent
-that was cut off comes back to it. Opened by `providers`, used by the `launcher`.
-
-An agent's connection: join -> welcome | refused -> in, out, err, taken … -> bye. `taken` tells how much output has been
-passed on: an agent that is far ahead of a slow console leaves its workers' pipes unread.
+`AgentHandle` is one agent. `LocalAgent` is one on this machine, which is a child at the other end of a socket. `Agents`
+takes those of other nodes, whatever has started them: an agent connects, proves that it holds the nodes' secret, or a
+key of its own, and says which node it is. Its connection is a session: in an elastic job an agent that was cut off
+comes back to it. The messages are in `agent.protocol`.
 """
 
 from __future__ import annotations
@@ -17,29 +13,92 @@ import itertools
 import json
 import os
 import queue
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import IO, Any, Protocol
 
 from hora.errors import StartTimeoutError
-from hora.launch.controller.host import wait_or_kill
+from hora.launch.agent.protocol import (
+    VERSION,
+    Bye,
+    Exited,
+    Finish,
+    Finished,
+    Frames,
+    Join,
+    Leaving,
+    MeetAt,
+    Message,
+    Output,
+    Ping,
+    Refused,
+    Start,
+    Started,
+    Taken,
+    Terminate,
+    Welcome,
+    frame,
+    pack,
+    unpack,
+)
+from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
 from hora.launch.slots import HostInfo
+from hora.launch.tail import Tail
 from hora.net.server import Server
 from hora.net.session import SessionPeer, Sessions
 from hora.net.wire import ANYBODY, Credentials, Header, derived_secret, new_secret
 from hora.version import version
 
-__all__ = ["Agents", "Node", "PROTOCOL", "credentials", "end_starter", "start_agent"]
+__all__ = [
+    "AgentHandle",
+    "AgentProcess",
+    "Agents",
+    "LocalAgent",
+    "LocalProcess",
+    "credentials",
+    "end_starter",
+    "start_agent",
+    "wait_or_kill",
+]
 
 Nodes = Mapping[str, tuple[int, int]]  # number and slots by name
 
-PROTOCOL = "3"
+_BEATS = 6  # in the time after which a silent node is dropped
 _CUT_LIMIT_S = 30  # a node beyond a cut cable, of which its kernel would tell
 _MAX_NAME_CHARS = 255
 _BYE_LIMIT_S, _KILL_LIMIT_S = 20.0, 30.0
+_CLOSE_SLACK_S = 15.0  # after SIGKILL everything is a matter of milliseconds, even on a busy machine
+_READ_BYTES, _TAIL_BYTES = 256 * 1024, 4096
+
+# Isolated and without site-packages, which is faster.
+_RUN_AGENT = """
+import sys
+sys.path.append(sys.argv.pop(1))
+from hora.launch.agent.agent import serve_locally
+sys.exit(serve_locally())
+"""
+
+
+class Child(Protocol):
+    """A process that can be waited for: `subprocess.Popen`, or something like it."""
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+def wait_or_kill(process: Child, limit_s: float) -> int:
+    """Return the exit status of a process that is about to end; one that has not ended in time is killed."""
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait(_CLOSE_SLACK_S)
 
 
 def credentials(secret: bytes, speaker: int = ANYBODY) -> Credentials:
@@ -53,7 +112,7 @@ def credentials(secret: bytes, speaker: int = ANYBODY) -> Credentials:
 def start_agent(
     command: Sequence[str], where: tuple[str, int], key: Credentials, nodes: Nodes, *, limit_s: float, **rest: Any
 ) -> subprocess.Popen[bytes]:
-    """Run a command that starts `agent.node` somewhere, and tell that on its standard input where to go.
+    """Run a command that starts `agent.session` somewhere, and tell that on its standard input where to go.
 
     `nodes`: those that the command may start.
     """
@@ -72,6 +131,300 @@ def end_starter(process: subprocess.Popen[bytes], limit_s: float) -> None:
     except subprocess.TimeoutExpired:
         process.terminate()
         wait_or_kill(process, _KILL_LIMIT_S)
+
+
+class AgentHandle:
+    """One agent. Expected (orders wait) -> joined -> over.
+
+    `workers`: those that it had before it joined. `inherit_env`: its workers' environment is added to its own.
+    """
+
+    inherit_env = True
+    lost_exit_code = 255  # of workers whose agent is gone
+
+    def __init__(self, name: str, slots: int = 1, workers: Collection[int] = ()) -> None:
+        self.name, self.slots, self.workers = name, slots, frozenset(workers)
+        self.leaving = False
+        self.complaints = Tail(_TAIL_BYTES)
+        self.peer: SessionPeer | None = None
+        self.starter: subprocess.Popen[bytes] | None = None  # the process that starts the agent
+        self.status: int | None = None  # once it is over
+        self._events: LaunchEvents | None = None
+        self._lock = threading.Lock()
+        self._running: set[int] = set()
+        self._own = set(workers)  # workers that were ever started here: the agent reports on no other
+        self._unsent: list[Message] = []
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._has_fork_server = False
+        self._ended: str | None = None  # why nothing can be started here any more
+        self._finished = threading.Event()
+        self._reported = threading.Event()
+        self._num_heard = self._num_seen = self._unanswered = 0
+
+    # ---- orders ---------------------------------------------------------------------------------------------
+
+    def look_after(self, events: LaunchEvents, ours: Collection[int] = ()) -> None:
+        """Report to these events from now on. `ours`: workers that run there already, for this controller."""
+        self._events, self._running = events, set(ours)
+        threading.Thread(target=self._deliver, name=f"hora-agent {self.name}", daemon=True).start()
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the agent is gone or out of reach; exits may still be reported."""
+        return self.status is not None or self._ended is not None
+
+    @property
+    def over(self) -> bool:
+        """Return whether the agent is gone and everything that it reported has been passed on."""
+        return self._reported.is_set()
+
+    def start(self, workers: Sequence[WorkerSpec]) -> None:
+        assert self._events is not None
+        # One worker alone is not worth a fork server, but an elastic job's newcomer may come from the one there is.
+        self._has_fork_server = self._has_fork_server or len(workers) > 1
+        with self._lock:
+            ended = self._ended
+            if ended is None:
+                self._running |= {spec.worker for spec in workers}
+                self._own |= self._running
+        for spec in workers:
+            if ended is not None:
+                self._events.exited(WorkerExit(worker=spec.worker, code=255, reason=ended))
+            else:
+                self.send(self._order(spec))
+
+    def _order(self, spec: WorkerSpec) -> Start:
+        return Start(
+            worker=spec.worker,
+            argv=list(spec.argv),
+            env=dict(spec.env),
+            inherit_env=self.inherit_env,
+            cwd=spec.cwd,
+            private_files={name: data.hex() for name, data in spec.private_files.items()},
+            preload=list(spec.preload) if spec.preload is not None and self._has_fork_server else None,
+        )
+
+    def terminate(self, workers: Iterable[int], *, grace_s: float) -> None:
+        with self._lock:
+            chosen = sorted(self._running.intersection(workers))
+        if chosen:
+            self.send(Terminate(chosen, grace_s))
+
+    def clear_up(self, worker: int, *, grace_s: float) -> None:
+        """End what a worker that has ended has left running. Does not wait."""
+        self.send(Terminate([worker], grace_s))
+
+    def finish(self, *, grace_s: float) -> None:
+        """End every worker and descendant that is left. Does not wait. Idempotent."""
+        self.send(Finish(grace_s))
+
+    def abandon(self) -> None:
+        """Report nothing any more: another controller looks after this node."""
+        with self._lock:
+            self._running.clear()
+            self._events = _NoEvents()
+        self._finished.set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until no process is left there; after the time limit, hang up, which ends the agent."""
+        if self._events is not None and not self._finished.wait(timeout_s):
+            self.kill()
+
+    def kill(self) -> None:
+        if self.peer is not None:
+            self.peer.close()
+        if self.starter is not None:
+            self.starter.kill()
+
+    def send(self, message: Message) -> None:
+        """Tell the agent something, as soon as it has joined. Dropped if it is gone."""
+        with self._lock:
+            if self.peer is None:
+                self._unsent.append(message)
+            else:
+                self.peer.send(*pack(message))
+
+    def beat(self, silence_limit_s: float) -> None:
+        """Send a sign of life; drop an agent that has answered none for so long. Beats are counted, not seconds: time
+        in which this process did not run is nobody's silence.
+        """
+        answered = self._num_heard != self._num_seen or self.peer is None or self._events is None
+        self._unanswered, self._num_seen = 0 if answered else self._unanswered + 1, self._num_heard
+        if self._unanswered > _BEATS and self._ended is None:
+            self._ended = (
+                f"host {self.name} has not answered for {silence_limit_s:g} s and was given up; raise "
+                "--silence-timeout (HORA_SILENCE_TIMEOUT) if it may be so busy"
+            )
+            self.kill()
+        elif self.peer is not None and self._events is not None:
+            self.send(Ping())
+
+    # ---- as `Agents` see it -----------------------------------------------------------------------------------
+
+    def join(self, peer: SessionPeer) -> None:
+        with self._lock:
+            self.peer = peer
+            for message in self._unsent:
+                peer.send(*pack(message))
+            self._unsent.clear()
+
+    def take(self, message: Message) -> None:
+        """Something that the agent reports."""
+        self._num_heard += 1
+        self._inbox.put(message)
+
+    def lost(self, status: int) -> None:
+        """The agent is gone."""
+        if self.status is None:
+            self.status = status
+            self._inbox.put(None)
+
+    # ---- in a thread of its own: a console may be slow --------------------------------------------------------
+
+    def _deliver(self) -> None:
+        try:
+            while (message := self._inbox.get()) is not None:
+                self._report(message)
+                if isinstance(message, Output):
+                    self.send(Taken(len(message.data)))
+        except ValueError as error:
+            self.blame(error)
+        self._report_end(255 if self.status is None else self.status, joined=self.peer is not None)
+
+    def blame(self, error: Exception) -> None:
+        """Drop a node that may have been taken over: it must not hold up the controller, nor fill its memory."""
+        self.complaints.add(f"it sent what no agent sends ({error})".encode())
+        self.kill()
+
+    def _report(self, message: Message) -> None:
+        events = self._events
+        assert events is not None
+        if isinstance(message, Started | Output | Exited) and message.worker not in self._own:
+            raise ValueError(f"a message about worker {message.worker}, which is not there")
+        match message:
+            case Started(worker):
+                events.started(worker)
+            case Output(worker, stream, data):
+                events.output(worker, "stdout" if stream == "stdout" else "stderr", data)
+            case Exited(worker, code, reason):
+                with self._lock:
+                    ours = worker in self._running
+                    self._running.discard(worker)
+                if ours:
+                    events.exited(WorkerExit(worker=worker, code=code, reason=reason))
+            case Finished():
+                self._finished.set()
+
+    def _report_end(self, status: int, *, joined: bool) -> None:
+        why = self._ended or self._why_ended(status, joined=joined)
+        with self._lock:
+            self._ended = why
+            orphans, self._running = sorted(self._running), set()
+            events = self._events
+        assert events is not None
+        for worker in orphans:
+            events.exited(WorkerExit(worker=worker, code=self.lost_exit_code, reason=why))
+        self._finished.set()
+        self._reported.set()
+
+    def _why_ended(self, status: int, *, joined: bool) -> str:
+        complaints = bytes(self.complaints).decode(errors="replace").strip()
+        happened = "ended unexpectedly" if joined else "did not start"
+        return f"the agent on host {self.name} {happened} (exit status {status})" + f": {complaints}" * bool(complaints)
+
+
+class _NoEvents:
+    """Implements LaunchEvents for nobody."""
+
+    def output(self, worker: int, stream: str, data: bytes) -> None: ...
+    def started(self, worker: int) -> None: ...
+    def exited(self, ended: WorkerExit) -> None: ...
+
+
+class AgentProcess(Child, Protocol):
+    """An agent's process on this machine, and the socket that is its standard input."""
+
+    sock: socket.socket
+    stderr: IO[bytes] | None
+
+
+class LocalProcess:
+    """A new one. Its own session: Ctrl-C in a terminal reaches the controller only, which ends the workers in order."""
+
+    def __init__(self) -> None:
+        source = str(Path(__file__).resolve().parents[3])
+        self.sock, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _RUN_AGENT, source],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                bufsize=0,
+            )
+        self.stderr = self._process.stderr
+        self.wait, self.kill = self._process.wait, self._process.kill
+
+
+class LocalAgent(AgentHandle):
+    """An agent on this machine. `process`: one that runs already; else one is started."""
+
+    inherit_env = False
+
+    def __init__(self, name: str, process: AgentProcess | None = None) -> None:
+        super().__init__(name)
+        self._process: AgentProcess = process or LocalProcess()
+        self._sending = threading.Lock()
+
+    @property
+    def ended(self) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0)
+            return True
+        return self._ended is not None
+
+    def send(self, message: Message) -> None:
+        # When the agent is gone the reader knows, and reports all its workers as ended.
+        with contextlib.suppress(OSError), self._sending:
+            self._process.sock.sendall(frame(message))
+
+    def finish(self, *, grace_s: float) -> None:
+        super().finish(grace_s=grace_s)
+        self.send(Bye(0))
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all is over; after the time limit, kill the agent, which takes its workers with it."""
+        wait_or_kill(self._process, timeout_s)
+        if self._events is not None:
+            self._reported.wait(_CLOSE_SLACK_S)
+        self._process.sock.close()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+
+    def _deliver(self) -> None:
+        frames, joined = Frames(), False
+        try:
+            while data := self._read():
+                for message in frames.feed(data):
+                    joined = joined or isinstance(message, Join)
+                    self._report(message)
+        except ValueError as error:
+            self.blame(error)
+        status = self._process.wait()
+        if self._process.stderr is not None:
+            os.set_blocking(self._process.stderr.fileno(), False)
+            with contextlib.suppress(BlockingIOError):
+                self.complaints.add(self._process.stderr.read(_TAIL_BYTES) or b"")
+        self._report_end(status, joined=joined)
+
+    def _read(self) -> bytes:
+        with contextlib.suppress(OSError):
+            return self._process.sock.recv(_READ_BYTES)
+        return b""
 
 
 class Agents:
@@ -106,7 +459,7 @@ class Agents:
         self._num_nodes, self._own = num_nodes, own
         self._elastic, self._silence_limit_s, self._return_s = elastic, silence_limit_s, return_s
         self._first_index = 0 if own is None else 1
-        self._nodes: dict[int, Node] = {}
+        self._nodes: dict[int, AgentHandle] = {}
         self._names = set(names)  # of all that have ever joined
         self._changed = threading.Condition()
         self._refused = ""
@@ -122,6 +475,7 @@ class Agents:
             self._server.close()
             raise OSError(f"cannot listen at {where[0]}:{where[1]} for the nodes: {error.strerror}") from None
         self._server.start(self._credentials)
+        self._server.call(self._beat)
 
     def _credentials(self, speaker: int) -> Credentials:
         return credentials(self._secret)
@@ -183,7 +537,7 @@ class Agents:
             self._meeting = port
             nodes = list(self._nodes.values())
         for node in nodes:
-            node.send({"op": "meeting", "port": port, "term": self._term})
+            node.send(MeetAt(port))
 
     def abandon(self) -> None:
         """Another one leads the job: let go of the nodes, whose workers live on."""
@@ -191,22 +545,30 @@ class Agents:
             nodes = list(self._nodes.values())
         self._server.close()
         for node in nodes:
-            node.feed(None)
+            node.lost(255)
 
     def watch_starter(self, ended: Callable[[], str]) -> None:
         """Have `wait` ask whether what starts the agents has ended: then it says how, else nothing."""
         self._starter_ended = ended
 
-    def supervisor(self, hostname: str) -> Node:
-        """The supervisor of a node, as a process. One that is gone has ended already."""
+    def agent(self, hostname: str) -> AgentHandle:
+        """The agent of a node. One that is gone has ended already."""
         with self._changed:
-            there = (node for node in self._nodes.values() if node.name == hostname and node.status is None)
+            there = (node for node in self._nodes.values() if node.name == hostname and not node.ended)
             return next(there, None) or self._absent(hostname)
 
-    def _absent(self, hostname: str) -> Node:
-        node = Node(hostname)
-        node.over(255)
+    def _absent(self, hostname: str) -> AgentHandle:
+        node = AgentHandle(hostname)
+        node.lost(255)
         return node
+
+    def _beat(self) -> None:
+        """In the server's thread: signs of life, to all."""
+        with self._changed:
+            nodes = list(self._nodes.values())
+        for node in nodes:
+            node.beat(self._silence_limit_s)
+        self._server.call_at(time.monotonic() + self._silence_limit_s / _BEATS, self._beat)
 
     # ---- hosts of an elastic job (`discovery.HostWatch`) --------------------------------------------------
 
@@ -226,61 +588,79 @@ class Agents:
         with self._changed:
             nodes = list(self._nodes.values())
         for node in nodes:
-            node.send({"op": "bye", "status": str(status), "term": self._term})
+            node.send(Bye(status))
         deadline = time.monotonic() + _BYE_LIMIT_S
         with self._changed:
             while self._nodes and time.monotonic() < deadline:
                 self._changed.wait(0.2)
         self._server.close()
         for node in nodes:
-            node.feed(None)
+            node.lost(255)
 
     # ---- in the server's thread -----------------------------------------------------------------------------------
 
     def message(self, peer: SessionPeer, header: Header, payload: bytes) -> None:
-        operation = str(header["op"])
         if peer.number < 0:
-            if operation != "join":
-                raise ValueError(f"{operation!r} before it has joined")
-            self._join(peer, header)
+            if header.get("op") == "join":  # as earlier versions of Hora did
+                self._refuse(peer, int(header["node"]), str(header["name"]), self._other_version(header.get("version")))
+                return
+            joining = unpack(header, payload)
+            if not isinstance(joining, Join):
+                raise ValueError(f"{type(joining).__name__} before it has joined")
+            self._join(peer, joining)
             return
         node = self._nodes[peer.number]
-        if operation in ("out", "err", "state"):
-            node.feed(("err" if operation == "err" else "out", payload))
-        elif operation == "ended":
-            node.over(int(header["status"]))
-        elif operation == "leaving":
+        try:
+            message = unpack(header, payload)
+        except (ValueError, RecursionError) as error:
+            node.blame(error)
+            return
+        if isinstance(message, Leaving):
             node.leaving = True
             self._tell()
+        else:
+            node.take(message)
 
-    def _join(self, peer: SessionPeer, header: Header) -> None:
-        index, name = int(header["node"]), str(header["name"])[:_MAX_NAME_CHARS]
-        problem = self._problem(peer, index, header)
+    def _join(self, peer: SessionPeer, joining: Join) -> None:
+        index, name = joining.node, joining.name[:_MAX_NAME_CHARS]
+        problem = self._problem(peer, joining)
         if problem:
-            if "run" not in header:  # a keeper comes again
-                self._refused = self._refused or f"node {index} ({name}, {peer.host}): {problem}"
-            peer.send({"op": "refused", "why": problem})
-            with self._changed:
-                self._changed.notify_all()
+            self._refuse(peer, index, name, problem, comes_again=bool(joining.run))
             return
         with self._changed:
-            node = self._nodes[index] = self._admitted(index, name, header)
+            node = self._nodes[index] = self._admitted(index, name, joining)
             peer.number = index
             self._own_address = self._own_address or str(peer.sock.getsockname()[0])
-            leading = {"term": self._term, "name": node.name, "meeting": self._meeting}
-        welcome = {"nonce": self.nonce, "executable": sys.executable, "silence_s": self._silence_limit_s}
-        peer.send({"op": "welcome", **welcome, **leading, "elastic": self._elastic, "return_s": self._return_s})
+            meeting = self._meeting
+        welcome = Welcome(
+            name=node.name,
+            run=self.nonce,
+            executable=sys.executable,
+            silence_s=self._silence_limit_s,
+            return_s=self._return_s,
+            elastic=self._elastic,
+            term=self._term,
+            meeting=meeting,
+        )
+        peer.send(*pack(welcome))
         with self._changed:
             node.join(peer)
             self._changed.notify_all()
         self._tell()
 
-    def _admitted(self, index: int, name: str, header: Header) -> Node:
-        known = header.get("run") == self.nonce
+    def _refuse(self, peer: SessionPeer, index: int, name: str, why: str, *, comes_again: bool = False) -> None:
+        if not comes_again:
+            self._refused = self._refused or f"node {index} ({name[:_MAX_NAME_CHARS]}, {peer.host}): {why}"
+        header, payload = pack(Refused(why))
+        peer.send({**header, "why": why}, payload)  # where earlier versions look for it
+        with self._changed:
+            self._changed.notify_all()
+
+    def _admitted(self, index: int, name: str, joining: Join) -> AgentHandle:
+        known = joining.run == self.nonce
         name = name if known else self._new_name(name, index)
         self._names.add(name)
-        workers = frozenset(map(int, header["workers"])) if known else frozenset()
-        return Node(name, int(header["slots"]), workers, term=self._term)
+        return AgentHandle(name, joining.slots, joining.workers if known else ())
 
     def _new_name(self, name: str, index: int) -> str:
         """A host's name of its own, for two nodes of one name, and for one that comes back: its old name may be
@@ -289,11 +669,13 @@ class Agents:
         choices = itertools.chain([name, f"{name}-{index}"], (f"{name}-{index}-{turn}" for turn in itertools.count(2)))
         return next(choice for choice in choices if choice not in self._names and not self.is_own(choice))
 
-    def _problem(self, peer: SessionPeer, index: int, header: Header) -> str:
-        if (header.get("version"), header.get("protocol")) != (version(), PROTOCOL):
-            theirs = header.get("version")
-            return f"it has Hora {theirs}, but the first node has {version()}; install the same version on every node"
-        return self._misplaced(peer, index, int(header["slots"]))
+    def _problem(self, peer: SessionPeer, joining: Join) -> str:
+        if (joining.version, joining.protocol) != (version(), VERSION):
+            return self._other_version(joining.version)
+        return self._misplaced(peer, joining.node, joining.slots)
+
+    def _other_version(self, theirs: object) -> str:
+        return f"it has Hora {theirs}, but the first node has {version()}; install the same version on every node"
 
     def _misplaced(self, peer: SessionPeer, index: int, slots: int) -> str:
         last = self._first_index + self._num_nodes - 1
@@ -307,108 +689,14 @@ class Agents:
 
     def closed(self, peer: SessionPeer) -> None:
         with self._changed:
-            node = self._nodes.pop(peer.number, None)
+            node = self._nodes.get(peer.number)
+            if node is None or node.peer is not peer:  # another one has its number now
+                return
+            del self._nodes[peer.number]
             self._changed.notify_all()
-        if node is not None:
-            node.over(255)
-            self._tell()
+        node.lost(255)
+        self._tell()
 
     def _tell(self) -> None:
         if self._listener is not None:
             self._listener(self.hosts())
-
-
-class Node:
-    """A node whose supervisor is as a process of ours: it has pipes, into which a thread of its own writes what the
-    supervisor says, and can be waited for.
-
-    Expected (what it is to be told waits) -> joined -> over. `starter`: the process that starts its agent.
-    """
-
-    def __init__(self, name: str, slots: int = 1, workers: frozenset[int] = frozenset(), *, term: int = 0) -> None:
-        self.name, self.slots, self.workers, self._term = name, slots, workers, term
-        self.peer: SessionPeer | None = None
-        self.starter: subprocess.Popen[bytes] | None = None
-        self.status: int | None = None
-        self.leaving = False
-        self.stdin: Any = self
-        self.stdout, self._out = _pipe()
-        self.stderr, self.err = _pipe()
-        self._ended = threading.Event()
-        self._lock = threading.Lock()
-        self._untold: list[tuple[Header, bytes]] = []
-        self._said: queue.SimpleQueue[tuple[str, bytes] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._write, name=f"hora-node {name}", daemon=True).start()
-
-    # ---- as its launcher sees it ----------------------------------------------------------------------------------
-
-    def write(self, data: bytes | memoryview) -> int:
-        """Pass orders on to the supervisor. BrokenPipeError when the node is gone."""
-        if self.gone:
-            raise BrokenPipeError("the node is gone")
-        self.send({"op": "in", "term": self._term}, bytes(data))
-        return len(data)
-
-    def close(self) -> None:
-        """No more orders will come."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        if not self._ended.wait(timeout):
-            raise subprocess.TimeoutExpired("the node's agent", timeout or 0.0)
-        return 255 if self.status is None else self.status
-
-    def kill(self) -> None:
-        if self.peer is not None:
-            self.peer.close()
-        if self.starter is not None:
-            self.starter.kill()
-
-    # ---- as `Agents` see it ---------------------------------------------------------------------------------------
-
-    def join(self, peer: SessionPeer) -> None:
-        with self._lock:
-            self.peer = peer
-            for header, payload in self._untold:
-                peer.send(header, payload)
-            self._untold.clear()
-
-    @property
-    def gone(self) -> bool:
-        return self.status is not None if self.peer is None else not self.peer.open
-
-    def send(self, header: Header, payload: bytes = b"") -> None:
-        """Tell its agent something, as soon as that has joined. Dropped if it is gone."""
-        with self._lock:
-            if self.peer is None:
-                self._untold.append((header, payload))
-            else:
-                self.peer.send(header, payload)
-
-    def feed(self, said: tuple[str, bytes] | None) -> None:
-        """Something its supervisor says; None: there is no more."""
-        self._said.put(said)
-
-    def over(self, status: int) -> None:
-        if self.status is None:
-            self.status = status
-        self.feed(None)
-
-    def _write(self) -> None:
-        while (said := self._said.get()) is not None:
-            stream, data = said
-            view = memoryview(data)
-            try:
-                while view:
-                    view = view[os.write(self.err if stream == "err" else self._out, view) :]
-            except OSError:  # not read any more: the job is over
-                break
-            if self.peer is not None:
-                self.peer.send({"op": "taken", "bytes": str(len(data))})
-        self._ended.set()
-        os.close(self._out)
-        os.close(self.err)
-
-
-def _pipe() -> tuple[Any, int]:
-    read_end, write_end = os.pipe()
-    return os.fdopen(read_end, "rb", buffering=0), write_end

@@ -1,7 +1,6 @@
-"""The launcher for hosts: workers under a supervisor on each of them, this machine or others.
+"""The launcher for hosts: workers under an agent on each of them, this machine or others.
 
-Without `agents` all workers run on this machine, under one supervisor, and nothing listens off loopback. Every other
-machine has an agent (`agents`), whoever has started it, and a supervisor behind the agent's connection.
+Without `agents` all workers run on this machine, under one agent, and nothing listens off loopback.
 """
 
 from __future__ import annotations
@@ -10,14 +9,10 @@ import re
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from hora.launch.controller.host import HostConnection, SupervisorProcess
+from hora.launch.controller.agents import AgentHandle, AgentProcess, Agents, LocalAgent
 from hora.launch.environment import variables
 from hora.launch.job import LaunchEvents, WorkerSpec
-
-if TYPE_CHECKING:
-    from hora.launch.controller.agents import Agents  # local jobs start faster without
 
 __all__ = ["HostLauncher"]
 
@@ -29,8 +24,7 @@ _PRIVATE = re.compile(r"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|_HOROVOD_SECR
 class HostLauncher:
     """Starts workers on this machine, or on any hosts that have `agents`, this one included.
 
-    `listen`: our address that all of them reach. `silence_limit_s`: a host that says nothing for so long is given up,
-    and it gives us up. `supervisor`: one for this machine that runs already, to use first.
+    `listen`: our address that all of them reach. `process`: an agent for this machine that runs already, to use first.
     """
 
     def __init__(
@@ -38,13 +32,11 @@ class HostLauncher:
         *,
         agents: Agents | None = None,
         listen: str = "127.0.0.1",
-        silence_limit_s: float | None = None,
-        supervisor: SupervisorProcess | None = None,
+        process: AgentProcess | None = None,
     ) -> None:
-        self._agents, self._listen, self._supervisor = agents, listen, supervisor
-        self._silence_limit_s = silence_limit_s
-        self._hosts: dict[str, HostConnection] = {}
-        self._former: list[HostConnection] = []  # their supervisors have ended, or are about to
+        self._agents, self._listen, self._process = agents, listen, process
+        self._hosts: dict[str, AgentHandle] = {}
+        self._former: list[AgentHandle] = []  # they have ended, or are about to
         self._grace_s = 0.0
 
     @property
@@ -89,30 +81,26 @@ class HostLauncher:
         for host in hosts:
             host.abandon()
 
-    def _retire(self, host: HostConnection) -> None:
+    def _retire(self, host: AgentHandle) -> None:
         """Keep it until its workers' ends are reported; not waited for, because the caller may hold up the reports."""
         for over in [former for former in self._former if former.over]:
             self._former.remove(over)
             over.wait(_CLOSE_SLACK_S)
         self._former.append(host)
 
-    def _open(self, name: str, events: LaunchEvents) -> HostConnection:
-        """This machine, by a supervisor that runs already or a new one."""
-        running, self._supervisor = self._supervisor, None
-        return HostConnection(name, events, process=running)
+    def _open(self, name: str, events: LaunchEvents) -> AgentHandle:
+        """This machine, by an agent that runs already or a new one."""
+        running, self._process = self._process, None
+        agent = LocalAgent(name, running)
+        agent.look_after(events)
+        return agent
 
-    def _reach(self, name: str, events: LaunchEvents, ours: Collection[int] = ()) -> HostConnection:
-        """Another machine, by its agent. `ours`: workers that run there already, for us."""
+    def _reach(self, name: str, events: LaunchEvents, ours: Collection[int] = ()) -> AgentHandle:
+        """Another machine. `ours`: workers that run there already, for us."""
         assert self._agents is not None
-        workers = {number: number in ours for number in self._agents.workers_at(name)}
-        return HostConnection(
-            name,
-            events,
-            inherit_env=True,
-            silence_limit_s=self._silence_limit_s,
-            process=self._agents.supervisor(name),
-            workers=workers,
-        )
+        agent = self._agents.agent(name)
+        agent.look_after(events, ours)
+        return agent
 
     def terminate(self, workers: Iterable[int], *, grace_s: float) -> None:
         chosen = list(workers)

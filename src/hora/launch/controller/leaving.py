@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from hora.launch.agent.agent import LEFT
 from hora.launch.controller.context import JobRun
 
-__all__ = ["LEFT", "leave"]
+__all__ = ["leave"]
 
 _LEAVE = 4  # the kind of change in the notice to ranks (`hora.torch.elastic.notification` has the others)
-LEFT = 75  # the exit status of ranks that have left, and of their job: EX_TEMPFAIL, start it again
 _ENDED = 128 + signal.SIGTERM
 
 

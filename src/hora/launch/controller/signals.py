@@ -31,7 +31,7 @@ def ended_by_signals() -> Iterator[Signals]:
     """Within it, SIGTERM and SIGHUP raise SystemExit (128 + signal) in the main thread.
 
     Handlers that the program has installed itself stay, and elsewhere than in the main thread nothing
-    changes. There the default applies: the process dies, and the supervisors of its workers notice.
+    changes. There the default applies: the process dies, and the agents of its workers notice.
     """
     signals = Signals()
     if threading.current_thread() is not threading.main_thread():

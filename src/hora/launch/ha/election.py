@@ -1,7 +1,7 @@
 """The process of a node whose job's state is in a store: follows the leader, stands for election when there is none,
 leads.
 
-It starts the node's keeper, which holds the workers: this process may be killed, and they train on. Whoever leads
+It starts the node's agent, which holds the workers: this process may be killed, and they train on. Whoever leads
 prints what the ranks print. It ends with the status of the job.
 """
 
@@ -17,28 +17,28 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from hora.launch.controller.host import wait_or_kill
-from hora.launch.controller.leaving import LEFT
+from hora.launch.agent.agent import LEFT
+from hora.launch.controller.agents import wait_or_kill
 from hora.launch.controller.signals import ended_by_signals
 from hora.launch.environment import module_command
-from hora.launch.ha.leadership import Leadership, Over, View, next_step
-from hora.launch.ha.store import StoreError, open_store
+from hora.launch.ha.leadership import Leadership, Over, View, next_step, open_store
+from hora.launch.ha.store import StoreError
 from hora.launch.job import LeadershipLostError, exit_status
 from hora.launch.options import Options
-from hora.launch.providers.platforms import Place
+from hora.launch.providers.platforms import NodeSpec
 from hora.net.wire import derived_secret, new_secret
 
-__all__ = ["Candidate"]
+__all__ = ["ElectionLoop"]
 
-_KEEPER_LIMIT_S, _OVER_LIMIT_S = 60.0, 10.0
+_AGENT_LIMIT_S, _OVER_LIMIT_S = 60.0, 10.0
 
 _log = logging.getLogger("hora.launch")
 
 
-class Candidate:
+class ElectionLoop:
     """`place`: this node's. ValueError for a store that cannot be meant."""
 
-    def __init__(self, options: Options, environ: Mapping[str, str], place: Place, secret: bytes) -> None:
+    def __init__(self, options: Options, environ: Mapping[str, str], place: NodeSpec, secret: bytes) -> None:
         self._options, self._environ, self._place, self._secret = options, environ, place, secret
         # All nodes find the same keys, which tell nobody else what they are for.
         self._job = derived_secret(secret, f"hora store {place.host}:{place.port}").hex()[:24]
@@ -56,10 +56,10 @@ class Candidate:
         RuntimeError when the store cannot be reached for too long.
         """
         self._former = self._first_look()
-        with self._keeper() as keeper, ended_by_signals() as signals:
+        with self._agent() as agent, ended_by_signals() as signals:
             seen_at, complained = time.monotonic(), False
             while True:
-                signals.first = lambda: self._leave(keeper)
+                signals.first = lambda: self._leave(agent)
                 step: str | Over = "follow"
                 try:
                     found = self._store.read()
@@ -78,8 +78,8 @@ class Candidate:
                     if status is not None:
                         return status
                     seen_at = time.monotonic()
-                if keeper.poll() is not None:
-                    return self._without_keeper(keeper)
+                if agent.poll() is not None:
+                    return self._without_agent(agent)
                 if time.monotonic() > seen_at + self._leaderless_s:
                     raise RuntimeError(
                         f"the store (HORA_STORE) has not answered for {self._leaderless_s:g} s (--elastic-timeout)"
@@ -98,9 +98,9 @@ class Candidate:
                 time.sleep(self._poll_s)
 
     @contextlib.contextmanager
-    def _keeper(self) -> Iterator[subprocess.Popen[bytes]]:
+    def _agent(self) -> Iterator[subprocess.Popen[bytes]]:
         order = {
-            "place": {"node": self._place.index, "name": self._place.name, "slots": self._place.slots or 1},
+            "node": {"node": self._place.index, "name": self._place.name, "slots": self._place.slots or 1},
             "secret": self._secret.hex(),
             "store": self._environ["HORA_STORE"],
             "job": self._job,
@@ -111,34 +111,34 @@ class Candidate:
             "former": self._former,
         }
         env = {name: value for name, value in self._environ.items() if name != "HORA_STORE"}
-        keeper = subprocess.Popen(
-            module_command(sys.executable, "hora.launch.agent.keeper"),
+        agent = subprocess.Popen(
+            module_command(sys.executable, "hora.launch.ha.following"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=env,
             start_new_session=True,
         )
-        assert keeper.stdin is not None
+        assert agent.stdin is not None
         try:
             with contextlib.suppress(BrokenPipeError):
-                keeper.stdin.write(json.dumps(order).encode() + b"\n")
-                keeper.stdin.close()
-            yield keeper
+                agent.stdin.write(json.dumps(order).encode() + b"\n")
+                agent.stdin.close()
+            yield agent
             with contextlib.suppress(subprocess.TimeoutExpired):  # one that no leader has taken has nothing to wait for
-                keeper.wait(_OVER_LIMIT_S)
+                agent.wait(_OVER_LIMIT_S)
         finally:
-            keeper.terminate()
-            wait_or_kill(keeper, _KEEPER_LIMIT_S)
+            agent.terminate()
+            wait_or_kill(agent, _AGENT_LIMIT_S)
 
-    def _leave(self, keeper: subprocess.Popen[bytes]) -> None:
+    def _leave(self, agent: subprocess.Popen[bytes]) -> None:
         """Asked to end: the ranks here commit and leave, and then another node leads. In a signal's handler."""
         self._left = True
-        keeper.terminate()
-        threading.Thread(target=self._hand_over, args=(keeper,), name="hora-hand-over", daemon=True).start()
+        agent.terminate()
+        threading.Thread(target=self._hand_over, args=(agent,), name="hora-hand-over", daemon=True).start()
 
-    def _hand_over(self, keeper: subprocess.Popen[bytes]) -> None:
+    def _hand_over(self, agent: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            keeper.wait(self._leaderless_s)
+            agent.wait(self._leaderless_s)
         if self._leadership is not None:
             self._leadership.give_up()
 
@@ -172,14 +172,14 @@ class Candidate:
                 leadership.end(status)
             leadership.resign()
 
-    def _without_keeper(self, keeper: subprocess.Popen[bytes]) -> int:
-        """The keeper has ended: because the job is over, as it has heard, because we were asked to end, or it was
+    def _without_agent(self, agent: subprocess.Popen[bytes]) -> int:
+        """The agent has ended: because the job is over, as it has heard, because we were asked to end, or it was
         killed.
         """
         if self._left:
             return LEFT
-        assert keeper.stdout is not None
-        said = keeper.stdout.read()
+        assert agent.stdout is not None
+        said = agent.stdout.read()
         if not said:
-            raise RuntimeError("the keeper of this node's workers has ended, and they with it")
+            raise RuntimeError("the agent of this node's workers has ended, and they with it")
         return int(said)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from hora.launch.ha.office import Contents, Office, StoreError, exchange, lease_time
+from hora.launch.ha.store import Contents, LeaderTerm, StoreError, exchange, lease_time
 
 __all__ = ["Etcd"]
 
@@ -92,22 +92,22 @@ class Etcd:
         """Remove a value in the name of a leader."""
         return bool(self._led(term, {"requestDeleteRange": {"key": self._key(key)}}))
 
-    def lead(self, name: str) -> Office | None:
+    def lead(self, name: str) -> LeaderTerm | None:
         """Become the leader, unless there is one."""
         lease = self._grant(self.ttl_s)
         put = {"requestPut": {"key": self._key("leader"), "value": _encode({"name": name}), "lease": lease}}
         answer = self._led(0, put)
         if not answer:
-            self.resign(Office(0, lease))
+            self.resign(LeaderTerm(0, lease))
             return None
-        return Office(answer, lease)
+        return LeaderTerm(answer, lease)
 
-    def renew(self, office: Office) -> bool:
+    def renew(self, office: LeaderTerm) -> bool:
         """Return whether the leader's lease still exists, which then begins anew."""
         answer = self._ask("lease/keepalive", {"ID": office.lease})
         return int(answer.get("result", {}).get("TTL", 0)) > 0
 
-    def resign(self, office: Office) -> None:
+    def resign(self, office: LeaderTerm) -> None:
         self._ask("lease/revoke", {"ID": office.lease})
 
     def _grant(self, ttl_s: int) -> str:

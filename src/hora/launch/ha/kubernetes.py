@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from hora.launch.ha.office import Contents, Office, StoreError, exchange, lease_time
+from hora.launch.ha.store import Contents, LeaderTerm, StoreError, exchange, lease_time
 
 __all__ = ["LeaseStore"]
 
@@ -94,14 +94,14 @@ class LeaseStore:
         """Remove a value in the name of a leader."""
         return self._write(term, lambda values: values.pop(key, None))
 
-    def lead(self, name: str) -> Office | None:
+    def lead(self, name: str) -> LeaderTerm | None:
         """Become the leader, unless there is one."""
         lease = self._get(_LEASE)
         if self._leader(lease):
             return None
         spec = lease.get("spec") or {}
         term = 1 + max(int(spec.get("leaseTransitions") or 0), self._written_by(self._get(_SECRET)))
-        office = Office(term, f"{self.job}.{name}.{secrets.token_hex(4)}")
+        office = LeaderTerm(term, f"{self.job}.{name}.{secrets.token_hex(4)}")
         now = {"acquireTime": _now(), "renewTime": _now()}
         lease["spec"] = {"holderIdentity": office.lease, "leaseTransitions": term, "leaseDurationSeconds": self.ttl_s}
         lease["spec"] |= now
@@ -109,11 +109,11 @@ class LeaseStore:
             return None
         return office
 
-    def renew(self, office: Office) -> bool:
+    def renew(self, office: LeaderTerm) -> bool:
         """Return whether this leader still leads; its lease then begins anew."""
         return self._hold(office, {"renewTime": _now()})
 
-    def resign(self, office: Office) -> None:
+    def resign(self, office: LeaderTerm) -> None:
         """Lead no more."""
         self._hold(office, {"holderIdentity": ""})
 
@@ -133,7 +133,7 @@ class LeaseStore:
             raise StoreError(f"another job uses the Lease {self.name}; give each job its own (HORA_STORE)")
         return int(spec.get("leaseTransitions") or 0)
 
-    def _hold(self, office: Office, change: Mapping[str, Any]) -> bool:
+    def _hold(self, office: LeaderTerm, change: Mapping[str, Any]) -> bool:
         """Change the Lease if this leader holds it."""
         for _ in range(_ATTEMPTS):
             lease = self._get(_LEASE)

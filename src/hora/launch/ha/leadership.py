@@ -1,7 +1,7 @@
 """Leadership of a job whose state is in a store: who leads, for how long that is certain, and what the next leader must
 know.
 
-The process of every node stands for election (`candidate`); one wins, for as long as it renews its lease. A leader that
+The process of every node stands for election (`election`); one wins, for as long as it renews its lease. A leader that
 cannot (the store is out of reach, the process was stopped) must not command any more, and finds out by its own clock:
 `check` is asked before every decision. What must survive is written to the store, which refuses a leader of the past,
 before anybody hears of it.
@@ -16,18 +16,21 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hora.launch.ha.store import Office, Store, StoreError
+from hora.launch.ha.etcd import Etcd
+from hora.launch.ha.kubernetes import LeaseStore
+from hora.launch.ha.store import LeaderTerm, Store, StoreError
 from hora.launch.job import LaunchEvents, LeadershipLostError
+from hora.net import address
 
 if TYPE_CHECKING:
     from hora.launch.controller.agents import Agents
     from hora.launch.controller.launcher import HostLauncher
 
-__all__ = ["AgentSuccession", "Leadership", "Over", "View", "next_step"]
+__all__ = ["AgentSuccession", "Leadership", "Over", "View", "next_step", "open_store", "own_address"]
 
 _OVER_S = 120  # for so long the other nodes can read how the job has ended
 
@@ -37,6 +40,25 @@ _log = logging.getLogger("hora.launch")
 def now_s() -> float:
     """Seconds, those included in which the machine slept."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def open_store(url: str, environ: Mapping[str, str]) -> Store:
+    """Open the store that `HORA_STORE` names. ValueError, without the password, if the URL is invalid.
+
+    `etcd://user:password@host:2379,host2:2379/prefix`; `etcds://`, or `?ca=FILE&cert=FILE&key=FILE`, is TLS. Inside
+    Kubernetes `kubernetes://name`: a Lease and a Secret of that name. `?ttl=3` says after how many seconds a leader
+    that does not renew its lease is replaced.
+    """
+    return LeaseStore.from_url(url, environ) if url.startswith("kubernetes:") else Etcd.from_url(url)
+
+
+def own_address(hosts: Iterable[tuple[str, int]]) -> str:
+    """Return this machine's address that the other nodes reach: the one from which it reaches these."""
+    for host, _ in hosts:
+        for found in address.resolve(host):
+            with contextlib.suppress(OSError):
+                return address.source_address(found)
+    return "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -66,13 +88,13 @@ def next_step(view: View) -> str | Over:
 
 
 class Leadership:
-    """A term in office, until it is resigned or lost. `run`: names the job's run; `state`: what the leader before has
+    """A term as leader, until it is resigned or lost. `run`: names the job's run; `state`: what the leader before has
     left. `followed`: this process has seen that one lead, so that the run is not one that has ended long ago.
 
     `lost`: called, in a thread of its own, when it is lost.
     """
 
-    def __init__(self, store: Store, office: Office, *, since_s: float) -> None:
+    def __init__(self, store: Store, office: LeaderTerm, *, since_s: float) -> None:
         self.store, self.term = store, office.term
         self.state: dict[str, Any] | None = None
         self.run, self.followed = "", False
@@ -150,7 +172,7 @@ class Leadership:
 
 
 class AgentSuccession:
-    """Implements `job.Succession` with the nodes' keepers and the store."""
+    """Implements `job.Succession` with the nodes' agents and the store."""
 
     def __init__(self, leadership: Leadership, agents: Agents, launcher: HostLauncher) -> None:
         self._leadership, self._agents, self._launcher = leadership, agents, launcher

@@ -41,10 +41,10 @@ class Relay:
         self._thread = threading.Thread(target=self._run, name="hora-relay", daemon=True)
         self._thread.start()
 
-    def lead_to(self, target: tuple[str, int] | None) -> None:
+    def set_target(self, target: tuple[str, int] | None) -> None:
         """Connect to this address from now on (None: wait), and end the connections to any other one."""
         with contextlib.suppress(RuntimeError):  # closed
-            self._loop.call_soon_threadsafe(self._lead_to, target)
+            self._loop.call_soon_threadsafe(self._set_target, target)
 
     def close(self) -> None:
         """End all connections and the thread."""
@@ -66,7 +66,7 @@ class Relay:
             self._loop.run_until_complete(asyncio.gather(*self._connections.values(), return_exceptions=True))
             self._loop.close()
 
-    def _lead_to(self, target: tuple[str, int] | None) -> None:
+    def _set_target(self, target: tuple[str, int] | None) -> None:
         if target == self._target:
             return
         self._target = target

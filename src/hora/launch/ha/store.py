@@ -1,20 +1,41 @@
 """The store: where the state of a job lives that its leader must not take along when it dies.
 
-`HORA_STORE=etcd://user:password@host:2379,host2:2379/prefix`; `etcds://`, or `?ca=FILE&cert=FILE&key=FILE`, is TLS.
-Inside Kubernetes `HORA_STORE=kubernetes://name`: a Lease and a Secret of that name. `?ttl=3` says after how many
-seconds a leader that does not renew its lease is replaced. Values are small and hold no secret.
+Here are the interface of stores, what they return, and JSON over HTTP, in which they answer; `etcd` and `kubernetes`
+implement it. Values are small and hold no secret.
 """
 
 from __future__ import annotations
 
+import http.client
+import json
+import ssl
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hora.launch.ha.etcd import Etcd
-from hora.launch.ha.kubernetes import LeaseStore
-from hora.launch.ha.office import Contents, Office, StoreError
+__all__ = ["Contents", "LeaderTerm", "Store", "StoreError", "exchange", "lease_time"]
 
-__all__ = ["Contents", "Office", "Store", "StoreError", "open_store"]
+_ANSWER_S = 2.0  # for one server; and no longer than until the next renewal of a lease, so that another can be asked
+
+
+class StoreError(OSError):
+    """The store cannot be reached, or refuses."""
+
+
+@dataclass(frozen=True)
+class LeaderTerm:
+    """A leadership that was won. `term`: its number, greater than those before; `lease`: the store's name for it."""
+
+    term: int
+    lease: str
+
+
+@dataclass(frozen=True)
+class Contents:
+    """State of a job in the store. `term`: its leader's, 0 where nobody leads; `values`: by key."""
+
+    term: int
+    values: Mapping[str, Mapping[str, Any]]
 
 
 class Store(Protocol):
@@ -40,16 +61,45 @@ class Store(Protocol):
     def delete(self, key: str, *, term: int) -> bool:
         """Remove a value in the name of a leader."""
 
-    def lead(self, name: str) -> Office | None:
+    def lead(self, name: str) -> LeaderTerm | None:
         """Become the leader, unless there is one."""
 
-    def renew(self, office: Office) -> bool:
+    def renew(self, office: LeaderTerm) -> bool:
         """Return whether this leader still leads; its lease then begins anew."""
 
-    def resign(self, office: Office) -> None:
+    def resign(self, office: LeaderTerm) -> None:
         """Lead no more."""
 
 
-def open_store(url: str, environ: Mapping[str, str]) -> Store:
-    """ValueError, without the password, for an address that cannot be meant."""
-    return LeaseStore.from_url(url, environ) if url.startswith("kubernetes:") else Etcd.from_url(url)
+def lease_time(text: str) -> int:
+    """Read the seconds after which a leader that does not renew its lease is replaced."""
+    if not text.isdecimal() or not 1 <= int(text) <= 600:
+        raise ValueError(f"HORA_STORE: ttl= must lie in 1..600 seconds, but it is {text!r}")
+    return int(text)
+
+
+def exchange(
+    where: tuple[str, int],
+    method: str,
+    path: str,
+    content: Mapping[str, Any] | None,
+    headers: Mapping[str, str],
+    tls: ssl.SSLContext | None,
+    *,
+    ttl_s: int,
+) -> tuple[int, dict[str, Any]]:
+    """One request: the status and the answer. OSError, HTTPException or ValueError where there is no sensible one."""
+    connection: http.client.HTTPConnection
+    limit_s = min(_ANSWER_S, ttl_s / 3)
+    if tls is None:
+        connection = http.client.HTTPConnection(*where, timeout=limit_s)
+    else:
+        connection = http.client.HTTPSConnection(*where, timeout=limit_s, context=tls)
+    try:
+        body = None if content is None else json.dumps(content)
+        connection.request(method, path, body, {"Content-Type": "application/json", **headers})
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+        return response.status, answer if isinstance(answer, dict) else {}
+    finally:
+        connection.close()

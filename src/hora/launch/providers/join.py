@@ -10,14 +10,14 @@ import contextlib
 import glob
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hora.errors import AuthenticationError
 from hora.launch.controller.agents import Agents, credentials
 from hora.launch.job import LeadershipLostError, exit_status
 from hora.launch.options import Options
-from hora.launch.providers.platforms import Machine, Place, find_place
+from hora.launch.providers.platforms import Machine, NodeSpec, find_place
 from hora.launch.providers.slurm import allocation, start_agents
 from hora.launch.slots import HostInfo
 from hora.net import address
@@ -27,9 +27,9 @@ from hora.net.wire import new_secret
 if TYPE_CHECKING:
     from hora.launch.ha.leadership import Leadership
 
-__all__ = ["find_node", "open_nodes", "own_address", "read_secret", "serve_node"]
+__all__ = ["find_node", "open_nodes", "read_secret", "serve_node"]
 
-_KEEPERS_LIMIT_S = 10.0
+_RETURN_LIMIT_S = 10.0
 
 
 @contextlib.contextmanager
@@ -38,11 +38,13 @@ def open_nodes(
 ) -> Iterator[Agents | None]:
     """The nodes of this job, all of them there, until it is over; None for a job whose hosts are reached otherwise.
 
-    `leadership`: this process leads a job whose nodes have keepers, perhaps after another one.
+    `leadership`: this process leads a job whose agents outlive their leader, perhaps after another one.
     """
     limits = options.silence_limits()
     starting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if leadership is not None:
+        from hora.launch.ha.leadership import own_address
+
         where, num_nodes = (own_address(leadership.store.members), 0), find_node(options, environ).num_nodes
         names = [str(host) for _, host, *_ in (leadership.state or {}).get("workers", ())]
         leading: dict[str, Any] = {"elastic": True, "nonce": leadership.run, "term": leadership.term, "names": names}
@@ -67,7 +69,7 @@ def open_nodes(
                 there = {"host": opened.address, "port": opened.port, "term": leadership.term}
                 leadership.save("where", there)
             if leadership is not None and leadership.state is not None:
-                _wait_for_keepers(opened, leadership, limits["return_s"])
+                _wait_for_agents(opened, leadership, limits["return_s"])
             else:
                 elastic = options.num_proc if options.elastic else None
                 opened.wait(float(options.effective("start_timeout")), num_slots=elastic)
@@ -83,7 +85,7 @@ def open_nodes(
             opened.dismiss(status)
 
 
-def _wait_for_keepers(opened: Agents, leadership: Leadership, return_s: float) -> None:
+def _wait_for_agents(opened: Agents, leadership: Leadership, return_s: float) -> None:
     """Wait for the nodes whose workers the leader before this one had.
 
     None has any, of a run that this process has not seen: it ended long ago, and a new one begins. LeadershipLostError
@@ -92,7 +94,7 @@ def _wait_for_keepers(opened: Agents, leadership: Leadership, return_s: float) -
     assert leadership.state is not None
     alive = {"STARTING", "READY", "WORKING"}
     hosts = {str(host) for _, host, _, state, *_ in leadership.state["workers"] if state in alive}
-    opened.wait_for(hosts, _KEEPERS_LIMIT_S)
+    opened.wait_for(hosts, _RETURN_LIMIT_S)
     if leadership.followed and not any(opened.workers_at(host) for host in hosts):
         opened.wait_for(hosts, return_s)
     elif not any(opened.workers_at(host) for host in hosts):
@@ -109,19 +111,21 @@ def serve_node(
     """
     place = find_node(options, environ)
     if environ.get("HORA_STORE") and lead is not None:
-        from hora.launch.ha.election import Candidate
+        from hora.launch.ha.election import ElectionLoop
 
         if not options.elastic:
             raise ValueError("HORA_STORE: a job that outlives its leader is elastic; give --min-np as well")
-        return Candidate(options, environ, place, read_secret(options)).run(lead)
+        return ElectionLoop(options, environ, place, read_secret(options)).run(lead)
     if place.index == 0:
         return None
-    from hora.launch.agent.node import join  # the first node starts faster without
+    from hora.launch.agent.agent import guarded
+    from hora.launch.agent.session import serve  # the first node starts faster without
 
-    return join(place, credentials(read_secret(options)), limit_s=float(options.effective("start_timeout")))
+    guarded()
+    return serve(place, credentials(read_secret(options)), limit_s=float(options.effective("start_timeout")))
 
 
-def find_node(options: Options, environ: Mapping[str, str]) -> Place:
+def find_node(options: Options, environ: Mapping[str, str]) -> NodeSpec:
     place = find_place(
         environ,
         Machine(hostname=socket.gethostname(), num_cores=len(os.sched_getaffinity(0)), num_gpus=_count_gpus(environ)),
@@ -131,7 +135,7 @@ def find_node(options: Options, environ: Mapping[str, str]) -> Place:
         slots=options.slots,
     )
     if place.slots is None and options.num_proc is not None:  # equal parts
-        return Place(**{**place.__dict__, "slots": -(-options.num_proc // place.num_nodes)})
+        return NodeSpec(**{**place.__dict__, "slots": -(-options.num_proc // place.num_nodes)})
     return place
 
 
@@ -154,16 +158,7 @@ def read_secret(options: Options) -> bytes:
         raise ValueError(str(error)) from None
 
 
-def own_address(hosts: Iterable[tuple[str, int]]) -> str:
-    """This machine's address that the other nodes reach: the one from which it reaches these."""
-    for host, _ in hosts:
-        for found in address.resolve(host):
-            with contextlib.suppress(OSError):
-                return address.source_address(found)
-    return "127.0.0.1"
-
-
-def _meeting_address(place: Place) -> tuple[str, int]:
+def _meeting_address(place: NodeSpec) -> tuple[str, int]:
     """Return the address at which the first node listens.
 
     A name that is this machine's only to itself (127.0.1.1) is none that others reach.

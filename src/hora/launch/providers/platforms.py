@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hora import slurm
 
-__all__ = ["DEFAULT_PORT", "Machine", "Place", "find_place"]
+__all__ = ["DEFAULT_PORT", "Machine", "NodeSpec", "find_place"]
 
 DEFAULT_PORT = 29500
 
@@ -28,7 +28,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class NodeSpec:
     """Node `index` of `num_nodes`; all meet at `host` and `port`. `slots`: processes here, None where nothing says."""
 
     num_nodes: int
@@ -57,7 +57,7 @@ def find_place(
     index: int | None = None,
     meet: str | None = None,
     slots: int | None = None,
-) -> Place:
+) -> NodeSpec:
     """This node's place. ValueError if nothing tells it, or only a part."""
     found = None
     if num_nodes is None or index is None or meet is None:
@@ -72,7 +72,7 @@ def find_place(
                 "PMI tell which node this is"
             )
     host, port = _host_and_port(meet, found, environ)
-    return Place(
+    return NodeSpec(
         num_nodes=num_nodes if num_nodes is not None else _known(found).num_nodes,
         index=index if index is not None else _known(found).index,
         host=host,
@@ -83,12 +83,12 @@ def find_place(
     )
 
 
-def _known(found: Place | None) -> Place:
+def _known(found: NodeSpec | None) -> NodeSpec:
     assert found is not None
     return found
 
 
-def _host_and_port(meet: str | None, found: Place | None, environ: Mapping[str, str]) -> tuple[str, int]:
+def _host_and_port(meet: str | None, found: NodeSpec | None, environ: Mapping[str, str]) -> tuple[str, int]:
     if meet is None and found is not None and found.host:
         return found.host, found.port
     text = meet if meet is not None else environ.get("MASTER_ADDR", "")
@@ -120,12 +120,12 @@ def _number(environ: Mapping[str, str], name: str, platform: str) -> int:
     return int(text)
 
 
-def _kubeflow(environ: Mapping[str, str], machine: Machine) -> Place:
+def _kubeflow(environ: Mapping[str, str], machine: Machine) -> NodeSpec:
     wanted = environ.get("PET_NPROC_PER_NODE", "auto")
     by_word = {"cpu": machine.num_cores, "gpu": machine.num_gpus, "auto": machine.num_gpus or machine.num_cores}
     if wanted not in by_word and not wanted.isdecimal():
         raise ValueError(f"PET_NPROC_PER_NODE must be a number, auto, gpu or cpu, but it is {wanted!r}")
-    return Place(
+    return NodeSpec(
         num_nodes=_number(environ, "PET_NNODES", "Kubeflow"),
         index=_number(environ, "PET_NODE_RANK", "Kubeflow"),
         slots=by_word[wanted] if wanted in by_word else int(wanted),
@@ -135,9 +135,9 @@ def _kubeflow(environ: Mapping[str, str], machine: Machine) -> Place:
     )
 
 
-def _skypilot(environ: Mapping[str, str], machine: Machine) -> Place:
+def _skypilot(environ: Mapping[str, str], machine: Machine) -> NodeSpec:
     gpus = environ.get("SKYPILOT_NUM_GPUS_PER_NODE", "0")
-    return Place(
+    return NodeSpec(
         num_nodes=_number(environ, "SKYPILOT_NUM_NODES", "SkyPilot"),
         index=_number(environ, "SKYPILOT_NODE_RANK", "SkyPilot"),
         slots=int(gpus) if gpus.isdecimal() and int(gpus) else None,
@@ -146,7 +146,7 @@ def _skypilot(environ: Mapping[str, str], machine: Machine) -> Place:
     )
 
 
-def _slurm(environ: Mapping[str, str], machine: Machine) -> Place:
+def _slurm(environ: Mapping[str, str], machine: Machine) -> NodeSpec:
     if "SLURM_NODEID" not in environ:
         raise ValueError(
             "--join inside a Slurm job is for `srun --ntasks-per-node=1 hora run --join …`; leave --join out"
@@ -154,7 +154,7 @@ def _slurm(environ: Mapping[str, str], machine: Machine) -> Place:
     nodes = slurm.node_names(environ.get("SLURM_STEP_NODELIST") or _text(environ, "SLURM_JOB_NODELIST", "Slurm"))
     gpus = environ.get("SLURM_GPUS_ON_NODE", "")
     job = environ.get("SLURM_JOB_ID", "0")
-    return Place(
+    return NodeSpec(
         num_nodes=len(nodes),
         index=_number(environ, "SLURM_NODEID", "Slurm"),
         slots=int(gpus) if gpus.isdecimal() and int(gpus) else None,
@@ -165,19 +165,19 @@ def _slurm(environ: Mapping[str, str], machine: Machine) -> Place:
     )
 
 
-def _listed(names: list[str], own: str, platform: str) -> Place:
+def _listed(names: list[str], own: str, platform: str) -> NodeSpec:
     """From a list with a name for every slot, in which a node may stand several times."""
     nodes = list(dict.fromkeys(names))
     short = [name.partition(".")[0] for name in nodes]
     if own.partition(".")[0] not in short:
         raise ValueError(f"this machine, {own}, is not among the {platform} nodes {', '.join(nodes) or '(none)'}")
     index = short.index(own.partition(".")[0])
-    return Place(
+    return NodeSpec(
         num_nodes=len(nodes), index=index, slots=names.count(nodes[index]), host=nodes[0], name=own, platform=platform
     )
 
 
-def _lsf(environ: Mapping[str, str], machine: Machine) -> Place:
+def _lsf(environ: Mapping[str, str], machine: Machine) -> NodeSpec:
     words = _text(environ, "LSB_MCPU_HOSTS", "LSF").split()
     pairs = list(zip(words[::2], map(int, words[1::2]), strict=False))
     launch_node = len(pairs) > 1 and pairs[0][1] == 1 and all(slots > 1 for _, slots in pairs[1:])
@@ -185,7 +185,7 @@ def _lsf(environ: Mapping[str, str], machine: Machine) -> Place:
     return _listed(names, machine.hostname, "LSF")
 
 
-def _pbs(environ: Mapping[str, str], machine: Machine) -> Place:
+def _pbs(environ: Mapping[str, str], machine: Machine) -> NodeSpec:
     path = _text(environ, "PBS_NODEFILE", "PBS")
     try:
         with open(path, encoding="utf-8") as file:
@@ -195,26 +195,26 @@ def _pbs(environ: Mapping[str, str], machine: Machine) -> Place:
     return _listed(names, machine.hostname, "PBS")
 
 
-def _sagemaker(environ: Mapping[str, str], machine: Machine) -> Place:
+def _sagemaker(environ: Mapping[str, str], machine: Machine) -> NodeSpec:
     hosts = json.loads(_text(environ, "SM_HOSTS", "SageMaker"))
     place = _listed(hosts, _text(environ, "SM_CURRENT_HOST", "SageMaker"), "SageMaker")
     gpus = environ.get("SM_NUM_GPUS", "0")
-    return Place(**{**place.__dict__, "slots": int(gpus) if gpus.isdecimal() and int(gpus) else None})
+    return NodeSpec(**{**place.__dict__, "slots": int(gpus) if gpus.isdecimal() and int(gpus) else None})
 
 
-def _mpi(rank: str, size: str, local: str, platform: str) -> Callable[[Mapping[str, str], Machine], Place]:
+def _mpi(rank: str, size: str, local: str, platform: str) -> Callable[[Mapping[str, str], Machine], NodeSpec]:
     """One process of an MPI launcher on each node. It does not say where they meet, unless all are on this machine."""
 
-    def read(environ: Mapping[str, str], machine: Machine) -> Place:
+    def read(environ: Mapping[str, str], machine: Machine) -> NodeSpec:
         num_nodes = _number(environ, size, platform)
         here = environ.get(local) == str(num_nodes)
         index = _number(environ, rank, platform)
-        return Place(num_nodes=num_nodes, index=index, host="127.0.0.1" if here else "", platform=platform)
+        return NodeSpec(num_nodes=num_nodes, index=index, host="127.0.0.1" if here else "", platform=platform)
 
     return read
 
 
-_PLATFORMS: dict[str, Callable[[Mapping[str, str], Machine], Place]] = {
+_PLATFORMS: dict[str, Callable[[Mapping[str, str], Machine], NodeSpec]] = {
     "PET_NNODES": _kubeflow,
     "SKYPILOT_NODE_RANK": _skypilot,
     "OMPI_COMM_WORLD_SIZE": _mpi(

@@ -193,7 +193,7 @@ def _command(of_it: str, component: Component) -> list[str]:
         "--cpu-bind=none",
         "--kill-on-bad-exit=0",  # the controller decides what a lost node means
         "--job-name=hora",
-        *module_command(sys.executable, "hora.launch.agent.node"),
+        *module_command(sys.executable, "hora.launch.agent.session"),
     ]
 
 

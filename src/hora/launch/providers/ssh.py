@@ -19,12 +19,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hora.launch.controller.agents import Agents, Node, credentials, end_starter, start_agent
+from hora.launch.agent.protocol import Join
+from hora.launch.controller.agents import AgentHandle, Agents, credentials, end_starter, start_agent
 from hora.launch.controller.signals import ended_by_signals
 from hora.launch.environment import module_command
 from hora.net import address
 from hora.net.session import SessionPeer
-from hora.net.wire import ANYBODY, Credentials, Header, new_secret
+from hora.net.wire import ANYBODY, Credentials, new_secret
 
 __all__ = ["Ssh", "SshHosts", "open_hosts", "reachable_address"]
 
@@ -148,9 +149,9 @@ class SshHosts(Agents):
         """Have an agent on every one of these hosts, started all at once; RuntimeError says what failed where."""
         with self._changed:
             nodes = [self._absent(name) for name in dict.fromkeys(hostnames)]
-            self._changed.wait_for(lambda: all(node.peer or node.gone for node in nodes), self._limit_s + _END_LIMIT_S)
+            self._changed.wait_for(lambda: all(node.peer or node.ended for node in nodes), self._limit_s + _END_LIMIT_S)
         failed = [node for node in nodes if node.peer is None]
-        unreached = [node for node in failed if node.wait(_END_LIMIT_S) == _SSH_FAILED]
+        unreached = [node for node in failed if node.status in (None, _SSH_FAILED)]
         if unreached:
             raise RuntimeError(
                 f"could not connect to some hosts via ssh:\n{_listed(unreached)}\nCheck their names, that they "
@@ -162,25 +163,25 @@ class SshHosts(Agents):
                 f"same Python environment on every host, at the same place: {self._ssh.executable}"
             )
 
-    def _absent(self, hostname: str) -> Node:
+    def _absent(self, hostname: str) -> AgentHandle:
         """A new node, which is expected: the one that was there has ended, or there was none."""
-        index, node = next(self._numbers), Node(hostname)
+        index, node = next(self._numbers), AgentHandle(hostname)
         self._nodes[index] = node
-        command = self._ssh.python(hostname, "hora.launch.agent.node", attempts=_CONNECT_ATTEMPTS)
+        command = self._ssh.python(hostname, "hora.launch.agent.session", attempts=_CONNECT_ATTEMPTS)
         if self._verbose:
             print(shlex.join(command), file=sys.stderr, flush=True)
         name = f"hora-ssh {hostname}"
         threading.Thread(target=self._start, args=(index, node, command), name=name, daemon=True).start()
         return node
 
-    def _start(self, index: int, node: Node, command: Sequence[str]) -> None:
+    def _start(self, index: int, node: AgentHandle, command: Sequence[str]) -> None:
         """Run ssh. Its end is the node's, as long as its agent has not joined, and so is too long a silence.
 
         In a thread of its own: a signal's exception, in the main thread, must not part us from a process just started.
         """
-        key, nodes, status, why = credentials(self._secret, index), {node.name: (index, 1)}, _SSH_FAILED, ""
+        key, nodes, status = credentials(self._secret, index), {node.name: (index, 1)}, _SSH_FAILED
         limit_s = self._limit_s / 2  # so that we hear in time that it has not reached us
-        pipes = {"stdout": subprocess.DEVNULL, "stderr": node.err}
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
         try:
             process = start_agent(command, (self.address, self.port), key, nodes, limit_s=limit_s, **pipes)
             with self._changed:
@@ -188,20 +189,28 @@ class SshHosts(Agents):
                 self._started.append(process)
                 if self._dismissed:
                     process.kill()
-            status = process.wait(self._limit_s)
-        except subprocess.TimeoutExpired:
-            why = f"no answer within {self._limit_s:.0f} s (--start-timeout)"
+            timer = threading.Timer(self._limit_s, self._late, (node, process))
+            timer.start()
+            assert process.stderr is not None
+            with process.stderr:
+                while words := os.read(process.stderr.fileno(), _SHOWN_BYTES):
+                    node.complaints.add(words)
+            status = process.wait()
+            timer.cancel()
         except OSError as error:
-            why = f"cannot run {command[0]!r}: {error.strerror}; is ssh installed?"
+            node.complaints.add(f"cannot run {command[0]!r}: {error.strerror}; is ssh installed?".encode())
         with self._changed:
             if node.peer is not None:
                 return
-            if why and index in self._nodes:
-                os.write(node.err, why.encode())
-            node.kill()
             self._nodes.pop(index, None)
-            node.over(status)
+            node.lost(_SSH_FAILED if status < 0 else status)
             self._changed.notify_all()
+
+    def _late(self, node: AgentHandle, process: subprocess.Popen[bytes]) -> None:
+        with self._changed:
+            if node.peer is None and not node.ended:
+                node.complaints.add(f"no answer within {self._limit_s:.0f} s (--start-timeout)".encode())
+                process.kill()
 
     def dismiss(self, status: int) -> None:
         with self._changed:
@@ -223,7 +232,7 @@ class SshHosts(Agents):
         expected = index == peer.speaker != ANYBODY and index in self._nodes and self._nodes[index].peer is None
         return "" if expected else "nobody waits for it any more"
 
-    def _admitted(self, index: int, name: str, header: Header) -> Node:
+    def _admitted(self, index: int, name: str, joining: Join) -> AgentHandle:
         return self._nodes[index]
 
 
@@ -239,12 +248,11 @@ def open_hosts(hostnames: Iterable[str], ssh: Ssh, listen: str, **rest: Any) -> 
         opened.dismiss(0)
 
 
-def _listed(nodes: Iterable[Node]) -> str:
+def _listed(nodes: Iterable[AgentHandle]) -> str:
     """List what was said about nodes that have not come."""
     lines = []
     for node in nodes:
-        os.set_blocking(node.stderr.fileno(), False)
-        words = (node.stderr.read(_SHOWN_BYTES) or b"").decode(errors="replace").strip()
+        words = node.complaints.text.strip()
         lines.append(f"  {node.name}: {words or f'exit status {node.status}, no output'}")
     return "\n".join(lines)
 

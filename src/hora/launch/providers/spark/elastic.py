@@ -13,27 +13,26 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from hora.errors import JobFailedError, StartTimeoutError
+from hora.launch.agent.protocol import Join
 from hora.launch.controller.elastic_policy import Limits
 from hora.launch.controller.hosts import ElasticSpec
 from hora.launch.controller.loop import run_job
 from hora.launch.job import Job, JobResult, LaunchEvents, WorkerExit, WorkerSpec
 from hora.launch.providers.spark.cluster import decommissions
-from hora.launch.providers.spark.driver import StageDriver
+from hora.launch.providers.spark.driver import StageDriver, TaskAgent
 from hora.launch.providers.spark.launcher import SparkJob, SparkLauncher
 from hora.launch.providers.spark.placement import Placement, TaskPlace
 from hora.launch.providers.spark.variables import launcher_timeout_s
 from hora.launch.slots import HostInfo, place_ranks
 from hora.net.session import SessionPeer
-from hora.net.wire import Header
 
 __all__ = ["run_elastic_on_spark"]
 
-Changed = Callable[[Sequence[HostInfo]], None]
 _LOOK_S = 1.0
 _LOOK_LIMIT_S = 30.0
 
@@ -72,7 +71,7 @@ def run_elastic_on_spark(
             title=wanted.group,
             watching=wanted.watching,
         )
-        spec = ElasticSpec(limits=limits, hosts=tuple(hosts), script=_Discovery(driver))
+        spec = ElasticSpec(limits=limits, hosts=tuple(hosts), script=driver)
         with _leaving_watched(driver, watch=decommissions(context)):
             result = run_job(job, _ElasticLauncher(driver, bind_gpus=wanted.bind_gpus), spec)
         return replace(result, results=tuple(value for value in result.results if value is not None))
@@ -123,68 +122,45 @@ class _Attempts(StageDriver):
 
     def __init__(self, context: Any, num_tasks: int, *, least: int, **rest: Any) -> None:
         self._least, self._numbers = least, itertools.count()
-        self.changed: Changed | None = None
         self.leaving: set[int] = set()
         self._left: set[tuple[int, int]] = set()  # attempts that were notified
         super().__init__(context, num_tasks, barrier=False, **rest)
 
     def hosts(self) -> list[HostInfo]:
-        with self._arrived:
+        with self._changed:
             staying = [place for place in self._places.values() if place.task not in self.leaving]
             return [HostInfo(place.host, 1) for place in staying or list(self._places.values())[: self._least]]
 
     def leave(self, attempts: Mapping[int, int]) -> None:
         """These are on executors that are about to go."""
-        with self._arrived:
+        with self._changed:
             new = set(attempts.items()) - self._left
             self._left |= new
             self.leaving |= {task for task, _ in new}
         if new:
             tasks = sorted(task for task, _ in new)
             _log.warning("Spark decommissions executors: the ranks of tasks %s commit and leave", tasks)
-            self.tell()
+            self._tell()
 
     def place_of(self, host: str) -> TaskPlace | None:
-        with self._arrived:
+        with self._changed:
             return next((place for place in self._places.values() if place.host == host), None)
-
-    def tell(self) -> None:
-        if self.changed is not None:
-            self.changed(self.hosts())
 
     # ---- in the server's thread -------------------------------------------------------------------------
 
-    def closed(self, peer: SessionPeer) -> None:
-        if self._peers.get(peer.number) is not peer:
-            return
-        with self._arrived:
-            del self._peers[peer.number]
-            del self._places[peer.number]
-        self.on_message(peer.number, {"kind": "gone"}, b"")
-        self.tell()
-
-    def _register(self, peer: SessionPeer, header: Header) -> None:
+    def _join(self, peer: SessionPeer, joining: Join) -> None:
+        with self._changed:
+            self._places.pop(joining.node, None)
+            self.leaving.discard(joining.node)
+            before = self._nodes.pop(joining.node, None)
+        if before is not None:
+            before.lost(255)
         # One host for each attempt: the controller may bar the last one, but never its successor.
-        name = f"{header['host']}-task{header['task']}-{next(self._numbers)}"
-        with self._arrived:
-            self._places.pop(int(header["task"]), None)
-            self.leaving.discard(int(header["task"]))
-        super()._register(peer, header | {"host": name})
-        self.tell()
+        name = f"{joining.name}-task{joining.node}-{next(self._numbers)}"
+        super()._join(peer, joining._replace(name=name))
 
-
-class _Discovery:
-    """The tasks, as the elastic controller asks for hosts: in the way of a discovery script."""
-
-    def __init__(self, tasks: _Attempts) -> None:
-        self._tasks = tasks
-
-    def watch(self, known: Sequence[HostInfo], changed: Changed) -> None:
-        self._tasks.changed = changed
-        self._tasks.tell()
-
-    def close(self) -> None:
-        self._tasks.changed = None
+    def _lost(self, task: int) -> None:
+        del self._places[task]
 
 
 class _ElasticLauncher(SparkLauncher):
@@ -197,27 +173,32 @@ class _ElasticLauncher(SparkLauncher):
         self._closing = False
 
     def start(self, workers: Sequence[WorkerSpec], events: LaunchEvents) -> None:
-        self._events = events
-        self._driver.on_message = self._message
         for worker in workers:
             place = self._driver.place_of(worker.slot.hostname)
             if place is None:
                 reason = f"the Spark task on {worker.slot.hostname} has ended"
-                events.exited(WorkerExit(worker=worker.worker, code=137, reason=reason))
+                events.exited(WorkerExit(worker=worker.worker, code=TaskAgent.lost_exit_code, reason=reason))
                 continue
-            with self._lock:
-                self._running[place.task] = worker.worker
             placement = Placement(slot=worker.slot, task=place.task, own_gpus=place.gpus, visible_gpus=place.gpus)
-            self._driver.send(place.task, *self._order(worker, placement))
-            if place.task not in self._driver.connected():
-                self._message(place.task, {"kind": "gone"}, b"")
+            self._start(worker, placement, _TaskEvents(self, place.task, events))
 
     def close(self) -> None:
         self._closing = True
         super().close()
 
-    def _exited(self, task: int, ended: WorkerExit) -> None:
-        super()._exited(task, ended)
+    def fail(self, task: int, code: int) -> None:
         # A task that left in good order fails too: Spark then starts it elsewhere.
-        if (ended.code or task in self._driver.leaving) and not self._closing:
-            self._driver.send(task, {"kind": "fail", "code": ended.code})
+        if (code or task in self._driver.leaving) and not self._closing:
+            self._driver.dismiss_task(task, code or 1)
+
+
+class _TaskEvents:
+    """Implements LaunchEvents: the events of one task, whose end the launcher hears of too."""
+
+    def __init__(self, launcher: _ElasticLauncher, task: int, events: LaunchEvents) -> None:
+        self._launcher, self._task = launcher, task
+        self.output, self.started, self._exited = events.output, events.started, events.exited
+
+    def exited(self, ended: WorkerExit) -> None:
+        self._exited(ended)
+        self._launcher.fail(self._task, ended.code)

@@ -8,26 +8,23 @@ to the controller like any other. `SparkLauncher` then starts, watches and ends 
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hora.errors import JobFailedError, StartTimeoutError
+from hora.launch.controller.agents import AgentHandle
 from hora.launch.controller.loop import run_job
 from hora.launch.job import Job, JobResult, LaunchEvents, OutputOptions, WorkerExit, WorkerSpec
-from hora.launch.providers.spark.driver import StageDriver, TaskConnections
+from hora.launch.providers.spark.driver import StageDriver, TaskAgent, TaskAgents
 from hora.launch.providers.spark.placement import Placement, TaskPlace, place_tasks
 from hora.launch.providers.spark.variables import GPU_VARIABLE
 from hora.launch.watching import Watching
-from hora.net.wire import Header
 
 __all__ = ["SparkJob", "SparkLauncher", "meet_all", "run_on_spark"]
 
-_LOST_EXIT_CODE = 137
 _NOTICE_AFTER_S = 5.0
 
 _log = logging.getLogger("hora.launch")
@@ -92,7 +89,7 @@ def _meet(driver: StageDriver, wanted: SparkJob) -> list[TaskPlace]:
     )
 
 
-def meet_all(driver: TaskConnections, num_proc: int, timeout_s: float) -> list[TaskPlace]:
+def meet_all(driver: TaskAgents, num_proc: int, timeout_s: float) -> list[TaskPlace]:
     """Wait until every task of a stage that runs has arrived."""
     deadline = time.monotonic() + timeout_s
     places = driver.meet(num_proc, lambda: time.monotonic() <= deadline)
@@ -140,7 +137,7 @@ class SparkLauncher:
 
     def __init__(
         self,
-        driver: TaskConnections,
+        driver: TaskAgents,
         placements: Sequence[Placement],
         *,
         bind_gpus: bool,
@@ -149,72 +146,34 @@ class SparkLauncher:
         self.bind_address, self.advertised_address = driver.bind_address, driver.address
         self._driver, self._bind_gpus, self._executable = driver, bind_gpus, executable
         self._placements = {placement.slot.rank: placement for placement in placements}
-        self._lock = threading.Lock()
-        self._running: dict[int, int] = {}  # task -> worker
-        self._events: LaunchEvents | None = None
+        self._used: dict[AgentHandle, None] = {}
 
     def start(self, workers: Sequence[WorkerSpec], events: LaunchEvents) -> None:
-        self._events = events
-        self._driver.on_message = self._message
         for worker in workers:
-            placement = self._placements[worker.slot.rank]
-            with self._lock:
-                self._running[placement.task] = worker.worker
-            self._driver.send(placement.task, *self._order(worker, placement))
-        for task in set(range(len(self._placements))) - self._driver.connected():
-            self._message(task, {"kind": "gone"}, b"")
+            self._start(worker, self._placements[worker.slot.rank], events)
+
+    def _start(self, worker: WorkerSpec, placement: Placement, events: LaunchEvents) -> None:
+        agent = self._driver.agent_of(placement.task)
+        if agent is None:
+            reason = f"its Spark task ({placement.task}) ended: the executor was lost or the task was killed"
+            events.exited(WorkerExit(worker=worker.worker, code=TaskAgent.lost_exit_code, reason=reason))
+            return
+        if agent not in self._used:
+            self._used[agent] = None
+            agent.look_after(events)
+        agent.start([self._in_a_task(worker, placement)])
 
     def terminate(self, workers: Iterable[int], *, grace_s: float) -> None:
-        wanted = set(workers)
-        with self._lock:
-            ending = [(task, worker) for task, worker in self._running.items() if worker in wanted]
-        for task, worker in ending:
-            self._driver.send(task, {"kind": "terminate", "worker": worker, "grace_s": grace_s})
+        chosen = list(workers)
+        for agent in list(self._used):
+            agent.terminate(chosen, grace_s=grace_s)
 
     def close(self) -> None:
         self._driver.release()
 
-    def _order(self, worker: WorkerSpec, placement: Placement) -> tuple[Header, bytes]:
-        """The message that makes a task start the worker's process."""
-        env = dict(worker.env)
-        env[GPU_VARIABLE] = ",".join(placement.own_gpus)
+    def _in_a_task(self, worker: WorkerSpec, placement: Placement) -> WorkerSpec:
+        env = {**worker.env, GPU_VARIABLE: ",".join(placement.own_gpus)}
         if placement.visible_gpus and self._bind_gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(placement.visible_gpus)
-        header = {
-            "kind": "start",
-            "worker": worker.worker,
-            "slot": dataclasses.asdict(worker.slot),
-            "executable": self._executable,
-            "arguments": list(worker.argv[1:]),
-            "grace_s": worker.grace_s,
-            "preload": worker.preload,
-        }
-        files = {name: data.hex() for name, data in worker.private_files.items()}
-        private = json.dumps({"env": env, "files": files}).encode()
-        return header, private
-
-    def _message(self, task: int, header: Header, payload: bytes) -> None:
-        assert self._events is not None
-        kind = header.pop("kind")
-        with self._lock:
-            own = self._running.get(task) == header.get("worker")  # of no other does this task say anything
-        if kind == "output" and own:
-            self._events.output(header["worker"], header["stream"], payload)
-        elif kind == "started" and own:
-            self._events.started(header["worker"])
-        elif kind == "exited":
-            self._exited(task, WorkerExit(**header))
-        elif kind == "gone":
-            with self._lock:
-                worker = self._running.get(task)
-            if worker is not None:
-                reason = f"its Spark task ({task}) ended: the executor was lost or the task was killed"
-                self._exited(task, WorkerExit(worker=worker, code=_LOST_EXIT_CODE, reason=reason))
-
-    def _exited(self, task: int, ended: WorkerExit) -> None:
-        with self._lock:
-            if self._running.get(task) != ended.worker:
-                return
-            del self._running[task]
-        assert self._events is not None
-        self._events.exited(ended)
+        # No program: the Python of the task.
+        return replace(worker, env=env, argv=(self._executable or "", *worker.argv[1:]), cwd=None)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import secrets
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from hora.launch.controller.loop import run_job
 from hora.launch.job import Job, JobResult, OutputOptions
 from hora.launch.providers.spark import standby
 from hora.launch.providers.spark.cluster import listening_address
-from hora.launch.providers.spark.driver import TaskConnections
+from hora.launch.providers.spark.driver import TaskAgents
 from hora.launch.providers.spark.launcher import SparkLauncher, meet_all
 from hora.launch.providers.spark.live_log import Home, HomeStream, Invitation
 from hora.launch.providers.spark.placement import place_tasks
@@ -88,7 +87,6 @@ class ConnectTasks:
         return SparkTask(
             address=facts["address"],
             port=facts["port"],
-            job=facts["job"],
             secret=bytes.fromhex(facts["secret"]),
             secret_file="",
             stream_output=self.stream_output,
@@ -101,12 +99,9 @@ class _Lead:
 
     def __init__(self, tasks: ConnectTasks, host: str) -> None:
         self._wanted = tasks
-        job = f"connect-{secrets.token_hex(8)}"
         bind, address = listening_address(host)
-        self.tasks = TaskConnections(tasks.num_proc, bind_address=bind, address=address, job=job)
-        self.facts = json.dumps(
-            {"address": address, "port": self.tasks.port, "job": job, "secret": self.tasks.secret.hex()}
-        )
+        self.tasks = TaskAgents(tasks.num_proc, bind_address=bind, address=address)
+        self.facts = json.dumps({"address": address, "port": self.tasks.port, "secret": self.tasks.secret.hex()})
 
     def answer(self) -> list[tuple[str, bytes]]:
         """The rows for the client: the result, or the error with its cause; and lines that it has not seen."""

@@ -1,15 +1,15 @@
-"""A fork server beside a Python worker of Spark's: supervisors, and with them ranks, are forks of a clean, warm
+"""A fork server beside a Python worker of Spark's: agents, and with them ranks, are forks of a clean, warm
 process.
 
 Spark keeps its Python workers, and what a UDF did to one must not reach a rank. So the first job on a worker has it
 start a clean process, which loads what ranks import and waits (`agent.fork_server`). This and every later job's
-supervisor there, and its workers in turn, are forks: hundredths of a second, not seconds. User code runs in the forks
+agent there, and its workers in turn, are forks: hundredths of a second, not seconds. User code runs in the forks
 only, which are gone when their job is over. The process ends with the worker, which Spark keeps for a minute without
 work.
 
-`begin` has it load early, before the tasks meet, which takes a second; `supervisor` asks it for a supervisor, giving
-the supervisor's stdin, stdout, stderr and a socket. Through the socket comes how the supervisor ended; a byte sent into
-it kills the supervisor.
+`begin` has it load early, before the tasks meet, which takes a second; `agent` asks it for an agent, giving
+the agent's link, its stderr and a socket. Through the socket comes how the agent ended; a byte sent into it kills the
+agent.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, NoReturn
 
+from hora.launch.agent.agent import serve_locally
 from hora.launch.agent.fork_server import ForkServer, differ_only_in, fork, run_forked, serve
 from hora.launch.agent.processes import exit_code, name_process
-from hora.launch.agent.supervisor import supervise
-from hora.launch.controller.host import SupervisorProcess
+from hora.launch.controller.agents import AgentProcess
 from hora.launch.environment import first_variables, module_command
 from hora.launch.worker import work
 
-__all__ = ["begin", "supervisor"]
+__all__ = ["agent", "begin"]
 
 # Variables that a rank may have beside this process's, because nothing that is loaded in advance has read them.
 _LATE = ("HOROVOD_", "HORA_", "NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED")
@@ -49,15 +49,15 @@ def begin(modules: Sequence[str], env: Mapping[str, str], python_path: str) -> N
         _standby(_own_variables(python_path)).ask(None, (), modules)
 
 
-def supervisor(modules: Sequence[str], env: Mapping[str, str]) -> SupervisorProcess | None:
-    """A supervisor for this machine from the process beside this one, which is started, or replaced, where need be.
+def agent(modules: Sequence[str], env: Mapping[str, str]) -> AgentProcess | None:
+    """An agent for this machine from the process beside this one, which is started, or replaced, where need be.
 
     None if a rank with this environment would not be the same as a fresh process.
     """
     own = _own_variables(env.get("PYTHONPATH", ""))
     if not differ_only_in(env, own, _LATE):
         return None
-    return _Supervisor(_standby(own), modules)
+    return _WarmAgent(_standby(own), modules)
 
 
 def _own_variables(python_path: str) -> dict[str, str]:
@@ -102,25 +102,19 @@ class _Standby(ForkServer):
 _beside: _Standby | None = None
 
 
-class _Supervisor:
-    """A requested supervisor, with the subset of the Popen interface that a HostConnection needs."""
-
-    stdin: IO[bytes] | None
-    stdout: IO[bytes] | None
-    stderr: IO[bytes] | None
+class _WarmAgent:
+    """A requested agent, as a `LocalAgent` needs it."""
 
     def __init__(self, standby: _Standby, modules: Sequence[str]) -> None:
-        (their_in, our_in), (our_out, their_out), (our_err, their_err) = (os.pipe() for _ in range(3))
-        self._control, theirs = socket.socketpair()
-        given = [their_in, their_out, their_err, theirs.detach()]
+        (self.sock, link), (self._control, control) = socket.socketpair(), socket.socketpair()
+        our_err, their_err = os.pipe()
+        given = [link.detach(), their_err, control.detach()]
         try:
             standby.ask({}, given, modules)
         finally:
             for descriptor in given:
                 os.close(descriptor)
-        self.stdin = os.fdopen(our_in, "wb", buffering=0)
-        self.stdout = os.fdopen(our_out, "rb", buffering=0)
-        self.stderr = os.fdopen(our_err, "rb", buffering=0)
+        self.stderr: IO[bytes] | None = os.fdopen(our_err, "rb", buffering=0)
         self._hearing = threading.Lock()
         self._code: int | None = None
 
@@ -129,7 +123,7 @@ class _Supervisor:
             if self._code is None:
                 ready, _, _ = select.select([self._control], [], [], timeout)
                 if not ready:
-                    raise subprocess.TimeoutExpired("supervisor", timeout or 0.0)
+                    raise subprocess.TimeoutExpired("agent", timeout or 0.0)
                 status = b""
                 with self._control, contextlib.suppress(OSError):
                     status = self._control.recv(1)
@@ -144,15 +138,15 @@ class _Supervisor:
 # In the process.
 
 
-def _look_after_supervisor(request: dict[str, Any], descriptors: list[int], worker: socket.socket) -> NoReturn:
-    """In a fork: have a supervisor for a child, kill it on request, and report its exit status."""
+def _look_after_agent(request: dict[str, Any], descriptors: list[int], worker: socket.socket) -> NoReturn:
+    """In a fork: have an agent for a child, kill it on request, and report its exit status."""
     worker.close()
-    stdin, stdout, stderr, control = descriptors
+    link, stderr, control = descriptors
     pid = fork()
     if pid == 0:
-        _be_supervisor(stdin, stdout, stderr)
-    for descriptor in (stdin, stdout, stderr):
-        os.close(descriptor)
+        _be_agent(link, stderr)
+    os.close(link)
+    os.close(stderr)
     ended, heard = os.pidfd_open(pid), [control]
     while True:
         ready, _, _ = select.select([ended, *heard], [], [])
@@ -163,19 +157,20 @@ def _look_after_supervisor(request: dict[str, Any], descriptors: list[int], work
         if os.read(control, 1):
             signal.pidfd_send_signal(ended, signal.SIGKILL)
         else:
-            heard = []  # the worker is gone, and the supervisor knows it by its own pipe
+            heard = []  # the worker is gone, and the agent knows it by its own pipe
 
 
-def _be_supervisor(stdin: int, stdout: int, stderr: int) -> NoReturn:
-    """In a fork: be a supervisor with these streams, whose workers are forks as well."""
+def _be_agent(link: int, stderr: int) -> NoReturn:
+    """In a fork: be an agent with this link, whose workers are forks as well."""
     status = 1
     try:
         os.setsid()
-        name_process("hora-supervisor")
-        for source, target in ((stdin, 0), (stdout, 1), (stderr, 2)):
-            os.dup2(source, target)
+        name_process("hora-agent")
+        os.dup2(link, 0)
+        os.dup2(stderr, 1)
+        os.dup2(stderr, 2)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-        status = supervise(execute=_be_worker)
+        status = serve_locally(execute=_be_worker)
     except BaseException:  # this process has no caller to tell, only the pipe
         os.write(2, traceback.format_exc().encode())
     finally:
@@ -202,4 +197,4 @@ def _text_stream(descriptor: int) -> io.TextIOWrapper:
 
 if __name__ == "__main__":
     name_process("hora-standby")
-    serve((), _look_after_supervisor)
+    serve((), _look_after_agent)

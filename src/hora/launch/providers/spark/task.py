@@ -1,40 +1,56 @@
-"""Body of a Spark task: it starts the process of one rank, looks after it and ends it.
+"""Body of a Spark task: it starts an agent on its machine and is the way between the agent and the driver.
 
-The task itself only looks after its rank. It does not run the user's function, because Spark reuses its Python
-workers: what a training does to modules, threads, devices and the environment must not reach the next job.
-It starts its process through the launcher for hosts, so that killing the task (or its executor, or the driver)
-ends the process as well. Spark calls `SparkTask`; the driver's end of the connection is `tasks`.
+The task itself does not run the user's function, because Spark reuses its Python workers: what a training does to
+modules, threads, devices and the environment must not reach the next job. Killing the task (or its executor, or the
+driver) ends the agent, and with it the rank. Spark calls `SparkTask`; the driver's end of the session is `driver`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import socket
 import sys
-from collections.abc import Mapping
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from hora.launch.controller.host import SupervisorProcess
-from hora.launch.controller.launcher import HostLauncher
+from hora.launch.agent.protocol import (
+    Bye,
+    Exited,
+    Finish,
+    Frames,
+    Join,
+    Message,
+    Output,
+    Ping,
+    Pong,
+    Refused,
+    Start,
+    Started,
+    Taken,
+    Terminate,
+    Welcome,
+    frame,
+    pack,
+    unpack,
+)
+from hora.launch.controller.agents import AgentProcess, LocalProcess, credentials, wait_or_kill
 from hora.launch.environment import first_variables, variables
-from hora.launch.job import WorkerExit, WorkerSpec
 from hora.launch.providers.spark import standby
-from hora.launch.slots import Slot
 from hora.launch.tail import Tail
 from hora.net.connection import Connection, connect
 from hora.net.secret_file import read_held_secret
 from hora.net.session import ClientSession
-from hora.net.wire import Credentials, Header
+from hora.version import version
 
 __all__ = ["SparkTask", "gpu_addresses", "host_hash", "python_path"]
 
 _CONNECT_LIMIT_S = 60.0
+_END_LIMIT_S, _GRACE_S = 20.0, 5.0
 _TAIL_BYTES = 64 * 1024
-_UNSENT_BYTES = 4 * 1024 * 1024  # of output that the driver has not taken; what comes then is lost
+_AHEAD_BYTES = 1024 * 1024  # of output that the driver has not passed on: then the rank waits
+_UNSENT_BYTES = 4 * 1024 * 1024  # of output while the connection is cut; what comes then is lost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +65,6 @@ class SparkTask:
 
     address: str
     port: int
-    job: str
     secret: bytes = field(repr=False)
     secret_file: str
     stream_output: bool
@@ -57,14 +72,13 @@ class SparkTask:
     return_s: float = 0.0
 
     def __call__(self, task: int) -> None:
-        secret = read_held_secret(self.secret_file) if self.secret_file else self.secret
-        credentials = Credentials(secret, self.job)
+        key = credentials(read_held_secret(self.secret_file) if self.secret_file else self.secret)
 
         def reach(limit_s: float) -> Connection:
-            return connect((self.address, self.port), credentials, timeout_s=limit_s)
+            return connect((self.address, self.port), key, timeout_s=limit_s)
 
         try:
-            connection = ClientSession(reach(_CONNECT_LIMIT_S), reach, limit_s=self.return_s)
+            session = ClientSession(reach(_CONNECT_LIMIT_S), reach, limit_s=self.return_s)
         except OSError as error:
             raise RuntimeError(
                 f"task {task} on {socket.gethostname()} cannot reach the driver at "
@@ -72,93 +86,131 @@ class SparkTask:
                 "set spark.driver.host to an address of the driver that executors can reach"
             ) from error
         try:
-            _TaskAgent(connection, self).serve(task)
+            _Bridge(session, self).serve(task)
         finally:
-            connection.close()
+            session.close()
 
 
-class _TaskAgent:
-    """Obeys the driver until it says leave or is gone. Implements LaunchEvents for its launcher."""
+class _Bridge:
+    """Passes messages between the driver and an agent of this machine until the driver says `Bye` or is gone."""
 
-    def __init__(self, connection: ClientSession, task: SparkTask) -> None:
-        self._connection, self._task = connection, task
-        self._launcher: HostLauncher | None = None
-        self._lost_bytes = 0
+    def __init__(self, session: ClientSession, task: SparkTask) -> None:
+        self._session, self._task = session, task
+        self._process: AgentProcess | None = None
         self._tails: dict[str, Tail] = {}
+        self._lost_bytes = self._ahead = 0
+        self._changed = threading.Condition()
 
     def serve(self, task: int) -> None:
-        self._send({"kind": "here", "task": task, "host": host_hash(), "gpus": gpu_addresses()})
         try:
+            self._session.send(*pack(Join(task, host_hash(), 1, version(), [], gpu_addresses())))
+            match self._receive():
+                case Welcome():
+                    pass
+                case Refused(why):
+                    raise RuntimeError(f"the driver refused task {task}: {why}")
+                case _:
+                    return  # Spark has repeated the task after the job
             while True:
-                header, payload = self._connection.receive()
-                if header["kind"] == "start":
-                    self._start(self._worker(header, payload))
-                elif header["kind"] == "terminate" and self._launcher is not None:
-                    self._launcher.terminate([header["worker"]], grace_s=header["grace_s"])
-                elif header["kind"] == "fail":
-                    raise RuntimeError(f"the rank of task {task} ended with exit code {header['code']}")
-                elif header["kind"] == "leave":
-                    return
+                match message := self._receive():
+                    case Start():
+                        self._start(message)
+                    case Terminate():
+                        self._order(message)
+                    case Ping():
+                        self._session.send(*pack(Pong()))
+                    case Taken(num_bytes):
+                        self._note(-num_bytes)
+                    case Bye(0):
+                        return
+                    case Bye(status):
+                        raise RuntimeError(f"the rank of task {task} ended with exit code {status}")
         except (EOFError, OSError):
-            return  # the driver is gone or has given up: only the process is left to end
+            return  # the driver is gone or has given up: only the agent is left to end
         finally:
-            if self._launcher is not None:
-                self._launcher.close()
+            self._end()
 
-    def _start(self, worker: WorkerSpec) -> None:
-        if self._launcher is None:
-            self._launcher = HostLauncher(supervisor=self._warm_supervisor(worker))
-        self._launcher.start([worker], self)
+    def _receive(self) -> Message:
+        return unpack(*self._session.receive())
 
-    def _warm_supervisor(self, worker: WorkerSpec) -> SupervisorProcess | None:
-        """One whose workers are forks, where they can be."""
-        if worker.preload is None or worker.argv[0] != sys.executable:
-            return None
-        return standby.supervisor(worker.preload, worker.env)
-
-    def _worker(self, header: Header, payload: bytes) -> WorkerSpec:
-        private = json.loads(payload)
-        executable = header["executable"]
+    def _start(self, order: Start) -> None:
+        """Start a worker: with the environment that this Python worker was started with, and files Spark shipped."""
+        program, *arguments = order.argv
         inherited = first_variables()
-        if not executable:
-            inherited["PYTHONPATH"] = python_path()
-        return WorkerSpec(
-            worker=header["worker"],
-            slot=Slot(**header["slot"]),
-            argv=(executable or sys.executable, *header["arguments"]),
-            env=inherited | private["env"],
-            private_files={name: bytes.fromhex(data) for name, data in private["files"].items()},
-            grace_s=header["grace_s"],
-            preload=None if header["preload"] is None else tuple(header["preload"]),
-        )
+        if not program:
+            program, inherited["PYTHONPATH"] = sys.executable, python_path()
+        env = inherited | order.env
+        if self._process is None:
+            warm = None
+            if order.preload is not None and program == sys.executable:
+                warm = standby.agent(order.preload, env)  # whose workers are forks
+            self._process = warm or LocalProcess()
+            threading.Thread(target=self._forward, args=(self._process,), name="hora-spark-task", daemon=True).start()
+        self._order(order._replace(argv=[program, *arguments], env=env, inherit_env=False, preload=None))
 
-    def output(self, worker: int, stream: str, data: bytes) -> None:
+    def _order(self, message: Message) -> None:
+        if self._process is not None:
+            self._process.sock.sendall(frame(message))
+
+    def _end(self) -> None:
+        if self._process is None:
+            return
+        try:
+            self._order(Finish(_GRACE_S))
+            self._order(Bye(0))
+        except OSError:
+            pass  # it is gone
+        wait_or_kill(self._process, _END_LIMIT_S)
+        self._process.sock.close()
+
+    # ---- in a thread of its own -----------------------------------------------------------------------------
+
+    def _forward(self, process: AgentProcess) -> None:
+        frames = Frames()
+        try:
+            while data := process.sock.recv(256 * 1024):
+                for message in frames.feed(data):
+                    self._report(message)
+        except (OSError, ValueError):
+            pass
+        self._session.shutdown()  # the agent is gone, and so is what the driver may expect of this task
+
+    def _report(self, message: Message) -> None:
+        match message:
+            case Output():
+                self._output(message)
+            case Exited():
+                for stream, tail in self._tails.items() if message.code else ():
+                    self._session.send(*pack(Output(message.worker, stream, bytes(tail))))
+                self._tails.clear()
+                self._session.send(*pack(message))
+            case Started():
+                self._session.send(*pack(message))
+
+    def _output(self, message: Output) -> None:
+        data = message.data
         if self._task.keep_output:
             sys.stderr.buffer.write(data)
             sys.stderr.buffer.flush()
-        if self._task.stream_output:
-            if not self._connection.connected and self._connection.unsent_bytes > _UNSENT_BYTES:
-                self._lost_bytes += len(data)
-                return
-            if self._lost_bytes:
-                data = b"\n[hora: %d bytes of output were lost with the connection]\n" % self._lost_bytes + data
-                self._lost_bytes = 0
-            self._send({"kind": "output", "worker": worker, "stream": stream}, data)
+        if not self._task.stream_output:
+            self._tails.setdefault(message.stream, Tail(_TAIL_BYTES)).add(data)
             return
-        self._tails.setdefault(stream, Tail(_TAIL_BYTES)).add(data)
+        if not self._session.connected and self._session.unsent_bytes > _UNSENT_BYTES:
+            self._lost_bytes += len(data)
+            return
+        if self._lost_bytes:
+            data = b"\n[hora: %d bytes of output were lost with the connection]\n" % self._lost_bytes + data
+            self._lost_bytes = 0
+        with self._changed:
+            while self._ahead > _AHEAD_BYTES and self._session.connected:
+                self._changed.wait(1.0)
+        self._note(len(data))
+        self._session.send(*pack(message._replace(data=data)))
 
-    def started(self, worker: int) -> None:
-        self._send({"kind": "started", "worker": worker})
-
-    def exited(self, ended: WorkerExit) -> None:
-        if ended.code:
-            for stream, tail in self._tails.items():
-                self._send({"kind": "output", "worker": ended.worker, "stream": stream}, bytes(tail))
-        self._tails.clear()
-        self._send({"kind": "exited", **vars(ended)})
-
-    def _send(self, header: Mapping[str, Any], payload: bytes = b"") -> None:
-        self._connection.send(dict(header), payload)
+    def _note(self, num_bytes: int) -> None:
+        with self._changed:
+            self._ahead += num_bytes
+            self._changed.notify_all()
 
 
 def python_path() -> str:

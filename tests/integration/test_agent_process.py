@@ -1,56 +1,55 @@
-"""The supervisor alone, given orders as a launcher gives them."""
+"""The agent alone, given orders as a controller gives them."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import secrets
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from typing import IO
+from collections.abc import Iterator
 
 import psutil
 import pytest
 
-from hora.launch.agent.supervisor import EXITED, FRAME, MARK, STARTED, STDOUT
+from hora.launch.agent.protocol import Bye, Exited, Finish, Frames, Join, Message, Output, Start, Started, frame
 
 NUM_WORKERS = 12
 _PTRACE_CONT, _PTRACE_SEIZE, _PTRACE_O_TRACEEXIT, _PTRACE_EVENT_EXIT, _WALL = 7, 0x4206, 0x40, 6, 0x40000000
 
-Frame = tuple[bytes, int, bytes]
 
+class LocalProcess:
+    """An agent's process and our end of its link."""
 
-def _frames(stream: IO[bytes]) -> Iterator[Frame]:
-    assert stream.read(len(MARK)) == MARK
-    while head := stream.read(FRAME.size):
-        kind, worker, length = FRAME.unpack(head)
-        yield kind, worker, stream.read(length)
+    def __init__(self) -> None:
+        self.sock, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen([sys.executable, "-m", "hora.launch.agent.agent"], stdin=theirs.fileno())
+
+    def reports(self) -> Iterator[Message]:
+        frames = Frames()
+        while data := self.sock.recv(65536):
+            yield from frames.feed(data)
+
+    def start(self, worker: int, argv: list[str], files: dict[str, str]) -> None:
+        order = Start(worker, argv, {}, inherit_env=True, cwd=None, private_files=files, preload=None)
+        self.sock.sendall(frame(order))
 
 
 @contextlib.contextmanager
-def _supervisor() -> Iterator[tuple[subprocess.Popen[bytes], Iterator[Frame]]]:
-    """A supervisor, and what it says."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hora.launch.agent.supervisor"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+def _agent() -> Iterator[tuple[LocalProcess, Iterator[Message]]]:
+    """An agent, and what it reports."""
+    agent = LocalProcess()
     try:
-        yield process, _frames(process.stdout)
+        reports = agent.reports()
+        assert isinstance(next(reports), Join)
+        yield agent, reports
     finally:
-        process.stdin.close()
-        assert process.wait(60) == 0
-
-
-def _order(supervisor: subprocess.Popen[bytes], worker: int, argv: list[str], files: Mapping[str, str]) -> None:
-    """Have it start a worker."""
-    order = {"op": "start", "worker": worker, "argv": argv, "env": {}, "inherit_env": True, "cwd": None}
-    order |= {"private_files": files, "preload": None}
-    supervisor.stdin.write(json.dumps(order).encode() + b"\n")
-    supervisor.stdin.flush()
+        agent.sock.sendall(frame(Finish(1.0)) + frame(Bye(0)))
+        assert agent.process.wait(60) == 0
 
 
 def test_a_workers_private_files_go_with_it():
@@ -58,23 +57,23 @@ def test_a_workers_private_files_go_with_it():
     common = "ab" * 32
 
     def outcome(worker: int) -> tuple[str, int]:
-        """Start a worker, which says its secrets; return what it said, and how many files the supervisor has open
+        """Start a worker, which says its secrets; return what it said, and how many files the agent has open
         then.
         """
         show = 'xxd -p -c 64 "$OWN" 2>/dev/null || od -An -v -tx1 -w64 "$OWN"; cat "$COMMON" | wc -c'
-        _order(supervisor, worker, ["sh", "-c", show], {"OWN": own[worker], "COMMON": common})
+        agent.start(worker, ["sh", "-c", show], {"OWN": own[worker], "COMMON": common})
         said = b""
-        for kind, number, body in frames:
-            assert number == worker
-            if kind == STDOUT:
-                said += body
-            elif kind == EXITED:
+        for report in reports:
+            assert report.worker == worker
+            if isinstance(report, Output):
+                said += report.data
+            elif isinstance(report, Exited):
                 break
-        (process,) = psutil.Process(supervisor.pid).children()
+        (process,) = psutil.Process(agent.process.pid).children()
         return said.decode().replace(" ", ""), process.num_fds()
 
     own = [secrets.token_hex(32) for _ in range(NUM_WORKERS)]
-    with _supervisor() as (supervisor, frames):
+    with _agent() as (agent, reports):
         found = [outcome(worker) for worker in range(NUM_WORKERS)]
     assert [said for said, _ in found] == [f"{secret}\n32\n" for secret in own]
     assert {num for _, num in found} == {found[0][1]}
@@ -84,21 +83,21 @@ def test_a_death_is_reported_before_the_dead_process_closes_its_connections():
     """Linux frees the memory of a process first, for as long as there is much of it; here a tracer holds its main
     thread up at that point."""
     libc = ctypes.CDLL(None, use_errno=True)
-    with _supervisor() as (supervisor, frames), socket.create_server(("127.0.0.1", 0)) as listener:
+    with _agent() as (agent, reports), socket.create_server(("127.0.0.1", 0)) as listener:
         program = (
             "import os, socket, time; from hora import lifeline; lifeline.own(os.environ['HORA_LIFELINE']);"
             f"connection = socket.create_connection({listener.getsockname()}); os.write(1, b'here');"
             "time.sleep(600)"
         )
-        _order(supervisor, 0, [sys.executable, "-c", program], {})
-        pid = int(next(body for kind, _, body in frames if kind == STARTED))
+        agent.start(0, [sys.executable, "-c", program], {})
+        pid = next(report.pid for report in reports if isinstance(report, Started))
         connection, _ = listener.accept()
-        assert next(body for kind, _, body in frames if kind == STDOUT) == b"here"
+        assert next(report.data for report in reports if isinstance(report, Output)) == b"here"
         if libc.ptrace(_PTRACE_SEIZE, pid, None, ctypes.c_void_p(_PTRACE_O_TRACEEXIT)):
             pytest.skip(f"this process may not trace others: {os.strerror(ctypes.get_errno())}")
         os.kill(pid, signal.SIGKILL)
         assert os.waitpid(pid, _WALL)[1] >> 8 == signal.SIGTRAP | _PTRACE_EVENT_EXIT << 8
-        assert json.loads(next(body for kind, _, body in frames if kind == EXITED))["code"] == 128 + signal.SIGKILL
+        assert next(report.code for report in reports if isinstance(report, Exited)) == 128 + signal.SIGKILL
         with connection:
             connection.setblocking(False)
             with pytest.raises(BlockingIOError):
@@ -107,4 +106,4 @@ def test_a_death_is_reported_before_the_dead_process_closes_its_connections():
             connection.settimeout(60)
             assert connection.recv(1) == b""
         os.waitpid(pid, _WALL)  # the tracer's turn, before that of its parent
-    assert list(frames) == []  # that it has been reaped is no second end
+    assert not any(isinstance(report, Exited) for report in reports)  # that it has been reaped is no second end

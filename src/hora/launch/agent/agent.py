@@ -1,0 +1,553 @@
+"""The agent: the process on each node that starts a job's workers there and sees to it that none outlives it.
+
+It obeys a controller through a link: a socket that is its standard input, for an agent on the controller's own machine
+(`LocalLink`, below), or an authenticated session (`session`). It runs as two processes:
+
+    guardian   inherits whatever the agent leaves behind, should that be killed, and ends it
+    agent      starts workers in their own sessions, forwards their output, ends them and their descendants
+
+Both are subreapers, so double-forked grandchildren stay in sight; workers die with the agent (PDEATHSIG); the agent
+takes the guardian's death for an order to end. It also holds the workers' private files (the job's secret above all) in
+memfds, which they read through /proc. It must start fast and imports accordingly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import sys
+import time
+from collections import deque
+from typing import Protocol
+
+from hora import lifeline
+from hora.launch.agent.fork_server import WorkerForks
+from hora.launch.agent.processes import (
+    Execute,
+    Processes,
+    Spawned,
+    adopt_orphans,
+    die_with_parent,
+    environment_value,
+    exit_code,
+    guard,
+    send_signal,
+    spawn,
+)
+from hora.launch.agent.protocol import (
+    Bye,
+    Exited,
+    Finish,
+    Finished,
+    Frames,
+    Join,
+    Leaving,
+    Message,
+    Output,
+    Ping,
+    Pong,
+    Start,
+    Started,
+    Terminate,
+    frame,
+)
+from hora.launch.environment import variables
+
+__all__ = ["LEFT", "Agent", "Link", "LocalLink", "guarded", "serve_locally"]
+
+LEFT = 75  # the exit status of ranks that have left, and of their agent: EX_TEMPFAIL, start it again
+
+_READ_BYTES = 64 * 1024
+_BACKLOG_BYTES = 1024 * 1024  # of output that the controller has not taken, above which workers' pipes are left unread
+_FLUSH_LIMIT_S = 2.0
+_LONGEST_WAIT_S = 3600.0  # the selector takes no more than 24 days, and a limit may be longer
+_SWEEP_S = 0.02
+_DEFAULT_GRACE_S = 5.0
+_LEAVE_LIMIT_S = 600.0  # what asked the agent to end will not wait longer than it wants to
+
+
+class Link(Protocol):
+    """An agent's way to its controller. Never waits.
+
+    `gone`: the controller will not come back. `backlog`: bytes that it has not taken yet. `wants_write`: call `flush`
+    when `fileno()` can be written to. `silence_limit_s`: of the controller, after which the agent ends. `elastic`: an
+    agent that is asked to end lets its workers leave first.
+    """
+
+    gone: bool
+    silence_limit_s: float | None
+    elastic: bool
+
+    @property
+    def backlog(self) -> int: ...
+
+    @property
+    def wants_write(self) -> bool: ...
+
+    def fileno(self) -> int: ...
+
+    def receive(self) -> list[Message]: ...
+
+    def send(self, message: Message) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LocalLink:
+    """The link to a controller on this machine: a socket, whose end means that the controller is gone."""
+
+    silence_limit_s: float | None = None
+    elastic = False
+
+    def __init__(self, descriptor: int = 0) -> None:
+        self.gone = False
+        self._descriptor = descriptor
+        self._frames, self._unsent = Frames(), bytearray()
+        os.set_blocking(descriptor, False)
+
+    @property
+    def backlog(self) -> int:
+        return len(self._unsent)
+
+    @property
+    def wants_write(self) -> bool:
+        return bool(self._unsent)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def receive(self) -> list[Message]:
+        try:
+            data = os.read(self._descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        self.gone = self.gone or not data
+        return self._frames.feed(data)
+
+    def send(self, message: Message) -> None:
+        if not self.gone:
+            self._unsent += frame(message)
+            self.flush()
+
+    def flush(self) -> None:
+        try:
+            while self._unsent:
+                sent = os.write(self._descriptor, self._unsent[:_READ_BYTES])
+                del self._unsent[:sent]
+        except BlockingIOError:
+            pass  # the controller is slow: the selector tells when it takes more
+        except OSError:
+            self.gone = True
+            self._unsent.clear()
+
+    def close(self) -> None:
+        return None  # it ends with this process
+
+
+class Agent:
+    """Running -> (link gone, Finish, Bye, SIGTERM, guardian or controller dead) -> ending -> finished -> out.
+
+    A first SIGTERM in an elastic job: leaving, until the workers have left -> ending. `controller_pid`: of one on this
+    machine. `execute`: becomes a worker, in its forked process.
+    """
+
+    def __init__(self, link: Link, *, controller_pid: int | None = None, execute: Execute = os.execvpe) -> None:
+        self._link = link
+        self._selector = selectors.DefaultSelector()
+        self._pids: dict[int, int] = {}  # worker -> pid of its first process, until that is reaped
+        self._pipes: dict[int, tuple[int, str]] = {}  # descriptor -> worker, stream
+        self._killing: dict[int, float] = {}  # worker -> when SIGTERM turns into SIGKILL
+        self._ending: float | None = None  # when everything left gets SIGKILL
+        self._finished = False  # no process was left when everything was ended
+        self._status: int | None = None  # of the job, or why this agent ends before it
+        self._signal = 0  # that came last, and is still to be handled
+        self._leaving_until: float | None = None
+        self._paused = False  # the controller is slow, workers' pipes are left unread
+        self._private_files: dict[str, tuple[int, set[int]]] = {}  # content, in hexadecimal -> descriptor, readers
+        self._forks: WorkerForks | None = None
+        self._lifelines: dict[int, lifeline.Lifeline] = {}  # of workers that run
+        self._dead: deque[int] = deque()  # workers whose lifelines tell so
+        self._requested: dict[int, tuple[Start, dict[str, str]]] = {}  # worker -> order, environment
+        self._strays: dict[int, int] = {}  # pid -> status
+        self._guardian_pid, self._become_worker = os.getppid(), execute
+        self._heard = float("inf")  # counts from the first order on: a node may wait long for its job to begin
+        self._watch(controller_pid)
+
+    def _watch(self, controller_pid: int | None) -> None:
+        self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(self._wake_out, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        self._selector.register(self._link, selectors.EVENT_READ)
+        self._selector.register(self._wake_in, selectors.EVENT_READ, self._drain_wake)
+        if controller_pid is not None:
+            # The end of the link tells that the controller is gone, unless a process that it forked holds on to the
+            # socket: so watch the controller itself too.
+            with contextlib.suppress(OSError, AttributeError):
+                controller = os.pidfd_open(controller_pid)
+                self._selector.register(controller, selectors.EVENT_READ, lambda: self._controller_died(controller))
+
+    def _on_signal(self, number: int, *_: object) -> None:
+        self._signal = number  # a handler may run anywhere, even half-way through a start: only take note
+
+    def run(self) -> int | None:
+        """Obey the controller to the end. Return the job's status; None: the controller is gone."""
+        while not self._over():
+            self._turn()
+        limit = time.monotonic() + _FLUSH_LIMIT_S
+        while self._link.wants_write and time.monotonic() < limit:
+            self._turn()
+        self._link.close()
+        return LEFT if self._status is None and self._leaving_until is not None else self._status
+
+    def _over(self) -> bool:
+        # A subreaper without children has no descendants.
+        if self._ending is None or self._reap():
+            return False
+        if not self._finished:
+            self._finished = True
+            for worker in list(self._requested):
+                self._exited(worker, 128 + signal.SIGTERM, "")
+            self._drain_pipes()
+            self._link.send(Finished())
+        return self._status is not None or self._link.gone
+
+    def _turn(self) -> None:
+        for key, events in self._selector.select(self._wait_s()):
+            if key.fileobj is self._link:
+                if events & selectors.EVENT_WRITE:
+                    self._link.flush()
+                if events & selectors.EVENT_READ:
+                    self._obey_all()
+            elif key.fd in self._pipes:
+                self._forward(key.fd)
+            else:
+                key.data()
+        self._adjust_to_link()
+        if os.getppid() != self._guardian_pid:
+            self._status = 128 + signal.SIGTERM if self._status is None else self._status
+            self._end(_DEFAULT_GRACE_S)
+        elif self._signal:
+            number, self._signal = self._signal, 0
+            self._on_request(number)
+        now, silence_limit_s = time.monotonic(), self._link.silence_limit_s
+        if self._link.gone or (silence_limit_s is not None and now > self._heard + silence_limit_s):
+            self._link.gone = True
+            self._end(_DEFAULT_GRACE_S)
+        if self._leaving_until is not None and (now > self._leaving_until or not (self._pids or self._requested)):
+            self._status = LEFT if self._status is None else self._status
+            self._end(_DEFAULT_GRACE_S)
+        self._report_dying()
+        self._reap()
+        self._kill_overdue()
+
+    def _wait_s(self) -> float | None:
+        if self._ending is not None and not self._finished:
+            return _SWEEP_S
+        times = list(self._killing.values())
+        if self._link.silence_limit_s is not None:
+            times.append(self._heard + self._link.silence_limit_s)
+        if self._leaving_until is not None:
+            times.append(self._leaving_until)
+        return min(max(min(times) - time.monotonic(), _SWEEP_S), _LONGEST_WAIT_S) if times else None
+
+    def _adjust_to_link(self) -> None:
+        """Watch the link for what it can do next, and the workers' pipes unless the controller is far behind."""
+        if self._link.gone:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(self._link)
+        else:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._link.wants_write else 0)
+            if self._selector.get_key(self._link).events != events:
+                self._selector.modify(self._link, events)
+        if self._paused != (self._link.backlog >= _BACKLOG_BYTES):
+            self._paused = not self._paused
+            for descriptor in self._pipes:
+                if self._paused:
+                    self._selector.unregister(descriptor)
+                else:
+                    self._selector.register(descriptor, selectors.EVENT_READ)
+
+    def _drain_wake(self) -> None:
+        os.read(self._wake_in, 4096)
+
+    def _controller_died(self, pidfd: int) -> None:
+        self._selector.unregister(pidfd)
+        self._link.gone = True
+
+    def _on_request(self, number: int) -> None:
+        """Somebody wants this agent to end: the workers may leave first, where they can, unless it is said again."""
+        if self._link.elastic and self._leaving_until is None and number == signal.SIGTERM:
+            self._leaving_until = time.monotonic() + _LEAVE_LIMIT_S
+            self._link.send(Leaving())
+        elif self._ending is None:
+            self._status = 128 + number
+            self._end(_DEFAULT_GRACE_S)
+
+    # ---- orders -------------------------------------------------------------------------------------------
+
+    def _obey_all(self) -> None:
+        for message in self._link.receive():
+            self._heard = time.monotonic()
+            match message:
+                case Start():
+                    self._start(message)
+                case Terminate(workers, grace_s):
+                    self._terminate(workers, grace_s)
+                case Finish(grace_s):
+                    self._end(grace_s)
+                case Ping():
+                    self._link.send(Pong())
+                case Bye(status):
+                    self._status = status if self._status is None else self._status
+                    self._end(_DEFAULT_GRACE_S)
+
+    def _private_file(self, data: str, worker: int) -> str:
+        """The path under which a worker reads this, as long as it lives, which is nowhere on a disk."""
+        if data not in self._private_files:
+            descriptor = os.memfd_create("hora-private", os.MFD_CLOEXEC)
+            os.write(descriptor, bytes.fromhex(data))
+            self._private_files[data] = descriptor, set()
+        descriptor, readers = self._private_files[data]
+        readers.add(worker)
+        return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+    def _forget_private_files(self, worker: int) -> None:
+        for data, (descriptor, readers) in list(self._private_files.items()):
+            readers.discard(worker)
+            if not readers:
+                del self._private_files[data]
+                os.close(descriptor)
+
+    def _start(self, order: Start) -> None:
+        worker = order.worker
+        if self._finished and self._status is None and not self._link.gone:  # the next leader of the job goes on
+            self._ending, self._finished = None, False
+        if self._ending is not None:
+            self._exited(worker, 128 + signal.SIGTERM, "the job was ending already")
+            return
+        env = variables() if order.inherit_env else {}
+        files = {name: self._private_file(data, worker) for name, data in order.private_files.items()}
+        self._lifelines[worker] = lifeline.Lifeline(lambda: self._on_death(worker))
+        env |= order.env | files | {"HORA_LIFELINE": self._lifelines[worker].path}
+        # N ranks that each start a thread per core would fight for the cores.
+        env.setdefault("OMP_NUM_THREADS", _fair_share(env))
+        if order.preload is None or not self._ask_to_fork(order, order.preload, env):
+            self._execute(order, env)
+
+    def _execute(self, order: Start, env: dict[str, str]) -> None:
+        try:
+            spawned = spawn(order.argv, env, order.cwd, execute=self._become_worker)
+        except OSError as error:
+            self._exited(order.worker, 127, str(error))
+        else:
+            self._adopt(order.worker, spawned)
+
+    def _adopt(self, worker: int, spawned: Spawned) -> None:
+        self._pids[worker] = spawned.pid
+        for read_end, stream in ((spawned.stdout, "stdout"), (spawned.stderr, "stderr")):
+            self._listen_to(read_end, worker, stream)
+        self._link.send(Started(worker, spawned.pid))
+
+    # ---- forked workers --------------------------------------------------------------------------
+
+    def _ask_to_fork(self, order: Start, modules: list[str], env: dict[str, str]) -> bool:
+        """Have the fork server fork this worker. False if it has to be executed instead."""
+        executable, worker = order.argv[0], order.worker
+        if self._forks is None:
+            try:
+                # Not this worker's number: nothing that descends from the server shall be taken for its own.
+                shared = {name: value for name, value in env.items() if name != "HORA_WORKER"}
+                self._forks = WorkerForks(executable, modules, shared, order.cwd)
+            except OSError:  # executing the worker fails for the same reason, and reports it
+                return False
+            self._selector.register(self._forks, selectors.EVENT_READ, self._adopt_forked)
+            for read_end, stream in ((self._forks.process.stdout, "stdout"), (self._forks.process.stderr, "stderr")):
+                self._listen_to(read_end, worker, stream)
+        if not self._forks.suits(executable, modules, env):
+            return False
+        self._requested[worker] = (order, env)
+        self._forks.ask(worker, env, order.cwd)
+        return True
+
+    def _adopt_forked(self) -> None:
+        assert self._forks is not None
+        try:
+            for worker, spawned in self._forks.forked():
+                if worker in self._requested:
+                    del self._requested[worker]
+                    self._adopt(worker, spawned)
+                    if spawned.pid in self._strays:
+                        self._ended(worker, self._strays.pop(spawned.pid))
+                else:  # it was terminated before it was forked
+                    send_signal(spawned.pid, signal.SIGKILL)
+                    os.close(spawned.stdout)
+                    os.close(spawned.stderr)
+        except EOFError:
+            self._selector.unregister(self._forks)
+            self._forks.close()
+            self._forks = None
+            requested, self._requested = self._requested, {}
+            for worker, (order, env) in requested.items():
+                if self._ending is None:
+                    self._execute(order, env)
+                else:
+                    self._exited(worker, 128 + signal.SIGTERM, "")
+
+    # ---- output -------------------------------------------------------------------------------------------
+
+    def _listen_to(self, descriptor: int, worker: int, stream: str) -> None:
+        self._pipes[descriptor] = (worker, stream)
+        if not self._paused:
+            self._selector.register(descriptor, selectors.EVENT_READ)
+
+    def _forward(self, descriptor: int) -> bool:
+        """Forward what is there; False at the end of the pipe or when it is empty."""
+        worker, stream = self._pipes[descriptor]
+        try:
+            data = os.read(descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if data:
+            self._link.send(Output(worker, stream, data))
+            return True
+        if not self._paused:
+            self._selector.unregister(descriptor)
+        del self._pipes[descriptor]
+        os.close(descriptor)
+        return False
+
+    def _drain_pipes(self, worker: int | None = None) -> None:
+        for descriptor, (owner, _) in list(self._pipes.items()):
+            # A pipe holds 64 KiB by default; a process that goes on writing must not keep us here.
+            for _ in range(32):
+                if (worker is None or owner == worker) and not self._forward(descriptor):
+                    break
+
+    # ---- endings ------------------------------------------------------------------------------------------
+
+    def _reap(self) -> bool:
+        """Take note of ended children; True while there are any left."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            worker = next((worker for worker, first in self._pids.items() if first == pid), None)
+            if worker is not None:
+                self._ended(worker, status)
+            elif self._requested:
+                self._strays[pid] = status  # perhaps a worker of whose fork we have not heard yet
+
+    def _on_death(self, worker: int) -> None:
+        """In a lifeline's thread."""
+        self._dead.append(worker)
+        with contextlib.suppress(BlockingIOError):  # full: a wake-up is pending
+            os.write(self._wake_out, b"\0")
+
+    def _report_dying(self) -> None:
+        """Report the ends of workers that Linux is still freeing the memory of, unless they were ended from here."""
+        while self._dead:
+            worker = self._dead.popleft()
+            pid = self._pids.get(worker)
+            if pid is None or worker in self._killing or self._ending is not None:
+                continue
+            status = lifeline.status_of_dying(pid)
+            if status:  # otherwise it may have executed another program
+                self._drain_pipes(worker)
+                self._exited(worker, exit_code(status), "")
+
+    def _ended(self, worker: int, status: int) -> None:
+        del self._pids[worker]
+        if worker in self._lifelines:
+            self._drain_pipes(worker)
+            self._exited(worker, exit_code(status), "")
+
+    def _exited(self, worker: int, code: int, reason: str) -> None:
+        if (line := self._lifelines.pop(worker, None)) is not None:
+            line.close()
+        self._requested.pop(worker, None)
+        self._forget_private_files(worker)
+        self._link.send(Exited(worker, code, reason))
+
+    def _family(self, worker: int, processes: Processes) -> list[int]:
+        """The worker's processes, and orphans of its that became ours."""
+        first = self._pids.get(worker)
+        roots = [] if first is None else [first]
+        for child in processes.children(os.getpid()):
+            if child not in self._pids.values() and environment_value(child, "HORA_WORKER") == str(worker):
+                roots.append(child)
+        return roots + [pid for root in roots for pid in processes.descendants(root)]
+
+    def _terminate(self, workers: list[int], grace_s: float) -> None:
+        processes = Processes()
+        for worker in workers:
+            if worker in self._requested:
+                self._exited(worker, 128 + signal.SIGTERM, "")
+            family = self._family(worker, processes)
+            if grace_s > 0:
+                processes.terminate(family)
+            else:
+                processes.kill(family)
+            self._killing.setdefault(worker, time.monotonic() + grace_s)
+
+    def _end(self, grace_s: float) -> None:
+        limit = time.monotonic() + grace_s
+        if self._ending is None:
+            processes = Processes()
+            processes.terminate(processes.descendants(os.getpid()))
+        self._ending = limit if self._ending is None else min(self._ending, limit)
+
+    def _kill_overdue(self) -> None:
+        now = time.monotonic()
+        overdue = [worker for worker, limit in self._killing.items() if now >= limit]
+        if not overdue and (self._ending is None or now < self._ending):
+            return
+        processes = Processes()
+        for worker in overdue:
+            family = self._family(worker, processes)
+            processes.kill(family)
+            if not family:
+                del self._killing[worker]
+        if self._ending is not None and now >= self._ending:
+            processes.kill(processes.descendants(os.getpid()))
+
+
+def _fair_share(env: dict[str, str]) -> str:
+    """This host's cores, divided among its ranks."""
+    return str(max(len(os.sched_getaffinity(0)) // int(env.get("HOROVOD_LOCAL_SIZE", "1")), 1))
+
+
+def guarded() -> None:
+    """Fork: this process becomes the guardian and ends with the agent's status; the agent, its child, returns."""
+    guardian = os.getpid()
+    adopt_orphans()
+    pid = os.fork()
+    if pid:
+        os._exit(guard(pid))
+    if not die_with_parent(guardian, signal.SIGTERM):
+        os._exit(128 + signal.SIGTERM)
+    adopt_orphans()
+
+
+def serve_locally(*, execute: Execute = os.execvpe) -> int:
+    """Be the agent of a controller on this machine, this process's parent, through standard input. To the end."""
+    controller_pid = os.getppid()
+    guarded()
+    link = LocalLink()
+    agent = Agent(link, controller_pid=controller_pid, execute=execute)
+    link.send(Join(0, "", 0, "", [], []))
+    return agent.run() or 0
+
+
+if __name__ == "__main__":
+    sys.exit(serve_locally())

@@ -1,0 +1,367 @@
+"""The link of an agent whose job has its state in a store: the agent keeps its workers while leaders come and go.
+
+The process of its node (`hora run --join`, `election`) starts this agent, in a session of its own, and may die: the
+workers stay. The link finds the leader in the store, connects to it, tells it which workers run here and how others
+have ended, and passes on its orders until a later one leads. Between leaders the workers train on; their output waits
+here, up to a limit.
+
+The agent ends, and its workers with it, when a leader says that the job is over, or when no process has led for too
+long: `leaderless_s`, or, when the process of its node is gone, `orphaned_s`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import select
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hora.errors import AuthenticationError
+from hora.launch.agent.agent import Agent, guarded
+from hora.launch.agent.protocol import (
+    Bye,
+    Exited,
+    Join,
+    Leaving,
+    MeetAt,
+    Message,
+    Output,
+    Start,
+    Started,
+    Taken,
+    Terminate,
+    Welcome,
+    pack,
+    unpack,
+)
+from hora.launch.agent.session import MALFORMED, on_this_node
+from hora.launch.controller.agents import credentials
+from hora.launch.environment import variables
+from hora.launch.ha.leadership import open_store, own_address
+from hora.launch.ha.relay import Relay
+from hora.launch.ha.store import Store, StoreError
+from hora.net.connection import Connection, connect
+from hora.net.session import ClientSession
+from hora.version import version
+
+__all__ = ["LeaderLink"]
+
+_CONNECT_S, _ANSWER_S, _TURN_S = 5.0, 10.0, 0.2
+_HELD_BYTES = 4 * 1024 * 1024  # of output between two leaders
+_CLEAR_LIMIT_S = 30.0
+
+
+class LeaderLink:
+    """The link to one leader after another. See `agent.Link`.
+
+    `node`: its number, name and slots. `orphaned`: tells whether the process of the node is gone. `claim`: a name that
+    one agent of this machine has at a time; an agent that is started on a node where an earlier one holds workers waits
+    until that one has gone. `former`: the run that was over before.
+    """
+
+    silence_limit_s: float | None = None
+    elastic = True
+    wants_write = False
+
+    def __init__(
+        self,
+        node: Mapping[str, Any],
+        secret: bytes,
+        store: Store,
+        *,
+        leaderless_s: float,
+        orphaned_s: float,
+        poll_s: float,
+        orphaned: Callable[[], bool],
+        claim: str = "",
+        former: str = "",
+    ) -> None:
+        self._node, self._secret, self._store = dict(node), secret, store
+        self._leaderless_s, self._orphaned_s, self._poll_s = leaderless_s, orphaned_s, poll_s
+        self._orphaned, self._claim, self._former = orphaned, claim, former
+        self.gone = False
+        self._relay, self._address = Relay(), own_address(store.members)
+        self._lock = threading.Lock()
+        self._run = ""  # the job's run whose workers are here
+        self._workers: dict[int, Started | Exited] = {}
+        self._held: deque[Output] = deque()  # output that no leader has taken
+        self._ahead = 0
+        self._session: ClientSession | None = None
+        self._welcome: Welcome | None = None
+        self._term = 0
+        self._claimed: socket.socket | None = None
+        self._over = threading.Event()
+        self._leaving = False
+        self._inbox: deque[Message | None] = deque()  # None: the job is over, or no process leads it
+        self._wake_in, self._wake_out = os.pipe()
+        os.set_blocking(self._wake_in, False)
+        os.set_blocking(self._wake_out, False)
+        self._thread = threading.Thread(target=self._follow, name="hora-agent-leaders", daemon=True)
+
+    def start(self) -> None:
+        """Look for the leader, in a thread."""
+        self._thread.start()
+
+    # ---- in the agent's thread ------------------------------------------------------------------------------
+
+    @property
+    def backlog(self) -> int:
+        """Return what a leader that is connected has not taken; output is lost, not waited for, while none is."""
+        session = self._session
+        return self._ahead if session is not None and session.connected else 0
+
+    def fileno(self) -> int:
+        return self._wake_in
+
+    def receive(self) -> list[Message]:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_in, 4096)
+        found: list[Message] = []
+        while self._inbox:
+            message = self._inbox.popleft()
+            if message is None:
+                self.gone = True
+            else:
+                found.append(message)
+        return found
+
+    def send(self, message: Message) -> None:
+        with self._lock:
+            if isinstance(message, Started | Exited):
+                self._workers[message.worker] = message
+            self._leaving = self._leaving or isinstance(message, Leaving)
+            session = self._session
+            if session is not None and (session.connected or session.unsent_bytes < _HELD_BYTES):
+                session.send(*pack(message))
+                if isinstance(message, Output):
+                    self._ahead += len(message.data)
+            elif isinstance(message, Output):
+                self._hold(message)
+
+    def _hold(self, message: Output) -> None:
+        """Keep output for the next leader. Beyond the limit it is lost, oldest first."""
+        self._held.append(message)
+        while sum(len(one.data) for one in self._held) > _HELD_BYTES:
+            self._held.popleft()
+
+    def flush(self) -> None:
+        return None
+
+    def close(self) -> None:
+        self._over.set()
+        session = self._session
+        if session is not None:
+            session.shutdown()
+        if self._thread.is_alive():
+            self._thread.join(_ANSWER_S)
+        self._relay.close()
+        if self._claimed is not None:
+            self._claimed.close()
+
+    # ---- in the link's thread -------------------------------------------------------------------------------
+
+    def _order(self, message: Message | None) -> None:
+        self._inbox.append(message)
+        with contextlib.suppress(BlockingIOError):  # full: a wake-up is pending
+            os.write(self._wake_out, b"\0")
+
+    def _follow(self) -> None:
+        """Serve leaders until the job is over, or until no process leads it."""
+        alone_since = time.monotonic()
+        while not self._over.is_set():
+            if self._claim and not self._holds_claim():
+                if self._orphaned():
+                    break  # it has no workers, and no process to get any for
+                alone_since = time.monotonic()
+                self._leader()  # the job may be over
+                self._over.wait(self._poll_s)
+                continue
+            found = self._leader()
+            if found is not None and self._serve(*found):
+                alone_since = time.monotonic()
+            limit_s = self._orphaned_s if self._orphaned() else self._leaderless_s
+            if time.monotonic() > alone_since + limit_s:
+                name = self._node["name"]
+                print(f"hora: node {name}: nobody has led the job for {limit_s:g} s", file=sys.stderr)
+                break
+            self._over.wait(_TURN_S)
+        self._order(None)
+
+    def _holds_claim(self) -> bool:
+        """Take the name, which goes with its process, whatever becomes of it."""
+        if self._claimed is None:
+            claimed = socket.socket(socket.AF_UNIX)
+            try:
+                claimed.bind(f"\0hora-agent-{self._claim}")
+            except OSError:
+                claimed.close()
+                return False
+            self._claimed = claimed
+        return True
+
+    def _leader(self) -> tuple[int, str, int] | None:
+        """Return the present leader's term, and where it listens; None if there is none, or the store is silent."""
+        try:
+            found = self._store.read()
+        except StoreError:
+            return None
+        where, over = found.values.get("where"), found.values.get("over")
+        if over is not None and (over["run"] == self._run if self._run else over["run"] != self._former):
+            self._end(int(over["status"]))
+            return None
+        if not found.term or where is None or where["term"] != found.term or found.term < self._term:
+            return None
+        return found.term, str(where["host"]), int(where["port"])
+
+    def _end(self, status: int) -> None:
+        self._order(Bye(status))
+        self._over.set()
+
+    def _serve(self, term: int, host: str, port: int) -> bool:
+        """Obey this leader until it has gone or another one leads; whether it has let us join."""
+
+        def reach(limit_s: float) -> Connection:
+            return connect((host, port), credentials(self._secret), timeout_s=limit_s)
+
+        try:
+            session = ClientSession(reach(_CONNECT_S), reach)
+        except (OSError, AuthenticationError):
+            return False
+        try:
+            own = Join(version=version(), run=self._run, workers=sorted(self._workers), gpus=[], **self._node)
+            session.send(*pack(own))
+            welcome = unpack(*session.receive(limit_s=_ANSWER_S))
+            session.connection.sock.settimeout(None)
+            if not isinstance(welcome, Welcome) or welcome.term != term:
+                return False
+            self._begin(session, welcome, host)
+            messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+            threading.Thread(target=_receive, args=(session, messages), name="hora-agent-leader", daemon=True).start()
+            self._obey(messages, host)
+            return True
+        except (EOFError, OSError, ValueError):
+            return False
+        finally:
+            self._relay.set_target(None)
+            session.close()  # first: a sender holds the lock, and a leader that is stopped takes nothing
+            with self._lock:
+                if self._session is session:
+                    unsent = [unpack(header, payload) for header, payload in session.unsent()]
+                    self._held = deque(message for message in unsent if isinstance(message, Output))
+                self._session, self._ahead = None, 0
+
+    def _begin(self, session: ClientSession, welcome: Welcome, host: str) -> None:
+        """Tell a leader that has let us join all that it must know, and from then on what happens."""
+        session.limit_s = welcome.return_s
+        if self._run != welcome.run:  # not the leader of the workers that are here
+            self._clear()
+        self._node["name"], self._run = welcome.name, welcome.run
+        self._welcome, self._term = welcome, welcome.term
+        if welcome.meeting:
+            self._relay.set_target((host, welcome.meeting))
+        with self._lock:
+            ended = [state for state in self._workers.values() if isinstance(state, Exited)]
+            known: list[Message] = [Started(number, 0) for number in self._workers]
+            for message in [*known, *self._held, *ended]:
+                session.send(*pack(message))
+            self._held.clear()
+            self._session, self._ahead = session, 0
+        if self._leaving:
+            session.send(*pack(Leaving()))
+
+    def _clear(self) -> None:
+        """End the workers of a run that is over."""
+        running = [number for number, state in self._workers.items() if isinstance(state, Started)]
+        if running:
+            self._order(Terminate(running, 0.0))
+        deadline = time.monotonic() + _CLEAR_LIMIT_S
+        while any(isinstance(self._workers[number], Started) for number in running) and time.monotonic() < deadline:
+            self._over.wait(_TURN_S)
+        with self._lock:
+            self._workers.clear()
+            self._held.clear()
+
+    def _obey(self, messages: queue.SimpleQueue[Message | None], host: str) -> None:
+        look_at = time.monotonic() + self._poll_s
+        while not self._over.is_set():
+            with contextlib.suppress(queue.Empty):
+                message = messages.get(timeout=self._poll_s)
+                if message is None:
+                    return  # it has gone
+                self._take(message, host)
+            if time.monotonic() >= look_at:
+                look_at = time.monotonic() + self._poll_s
+                with contextlib.suppress(StoreError):
+                    if self._store.read().term > self._term:
+                        return  # another one leads
+
+    def _take(self, message: Message, host: str) -> None:
+        match message:
+            case Start():
+                assert self._welcome is not None
+                meeting = {
+                    "HOROVOD_GLOO_RENDEZVOUS_ADDR": self._address,  # of the interface at which the ranks listen
+                    "HOROVOD_GLOO_RENDEZVOUS_PORT": "0",
+                    "HORA_RELAY": self._relay.name,
+                    "HORA_LAUNCHER_TIMEOUT": str(int(self._leaderless_s)),
+                }
+                self._order(on_this_node(message, meeting, self._welcome.executable))
+            case MeetAt(port):
+                self._relay.set_target((host, port))
+            case Taken(num_bytes):
+                with self._lock:
+                    self._ahead -= num_bytes
+                self._order(Taken(0))  # the agent may read its workers' pipes again
+            case Bye(status):
+                self._end(status)
+            case _:
+                self._order(message)
+
+
+def _receive(session: ClientSession, messages: queue.SimpleQueue[Message | None]) -> None:
+    try:
+        while True:
+            messages.put(unpack(*session.receive()))
+    except MALFORMED:
+        messages.put(None)
+
+
+def main() -> int:
+    """`python -m hora.launch.ha.following`: a line of JSON on standard input says what to follow.
+
+    What it prints is the job's status.
+    """
+    given = json.loads(sys.stdin.readline())
+    parent = os.pidfd_open(given["parent"])
+    os.set_inheritable(parent, False)
+    guarded()
+    store = open_store(given["store"], variables()).below(given["job"])
+    limits = {name: given[name] for name in ("leaderless_s", "orphaned_s", "poll_s", "former")}
+    given["node"]["name"] = given["node"]["name"] or socket.gethostname()
+    claim = f"{given['job']}-{given['node']['node']}"
+    link = LeaderLink(
+        given["node"],
+        bytes.fromhex(given["secret"]),
+        store,
+        **limits,
+        orphaned=lambda: bool(select.select([parent], [], [], 0)[0]),
+        claim=claim,
+    )
+    agent = Agent(link)
+    link.start()
+    status = agent.run()
+    with contextlib.suppress(BrokenPipeError):
+        print("" if status is None else status, end="", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
