@@ -1,7 +1,7 @@
 """Soak: hours of elastic training under random faults. `make soak MINUTES=120`.
 
 The faults are those of `chaos`, one every half minute or so; one rank is spared, so that there are processes which live
-through all of it: that rank, the launcher and its supervisor. Every minute says what these hold. At the end the
+through all of it: that rank, the launcher and its agent. Every minute says what these hold. At the end the
 training must be right, as after chaos, and memory, descriptors and threads of whatever has lived for most of the time
 must be as flat as they were after the first quarter. The steps mostly sleep: a soak is to last, not to load the
 machine.

@@ -161,7 +161,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path: Path, moment: str
     if moment == "working":
         for rank in range(3):
             job.wait_for_text(f"working {rank}")
-        assert len(job.processes()) == 3 + 1 + 3  # launcher, guardian, supervisor; fork server; ranks
+        assert len(job.processes()) == 3 + 1 + 3  # launcher, guardian, agent; fork server; ranks
     else:
         wait_until("the fork server loads", lambda: len(job.processes()) == 3 + 1)
     job.process.kill()

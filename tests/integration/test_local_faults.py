@@ -286,7 +286,7 @@ def stubborn_job(work: Path) -> JobProcess:
     job = JobProcess([*HOROVODRUN, "-np", "2", *wrapped], work)
     job.wait_for_text("ready 0")
     job.wait_for_text("ready 1")
-    # launcher, guardian, supervisor; for each rank a shell, Python, sleep and the stray grandchild
+    # launcher, guardian, agent; for each rank a shell, Python, sleep and the stray grandchild
     wait_until("all processes run", lambda: len(job.processes()) == 3 + 2 * 4)
     return job
 

@@ -210,7 +210,7 @@ def test_a_host_that_never_answers(number, tmp_path):
     assert number is not None or "nodez: no answer within 2 s (--start-timeout)" in err
 
 
-# What a host says that has been taken over: its agent joins, and then sends this for its supervisor's words.
+# What a host says that has been taken over: its agent joins, and then sends this for its own words.
 NONSENSE = {
     "no name": "({'a': 1},)",
     "an unknown name": "({'op': 'Halt'},)",

@@ -269,7 +269,7 @@ def test_a_worker_deaf_to_sigterm_is_killed(session):
     assert (found["status"], found["exit_code"]) == ("stopped", 128 + signal.SIGKILL)
 
 
-def test_a_killed_supervisor_fails_its_workers_and_the_next_launch_gets_another(session):
+def test_a_killed_agent_fails_its_workers_and_the_next_launch_gets_another(session):
     worker = launch(session, FOR_EVER)
     running(session, worker)
     (guardian,) = [p for p in psutil.Process().children() if "hora.launch.agent.agent" in " ".join(p.cmdline())]
@@ -282,7 +282,7 @@ def test_a_killed_supervisor_fails_its_workers_and_the_next_launch_gets_another(
     assert ended(session, launch(session, "print('hello')"))["status"] == "succeeded"
 
 
-def test_no_launch_goes_to_a_supervisor_whose_guardian_was_killed(session):
+def test_no_launch_goes_to_an_agent_whose_guardian_was_killed(session):
     """It still ends its workers and tells how they ended, and takes no new ones."""
     worker = launch(session, FOR_EVER)
     running(session, worker)
@@ -389,7 +389,7 @@ def test_a_standing_session_that_is_killed_leaves_nothing(tmp_path, monkeypatch)
     assert_unseen_by_a_sidecar(tmp_path)
     process = psutil.Process(server_pid(name))
     family = process.children(recursive=True)
-    assert len(family) >= 4  # guardian, supervisor, two workers
+    assert len(family) >= 4  # guardian, agent, two workers
     process.kill()
     wait_until_gone(process.pid, *[one.pid for one in family])
     assert directory.find(str(tmp_path)) is None

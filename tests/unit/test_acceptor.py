@@ -129,7 +129,7 @@ def test_a_relay_outlasts_silent_connections_and_a_lack_of_descriptors(monkeypat
     relay, came = Relay(), queue.SimpleQueue()
     with socket.create_server(("127.0.0.1", 0)) as leader:
         threading.Thread(target=silent_leader, args=(leader, came), daemon=True).start()
-        relay.lead_to(leader.getsockname())
+        relay.set_target(leader.getsockname())
         crowd = [sockets.open_socket(relay.name, limit_s=LIMIT_S) for _ in range(40)]
         wait_until("the crowd is kept small", lambda: 0 < len(relay._connections) <= 8)
         early = [socket.socket(socket.AF_UNIX) for _ in range(3)]
