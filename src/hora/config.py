@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-__all__ = ["EngineConfig", "accept_risk", "changed_environment", "on_databricks"]
+__all__ = ["EngineConfig", "accept_risk", "changed_environment", "on_databricks", "strict", "trusts_files"]
 
 
 def _boolean(text: str) -> bool:
@@ -123,14 +123,27 @@ def on_databricks(environ: Mapping[str, str] | None = None) -> bool:
 
 def accept_risk(text: str, environ: Mapping[str, str] | None = None, *, warn: bool = True) -> None:
     """Warn (if `warn`) that something is unprotected; with HORA_STRICT=1 raise ValueError instead of doing it."""
-    env = os.environ if environ is None else environ
-    strict = env.get("HORA_STRICT", "")
-    if strict not in ("", "0", "1"):
-        raise ValueError(f"HORA_STRICT must be 0 or 1, but it is {strict!r}")
-    if strict == "1":
+    if strict(environ):
         raise ValueError(f"refused because of HORA_STRICT=1: {text}")
     if warn:
         logging.getLogger("hora").warning("%s; HORA_STRICT=1 refuses this", text)
+
+
+def strict(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether the user has every risk refused: HORA_STRICT=1."""
+    return _switch("HORA_STRICT", environ)
+
+
+def trusts_files(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether the user vouches for files that can run code: HORA_TRUST_FILES=1, and not HORA_STRICT=1."""
+    return _switch("HORA_TRUST_FILES", environ) and not strict(environ)
+
+
+def _switch(name: str, environ: Mapping[str, str] | None) -> bool:
+    value = (os.environ if environ is None else environ).get(name, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{name} must be 0 or 1, but it is {value!r}")
+    return value == "1"
 
 
 @contextmanager

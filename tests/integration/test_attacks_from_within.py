@@ -47,7 +47,7 @@ def test_names_of_hosts_and_files_of_settings_run_nothing(tmp_path: Path):
 
 @pytest.mark.security
 @pytest.mark.spark
-def test_a_tampered_model_of_spark_runs_nothing_under_strict(spark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_tampered_model_of_spark_runs_nothing(spark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from horovod.spark.torch import TorchModel
 
     trap, folder = tmp_path / "trap", tmp_path / "model"
@@ -58,15 +58,104 @@ def test_a_tampered_model_of_spark_runs_nothing_under_strict(spark, tmp_path: Pa
     assert torch.equal(TorchModel.load(f"file://{folder}").getModel().weight, module.weight)
     (part,) = (folder / "metadata").glob("part-*")
     card = json.loads(part.read_text())
-    evil = base64.b64encode(pickle.dumps(Exploit(trap))).decode()
-    for values in card["paramMap"], card["defaultParamMap"]:
-        values.update(dict.fromkeys(values, evil))
-    part.write_text(json.dumps(card))
-    for leftover in folder.rglob(".*.crc"):
-        leftover.unlink()
-    monkeypatch.setenv("HORA_STRICT", "1")
-    with pytest.raises((ValueError, pickle.UnpicklingError)):
-        TorchModel.load(f"file://{folder}")
+    objects = b"cnumpy\nndarray\n(K\x01\x85cnumpy\ndtype\nX\x01\x00\x00\x00O\x85RC\x08AAAAAAAAtR"  # its "pointers"
+    for evil in (pickle.dumps(Exploit(trap)), b"\x80\x03}X\x05\x00\x00\x00model" + objects + b"s."):
+        for values in card["paramMap"], card["defaultParamMap"]:
+            values.update(dict.fromkeys(values, base64.b64encode(evil).decode()))
+        part.write_text(json.dumps(card))
+        for leftover in folder.rglob(".*.crc"):
+            leftover.unlink()
+        for strict in "01":
+            monkeypatch.setenv("HORA_STRICT", strict)
+            with pytest.raises(ValueError, match=r"can run any code|not plain data"):
+                TorchModel.load(f"file://{folder}")
+    assert not trap.exists()
+
+
+class Writing(torch.nn.Module):
+    """TorchScript that writes into a file when it is read."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @torch.jit.export
+    def __getstate__(self) -> tuple[str, bool]:
+        return (self.path, self.training)
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[str, bool]) -> None:
+        self.path = state[0]
+        self.training = state[1]
+        written = torch.from_file(self.path, True, 4, dtype=torch.uint8)
+        written.fill_(88)
+        print("written", int(written.sum()))  # else the compiler leaves it out
+
+
+@pytest.mark.security
+@pytest.mark.spark
+def test_a_saved_torchscript_model_writes_no_file(spark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from horovod.spark.torch import TorchModel
+
+    trap = tmp_path / "trap"
+    TorchModel(model=torch.jit.script(Writing(str(trap)))).save(f"file://{tmp_path / 'model'}")
+    for strict in "01":
+        monkeypatch.setenv("HORA_STRICT", strict)
+        with pytest.raises(ValueError, match=r"a model of TorchScript.*trusted=True"):
+            TorchModel.load(f"file://{tmp_path / 'model'}")
+    assert not trap.exists()
+    TorchModel.load(f"file://{tmp_path / 'model'}", trusted=True)
+    assert trap.read_bytes() == b"XXXX", "so the attack is a real one"
+
+
+@pytest.mark.security
+@pytest.mark.spark
+def test_a_tampered_checkpoint_runs_nothing_when_a_run_is_resumed(spark, tmp_path: Path, monkeypatch):
+    lightning = pytest.importorskip("lightning.pytorch")
+    from horovod.spark.common.store import Store
+    from horovod.spark.lightning import TorchEstimator
+
+    class Line(lightning.LightningModule):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.save_hyperparameters({"own": Exploit("nowhere")}, logger=False)
+            self.layer = torch.nn.Linear(1, 1)
+
+        def forward(self, x):
+            return self.layer(x.float().reshape(-1, 1))
+
+        def training_step(self, batch, _):
+            return torch.nn.functional.mse_loss(self(batch["x"]), batch["y"].float().reshape(-1, 1))
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    store, trap = Store.create(str(tmp_path / "store")), tmp_path / "trap"
+    frame = spark.createDataFrame([(float(i), 2.0 * i) for i in range(16)], ["x", "y"])
+
+    def fit(epochs: int):
+        return TorchEstimator(
+            num_proc=1, model=Line(), store=store, feature_cols=["x"], label_cols=["y"], batch_size=8, epochs=epochs,
+            input_shapes=[[-1, 1]], run_id="run", verbose=0,
+        ).fit(frame)  # fmt: skip
+
+    fit(1)
+    path = Path(store.get_checkpoint_path("run").removeprefix("file://"))
+    content = torch.load(path, weights_only=False)
+    content["hyper_parameters"] = {"own": Exploit(trap)}
+    torch.save(content, path)
+    assert [entry["epoch"] for entry in fit(2).getEpochs()] == [0, 1], "hyperparameters are not needed"
+    content["callbacks"]["own"] = Exploit(trap)
+    torch.save(content, path)
+    for strict in "01":
+        monkeypatch.setenv("HORA_STRICT", strict)
+        with pytest.raises(
+            ValueError, match=r"(?s)checkpoint of run run holds posix\.system.*HORA_TRUST_FILES=1|spark\.auth"
+        ):
+            fit(3)
     assert not trap.exists()
 
 

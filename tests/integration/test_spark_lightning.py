@@ -114,7 +114,9 @@ def test_from_a_frame_to_predictions_and_once_more(frame, tmp_path):
     assert resumed.getEpochs()[-1]["loss"] < fitted.getEpochs()[-1]["loss"]
 
     fitted.save(str(tmp_path / "model"))
-    loaded = TorchModel.load(str(tmp_path / "model"))
+    with pytest.raises(ValueError, match=r"Regression, and reading it can run any code.*trusted=True"):
+        TorchModel.load(str(tmp_path / "model"))
+    loaded = TorchModel.load(str(tmp_path / "model"), trusted=True)
     for model in (loaded, resumed):
         predicted = model.setOutputCols(["guess"]).transform(frame)
         assert predicted.columns == ["a", "b", "y", "text", "guess"]

@@ -71,7 +71,7 @@ def test_a_model_is_trained_predicts_is_saved_and_goes_on(spark, frame, tmp_path
     np.testing.assert_allclose([row.y__output for row in predicted], expected[:, 0], rtol=1e-4)
     assert np.mean([(row.y - row.y__output) ** 2 for row in predicted]) < np.var(Y) / 4
     model.write().overwrite().save(str(tmp_path / "model"))
-    loaded = KerasModel.load(str(tmp_path / "model"))
+    loaded = KerasModel.load(str(tmp_path / "model"), trusted=True)
     again = [row.y__output for row in loaded.transform(frame).collect()]
     np.testing.assert_allclose(again, [row.y__output for row in predicted], rtol=1e-5)
 

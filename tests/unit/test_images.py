@@ -63,7 +63,7 @@ def test_a_forged_batch_is_refused_not_run(tmp_path):
 
     _write(tmp_path, "python")
     (tmp_path / "data_batch_3").write_bytes(pickle.dumps({b"data": _Bomb()}))
-    with pytest.raises(ValueError, match=r"data_batch_3 is not a CIFAR-10 batch: .* has no place"):
+    with pytest.raises(ValueError, match=r"data_batch_3 is not a CIFAR-10 batch: _pytest\.outcomes"):
         cifar10(tmp_path)
 
 

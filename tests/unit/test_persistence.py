@@ -120,17 +120,34 @@ def _hidden_in_a_storage(evil: bytes) -> bytes:
     return b"\x80\x04" + b"ctorch.storage\n_load_from_bytes\n" + b"(B" + struct.pack("<I", len(evil)) + evil + b"tR."
 
 
+def _as_optimizer(evil: bytes) -> bytes:
+    model = _model()
+    packed = persistence.ModelAndOptimizer.of(model.getModel(), model.getOptimizer())
+    packed.__dict__.update(optimizer_class=torch.nn.functional.relu, options={}, groups=())
+    return pickle.dumps({"model": packed})
+
+
+@pytest.mark.parametrize("strict", ["0", "1"])
 @pytest.mark.parametrize(
-    "hide", [lambda evil: evil, _hidden_in_a_storage, lambda evil: pickle.dumps({"model": b"pickle" + evil})]
+    "hide",
+    [
+        lambda evil: evil,
+        _hidden_in_a_storage,
+        lambda evil: pickle.dumps({"model": b"pickle" + evil}),
+        lambda evil: pickle.dumps([evil]),
+        lambda evil: pickle.dumps({"model": [evil]}),
+        _as_optimizer,
+    ],
 )
-def test_a_tampered_file_runs_nothing_under_strict(metadata, monkeypatch, tmp_path, hide):
+def test_a_tampered_file_runs_nothing(metadata, monkeypatch, tmp_path, hide, strict):
     trap = tmp_path / "executed"
     _model().write().session(SESSION).saveImpl("model")
     _tampered(metadata, hide(pickle.dumps(Exploit(trap))))
-    monkeypatch.setenv("HORA_STRICT", "1")
-    with pytest.raises(
-        (ValueError, pickle.UnpicklingError), match=r"HORA_STRICT=1.*model holds posix\.system|Weights only"
-    ):
+    monkeypatch.setenv("HORA_STRICT", strict)
+    refusals = (
+        r"holds posix\.system.*HORA_TRUST_FILES=1|no file of torch|no parameters|not made of bytes|is no optimizer"
+    )
+    with pytest.raises(ValueError, match=refusals):
         TorchModel.read().session(SESSION).load("model")
     assert not trap.exists()
 
@@ -147,11 +164,11 @@ def test_a_tampered_file_runs_nothing_under_strict(metadata, monkeypatch, tmp_pa
     ],
 )
 def test_names_that_lead_elsewhere_are_foreign(name):
-    with pytest.raises(unpickling._Foreign):
-        unpickling._Careful(b"\x80\x04c" + name.encode() + b"\n.", lambda *found: found).load()
+    with pytest.raises(ValueError, match="reading it can run any code"):
+        unpickling.load(b"\x80\x04c" + name.encode() + b"\n.", what="it", rename=lambda *found: found)
 
 
-def test_torchs_own_parts_are_read_without_trust_and_what_is_not_with_a_warning(metadata, monkeypatch, caplog):
+def test_torchs_own_parts_are_read_without_trust_and_nothing_else_is(metadata, monkeypatch):
     monkeypatch.setenv("HORA_STRICT", "1")
     layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
     optimizer = torch.optim.Adam(layers.parameters(), lr=0.5)
@@ -170,13 +187,28 @@ def test_torchs_own_parts_are_read_without_trust_and_what_is_not_with_a_warning(
     assert all(map(torch.equal, found.getModel().state_dict().values(), layers.state_dict().values()))
     assert found.getLoss() is torch.nn.functional.mse_loss
 
-    TorchModel(model=Own(2, 1)).write().session(SESSION).saveImpl("model")
-    with pytest.raises(ValueError, match=r"HORA_STRICT=1.*test_persistence\.Own"):
-        TorchModel.read().session(SESSION).load("model")
-    monkeypatch.delenv("HORA_STRICT")
-    assert not caplog.text
-    assert type(TorchModel.read().session(SESSION).load("model").getModel()) is Own
-    assert caplog.text.count("load only what you trust") == 1
+
+@pytest.mark.parametrize("make", [lambda: Own(2, 1), lambda: torch.jit.script(torch.nn.Linear(2, 1))])
+def test_a_file_that_can_run_code_is_read_only_if_the_user_trusts_it(metadata, monkeypatch, make):
+    """A class of the user's own; TorchScript, which is code."""
+    model = make()
+    TorchModel(model=model).write().session(SESSION).saveImpl("model")
+
+    def load(reader):
+        return type(reader.session(SESSION).load("model").getModel())
+
+    kind = Own if isinstance(model, Own) else torch.jit.RecursiveScriptModule
+    held = r"\w*\.?test_persistence\.Own" if kind is Own else "a model of TorchScript"
+    refusal = rf"model holds {held}, and reading it can run any code.*trusted=True.*HORA_TRUST_FILES=1"
+    with pytest.raises(ValueError, match=refusal):
+        load(TorchModel.read())
+    assert load(TorchModel.read().trusted()) is kind
+    monkeypatch.setenv("HORA_TRUST_FILES", "1")
+    assert load(TorchModel.read()) is kind
+    monkeypatch.setenv("HORA_STRICT", "1")
+    with pytest.raises(ValueError, match=refusal):
+        load(TorchModel.read())
+    assert load(TorchModel.read().trusted()) is kind
 
 
 @pytest.mark.skipif(not hasattr(torch.serialization, "safe_globals"), reason="torch before 2.5")
@@ -202,10 +234,10 @@ def test_what_travels_by_value_is_named_and_never_read_without_trust(metadata, m
         function = cloudpickle.dumps(loss_of_a_notebook)
     finally:
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-    with pytest.raises(unpickling._Foreign, match=r"test_persistence\.loss_of_a_notebook"):
-        unpickling._Careful(function, lambda *found: found).load()
-    for end in (b".", b"N\x85R.", b"0cposix\nsystem\n."):
-        with pytest.raises(unpickling._Foreign, match="of its own"):
-            unpickling._Careful(
-                b"\x80\x04ccloudpickle.cloudpickle\n_make_function\n" + end, lambda *found: found
-            ).load()
+    pretended = b"\x80\x04ccloudpickle.cloudpickle\n_make_function\n"
+    for data, held in (
+        (function, r"\w*\.?test_persistence\.loss_of_a_notebook"),
+        *((pretended + end, "of its own") for end in (b".", b"N\x85R.", b"0cposix\nsystem\n.")),
+    ):
+        with pytest.raises(ValueError, match=held):
+            unpickling.load(data, what="it", rename=lambda *found: found)

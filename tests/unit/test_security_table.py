@@ -47,3 +47,37 @@ def test_attacks_from_outside_rest_on_no_private_path():
             assert [
                 path for path in inside if path not in PUBLIC and not path.startswith(("horovod.", "sparkdl."))
             ] == []
+
+
+# Functions and classes that turn bytes into objects, some of which run what the bytes say.
+READERS = re.compile(
+    r"(torch\.load|torch\.jit\.load|(?:pickle|cloudpickle|dill|marshal|joblib|shelve)\.(?:load|loads|open|Unpickler)"
+    r"|(?:np|numpy)\.load|yaml\.\w*load\w*|tarfile\.open|zipfile\.ZipFile|\w+\.load_model|load_torch|load_pickle)"
+)
+
+
+def _readers_in(path: Path) -> set[str]:
+    """The readers that a module calls, hands on or derives from."""
+    used = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute | ast.Name))
+    return {match[0].split(".models")[-1].lstrip(".") for node in used if (match := READERS.fullmatch(_short(node)))}
+
+
+def _short(node: ast.Attribute | ast.Name) -> str:
+    text = ast.unparse(node)
+    return ".".join(text.split(".")[-2:]) if text.endswith(".load_model") else text
+
+
+def test_every_reader_of_bytes_is_in_the_table_of_readers():
+    """docs/security.md says of each who can have written its bytes, and what protects; nothing is left there either."""
+    sources = TESTS.parent / "src"
+    used = {
+        (f"{path.relative_to(sources).parts[1]}: {path.stem}", reader)
+        for path in sources.rglob("*.py")
+        for reader in _readers_in(path)
+    }
+    page = (TESTS.parent / "docs" / "security.md").read_text()
+    table = page.partition("| where | reader |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    told = {(row[0].strip("`"), reader.strip("` ")) for row in rows for reader in row[1].split(",")}
+    assert told == used
+    assert all(len(row) == 4 and row[2] and row[3] for row in rows)

@@ -1,8 +1,8 @@
 """A folder of checkpoints that survives being killed at any moment. `fit` decides what is in a checkpoint.
 
 A file is a line of JSON (what it is, the payload's size and SHA-256), then the payload: `torch.save`'s format, read
-back with `weights_only=True`, so no code in it is ever run. A file is written under another name and renamed when it is
-complete and on disk. A file that is damaged all the same is recognised and the one before it is used.
+back as data (`hora.safe_load`), so no code in it is ever run. A file is written under another name and renamed when
+it is complete and on disk. A file that is damaged all the same is recognised and the one before it is used.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from hora.files import replaced
+from hora.safe_load import load_torch
 
 __all__ = ["Checkpoints"]
 
@@ -76,7 +77,8 @@ class Checkpoints:
     @staticmethod
     def decode(payload: bytes) -> dict[str, Any]:
         """The state in a payload, on the CPU."""
-        return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+        state: dict[str, Any] = load_torch(payload).plain()
+        return state
 
 
 def _payload(path: Path) -> bytes:

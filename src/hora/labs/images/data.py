@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import io
-import pickle
 import tarfile
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from hora.files import replaced
+from hora.safe_load import load_pickle
 
 __all__ = ["Augmentation", "Images", "cifar10", "digits", "fetch_cifar10"]
 
@@ -27,12 +26,6 @@ _CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "fro
 _CIFAR10_PARTS = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
 _RECORD_BYTES = 1 + 3 * 32 * 32
 # All that a numpy array pickled by Python 2 needs; a file that asks for anything else is refused, not run.
-_PICKLE_NAMES = {
-    ("numpy.core.multiarray", "_reconstruct"),
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    ("_codecs", "encode"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,21 +165,11 @@ def _read_binary(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].long()
 
 
-class _ArraysOnly(pickle.Unpickler):
-    """Reads the published Python batches, which are pickles, without running what a forged one would ask for."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _PICKLE_NAMES:
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in a CIFAR-10 batch")
-        return super().find_class("numpy._core.multiarray" if name == "_reconstruct" else module, name)
-
-
 def _read_python(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     try:
-        with path.open("rb") as file:
-            batch = _ArraysOnly(file, encoding="bytes").load()
+        batch = load_pickle(path.read_bytes(), encoding="bytes").plain()
         images, labels = batch[b"data"], batch[b"labels"]
         pixels = torch.from_numpy(np.array(images, dtype=np.uint8)).reshape(-1, 3, 32, 32)
-    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a CIFAR-10 batch: {error}") from error
     return pixels, torch.tensor(labels, dtype=torch.int64)

@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-__all__ = ["ModelAndOptimizer", "pack_model", "unpack_model"]
+__all__ = ["ModelAndOptimizer", "is_script", "pack_model", "unpack_model"]
 
 
 def pack_model(model: torch.nn.Module) -> bytes:
@@ -28,11 +28,19 @@ def pack_model(model: torch.nn.Module) -> bytes:
 
 
 def unpack_model(packed: bytes, *, load: Callable[[bytes], Any] = cloudpickle.loads) -> torch.nn.Module:
-    """The model, on the CPU. `load`: how to read its pickle, where it does not come from this job."""
-    if packed[:6] == b"script":
+    """The model, on the CPU. `load`: reads its pickle, where it does not come from this job.
+
+    TorchScript can run code when it is read, so bytes of others must not get here with it.
+    """
+    if is_script(packed):
         return torch.jit.load(io.BytesIO(packed[6:]), map_location="cpu")  # type: ignore[no-any-return, unused-ignore]
     model: torch.nn.Module = load(packed[6:])
     return model
+
+
+def is_script(packed: bytes) -> bool:
+    """Return whether these bytes are a model of TorchScript."""
+    return packed[:6] == b"script"
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,8 @@ class ModelAndOptimizer:
         self, device: torch.device | None = None, *, load: Callable[[bytes], Any] = cloudpickle.loads
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         """Both, on `device`."""
+        if not (isinstance(self.optimizer_class, type) and issubclass(self.optimizer_class, torch.optim.Optimizer)):
+            raise ValueError(f"{self.optimizer_class!r} is no optimizer")
         model = unpack_model(self.model, load=load)
         if device is not None:
             model = model.to(device)

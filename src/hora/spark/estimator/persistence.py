@@ -3,8 +3,8 @@
 They are written and read as a DataFrame of one row, which every Spark can do, classic or through Connect.
 
 A model and its optimizer also travel to the ranks and back as these bytes (`ModelAndOptimizer`), TorchScript modules
-included. Parameters that JSON cannot hold are pickled; how such files are read is in `unpickling`. Stores and backends
-are not kept: they belong to the place where a training runs, not to the model.
+included. Parameters that JSON cannot hold are pickled; `unpickling` reads such files. Stores and backends are not
+kept: they belong to the place where a training runs, not to the model.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import cloudpickle
 import torch
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
+from hora.config import trusts_files
 from hora.launch.providers.spark.cluster import connect_session
 from hora.spark.estimator import unpickling
-from hora.spark.estimator.packing import ModelAndOptimizer, pack_model, unpack_model
+from hora.spark.estimator.packing import ModelAndOptimizer, is_script, pack_model, unpack_model
 
 __all__ = ["ParamsReadable", "ParamsReader", "ParamsWritable", "ParamsWriter", "serialize_param"]
 
@@ -66,6 +67,12 @@ class ParamsReader(MLReader[Any]):
     def __init__(self, kind: type) -> None:
         super().__init__()
         self._kind = kind
+        self._trusted = False
+
+    def trusted(self, value: bool = True) -> ParamsReader:
+        """Read files that can run code, too: those that hold classes or functions of your own, or TorchScript."""
+        self._trusted = value
+        return self
 
     def load(self, path: str) -> Any:
         metadata = json.loads(_session(self).read.text(_place(path)).head()[0])
@@ -74,7 +81,8 @@ class ParamsReader(MLReader[Any]):
             raise ValueError(f"{path} holds a {found}, not a {wanted}")
         instance = self._kind()
         instance._resetUid(metadata["uid"])
-        instance._set(**_loaded(base64.b64decode(metadata["paramMap"]["params"]), path))
+        packed = base64.b64decode(metadata["paramMap"]["params"])
+        instance._set(**_loaded(packed, path, trusted=self._trusted))
         return instance
 
 
@@ -87,6 +95,11 @@ class ParamsWritable(MLWritable):
 
 class ParamsReadable(MLReadable[Any]):
     """Mixin for what can be loaded: `load(path)`, `read()`."""
+
+    @classmethod
+    def load(cls, path: str, *, trusted: bool = False) -> Any:
+        """Read what `save` wrote. `trusted`: also if it can run code, which a class or function of your own can."""
+        return cls.read().trusted(trusted).load(path)
 
     @classmethod
     def read(cls) -> ParamsReader:
@@ -106,18 +119,25 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__name__}"
 
 
-def _loaded(data: bytes, path: str) -> dict[str, Any]:
-    """The parameters in a saved file."""
+def _loaded(data: bytes, path: str, *, trusted: bool = False) -> dict[str, Any]:
+    """The parameters in a saved file. ValueError for one that can run code and is not trusted."""
 
     def load(pickled: bytes) -> Any:
-        return unpickling.load(pickled, what=path, rename=_found_now)
+        return unpickling.load(pickled, what=path, rename=_found_now, trusted=trusted)
 
     values: dict[str, Any] = load(data)
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no parameters")
     model = values.get("model")
+    packed = model.model if isinstance(model, ModelAndOptimizer) else model
+    if not isinstance(packed, bytes | None):
+        raise ValueError(f"{path} holds a model that is not made of bytes")
+    if packed is not None and is_script(packed) and not (trusted or trusts_files()):
+        unpickling.refuse(path, "a model of TorchScript")
     if isinstance(model, ModelAndOptimizer):
         values["model"], values["optimizer"] = model.unpack(load=load)
-    elif model is not None:
-        values["model"] = unpack_model(model, load=load)
+    elif packed is not None:
+        values["model"] = unpack_model(packed, load=load)
     if "output_cols" in values:  # its name in the first files
         values["outputCols"] = values.pop("output_cols")
     return values

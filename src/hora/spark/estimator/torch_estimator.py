@@ -6,11 +6,8 @@ The way from data to a model is in `base`, the training itself in `training`.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import torch
 
 from hora.spark.estimator.base import HorovodEstimator
 from hora.spark.estimator.dataset import Dataset
@@ -18,6 +15,7 @@ from hora.spark.estimator.packing import ModelAndOptimizer
 from hora.spark.estimator.params import ESTIMATOR, check_plain_training, check_torch_values, check_values, signature_of
 from hora.spark.estimator.torch_model import TorchModel
 from hora.spark.estimator.training import TrainingResult, TrainingSpec, train
+from hora.spark.estimator.unpickling import load_checkpoint
 
 __all__ = ["TorchEstimator"]
 
@@ -60,8 +58,7 @@ class TorchEstimator(HorovodEstimator):
         found = self._read_checkpoint(run_id)
         if found is None:
             return None
-        state: dict[str, Any] = torch.load(io.BytesIO(found), map_location="cpu", weights_only=True)
-        return state
+        return load_checkpoint(found, what=f"the checkpoint of run {run_id}")
 
     def _create_model(self, run_results: Sequence[Any], run_id: str, metadata: dict[str, Any]) -> Any:
         result = run_results[0]

@@ -1,63 +1,68 @@
-"""Reading saved models without running code that they brought: torch's own layers, optimizers and losses, tensors,
-data.
+"""Reads saved models and checkpoints: torch's own layers, optimizers and losses, tensors, data.
 
-What else a pickle names (a class of the user's, a function of a notebook) can run any code when it is read. `load` says
-so before it reads such a file, and refuses it under HORA_STRICT=1. Classes that the user has declared harmless to torch
-(`torch.serialization.add_safe_globals`) are read like torch's own. Called by `persistence`.
+Anything else in a file (a class of the user's, a function of a notebook, TorchScript) can run any code when it is read.
+Such a file is an error unless the caller trusts it: `trusted=True`, or HORA_TRUST_FILES=1. Classes that the user has
+declared harmless to torch (`torch.serialization.add_safe_globals`) are read like torch's own.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NoReturn
 
 import torch
 from pyspark.sql import types as spark_types
 
-from hora.config import accept_risk
+from hora.config import trusts_files
+from hora.safe_load import ForeignError, Name, Vocabulary, load_pickle, load_torch
+from hora.spark.estimator.packing import ModelAndOptimizer
 
-__all__ = ["Rename", "load"]
+__all__ = ["Rename", "load", "load_checkpoint", "refuse"]
 
-Rename = Callable[[str, str], tuple[str, str]]  # of a module and a name in it, to where it is now
+Rename = Callable[[str, str], Name]
 
-_PLAIN = {
-    "builtins": {"set", "frozenset", "slice", "complex", "bytearray", "range"},
-    "collections": {"OrderedDict", "defaultdict"},
-    "torch": {"Size", "device"},
-    "torch._utils": {"_rebuild_parameter", "_rebuild_tensor_v2"},
-    "numpy": {"ndarray", "dtype"},
-    "numpy.core.multiarray": {"_reconstruct", "scalar"},
-    "numpy._core.multiarray": {"_reconstruct", "scalar"},
-    "numpy.core.numeric": {"_frombuffer"},
-    "numpy._core.numeric": {"_frombuffer"},
-    "hora.spark.estimator.packing": {"ModelAndOptimizer"},
-    "hora.spark.estimator.persistence": {"ModelAndOptimizer"},  # where it was
-}
-_CLASSES = {
+_CLASSES: dict[str, type] = {
     "torch.nn.": torch.nn.Module,
     "torch.optim.": torch.optim.Optimizer,
-    "pyspark.sql.types": spark_types.DataType,
+    "pyspark.sql.types.": spark_types.DataType,
 }
-_FUNCTIONS = ("torch.nn.functional", "torch._C._nn")
+_NOT_DATA = ("torch.nn.parallel.",)  # their instances open connections
+_FUNCTIONS = {"torch.nn.functional": torch.nn.functional, "torch._C._nn": torch._C._nn}
+_PICKLED_NAMES = ("hora.spark.estimator.packing", "hora.spark.estimator.persistence")  # where it is, and where it was
 
 
-class _Foreign(pickle.UnpicklingError):
-    """The pickle names something that could be anything."""
-
-
-def load(data: bytes, *, what: str, rename: Rename) -> Any:
-    """The object in this pickle. `what` it is, for the warning (or, under HORA_STRICT=1, the ValueError)."""
+def load(data: bytes, *, what: str, rename: Rename, trusted: bool = False) -> Any:
+    """The object in this pickle. ValueError, which names it as `what`, if it needs trust that it does not have."""
     try:
-        return _Careful(data, rename).load()
-    except _Foreign as error:
-        accept_risk(
-            f"{what} holds {error}, and reading it can run any code: load only what you trust. A class of your own "
-            "that is harmless can be declared so with torch.serialization.add_safe_globals (torch 2.4 and newer)"
-        )
+        return load_pickle(data, _vocabulary(rename)).plain()
+    except ForeignError as error:
+        if not (trusted or trusts_files()):
+            refuse(what, str(error))
     return _Trusting(data, rename).load()
+
+
+def load_checkpoint(data: bytes, *, what: str, without: Sequence[str] = ()) -> dict[str, Any]:
+    """A checkpoint that `torch.save` wrote, without these keys. ValueError, which names it as `what`, if it is none."""
+    try:
+        content: dict[str, Any] = load_torch(data).without(*without).plain()
+    except ForeignError as error:
+        refuse(what, str(error))
+    except ValueError as error:
+        raise ValueError(f"{what} cannot be read: {error}") from error
+    return content
+
+
+def refuse(what: str, held: str) -> NoReturn:
+    """ValueError for a file that can run code."""
+    raise ValueError(
+        f"{what} holds {held}, and reading it can run any code of its author. If you trust the file, load it with "
+        "trusted=True or set HORA_TRUST_FILES=1 (without HORA_STRICT=1). A class of your own that is harmless can be "
+        "declared so with torch.serialization.add_safe_globals (torch 2.4 and newer)"
+    )
 
 
 class _Trusting(pickle.Unpickler):
@@ -69,93 +74,31 @@ class _Trusting(pickle.Unpickler):
         return super().find_class(*self._rename(module, name))
 
 
-# The helpers by which cloudpickle rebuilds what a notebook has defined, and where among their arguments its name is.
-_BY_VALUE: dict[str, Callable[..., tuple[Any, Any]]] = {
-    "_make_skeleton_class": lambda kind, name, bases, members, *rest: (members.get("__module__", "__main__"), name),
-    "_make_skeleton_enum": lambda bases, name, qualname, members, module, *rest: (module, name),
-    "_make_function": lambda code, namespace, name, *rest: (
-        namespace.get("__name__", "__main__"),
-        name or code.args[11],
-    ),
-}
+def _vocabulary(rename: Rename) -> Vocabulary:
+    return Vocabulary(instance_class=_instance_class, value=_function, rename=rename)
 
 
-class _Careful(_Trusting):
-    _naming = False  # the pickle is to be refused, and only the name of what it holds is still looked for
-
-    def load(self) -> Any:
-        try:
-            found = super().load()
-        except pickle.UnpicklingError:
-            raise
-        except Exception as error:
-            if not self._naming:
-                raise
-            raise _Foreign("a class or function of its own") from error
-        if self._naming:
-            raise _Foreign("a class or function of its own")
-        return found
-
-    def find_class(self, module: str, name: str) -> Any:
-        module, name = self._rename(module, name)
-        if (module, name) == ("torch.storage", "_load_from_bytes"):
-            return _storage
-        for harmless in _declared_harmless():
-            value, full = harmless if isinstance(harmless, tuple) else (harmless, "")
-            if f"{module}.{name}" == (full or f"{value.__module__}.{value.__qualname__}"):
-                return value
-        if "." not in name and (name in _PLAIN.get(module, ()) or module == "torch" or _may_be_known(module)):
-            value = super().find_class(module, name)
-            if name in _PLAIN.get(module, ()) or _is_known(value):
-                return value
-        if "cloudpickle" in module.split(".") and name in _BY_VALUE:
-            # A class or function that travels whole. What it is called is among what the helper gets, which is no more
-            # than collected here: nothing of the file runs.
-            self._naming = True
-            return lambda *args: _name_it(_BY_VALUE[name], *args)
-        if self._naming:
-            return _Nothing
-        raise _Foreign(f"{module}.{name}")
+def _instance_class(module: str, name: str) -> type | None:
+    """A layer, an optimizer or a type, where torch and Spark define them."""
+    if module in _PICKLED_NAMES and name == ModelAndOptimizer.__name__:
+        return ModelAndOptimizer
+    if module.startswith(_NOT_DATA):
+        return None
+    for prefix, base in _CLASSES.items():
+        if f"{module}.".startswith(prefix):
+            found = _attribute(module, name)
+            if isinstance(found, type) and issubclass(found, base) and f"{found.__module__}.".startswith(prefix):
+                return found
+    return None
 
 
-def _declared_harmless() -> list[Any]:
-    """Return what the user has given to `add_safe_globals`; torch 2.3 has no such function."""
-    declared: Callable[[], list[Any]] = getattr(torch.serialization, "get_safe_globals", list)
-    return declared()
+def _function(module: str, name: str) -> Any:
+    """A loss, as torch defines it."""
+    found = getattr(_FUNCTIONS.get(module), name, None)
+    known = isinstance(found, FunctionType | BuiltinFunctionType) and found.__module__ in _FUNCTIONS
+    return found if known else None
 
 
-def _name_it(of: Callable[..., tuple[Any, Any]], *args: Any) -> NoReturn:
-    module, name = of(*args)
-    raise _Foreign(f"{module}.{name}")
-
-
-class _Nothing:
-    """Stands where the file names something that is not looked up."""
-
-    args: tuple[object, ...] = ()
-
-    def __init__(self, *args: object) -> None:
-        pass
-
-    def __call__(self, *args: object) -> _Nothing:
-        self.args = args  # of a code object: the twelfth is its name
-        return self
-
-
-def _may_be_known(module: str) -> bool:
-    return module in _FUNCTIONS or any(f"{module}.".startswith(prefix) for prefix in _CLASSES)
-
-
-def _is_known(value: Any) -> bool:
-    """Return whether this is a layer, an optimizer, a loss or a type, where torch and Spark define them."""
-    if isinstance(value, type):
-        at = value.__module__
-        return any(f"{at}.".startswith(prefix) and issubclass(value, base) for prefix, base in _CLASSES.items())
-    if isinstance(value, FunctionType | BuiltinFunctionType):
-        return value.__module__ in _FUNCTIONS
-    return isinstance(value, torch.dtype | torch.layout)
-
-
-def _storage(data: bytes) -> Any:
-    """Load a storage as `torch.storage._load_from_bytes` does, without its trust."""
-    return torch.load(io.BytesIO(data), weights_only=True)
+def _attribute(module: str, name: str) -> Any:
+    """A name of a module that is imported already: a file imports nothing."""
+    return getattr(sys.modules.get(module), name, None) if "." not in name else None

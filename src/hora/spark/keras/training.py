@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +19,7 @@ from hora.keras import callbacks as methods
 from hora.keras import elastic
 from hora.keras.optimizer import DistributedOptimizer
 from hora.keras.values import optimizer_variables
+from hora.safe_load import load_torch
 from hora.spark.estimator.training import (
     RankSpec,
     TrainingPosition,
@@ -228,7 +228,7 @@ def _resume(spec: KerasSpec, model: Any, optimizer: Any) -> dict[str, list[float
     """Return the history of the run so far; model and optimizer become those of its checkpoint, if there is one."""
     if spec.checkpoint is None:
         return {}
-    state = torch.load(io.BytesIO(spec.checkpoint), map_location="cpu", weights_only=True)
+    state = load_torch(spec.checkpoint).plain()
     if hasattr(optimizer, "build"):
         optimizer.build(model.trainable_variables)
     for variable, value in zip([*model.weights, *optimizer_variables(optimizer)], state["variables"], strict=False):

@@ -5,12 +5,14 @@ The way from data to a model is that of all estimators (`hora.spark.estimator.ba
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
+from hora.config import trusts_files
 from hora.spark.estimator.base import HorovodEstimator
 from hora.spark.estimator.dataset import Dataset
 from hora.spark.estimator.packing import pack_model, unpack_model
@@ -23,12 +25,21 @@ from hora.spark.estimator.params import (
     with_params,
 )
 from hora.spark.estimator.torch_model import TorchModel as _TorchModel
+from hora.spark.estimator.unpickling import load_checkpoint
 from hora.spark.lightning.module import to_lightning_module
 from hora.spark.lightning.package import default_package, package_of
 from hora.spark.lightning.training import LightningResult, LightningSpec, train
 
 __all__ = ["LIGHTNING", "TorchEstimator", "TorchModel"]
 
+_HYPERPARAMETERS = (
+    "hparams_name",
+    "hparams_type",
+    "hyper_parameters",
+    "datamodule_hparams_name",
+    "datamodule_hparams_type",
+    "datamodule_hyper_parameters",
+)  # their keys in Lightning's checkpoints
 _OWN: dict[str, tuple[Any, str]] = {
     "trainer_args": (None, "arguments of Trainer; they win over the estimator's"),
     "num_gpus": (None, "GPUs of a process: 1 where there are any unless given, 0 for none"),
@@ -105,9 +116,21 @@ class TorchEstimator(HorovodEstimator):
             dataset=dataset,
             features=tuple(features),
             values=values | dict.fromkeys(left),
-            checkpoint=self._read_checkpoint(run_id),
+            checkpoint=self._load_checkpoint(run_id),
         )
         return train, spec
+
+    def _load_checkpoint(self, run_id: str) -> bytes | None:
+        """Return Lightning's checkpoint of the run, written anew from its data: the ranks unpickle none of the store's.
+
+        Hyperparameters are for `load_from_checkpoint` and need not be data: a resumed run leaves them out.
+        """
+        found = self._read_checkpoint(run_id)
+        if found is None or trusts_files():
+            return found
+        written = io.BytesIO()
+        torch.save(load_checkpoint(found, what=f"the checkpoint of run {run_id}", without=_HYPERPARAMETERS), written)
+        return written.getvalue()
 
     def _lightning_module(self, values: Mapping[str, Any], features: Sequence[str]) -> Any:
         if package_of(values["model"]) is not None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import hora.torch as hvd
+from hora.safe_load import load_torch
 from hora.spark.estimator.packing import unpack_model
 from hora.spark.estimator.training import RankSpec, rank_device
 from hora.spark.lightning.data_module import parquet_data_module
@@ -77,7 +78,7 @@ def train(spec: LightningSpec) -> LightningResult | None:
         keeper.sync()
         if hvd.rank() != 0:
             return None
-        state = _best(trainer, keeper.users_checkpoint) or module.state_dict()
+        state = _best(folder, keeper.users_checkpoint) or module.state_dict()
         logged = {name: torch.as_tensor(value).detach().cpu() for name, value in trainer.logged_metrics.items()}
         cpu = {name: tensor.detach().cpu() for name, tensor in state.items()}
         return LightningResult(state=cpu, logged_metrics=logged, history=keeper.history)
@@ -202,17 +203,18 @@ def _resume(spec: LightningSpec, folder: str, trainer: Any) -> dict[str, Any]:
         file.write(spec.checkpoint)
     if spec.values["verbose"] and hvd.rank() == 0:
         print(f"resuming {spec.remote.run_path}", flush=True)
-    # It is the estimator's own file, with the users' hyperparameters in it.
+    # The driver has written these bytes (or the user trusts them), and they came over the job's own connection.
     own_file = {"weights_only": False} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
     return {"ckpt_path": path, **own_file}
 
 
-def _best(trainer: Any, users_checkpoint: Any) -> dict[str, torch.Tensor] | None:
-    """The state that the user's ModelCheckpoint thinks best."""
-    path = getattr(users_checkpoint, "best_model_path", "")
-    if not path or not os.path.exists(path):
+def _best(folder: str, users_checkpoint: Any) -> dict[str, torch.Tensor] | None:
+    """The state that the user's ModelCheckpoint thinks best, if it is in the run's folder."""
+    path = os.path.realpath(getattr(users_checkpoint, "best_model_path", "") or "")
+    if os.path.dirname(path) != os.path.realpath(folder) or not os.path.isfile(path):
         return None
-    found: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=False)["state_dict"]
+    with open(path, "rb") as file:
+        found: dict[str, torch.Tensor] = load_torch(file).value["state_dict"]
     return found
 
 

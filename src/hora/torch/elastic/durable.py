@@ -1,10 +1,10 @@
 """Commits on disk, so that a training survives the loss of every worker. Used by `TorchState.persist`.
 
-A commit is two files: `<number>.commit`, in torch.save's format and read back with `weights_only=True`, so that no code
-in it is ever run; and `<number>.json`, its size and SHA-256, which is renamed into place last. So a commit is complete
-or does not exist, whenever the writer is killed; a damaged one is recognised and the one before it is used. Writing
-happens in a thread: a commit that comes while the one before is still being written stays in memory only. One that
-cannot be written is told and left out; only the last one of a training must be.
+A commit is two files: `<number>.commit`, in torch.save's format and read back as data (`hora.safe_load`), so that no
+code in it is ever run; and `<number>.json`, its size and SHA-256, which is renamed into place last. So a commit is
+complete or does not exist, whenever the writer is killed; a damaged one is recognised and the one before it is used.
+Writing happens in a thread: a commit that comes while the one before is still being written stays in memory only. One
+that cannot be written is told and left out; only the last one of a training must be.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import IO, Any
 import torch
 
 from hora.files import replaced
+from hora.safe_load import ForeignError, load_torch
 
 __all__ = ["DurableCommits"]
 
@@ -76,6 +77,9 @@ class DurableCommits:
         for number in reversed(self._numbers()):
             try:
                 return self._read(number)
+            except ForeignError as error:
+                path = self._path(number, "commit")
+                raise ValueError(f"{path} holds {error}: no commit does, so it was changed; remove it") from None
             except (OSError, ValueError) as error:
                 log.warning("commit %s is damaged (%s); trying the one before it", self._path(number, "commit"), error)
         return None
@@ -91,7 +95,7 @@ class DurableCommits:
             if _digest(file) != manifest.get("sha256"):
                 raise ValueError("its checksum is wrong")
             file.seek(0)
-            content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+            content: dict[str, Any] = load_torch(file).plain()
             return content
 
     def _write(self, content: Mapping[str, Any]) -> None:

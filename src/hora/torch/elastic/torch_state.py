@@ -13,6 +13,7 @@ import torch
 
 from hora import engine
 from hora.config import EngineConfig
+from hora.safe_load import load_torch
 from hora.torch.basics import rank
 from hora.torch.elastic.durable import DurableCommits
 from hora.torch.elastic.handlers import (
@@ -414,8 +415,7 @@ def _check_storable(values: dict[str, Any]) -> None:
         buffer = io.BytesIO()
         try:
             torch.save(value, buffer)
-            buffer.seek(0)
-            torch.load(buffer, weights_only=True)
+            load_torch(buffer.getvalue()).plain()
         except Exception as error:  # pickle's, torch's, or whatever the user's class raises
             raise ValueError(
                 f"{name} cannot be part of a durable commit: it is a {type(value).__qualname__}, but only tensors, "

@@ -1,0 +1,738 @@
+"""A reader of pickles and of `torch.save` files that runs no code of the file, on any version of torch.
+
+It is a pickle machine of its own: it builds tensors, arrays and plain values, and calls nothing that a file names. Each
+name has one of four meanings: a value (a dtype), an object that this module makes from checked arguments (a tensor), a
+class whose instances get their attributes (`Vocabulary.instances`), or a foreign name, which is noted and never looked
+up. Neither torch.load nor pickle.Unpickler is behind it.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import math
+import pickletools
+import sys
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+__all__ = ["ForeignError", "Loaded", "Vocabulary", "load_pickle", "load_torch"]
+
+_MAX_DIMENSIONS = 64
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+_ARRAY_KINDS = "biufcSU"  # no objects and no records
+
+Name = tuple[str, str]  # module and name in it
+
+
+class ForeignError(ValueError):
+    """A file holds something besides data: `names` of classes and functions, without which it cannot be read."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = tuple(dict.fromkeys(names))
+        super().__init__(", ".join(self.names))
+
+
+@dataclass
+class Foreign:
+    """Stands where a file names something unknown, or wants it called."""
+
+    module: str
+    name: str
+    args: tuple[Any, ...] = ()
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def declared(module: str, name: str) -> Any:
+    """What the user has declared harmless to torch (`torch.serialization.add_safe_globals`) under this name."""
+    for harmless in getattr(torch.serialization, "get_safe_globals", list)():
+        value, full = harmless if isinstance(harmless, tuple) else (harmless, "")
+        if f"{module}.{name}" == (full or f"{value.__module__}.{value.__qualname__}"):
+            return value
+    return None
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Names that a file may use besides those of plain data and tensors.
+
+    Each function gets a module and a name in it, and returns None for an unknown one. `instance_class`: a class whose
+    instances the file may hold; they are made without its constructor and then given their attributes. `value`:
+    something that the file may refer to. `trusted`: something that the user has declared harmless, and that the file
+    may have called. `rename` leads old names to the present ones.
+    """
+
+    instance_class: Callable[[str, str], type | None] = lambda module, name: None
+    value: Callable[[str, str], Any] = lambda module, name: None
+    trusted: Callable[[str, str], Any] = declared
+    rename: Callable[[str, str], Name] = lambda module, name: (module, name)
+
+
+@dataclass
+class Loaded:
+    """The object of a file, and the foreign names in it: `value` has `Foreign` in their places."""
+
+    value: Any
+    foreign: list[Foreign] = field(default_factory=list)
+
+    def plain(self) -> Any:
+        """Return the object. ForeignError if it is not whole."""
+        if self.foreign:
+            raise ForeignError(_names(self.foreign))
+        return self.value
+
+    def without(self, *keys: str) -> Loaded:
+        """The same dictionary without these keys, and with the foreign names that its containers still hold."""
+        if not isinstance(self.value, dict):
+            raise ValueError(f"it holds a {type(self.value).__qualname__}, not a dictionary")
+        kept = {key: value for key, value in self.value.items() if key not in keys}
+        return Loaded(kept, _foreign_in(kept))
+
+
+def load_pickle(data: bytes, vocabulary: Vocabulary | None = None, *, encoding: str = "ascii") -> Loaded:
+    """Read a pickle. ValueError if it is none, or malformed. `encoding`: of Python 2's texts (`bytes`: as they are)."""
+    machine = _Machine(vocabulary or Vocabulary(), encoding=encoding)
+    return Loaded(machine.run(io.BytesIO(data)), machine.foreign)
+
+
+def load_torch(file: bytes | IO[bytes], vocabulary: Vocabulary | None = None) -> Loaded:
+    """Read a file of `torch.save`, on the CPU. ValueError if it is none, or malformed."""
+    opened: IO[bytes] = io.BytesIO(file) if isinstance(file, bytes) else file
+    if not zipfile.is_zipfile(opened):
+        opened.seek(0)
+        return _load_legacy(opened, vocabulary or Vocabulary())
+    opened.seek(0)
+    try:
+        with zipfile.ZipFile(opened) as archive:
+            return _load_archive(archive, vocabulary or Vocabulary())
+    except (zipfile.BadZipFile, KeyError, NotImplementedError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"this is no file of torch.save: {error}") from error
+
+
+def _load_archive(archive: zipfile.ZipFile, vocabulary: Vocabulary) -> Loaded:
+    entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values()):
+        raise ValueError("this is no file of torch.save: it is compressed")
+    order = archive.read(entries["byteorder"]) if "byteorder" in entries else b"little"
+    if order != sys.byteorder.encode():
+        raise ValueError(f"it was saved on a machine with another byte order ({order!r})")
+    flat: dict[str, torch.Tensor] = {}
+
+    def storage(saved: Any) -> _Storage:
+        if not isinstance(saved, tuple) or len(saved) != 5 or saved[0] != "storage":
+            raise ValueError("it refers to something that is no storage")
+        _, kind, key, _, num_elements = saved
+        dtype = _storage_dtype(kind)
+        if key not in flat:
+            flat[key] = _flat(archive.read(entries[f"data/{key}"]), dtype, num_elements)
+        if flat[key].dtype != dtype:
+            raise ValueError("two storages have one key")
+        return _Storage(flat[key])
+
+    machine = _Machine(vocabulary, persistent=storage)
+    return Loaded(machine.run(io.BytesIO(archive.read(entries["data.pkl"]))), machine.foreign)
+
+
+def _load_legacy(file: IO[bytes], vocabulary: Vocabulary) -> Loaded:
+    """Read the format before torch 1.6, in which pickles still hold each tensor's storage."""
+    flat: dict[str, torch.Tensor] = {}
+    sizes: dict[str, tuple[torch.dtype, int]] = {}
+
+    def storage(saved: Any) -> _Storage:
+        if not isinstance(saved, tuple) or len(saved) != 6 or saved[0] != "storage" or saved[5] is not None:
+            raise ValueError("it refers to something that is no storage of its own")
+        _, kind, key, _, num_elements, _ = saved
+        dtype = _storage_dtype(kind)
+        if key not in flat:
+            _check_counts((num_elements,))
+            sizes[key] = dtype, num_elements
+            if num_elements * dtype.itemsize > _left(file):
+                raise ValueError("a storage has fewer bytes than it says")
+            flat[key] = torch.empty(num_elements, dtype=dtype, device="cpu")
+        return _Storage(flat[key])
+
+    def plain() -> Any:
+        return Loaded((machine := _Machine(Vocabulary())).run(file), machine.foreign).plain()
+
+    if plain() != _LEGACY_MAGIC:
+        raise ValueError("this is no file of torch.save")
+    plain()  # the version, then the machine
+    if plain().get("little_endian") is not (sys.byteorder == "little"):
+        raise ValueError("it was saved on a machine with another byte order")
+    machine = _Machine(vocabulary, persistent=storage)
+    loaded = Loaded(machine.run(file), machine.foreign)
+    for key in plain():
+        if key not in flat:
+            raise ValueError("it holds a storage to which nothing refers")
+        dtype, num_elements = sizes[key]
+        if int.from_bytes(file.read(8), "little") != num_elements:
+            raise ValueError("a storage has another size than it says")
+        flat[key].copy_(_flat(file.read(num_elements * dtype.itemsize), dtype, num_elements))
+    return loaded
+
+
+def _left(file: IO[bytes]) -> int:
+    here = file.tell()
+    end = file.seek(0, io.SEEK_END)
+    file.seek(here)
+    return end - here
+
+
+# ---- tensors ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _StorageKind:
+    dtype: torch.dtype | None  # None: bytes, whose meaning the tensor knows
+
+
+@dataclass(frozen=True, eq=False)
+class _Storage:
+    flat: torch.Tensor
+
+
+_STORAGES = {
+    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
+    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
+    "ComplexDoubleStorage": torch.complex128, "ComplexFloatStorage": torch.complex64,
+}  # fmt: skip
+
+
+def _storage_dtype(kind: Any) -> torch.dtype:
+    if not isinstance(kind, _StorageKind):
+        raise ValueError("a storage has no type")
+    return kind.dtype or torch.uint8
+
+
+def _flat(data: bytes, dtype: torch.dtype, num_elements: Any) -> torch.Tensor:
+    _check_counts((num_elements,))
+    if len(data) != num_elements * dtype.itemsize:
+        raise ValueError(f"a storage of {num_elements} {dtype} has {len(data)} bytes")
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
+
+
+def _check_counts(numbers: Any) -> None:
+    if not isinstance(numbers, tuple) or len(numbers) > _MAX_DIMENSIONS:
+        raise ValueError("a shape is none")
+    if any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers):
+        raise ValueError("a shape holds something else than sizes")
+
+
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, *rest: Any) -> Any:
+    """What `torch._utils._rebuild_tensor_v2` makes, inside the storage's bounds."""
+    if not isinstance(storage, _Storage) or any(rest) or hooks:
+        raise ValueError("a tensor has no storage, or hooks")
+    flat = storage.flat
+    for numbers in ((offset,), size, stride):
+        _check_counts(numbers)
+    if len(size) != len(stride):
+        raise ValueError("a tensor's shape and strides differ")
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if math.prod(size) else offset - 1
+    if last >= flat.numel():
+        raise ValueError("a tensor reaches beyond its storage")
+    return flat.as_strided(size, stride, offset).requires_grad_(bool(requires_grad))
+
+
+def _tensor_of_type(
+    storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any
+) -> Any:
+    """What `torch._utils._rebuild_tensor_v3` makes: the storage holds bytes."""
+    if not isinstance(storage, _Storage) or not isinstance(dtype, torch.dtype):
+        raise ValueError("a tensor has no storage, or no type")
+    flat = storage.flat.view(torch.uint8)
+    whole = flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+    return _tensor(_Storage(whole), offset, size, stride, grad, hooks, *rest)
+
+
+def _parameter(data: Any, requires_grad: Any, hooks: Any, *rest: Any) -> Any:
+    if type(data) is not torch.Tensor or hooks or rest:
+        raise ValueError("a parameter is no tensor, or has hooks")
+    return torch.nn.Parameter(data, requires_grad=bool(requires_grad))
+
+
+def _storage_from_bytes(data: Any) -> _Storage:
+    """What `torch.storage._load_from_bytes` makes of a storage inside a plain pickle."""
+    if not isinstance(data, bytes):
+        raise ValueError("a storage is not made of bytes")
+    found = load_torch(data, Vocabulary()).plain()
+    if not isinstance(found, _Storage):
+        raise ValueError("a storage is none")
+    return found
+
+
+# ---- arrays of NumPy --------------------------------------------------------------------------------------
+
+
+@dataclass
+class _DType:
+    code: str
+    order: str = "="
+
+    def numpy(self) -> np.dtype[Any]:
+        found = np.dtype(self.code)
+        if found.kind not in _ARRAY_KINDS or found.fields or found.subdtype or not found.itemsize:
+            raise ValueError(f"an array of {self.code!r} is not plain data")
+        return found.newbyteorder("<" if self.order == "<" else ">") if self.order in "<>" else found
+
+
+def _dtype(code: Any, *rest: Any) -> _DType:
+    if not isinstance(code, str | bytes):
+        raise ValueError("a type of arrays has no name")
+    made = _DType(code if isinstance(code, str) else code.decode())
+    try:
+        made.numpy()
+    except TypeError as error:
+        raise ValueError(f"a type of arrays is unknown: {error}") from error
+    return made
+
+
+class _Array:
+    """Stands for an array of NumPy before its state is known."""
+
+    number: int | None = None  # in the memo
+
+
+def _array(dtype: Any, shape: Any, data: Any, order: str) -> Any:
+    _check_counts(shape)
+    if not isinstance(dtype, _DType) or not isinstance(data, bytes | bytearray):
+        raise ValueError("an array holds something else than numbers")
+    found, num_elements = dtype.numpy(), math.prod(shape)
+    if num_elements * found.itemsize != len(data) or len(shape) > 32:
+        raise ValueError("an array has another size than its data")
+    flat = np.frombuffer(bytes(data), dtype=found, count=num_elements) if data else np.empty(num_elements, found)
+    return flat.reshape(shape, order="F" if order == "F" else "C").copy()
+
+
+def _scalar(dtype: Any, data: Any = b"") -> Any:
+    return _array(dtype, (), data, "C")[()]
+
+
+def _array_from_buffer(data: Any, dtype: Any, shape: Any, order: Any, axes: None = None) -> Any:
+    if axes is not None or order not in ("C", "F"):
+        raise ValueError("an array has another order than C's or Fortran's")
+    return _array(dtype, shape, data, order)
+
+
+# ---- names of plain data ----------------------------------------------------------------------------------
+
+
+def _typed(make: Callable[..., Any], *kinds: tuple[type, ...]) -> Callable[..., Any]:
+    """A constructor that takes at most as many arguments, of these types."""
+
+    def made(*args: Any) -> Any:
+        if len(args) > len(kinds) or any(type(arg) not in kind for arg, kind in zip(args, kinds, strict=False)):
+            raise ValueError(f"{make.__name__} is given what it is not made of")
+        return make(*args)
+
+    return made
+
+
+def _ordered(*args: Any) -> collections.OrderedDict[Any, Any]:
+    return collections.OrderedDict(_typed(list, (list, tuple))(*args))
+
+
+def _default(*args: Any) -> collections.defaultdict[Any, Any]:
+    if len(args) != 1 or args[0] not in (None, list, dict, set, int, float):
+        raise ValueError("a defaultdict has a factory that is none of list, dict, set, int, float")
+    return collections.defaultdict(args[0])
+
+
+def _size(sizes: Any = ()) -> torch.Size:
+    _check_counts(sizes)
+    return torch.Size(sizes)
+
+
+def _reconstructed(kind: Any, *rest: Any) -> _Array:
+    if kind is not np.ndarray:
+        raise ValueError("an array is of another class")
+    return _Array()
+
+
+def _with_attributes(make: Any, kind: Any, args: Any, state: Any) -> Any:
+    """What `torch._tensor._rebuild_from_type_v2` makes of a tensor with attributes, without them."""
+    if make is not _TENSOR or kind is not torch.Tensor or type(args) is not tuple:
+        raise ValueError("a tensor is of another class")
+    return _tensor(*args)
+
+
+def _from_latin(text: Any, encoding: Any) -> bytes:
+    """What Python 3 writes for bytes in the protocols of Python 2: `_codecs.encode(text, "latin1")`."""
+    if not isinstance(text, str) or encoding != "latin1":
+        raise ValueError("bytes are written in another way than pickle does it")
+    return text.encode("latin1")
+
+
+_INTEGERS, _SEQUENCE = (int, type(None)), (list, tuple, set, frozenset)
+
+# Classes that a file may refer to, and have called with these arguments.
+_CLASSES: dict[type, Callable[..., Any]] = {
+    list: _typed(list, _SEQUENCE),
+    tuple: _typed(tuple, _SEQUENCE),
+    set: _typed(set, _SEQUENCE),
+    frozenset: _typed(frozenset, _SEQUENCE),
+    dict: _typed(dict),
+    int: _typed(int, (int,)),
+    float: _typed(float, (int, float)),
+    complex: _typed(complex, (int, float), (int, float)),
+    slice: _typed(slice, _INTEGERS, _INTEGERS, _INTEGERS),
+    range: _typed(range, (int,), (int,), (int,)),
+    bytes: _typed(bytes),
+    bytearray: _typed(bytearray, (bytes,)),
+    collections.OrderedDict: _ordered,
+    collections.defaultdict: _default,
+    torch.Size: _size,
+    torch.device: _typed(torch.device, (str,), (int,)),
+    np.dtype: _dtype,
+}
+
+
+class _Function:
+    """A function that a file names: this module's own `make` takes its place. It cannot be called by others."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self.make = make
+
+
+_TENSOR = _Function(_tensor)
+_NAMES: dict[Name, Any] = {
+    **{(module, kind.__name__): kind for kind in _CLASSES for module in (kind.__module__, "__builtin__")},
+    ("__builtin__", "xrange"): range,
+    ("__builtin__", "long"): int,
+    ("_codecs", "encode"): _Function(_from_latin),
+    ("torch", "Tensor"): torch.Tensor,
+    ("torch._utils", "_rebuild_tensor_v2"): _TENSOR,
+    ("torch._utils", "_rebuild_tensor_v3"): _Function(_tensor_of_type),
+    ("torch._utils", "_rebuild_parameter"): _Function(_parameter),
+    ("torch._utils", "_rebuild_parameter_with_state"): _Function(lambda *args: _parameter(*args[:3])),
+    ("torch._tensor", "_rebuild_from_type_v2"): _Function(_with_attributes),
+    ("torch.storage", "_load_from_bytes"): _Function(_storage_from_bytes),
+    ("torch.storage", "UntypedStorage"): _StorageKind(None),
+    **{("torch", name): _StorageKind(dtype) for name, dtype in _STORAGES.items()},
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype | torch.layout)},
+    ("numpy", "dtype"): np.dtype,
+    ("numpy", "ndarray"): np.ndarray,
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): _Function(_reconstructed) for core in ("core", "_core")},
+    **{(f"numpy.{core}.multiarray", "scalar"): _Function(_scalar) for core in ("core", "_core")},
+    **{(f"numpy.{core}.numeric", "_frombuffer"): _Function(_array_from_buffer) for core in ("core", "_core")},
+}
+
+
+# ---- the machine ------------------------------------------------------------------------------------------
+
+_PUSHED = {
+    "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "UNICODE", "BINUNICODE",
+    "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",
+}  # fmt: skip
+_OLD_TEXTS = {"STRING", "BINSTRING", "SHORT_BINSTRING"}
+_CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_LIST": list, "EMPTY_TUPLE": tuple, "EMPTY_DICT": dict, "EMPTY_SET": set}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_GATHERED: dict[str, Callable[[list[Any]], Any]] = {
+    "TUPLE": tuple,
+    "LIST": list,
+    "DICT": lambda found: dict(_pairs(found)),
+    "FROZENSET": frozenset,
+}
+_MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
+
+
+class _Machine:
+    """The part of pickle's machine that data needs. Its stack and memo hold values; nothing in them is ever called."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        persistent: Callable[[Any], Any] | None = None,
+        encoding: str = "ascii",
+    ) -> None:
+        self.foreign: list[Foreign] = []
+        self._vocabulary, self._persistent, self._encoding = vocabulary, persistent, encoding
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
+
+    def run(self, file: IO[bytes]) -> Any:
+        """The object of the pickle that begins here. ValueError for anything else."""
+        try:
+            for opcode, arg, _ in pickletools.genops(file):
+                if opcode.name == "STOP":
+                    return self._stack.pop()
+                self._step(opcode.name, arg)
+        except (IndexError, KeyError, TypeError, AttributeError, UnicodeError, OverflowError, RuntimeError) as error:
+            raise ValueError(f"this pickle is malformed: {error!r}") from error
+        raise ValueError("this pickle is malformed: it has no end")
+
+    def _step(self, name: str, arg: Any) -> None:
+        stack = self._stack
+        if name in _PUSHED:
+            stack.append(arg)
+        elif name in _OLD_TEXTS:
+            stack.append(self._old_text(arg))
+        elif name in _CONSTANTS:
+            stack.append(_CONSTANTS[name])
+        elif name in _EMPTY:
+            stack.append(_EMPTY[name]())
+        elif name in _TUPLES:
+            count = _TUPLES[name]
+            stack[-count:] = [tuple(stack[-count:])]
+        elif name in _GATHERED:
+            stack.append(_GATHERED[name](self._to_mark()))
+        else:
+            method = getattr(self, f"_{name.lower()}", None)
+            if method is None:
+                raise ValueError(f"this pickle uses {name}, which data does not need")
+            method(arg)
+
+    def _old_text(self, text: Any) -> Any:
+        data = text.encode("latin1") if isinstance(text, str) else bytes(text)
+        return data if self._encoding == "bytes" else data.decode(self._encoding)
+
+    def _to_mark(self) -> list[Any]:
+        mark = self._marks.pop()
+        found = self._stack[mark:]
+        del self._stack[mark:]
+        return found
+
+    def _proto(self, arg: int) -> None:
+        if arg > 5:
+            raise ValueError(f"this pickle is of protocol {arg}")
+
+    def _frame(self, arg: int) -> None:
+        pass
+
+    def _mark(self, arg: None) -> None:
+        self._marks.append(len(self._stack))
+
+    def _pop(self, arg: None) -> None:
+        if self._marks and self._marks[-1] == len(self._stack):
+            self._marks.pop()
+        else:
+            self._stack.pop()
+
+    def _pop_mark(self, arg: None) -> None:
+        self._to_mark()
+
+    def _dup(self, arg: None) -> None:
+        self._stack.append(self._stack[-1])
+
+    def _get(self, arg: int) -> None:
+        self._stack.append(self._memo[int(arg)])
+
+    _binget = _long_binget = _get
+
+    def _put(self, arg: int) -> None:
+        self._memo[int(arg)] = top = self._stack[-1]
+        if isinstance(top, _Array):
+            top.number = int(arg)
+
+    _binput = _long_binput = _put
+
+    def _memoize(self, arg: None) -> None:
+        self._put(len(self._memo))
+
+    def _append(self, arg: None) -> None:
+        self._extend([self._stack.pop()])
+
+    def _appends(self, arg: None) -> None:
+        self._extend(self._to_mark())
+
+    def _extend(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is list:
+            target.extend(items)
+        elif not isinstance(target, Foreign):
+            raise ValueError("something that is no list is extended")
+
+    def _setitem(self, arg: None) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self._update([key, value])
+
+    def _setitems(self, arg: None) -> None:
+        self._update(self._to_mark())
+
+    def _update(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) in _MAPPINGS:
+            target.update(_pairs(items))
+        elif not isinstance(target, Foreign):
+            raise ValueError("something that is no dictionary is filled")
+
+    def _additems(self, arg: None) -> None:
+        items, target = self._to_mark(), self._stack[-1]
+        if type(target) is set:
+            target.update(items)
+        elif not isinstance(target, Foreign):
+            raise ValueError("something that is no set is filled")
+
+    def _binpersid(self, arg: None) -> None:
+        if self._persistent is None:
+            raise ValueError("this pickle refers to another file")
+        self._stack.append(self._persistent(self._stack.pop()))
+
+    # ---- names, and what a file does with them --------------------------------------------------------------
+
+    def _global(self, arg: str) -> None:
+        module, _, name = arg.partition(" ")
+        self._stack.append(self._find(module, name))
+
+    def _stack_global(self, arg: None) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise ValueError("a name is no text")
+        self._stack.append(self._find(module, name))
+
+    def _find(self, module: str, name: str) -> Any:
+        module, name = self._vocabulary.rename(module, name)
+        if (module, name) in _NAMES:
+            return _NAMES[module, name]
+        vocabulary = self._vocabulary
+        for known in (vocabulary.trusted, vocabulary.value, vocabulary.instance_class):
+            found = known(module, name)
+            if found is not None:
+                return found
+        return self._note(Foreign(module, name))
+
+    def _note(self, foreign: Foreign) -> Foreign:
+        self.foreign.append(foreign)
+        return foreign
+
+    def _reduce(self, arg: None) -> None:
+        args, function = self._stack.pop(), self._stack.pop()
+        if type(args) is not tuple:
+            raise ValueError("arguments are no tuple")
+        self._stack.append(self._called(function, args))
+
+    def _called(self, function: Any, args: tuple[Any, ...]) -> Any:
+        if any(isinstance(one, Foreign) for one in (function, *args)):
+            whole = function if isinstance(function, Foreign) else Foreign("", "")
+            return self._note(Foreign(whole.module, whole.name, args))
+        if isinstance(function, _Function):
+            return function.make(*args)
+        if isinstance(function, type) and function in _CLASSES:
+            return _CLASSES[function](*args)
+        if self._is(function, self._vocabulary.trusted):
+            return function(*args)
+        raise ValueError(f"it has {getattr(function, '__qualname__', function)!r} called, which data does not need")
+
+    def _is(self, value: Any, known: Callable[[str, str], Any]) -> bool:
+        module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+        return isinstance(module, str) and isinstance(name, str) and known(module, name) is value
+
+    def _newobj(self, arg: None) -> None:
+        args, cls = self._stack.pop(), self._stack.pop()
+        if self._is(cls, self._vocabulary.trusted):
+            self._stack.append(cls.__new__(cls, *args))
+        elif args == () and self._is(cls, self._vocabulary.instance_class):
+            self._stack.append(cls.__new__(cls))
+        else:
+            self._stack.append(self._called(cls, args))
+
+    def _newobj_ex(self, arg: None) -> None:
+        if self._stack.pop() != {}:
+            raise ValueError("an instance is made with named arguments, which data does not need")
+        self._newobj(None)
+
+    def _build(self, arg: None) -> None:
+        state, target = self._stack.pop(), self._stack[-1]
+        if isinstance(target, Foreign):
+            return
+        if isinstance(target, _Array):
+            self._stack[-1] = made = _array_of_state(state)
+            if target.number is not None:
+                self._memo[target.number] = made
+        elif isinstance(target, _DType):
+            if type(state) is not tuple or len(state) < 2 or state[1] not in ("<", ">", "=", "|"):
+                raise ValueError("a type of arrays has another state")
+            if any(one not in (None, -1, 0) for one in state[2:7]) and np.dtype(target.code).kind not in "SU":
+                raise ValueError("a type of arrays has fields")
+            target.order = state[1]
+        elif type(target) is collections.OrderedDict:
+            # The versions of a state_dict's modules. Nothing else has attributes here.
+            if type(state) is dict and type(state.get("_metadata")) is collections.OrderedDict:
+                target._metadata = state["_metadata"]  # type: ignore[attr-defined]
+        elif self._is(type(target), self._vocabulary.trusted):
+            _set_attributes(target, state)
+        elif self._is(type(target), self._vocabulary.instance_class):
+            _check_state(target, state)
+            _set_attributes(target, state)
+        else:
+            raise ValueError(f"a {type(target).__qualname__} is given a state, which data does not need")
+
+
+def _pairs(items: list[Any]) -> Iterable[tuple[Any, Any]]:
+    if len(items) % 2:
+        raise ValueError("a dictionary has a key without a value")
+    return zip(items[::2], items[1::2], strict=True)
+
+
+def _array_of_state(state: Any) -> Any:
+    if type(state) is not tuple or len(state) != 5:
+        raise ValueError("an array has another state")
+    _, shape, dtype, fortran, data = state
+    return _array(dtype, shape, data, "F" if fortran else "C")
+
+
+def _check_state(target: Any, state: Any) -> None:
+    """ValueError for a state that is more than attributes of an instance."""
+    kind = type(target).__qualname__
+    if not isinstance(state, Mapping) or any(type(name) is not str for name in state):
+        raise ValueError(f"the state of a {kind} is no dictionary")
+    if any(callable(getattr(type(target), name, None)) for name in state):
+        raise ValueError(f"a {kind} of this file has other methods than its class")
+    if any(name.endswith("_hooks") and value for name, value in state.items()):
+        raise ValueError(f"a {kind} of this file has hooks")
+
+
+def _set_attributes(target: Any, state: Any) -> None:
+    """As pickle does. `__setstate__` is the class's own."""
+    if hasattr(type(target), "__setstate__"):
+        target.__setstate__(state)
+    else:
+        target.__dict__.update(state)
+
+
+def _foreign_in(value: Any) -> list[Foreign]:
+    found, seen, left = [], set(), [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, Foreign):
+            found.append(one)
+        elif isinstance(one, dict | list | tuple | set | frozenset) and id(one) not in seen:
+            seen.add(id(one))
+            left.extend((*one, *one.values()) if isinstance(one, dict) else one)
+    return found
+
+
+# Helpers by which cloudpickle rebuilds what a notebook has defined, and where among their arguments its name is.
+_BY_VALUE: dict[str, Callable[..., tuple[Any, Any]]] = {
+    "_make_skeleton_class": lambda kind, name, bases, members, *rest: (members.get("__module__", "__main__"), name),
+    "_make_skeleton_enum": lambda bases, name, qualname, members, module, *rest: (module, name),
+    "_make_function": lambda code, namespace, name, *rest: (
+        namespace.get("__name__", "__main__"),
+        name or code.args[11],
+    ),
+}
+
+
+def _names(foreign: list[Foreign]) -> list[str]:
+    """The names to tell: those that cloudpickle has hidden in arguments before all others."""
+    for one in foreign:
+        if "cloudpickle" in one.module.split(".") and one.name in _BY_VALUE and one.args:
+            try:
+                module, name = _BY_VALUE[one.name](*one.args)
+            except (TypeError, AttributeError, IndexError):
+                break
+            if isinstance(module, str) and isinstance(name, str):
+                return [f"{module}.{name}"]
+    if any("cloudpickle" in one.module.split(".") for one in foreign):
+        return ["a class or function of its own"]
+    return [f"{one.module}.{one.name}" for one in foreign if one.module]
