@@ -114,6 +114,31 @@ def test_pods_that_may_lead_have_an_account_for_their_lease_and_secret_alone(kin
     assert "train-hora-state" not in yaml.safe_dump_all(manifests(kind, REQUEST))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_have_no_more_rights_than_they_need(kind):
+    accounts = {one["metadata"]["name"]: one for one in manifests(kind, REQUEST) if one["kind"] == "ServiceAccount"}
+    for pod in pod_specs(kind):
+        account = accounts.get(pod.get("serviceAccountName"), pod)
+        assert account["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in pod["containers"]:
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        if kind != "mpijob":  # whose sshd and keys are root's
+            assert pod["securityContext"]["runAsNonRoot"] is True
+            assert pod["securityContext"]["runAsUser"] == pod["securityContext"]["fsGroup"] > 0
+            (container,) = pod["containers"]
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True
+            assert {"name": "tmp", "emptyDir": {}} in pod["volumes"]
+
+
+def test_a_command_may_write_into_its_container_if_the_user_wants_it():
+    text = yaml.safe_dump_all(manifests("job", Request(**{**REQUEST.__dict__, "writable_root": True})))
+    assert "readOnlyRootFilesystem" not in text
+    assert "emptyDir" not in text
+    assert "runAsNonRoot: true" in text
+
+
 # What mpi-operator's CustomResourceDefinition (kubeflow.org/v2beta1) allows; no package has it. `kubeflow-training` has
 # its predecessor's (v1), below: not one of our development packages, because it brings a whole client along.
 MPI_JOB = {

@@ -32,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
             memory=arguments.memory,
             gpus=arguments.gpus,
             leave_s=arguments.leave_timeout,
+            writable_root=arguments.writable_root,
             runtime=arguments.runtime,
         )
         made = manifests(arguments.kind, request)
@@ -70,6 +71,11 @@ def make_parser() -> argparse.ArgumentParser:
     manifest.add_argument("--gpus", type=int, default=0, help="NVIDIA GPUs of each pod (default: 0)")
     manifest.add_argument(
         "--leave-timeout", type=int, default=25, help="seconds for a last commit when pods are taken away (default: 25)"
+    )
+    manifest.add_argument(
+        "--writable-root",
+        action="store_true",
+        help="let the command write anywhere in its container, not to /tmp alone",
     )
     manifest.add_argument(
         "--runtime",

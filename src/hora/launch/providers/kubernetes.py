@@ -21,6 +21,7 @@ Manifest = dict[str, Any]
 _FOLDER, _FILE = "/etc/hora", "secret"
 _START_LIMIT_S, _GRACE_SLACK_S = 600, 15
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")  # room for what the controllers append
+_USER = 1000  # the first that `useradd` makes, and so that of the images in containers/
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
@@ -28,7 +29,8 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 class Request:
     """Request of the user. `slots`: processes of each node; `min_nodes`: fewest to go on with, for an elastic job.
 
-    `any_leader`: the job's state is in a Lease and a Secret, so that any pod may lead it.
+    `any_leader`: the job's state is in a Lease and a Secret, so that any pod may lead it. `writable_root`: the command
+    may write anywhere in its container, not to /tmp and to mounted volumes alone.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Request:
     memory: str | None = None
     gpus: int = 0
     leave_s: int = 25
+    writable_root: bool = False
     runtime: str = "torch-distributed"
 
     def __post_init__(self) -> None:
@@ -133,20 +136,35 @@ def _variables(request: Request) -> list[Manifest]:
     # Each pod asks the API server some four times in a third of the lease's time: a hundred times a second in all.
     lease = f"?ttl={request.num_nodes // 8}" if request.num_nodes >= 32 else ""
     store = [{"name": "HORA_STORE", "value": f"kubernetes://{request.state}{lease}"}] if request.any_leader else []
-    return [{"name": "HORA_SECRET_FILE", "value": f"{_FOLDER}/{_FILE}"}, *store]
+    home = [] if request.writable_root else [{"name": "HOME", "value": "/tmp"}]  # for caches of torch and others
+    return [{"name": "HORA_SECRET_FILE", "value": f"{_FOLDER}/{_FILE}"}, *home, *store]
 
 
 def _account(request: Request) -> Manifest:
-    return {"serviceAccountName": request.state} if request.any_leader else {}
+    """The account whose token the pods need, or none."""
+    return {"serviceAccountName": request.state} if request.any_leader else {"automountServiceAccountToken": False}
 
 
-def _secret_mount() -> Manifest:
-    return {"name": "hora-secret", "mountPath": _FOLDER, "readOnly": True}
+def _pod_limits() -> Manifest:
+    """No root. The group gets the job's secret."""
+    seccomp = {"type": "RuntimeDefault"}
+    return {"runAsNonRoot": True, "runAsUser": _USER, "runAsGroup": _USER, "fsGroup": _USER, "seccompProfile": seccomp}
 
 
-def _secret_volume(request: Request) -> Manifest:
+def _container_limits(request: Request) -> Manifest:
+    limits: Manifest = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    return limits if request.writable_root else {**limits, "readOnlyRootFilesystem": True}
+
+
+def _mounts(request: Request) -> list[Manifest]:
+    secret = {"name": "hora-secret", "mountPath": _FOLDER, "readOnly": True}
+    return [secret] if request.writable_root else [secret, {"name": "tmp", "mountPath": "/tmp"}]
+
+
+def _volumes(request: Request) -> list[Manifest]:
     # 0440: for root, and for the group that a pod with an fsGroup gives it to.
-    return {"name": "hora-secret", "secret": {"secretName": request.secret, "defaultMode": 0o440}}
+    secret = {"name": "hora-secret", "secret": {"secretName": request.secret, "defaultMode": 0o440}}
+    return [secret] if request.writable_root else [secret, {"name": "tmp", "emptyDir": {}}]
 
 
 def _agent_command(request: Request, first_node: str) -> list[str]:
@@ -163,7 +181,8 @@ def _pods(request: Request, command: Sequence[str]) -> Manifest:
         "command": list(command),
         "env": [{"name": "HORA_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}, *_variables(request)],
         "ports": [{"containerPort": DEFAULT_PORT}],
-        "volumeMounts": [_secret_mount()],
+        "volumeMounts": _mounts(request),
+        "securityContext": _container_limits(request),
     }
     if _resources(request):
         container["resources"] = _resources(request)
@@ -179,9 +198,10 @@ def _pods(request: Request, command: Sequence[str]) -> Manifest:
             "spec": {
                 "restartPolicy": "OnFailure" if elastic else "Never",
                 **_account(request),
+                "securityContext": _pod_limits(),
                 "terminationGracePeriodSeconds": request.leave_s + _GRACE_SLACK_S,
                 "containers": [container],
-                "volumes": [_secret_volume(request)],
+                "volumes": _volumes(request),
             },
         },
     }
@@ -231,11 +251,17 @@ def _train_job(request: Request) -> list[Manifest]:
     }
     if _resources(request):
         trainer["resourcesPerNode"] = _resources(request)
+    # A patch of the runtime's pods cannot leave the token out, but an account can.
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": request.secret}}
+    made = [] if request.any_leader else [{**account, "automountServiceAccountToken": False}]
     pods = {
-        **_account(request),
+        "serviceAccountName": request.state if request.any_leader else request.secret,
+        "securityContext": _pod_limits(),
         "terminationGracePeriodSeconds": request.leave_s + _GRACE_SLACK_S,
-        "volumes": [_secret_volume(request)],
-        "containers": [{"name": "node", "volumeMounts": [_secret_mount()]}],
+        "volumes": _volumes(request),
+        "containers": [
+            {"name": "node", "volumeMounts": _mounts(request), "securityContext": _container_limits(request)}
+        ],
     }
     replicated = {"name": "node", "template": {"spec": {"template": {"spec": pods}}}}
     patch = {
@@ -248,11 +274,11 @@ def _train_job(request: Request) -> list[Manifest]:
         "metadata": {"name": request.name},
         "spec": {"runtimeRef": {"name": request.runtime}, "trainer": trainer, "runtimePatches": [patch]},
     }
-    return [job]
+    return [*made, job]
 
 
 def _mpi_job(request: Request) -> list[Manifest]:
-    """mpi-operator brings ssh keys and `discover_hosts.sh`; its workers run sshd, so the image must have one."""
+    """mpi-operator brings root's ssh keys and `discover_hosts.sh`; its workers run the image's sshd as root."""
     hosts = ["--slots-per-host", str(request.slots), "--start-timeout", str(_START_LIMIT_S)]
     minimum = str((request.min_nodes or request.num_nodes) * request.slots)
     size = ["-np", str(request.num_proc), "--min-np", minimum, "--max-np", str(request.num_proc)]
@@ -264,7 +290,12 @@ def _mpi_job(request: Request) -> list[Manifest]:
     grace = request.leave_s + _GRACE_SLACK_S
 
     def replicas(container: Manifest, count: int) -> Manifest:
-        spec = {"terminationGracePeriodSeconds": grace, "containers": [container]}
+        container["securityContext"] = {"allowPrivilegeEscalation": False}
+        limits = {
+            "automountServiceAccountToken": False,
+            "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+        }
+        spec = {**limits, "terminationGracePeriodSeconds": grace, "containers": [container]}
         return {"replicas": count, "restartPolicy": "Never", "template": {"spec": spec}}
 
     job = {
