@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["FLOORS", "HOROVOD_BASELINE", "horovod_version", "require", "too_old", "version"]
+__all__ = ["FLOORS", "HOROVOD_BASELINE", "advisories", "horovod_version", "require", "too_old", "version"]
 
 HOROVOD_BASELINE = "0.28.1"  # the Horovod release whose interface is kept
 
@@ -18,6 +18,9 @@ FLOORS = {
     "lightning": "2.0",
     "ray": "2.9",
 }
+
+# Published vulnerabilities of `torch.load(weights_only=True)`, each with the version that fixed it.
+_TORCH_ADVISORIES = {"CVE-2025-32434": "2.6", "CVE-2026-24747": "2.10"}
 
 
 def version() -> str:
@@ -48,6 +51,12 @@ def require(package: str, found: str) -> None:
             f"{package} {found} is too old for Hora, which needs {floor} or newer: pip install '{package}>={floor}', "
             f"or choose an image or runtime that has it"
         )
+
+
+def advisories(torch_version: str) -> list[str]:
+    """Name the vulnerabilities of this torch that let a file run code in `torch.load(weights_only=True)`."""
+    found = _numbers(torch_version)
+    return [name for name, fixed in _TORCH_ADVISORIES.items() if found < _numbers(fixed)]
 
 
 def _numbers(text: str) -> tuple[int, ...]:

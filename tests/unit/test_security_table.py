@@ -5,8 +5,16 @@ names.
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from pathlib import Path
+
+import pytest
+import torch
+
+from hora.cli.doctor import findings
+from hora.engine import process
+from hora.version import advisories
 
 TESTS = Path(__file__).parents[1]
 TABLE = (TESTS.parent / "docs" / "security.md").read_text().partition("| attack | tests")[2]
@@ -81,3 +89,19 @@ def test_every_reader_of_bytes_is_in_the_table_of_readers():
     told = {(row[0].strip("`"), reader.strip("` ")) for row in rows for reader in row[1].split(",")}
     assert told == used
     assert all(len(row) == 4 and row[2] and row[3] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("installed", "known"),
+    [("2.3.1+cpu", 2), ("2.5.1", 2), ("2.6.0", 1), ("2.9.1+cu128", 1), ("2.10.0", 0), ("2.13.0", 0)],
+)
+def test_an_old_torch_is_named_with_its_advisories_and_refused_by_the_strict(installed, known, monkeypatch):
+    found = advisories(installed)
+    assert len(found) == known
+    note = findings._torch_advisories({"torch": installed})
+    assert (note is None) if not known else all(name in note.text for name in found)
+    monkeypatch.setattr(torch, "__version__", installed)
+    process._refuse_vulnerable_torch()
+    monkeypatch.setenv("HORA_STRICT", "1")
+    with pytest.raises(ValueError, match=r"HORA_STRICT=1.*CVE-") if known else contextlib.nullcontext():
+        process._refuse_vulnerable_torch()

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from hora import lifeline, logs
-from hora.config import EngineConfig
+from hora.config import EngineConfig, strict
 from hora.engine.rendezvous import control_client, open_rendezvous
 from hora.engine.runtime import Runtime
 from hora.errors import HorovodInternalError
@@ -22,6 +24,7 @@ from hora.net.client import ControlClient
 from hora.telemetry.data_loaders import meter_data_loaders
 from hora.telemetry.meters import meter
 from hora.telemetry.reporter import Reporter
+from hora.version import advisories
 from hora.world import PLAN_KEY, World
 
 __all__ = [
@@ -125,6 +128,7 @@ def _start(place: World, config: EngineConfig, process_sets: Sequence[Sequence[i
     _last_place = place
     logs.set_up(config.log_level, hide_time=config.log_hide_time, rank=_as_told(place).rank)
     logs.shorten_tracebacks()
+    _refuse_vulnerable_torch()
     if config.keep_freed_memory:
         keep_freed_memory()
     if config.lifeline:
@@ -151,6 +155,16 @@ def _start(place: World, config: EngineConfig, process_sets: Sequence[Sequence[i
     if not is_newcomer(place):
         _start_reporting(place, config)
     return runtime
+
+
+def _refuse_vulnerable_torch() -> None:
+    """ValueError under HORA_STRICT=1 for a torch whose `torch.load` can be made to run code."""
+    known = advisories(torch.__version__)
+    if known and strict():
+        raise ValueError(
+            f"refused because of HORA_STRICT=1: torch {torch.__version__} has known vulnerabilities "
+            f"({', '.join(known)}), by which a file that you give to torch.load can run code; install a newer one"
+        )
 
 
 def _start_reporting(place: World, config: EngineConfig) -> None:

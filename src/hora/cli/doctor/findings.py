@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hora.version import FLOORS, too_old
+from hora.version import FLOORS, advisories, too_old
 
 __all__ = ["Finding", "agreement", "host_findings", "reach_findings", "summary"]
 
@@ -33,7 +33,15 @@ class Finding:
 
 def host_findings(facts: Facts) -> list[Finding]:
     """Judge one host's facts."""
-    found = [_python(facts), _torch(facts), _foreign(facts), _memory(facts), _native(facts), _gpus(facts)]
+    found = [
+        _python(facts),
+        _torch(facts),
+        _torch_advisories(facts),
+        _foreign(facts),
+        _memory(facts),
+        _native(facts),
+        _gpus(facts),
+    ]
     if facts["open_files"] < _LEAST_OPEN_FILES:
         found.append(
             Finding(
@@ -69,6 +77,17 @@ def _torch(facts: Facts) -> Finding:
             "see its traceback: python -m hora.legacy.check_build --traceback",
         )
     return Finding("ok", f"PyTorch {version}; an allreduce was tried and works")
+
+
+def _torch_advisories(facts: Facts) -> Finding | None:
+    known = advisories(facts["torch"] or "")
+    if not facts["torch"] or not known:
+        return None
+    return Finding(
+        "note",
+        f"PyTorch {facts['torch']} has known vulnerabilities ({', '.join(known)}): in your own torch.load, a file of "
+        "others can run code. Hora gives it no such file; HORA_STRICT=1 refuses this PyTorch",
+    )
 
 
 def _native(facts: Facts) -> Finding:
