@@ -38,12 +38,11 @@ from hora.engine.plan import BatchPlanner
 from hora.engine.queue import OperationQueue, QueueWorld
 from hora.engine.request import Kind, Reduce, Signature
 from hora.engine.schedule import ReductionSchedule
-from hora.engine.shm.counters import MEMBER_BYTES
-from hora.engine.shm.futex import Counter
+from hora.engine.shm.counters import MEMBER_BYTES, Counter
 from hora.engine.shm.segment import Segment
 from hora.engine.status import StallLimits, TimelineRecorder, WorldStatus
+from hora.engine.transport.base import LocalTransport
 from hora.engine.transport.host_reduction import HostLink, HostReduction
-from hora.engine.transport.local import LocalTransport
 from hora.launch.controller.rendezvous import Rendezvous
 from hora.net.connection import Connection, connect
 from hora.net.keys import RankKeys, rank_keys, worker_credentials
@@ -190,7 +189,7 @@ class Training:
         names = [f"bucket.{index}" for index in range(NUM_BUCKETS)]
         self._buckets = [HostReduction(schedule, link, places, name=name, reduce=Reduce()) for name in names]
         link.connect(0)
-        self._others = [Counter.at(segment.memory, peer * MEMBER_BYTES) for peer in range(1, num_near)]
+        self._others = [Counter(segment.memory, peer * MEMBER_BYTES) for peer in range(1, num_near)]
         self._num_steps = 0
 
     def step(self) -> None:

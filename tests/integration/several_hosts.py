@@ -114,12 +114,11 @@ def test_any_number_of_hosts_trains_like_one(secret, num_hosts, ranks_per_host):
             assert found[model] == pytest.approx(expected[0][model], rel=1e-4)
 
 
-@pytest.mark.parametrize("native", ["1", "0"])
 @pytest.mark.parametrize("sizes", [(1, 3), (2, 1, 1), (2, 2, 2)], ids=str)
-def test_steady_training_steps_announce_nothing(secret, sizes, native):
+def test_steady_training_steps_announce_nothing(secret, sizes):
     addresses = V4[: len(sizes)]
     with network(*addresses) as hosts:
-        seen = run_ranks(hosts, secret, "steady", address=addresses[0], sizes=sizes, HORA_NATIVE=native)
+        seen = run_ranks(hosts, secret, "steady", address=addresses[0], sizes=sizes)
     assert [found["wrong"] for found in seen] == [[]] * sum(sizes)
     assert [found["announced"] for found in seen] == [[0, 0, 0]] * sum(sizes)
 
@@ -182,11 +181,11 @@ def test_strangers_from_another_host_and_another_user_change_nothing(secret, enc
         assert found["mib"] < 100
 
 
-# In the native part, or in Python.
+# With the native part, or without.
 WAYS = {
     "encrypted": {"HORA_ENCRYPT": "always"},
     "plain": {"HORA_ENCRYPT": "never"},
-    "encrypted in Python": {"HORA_ENCRYPT": "always", "HORA_NATIVE": "0"},
+    "encrypted without the native part": {"HORA_ENCRYPT": "always", "HORA_NATIVE": "0"},
 }
 
 

@@ -84,7 +84,7 @@ def listen(namespace: str, answer: Any) -> None:
         TENSOR_TEXT,
         OBJECT_TEXT.encode(),
         NAME_TEXT.encode(),
-        b"has_native",
+        b"fusion_threshold_bytes",
     )  # which is in the ranks' introductions
     answer.send([len(recorded), [text for text in texts if text in recorded]])
 

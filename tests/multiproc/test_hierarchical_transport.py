@@ -14,15 +14,17 @@ from groups import make_group
 from transport_checks import PORTION_BYTES, Checker, check_everything, data, fingerprint
 
 from hora.engine.request import Kind, Reduce, ReduceOp
-from hora.engine.shm.native import library
+from hora.engine.shm.native import absence, library
 from hora.engine.shm.segment import Segment
 from hora.engine.transport import distributed, hierarchical, native_hosts
+from hora.engine.transport.base import LocalTransport
+from hora.engine.transport.distributed import DistributedTransport
 from hora.engine.transport.hierarchical import HierarchicalTransport
-from hora.engine.transport.local import LocalTransport
 from hora.engine.transport.shm import ShmTransport
 from hora.errors import HorovodInternalError
 from hora.net import cipher
 
+needs_native = pytest.mark.skipif(library() is None, reason=f"no native part: {absence()}")
 LIMIT_S = 600.0  # longer than a test may take: no test passes because a wait was given up
 PLACES = {
     "even": [[0, 1], [2, 3]],
@@ -59,14 +61,13 @@ def within(place, name):
 
 @contextlib.contextmanager
 def made(place, hosts, check_alive=lambda: None, native=None, kind="tcp", name=""):
-    """`native`: as the engine would do it, unless a test says what it wants."""
+    """The transport that the engine would make, with the native part or without."""
     native = library() is not None if native is None else native
     place = within(place, name) if name else place
     (number,) = (h for h, host in enumerate(hosts) if place.rank in host)
     host = hosts[number]
     near, index = dist.PrefixStore(f"host{number}", place.store), host.index(place.rank)
     share = shared_memory(near, index, len(host))
-    local = ShmTransport(share, index, len(host), check_alive, LIMIT_S) if len(host) > 1 else LocalTransport()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "_PORTION_BYTES", PORTION_BYTES)
         patch.setattr(hierarchical, "_PORTION_BYTES", 2**17)
@@ -78,16 +79,13 @@ def made(place, hosts, check_alive=lambda: None, native=None, kind="tcp", name="
             store = dist.PrefixStore(name, place.store)
             return make_group(kind, store, list(members).index(place.rank), len(members), check_alive, LIMIT_S)
 
-        transport = HierarchicalTransport(
-            local,
-            hosts,
-            place.rank,
-            share=share,
-            connect=connect,
-            native=native,
-            check_alive=check_alive,
-            limit_s=LIMIT_S,
-        )
+        if native:
+            local = ShmTransport(share, index, len(host), check_alive, LIMIT_S) if len(host) > 1 else LocalTransport()
+            limits = {"check_alive": check_alive, "limit_s": LIMIT_S}
+            transport = HierarchicalTransport(local, hosts, place.rank, share=share, connect=connect, **limits)
+        else:
+            group = connect("members", range(place.size))
+            transport = DistributedTransport(group, place.rank, place.size, hosts=sorted(map(sorted, hosts)))
         try:
             yield transport
         finally:
@@ -130,9 +128,14 @@ CASES = [
 
 
 def reduced(place, hosts, transport, number, dtype, reduce, sizes):
-    """Private tensors, and data in the host's memory, reduced twice; the second time with what was lost the first
-    time.
+    """Private tensors, and with the native part data in the host's memory, reduced twice; the second time with what was
+    lost the first time.
     """
+    if isinstance(transport, DistributedTransport):
+        tensors = [[data(10 * turn + i, place.rank, size, dtype) for i, size in enumerate(sizes)] for turn in range(2)]
+        for some in tensors:
+            transport.allreduce(some, some, reduce)
+        return [tensor for some in tensors for tensor in (*some, torch.cat(some))]
     (index,) = (h for h, host in enumerate(hosts) if place.rank in host)
     host = hosts[index]
     keeps = reduce.code.endswith("+")
@@ -163,20 +166,20 @@ def reduced(place, hosts, transport, number, dtype, reduce, sizes):
         for seldom in [many == "several" and name not in ("even", "one alone")]
     ],
 )
+@needs_native
 @pytest.mark.ranks(4)
 def test_the_native_part_gives_the_same_bits(place, hosts, sizes, monkeypatch):
-    if library() is None:
-        pytest.skip("there is no native part")
     monkeypatch.setattr(cipher, "_RECORDS_OF_A_KEY", 300)  # so that the key changes
     found = {}
     for native, kind in ((True, "encrypted"), (True, "tcp"), (False, "tcp")):
         name = f"{native} {kind}"
+        cases = [case for case in CASES if native or not case[1].code]  # codes are the native part's
         with made(place, hosts, native=native, kind=kind, name=name) as transport:
             inner = within(place, name)
-            found[name] = [reduced(inner, hosts, transport, n, *case, sizes) for n, case in enumerate(CASES)]
-    *natively, plainly = found.values()
-    for case, tensors, *others in zip(CASES, plainly, *natively, strict=True):
-        for other in others:
+            found[name] = [reduced(inner, hosts, transport, n, *case, sizes) for n, case in enumerate(cases)]
+    encrypted, plainly, without = found.values()
+    for number, (case, tensors) in enumerate(zip(CASES, plainly, strict=True)):
+        for other in (encrypted[number], *without[number : number + 1]):
             for one, two in zip(tensors, other, strict=True):
                 assert torch.equal(one, two), (case, one, two)
     bits = [fingerprint(tensor) for tensors in plainly for tensor in tensors]
@@ -212,14 +215,13 @@ HEADER = bytes(range(32))
     [PLACES["even"], PLACES["apart"], [[0, 1, 2], [3]], [[0], [1, 2], [3]]],
     ids=["even", "apart", "more", "uneven"],
 )
+@needs_native
 @pytest.mark.ranks(4)
 def test_halves_of_an_allreduce_give_the_bits_of_a_whole_one(place, hosts):
-    if library() is None:
-        pytest.skip("there is no native part")
     cases = [case for case in CASES if not case[1].code]
-    for native, kind in ((True, "encrypted"), (True, "tcp"), (False, "tcp")):
-        name = f"halves {native} {kind}"
-        with made(place, hosts, native=native, kind=kind, name=name) as transport:
+    for kind in ("encrypted", "tcp"):
+        name = f"halves {kind}"
+        with made(place, hosts, kind=kind, name=name) as transport:
             inner = within(place, name)
             for number, (dtype, reduce) in enumerate(cases):
                 for count in (1, 30_011):
@@ -229,7 +231,7 @@ def test_halves_of_an_allreduce_give_the_bits_of_a_whole_one(place, hosts):
                     assert torch.equal(found, whole), (name, dtype, reduce, count)
 
 
-@pytest.mark.both_ways
+@needs_native
 @pytest.mark.ranks(4)
 def test_hosts_with_different_headers_change_nothing(place):
     """Host 1 has something else to do; or it refuses, and does nothing at all."""
@@ -255,10 +257,10 @@ def test_hosts_with_different_headers_change_nothing(place):
 
 
 @pytest.mark.parametrize("altered", ["a record", "the next one"])
-@pytest.mark.both_ways
+@needs_native
 @pytest.mark.ranks(4)
 def test_what_is_changed_between_hosts_is_an_error_on_both(place, altered, monkeypatch):
-    """Carrier 0 of the first host sends something that it has not sealed with the key of this connection."""
+    """Slice leader 0 of the first host sends something that it has not sealed with the key of this connection."""
     monkeypatch.setattr("hora.engine.transport.group._GRACE_S", 0.0)
     tensor = torch.ones(100_000)
     lost = []
@@ -302,6 +304,7 @@ def test_the_average_of_half_precision_neither_overflows_nor_vanishes(place, hos
 
 @pytest.mark.parametrize("code", ["fp16", "bf16", "int8", "int8+"])
 @pytest.mark.parametrize("hosts", PLACES.values(), ids=PLACES.keys())
+@needs_native
 @pytest.mark.ranks(4)
 def test_what_travels_in_fewer_bytes_is_nearly_the_same_and_has_the_same_bits_everywhere(place, hosts, code):
     sizes, limit = (70_001, 3, 999), 2e-2 if code == "bf16" or code.startswith("int8") else 2e-3
@@ -326,7 +329,7 @@ def test_what_travels_in_fewer_bytes_is_nearly_the_same_and_has_the_same_bits_ev
 
 @pytest.mark.parametrize("code", ["", "bf16", "int8+"])
 @pytest.mark.parametrize("hosts", [PLACES["even"], PLACES["uneven"]], ids=["even", "uneven"])
-@pytest.mark.both_ways
+@needs_native
 @pytest.mark.ranks(4)
 def test_data_in_a_hosts_memory_is_reduced_there(place, hosts, code):
     count, limit = 70_001, {"": 1e-6, "bf16": 2e-2, "int8+": 2e-2}[code]

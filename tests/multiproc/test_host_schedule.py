@@ -20,7 +20,7 @@ from hora import engine
 from hora.engine.transport.host_reduction import HostLink
 from waiting import wait_until
 
-pytestmark = [pytest.mark.ranks(3, env={"HORA_TRANSPORT": "tcp"}), pytest.mark.both_ways]
+pytestmark = pytest.mark.ranks(3, env={"HORA_TRANSPORT": "tcp"})
 
 encrypted = pytest.mark.ranks(3, env={"HORA_TRANSPORT": "tcp", "HORA_ENCRYPT": "always"})
 

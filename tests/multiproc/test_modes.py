@@ -10,7 +10,7 @@ from hvd_session import assert_runtime_works, session
 
 import horovod.torch as hvd
 
-pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.over_network]
+pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.over_network, pytest.mark.both_ways]
 
 
 @contextlib.contextmanager
@@ -98,3 +98,13 @@ def test_autograd_notices_a_tensor_that_was_changed_in_place():
         change(data)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.backward()
+
+
+@session
+def test_sums_combine_the_ranks_of_a_host_in_order_with_the_native_part_and_without():
+    parts = [torch.randn(1001, generator=torch.Generator().manual_seed(rank)) * 1e3 for rank in range(hvd.size())]
+    for dtype in (torch.float32, torch.float16):
+        wanted = parts[0].to(dtype).float()
+        for part in parts[1:]:
+            wanted = wanted + part.to(dtype).float()
+        assert torch.equal(hvd.allreduce(parts[hvd.rank()].to(dtype), op=hvd.Sum), wanted.to(dtype))

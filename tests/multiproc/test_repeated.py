@@ -5,6 +5,7 @@ left.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import random
 import signal
@@ -195,6 +196,10 @@ def test_random_mixtures_are_right(num_threads):
             assert counts.taken
 
 
+def _sleeps(group, peer) -> bool:
+    return ctypes.c_int64.from_address(group.words + peer * group.stride + 120).value != 0
+
+
 def _waiting(negotiation) -> int:
     """How many ranks wait in a repeated call."""
     return sum(signature is not None for row in negotiation.unannounced_requests().values() for signature in row)
@@ -210,7 +215,8 @@ def test_those_who_wait_alone_hear_of_a_death(size):
     if hvd.rank() == 1:
         negotiation = engine.current_runtime().queue(0).negotiation
         wait_until("the others wait", lambda: _waiting(negotiation) == 2)
-        wait_until("they sleep", lambda: all(asleep.value for asleep in negotiation.tickets._asleep))
+        others = [peer for peer in range(hvd.size()) if peer != hvd.rank()]
+        wait_until("they sleep", lambda: all(_sleeps(negotiation.tickets.group, peer) for peer in others))
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(HorovodInternalError, match="rank 1") as caught:
         hvd.allreduce(ones(size), name="lone", op=hvd.Sum)

@@ -26,7 +26,7 @@ FILES_OF_A_FIRST_ALLREDUCE = {
     "torch/autograd.py", "engine/process.py", "engine/runtime.py", "engine/request.py", "engine/queue.py",
     "engine/negotiation/shared_memory.py", "engine/negotiation/base.py", "engine/plan.py", "engine/status.py",
     "engine/execute.py", "engine/transport/shm.py", "engine/transport/arithmetic.py", "engine/transport/packing.py",
-    "engine/transport/ring.py", "engine/shm/futex.py", "engine/shm/native.py", "telemetry/meters.py",
+    "engine/shm/counters.py", "engine/shm/native.py", "telemetry/meters.py",
 }  # fmt: skip
 ROOT = Path(hora.__file__).parent
 

@@ -101,10 +101,12 @@ def worlds():
 
 
 def test_a_rank_fetches_what_another_one_offers(control_trees):
-    offered = control_trees[0].offer("some", 100, 1)
+    offered = control_trees[0].handoff.offer("some", 100, 1)
     offered.memory[0] = 7
     assert (
-        control_trees[1].fetch(0, control_trees[0].name, "some", limit_s=LIMIT_S, check_alive=lambda: None).memory[0]
+        control_trees[1]
+        .handoff.fetch(0, control_trees[0].name, "some", limit_s=LIMIT_S, check_alive=lambda: None)
+        .memory[0]
         == 7
     )
 
@@ -119,9 +121,9 @@ def test_a_rank_does_not_wait_for_an_offer_when_the_world_has_ended(control_tree
             raise HorovodInternalError("rank 2 was lost")
 
     with pytest.raises(HorovodInternalError, match="rank 2 was lost"):
-        control_trees[1].fetch(0, control_trees[0].name, "never", limit_s=LIMIT_S, check_alive=check_alive)
+        control_trees[1].handoff.fetch(0, control_trees[0].name, "never", limit_s=LIMIT_S, check_alive=check_alive)
     with pytest.raises(TimeoutError, match=r"waited 0\.1 s for shared memory 'never'"):
-        control_trees[1].fetch(0, control_trees[0].name, "never", limit_s=0.1, check_alive=lambda: None)
+        control_trees[1].handoff.fetch(0, control_trees[0].name, "never", limit_s=0.1, check_alive=lambda: None)
 
 
 def a_member(control_tree: ControlTree, rank: int) -> Connection:
@@ -238,8 +240,8 @@ def test_with_its_own_keys_a_rank_opens_nothing_in_the_name_of_another(control_t
         stream.send({"want": "stream", "key": "k", "rank": 1})
         stream.receive(limit_s=LIMIT_S)
         with pytest.raises(TimeoutError):
-            control_trees[0].take_stream("k", 1, limit_s=0.1)
-        control_trees[0].take_stream("k", 2, limit_s=LIMIT_S).sock.close()
+            control_trees[0].handoff.take_stream("k", 1, limit_s=0.1)
+        control_trees[0].handoff.take_stream("k", 2, limit_s=LIMIT_S).sock.close()
 
 
 def test_the_keys_of_an_earlier_generation_open_nothing(control_trees):

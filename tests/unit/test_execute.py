@@ -8,7 +8,7 @@ import torch
 from hora.engine.execute import execute
 from hora.engine.plan import Batch, Part
 from hora.engine.request import Kind, ReduceOp, Request, Signature
-from hora.engine.transport.local import LocalTransport
+from hora.engine.transport.base import LocalTransport
 
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT], ids=lambda op: op.name)

@@ -133,7 +133,7 @@ def test_another_end_sends_a_stream_to_a_rank(monkeypatch: pytest.MonkeyPatch):
             client = another_end.Client(key, "hub", 1).connect(sock)
             client.send({"want": "stream", "key": "some"})
             assert client.receive() == ({"t": "stream"}, b"")
-            stream = control_tree.take_stream("some", 1, limit_s=LIMIT_S)
+            stream = control_tree.handoff.take_stream("some", 1, limit_s=LIMIT_S)
             theirs = another_end.Records(client.out.first_key, records_of_a_key=3)
             with stream.sock:
                 for number in range(8):

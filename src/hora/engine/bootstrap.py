@@ -13,6 +13,7 @@ Afterwards it hands out shared memory and what transports need. Nothing here kno
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -23,12 +24,10 @@ from typing import Any, NamedTuple
 from hora.config import EngineConfig
 from hora.engine.control_tree import FANOUT, ControlEvents, ControlTree, Tree
 from hora.engine.rendezvous import RendezvousClient, open_rendezvous
-from hora.engine.shm import futex
-from hora.engine.shm.native import library
-from hora.engine.shm.records import usable
+from hora.engine.shm.native import absence, library
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.factory import Topology
-from hora.engine.transport.stream import Streams
+from hora.engine.transport.stream import Streams, encrypts_natively
 from hora.errors import HorovodInternalError
 from hora.net.address import interface_address, source_address
 from hora.net.client import RankGroup
@@ -61,7 +60,7 @@ class _Introduction(NamedTuple):
     hostname: str
     process_sets: list[list[int]]
     encrypt: str
-    has_native: bool
+    lacks_native: str  # why it has no native part; empty if it has
     encrypts_natively: bool
     settings: dict[str, Any]  # rank 0's: the common ones
 
@@ -107,8 +106,8 @@ class Bootstrap:
                 world.hostname,
                 process_sets,
                 self.config.encrypt,
-                (compiled := library()) is not None and compiled.has_float16,
-                usable(),
+                _lacks_native(),
+                encrypts_natively(),
                 {} if world.rank else {name: getattr(self.config, name) for name in _COMMON},
             )
             gathered = self.gather("introduction", json.dumps(mine).encode())
@@ -118,7 +117,10 @@ class Bootstrap:
         self._check_agreement_on_sets()
         self._check_encryption()
         self.config = replace(self.config, **self._introductions[0].settings)
-        if len(self.hosts) == 1 and not self._may_share:  # by rank 0's settings ranks of one host need a network, too
+        if lacking := [rank for rank, peer in enumerate(self._introductions) if peer.lacks_native]:
+            why = self._introductions[lacking[0]].lacks_native
+            log.info("rank(s) %s lack the native part (%s): all data goes over sockets, slowly", lacking, why)
+        if len(self.hosts) == 1 and not self.can_share(range(world.size)):  # ranks of one host need a network, too
             places = self.gather("place", json.dumps(self._listen()).encode())
             pairs = zip(self._introductions, places, strict=True)
             self._introductions = [peer._replace(place=json.loads(place)) for peer, place in pairs]
@@ -187,11 +189,11 @@ class Bootstrap:
         leader = next(iter(near))
         proven = leader == rank
         if proven:
-            self.control_tree.offer("probe", 1, len(near) - 1)
+            self.control_tree.handoff.offer("probe", 1, len(near) - 1)
         else:
             try:
                 where = near[leader].decode()
-                self.control_tree.fetch(
+                self.control_tree.handoff.fetch(
                     leader, where, "probe", limit_s=_PROBE_LIMIT_S, check_alive=self._check_alive
                 ).close()
                 proven = True
@@ -240,12 +242,19 @@ class Bootstrap:
 
     @property
     def sharing(self) -> list[list[int]]:
-        """The ranks of each host that may share memory: each alone where none may."""
-        return self.hosts if self._may_share else [[rank] for rank in range(self._world.size)]
+        """The ranks of each host, which reduce together first; each alone if the user wants no shared memory."""
+        return self.hosts if self.config.transport == "auto" else [[rank] for rank in range(self._world.size)]
+
+    @functools.cached_property
+    def _native(self) -> bool:
+        """Return whether all ranks have the native part, which also encrypts where anything is encrypted."""
+        encrypt = self.config.encrypt
+        encrypts = encrypt == "always" or (encrypt == "auto" and len(self.hosts) > 1)
+        return all(not peer.lacks_native and (peer.encrypts_natively or not encrypts) for peer in self._introductions)
 
     def can_share(self, ranks: Sequence[int]) -> bool:
         """Return whether all these ranks can map the same memory, and may."""
-        return any(set(ranks) <= set(host) for host in self.sharing)
+        return self._native and any(set(ranks) <= set(host) for host in self.sharing)
 
     def beside(self, ranks: Sequence[int]) -> list[int]:
         """Those of these ranks that share memory with this one, and itself."""
@@ -253,27 +262,23 @@ class Bootstrap:
         return [rank for rank in ranks if rank in here]
 
     def spans_hosts(self, ranks: Sequence[int]) -> bool:
-        """Return whether these ranks do not all share memory, and have connections of our own between them."""
-        return len(ranks) > 1 and not self.can_share(ranks)
+        """Return whether these ranks are on several hosts, between which the native part reduces."""
+        return self._native and len(ranks) > 1 and not self.can_share(ranks)
 
     def in_host_order(self, ranks: Sequence[int]) -> bool:
         """Return whether these ranks are numbered host by host."""
         hosts = sorted([rank for rank in ranks if rank in host] for host in self.sharing)
         return [rank for host in hosts for rank in host] == sorted(ranks)
 
-    @property
-    def _may_share(self) -> bool:
-        return self.config.transport == "auto" and futex.supported()
-
     def share(self, key: str, ranks: Sequence[int], num_bytes: int) -> Segment:
         """The same new memory for all these ranks, which are on one host (collective)."""
         number = self._num_segments[key] = self._num_segments.get(key, 0) + 1
         name = f"{key}/{number}"
         if ranks[0] == self._world.rank:
-            return self.control_tree.offer(name, num_bytes, len(ranks) - 1)
+            return self.control_tree.handoff.offer(name, num_bytes, len(ranks) - 1)
         try:
             limit_s = self.config.init_timeout_s
-            return self.control_tree.fetch(
+            return self.control_tree.handoff.fetch(
                 ranks[0], self._near[ranks[0]], name, limit_s=limit_s, check_alive=self._check_alive
             )
         except ConnectionError:  # the control tree will tell the same, in a moment
@@ -298,10 +303,12 @@ class Bootstrap:
         self.keys.fetch(ranks)
         try:
             for member, rank in others:
-                opened = self.control_tree.open_stream(rank, self._far(rank), key, limit_s=limit_s)
+                opened = self.control_tree.handoff.open_stream(rank, self._far(rank), key, limit_s=limit_s)
                 outgoing[member] = self._protected(opened, rank)
             for member, rank in others:
-                incoming[member] = self._protected(self.control_tree.take_stream(key, rank, limit_s=limit_s), rank)
+                incoming[member] = self._protected(
+                    self.control_tree.handoff.take_stream(key, rank, limit_s=limit_s), rank
+                )
         except BaseException:
             for stream in (*outgoing.values(), *incoming.values()):
                 stream.sock.close()
@@ -339,12 +346,17 @@ class Bootstrap:
             streams=lambda name, some: self._streams(f"{label}/{device}/{name}", some),
             store=lambda name: self._rendezvous.store(f"{prefix}/{name}", limit_s=limit_s, check_alive=check_alive),
             cuda_ipc=self.config.cuda_ipc,
-            native=all(
-                peer.has_native and (peer.encrypts_natively or self.config.encrypt == "never")
-                for peer in self._introductions
-            ),
+            native=self._native,
             check_alive=check_alive,
         )
+
+
+def _lacks_native() -> str:
+    """Return the reason why this rank has no native part that knows all dtypes; empty if it has one."""
+    compiled = library()
+    if compiled is None:
+        return absence() or ""
+    return "" if compiled.has_float16 else "this processor has no instructions for half precision"
 
 
 def host_fingerprint() -> str:

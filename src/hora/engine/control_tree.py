@@ -22,10 +22,8 @@ Goodbyes are gathered like other values, so there are as many messages as ranks.
 is still executed by all does not rest on the order in which messages come: with it a rank tells how many rounds of each
 of its sets it has seen, and a rank that has seen fewer waits for those first (`Runtime`).
 
-Ranks of one host also fetch shared-memory descriptors from one another here; that a descriptor arrives is the proof
-that two ranks share a host. Ranks of several hosts open the streams here that carry tensors between them: past the same
-handshake, and then out of the control tree's hands. Each process has one `Server` for all of it, whose thread sleeps
-unless something happens.
+Shared memory's descriptors and the streams that carry tensors are handed over beside the tree (`Handoff`). Each process
+has one `Server` for all of it, whose thread sleeps unless something happens.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hora.engine.request import Key
@@ -51,7 +49,7 @@ from hora.net.server import Peer, Server
 from hora.net.sockets import Where
 from hora.net.wire import Header, cut_parts, join_parts
 
-__all__ = ["FANOUT", "ControlTree", "ControlEvents", "Rounds", "Tree"]
+__all__ = ["FANOUT", "ControlEvents", "ControlTree", "Handoff", "News", "Rounds", "Tree"]
 
 log = logging.getLogger("hora")
 
@@ -65,6 +63,31 @@ _CLOSE_LIMIT_S = 3.0
 _GOODBYES = "goodbyes"  # what is gathered in the end
 
 Rounds = Mapping[int, int]  # by process set (its serial number): how many rounds a rank has seen
+
+
+@dataclass(frozen=True)
+class News:
+    """A message for every rank: `rank` shuts down (leaving), was lost, or broke the world (fault).
+
+    `around`: stopped ranks that it went around. `rounds`: of a leaving rank, how many it has executed of each set.
+    """
+
+    kind: str
+    rank: int
+    text: str = ""
+    around: tuple[int, ...] = ()
+    rounds: Rounds = field(default_factory=dict)
+
+    def message(self) -> tuple[Header, bytes]:
+        """The header and the payload that carry it."""
+        header = {"t": "news", "kind": self.kind, "rank": self.rank, "text": self.text, "around": list(self.around)}
+        return header, json.dumps(dict(self.rounds)).encode()
+
+    @classmethod
+    def of(cls, header: Header, payload: bytes) -> News:
+        rounds = {int(serial): int(number) for serial, number in json.loads(payload or b"{}").items()}
+        around = tuple(int(rank) for rank in header.get("around", ()))
+        return cls(str(header["kind"]), int(header["rank"]), str(header["text"]), around, rounds)
 
 
 class Tree:
@@ -137,38 +160,15 @@ class ControlEvents:
     whereabouts: Callable[[int], dict[str, Any]] = lambda serial: {}
 
 
-class _Gathering:
-    """Values on their way to the root."""
+class Handoff:
+    """Hands shared memory's descriptors and streams for tensors to other ranks, over connections of their own.
 
-    def __init__(self) -> None:
-        self.parts: list[tuple[int, bytes]] = []
-        self.num_heard = 0  # this rank itself, and children
-        self.result: list[bytes] | None = None
+    That a descriptor arrives proves that two ranks share a host. A stream begins with the same handshake as a link, and
+    then belongs to the caller: `connect(rank, where, limit_s)` opens it.
+    """
 
-
-class ControlTree:
-    """This rank's part of the control tree."""
-
-    def __init__(self, rank: int, size: int, events: ControlEvents) -> None:
-        self.rank = rank
-        self.size = size
-        self.name = f"hora-{secrets.token_hex(16)}"
-        self.goodbyes: set[int] = set()  # ranks known to have shut down or to be lost
-        self._events = events
-        self._tree: Tree | None = None
-        self._where: Callable[[int], Where] | None = None
-        self._parent: int | None = None
-        self._num_children = -1  # in the world's tree; not known yet
-        self._links: dict[int, Peer] = {}
-        self._opened: set[int] = set()  # those of the links that were opened from here
-        self._unsent: dict[int, list[tuple[Header, bytes]]] = {}  # to ranks that are about to open their link
-        self._gatherings: dict[str, _Gathering] = {}
-        self._noted: set[tuple[str, int]] = set()  # news
-        self._unacknowledged: set[tuple[str, int, int]] = set()  # news, and who has to acknowledge it
-        self._dead: set[int] = set()  # of whom no acknowledgement will come, nor a goodbye
-        self._num_telling = 0  # threads that go around a stopped rank
-        self._ending = False  # a rank has begun to shut down
-        self._has_left = False
+    def __init__(self, server: Server, connect: Callable[[int, Where, float], Connection]) -> None:
+        self._server, self._connect = server, connect
         self._segments: dict[str, tuple[int, int]] = {}  # descriptor, readers still to come
         self._waiting_for_segment: list[tuple[str, Peer]] = []
         self._fetching: dict[int, list[Connection]] = {}  # to ranks that offered segments, for the next one
@@ -176,17 +176,6 @@ class ControlTree:
         self._streams_known: set[tuple[str, int]] = set()  # those too that were taken
         self._closed = False
         self._changed = threading.Condition()
-        self._hopeless = ""
-        self._server = Server(self, name="hora-control", silence_limit_s=_SILENCE_LIMIT_S, failed=self._on_failure)
-        self._server.listen(self.name)
-
-    # Setting up, called by the runtime in this order: start, offer and fetch, listen_tcp, join, gather, know.
-
-    def start(self, keys: RankKeys) -> None:
-        """Begin to answer. `keys` are this rank's, in this world: a peer proves which rank it is."""
-        self._keys = keys
-        self._server.start(keys.of)
-        self._server.call(self._plan_tick)
 
     def offer(self, key: str, num_bytes: int, num_readers: int) -> Segment:
         """Make a segment that `num_readers` other ranks of this host will fetch."""
@@ -227,6 +216,136 @@ class ControlTree:
         with self._changed:
             idle.append(connection)  # the next segment needs no handshake
         return Segment.attach(descriptor)
+
+    def open_stream(self, rank: int, where: Where, key: str, *, limit_s: float) -> Stream:
+        """A connection to this rank, listening at `where`, for bytes in this direction only, of which the control tree
+        knows nothing.
+
+        The other rank finds it by `take_stream`, under the same key.
+        """
+        connection = self._connect(rank, where, limit_s)
+        try:
+            connection.send({"want": "stream", "key": key})
+            connection.receive(
+                limit_s=limit_s
+            )  # the other's control tree has let go of it: what follows is not read there
+        except EOFError:
+            connection.close()
+            raise ConnectionError(f"rank {rank} at {where} did not take a stream for {key!r}") from None
+        except BaseException:
+            connection.close()
+            raise
+        return Stream(connection.sock, connection.sealer.records())
+
+    def take_stream(self, key: str, rank: int, *, limit_s: float) -> Stream:
+        """The stream that this rank opened to us."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._closed or (key, rank) in self._streams, limit_s):
+                raise TimeoutError(f"waited {limit_s:g} s for a stream of rank {rank} for {key!r}")
+            if self._closed:
+                raise ConnectionError("Horovod has been shut down")
+            return self._streams.pop((key, rank))
+
+    def close(self) -> None:
+        """Close what was not taken."""
+        with self._changed:
+            self._closed = True
+            segments, self._segments = self._segments, {}
+            streams, self._streams = self._streams, {}
+            fetching, self._fetching = self._fetching, {}
+            self._changed.notify_all()
+        for connection in [one for idle in fetching.values() for one in idle]:
+            connection.close()
+        for descriptor, _ in segments.values():
+            os.close(descriptor)
+        for stream in streams.values():
+            stream.sock.close()
+
+    # In the server's thread.
+
+    def segment_wanted(self, peer: Peer, key: str) -> None:
+        """A rank wants this segment, which may not have been offered yet."""
+        self._waiting_for_segment.append((key, peer))
+        self._serve_segments()
+
+    def keep_stream(self, peer: Peer, name: tuple[str, int]) -> None:
+        """A rank has opened a stream."""
+        peer.send({"t": "stream"})
+        if name in self._streams_known or not peer.drained:  # no rank opens one twice
+            peer.close()
+            return
+        assert peer.opener is not None, peer.name
+        stream = Stream(self._server.release(peer), peer.opener.records())
+        with self._changed:
+            self._streams_known.add(name)
+            self._streams[name] = stream
+            self._changed.notify_all()
+
+    def _serve_segments(self) -> None:
+        waiting, self._waiting_for_segment = self._waiting_for_segment, []
+        for key, peer in waiting:
+            if not peer.open:
+                continue
+            with self._changed:
+                found = self._segments.get(key)
+                if found is None:
+                    self._waiting_for_segment.append((key, peer))
+                    continue
+                descriptor, num_readers = found
+                with contextlib.suppress(OSError):
+                    peer.send_descriptor(descriptor)
+                if num_readers == 1:
+                    del self._segments[key]
+                    os.close(descriptor)
+                else:
+                    self._segments[key] = (descriptor, num_readers - 1)
+
+
+class _Gathering:
+    """Values on their way to the root."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[int, bytes]] = []
+        self.num_heard = 0  # this rank itself, and children
+        self.result: list[bytes] | None = None
+
+
+class ControlTree:
+    """This rank's part of the control tree."""
+
+    def __init__(self, rank: int, size: int, events: ControlEvents) -> None:
+        self.rank = rank
+        self.size = size
+        self.name = f"hora-{secrets.token_hex(16)}"
+        self.goodbyes: set[int] = set()  # ranks known to have shut down or to be lost
+        self._events = events
+        self._tree: Tree | None = None
+        self._where: Callable[[int], Where] | None = None
+        self._parent: int | None = None
+        self._num_children = -1  # in the world's tree; not known yet
+        self._links: dict[int, Peer] = {}
+        self._opened: set[int] = set()  # those of the links that were opened from here
+        self._unsent: dict[int, list[tuple[Header, bytes]]] = {}  # to ranks that are about to open their link
+        self._gatherings: dict[str, _Gathering] = {}
+        self._noted: set[tuple[str, int]] = set()  # news
+        self._unacknowledged: set[tuple[str, int, int]] = set()  # news, and who has to acknowledge it
+        self._dead: set[int] = set()  # of whom no acknowledgement will come, nor a goodbye
+        self._num_telling = 0  # threads that go around a stopped rank
+        self._ending = False  # a rank has begun to shut down
+        self._has_left = False
+        self._changed = threading.Condition()
+        self._hopeless = ""
+        self._server = Server(self, name="hora-control", silence_limit_s=_SILENCE_LIMIT_S, failed=self._on_failure)
+        self._server.listen(self.name)
+        self.handoff = Handoff(self._server, self._connect)
+
+    # Setting up, called by the runtime in this order: start, offer and fetch, listen_tcp, join, gather, know.
+
+    def start(self, keys: RankKeys) -> None:
+        """Begin to answer. `keys` are this rank's, in this world: a peer proves which rank it is."""
+        self._keys = keys
+        self._server.start(keys.of)
+        self._server.call(self._plan_tick)
 
     def listen_tcp(self, address: str) -> int:
         """Listen at `address` for ranks of other hosts; returns the port."""
@@ -273,35 +392,6 @@ class ControlTree:
             self._send_unsent(rank)
         self._server.serve(link)
 
-    def open_stream(self, rank: int, where: Where, key: str, *, limit_s: float) -> Stream:
-        """A connection to this rank, listening at `where`, for bytes in this direction only, of which the control tree
-        knows nothing.
-
-        The other rank finds it by `take_stream`, under the same key.
-        """
-        connection = self._connect(rank, where, limit_s)
-        try:
-            connection.send({"want": "stream", "key": key})
-            connection.receive(
-                limit_s=limit_s
-            )  # the other's control tree has let go of it: what follows is not read there
-        except EOFError:
-            connection.close()
-            raise ConnectionError(f"rank {rank} at {where} did not take a stream for {key!r}") from None
-        except BaseException:
-            connection.close()
-            raise
-        return Stream(connection.sock, connection.sealer.records())
-
-    def take_stream(self, key: str, rank: int, *, limit_s: float) -> Stream:
-        """The stream that this rank opened to us."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._closed or (key, rank) in self._streams, limit_s):
-                raise TimeoutError(f"waited {limit_s:g} s for a stream of rank {rank} for {key!r}")
-            if self._closed:
-                raise ConnectionError("Horovod has been shut down")
-            return self._streams.pop((key, rank))
-
     def _connect(self, rank: int, where: Where, limit_s: float) -> Connection:
         return connect(where, self._keys.towards(rank), timeout_s=limit_s, silence_limit_s=_SILENCE_LIMIT_S)
 
@@ -337,9 +427,7 @@ class ControlTree:
         self._noted.add(("leaving", self.rank))
         if not self._ending:
             self._ending = True
-            self._spread(
-                {"t": "news", "kind": "leaving", "rank": self.rank, "text": why}, json.dumps(dict(rounds)).encode()
-            )
+            self._spread(News("leaving", self.rank, why, rounds=rounds))
         for link in list(self._links.values()):
             link.send({"t": "bye"})
         self._server.call(self._count_goodbye)
@@ -353,7 +441,7 @@ class ControlTree:
     def report_fault(self, rank: int, text: str) -> None:
         """Tell every rank that the world is broken, and through which rank."""
         self._noted.add(("fault", rank))
-        self._spread({"t": "news", "kind": "fault", "rank": rank, "text": text}, b"")
+        self._spread(News("fault", rank, text))
 
     def wait_for_goodbyes(self, limit_s: float) -> bool:
         """Give the others a moment to finish what was agreed; whether all have said goodbye by then. Who has not joined
@@ -389,18 +477,7 @@ class ControlTree:
         with self._changed:
             self._changed.wait_for(self._has_told_all, _CLOSE_LIMIT_S)
         self._server.close()
-        with self._changed:
-            self._closed = True
-            segments, self._segments = self._segments, {}
-            streams, self._streams = self._streams, {}
-            fetching, self._fetching = self._fetching, {}
-            self._changed.notify_all()
-        for connection in [one for idle in fetching.values() for one in idle]:
-            connection.close()
-        for descriptor, _ in segments.values():
-            os.close(descriptor)
-        for stream in streams.values():
-            stream.sock.close()
+        self.handoff.close()
 
     # In the server's thread.
 
@@ -418,7 +495,7 @@ class ControlTree:
         self._goodbye(rank)
         self.expect_nothing_of(rank)
         self._noted.add(("lost", rank))
-        self._spread({"t": "news", "kind": "lost", "rank": rank, "text": ""}, b"")
+        self._spread(News("lost", rank))
         self._events.lost(rank)
 
     def _on_failure(self, error: Exception) -> None:
@@ -438,7 +515,7 @@ class ControlTree:
         elif kind in ("up", "round"):
             self._events.negotiating(int(header["set"]), rank, header, payload)
         elif kind == "news":
-            self._on_news(peer, header, payload)
+            self._on_news(peer, News.of(header, payload))
         elif kind == "ack":
             with self._changed:
                 self._unacknowledged.discard((str(header["kind"]), int(header["rank"]), rank))
@@ -455,12 +532,11 @@ class ControlTree:
     def _introduce(self, peer: Peer, header: Header, payload: bytes) -> None:
         match header.get("want"):
             case "segment":
-                self._waiting_for_segment.append((str(header["key"]), peer))
-                self._serve_segments()
+                self.handoff.segment_wanted(peer, str(header["key"]))
             case "stream":
-                self._keep_stream(peer, (str(header["key"]), peer.speaker))
+                self.handoff.keep_stream(peer, (str(header["key"]), peer.speaker))
             case "news":
-                self._on_news(peer, header, payload)
+                self._on_news(peer, News.of(header, payload))
             case "whereabouts":
                 peer.send({}, json.dumps(self._events.whereabouts(int(header["set"]))).encode())
             case "in flight":
@@ -528,35 +604,34 @@ class ControlTree:
 
     # News.
 
-    def _spread(self, header: Header, payload: bytes, *, skip: int = -1) -> None:
-        """Tell the neighbours, but not the one who told us."""
-        around = header.get("around", [])
+    def _spread(self, news: News, *, skip: int = -1) -> None:
+        """Tell the neighbours, but not the one that told this rank."""
         for rank, link in list(self._links.items()):
-            if rank != skip and rank not in around and rank not in self.goodbyes:
-                link.send(header, payload)
+            if rank != skip and rank not in news.around and rank not in self.goodbyes:
+                link.send(*news.message())
                 if self._tree is not None and len(self._tree.neighbours(rank)) > 1:
-                    self._expect_ack(rank, header, payload)
+                    self._expect_ack(rank, news)
 
-    def _expect_ack(self, rank: int, header: Header, payload: bytes) -> None:
-        waiting = str(header["kind"]), int(header["rank"]), rank
+    def _expect_ack(self, rank: int, news: News) -> None:
+        waiting = news.kind, news.rank, rank
         self._unacknowledged.add(waiting)
 
         def check() -> None:
             if waiting in self._unacknowledged and rank not in self.goodbyes:
                 self._num_telling += 1
                 self._unacknowledged.discard(waiting)
-                self._go_around(rank, header, payload)
+                self._go_around(rank, news)
 
         def plan() -> None:
             self._server.call_at(time.monotonic() + _ACK_LIMIT_S, check)
 
         self._server.call(plan)
 
-    def _go_around(self, stopped: int, header: Header, payload: bytes) -> None:
+    def _go_around(self, stopped: int, news: News) -> None:
         """Tell the others with whom a stopped rank speaks."""
         assert self._tree is not None
         others = [rank for rank in self._tree.neighbours(stopped) if rank not in (self.rank, *self.goodbyes)]
-        around = {**header, "around": [*header.get("around", []), stopped], "want": "news"}
+        header, payload = replace(news, around=(*news.around, stopped)).message()
         log.info("rank %d takes no news: telling the ranks %s beyond it", stopped, others)
 
         def tell() -> None:
@@ -567,7 +642,7 @@ class ControlTree:
                         contextlib.suppress(OSError, EOFError),
                         self._connect(rank, self._where(rank), _AROUND_LIMIT_S) as line,
                     ):
-                        line.send(around, payload)
+                        line.send({**header, "want": "news"}, payload)
                         line.receive(limit_s=_AROUND_LIMIT_S)
             finally:
                 with self._changed:
@@ -580,38 +655,38 @@ class ControlTree:
         silent = self.goodbyes | self._dead
         return not self._num_telling and all(rank in silent for *_, rank in list(self._unacknowledged))
 
-    def _on_news(self, peer: Peer, header: Header, payload: bytes) -> None:
-        kind, rank = str(header["kind"]), int(header["rank"])
-        if not self._believes(peer, kind, rank, header.get("around", [])):
+    def _on_news(self, peer: Peer, news: News) -> None:
+        kind, rank = news.kind, news.rank
+        if not self._believes(peer, news):
             log.warning("%s may not say %r of rank %d", peer.name, kind, rank)
             return
         peer.send({"t": "ack", "kind": kind, "rank": rank})
         if (kind, rank) in self._noted or rank == self.rank:
             return
         self._noted.add((kind, rank))
-        self._spread({key: value for key, value in header.items() if key != "want"}, payload, skip=peer.speaker)
+        self._spread(news, skip=peer.speaker)
         if kind == "fault":
-            self._events.fault(str(header["text"]))
+            self._events.fault(news.text)
             return
         self._goodbye(rank)
         if kind == "leaving":
             self._ending = True
-            rounds = {int(serial): int(number) for serial, number in json.loads(payload).items()}
-            self._events.leaving(rank, str(header["text"]), rounds)
+            self._events.leaving(rank, news.text, news.rounds)
         else:
             self.expect_nothing_of(rank)
             self._events.lost(rank)
 
-    def _believes(self, peer: Peer, kind: str, rank: int, around: Sequence[int]) -> bool:
+    def _believes(self, peer: Peer, news: News) -> bool:
         """Return whether a connection may say this: a rank speaks for those behind it, one that goes around a stopped
         rank for those behind that. Any rank may report a fault.
         """
+        kind, rank = news.kind, news.rank
         if kind not in ("leaving", "lost"):
             return kind == "fault"
         if peer.speaker == rank or self._tree is None:
             return kind == "lost" or peer.speaker == rank
         neighbours = self._tree.neighbours(self.rank)
-        via = [one for one in (peer.speaker, *around) if one in neighbours]
+        via = [one for one in (peer.speaker, *news.around) if one in neighbours]
         return any(rank in self._tree.behind(self.rank, one) for one in via)
 
     # Goodbyes.
@@ -625,36 +700,3 @@ class ControlTree:
         if not self._has_left:  # a rank may leave because another one does, and then shut down itself
             self._has_left = True
             self._collect(_GOODBYES, [(self.rank, b"")])
-
-    # Memory and streams.
-
-    def _keep_stream(self, peer: Peer, name: tuple[str, int]) -> None:
-        peer.send({"t": "stream"})
-        if name in self._streams_known or not peer.drained:  # no rank opens one twice
-            peer.close()
-            return
-        assert peer.opener is not None, peer.name
-        stream = Stream(self._server.release(peer), peer.opener.records())
-        with self._changed:
-            self._streams_known.add(name)
-            self._streams[name] = stream
-            self._changed.notify_all()
-
-    def _serve_segments(self) -> None:
-        waiting, self._waiting_for_segment = self._waiting_for_segment, []
-        for key, peer in waiting:
-            if not peer.open:
-                continue
-            with self._changed:
-                found = self._segments.get(key)
-                if found is None:
-                    self._waiting_for_segment.append((key, peer))
-                    continue
-                descriptor, num_readers = found
-                with contextlib.suppress(OSError):
-                    peer.send_descriptor(descriptor)
-                if num_readers == 1:
-                    del self._segments[key]
-                    os.close(descriptor)
-                else:
-                    self._segments[key] = (descriptor, num_readers - 1)

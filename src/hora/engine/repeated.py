@@ -25,8 +25,8 @@ import torch
 from hora.engine.negotiation.shared_memory import SharedMemoryNegotiation
 from hora.engine.queue import OperationQueue
 from hora.engine.request import DTYPES, ITEM_BYTES, Request, Signature
-from hora.engine.shm.futex import SLICE_S
-from hora.engine.shm.native import CALL, CALL_AT, SHORT_BYTES, AllreduceSpec, Library, Repeated
+from hora.engine.shm.counters import SLICE_NS
+from hora.engine.shm.native import CALL, CALL_AT, SHORT_BYTES, AllreduceSpec, Repeated, library
 from hora.engine.transport.arithmetic import arithmetic_of, staged
 from hora.engine.transport.cuda import CudaTransport
 from hora.engine.transport.cuda_staging import PinnedStage, copy_to_gpu
@@ -36,7 +36,6 @@ from hora.telemetry.meters import meter
 
 __all__ = ["AllreducePlan", "RepeatedAllreduce"]
 
-_SLICE_NS = int(SLICE_S * 1e9)
 _WAITING, _DONE, _MOVING = 0, 1, 2  # enum state of repeated.h
 _pack = CALL.pack_into
 _clock = time.perf_counter
@@ -56,7 +55,7 @@ class AllreducePlan:
         self.num_bytes = ITEM_BYTES[name] * self.count
         # A short call keeps the GIL, so it must not sleep.
         short = self.num_bytes <= SHORT_BYTES
-        self.call, self.slice_ns = (path.short_call, 0) if short else (path.call, _SLICE_NS)
+        self.call, self.slice_ns = (path.short_call, 0) if short else (path.call, SLICE_NS)
         dtype, size = DTYPES[name], path.num_members
         self.stage = None if signature.device == "cpu" else PinnedStage(self.count, dtype)
         arithmetic = arithmetic_of(staged(signature.reduce, dtype, size), dtype, size)
@@ -70,7 +69,7 @@ class AllreducePlan:
         self.num_rings = transport.num_rings
         self._spec: AllreduceSpec | None = None
         self.address = self.num_steps = 0  # 0: it goes the ordinary way
-        if self._what is not None and transport.moves_natively(self.num_bytes):
+        if self._what is not None and transport.has_room(self.num_bytes):
             what, stage = self._what
             item_bytes, direct = self.num_bytes // self.count, transport.is_direct(self.num_bytes)
             spec = transport.ring.repeated_spec(self.count, item_bytes, self.digest, what, stage, direct)
@@ -81,9 +80,11 @@ class AllreducePlan:
 class RepeatedAllreduce:
     """Of one queue, whose members share a host and have the native part."""
 
-    def __init__(self, queue: OperationQueue, negotiation: SharedMemoryNegotiation, library: Library) -> None:
+    def __init__(self, queue: OperationQueue, negotiation: SharedMemoryNegotiation) -> None:
+        native = library()
+        assert native is not None
         self.num_members = len(queue.ranks)
-        self.call, self.short_call = library.repeated, library.short_repeated
+        self.call, self.short_call = native.repeated, native.short_repeated
         self._queue = queue
         self._negotiation = negotiation
         self._job = Repeated()
@@ -181,7 +182,7 @@ class RepeatedAllreduce:
         try:
             while state in (_WAITING, _MOVING):
                 closing = queue.status.closing
-                state = self.call(self._job_at, _SLICE_NS)
+                state = self.call(self._job_at, SLICE_NS)
                 if state == _WAITING:
                     queue.look_around(closing)
                 elif state == _MOVING:  # agreed on: carried out also while the world closes

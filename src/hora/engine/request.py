@@ -97,7 +97,7 @@ class Signature(NamedTuple):
 
     `device`: see `Validator.device_label`. `extra`: an alltoall's splits; what a request for the process sets is about
     (`Runtime._execute`). `bound`: a persistent reduction, executed by what the members have bound to the name
-    (`OperationQueue.bound`). `code`: how float32 travels between hosts in fewer bytes (`transport.codes`), with a
+    (`OperationQueue.bound`). `code`: how float32 travels between hosts in fewer bytes (`codes.h`), with a
     "+" if what it loses is kept and added the next time.
     """
 

@@ -37,14 +37,12 @@ from hora.engine.queue import OperationQueue, QueueWorld
 from hora.engine.repeated import AllreducePlan, RepeatedAllreduce
 from hora.engine.request import CollectiveCall, Key, Kind, Reduce, ReduceOp, Request, Signature
 from hora.engine.schedule import ReductionSchedule
-from hora.engine.shm.native import library
 from hora.engine.shm.segment import Segment, SharedMemory
 from hora.engine.status import StallLimits, TimelineRecorder, WorldStatus
-from hora.engine.transport.base import AliveCheck, Transport
+from hora.engine.transport.base import AliveCheck, LocalTransport, Transport
 from hora.engine.transport.factory import between_hosts, make_transport
 from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.host_reduction import HostLink
-from hora.engine.transport.local import LocalTransport
 from hora.net.connection import Stream
 from hora.net.wire import Header, derived_secret, new_secret
 from hora.telemetry.meters import meter
@@ -368,9 +366,8 @@ class Runtime:
         queue = repeated = None
         if self.world.rank in ranks:
             queue = self._make_queue(number, ranks, serial)
-            native = library()
-            if isinstance(queue.negotiation, SharedMemoryNegotiation) and native is not None:
-                repeated = RepeatedAllreduce(queue, queue.negotiation, native)
+            if isinstance(queue.negotiation, SharedMemoryNegotiation):
+                repeated = RepeatedAllreduce(queue, queue.negotiation)
         # The control tree's thread must neither drop a message now nor deliver one before early ones.
         with self._messages_lock:
             if serial < _FIRST_GROUP:

@@ -44,8 +44,7 @@ import torch
 from hora.engine.plan import Batch, Part
 from hora.engine.queue import OperationQueue, ProgressEngine
 from hora.engine.request import KINDS, Key, Kind, Reduce, Request, Signature, dtype_name, full_names
-from hora.engine.shm.counters import MEMBER_BYTES, OPEN, Counters
-from hora.engine.shm.futex import LINE_BYTES, Counter
+from hora.engine.shm.counters import LINE_BYTES, MEMBER_BYTES, OPEN, Counter, Counters
 from hora.engine.shm.segment import Segment
 from hora.engine.status import StallLimits, stall_text
 from hora.errors import HorovodInternalError
@@ -111,9 +110,9 @@ class ReductionSchedule(ProgressEngine):
         self._counters = Counters(segment.memory, offset, member, len(ranks))
         places = [offset + peer * MEMBER_BYTES + LINE_BYTES for peer in range(len(ranks))]
         # Of a member that has joined: to how many items it came.
-        self._came = [Counter.at(segment.memory, place) for place in places]
-        self._left = [Counter.at(segment.memory, place + 8) for place in places]  # how often it has joined
-        self._void = [Counter.at(segment.memory, place + 16) for place in places]  # the last item that it found void
+        self._came = [Counter(segment.memory, place) for place in places]
+        self._left = [Counter(segment.memory, place + 8) for place in places]  # how often it has joined
+        self._void = [Counter(segment.memory, place + 16) for place in places]  # the last item that it found void
         self.link: Link | None = None
         self._leaving = Item(None, "join", leaves=True)  # the last one
         self._reductions: list[tuple[PersistentReduction, str]] = []  # with their names in messages

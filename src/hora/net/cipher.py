@@ -2,7 +2,7 @@
 KiB.
 
 Their key comes of the connection's handshake (`noise`, `wire`); docs/protocol.md has every byte of it. The native part
-makes the same records (`hora.engine.shm.records`).
+makes the same records (`hora.engine.transport.stream`).
 """
 
 from __future__ import annotations

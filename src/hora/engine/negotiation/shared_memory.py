@@ -49,8 +49,7 @@ from operator import eq, sub
 from hora.engine.negotiation.base import RECORD, Announcer, Negotiation, Reader, UnannouncedRequests
 from hora.engine.plan import Batch, BatchPlanner
 from hora.engine.request import Kind, Signature
-from hora.engine.shm.counters import MEMBER_BYTES, Counters
-from hora.engine.shm.futex import LINE_BYTES, Counter, fence
+from hora.engine.shm.counters import LINE_BYTES, MEMBER_BYTES, Counter, Counters
 from hora.engine.shm.native import Repeated, library
 from hora.engine.shm.segment import Segment, aligned
 
@@ -79,16 +78,18 @@ class SharedMemoryNegotiation(Negotiation):
         self._member = member
         self._num_members = num_members
         self._memory = memoryview(memory)
-        self._heads = [Counter.at(memory, (2 * m) * line) for m in range(num_members)]
-        self._rounds_done = [Counter.at(memory, (2 * m + 1) * line) for m in range(num_members)]
-        self._round = Counter.at(memory, 2 * num_members * line)
-        self._bell = Counter.at(memory, (2 * num_members + 1) * line)
-        self._asleep = Counter.at(memory, (2 * num_members + 1) * line + 8)  # whether the coordinator waits for it
+        self._heads = [Counter(memory, (2 * m) * line) for m in range(num_members)]
+        self._rounds_done = [Counter(memory, (2 * m + 1) * line) for m in range(num_members)]
+        self._round = Counter(memory, 2 * num_members * line)
+        self._bell = Counter(memory, (2 * num_members + 1) * line)
+        self._asleep = Counter(memory, (2 * num_members + 1) * line + 8)  # whether the coordinator waits for it
         self.ticket = 1  # the next one
         self.void = 0  # a ticket that was published and not settled: never again
         self._calls_at = (2 * num_members + 2) * line
         self.tickets = Counters(memory, self._calls_at, member, num_members, stride=_CALL_BYTES)
-        self._native, self._group_at = library(), ctypes.addressof(self.tickets.group)
+        native = library()
+        assert native is not None
+        self._native, self._group_at = native, ctypes.addressof(self.tickets.group)
         self._cuts_at = self._calls_at + num_members * _CALL_BYTES
         self._cut = struct.Struct(f"<{num_members}q")
         self._rings_at = self._cuts_at + aligned(_NUM_CUTS * self._cut.size, line)
@@ -117,7 +118,7 @@ class SharedMemoryNegotiation(Negotiation):
     def wait(self) -> None:
         if self._member == 0:
             self._asleep.store(1)
-            fence()  # either the bell that another member rings is seen here, or that this one sleeps is seen there
+            self._native.fence()  # either this member sees the bell of another, or that one sees that this one sleeps
             self._bell.wait_beyond(self._bell_seen)
             self._asleep.store(0)
         else:
@@ -138,7 +139,7 @@ class SharedMemoryNegotiation(Negotiation):
         """Let go of the memory. No thread waits any more, though a `wake` may still come."""
         self._memory.release()
         self.tickets.close()
-        self._heads, self._rounds_done, self._native = [], [], None
+        self._heads, self._rounds_done = [], []
         del self._round, self._bell, self._asleep
 
     # Without a round: nothing is announced while a member is at a ticket.
@@ -309,8 +310,7 @@ class SharedMemoryNegotiation(Negotiation):
         self._heads[self._member].store(self._head)
         # What they hope for will not come. Each time: those that have seen a round that this member has not seen yet
         # may have fallen asleep since it announced something before.
-        if self._native is not None:  # else nobody waits at a ticket
-            self._native.nudge(self._group_at)
+        self._native.nudge(self._group_at)
         if self._member != 0:  # the coordinator's own driver is woken by `wake`, if it has to be
             self._ring()
 
@@ -324,6 +324,4 @@ class SharedMemoryNegotiation(Negotiation):
         # Every member writes this word: values never repeat, so that a sleeper sees each change.
         self._num_bells += 1
         self._bell.store((self._num_bells & 0x7FFFFF) << 8 | (self._member & 0xFF))
-        fence()
-        if self._asleep.value:
-            self._bell.wake()
+        self._bell.wake_if(self._asleep)

@@ -1,11 +1,16 @@
-"""Counters of the members of a group on one host: each member advances its own, and waits until all have come as far.
+"""Counters in shared memory: how the ranks of one host wait for one another.
 
-This is the one way in which members of a host wait for one another, natively (`struct group` of native.c) and in
-Python. Memory of a member, `stride` bytes from the next one's: its counter on a line of its own, and on the next line,
-at its end, whether the member sleeps. Between them is room for what the owner of the counters keeps there.
+A `Counter` is a 64-bit number on a cache line of its own, which one process advances and others wait for. Everything
+that was written to shared memory before an update is visible to a process that has seen the new value: x86-64 keeps
+that order by itself, 64-bit ARM needs a fence. `Counters` are those of a group's members: each member advances its own
+and waits until all have advanced as far. Waits spin for a moment and then sleep in the kernel; the native part does
+both, without the GIL (`struct group` of native.c).
 
-A member that is about to sleep says so first and then looks once more; a member that publishes looks for sleepers
-afterwards. So either the sleeper sees the number, or it is seen to sleep and is woken (`verify/schedule.pml`).
+Layout of a member's part, `stride` bytes from the next one's: the counter on a line of its own; at the end of the next
+line, whether the member sleeps. The owner of the counters may use the bytes between them.
+
+A member that is about to sleep announces it first and then looks once more. A member that publishes looks for sleepers
+afterwards. So the sleeper either sees the number, or is seen to sleep and is woken (`verify/schedule.pml`).
 """
 
 from __future__ import annotations
@@ -13,28 +18,96 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import platform
 import time
 import weakref
 from collections.abc import Callable
 
-from hora.engine.shm.futex import LINE_BYTES, SLICE_S, Counter, fence
 from hora.engine.shm.native import GroupStruct, library, new_spin_policy
 
-__all__ = ["MEMBER_BYTES", "OPEN", "Counters", "interrupt_waits"]
+__all__ = ["LINE_BYTES", "MEMBER_BYTES", "OPEN", "SLICE_NS", "SLICE_S", "Counter", "Counters", "interrupt_waits"]
 
+LINE_BYTES = 64
 MEMBER_BYTES = 2 * LINE_BYTES  # processors fetch lines in pairs: this keeps members apart
-# Nobody waits for a member with this number; its low half, which a sleeper watches, is no other number's.
+# A sleeping waiter wakes up this often to check whether the peer that it waits for is alive.
+SLICE_S = 0.05
+SLICE_NS = int(SLICE_S * 1e9)
+# No member waits for a counter with this value; its low half, which a sleeper watches, is no other number's.
 OPEN = 2**63 - 1
 _SLEEPS_AT = 120  # SLEEPS_AT of native.c
 _ONE_HAS_JOINED = 2  # of all_have of native.c
-_SLICE_NS = int(SLICE_S * 1e9)
+_WEAKLY_ORDERED = platform.machine() != "x86_64"
+
+
+class Counter:
+    """One 64-bit number in shared memory. Only its owner may change it; any process may read it or wait for it."""
+
+    __slots__ = ("_native", "_policy", "_policy_at", "_word", "address")
+
+    def __init__(self, memory: mmap.mmap, offset: int) -> None:
+        assert offset % 8 == 0, offset
+        native = library()
+        assert native is not None, "ranks share memory only with the native part"
+        self._native = native
+        self._word = ctypes.c_int64.from_buffer(memory, offset)  # keeps the mapping alive as long as this counter
+        self.address = ctypes.addressof(self._word)
+        self._policy = new_spin_policy()
+        self._policy_at = ctypes.addressof(self._policy)
+
+    @property
+    def value(self) -> int:
+        value = self._word.value
+        if _WEAKLY_ORDERED:
+            self._native.fence()
+        return value
+
+    def store(self, value: int) -> None:
+        """Publish `value` where no process sleeps on it."""
+        if _WEAKLY_ORDERED:
+            self._native.fence()
+        self._word.value = value
+
+    def set(self, value: int) -> None:
+        """Publish `value` and wake every waiter."""
+        self.store(value)
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake every waiter."""
+        self._native.wake(self.address)
+
+    def wake_if(self, asleep: Counter) -> None:
+        """Wake every waiter if `asleep` is not zero; a waiter sets it before it looks a last time."""
+        self._native.fence()  # either the waiter sees what was written before, or this process sees that it sleeps
+        if asleep.value:
+            self.wake()
+
+    def wait_beyond(self, seen: int) -> None:
+        """Return when the value differs from `seen`, or after one short slice; the caller loops and checks."""
+        self._native.wait_change(self.address, seen, self._policy_at, SLICE_NS)
+
+    def wait_for(self, target: int, *, check_alive: Callable[[], None], limit_s: float, what: str) -> None:
+        """Wait until the value is at least `target`.
+
+        `check_alive` is called while waiting and raises when waiting has become pointless (a peer died, a
+        shutdown); after `limit_s` seconds TimeoutError names `what`.
+        """
+        begin = 0.0
+        while (seen := self.value) < target:
+            now = time.monotonic()
+            if begin:
+                check_alive()
+            begin = begin or now
+            if now - begin > limit_s:
+                raise TimeoutError(f"waited {limit_s:g} s for {what} (at {seen}, needs {target})")
+            self.wait_beyond(seen)
 
 
 _open: dict[int, weakref.ref[Counters]] = {}  # of this process, by id
 
 
 def interrupt_waits() -> None:
-    """Have every thread of this process that waits for other members look up: the world has changed."""
+    """Wake all threads of this process that wait for other members, so that they recheck the world's status."""
     for reference in list(_open.values()):
         counters = reference()
         if counters is not None:
@@ -42,21 +115,19 @@ def interrupt_waits() -> None:
 
 
 class Counters:
-    """Of member number `member`, at `offset` in memory that all members map."""
+    """The counters of a group, for member number `member`, at `offset` in memory that all members map."""
 
     def __init__(
         self, memory: mmap.mmap, offset: int, member: int, num_members: int, *, stride: int = MEMBER_BYTES
     ) -> None:
-        self.counters = [Counter.at(memory, offset + peer * stride) for peer in range(num_members)]
-        asleep = [Counter.at(memory, offset + peer * stride + _SLEEPS_AT) for peer in range(num_members)]
-        self.own, self.own_sleep = self.counters[member], asleep[member]
-        # Each member begins with the next one, so that not all of them look at member 0 first.
-        order = [(member + distance) % num_members for distance in range(1, num_members)]
-        self._bootstrap = [(peer, self.counters[peer]) for peer in order]
-        self._asleep = [asleep[peer] for peer in order]
+        self.counters = [Counter(memory, offset + peer * stride) for peer in range(num_members)]
+        self.own = self.counters[member]
+        self._own_sleep = Counter(memory, offset + member * stride + _SLEEPS_AT)
         self.address = self.counters[0].address
         self.group = GroupStruct(self.address, stride, member, num_members, new_spin_policy(num_members))
-        self._native = library()
+        native = library()
+        assert native is not None
+        self._native = native
         self._group_at = ctypes.addressof(self.group)
         self._late = ctypes.c_int32()
         self._late_at = ctypes.addressof(self._late)
@@ -64,80 +135,46 @@ class Counters:
 
     def publish(self, value: int) -> None:
         """Advance the own counter, and wake members that sleep."""
-        self.own.store(value)
-        self.own.wake_any(self._asleep)
+        self._native.publish(self._group_at, value)
 
     def meet(self, value: int, check_alive: Callable[[], None], *, limit_s: float, what: str) -> bool:
         """Publish `value`, and return when all members have come as far: whether one of them has joined (OPEN).
 
-        `check_alive` raises when that has become pointless.
+        `check_alive` raises when waiting has become pointless.
         """
-        if self._native is None:
-            self.publish(value)
-            self.wait(value, check_alive, limit_s=limit_s, what=what)
-            return OPEN in [counter.value for counter in self.counters]
-        begin = 0.0
-        while not (found := self._native.meet(self._group_at, value, self._late_at, _SLICE_NS)):
-            begin = self._look_up(begin, value, check_alive, limit_s, what)
-        return bool(found == _ONE_HAS_JOINED)
-
-    def missing(self, value: int) -> list[int]:
-        """The members that have not published this number."""
-        return [peer for peer, counter in self._bootstrap if counter.value < value]
+        return self._until(self._native.meet, value, check_alive, limit_s, what) == _ONE_HAS_JOINED
 
     def wait(self, value: int, check_alive: Callable[[], None], *, limit_s: float, what: str) -> None:
-        """Return when all members have published `value` or more.
+        """Like `meet`, without publishing."""
+        self._until(self._native.wait, value, check_alive, limit_s, what)
 
-        `check_alive` raises when that has become pointless.
-        """
+    def _until(
+        self, come: Callable[..., int], value: int, check_alive: Callable[[], None], limit_s: float, what: str
+    ) -> int:
         begin = 0.0
-        while not (self._look(value) if self._native is None else self._look_natively(value)):
-            begin = self._look_up(begin, value, check_alive, limit_s, what)
+        while not (found := come(self._group_at, value, self._late_at, SLICE_NS)):
+            check_alive()
+            now = time.monotonic()
+            begin = begin or now
+            if now - begin > limit_s:
+                late = ", ".join(map(str, self.missing(value)))
+                raise TimeoutError(f"waited {limit_s:g} s for member {late} in {what}")
+        return found
 
-    def _look_up(self, begin: float, value: int, check_alive: Callable[[], None], limit_s: float, what: str) -> float:
-        """While this member waits, since `begin` if that is known."""
-        check_alive()
-        now = time.monotonic()
-        if begin and now - begin > limit_s:
-            late = ", ".join(map(str, self.missing(value)))
-            raise TimeoutError(f"waited {limit_s:g} s for member {late} in {what}")
-        return begin or now
-
-    def _look_natively(self, value: int) -> bool:
-        assert self._native is not None
-        return bool(self._native.wait(self._group_at, value, self._late_at, _SLICE_NS))
-
-    def _look(self, value: int) -> bool:
-        """Return whether all have come; if not, a slice of time has passed."""
-        for _, counter in self._bootstrap:
-            if counter.value < value and not counter.look(value) and not self._sleep(counter, value):
-                return False
-        return True
-
-    def _sleep(self, counter: Counter, value: int) -> bool:
-        begin = time.monotonic()
-        self.own_sleep.store(1)
-        fence()
-        before = -1
-        try:
-            while before != (seen := counter.value) < value and time.monotonic() - begin < SLICE_S:
-                before = seen
-                counter.sleep(seen)
-        finally:
-            self.own_sleep.store(0)
-        counter.learn(time.monotonic() - begin)
-        return seen >= value
+    def missing(self, value: int) -> list[int]:
+        """Return the members that have not published this number."""
+        return [peer for peer, counter in enumerate(self.counters) if counter is not self.own and counter.value < value]
 
     def interrupt(self) -> None:
-        """Have the thread of this process that sleeps here look up. Any thread."""
+        """Wake the thread of this process that sleeps here, so that it looks around. Any thread."""
         with contextlib.suppress(AttributeError):  # closed meanwhile
-            if self.own_sleep.value:
-                self.own_sleep.set(0)  # where a repeated call sleeps; others sleep at the counters
-                for _, counter in self._bootstrap:
+            if self._own_sleep.value:
+                self._own_sleep.set(0)  # where a repeated call sleeps; others sleep at the counters
+                for counter in self.counters:
                     counter.wake()
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         _open.pop(id(self), None)
-        self.counters, self._bootstrap, self._asleep = [], [], []
-        del self.own, self.own_sleep
+        self.counters = []
+        del self.own, self._own_sleep

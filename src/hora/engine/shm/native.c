@@ -1,6 +1,6 @@
-/* What the transports do most often, without Python: copy in, wait, reduce, encode. Called through ctypes by
- * `native.py`, which says when; libc only, nothing of Python's. Everything here is also written in Python, and both give
- * the same bits (`sums.h`, `codes.h`, `repeated.h`, `records.h`, `hosts.h`).
+/* The fast path of one host, and sums and codes between hosts: copy in, wait, reduce, encode. Called through ctypes by
+ * `native.py`; libc only, nothing of Python's. Without it ranks use sockets and torch's arithmetic, which gives the same bits
+ * (`sums.h`, `codes.h`, `repeated.h`, `records.h`, `hosts.h`).
  * Built with -ffp-contract=off: a multiplication and an addition that became one would give other bits.
  */
 #define _GNU_SOURCE
@@ -18,7 +18,7 @@
 
 #include "codes.h"
 
-#define VERSION 15 /* native.py asks for the one that it was written for */
+#define VERSION 16 /* native.py asks for the one that it was written for */
 
 int hora_version(void) { return VERSION; }
 
@@ -27,7 +27,7 @@ void hora_reduce(int dtype, int k, const void *const *operands, void *out, size_
     sum((enum dtype)dtype, k, operands, out, 0, count, prescale, (enum finish)how, factor);
 }
 
-/* Counters, as in futex.py: 64 bits with one writer; waiting looks a few times, then sleeps on the low half. */
+/* Counters (counters.py): 64 bits with one writer. A wait looks at the word a few times, then sleeps on its low half. */
 
 static int64_t value_of(const int64_t *word) { return __atomic_load_n(word, __ATOMIC_SEQ_CST); }
 
@@ -56,8 +56,10 @@ static void sleep_on(const int64_t *word, int64_t seen, long slice_ns) {
     syscall(SYS_futex, word, FUTEX_WAIT, (uint32_t)(uint64_t)seen, &slice, NULL, 0);
 }
 
-/* How long to look before sleeping is learnt, by the rules of futex.py. `many`: how long where that has been worth while; more
- * where there are cores to spare.
+/* How often to look before sleeping. To be woken takes tens of microseconds, so spinning pays when peers are in step and have
+ * cores of their own; otherwise it takes time from the peer that is waited for. So each waiter learns: after `patience` sleeps
+ * that were over soon it looks `many` times; when that was in vain MISSES times in a row it looks FEW_LOOKS times again, and
+ * has twice the patience from then on. `many` is larger where there are cores to spare.
  */
 struct spin_policy {
     int32_t looks, patience, tally, many;
@@ -110,7 +112,7 @@ static int patiently(const int64_t *word, int64_t target, struct spin_policy *it
 }
 
 /* The members of a group, each with a counter that it alone advances, at `words` + m * `stride`; beside the counter, whether its
- * member sleeps. The one way of waiting among the members of a host: counters.py is the same in Python.
+ * member sleeps. The one way of waiting among the members of a host.
  */
 struct group {
     char *words;
@@ -150,6 +152,28 @@ static int all_have(struct group *group, int64_t value, int32_t *late, long slic
 
 int hora_wait(struct group *group, int64_t value, int32_t *late, long slice_ns) {
     return all_have(group, value, late, slice_ns);
+}
+
+void hora_publish(const struct group *group, int64_t value) { publish(group, value); }
+
+void hora_wake(const int64_t *word) { wake(word); }
+
+void hora_fence(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+/* Wait until the word differs from `seen`. Whether it does; if not, a slice has passed, or the thread was woken to look around. */
+int hora_wait_change(const int64_t *word, int64_t seen, struct spin_policy *policy, long slice_ns) {
+    begin_spinning(policy);
+    for (int i = 0; i < policy->looks; i++) {
+        if (value_of(word) != seen) {
+            if (policy->looks == policy->many) policy->tally = 0;
+            return 1;
+        }
+        CPU_RELAX();
+    }
+    int64_t begin = now_ns();
+    sleep_on(word, seen, slice_ns);
+    learn(policy, now_ns() - begin);
+    return value_of(word) != seen;
 }
 
 /* Publish the value, unless that was done in a call before, and wait for the others. */

@@ -1,15 +1,18 @@
-"""The native part: `native.c` as a library, if it was built when this package was installed. Nothing needs it.
+"""The native part: `native.c` as a library. Wheels carry it; elsewhere it is built at installation by a C compiler.
 
-The library is called through `ctypes`, which knows nothing of Python's versions; long calls release the GIL. With
-HORA_NATIVE=0, without a library (no compiler was there), or with one that is not of this source, `library` gives None
-and Python does the same work, with the same bits. `absence` says why, for `hora doctor` and `--check-build`.
+`ctypes` calls the library, which is independent of Python's version; long calls release the GIL. `library` returns None
+with HORA_NATIVE=0, where there was no compiler, on a processor that it does not know, and if it was built from another
+source. Ranks share no memory then: all data goes over sockets, with the same bits and slowly. `absence` gives the
+reason, for `hora doctor` and `--check-build`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -42,7 +45,7 @@ __all__ = [
     "new_spin_policy",
 ]
 
-_VERSION = 15  # VERSION of native.c
+_VERSION = 16  # VERSION of native.c
 NOTHING, MULTIPLY, DIVIDE = range(3)  # enum finish of sums.h
 _PATH = Path(__file__).with_name("libhora.so")
 # A call this short keeps the GIL: to get it back from a busy thread would take longer than the work.
@@ -87,9 +90,9 @@ _MANY_LOOKS = 600
 _MANY_LOOKS_TO_SPARE = 4000
 
 
-def new_spin_policy(num_members: int) -> SpinPolicy:
-    """Of one member of so many on this host."""
-    spare = len(os.sched_getaffinity(0)) >= 2 * num_members
+def new_spin_policy(num_members: int = 0) -> SpinPolicy:
+    """The policy of one of so many members on this host; 0: unknown."""
+    spare = 0 < 2 * num_members <= len(os.sched_getaffinity(0))
     return SpinPolicy(many=_MANY_LOOKS_TO_SPARE if spare else _MANY_LOOKS)
 
 
@@ -203,8 +206,12 @@ class Library:
         )
         self._everywhere.restype = None
         # 1: all members have come, 2: and one has joined, 0: one has not come yet.
-        self.wait, self.meet = long.hora_wait, long.hora_meet
-        self.wait.argtypes = self.meet.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_long)
+        self.wait, self.meet, self.wait_change = long.hora_wait, long.hora_meet, long.hora_wait_change
+        for wait in (self.wait, self.meet, self.wait_change):
+            wait.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_long)
+        self.publish, self.wake, self.fence = short.hora_publish, short.hora_wake, short.hora_fence
+        self.publish.argtypes, self.wake.argtypes = (ctypes.c_void_p, ctypes.c_int64), (ctypes.c_void_p,)
+        self.publish.restype = self.wake.restype = self.fence.restype = None
         # -1: the members want different things, 0: a member has not come yet, 1: done, 2: agreed, and under way. The
         # short one keeps the GIL.
         self.repeated, self.short_repeated = long.hora_repeated, short.hora_repeated
@@ -244,9 +251,9 @@ class Library:
         number, prescale, how, factor = what
         return partial(self._everywhere, number, len(members), pointers, begin, end - begin, prescale, how, factor)
 
-    def allreduce(self, job: Allreduce, slice_s: float) -> bool:
+    def allreduce(self, job: Allreduce, slice_ns: int) -> bool:
         """Go on with an allreduce. False when it has waited for a slice of time in vain; then call again."""
-        return bool(self._allreduce(job, int(slice_s * 1e9)))
+        return bool(self._allreduce(job, slice_ns))
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
@@ -258,6 +265,8 @@ def addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
 def _loaded() -> Library | str:
     if not EngineConfig.from_env().native:
         return "HORA_NATIVE=0"
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        return f"it is for Linux on x86_64 and aarch64, and this is {platform.machine()} with {sys.platform}"
     if not _PATH.exists():
         return "there was no C compiler when Hora was installed, or it was told not to use one"
     try:

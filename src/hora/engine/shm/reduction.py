@@ -15,7 +15,7 @@ import torch
 
 from hora.engine.request import Kind, Reduce
 from hora.engine.schedule import PersistentReduction, ReductionSchedule
-from hora.engine.shm.futex import LINE_BYTES
+from hora.engine.shm.counters import LINE_BYTES
 from hora.engine.shm.native import library
 from hora.engine.shm.segment import aligned
 from hora.engine.transport.arithmetic import Arithmetic, arithmetic_of, single_threaded

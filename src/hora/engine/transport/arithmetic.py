@@ -32,12 +32,15 @@ __all__ = [
     "HALVES",
     "SERIAL_ELEMENTS",
     "Arithmetic",
+    "HostwiseArithmetic",
     "adasum",
     "adasum_pair",
     "arithmetic_of",
+    "hostwise_arithmetic",
     "identity",
     "single_threaded",
     "staged",
+    "stages",
 ]
 
 # torch divides an element-wise operation on more elements among threads.
@@ -216,6 +219,57 @@ def staged(reduce: Reduce, dtype: torch.dtype, num_members: int) -> Reduce:
     if reduce.op != ReduceOp.AVERAGE or not exactly:
         return reduce
     return reduce._replace(op=ReduceOp.SUM, prescale=reduce.prescale / num_members)
+
+
+def stages(reduce: Reduce, dtype: torch.dtype, num_members: int) -> tuple[Reduce, Reduce, Arithmetic]:
+    """A reduction over several hosts: that of each host's members, that of the hosts, and the last step (`finish_`).
+
+    An average is a sum that is divided at the very end; half precision, which could overflow, is averaged twice.
+    """
+    op, prescale, postscale, _ = reduce
+    if dtype in HALVES:
+        return Reduce(op, prescale), Reduce(op, 1.0, postscale), arithmetic_of(Reduce(), dtype, 1)
+    op = int(ReduceOp.SUM) if op == ReduceOp.AVERAGE else op
+    return Reduce(op, prescale), Reduce(op), arithmetic_of(Reduce(reduce.op, 1.0, postscale), dtype, num_members)
+
+
+class HostwiseArithmetic:
+    """A reduction of all members' data at once, with the bits of one that goes through each host first.
+
+    Made by `hostwise_arithmetic`. Its methods are those of `Arithmetic`; `prepare` is for a member of host `here`.
+    """
+
+    def __init__(self, reduce: Reduce, dtype: torch.dtype, hosts: Sequence[Sequence[int]], here: int) -> None:
+        self.dtype, self._hosts = dtype, hosts
+        sizes = [len(host) for host in hosts]
+        inside, between, self._end = stages(reduce, dtype, sum(sizes))
+        self._inside = [arithmetic_of(staged(inside, dtype, size), dtype, size) for size in sizes]
+        weights = () if min(sizes) == max(sizes) else tuple(sizes)
+        self._between = arithmetic_of(between, dtype, len(hosts), weights=weights)
+        self.prescales = self._inside[here].prescales
+        self.prepare, self.prepare_ = self._inside[here].prepare, self._inside[here].prepare_
+
+    def reduce(self, operands: Sequence[torch.Tensor], out: torch.Tensor, scratch: torch.Tensor) -> None:
+        """Combine the (prepared) operands of all members into `out`, and finish it."""
+        parts = [torch.empty_like(out) for _ in self._hosts]
+        for host, arithmetic, part in zip(self._hosts, self._inside, parts, strict=True):
+            arithmetic.reduce([operands[member] for member in host], part, scratch)
+        self._between.reduce(parts, out, scratch)
+        self._end.finish_(out)
+
+
+@lru_cache(maxsize=512)
+def hostwise_arithmetic(
+    reduce: Reduce, dtype: torch.dtype, hosts: tuple[tuple[int, ...], ...], member: int
+) -> Arithmetic | HostwiseArithmetic:
+    """The arithmetic of a reduction over the members of these hosts, in the order in which the hosts would do it."""
+    num_members = sum(len(host) for host in hosts)
+    if len(hosts) == 1:
+        return arithmetic_of(staged(reduce, dtype, num_members), dtype, num_members)
+    if len(hosts) == num_members:
+        return arithmetic_of(reduce, dtype, num_members)
+    (here,) = (number for number, host in enumerate(hosts) if member in host)
+    return HostwiseArithmetic(reduce, dtype, hosts, here)
 
 
 def _is_exact(factor: float, dtype: torch.dtype) -> bool:

@@ -15,9 +15,10 @@ from typing import Protocol
 
 import torch
 
-from hora.engine.request import Reduce
+from hora.engine.request import Reduce, ReduceOp
+from hora.engine.transport.arithmetic import arithmetic_of
 
-__all__ = ["AliveCheck", "Transport"]
+__all__ = ["AliveCheck", "LocalTransport", "Transport"]
 
 # Raises HorovodInternalError when waiting has become pointless: a peer is dead, or the runtime was shut down.
 AliveCheck = Callable[[], None]
@@ -59,3 +60,42 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release what the transport holds. Called once; other members may be gone already."""
+
+
+class LocalTransport:
+    """The transport of a set with one member: nothing to move, only scaling. Works on any device."""
+
+    name = "local"
+
+    def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
+        for source, out in zip(inputs, outputs, strict=True):
+            if source.data_ptr() != out.data_ptr():
+                out.copy_(source)
+            if reduce.prescale != 1.0 or reduce.postscale != 1.0:
+                arithmetic = arithmetic_of(reduce, out.dtype, 1)
+                arithmetic.prepare_(out)
+                arithmetic.reduce([out], out, out)
+
+    def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
+        self.allreduce(inputs, outputs, reduce._replace(op=ReduceOp.SUM))
+
+    def allgather(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]]) -> None:
+        for source, out in zip(inputs, outputs, strict=True):
+            out.copy_(source)
+
+    def broadcast(self, tensors: Tensors, root: int) -> None:
+        """The only member is the root."""
+
+    def alltoall(
+        self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> None:
+        output.copy_(input[: send_counts[0]])
+
+    def reducescatter(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], reduce: Reduce) -> None:
+        self.allreduce(inputs, outputs, reduce)
+
+    def barrier(self) -> None:
+        """The only member is here."""
+
+    def close(self) -> None:
+        """Nothing is held."""

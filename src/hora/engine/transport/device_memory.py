@@ -19,7 +19,7 @@ from contextlib import suppress
 import torch
 
 from hora.engine.request import Reduce
-from hora.engine.shm.futex import LINE_BYTES, Counter
+from hora.engine.shm.counters import LINE_BYTES, Counter
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.arithmetic import arithmetic_of
 from hora.engine.transport.base import AliveCheck, Tensors
@@ -62,7 +62,7 @@ class DeviceMemoryTransport:
         self._check_alive, self._limit_s, self._complete = check_alive, limit_s, complete
         self._staged = staged
         self._segment = segment
-        self._counters = [Counter.at(segment.memory, LINE_BYTES * peer) for peer in range(num_members)]
+        self._counters = [Counter(segment.memory, LINE_BYTES * peer) for peer in range(num_members)]
         self._step = 0
         self._buffers = Buffers(device, _KEEP_BYTES)
         self._most_bytes = _LARGEST_SLOT_BYTES  # of a slot; less when the GPU has not so much to spare

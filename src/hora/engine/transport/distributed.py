@@ -1,9 +1,9 @@
 """The transport of members that can only send to one another: over our own streams or NCCL.
 
 For CPU tensors a group only moves bytes. Reductions exchange the members' parts directly and combine them locally with
-`arithmetic`, in member order: that gives the same bits as shared memory does, for every dtype, and costs no more
-traffic than a ring. NCCL reduces by itself, in its own order, which is the same for all members. The engine calls it;
-`HierarchicalTransport` and `CudaTransport` build on it.
+`arithmetic`, in the order of the members or host by host: that gives the same bits as shared memory does, for every
+dtype. So this is the plain way without the native part, slow and right. NCCL reduces by itself, in its own order, which
+is the same for all members. `HierarchicalTransport` and `CudaTransport` build on it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from typing import NamedTuple
 import torch
 
 from hora.engine.request import Reduce
-from hora.engine.transport.arithmetic import SERIAL_ELEMENTS, Arithmetic, adasum, arithmetic_of
+from hora.engine.transport.arithmetic import (
+    SERIAL_ELEMENTS,
+    Arithmetic,
+    HostwiseArithmetic,
+    adasum,
+    arithmetic_of,
+    hostwise_arithmetic,
+)
 from hora.engine.transport.base import Tensors
 from hora.engine.transport.group import PeerGroup, Work
 from hora.engine.transport.nccl import NcclGroup
@@ -27,6 +34,8 @@ __all__ = ["DistributedTransport"]
 _PORTION_BYTES = 8 * 2**20
 # A GPU needs longer ones to be busy.
 _CUDA_PORTION_BYTES = 64 * 2**20
+
+AnyArithmetic = Arithmetic | HostwiseArithmetic
 
 
 class _Portion(NamedTuple):
@@ -46,7 +55,10 @@ class _Portion(NamedTuple):
 
 
 class DistributedTransport:
-    """See `Transport`. `device`: "cpu" or the CUDA device, for which `group` is NCCL's; `weights`: see `Arithmetic`."""
+    """See `Transport`. `device`: "cpu" or the CUDA device, for which `group` is NCCL's; `weights`: see `Arithmetic`.
+
+    `hosts`: the members of each host, if reductions go host by host; the order of members otherwise.
+    """
 
     def __init__(
         self,
@@ -55,10 +67,12 @@ class DistributedTransport:
         num_members: int,
         device: str | torch.device = "cpu",
         weights: tuple[int, ...] = (),
+        hosts: Sequence[Sequence[int]] = (),
     ) -> None:
         self._group = group
         self._member = member
         self._weights = weights
+        self._hosts = tuple(tuple(host) for host in hosts)
         self._num_members = num_members
         self._device = torch.device(device)
         self._portion_bytes = _CUDA_PORTION_BYTES if self._device.type == "cuda" else _PORTION_BYTES
@@ -68,13 +82,18 @@ class DistributedTransport:
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         dtype = inputs[0].dtype
         elsewhere = isinstance(self._group, NcclGroup) and self._group.reduces(dtype)
-        arithmetic = arithmetic_of(reduce, dtype, self._num_members, elsewhere=elsewhere, weights=self._weights)
+        arithmetic = self._arithmetic(reduce, dtype, elsewhere=elsewhere)
         cut = portions(inputs, outputs, self._portion_bytes // dtype.itemsize)
         overlap(
             self._reduce(_Portion(sources, results, number % 2), reduce.op, arithmetic)
             for number, (sources, results) in enumerate(cut)
             if any(source.numel() for source in sources)
         )
+
+    def _arithmetic(self, reduce: Reduce, dtype: torch.dtype, *, elsewhere: bool = False) -> AnyArithmetic:
+        if self._hosts:
+            return hostwise_arithmetic(reduce._replace(code=""), dtype, self._hosts, self._member)
+        return arithmetic_of(reduce, dtype, self._num_members, elsewhere=elsewhere, weights=self._weights)
 
     def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         dtype, sizes = inputs[0].dtype, [tensor.numel() for tensor in inputs]
@@ -127,7 +146,7 @@ class DistributedTransport:
     ) -> InTwoHalves:
         """A reducescatter, all tensors at once; of two that overlap, one has turn 0 and one turn 1."""
         dtype, n, me = inputs[0].dtype, self._num_members, self._member
-        arithmetic = arithmetic_of(reduce, dtype, n, weights=self._weights)
+        arithmetic = self._arithmetic(reduce, dtype)
         totals = [sum(each[m] for each in counts) for m in range(n)]
         packed = inputs[0]
         if len(inputs) > 1 or arithmetic.prescales:
@@ -176,8 +195,12 @@ class DistributedTransport:
 
     # Each of the following reduces one portion: it starts the exchange, yields, and then does the rest.
 
-    def _reduce(self, portion: _Portion, op: int, arithmetic: Arithmetic) -> InTwoHalves:
-        if isinstance(self._group, NcclGroup) and self._group.reduces(arithmetic.dtype):
+    def _reduce(self, portion: _Portion, op: int, arithmetic: AnyArithmetic) -> InTwoHalves:
+        if (
+            isinstance(arithmetic, Arithmetic)
+            and isinstance(self._group, NcclGroup)
+            and self._group.reduces(arithmetic.dtype)
+        ):
             return self._reduce_natively(self._group, portion, op, arithmetic)
         return self._reduce_in_two_steps(portion, arithmetic)
 
@@ -195,7 +218,7 @@ class DistributedTransport:
         if not portion.single:
             unpack(work, portion.results)
 
-    def _reduce_in_two_steps(self, portion: _Portion, arithmetic: Arithmetic) -> InTwoHalves:
+    def _reduce_in_two_steps(self, portion: _Portion, arithmetic: AnyArithmetic) -> InTwoHalves:
         """Member m receives slice m of all and combines it; then all receive all slices."""
         n, me = self._num_members, self._member
         slices = spread(portion.total, n)
@@ -211,7 +234,7 @@ class DistributedTransport:
         if not portion.single:
             unpack(gathered, portion.results)
 
-    def _combine(self, arithmetic: Arithmetic, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    def _combine(self, arithmetic: AnyArithmetic, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Combine the members' parts into `out`, which may be one of them, and finish it."""
         count = out.numel()
         # On the CPU in parts that stay in the cache from one step to the next, and in one thread.
@@ -245,7 +268,7 @@ class DistributedTransport:
         """A buffer that the portion under way beside this one does not use."""
         return self._buffers.take(f"{purpose}{portion.turn}", count, portion.sources[0].dtype)
 
-    def _prepare(self, portion: _Portion, arithmetic: Arithmetic) -> torch.Tensor:
+    def _prepare(self, portion: _Portion, arithmetic: AnyArithmetic) -> torch.Tensor:
         packed = self._take("own", portion.total, portion)
         torch.cat(portion.sources, out=packed)
         arithmetic.prepare_(packed)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from torch._C._distributed_c10d import Store
 
 from hora.engine.shm.segment import Segment
-from hora.engine.transport.base import AliveCheck, Transport
+from hora.engine.transport.base import AliveCheck, LocalTransport, Transport
 from hora.engine.transport.cuda import CudaTransport
-from hora.engine.transport.group import PeerGroup, connect
+from hora.engine.transport.distributed import DistributedTransport
+from hora.engine.transport.group import connect
 from hora.engine.transport.hierarchical import HierarchicalTransport
-from hora.engine.transport.local import LocalTransport
 from hora.engine.transport.shm import ShmTransport
 from hora.engine.transport.stream import StreamGroup, Streams
 
@@ -30,7 +30,7 @@ class Topology:
     `hosts` lists ranks that share memory; `share` gives several ranks of one host the same new segment
     (collective); `streams` makes connections, under a name of their own, between ranks that call it together. For NCCL:
     `store` makes a torch store with a name of its own. `cuda_ipc`: ranks on one GPU may share its memory. `native`: all
-    ranks of the world have the native part, which can also encrypt on all of them where anything is encrypted.
+    ranks of the world have the native part, so that those of a host share memory.
     """
 
     ranks: Sequence[int]
@@ -55,16 +55,19 @@ def make_transport(topology: Topology, device: str, transport_for: Callable[[str
     if len(topology.ranks) == 1:
         return LocalTransport()
     groups = topology.members_by_host()
+    member, num_members, limit_s = topology.member, len(topology.ranks), _COLLECTIVE_LIMIT_S
+    if device == "cpu" and not topology.native:
+        group = _group(topology, "members", range(num_members))
+        return DistributedTransport(group, member, num_members, hosts=sorted(map(sorted, groups)))
     if device == "cpu" and len(groups) == 1:
         return _shm_transport(topology, groups[0])
-    member, num_members, limit_s = topology.member, len(topology.ranks), _COLLECTIVE_LIMIT_S
     if device == "cpu":
         (here,) = (group for group in groups if member in group)
         return between_hosts(topology, _shm_transport(topology, here) if len(here) > 1 else LocalTransport())
     store = _store(topology, "flat")
     share = (
         (lambda num_bytes: topology.share(topology.ranks, num_bytes))
-        if topology.cuda_ipc and len(groups) == 1
+        if topology.cuda_ipc and topology.native and len(groups) == 1
         else None
     )
     return CudaTransport(store, member, num_members, topology.check_alive, limit_s, lambda: transport_for("cpu"), share)
@@ -81,13 +84,12 @@ def between_hosts(topology: Topology, local: Transport) -> HierarchicalTransport
         topology.member,
         share=lambda num_bytes: topology.share(here, num_bytes),
         connect=lambda name, some: _group(topology, name, some),
-        native=topology.native,
         check_alive=topology.check_alive,
         limit_s=_COLLECTIVE_LIMIT_S,
     )
 
 
-def _group(topology: Topology, name: str, members: Sequence[int]) -> PeerGroup:
+def _group(topology: Topology, name: str, members: Sequence[int]) -> StreamGroup:
     """Connections between some members, who call this together."""
     me, num_members = list(members).index(topology.member), len(members)
     check_alive, limit_s = topology.check_alive, _COLLECTIVE_LIMIT_S

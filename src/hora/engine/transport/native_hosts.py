@@ -19,13 +19,12 @@ from typing import NamedTuple
 import torch
 
 from hora.engine.request import Kind
-from hora.engine.shm.futex import LINE_BYTES, SLICE_S
+from hora.engine.shm.counters import LINE_BYTES, SLICE_NS
 from hora.engine.shm.native import NOTHING, Library, SpinPolicy, Sum, addresses, fields, library, new_spin_policy
-from hora.engine.shm.records import RecordsOfOneDirection
 from hora.engine.shm.segment import Segment, aligned
 from hora.engine.transport.base import AliveCheck, Tensors
 from hora.engine.transport.packing import total
-from hora.engine.transport.stream import StreamGroup
+from hora.engine.transport.stream import RecordsOfOneDirection, StreamGroup
 from hora.errors import AuthenticationError
 
 __all__ = ["HEADER_BYTES", "Cut", "NativeHosts", "Scaling", "cut_for"]
@@ -336,7 +335,7 @@ class NativeHosts:
 
     def _run_to_its_end(self, job: _Job) -> bool:
         begin = 0.0
-        while not (outcome := self._run_some(job, int(SLICE_S * 1e9))):
+        while not (outcome := self._run_some(job, SLICE_NS)):
             self.late_host = -1 - job.late if job.late < 0 else None
             self._check_alive()
             now = time.monotonic()

@@ -8,7 +8,7 @@ same order, so both ends know what comes next and how long it is.
 No thread sends or receives: the one that starts an exchange gives the kernel what it takes at once, and the one that
 waits for it moves the rest of all that is under way, in both directions, straight between the tensors' memory and the
 kernel. Meanwhile the kernel keeps what has come and goes on sending what it has. The engine's factory makes groups of
-this kind.
+this kind. The native part moves the same records, sealed and opened by the libcrypto that Python was linked with.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib
 import os
 import select
 import socket
 import struct
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +30,7 @@ from typing import Any
 
 import torch
 
-from hora.engine.shm.records import NativeRecords, RecordsOfOneDirection
+from hora.engine.shm.native import fields
 from hora.engine.transport.base import AliveCheck
 from hora.engine.transport.group import SLICE, PeerGroup, Work
 from hora.engine.transport.packing import copy, spread
@@ -37,11 +39,73 @@ from hora.net import sockets
 from hora.net.cipher import Records
 from hora.net.connection import Stream
 
-__all__ = ["Incoming", "Outgoing", "StreamGroup", "Streams"]
+__all__ = ["Incoming", "Outgoing", "RecordsOfOneDirection", "StreamGroup", "Streams", "encrypts_natively"]
 
 # What is smaller goes from the root to all members directly; larger ones share the way.
 _DIRECT_BYTES = 64 * 2**10
 _TIME = struct.Struct("ll")
+
+_FUNCTIONS = ("EVP_CipherInit_ex", "EVP_CipherUpdate", "EVP_CipherFinal_ex", "EVP_CIPHER_CTX_ctrl")
+
+
+class RecordsOfOneDirection(ctypes.Structure):
+    """`struct records`."""
+
+    _fields_ = (*fields("pointer context begin update end control room"), ("number", ctypes.c_uint64))
+
+
+@functools.lru_cache(maxsize=1)
+def _libcrypto() -> Any:
+    try:
+        # A module that is linked with it: what is looked up there is looked up in all that it needs.
+        found = ctypes.CDLL(importlib.import_module("_hashlib").__file__)
+        for name in (*_FUNCTIONS, "EVP_aes_128_gcm", "EVP_CIPHER_CTX_new", "EVP_CIPHER_CTX_free"):
+            getattr(found, name)
+    except (ImportError, OSError, AttributeError):
+        return None
+    found.EVP_CIPHER_CTX_new.restype = found.EVP_aes_128_gcm.restype = ctypes.c_void_p
+    found.EVP_CIPHER_CTX_free.argtypes = (ctypes.c_void_p,)
+    found.EVP_CIPHER_CTX_free.restype = None
+    found.EVP_CipherInit_ex.argtypes = (*(ctypes.c_void_p,) * 3, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int)
+    return found
+
+
+def encrypts_natively() -> bool:
+    """Return whether this Python has a libcrypto that can be called."""
+    return _libcrypto() is not None
+
+
+class _NativeRecords:
+    """Seals or opens what `records` would, and takes turns with it: between jobs of the native part either may be
+    used.
+    """
+
+    def __init__(self, records: Records, *, seals: bool) -> None:
+        self._records, self._seals, self._key = records, seals, b""
+        library = _libcrypto()
+        context = library.EVP_CIPHER_CTX_new()
+        if not context:
+            raise MemoryError("no room for a cipher")
+        weakref.finalize(self, library.EVP_CIPHER_CTX_free, context)
+        self._room = ctypes.create_string_buffer(Records.most_bytes + Records.tag_bytes)
+        functions = [ctypes.cast(getattr(library, name), ctypes.c_void_p) for name in _FUNCTIONS]
+        self._description = RecordsOfOneDirection(context, *functions, ctypes.addressof(self._room), 0)
+
+    def lend(self, most: int) -> RecordsOfOneDirection:
+        """For at most so many records. Both ends of a connection lend alike."""
+        key, number = self._records.lend(most)
+        if key != self._key:
+            library, context = _libcrypto(), self._description.context
+            if library.EVP_CipherInit_ex(context, library.EVP_aes_128_gcm(), None, key, None, int(self._seals)) != 1:
+                raise RuntimeError("libcrypto does not take a key for AES-GCM")
+            self._key = key
+        self._description.number = number
+        return self._description
+
+    def take_back(self) -> None:
+        """The native part has made all the records that it will."""
+        self._records.take_back(self._description.number)
+
 
 # A socket, and the records of what passes there if it is encrypted.
 Lent = tuple[int, RecordsOfOneDirection | None]
@@ -245,9 +309,9 @@ class _End:
             self._native.take_back()
 
     @functools.cached_property
-    def _native(self) -> NativeRecords | None:
+    def _native(self) -> _NativeRecords | None:
         """The records, for the native part. None where nothing is encrypted."""
-        return None if self._records is None else NativeRecords(self._records, seals=self.event == select.POLLOUT)
+        return None if self._records is None else _NativeRecords(self._records, seals=self.event == select.POLLOUT)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # the peer has gone already

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hora.engine.transport.division import Division, consecutive, portions, where
+from hora.engine.transport.hierarchical import Division, consecutive, portions, where
 from hora.engine.transport.packing import spread
 
 
