@@ -258,6 +258,8 @@ class Bootstrap:
 
     def beside(self, ranks: Sequence[int]) -> list[int]:
         """Those of these ranks that share memory with this one, and itself."""
+        if not self._native:
+            return [self._world.rank]
         (here,) = (host for host in self.sharing if self._world.rank in host)
         return [rank for rank in ranks if rank in here]
 
@@ -319,14 +321,14 @@ class Bootstrap:
         """A stream for messages to a rank of another host."""
         self.keys.fetch([rank])
         limit_s = self.config.init_timeout_s
-        opened = self.control_tree.open_stream(rank, self._far(rank), _MESSAGES, limit_s=limit_s)
+        opened = self.control_tree.handoff.open_stream(rank, self._far(rank), _MESSAGES, limit_s=limit_s)
         return self._protected(opened, rank)
 
     def take_message_stream(self, rank: int) -> Stream | None:
         """The stream that a rank of another host has opened for messages to this one, if it has."""
         self.keys.fetch([rank])
         try:
-            return self._protected(self.control_tree.take_stream(_MESSAGES, rank, limit_s=0.0), rank)
+            return self._protected(self.control_tree.handoff.take_stream(_MESSAGES, rank, limit_s=0.0), rank)
         except TimeoutError:
             return None
 

@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from hora.engine.shm.futex import LINE_BYTES, Counter, fence
+from hora.engine.shm.counters import LINE_BYTES, Counter
 from hora.engine.shm.segment import Segment
 from hora.engine.status import WorldStatus
 from hora.engine.transport.stream import Incoming, Outgoing
@@ -82,8 +82,8 @@ class _Ring:
     """The bytes of one ordered pair, at `offset` of the host's segment."""
 
     def __init__(self, segment: Segment, offset: int, num_bytes: int) -> None:
-        self.written = Counter.at(segment.memory, offset)
-        self.read = Counter.at(segment.memory, offset + 2 * LINE_BYTES)
+        self.written = Counter(segment.memory, offset)
+        self.read = Counter(segment.memory, offset + 2 * LINE_BYTES)
         self._start = self.written.address + _PAIR_LINES * LINE_BYTES
         self._num_bytes = num_bytes
 
@@ -186,8 +186,8 @@ class Messages:
         for index, rank in enumerate(near):
             at = index * _RANK_LINES * LINE_BYTES
             self._bells[rank] = (
-                Counter.at(segment.memory, at),
-                Counter.at(segment.memory, at + 2 * LINE_BYTES),
+                Counter(segment.memory, at),
+                Counter(segment.memory, at + 2 * LINE_BYTES),
             )
             if rank != self._rank:
                 self._out[rank] = _Ring(segment, pairs_at + (mine * size + index) * pair_bytes, ring_bytes)
@@ -288,8 +288,7 @@ class Messages:
         bell, asleep = mine
         with self._lock:
             self._num_asleep += 1
-            asleep.store(1)
-            fence()
+            asleep.store_fenced(1)
             moved = self._progress()
         try:
             if not moved:
@@ -431,9 +430,7 @@ class Messages:
         if bells is not None:
             bell, asleep = bells
             bell.store(next(self._numbers) * self._num_near * 2 + self._rank)  # a number that was never there
-            fence()
-            if asleep.value:
-                bell.wake()
+            bell.wake_if(asleep)
 
     def _way(self, peer: int, *, outwards: bool) -> _Ring | _Far:
         near = (self._out if outwards else self._in).get(peer)
