@@ -149,6 +149,11 @@ class World:
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
             "HORA_GENERATION": str(self.generation),
+            # torchrun's names, for scripts that were written for it.
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
         }
         if self.worker >= 0:
             env["HORA_WORKER"] = str(self.worker)

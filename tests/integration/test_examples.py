@@ -130,3 +130,13 @@ def test_the_tour_runs_from_top_to_bottom(tmp_path):
     assert re.search(r"http://127\.0\.0\.1:\d+.* is the page", text)
     assert "label__output" in text
     assert any("image/png" in output.get("data", {}) for output in outputs), "the penguins"
+
+
+@pytest.mark.parametrize("launcher", [("torchrun", "--nproc-per-node", "2"), ("hora", "run", "-np", "2", "python")])
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_programs_of_torch_distributed_run_under_torchrun_and_hora(launcher, name):
+    status, out, err = run_command(*launcher, str(EXAMPLES / f"{name}.py"))
+    assert status == 0, err
+    losses = [float(number) for number in re.findall(r"loss ([\d.]+)", out)]
+    assert len(losses) >= 4, out
+    assert losses[-1] < losses[0] / 2, out

@@ -254,6 +254,9 @@ class Options:
 
     mpi_threads_disable: bool | None = _worker("--mpi-threads-disable", section="libraries", kind=bool,
         key="library_options.mpi_threads_disable", idle=_NO_MPI)
+    replace_gloo: bool | None = _worker("--replace-gloo", section="libraries", kind=bool,
+        key="library_options.replace_gloo", variable="HORA_REPLACE_GLOO",
+        help="programs that ask torch.distributed for gloo get Hora")
     mpi_args: str | None = _option("--mpi-args", kind=str, section="libraries", metavar="ARGS",
         idle=_NO_MPI)
     tcp_flag: bool | None = _option("--tcp", kind=bool, section="libraries", variable="NCCL_IB_DISABLE",

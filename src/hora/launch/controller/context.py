@@ -12,9 +12,11 @@ import json
 import os
 import queue
 import secrets
+import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from hora.errors import JobFailedError
@@ -25,6 +27,7 @@ from hora.launch.controller.stall_stacks import StallStacks
 from hora.launch.environment import module_command
 from hora.launch.job import Job, Launcher, LeadershipLostError, Succession, WorkerExit, WorkerSpec
 from hora.launch.slots import Slot
+from hora.net.address import is_local
 from hora.net.client import FUNCTION_KEY, PATH_KEY
 from hora.net.keys import worker_key
 from hora.net.wire import new_secret
@@ -34,6 +37,8 @@ __all__ = ["JobRun", "News"]
 
 _KILL_SLACK_S = 10.0
 _INTERRUPTIBLE_S = 3600.0
+
+_FIRST_PORT, _NUM_PORTS = 20000, 12000
 
 
 class News(Protocol):
@@ -77,6 +82,7 @@ class JobRun:
         self._secret = job.secret or new_secret()
         self._happened: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stop_reason = ""
+        self._master: dict[str, str] = {}  # where torch's env:// meets
         self._events = Observed(self)
         term = 0 if job.succession is None else job.succession.term
         self.rendezvous = Rendezvous(
@@ -130,14 +136,16 @@ class JobRun:
         self.rendezvous.publish(generation, worlds)
 
     def start(self, worlds: Iterable[tuple[Slot, World]]) -> None:
-        job = self._job
+        job, worlds = self._job, list(worlds)
         reporting = REPORTING if job.watching is not None else {}
+        self._choose_master(worlds)
         workers = [
             WorkerSpec(
                 worker=world.worker,
                 slot=slot,
                 argv=self._argv,
                 env={
+                    **self._master,
                     **job.env,
                     "PYTHONUNBUFFERED": "1",
                     **reporting,
@@ -154,6 +162,19 @@ class JobRun:
         if job.verbose:
             self.log(f"starting {len(workers)} processes: {' '.join(self._argv)}")
         self._launcher.start(workers, self._events)
+
+    def _choose_master(self, worlds: Sequence[tuple[Slot, World]]) -> None:
+        """Choose where rank 0 opens torch's store, should the workers' program ask for one (`env://`)."""
+        hosts = [slot.hostname for slot, world in worlds if world.rank == 0]
+        if not hosts or self._master:
+            return
+        if all(is_local(slot.hostname) for slot, _ in worlds):
+            self._master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        else:  # a port of another host, below those that hosts give out by themselves
+            self._master = {
+                "MASTER_ADDR": hosts[0],
+                "MASTER_PORT": str(_FIRST_PORT + zlib.crc32(self.id.encode()) % _NUM_PORTS),
+            }
 
     def adopt(self, succession: Succession, workers: Mapping[str, Collection[int]]) -> set[int]:
         """Look after workers that an earlier leader has started; returns those of which their hosts know."""
@@ -270,3 +291,9 @@ class JobRun:
 
 def _raise(error: Exception) -> None:
     raise error
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
