@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native wheels release-notes demo test test-unit test-versions test-spark test-spark-protected test-ray test-tensorflow test-perfetto test-hosts test-store test-slow test-containers test-security lint style format docs coverage bench scale chaos soak simulate fuzz sanitize verify clean
+.PHONY: help setup native wheels release-notes demo test test-unit test-versions test-spark test-spark-protected test-ray test-tensorflow test-perfetto test-hosts test-store test-habits test-slow test-containers test-security lint style format docs coverage bench scale chaos soak simulate fuzz sanitize verify clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-ray                   horovod.ray on a real Ray cluster of two nodes, which it installs first"
 	@echo "make test-tensorflow            horovod.tensorflow and horovod.keras on TensorFlow, Keras 2 and 3, which it installs first"
 	@echo "make test-hosts                 two to eight hosts: every collective, strangers, deaths; needs root and namespaces"
+	@echo "make test-habits                optimizers and the habits of users: each cell of the matrix against one process; poisoned memory"
 	@echo "make test-store                 leaders that die, are stopped or lose their etcd; needs etcd (etcd-server)"
 	@echo "make test-containers            builds the images and trains in them; needs root, buildah and mmdebstrap"
 	@echo "make test-perfetto              a timeline in Perfetto's own page, which it installs first (16 MB)"
@@ -166,6 +167,12 @@ test-hosts: $(STAMP)
 # Leaders that die, are stopped or lose etcd. Needs etcd (Debian: etcd-server, etcd-client).
 test-store: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfERs --durations 12 tests/integration/test_job_store.py tests/integration/test_store_client.py
+
+# The whole matrix, then the tests of optimizers and collectives with NaN in all memory that nothing may be read from.
+POISONED := optimizer optimizer_models sharded powersgd local_sgd grad_scaler ops_allreduce ops_reducescatter host_lane network_engine
+test-habits: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfER tests/multiproc/test_habits.py tests/multiproc/test_optimizer_habits.py
+	HORA_TEST_POISON=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -rfER $(POISONED:%=tests/multiproc/test_%.py)
 
 test-containers: $(STAMP)
 	$(BIN)/python -m pytest -m containers -rfERs tests/integration/test_containers.py

@@ -1,0 +1,547 @@
+"""What people do with optimizers (rows), in every mode that Hora has (columns): programs for `test_habits`.
+
+A row is a small training. It runs on every rank with the rank's own data and a column's optimizer, and in one process
+with the data of all ranks and the plain optimizer. A column whose hosts train apart is compared with one process that
+trains a replica for each host and averages them after each step.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import horovod.torch as hvd
+
+STEPS = 6
+Wrap = Callable[[torch.optim.Optimizer, list[tuple[str, torch.Tensor]]], Any]
+
+
+def unwrapped(optimizer: torch.optim.Optimizer, _: list[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
+    return optimizer
+
+
+def inputs(rank: int, number: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * number + rank))
+
+
+class Row:
+    """Overridden in part by each row. `ranks`: whose losses are averaged in this process."""
+
+    dtype = torch.float32
+
+    def __init__(self, wrap: Wrap, *, apart: bool = False) -> None:
+        self.wrap = wrap
+        self.zeros_missing = wrap is unwrapped and not apart  # a rank's missing gradient counts as zero
+        torch.manual_seed(0)
+        self.net = self.model().to(self.dtype)
+        self.prepare()
+        self.optimizer = wrap(self.plain_optimizer(), list(self.net.named_parameters()))
+        self.finish_setup()
+
+    def model(self) -> nn.Module:
+        """Gradients that are copied at once and those that are copied together."""
+        return nn.Sequential(nn.Linear(6, 80), nn.Tanh(), nn.Linear(80, 70), nn.Tanh(), nn.Linear(70, 3))
+
+    def plain_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
+
+    def prepare(self) -> None:
+        """Before the optimizer is made."""
+
+    def finish_setup(self) -> None:
+        """After it was wrapped."""
+
+    def loss(self, rank: int, number: int) -> torch.Tensor:
+        return self.net(inputs(rank, number).to(self.dtype)).square().mean()
+
+    def mean_loss(self, ranks: list[int], number: int) -> torch.Tensor:
+        return torch.stack([self.loss(rank, number) for rank in ranks]).mean()
+
+    def iterate(self, number: int, ranks: list[int], after_backward: Callable[[], None]) -> None:
+        self.optimizer.zero_grad()
+        self.mean_loss(ranks, number).backward()
+        after_backward()
+        self.fill_missing()
+        self.optimizer.step()
+
+    def end_step(self) -> None:
+        """After the step, when hosts that train apart have averaged."""
+
+    def fill_missing(self) -> None:
+        for parameter in self.net.parameters() if self.zeros_missing else ():
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def parts(self) -> dict[str, Any]:
+        """Objects of an elastic state."""
+        return {"model": self.net, "optimizer": self.optimizer}
+
+    def averaged(self) -> list[torch.Tensor]:
+        """Tensors that hosts which train apart average after each step."""
+        return list(self.net.parameters())
+
+    def result(self) -> list[torch.Tensor]:
+        return [tensor.detach() for tensor in self.averaged()]
+
+
+class Plain(Row):
+    """Nothing special."""
+
+
+class Accumulation(Row):
+    passes = 2
+
+    def iterate(self, number, ranks, after_backward):
+        self.optimizer.zero_grad()
+        for part in range(self.passes):
+            self.mean_loss(ranks, number * self.passes + part).backward()
+            if part == 0:
+                after_backward()
+        self.optimizer.step()
+
+
+class Clipping(Row):
+    def iterate(self, number, ranks, after_backward):
+        self.optimizer.zero_grad()
+        self.mean_loss(ranks, number).backward()
+        after_backward()
+        clip = torch.nn.utils.clip_grad_norm_ if self.wrap is unwrapped else hvd.clip_grad_norm_
+        clip(self.net.parameters(), 0.05)
+        self.optimizer.step()
+
+
+class ScalerInfinityEverywhere(Row):
+    bad = (0, 1)
+
+    def finish_setup(self):
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def iterate(self, number, ranks, after_backward):
+        self.optimizer.zero_grad()
+        bad = number == 3 and any(rank in self.bad for rank in ranks)
+        self.scaler.scale(self.mean_loss(ranks, number) * (float("inf") if bad else 1.0)).backward()
+        after_backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def parts(self):
+        return super().parts() | {"scaler": self.scaler}
+
+
+class ScalerInfinityOnOneRank(ScalerInfinityEverywhere):
+    bad = (1,)
+
+
+class CheckpointAndResume(Row):
+    def iterate(self, number, ranks, after_backward):
+        if number == 3:
+            file = io.BytesIO()
+            torch.save((self.net.state_dict(), self.optimizer.state_dict()), file)
+            file.seek(0)
+            values, state = torch.load(file, weights_only=True)
+            self.net = self.model().to(self.dtype)
+            self.net.load_state_dict(values)
+            self.optimizer = self.wrap(self.plain_optimizer(), list(self.net.named_parameters()))
+            self.optimizer.load_state_dict(state)
+            self.resumed()
+        super().iterate(number, ranks, after_backward)
+
+    def resumed(self) -> None:
+        """An elastic state takes the new objects over."""
+
+
+class FreezeAndThaw(Row):
+    def prepare(self):
+        self.net[0].requires_grad_(False)
+
+    def iterate(self, number, ranks, after_backward):
+        self.net[0].requires_grad_(number >= 2)
+        if number == 4:
+            self.net[2].requires_grad_(False)
+            self.optimizer.zero_grad()
+        super().iterate(number, ranks, after_backward)
+
+    def fill_missing(self):
+        """A parameter that was reduced before counts as zero when it is frozen."""
+        for parameter in self.net[2].parameters() if self.zeros_missing else ():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+class AddedGroup(Row):
+    def plain_optimizer(self):
+        return torch.optim.SGD(self.net[:3].parameters(), lr=0.05, momentum=0.9)
+
+    def iterate(self, number, ranks, after_backward):
+        if number == 2 and len(self.optimizer.param_groups) == 1:
+            self.optimizer.add_param_group({"params": list(self.net[4].parameters()), "lr": 0.02})
+        super().iterate(number, ranks, after_backward)
+        self.net.zero_grad()
+
+
+class TiedWeights(Row):
+    def model(self):
+        net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        net[2].weight = net[0].weight
+        return net
+
+
+class UnusedParameters(Row):
+    def model(self):
+        return nn.ModuleDict({"used": super().model(), "unused": nn.Linear(7, 70)})
+
+    def loss(self, rank, number):
+        return self.net["used"](inputs(rank, number)).square().mean()
+
+
+class RankDependentUse(Row):
+    def model(self):
+        return nn.ModuleList(nn.Linear(6, 5) for _ in range(4))
+
+    def loss(self, rank, number):
+        return self.net[(rank + number) % 4](inputs(rank, number)).square().mean()
+
+
+class TwoOptimizers(Row):
+    def finish_setup(self):
+        torch.manual_seed(1)
+        self.other = nn.Linear(3, 90)
+        plain = torch.optim.SGD(self.other.parameters(), lr=0.02)
+        self.second = self.wrap(plain, [(f"other.{name}", p) for name, p in self.other.named_parameters()])
+
+    def loss(self, rank, number):
+        return self.other(self.net(inputs(rank, number))).square().mean()
+
+    def iterate(self, number, ranks, after_backward):
+        self.second.zero_grad()
+        super().iterate(number, ranks, after_backward)
+        self.second.step()
+
+    def parts(self):
+        return super().parts() | {"other": self.other, "second": self.second}
+
+    def averaged(self):
+        return [*super().averaged(), *self.other.parameters()]
+
+
+class Closures(Row):
+    def iterate(self, number, ranks, after_backward):
+        def closure():
+            self.optimizer.zero_grad()
+            loss = self.mean_loss(ranks, number)
+            loss.backward()
+            after_backward()
+            return loss
+
+        self.optimizer.step(closure)
+
+
+class HooksBefore(Row):
+    def prepare(self):
+        self.register()
+
+    def register(self):
+        for parameter in self.net.parameters():
+            parameter.register_post_accumulate_grad_hook(_halve)
+
+
+class HooksAfter(HooksBefore):
+    def prepare(self):
+        pass
+
+    def finish_setup(self):
+        self.register()
+
+
+def _halve(parameter: torch.Tensor) -> None:
+    parameter.grad.mul_(0.5)
+
+
+class Complex(Row):
+    def model(self):
+        return nn.Linear(6, 5, dtype=torch.complex64)
+
+    def loss(self, rank, number):
+        return self.net(inputs(rank, number).to(torch.complex64)).abs().square().mean()
+
+    def __init__(self, *args, **kwargs):
+        self.dtype = torch.complex64
+        super().__init__(*args, **kwargs)
+
+
+class Float64(Row):
+    dtype = torch.float64
+
+
+class BFloat16(Row):
+    dtype = torch.bfloat16
+
+
+class ZeroDimensionalAndEmpty(Row):
+    def model(self):
+        net = super().model()
+        net.scale, net.empty = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.empty(0, 4))
+        return net
+
+    def loss(self, rank, number):
+        return super().loss(rank, number) * self.net.scale + self.net.empty.sum()
+
+
+class SparseGradients(Row):
+    def model(self):
+        return nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Flatten(), nn.Linear(24, 3))
+
+    def plain_optimizer(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.05)
+
+    def loss(self, rank, number):
+        chosen = torch.randint(0, 50, (4, 3), generator=torch.Generator().manual_seed(100 * number + rank))
+        return self.net(chosen).square().mean()
+
+    def fill_missing(self):
+        pass
+
+
+class ChannelsLast(Row):
+    def model(self):
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 40, 3))
+        return net.to(memory_format=torch.channels_last)
+
+    def loss(self, rank, number):
+        images = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(100 * number + rank))
+        return self.net(images.to(memory_format=torch.channels_last)).square().mean()
+
+
+class Compiled(Row):
+    def finish_setup(self):
+        self.compiled = torch.compile(self.net, backend="aot_eager")
+
+    def loss(self, rank, number):
+        return self.compiled(inputs(rank, number)).square().mean()
+
+
+class ActivationCheckpointing(Row):
+    def loss(self, rank, number):
+        from torch.utils.checkpoint import checkpoint
+
+        return checkpoint(self.net, inputs(rank, number), use_reentrant=False).square().mean()
+
+
+class ExponentialMovingAverage(Row):
+    def finish_setup(self):
+        self.average = torch.optim.swa_utils.AveragedModel(
+            self.net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
+
+    def end_step(self):
+        self.average.update_parameters(self.net)
+
+    def parts(self):
+        return super().parts() | {"average": self.average}
+
+    def result(self):
+        return [*super().result(), *(p.detach() for p in self.average.parameters())]
+
+
+class Schedulers(Row):
+    def plain_optimizer(self):
+        first, rest = self.net[:1].parameters(), self.net[1:].parameters()
+        groups = [{"params": first, "lr": 0.02}, {"params": rest, "weight_decay": 0.01}]
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+    def finish_setup(self):
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, [0.1, 0.2], total_steps=2 * STEPS)
+
+    def iterate(self, number, ranks, after_backward):
+        super().iterate(number, ranks, after_backward)
+        self.scheduler.step()
+
+    def parts(self):
+        return super().parts() | {"scheduler": self.scheduler}
+
+
+ROWS: dict[str, type[Row]] = {
+    row.__name__: row
+    for row in (
+        Plain,
+        Accumulation,
+        Clipping,
+        ScalerInfinityOnOneRank,
+        ScalerInfinityEverywhere,
+        CheckpointAndResume,
+        FreezeAndThaw,
+        AddedGroup,
+        TiedWeights,
+        UnusedParameters,
+        RankDependentUse,
+        TwoOptimizers,
+        Closures,
+        HooksBefore,
+        HooksAfter,
+        Complex,
+        Float64,
+        BFloat16,
+        ZeroDimensionalAndEmpty,
+        SparseGradients,
+        ChannelsLast,
+        Compiled,
+        ActivationCheckpointing,
+        ExponentialMovingAverage,
+        Schedulers,
+    )
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A mode. `apart`: hosts train apart. `tolerance`: what its compression documents. `refused`: rows and words."""
+
+    make: Callable[..., Any]
+    between_hosts: bool = False
+    apart: bool = False
+    fails: bool = False  # a step fails in the middle, and is made again
+    tolerance: float = 1e-5
+    refused: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+_COMPLEX = {"Complex": ("complex64", "not supported")}
+_APART = {"Complex": ("complex64", "real"), "ScalerInfinityOnOneRank": ("left out 0", "left out 1", "GradScaler")}
+_DILOCO = {"outer": partial(torch.optim.SGD, lr=1.0), "every": 1, "fragments": 1, "overlap": 0}
+_SHARDED = {"Complex": ("complex64", "not supported"), "SparseGradients": ("sharded=True", "sparse")}
+_POWERSGD = hvd.Compression.powersgd(rank=80, start_step=2, min_compression_rate=0.01)
+
+COLUMNS: dict[str, Column] = {
+    "plain": Column(hvd.DistributedOptimizer, refused=_COMPLEX),
+    "sharded": Column(partial(hvd.DistributedOptimizer, sharded=True), refused=_SHARDED),
+    "per step": Column(
+        hvd.DistributedOptimizer, fails=True, refused=_COMPLEX | {"TwoOptimizers": ("per_step=True", "one optimizer")}
+    ),
+    "int8": Column(
+        partial(hvd.DistributedOptimizer, compression=hvd.Compression.int8),
+        between_hosts=True,
+        tolerance=2e-3,
+        refused=_COMPLEX,
+    ),
+    "PowerSGD": Column(
+        partial(hvd.DistributedOptimizer, compression=_POWERSGD), between_hosts=True, tolerance=1e-3, refused=_COMPLEX
+    ),
+    "LocalSGD": Column(partial(hvd.LocalSGD, every=1), between_hosts=True, apart=True, refused=_APART),
+    "DiLoCo": Column(
+        partial(hvd.DiLoCo, compression=hvd.Compression.none, **_DILOCO),
+        between_hosts=True,
+        apart=True,
+        refused=_APART,
+    ),
+    "DES-LOC": Column(
+        partial(hvd.DESLOC, every=1, moments={"momentum_buffer": 1}), between_hosts=True, apart=True, refused=_APART
+    ),
+}
+
+
+def wrapper(column: Column, row: str) -> Wrap:
+    more = {"backward_passes_per_step": Accumulation.passes} if row == "Accumulation" else {}
+
+    def wrap(optimizer, named):
+        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return column.make(optimizer, [(name, p) for name, p in named if id(p) in known], **more)
+
+    return wrap
+
+
+def distributed(row: str, column: Column) -> Row:
+    """Train on this rank's data."""
+    made = ROWS[row](wrapper(column, row))
+    if column.fails:
+        _train_with_a_failure(made)
+    else:
+        for number in range(STEPS):
+            made.iterate(number, [hvd.rank()], lambda: None)
+            made.end_step()
+    return made
+
+
+def _train_with_a_failure(row: Row) -> None:
+    state = hvd.elastic.TorchState(**row.parts(), number=0, per_step=True)
+    left = {2, 4}
+
+    def resumed():
+        for name, value in row.parts().items():
+            setattr(state, name, value)
+
+    row.resumed = resumed
+
+    def fail():
+        if state.number in left:
+            left.remove(state.number)
+            raise hvd.HorovodInternalError("injected")
+
+    def train(state):
+        while state.number < STEPS:
+            row.iterate(state.number, [hvd.rank()], fail)
+            row.end_step()
+            state.number += 1
+            state.commit()
+
+    hvd.elastic.run(train)(state)
+
+
+def alone(row: str, column: Column) -> Row:
+    """Train on the data of all ranks, in this process; where hosts train apart, a replica for each."""
+    size = hvd.size()
+    if not column.apart:
+        made = ROWS[row](unwrapped)
+        for number in range(STEPS):
+            made.iterate(number, list(range(size)), lambda: None)
+            made.end_step()
+        return made
+    replicas = [ROWS[row](unwrapped, apart=True) for _ in range(size)]
+    for number in range(STEPS):
+        for rank, replica in enumerate(replicas):
+            replica.iterate(number, [rank], lambda: None)
+        with torch.no_grad():
+            for alike in zip(*(replica.averaged() for replica in replicas), strict=True):
+                _make_mean(alike)
+                if "DESLOC" in str(column.make):
+                    kept = [r.optimizer.state.get(p, {}) for r, p in zip(replicas, alike, strict=True)]
+                    buffers = [one.get("momentum_buffer") for one in kept]
+                    if any(buffer is not None for buffer in buffers):
+                        _make_mean(buffers)
+        for replica in replicas:
+            replica.end_step()
+    return replicas[hvd.rank()]
+
+
+def _make_mean(tensors: Any) -> None:
+    like = next(tensor for tensor in tensors if tensor is not None)
+    wide = torch.float64 if like.dtype is torch.float64 else torch.float32
+    whole = [torch.zeros_like(like) if tensor is None else tensor for tensor in tensors]
+    mean = torch.stack([tensor.to(wide) for tensor in whole]).mean(0)
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.copy_(mean)
+
+
+def compare(row: str, column: Column) -> None:
+    """A cell: equal, or refused with an explanation."""
+    words = column.refused.get(row)
+    if words is not None:
+        with pytest.raises((ValueError, AssertionError, hvd.HorovodInternalError)) as caught:
+            distributed(row, column)
+        missing = [word for word in words if word not in str(caught.value)]
+        assert not missing, f"{missing} not in: {caught.value}"
+        return
+    got, wanted = distributed(row, column), alone(row, column)
+    tolerance = max(column.tolerance, 0.02 if ROWS[row].dtype is torch.bfloat16 else 0.0)
+    if ROWS[row].dtype is torch.float64 and column.tolerance == 1e-5:
+        tolerance = 1e-12
+    for index, (mine, theirs) in enumerate(zip(got.result(), wanted.result(), strict=True)):
+        torch.testing.assert_close(
+            mine, theirs, rtol=tolerance, atol=tolerance, msg=lambda text, index=index: f"tensor {index}: {text}"
+        )
