@@ -6,18 +6,24 @@
 
 from __future__ import annotations
 
+import argparse
 import atexit
+import importlib
 import importlib.util
 import multiprocessing
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from _pytest.mark.structures import ParameterSet
+
+from hora.cli.demo import LABS
+from hora.cli.dispatch import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -80,16 +86,75 @@ def test_python_blocks(page, playground):
     assert process.exitcode == 0, (playground / "output").read_text()
 
 
-SHELL = list(dict.fromkeys(code for page in PAGES for code in _blocks(page, "sh")))
+def _shell_blocks() -> dict[str, str]:
+    """Each `sh` block, once, with the `python` block above it, which it finds as train.py."""
+    found: dict[str, str] = {}
+    for page in PAGES:
+        script = ""
+        for name, code in _FENCE.findall(page.read_text()):
+            script = code if name == "python" else script
+            if name == "sh":
+                found.setdefault(code, script)
+    return found
+
+
+SHELL = _shell_blocks()
 
 
 @pytest.mark.parametrize("code", SHELL, ids=lambda code: code.splitlines()[0][:60])
 def test_shell_blocks(code, playground):
+    if "hora init train.py" not in code:
+        (playground / "train.py").write_text(SHELL[code])
     done = subprocess.run(
         ["bash", "-euc", code],
         cwd=playground, env=_environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+def _printed_commands() -> dict[str, str]:
+    """Hora's command lines that pages print without running them (`console` blocks, inline code), with the page."""
+    found: dict[str, str] = {}
+    for page in PAGES:
+        text = page.read_text()
+        lines = [line for code in _blocks(page, "console") for line in code.replace("\\\n", " ").splitlines()]
+        lines += re.findall(r"(?<!`)`([^`\n]+)`(?!`)", _FENCE.sub("", text))
+        for line in lines:
+            match = re.match(r"(?:\$ )?((?:hora|horovodrun) -?\w.*)", line.strip())
+            if match and not re.search(r"…|\.\.\.|<", match[1]):
+                found.setdefault(match[1].partition("  #")[0].strip(), page.name)
+    return found
+
+
+@pytest.mark.parametrize(("line", "page"), _printed_commands().items(), ids=lambda value: value[:60])
+def test_printed_commands_exist_with_their_options(line, page):
+    """Those that cannot run here, for want of hosts or clusters, are parsed as they are printed."""
+    program, *words = shlex.split(line)
+    if program == "hora" and words[0].startswith("-"):
+        assert words[0] in ("--help", "--version", "--check-build", "-h", "-v", "-cb"), page
+        return
+    name, rest = ("run", words) if program == "horovodrun" else (words[0], words[1:])
+    assert name in COMMANDS, page
+    if name == "demo" and rest:
+        parser = importlib.import_module(LABS[rest[0]][0]).make_parser()
+        rest = rest[1:]
+    else:
+        parser = COMMANDS[name].make_parser()
+    if parser is None or not rest or {"--help", "--help-all"} & set(rest):
+        return
+    known = {flag for action in _actions(parser) for flag in action.option_strings}
+    end = next((i for i, word in enumerate(rest) if word in ("python", "--")), len(rest))
+    for word in rest[:end]:
+        if word.startswith("-"):
+            assert word.partition("=")[0] in known, f"{page}: {line}: there is no {word}"
+
+
+def _actions(parser):
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                yield from _actions(child)
 
 
 def test_blocks_say_what_they_are():
@@ -100,5 +165,5 @@ def test_blocks_say_what_they_are():
 
 def test_links_lead_somewhere():
     for page in [*PAGES, *sorted((ROOT / "docs").glob("*/*.md")), *sorted(ROOT.glob("*.md"))]:
-        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+        for target in re.findall(r"\]\((?!http|\.\./\.\./actions/)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
