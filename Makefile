@@ -153,7 +153,7 @@ test-ray: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfER tests/unit/test_ray_params.py tests/integration/test_ray*.py
 
 # TensorFlow takes 600 MB, and seconds to import in every rank: `make test` leaves these tests out where it is not there.
-TF_POOLS := tests/multiproc/test_tf_ops.py tests/multiproc/test_tf_training.py
+TF_POOLS := tests/multiproc/test_tf_ops.py tests/multiproc/test_tf_graphs.py tests/multiproc/test_tf_training.py
 TF_OTHERS := tests/unit/test_tf_contract.py tests/multiproc/test_tf_keras_flavours.py tests/integration/test_tf_*.py tests/integration/test_docs.py
 test-tensorflow: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,tensorflow]' tf_keras

@@ -72,14 +72,15 @@ def test_an_import_does_not_bring_tensorflow(module):
     assert subprocess.run([sys.executable, "-c", code], timeout=100, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("example", ["keras_digits.py", "tensorflow_digits.py"])
+@pytest.mark.parametrize("example", ["keras_digits.py", "tensorflow_digits.py", "tensorflow_graph.py"])
 def test_an_example_on_digits(example, tmp_path):
-    more = ["--checkpoint", "digits"] if example == "tensorflow_digits.py" else []
+    more = [] if example == "keras_digits.py" else ["--checkpoint", "digits"]
     out = run(HOROVODRUN, "-np", "2", sys.executable, str(ROOT / "examples" / example), *more, cwd=tmp_path)
     found = re.search(r"2 ranks, accuracy (\d\.\d+)", out)
     assert found is not None
     assert float(found.group(1)) > 0.85
-    assert not more or (tmp_path / "digits-1.index").exists()
+    saved = "digits/model.ckpt-200.index" if example == "tensorflow_graph.py" else "digits-1.index"
+    assert not more or (tmp_path / saved).exists()
 
 
 def test_the_synthetic_benchmark(tmp_path):

@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"net", "telemetry"},
     "torch": {"engine", "telemetry", "torch_backend"},
     "torch_backend": {"torch"},
-    "tensorflow": {"engine", "telemetry", "torch"},
+    "tensorflow": {"engine", "net", "telemetry", "torch"},
     "keras": {"telemetry", "tensorflow", "torch"},
     "launch": {"net", "telemetry", "watch"},
     "workers": {"launch", "net"},

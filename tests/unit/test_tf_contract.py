@@ -42,6 +42,8 @@ TENSORFLOW = {
     "broadcast_object": f"obj, root_rank=0, session=None, name=None, {PS}",
     "broadcast_object_fn": f"root_rank=0, session=None, name=None, {PS}",
     "allgather_object": f"obj, session=None, name=None, {PS}",
+    "BroadcastGlobalVariablesHook": "root_rank, device=''",
+    "broadcast_global_variables": "root_rank",
     "SyncBatchNormalization": "fused=False, **kwargs",
     "DistributedGradientTape": "gradtape, device_dense='', device_sparse='', compression=none, sparse_as_dense=False, "
     "op=0, "
@@ -98,8 +100,10 @@ Compression"""
 
 MODULES = {
     "horovod.common.exceptions": "HorovodInternalError HostsUpdatedInterrupt",
-    "horovod.tensorflow": "barrier PartialDistributedGradientTape PartialDistributedOptimizer HorovodInternalError",
+    "horovod.tensorflow": "_executing_eagerly barrier PartialDistributedGradientTape PartialDistributedOptimizer HorovodInternalError",
     "horovod.tensorflow.compression": "Compression",
+    "horovod.tensorflow.data.compute_service": "TfDataServiceConfig tf_data_service send_to_data_service",
+    "horovod.tensorflow.data.compute_worker": "main",
     "horovod.tensorflow.elastic": "run TensorFlowKerasState TensorFlowState",
     "horovod.tensorflow.functions": "broadcast_variables broadcast_object allgather_object",
     "horovod.tensorflow.keras": "PartialDistributedOptimizer broadcast_object allgather_object broadcast_variables",
@@ -205,10 +209,6 @@ def test_the_estimator_has_every_parameter_with_a_getter_and_a_setter():
         assert callable(getattr(KerasModel, name))
 
 
-def test_what_is_of_tensorflow_1_is_refused_in_words():
-    with pytest.raises(AttributeError, match="broadcast_variables"):
-        _ = hvd.BroadcastGlobalVariablesHook
+def test_eager_mode_is_told_what_to_broadcast_instead():
     with pytest.raises(RuntimeError, match="broadcast_variables"):
         hvd.broadcast_global_variables(0)
-    with pytest.raises(ValueError, match="session"):
-        hvd.broadcast_object_fn(session=object())

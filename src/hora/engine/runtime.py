@@ -20,7 +20,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -206,6 +206,16 @@ class Runtime:
         return request.done and (
             request.device_event is None or request.error is not None or request.device_event.query()
         )
+
+    def when_done(self, handle: int, callback: Callable[[], None]) -> None:
+        """Have `callback` called when the operation is done, here or on the thread that finishes it.
+
+        It must neither wait nor raise, and may be called twice.
+        """
+        request = self._handles[handle][1]
+        request.on_done = callback
+        if request.done:
+            callback()
 
     def synchronize(self, handle: int) -> list[torch.Tensor]:
         """Wait for the operation, free the handle, and return the outputs; none for an unknown handle."""

@@ -65,9 +65,41 @@ class _Keras3(_Distributed):
 
 
 class _Keras2(_Distributed):
+    """Reduces gradients when they are applied, unless they were when this optimizer computed them."""
+
+    @property
+    def _agg_helper(self) -> Any:
+        """The sums of several backward passes; None if each pass is a step."""
+        return cast(Any, self._hora).adding
+
+    def _compute_gradients(self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None) -> Any:
+        """Return the gradients of the loss, reduced over the ranks, with their variables."""
+        parent: Any = super()
+        if hasattr(parent, "_compute_gradients"):
+            return self._computed(parent._compute_gradients(loss, var_list, grad_loss, tape=tape))
+        return self._computed(parent.compute_gradients(loss, var_list, tape=tape))
+
+    def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> Any:
+        """Return the gradients of the loss, reduced over the ranks, with their variables."""
+        return self._compute_gradients(loss, var_list, None, tape)
+
+    def get_gradients(self, loss: Any, params: Any) -> list[Any]:
+        """Return the gradients of the loss in a graph, reduced over the ranks."""
+        gradients = super().get_gradients(loss, params)  # type: ignore[misc]
+        return [gradient for gradient, _ in self._computed(zip(gradients, params, strict=True))]
+
+    def _computed(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
+        pairs = list(grads_and_vars)
+        variables = [variable for _, variable in pairs]
+        aggregation = cast(Any, self._hora)
+        self.__dict__["_hora_computed"] = True
+        return list(zip(aggregation.compute_gradients([g for g, _ in pairs], variables), variables, strict=True))
+
     def aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
         """Reduce the gradients over the ranks, so that a LossScaleOptimizer around this one decides alike on all."""
         pairs, aggregation = list(grads_and_vars), cast(Any, self._hora)
+        if self.__dict__.pop("_hora_computed", False):
+            return pairs
         variables = [variable for _, variable in pairs]
         return list(zip(aggregation.reduced([gradient for gradient, _ in pairs], variables), variables, strict=True))
 
@@ -75,8 +107,9 @@ class _Keras2(_Distributed):
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         """Reduce the gradients over the ranks, then apply them; only apply them if they were aggregated before."""
-        pairs = list(grads_and_vars)
+        pairs, variables = list(grads_and_vars), []
         for _, variable in pairs:
+            variables.append(variable)
             if hasattr(variable, "path"):
                 raise ValueError(
                     f"rank {hvd.rank()}: an optimizer of Keras 2 (tf_keras) was given a variable of Keras 3, "
@@ -84,6 +117,7 @@ class _Keras2(_Distributed):
                 )
         parent: Any = super()
         aggregated = not kwargs.get("experimental_aggregate_gradients", True)
+        computed = self.__dict__.pop("_hora_computed", False)
         if kwargs.get("skip_gradients_aggregation") or aggregated:
             return parent.apply_gradients(pairs, *args, **kwargs)
         kwargs["experimental_aggregate_gradients"] = False
@@ -91,7 +125,11 @@ class _Keras2(_Distributed):
         def update(gradients: list[Any], variables: list[Any]) -> Any:
             return parent.apply_gradients(zip(gradients, variables, strict=True), *args, **kwargs)
 
-        return self._hora(self, [g for g, _ in pairs], [v for _, v in pairs], update)
+        gradients = [gradient for gradient, _ in pairs]
+        if not computed:
+            return self._hora(self, gradients, variables, update)
+        apply: Any = cast(Any, self._hora).apply_gradients
+        return apply(self, variables, lambda: update(gradients, variables))
 
 
 def DistributedOptimizer(
@@ -188,8 +226,8 @@ def _kind(optimizer: Any) -> tuple[type[_Distributed], str]:
         return _Keras3, keras_backend()
     if type(optimizer).__module__.startswith("tensorflow."):
         raise ValueError(
-            f"DistributedOptimizer wraps optimizers of Keras, but it got {type(optimizer).__qualname__} of "
-            "tf.compat.v1; use the one of tf.keras.optimizers"
+            f"this DistributedOptimizer wraps optimizers of Keras, but it got {type(optimizer).__qualname__} of "
+            "tf.compat.v1; pass it to the one of horovod.tensorflow, or use an optimizer of tf.keras.optimizers"
         )
     raise ValueError(
         f"DistributedOptimizer wraps optimizers of Keras, but it got {type(optimizer).__qualname__}; an optimizer of "

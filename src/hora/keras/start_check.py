@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import hora.torch as hvd
@@ -30,12 +31,14 @@ class StartCheck:
         self._differ = False
         self._generation: int | None = None
 
-    def __call__(self, variables: Sequence[Any]) -> None:
+    def __call__(self, variables: Sequence[Any]) -> Callable[[], None] | None:
+        """Return the comparison that is due before this reduction, if one is. It waits for the other ranks."""
         if self._generation != generation():
             self._generation, self._num_calls, self._differ = generation(), 0, False
         self._num_calls += 1
         if self._num_calls == _WARN_AT or (self._num_calls == _RAISE_AT and self._differ):
-            self._compare(variables)
+            return functools.partial(self._compare, variables)
+        return None
 
     def _compare(self, variables: Sequence[Any]) -> None:
         mine = [(tuple(variable.shape), zlib.crc32(to_numpy(variable).tobytes())) for variable in variables]

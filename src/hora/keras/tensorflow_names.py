@@ -1,4 +1,4 @@
-"""The names of `horovod.tensorflow` that need Keras: its optimizer, with another order of arguments, and a layer."""
+"""The names of `horovod.tensorflow` that need Keras, a layer and the optimizer, which may be one of `tf.compat.v1`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import tensorflow as tf
 
 from hora.keras import optimizer as keras_optimizer
 from hora.tensorflow.compression import Compression
+from hora.tensorflow.gradients import Reduction
+from hora.tensorflow.graph_optimizer import GraphOptimizer
 from hora.tensorflow.ops import allreduce
 from hora.torch.process_sets import ProcessSet, global_process_set
 from hora.torch.reduce_op import Average, Sum
@@ -34,7 +36,22 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Return the same Keras optimizer (hyper-parameters and state kept) that reduces gradients over the ranks."""
+    """Return the same Keras optimizer (hyper-parameters and state kept) that reduces gradients over the ranks.
+
+    An optimizer of `tf.compat.v1` is wrapped in another one, which does so in `compute_gradients`.
+    """
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        reduction = Reduction(
+            op=op,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            gradient_predivide_factor=gradient_predivide_factor,
+            groups=groups if groups is not None else num_groups,
+            process_set=process_set,
+            scale_local_gradients=scale_local_gradients,
+        )
+        passes = backward_passes_per_step
+        return GraphOptimizer(optimizer, name, use_locking, reduction, passes, average_aggregated_gradients)
     return keras_optimizer.DistributedOptimizer(
         optimizer,
         name=name,

@@ -68,7 +68,9 @@ class TorchAggregation:
             # Whoever changes gradients before applying them, as loss scaling does, must not have them reduced before.
             plain = all(parameter.grad is gradients[i] for parameter, i in zip(parameters, shared, strict=True))
             self._hook([variables[i] for i in shared], parameters, during_backward=plain and self._passes == 1)
-        self._check(parameters)
+        compare = self._check(parameters)
+        if compare is not None:
+            compare()
         if any(parameter.grad is not gradients[i] for parameter, i in zip(parameters, shared, strict=True)):
             # Not what backward left in the parameters: sums of several passes, or the first step.
             for parameter, i in zip(parameters, shared, strict=True):

@@ -7,6 +7,7 @@ from hora.errors import HorovodInternalError
 from hora.tensorflow.basics import gpu_available, init
 from hora.tensorflow.compression import Compression
 from hora.tensorflow.functions import (
+    BroadcastGlobalVariablesHook,
     allgather_object,
     broadcast_global_variables,
     broadcast_object,
@@ -60,6 +61,7 @@ from hora.torch.reduce_op import Adasum, Average, Max, Min, Product, Sum
 __all__ = [
     "Adasum",
     "Average",
+    "BroadcastGlobalVariablesHook",
     "Compression",
     "HorovodInternalError",
     "Max",

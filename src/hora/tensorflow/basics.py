@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 import hora.torch as hvd
-from hora.tensorflow.bridge import reserve_threads
 from hora.tensorflow.errors import translate_errors
 from hora.torch.process_sets import ProcessSet
 
@@ -16,7 +15,6 @@ __all__ = ["gpu_available", "init"]
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Connect with all ranks and start the runtime, unless it runs. `process_sets`: a list or "dynamic"."""
-    reserve_threads()
     translate_errors()
     hvd.init(comm, process_sets)
 

@@ -1,16 +1,16 @@
-"""Torch functions on TensorFlow's tensors: at once in eager mode, as an operation inside a `tf.function`.
+"""Torch functions on TensorFlow's tensors: at once in eager mode, as an operation of a graph.
 
-Memory is shared both ways: eager tensors cross by DLPack, those of a function as numpy arrays. Inside a function the
-operation is a stateful `tf.numpy_function`: TensorFlow runs stateful operations in program order, which is the same on
-all ranks. It waits on a thread of TensorFlow's inter-op pool; `reserve_threads` keeps that pool large enough for a few
-functions that wait at once.
+Memory is shared both ways: eager tensors cross by DLPack, those of a graph by their addresses. In a graph the operation
+is a `kernel.HoraCall`, which waits on no thread of TensorFlow's: the orders in which sessions run operations, and the
+numbers of their threads, may differ between ranks. Ranks recognise a collective by the name of its operation, which
+TensorFlow makes unique.
 """
 
 from __future__ import annotations
 
 import itertools
 import linecache
-import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -21,16 +21,20 @@ import torch
 from tensorflow.python.autograph.core import config as autograph
 from tensorflow.python.autograph.pyct import loader
 from tensorflow.python.eager import record
+from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util
 from torch.utils import dlpack
 
+from hora import engine
+from hora.engine.request import Kind, Reduce
 from hora.tensorflow.errors import own_errors
-from hora.torch.arrays import as_numpy, as_torch
+from hora.tensorflow.kernel import Execution, Work, add_operation
 from hora.torch.basics import rank
+from hora.torch.collective import Collective, repeated_allreduce, run
+from hora.torch.process_sets import registered_id
 
-__all__ = ["as_tensor", "call", "check_no_xla", "recording", "reserve_threads"]
+__all__ = ["as_tensor", "call", "carry_out", "check_no_xla", "recording"]
 
-_MIN_THREADS = 4
 _ALIGNMENT = 64
 
 # Those with a torch twin. DLPack aborts the process when it is given a string.
@@ -62,11 +66,14 @@ def _load_from_memory(source: str, delete_on_exit: bool) -> tuple[Any, str]:
 _numbers = itertools.count()
 loader.load_source = _load_from_memory
 
-Work = Callable[..., Sequence[torch.Tensor]]
+Answer = Sequence[torch.Tensor]
+Question = Callable[..., Answer | Callable[[], Answer]]
 
 
 def as_tensor(value: Any, *, moved: bool = False) -> Any:
     """Return a dense tensor that torch can hold, else ValueError. `moved`: nothing is calculated with it."""
+    if not tf.executing_eagerly():
+        _check_not_finalized()
     tensor = tf.convert_to_tensor(value)
     if not tf.executing_eagerly() and hasattr(tensor, "numpy"):
         tensor = tf.identity(tensor)  # a value from outside of the function: as a part of it, it has a name
@@ -77,22 +84,157 @@ def as_tensor(value: Any, *, moved: bool = False) -> Any:
     return tensor
 
 
-def call(work: Work, tensors: Sequence[Any], dtypes: Sequence[Any], shapes: Sequence[Any]) -> list[Any]:
-    """Return `work(*tensors)` as TensorFlow tensors of these dtypes and (partly known) shapes."""
-    tensors = [tf.bitcast(t, _SIGNED[t.dtype]) if t.dtype in _SIGNED else t for t in tensors]
+def call(
+    question: Question,
+    tensors: Sequence[Any],
+    dtypes: Sequence[Any],
+    shapes: Sequence[Any],
+    *,
+    name: str,
+) -> list[Any]:
+    """Return `question(name, *tensors)` as TensorFlow tensors of these dtypes and (partly known) shapes.
+
+    A question that has to wait for other ranks returns a function for the rest, which gets a thread in a graph. A graph
+    makes the name unique.
+    """
+
+    def work(execution: Execution) -> None:
+        answer = question(execution.name, *execution.inputs)
+        if callable(answer):
+            execution.finish_in_thread(answer)
+        else:
+            execution.finish(answer)
+
+    if not tf.executing_eagerly():
+        return _add(work, tensors, dtypes, shapes, name)
+    with own_errors():
+        answer = question(name, *[_to_torch(tensor) for tensor in _moved(tensors)])
+        outputs = answer() if callable(answer) else answer
+        return _with_dtypes([_to_tensorflow(output) for output in outputs], dtypes)
+
+
+def carry_out(
+    collective: Collective, tensors: Sequence[Any], dtypes: Sequence[Any], shapes: Sequence[Any]
+) -> list[Any]:
+    """Return the results of a collective. In a graph its name is that of the operation, made unique."""
     if tf.executing_eagerly():
         with own_errors():
-            outputs = [_to_tensorflow(output) for output in work(*[_to_torch(tensor) for tensor in tensors])]
-        return _with_dtypes(outputs, dtypes)
+            outputs = _run(collective, [_to_torch(tensor) for tensor in _moved(tensors)])
+            return _with_dtypes([_to_tensorflow(output) for output in outputs], dtypes)
+    assert collective.name is not None
+
+    def work(execution: Execution) -> None:
+        _submit(collective, execution)
+
+    return _add(work, tensors, dtypes, shapes, collective.name)
+
+
+def _run(collective: Collective, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    kind, name, process_set, op, prescale, postscale, *_ = collective
+    if kind is Kind.ALLREDUCE and not collective.grouped:
+        result = repeated_allreduce(tensors[0], False, name, op, prescale, postscale, process_set)
+        if result is not None:
+            return [result]
+    return run(*_with_splits(collective, tensors))
+
+
+def _submit(collective: Collective, execution: Execution) -> None:
+    """Submit a collective; the engine finishes the execution."""
+    collective, tensors = _with_splits(collective, execution.inputs)
+    outputs = None
+    if collective.kind in (Kind.ALLREDUCE, Kind.BROADCAST):
+        outputs = [execution.output(i, tensor.shape, tensor.dtype) for i, tensor in enumerate(tensors)]
+    runtime = engine.current_runtime()
+    handle = runtime.submit(
+        collective.kind,
+        tensors,
+        outputs=outputs,
+        name=execution.name,
+        reduce=Reduce(int(collective.op), float(collective.prescale), float(collective.postscale)),
+        root_rank=collective.root_rank,
+        splits=collective.splits,
+        process_set_id=registered_id(collective.process_set),
+        grouped=collective.grouped,
+    )
+
+    def finish() -> None:
+        try:
+            results = runtime.synchronize(handle)
+        except BaseException as error:
+            execution.fail(error)
+        else:
+            if results:  # else another thread has them
+                execution.finish(results)
+
+    runtime.when_done(handle, finish)
+
+
+def _with_splits(collective: Collective, tensors: Sequence[torch.Tensor]) -> tuple[Collective, Sequence[torch.Tensor]]:
+    """Return an alltoall and its tensor with the splits, equal ones if none were given; others as they are."""
+    if collective.kind is not Kind.ALLTOALL:
+        return collective, tensors
+    if len(tensors) > 1:
+        return collective._replace(splits=tensors[1]), tensors[:1]
+    members, tensor = collective.process_set.size() or 1, tensors[0]
+    if tensor.dim() == 0 or len(tensor) % members:
+        raise ValueError(
+            f"alltoall without splits needs a first dimension that is a multiple of the {members} members, but "
+            f"the shape is {tuple(tensor.shape)} on rank {rank()}"
+        )
+    splits = torch.full((members,), len(tensor) // members, dtype=torch.int32, device="cpu")
+    return collective._replace(splits=splits), tensors
+
+
+def _add(work: Work, tensors: Sequence[Any], dtypes: Sequence[Any], shapes: Sequence[Any], name: str) -> list[Any]:
+    """Add an operation to the default graph, and return its outputs."""
     check_no_xla()
-
-    def run(*arrays: Any) -> list[Any]:
-        return [as_numpy(output) for output in work(*[as_torch(array) for array in arrays])]
-
-    outputs = tf.numpy_function(run, tensors, [_SIGNED.get(dtype, dtype) for dtype in dtypes], stateful=True)
+    _check_not_finalized()
+    moved = [_SIGNED.get(dtype, dtype) for dtype in dtypes]
+    outputs = add_operation(work, _moved(tensors), moved, name, _name_among_ranks)
     for output, shape in zip(outputs, shapes, strict=True):
         output.set_shape(shape)
     return _with_dtypes(outputs, dtypes)
+
+
+def _check_not_finalized() -> None:
+    """RuntimeError if nothing can be added to the default graph any more."""
+    if tf.compat.v1.get_default_graph().finalized:
+        raise RuntimeError(
+            f"rank {rank()}: the graph is finalized, so no Horovod operation can be added to it; add it before the "
+            "session finalizes the graph, as MonitoredTrainingSession does; to broadcast variables, pass "
+            "hvd.BroadcastGlobalVariablesHook(root_rank) as one of its hooks"
+        )
+
+
+def _name_among_ranks(operation: Any) -> str:
+    """Return the name by which ranks recognise an operation: its own, and the names of the functions that it is in.
+
+    A function's name ends with a number that may differ between ranks. Two functions in one graph, as the branches of
+    two conditions, may have the same name without it.
+    """
+    graph, name = operation.graph, operation.name
+    if not isinstance(graph, FuncGraph):
+        return str(name)
+    with tf.init_scope():
+        called_eagerly = tf.executing_eagerly()
+    name = f"{function_name(graph)}/{name}"
+    while isinstance(graph, FuncGraph) and (isinstance(graph.outer_graph, FuncGraph) or not called_eagerly):
+        graph = graph.outer_graph
+    if not hasattr(graph, "_hora_names"):
+        graph._hora_names = set()
+    candidates = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(1)))
+    unique = next(candidate for candidate in candidates if candidate not in graph._hora_names)
+    graph._hora_names.add(unique)
+    return unique
+
+
+def function_name(graph: Any) -> str:
+    """Return the name of a function's graph without its number, which may differ between ranks."""
+    return re.sub(r"_\d+$", "", str(graph.name))
+
+
+def _moved(tensors: Sequence[Any]) -> list[Any]:
+    return [tf.bitcast(t, _SIGNED[t.dtype]) if t.dtype in _SIGNED else t for t in tensors]
 
 
 def _with_dtypes(outputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
@@ -111,15 +253,6 @@ def check_no_xla() -> None:
 def recording() -> bool:
     """Return whether a gradient tape may want to know what is done now."""
     return bool(record.could_possibly_record())
-
-
-def reserve_threads() -> None:
-    """Let several function operations wait at once, unless the user set the number or TensorFlow has started."""
-    if tf.config.threading.get_inter_op_parallelism_threads() == 0:
-        try:
-            tf.config.threading.set_inter_op_parallelism_threads(max(os.cpu_count() or 1, _MIN_THREADS))
-        except RuntimeError:  # its threads exist
-            return
 
 
 def _to_torch(tensor: Any) -> torch.Tensor:

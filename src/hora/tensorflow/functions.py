@@ -6,11 +6,14 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import tensorflow as tf
+
 import hora.torch as hvd
 from hora.tensorflow.ops import broadcast_
 from hora.torch.process_sets import ProcessSet, global_process_set
 
 __all__ = [
+    "BroadcastGlobalVariablesHook",
     "allgather_object",
     "broadcast_global_variables",
     "broadcast_object",
@@ -21,47 +24,74 @@ __all__ = [
 
 def broadcast_variables(
     variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
-) -> None:
-    """Assign the root's values to the variables (always in place). ValueError if ranks have different ones."""
-    broadcast_(variables, root_rank, process_set=process_set)
+) -> Any:
+    """Assign the root's values to the variables (always in place). ValueError if ranks have different ones.
+
+    In the graph of a session, returns the operation that does so. Variables are matched by their names there.
+    """
+    if tf.compat.v1.executing_eagerly_outside_functions():
+        broadcast_(variables, root_rank, process_set=process_set)
+        return None
+    if not variables:
+        return tf.no_op()
+    return tf.group(*broadcast_(sorted(variables, key=lambda v: str(v.name)), root_rank, process_set=process_set))
 
 
-def broadcast_global_variables(root_rank: int) -> None:
-    """RuntimeError: only graphs of TensorFlow 1 have global variables."""
-    raise RuntimeError(
-        "hvd.broadcast_global_variables() is for graphs of TensorFlow 1; call hvd.broadcast_variables(variables, "
-        f"root_rank={root_rank}) with the variables of your model and of its optimizer"
-    )
+def broadcast_global_variables(root_rank: int) -> Any:
+    """Return the operation that assigns the root's values to all global variables of the graph."""
+    if tf.executing_eagerly():
+        raise RuntimeError(
+            "hvd.broadcast_global_variables() is for graphs, and eager execution is on; call "
+            f"hvd.broadcast_variables(variables, root_rank={root_rank}) with the variables of your model and of its "
+            "optimizer"
+        )
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+_SessionRunHook: Any = tf.compat.v1.train.SessionRunHook
+
+
+class BroadcastGlobalVariablesHook(_SessionRunHook):
+    """Broadcasts all global variables when a session was created, or has restored a checkpoint.
+
+    `device`: where the operation is placed.
+    """
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__()
+        self.root_rank, self.device = root_rank, device
+        self.bcast_op: Any = None
+
+    def begin(self) -> None:
+        """Add the operation to the graph, before the session finalizes it."""
+        if self.bcast_op is None or self.bcast_op.graph is not tf.compat.v1.get_default_graph():
+            with tf.device(self.device):
+                self.bcast_op = broadcast_global_variables(self.root_rank)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        session.run(self.bcast_op)
 
 
 def broadcast_object(
     obj: Any,
     root_rank: int = 0,
-    session: None = None,
+    session: Any = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the root's object on all ranks."""
-    _check_session(session)
+    """Return the root's object on all ranks, at once. No session is needed for it."""
     return hvd.broadcast_object(obj, root_rank, name, process_set)
 
 
 def broadcast_object_fn(
-    root_rank: int = 0, session: None = None, name: str | None = None, process_set: ProcessSet = global_process_set
+    root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[Any], Any]:
     """Return a function that broadcasts the object it is given."""
-    _check_session(session)
     return functools.partial(broadcast_object, root_rank=root_rank, name=name, process_set=process_set)
 
 
 def allgather_object(
-    obj: Any, session: None = None, name: str | None = None, process_set: ProcessSet = global_process_set
+    obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
     """Return the objects of all ranks, in rank order."""
-    _check_session(session)
     return hvd.allgather_object(obj, name, process_set)
-
-
-def _check_session(session: object) -> None:
-    if session is not None:
-        raise ValueError("session=… is of TensorFlow 1: leave it out, tensors have values without one")

@@ -1,13 +1,13 @@
 """Reduction of gradients over the ranks: the part that the tape and the optimizers share.
 
-In eager mode all dense gradients are one grouped operation. Inside a `tf.function` they are cut into buckets, last
-layers first, each with an operation that submits it as soon as backward has made its gradients and one that waits for
-it, so that the engine reduces while backward goes on.
+In eager mode all dense gradients are one grouped operation. In a graph they are cut into buckets, last layers first,
+each with an operation that submits it as soon as backward has made its gradients, so that the engine reduces while
+backward goes on.
 """
 
 from __future__ import annotations
 
-import math
+import re
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,19 +19,24 @@ import torch
 
 import hora.torch as hvd
 from hora import engine
-from hora.engine.request import ReduceOp
+from hora.engine.request import Kind, ReduceOp
+from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
-from hora.tensorflow.bridge import call, check_no_xla
+from hora.tensorflow.bridge import call, carry_out, check_no_xla
 from hora.tensorflow.compression import Compression, Compressor
-from hora.tensorflow.ops import allreduce, function_name, grouped_allreduce, size_op
+from hora.tensorflow.ops import allreduce, grouped_allreduce, size_op
+from hora.torch.collective import Collective
 from hora.torch.optimizer.finite import check_finite
-from hora.torch.process_sets import ProcessSet, global_process_set
+from hora.torch.process_sets import ProcessSet, global_process_set, registered_id
 from hora.torch.reduce_op import Adasum, Average
 
-__all__ = ["Reduction", "check_options"]
+__all__ = ["First", "Reduction", "check_options"]
 
 _BUCKET_BYTES = 4 * 2**20
 _FLAT_BYTES = 2**20
+
+# Asked before each reduction of all gradients together: returns what has to be done first and waits for other ranks.
+First = Callable[[], Callable[[], None] | None]
 
 # Names and shapes of gradients that the ranks of a runtime have found to be the same on all of them.
 _compared: weakref.WeakKeyDictionary[engine.Runtime, set[Any]] = weakref.WeakKeyDictionary()
@@ -65,17 +70,23 @@ class Reduction:
         gradients: Sequence[Any],
         variables: Sequence[Any],
         local: Collection[int] = (),
-        first: Callable[[], None] | None = None,
+        first: First | None = None,
     ) -> list[Any]:
         """Return the reduced gradients; None stays None. `local`: ids of variables whose gradients are not reduced.
 
-        `first` is called before each reduction of all gradients together.
+        Ranks outside of the process set keep theirs.
         """
         results = list(gradients)
-        if _single_process():
+        if _single_process() or (registered_id(self.process_set) and not self.process_set.included()):
             return results
         if engine.current_runtime().config.nan_check:
-            _check_finite(gradients, variables)
+            finite = _check_finite(gradients, variables)
+            with tf.control_dependencies([finite]):
+                gradients = [
+                    None if g is None else tf.nest.map_structure(tf.identity, g, expand_composites=True)
+                    for g in gradients
+                ]
+            results = list(gradients)
         dense = []
         for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if gradient is None:
@@ -102,14 +113,15 @@ class Reduction:
         return gradient / tf.cast(size_op(self.process_set.process_set_id or 0), gradient.dtype)
 
     def _reduced(
-        self, dense: list[int], gradients: list[Any], variables: Sequence[Any], first: Callable[[], None] | None
+        self, dense: list[int], gradients: list[Any], variables: Sequence[Any], first: First | None
     ) -> Iterator[tuple[list[int], list[Any]]]:
         """Yield positions of dense gradients and what they were reduced to."""
         if not dense:
             return
         if self.groups or tf.executing_eagerly():
-            if first is not None and tf.executing_eagerly():
-                first()
+            due = first() if first is not None and tf.executing_eagerly() else None
+            if due is not None:
+                due()
             for members in self._grouped(dense, variables):
                 yield members, self._grouped_allreduce([gradients[i] for i in members])
             return
@@ -145,129 +157,95 @@ class Reduction:
             groups.setdefault(group_of.get(id(variables[i]), -1 - i), []).append(i)
         return list(groups.values())
 
-    def _overlapped(self, gradients: Sequence[Any], first: Callable[[], None] | None) -> tuple[list[Any], Any]:
+    def _overlapped(self, gradients: Sequence[Any], first: First | None) -> tuple[list[Any], Any]:
         check_no_xla()
         factor = self.gradient_predivide_factor
+        collective = Collective(Kind.ALLREDUCE, None, self.process_set, self.op, 1.0 / factor, factor, grouped=True)
         pairs = [self.compression.compress(gradient) for gradient in gradients]
-        settings: dict[str, Any] = {"op": self.op, "prescale_factor": 1.0 / factor, "postscale_factor": factor}
-        # What is equal on all ranks, and another for another function: two may run at once.
-        name = f"gradients.{function_name(gradients[0])}.{gradients[0].name}"
-        settings["process_set"] = self.process_set
-        divided = _buckets([tensor for tensor, _ in pairs])
-        if len(divided) == 1:  # nothing to overlap with
-            outputs = _reduce_at_once(name, settings, divided[0], first)
-        else:
-            buckets = [
-                _Bucket(f"{name}.{i}", settings, members, first if i == 0 else None)
-                for i, members in enumerate(divided)
-            ]
-            tokens = [bucket.submit() for bucket in buckets]
-            outputs = []
-            for bucket, token in zip(buckets, tokens, strict=True):
-                outputs += bucket.wait(token, last=bucket is buckets[-1])
+        buckets = _buckets([tensor for tensor, _ in pairs])
+        flat = len(buckets) == 1 and _fit_side_by_side(buckets[0], self.op)
+        shapes = [tuple(tensor.shape.as_list()) for tensor in buckets[0]] if flat else []
+        with tf.control_dependencies([_begin(first, shapes, self.process_set)]):
+            outputs = _side_by_side(collective, buckets[0]) if flat else []
+            for bucket in [] if flat else buckets:
+                outputs += _reduced(collective, bucket)
         results = [self.compression.decompress(output, ctx) for output, (_, ctx) in zip(outputs, pairs, strict=True)]
         return results, lambda *upstream: self._grouped_allreduce(upstream)
 
 
-def _reduce_at_once(
-    name: str, settings: dict[str, Any], tensors: Sequence[Any], first: Callable[[], None] | None
-) -> list[Any]:
-    """Reduce the gradients of a function in one operation that waits.
+def _begin(first: First | None, shapes: Sequence[tuple[int, ...]], process_set: ProcessSet) -> Any:
+    """Add an operation that precedes a reduction: what is due `first`, and once a comparison of shapes, if given."""
 
-    Small ones travel side by side in one tensor, which costs a fraction of what handing over each of them does. Their
-    shapes are compared by the ranks once, when they are first reduced.
-    """
-    flat = len(tensors) > 1 and _fit_side_by_side(tensors, settings["op"])
-    inputs = [tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)] if flat else tensors
-    shapes = [tuple(tensor.shape) for tensor in tensors] if flat else []
-    key = (name, tuple(shapes))
-
-    def work(*arrays: torch.Tensor) -> Sequence[torch.Tensor]:
-        if first is not None:
-            first()
-        compared = _compared.setdefault(engine.current_runtime(), set())
-        if flat and key not in compared:
-            sizes = [math.prod(shape) for shape in shapes]
-            parts = [part.view(shape) for part, shape in zip(arrays[0].split(sizes), shapes, strict=True)]
-            reduced = hvd.grouped_allreduce(parts, name=name, **settings)
-            outputs: Sequence[torch.Tensor] = [torch.cat([part.flatten() for part in reduced])]
-            compared.add(key)
-        elif len(arrays) == 1:
-            outputs = [hvd.allreduce(arrays[0], name=f"{name}.flat", **settings)]
-        else:
-            outputs = hvd.grouped_allreduce(list(arrays), name=name, **settings)
+    def work(name: str) -> Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]]:
         meter.step_done()
-        return outputs
+        answer = [torch.zeros((), dtype=torch.int32, device="cpu")]
+        compared = _compared.setdefault(engine.current_runtime(), set())
+        due, key = None if first is None else first(), (name, tuple(shapes))
+        if due is None and (not shapes or key in compared):
+            return answer
 
-    outputs = call(work, inputs, [tensor.dtype for tensor in inputs], [tensor.shape for tensor in inputs])
-    if not flat:
-        return outputs
-    parts = tf.split(outputs[0], [tensor.shape.num_elements() for tensor in tensors])
+        def wait() -> Sequence[torch.Tensor]:
+            if due is not None:
+                due()
+            if shapes and key not in compared:
+                _compare(shapes, name, process_set)
+                compared.add(key)
+            return answer
+
+        return wait
+
+    return call(work, [], [tf.int32], [[]], name="HorovodStep")[0]
+
+
+def _compare(shapes: Sequence[tuple[int, ...]], name: str, process_set: ProcessSet) -> None:
+    """HorovodInternalError if the gradients of a member have other shapes."""
+    found = hvd.allgather_object(list(shapes), name=name, process_set=process_set)
+    for rank, theirs in zip(process_set.ranks or (), found, strict=True):
+        if theirs != found[0]:
+            raise HorovodInternalError(
+                f"the gradients on rank {rank} have the shapes {theirs}, but on rank {(process_set.ranks or [0])[0]} "
+                f"{found[0]}; build the same model on all ranks"
+            )
+
+
+def _reduced(collective: Collective, tensors: Sequence[Any]) -> list[Any]:
+    """Return the reduced tensors of a graph; they travel together."""
+    name = re.sub("[^a-zA-Z0-9_/.]", "_", f"HorovodAllreduce_{tensors[0].name}")
+    dtypes, shapes = [tensor.dtype for tensor in tensors], [tensor.shape for tensor in tensors]
+    return carry_out(collective._replace(name=name), tensors, dtypes, shapes)
+
+
+def _side_by_side(collective: Collective, tensors: Sequence[Any]) -> list[Any]:
+    """Return the reduced tensors of a graph. They travel in one, which costs a fraction of handing over each of them.
+
+    Their number is the same on all ranks, and so are their shapes: `_begin` compares them.
+    """
+    together = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
+    (output,) = _reduced(collective._replace(grouped=False), [together])
+    parts = tf.split(output, [tensor.shape.num_elements() for tensor in tensors])
     return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _fit_side_by_side(tensors: Sequence[Any], op: int) -> bool:
     """Return whether tensors may be reduced as one: Adasum looks at each by itself."""
-    if op == Adasum or len({tensor.dtype for tensor in tensors}) > 1:
+    if len(tensors) == 1 or op == Adasum or len({tensor.dtype for tensor in tensors}) > 1:
         return False
     if not all(tensor.shape.is_fully_defined() for tensor in tensors):
         return False
     return sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in tensors) <= _FLAT_BYTES
 
 
-class _Bucket:
-    """Gradients of a function that travel together: one operation submits them and another waits."""
-
-    def __init__(
-        self, name: str, settings: dict[str, Any], tensors: Sequence[Any], first: Callable[[], None] | None
-    ) -> None:
-        self._name, self._settings, self._tensors, self._first = name, settings, tensors, first
-        self._in_flight: tuple[object, int] | None = None
-
-    def submit(self) -> Any:
-        return call(self._submit, self._tensors, [tf.int32], [[]])[0]
-
-    def wait(self, token: Any, *, last: bool) -> list[Any]:
-        def work(_: torch.Tensor) -> Sequence[torch.Tensor]:
-            outputs = self._wait()
-            if last:
-                meter.step_done()
-            return outputs
-
-        return call(work, [token], [t.dtype for t in self._tensors], [t.shape for t in self._tensors])
-
-    def _submit(self, *arrays: torch.Tensor) -> Sequence[torch.Tensor]:
-        if self._in_flight is not None:  # an operation of the last call failed between submitting and waiting
-            if self._in_flight[0] is engine.current_runtime():
-                self._wait()
-            self._in_flight = None
-        if self._first is not None:
-            self._first()
-        handle = hvd.grouped_allreduce_async(list(arrays), name=self._name, **self._settings)
-        self._in_flight = (engine.current_runtime(), handle)
-        return [torch.zeros((), dtype=torch.int32, device="cpu")]
-
-    def _wait(self) -> Sequence[torch.Tensor]:
-        assert self._in_flight is not None
-        _, handle = self._in_flight
-        self._in_flight = None
-        outputs = hvd.synchronize(handle)
-        if outputs is None:
-            raise hvd.HorovodInternalError("Horovod has been shut down by another thread of this process")
-        return outputs
-
-
-def _check_finite(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-    """FloatingPointError if a gradient is not finite here, before any is reduced; in a function when it runs."""
+def _check_finite(gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
+    """FloatingPointError if a gradient is not finite here, before any is reduced; in a graph when the result runs."""
     known = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
     names = [str(getattr(variable, "path", getattr(variable, "name", "?"))) for _, variable in known]
     tensors = [g.values if isinstance(g, tf.IndexedSlices) else tf.convert_to_tensor(g) for g, _ in known]
 
-    def work(*arrays: torch.Tensor) -> Sequence[torch.Tensor]:
+    def work(_: str, *arrays: torch.Tensor) -> Sequence[torch.Tensor]:
         check_finite(zip(names, arrays, strict=True), hvd.rank())
         return [torch.zeros((), dtype=torch.int32, device="cpu")]
 
-    call(work, tensors, [tf.int32], [[]])
+    return call(work, tensors, [tf.int32], [[]], name="HorovodCheckFinite")[0]
 
 
 def _buckets(tensors: Sequence[Any]) -> list[list[Any]]:

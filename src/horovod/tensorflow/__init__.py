@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tensorflow import executing_eagerly as _executing_eagerly
+
 from hora.keras import tensorflow_names
 from hora.keras.tensorflow_names import DistributedOptimizer, PartialDistributedOptimizer
 from hora.tensorflow import *
@@ -32,8 +34,4 @@ def __getattr__(name: str) -> Any:
         import horovod.tensorflow.keras
 
         return horovod.tensorflow.keras
-    if name in ("BroadcastGlobalVariablesHook",):
-        raise AttributeError(
-            "BroadcastGlobalVariablesHook is for sessions of TensorFlow 1; use hvd.broadcast_variables()"
-        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
