@@ -370,6 +370,25 @@ def test_objects_and_numbers_with_a_session():
 
 
 @session
+def test_an_elastic_state_keeps_the_variables_of_a_session():
+    with graph() as running:
+        weights = v1.get_variable("w", initializer=np.full(2, float(hvd.rank())))
+        initialise(running)
+        state = hvd.elastic.TensorFlowState(session=running, epoch=hvd.rank())
+        state.sync()
+        np.testing.assert_array_equal(running.run(weights), np.zeros(2))
+        assert state.epoch == 0
+        running.run(weights.assign(np.ones(2)))
+        state.restore()
+        np.testing.assert_array_equal(running.run(weights), np.zeros(2))
+        running.run(weights.assign(np.ones(2)))
+        state.save()
+        running.run(weights.assign(np.full(2, 5.0)))
+        state.restore()
+        np.testing.assert_array_equal(running.run(weights), np.ones(2))
+
+
+@session
 def test_errors_come_out_of_a_session_as_themselves():
     with graph() as running:
         flags = hvd.allreduce(tf.constant([True]), name="flags") if hvd.size() > 1 else None

@@ -134,6 +134,56 @@ def loss_scales_alike(hvd, keras):
         model.train_on_batch(x, y)
 
 
+def reduces_when_it_computes(hvd, tf):
+    """Gradients that an optimizer of Keras 2 has computed are reduced once, not again when they are applied."""
+    size, rank = hvd.size(), hvd.rank()
+    everything = sum(range(1, size + 1))
+    for kind in (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD):
+        for passes in (1, 2):
+            optimizer = hvd.DistributedOptimizer(kind(1.0), op=hvd.Sum, backward_passes_per_step=passes)
+            assert (optimizer._agg_helper is None) == (passes == 1)
+            weight = tf.Variable([0.0])
+            for call in range(1, 2 * passes + 1):
+                with tf.GradientTape() as tape:
+                    loss = weight[0] * (rank + 1)
+                pairs = optimizer._compute_gradients(loss, [weight], tape=tape)
+                if call % passes == 0:
+                    np.testing.assert_allclose(pairs[0][0], [passes * everything])
+                optimizer.apply_gradients(pairs)
+                np.testing.assert_allclose(weight, [-float(call // passes * passes * everything)])
+            optimizer.apply_gradients([(tf.constant([0.0]), weight)] * 1)
+            assert int(optimizer.iterations) == 2 * passes + 1
+
+
+def trains_in_a_session(hvd, tf):
+    """A model of Keras 2 in a graph of tf.compat.v1: its optimizer, the broadcast and the schedule of rates."""
+    for kind in (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD):
+        with tf.Graph().as_default(), tf.compat.v1.Session() as running:
+            tf.keras.backend.set_session(running)
+            model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(3,), kernel_initializer="ones")])
+            model.compile(optimizer=hvd.DistributedOptimizer(kind(0.01)), loss="mse")
+            data = np.random.default_rng(hvd.rank()).normal(size=(16, 3))
+            callbacks = [
+                hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+                hvd.callbacks.LearningRateScheduleCallback(0.01, lambda epoch: 0.5**epoch),
+            ]
+            model.fit(data, data.sum(1) * 2, batch_size=4, epochs=2, callbacks=callbacks, verbose=0)
+            weights = model.get_weights()
+            for found in hvd.allgather_object(weights):
+                for mine, theirs in zip(weights, found, strict=True):
+                    np.testing.assert_array_equal(mine, theirs)
+            assert not np.array_equal(weights[0], np.ones((3, 1)))
+            np.testing.assert_allclose(tf.keras.backend.get_value(model.optimizer.lr), 0.005, rtol=1e-6)
+            model.layers[0].set_weights([np.full((3, 1), float(hvd.rank())), np.zeros(1)])
+            hvd.broadcast_global_variables(hvd.size() - 1)
+            np.testing.assert_array_equal(model.get_weights()[0], np.full((3, 1), hvd.size() - 1.0))
+            state = hvd.elastic.TensorFlowKerasState(model, epoch=3)
+            model.layers[0].set_weights([np.zeros((3, 1)), np.zeros(1)])
+            state.restore()
+            np.testing.assert_array_equal(model.get_weights()[0], np.full((3, 1), hvd.size() - 1.0))
+            tf.keras.backend.set_session(None)
+
+
 def normalises_alike(hvd, tf):
     import horovod.tensorflow
 
@@ -171,6 +221,8 @@ def test_keras_2():
             hvd.elastic.KerasState(network(keras, 0), optimizer)
         loss_scales_alike(hvd, tf.keras)
         normalises_alike(hvd, tf)
+        reduces_when_it_computes(hvd, tf)
+        trains_in_a_session(hvd, tf)
 
     session(hvd, body)
 

@@ -219,8 +219,8 @@ def test_an_optimizer_reduces_in_fit_and_keeps_its_class_and_state():
         variable = tf.keras.Variable(np.zeros(1, np.float32))
         copy.apply([tf.fill([1], float(hvd.rank()))], [variable])
         check(variable.value, np.array([-0.1 * (hvd.size() - 1) / 2]), tf.float32)
-    with raises(ValueError, "keras"):
-        hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1))
+    with raises(ValueError, "tf.compat.v1", "horovod.tensorflow"):
+        hvd_keras.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1))
 
 
 @session

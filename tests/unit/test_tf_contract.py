@@ -100,7 +100,8 @@ Compression"""
 
 MODULES = {
     "horovod.common.exceptions": "HorovodInternalError HostsUpdatedInterrupt",
-    "horovod.tensorflow": "_executing_eagerly barrier PartialDistributedGradientTape PartialDistributedOptimizer HorovodInternalError",
+    "horovod.tensorflow": "_executing_eagerly barrier PartialDistributedGradientTape PartialDistributedOptimizer "
+    "HorovodInternalError",
     "horovod.tensorflow.compression": "Compression",
     "horovod.tensorflow.data.compute_service": "TfDataServiceConfig tf_data_service send_to_data_service",
     "horovod.tensorflow.data.compute_worker": "main",

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import hora.torch as hvd
-from hora.keras.values import broadcast_variables, optimizer_variables
+from hora.keras.values import assign_values, broadcast_variables, optimizer_variables, read_values
 from hora.telemetry.meters import meter
 
 __all__ = ["BestModel", "Broadcast", "MetricAverage", "Schedule", "Warmup"]
@@ -136,7 +136,7 @@ class Schedule:
             logs["lr"] = self._rate()
 
     def _rate(self) -> float:
-        return float(self._variable().numpy())
+        return float(read_values([self._variable()])[0])
 
     def _variable(self) -> Any:
         optimizer = self.model.optimizer
@@ -151,7 +151,7 @@ class Schedule:
 
     def _adjust(self, epoch: float) -> None:
         old, new = self._rate(), self.initial_lr * self.multiplier(epoch)
-        self._variable().assign(new)
+        assign_values([self._variable()], [new])
         momentum = getattr(self.model.optimizer, "momentum", None)
         if self.momentum_correction and isinstance(momentum, (int, float)) and momentum and old:
             self._restore_momentum = momentum

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from hora.errors import HorovodInternalError
-from hora.keras.values import broadcast_variables, keras_version, optimizer_variables, to_numpy
+from hora.keras.values import assign_values, keras_version, optimizer_variables, read_values
+from hora.torch.arrays import as_numpy, as_torch
 from hora.torch.basics import rank
 from hora.torch.elastic.loop import reset, run_fn
 from hora.torch.elastic.state import ObjectState
-from hora.torch.functions import broadcast_object
+from hora.torch.functions import broadcast_object, broadcast_tensors
 
 __all__ = [
     "CommitState",
@@ -53,11 +54,17 @@ def _with_own_errors(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
 
 
 class TensorFlowState(ObjectState):
-    """Variables and plain values: `TensorFlowState(variables=model.variables, epoch=0)`."""
+    """Variables and plain values: `TensorFlowState(variables=model.variables, epoch=0)`.
 
-    def __init__(self, variables: Sequence[Any] | None = None, session: None = None, **kwargs: Any) -> None:
-        if session is not None:
-            raise ValueError("session=… is of TensorFlow 1: leave it out, variables have values without one")
+    `session`: where the variables of a graph have their values, all global ones if none are given.
+    """
+
+    def __init__(self, variables: Sequence[Any] | None = None, session: Any = None, **kwargs: Any) -> None:
+        if session is not None and variables is None:
+            import tensorflow
+
+            variables = tensorflow.compat.v1.global_variables()
+        self._session = session
         self._of = list(variables or [])
         self._saved_values: list[Any] = []
         super().__init__(broadcast_object, rank, **kwargs)
@@ -67,18 +74,31 @@ class TensorFlowState(ObjectState):
         return self._of
 
     def save(self) -> None:
-        self._saved_values = [np.array(to_numpy(variable)) for variable in self._variables()]
+        self._saved_values = self._read()
         super().save()
 
     def restore(self) -> None:
-        for variable, value in zip(self._variables(), self._saved_values, strict=False):
-            variable.assign(value)
+        self._assign(self._saved_values)
         super().restore()
 
     def sync(self) -> None:
-        broadcast_variables(self._variables(), 0)
+        values = broadcast_tensors([as_torch(value) for value in self._read()], 0, "keras.variables")
+        self._assign([as_numpy(value) for value in values])
         super().sync()
         self.save()
+
+    def _read(self) -> list[Any]:
+        if self._session is None:
+            return read_values(self._variables())
+        return [np.array(value) for value in self._session.run(self._variables())]
+
+    def _assign(self, values: Sequence[Any]) -> None:
+        known = self._variables()[: len(values)]
+        if self._session is None:
+            assign_values(known, values)
+            return
+        for variable, value in zip(known, values, strict=True):
+            variable.load(value, self._session)
 
 
 class TensorFlowKerasState(TensorFlowState):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 
 import hora.torch as hvd
-from hora.keras.values import keras_version
+from hora.keras.values import keras_version, runs_in_session
 from hora.torch.process_sets import ProcessSet, global_process_set
 from hora.torch.reduce_op import Average, Min
 
@@ -98,6 +98,7 @@ class _Keras2(_Distributed):
     def aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
         """Reduce the gradients over the ranks, so that a LossScaleOptimizer around this one decides alike on all."""
         pairs, aggregation = list(grads_and_vars), cast(Any, self._hora)
+        aggregation.check_one_pass()
         if self.__dict__.pop("_hora_computed", False):
             return pairs
         variables = [variable for _, variable in pairs]
@@ -155,6 +156,8 @@ def DistributedOptimizer(
             "optimizer once"
         )
     mixin, backend = _kind(optimizer)
+    if mixin is _Keras2 and runs_in_session():
+        optimizer = _for_session(optimizer)
     if num_groups:
         warnings.warn("num_groups is deprecated; use groups instead", DeprecationWarning, stacklevel=2)
     groups = groups if groups is not None else (num_groups or None)
@@ -233,6 +236,15 @@ def _kind(optimizer: Any) -> tuple[type[_Distributed], str]:
         f"DistributedOptimizer wraps optimizers of Keras, but it got {type(optimizer).__qualname__}; an optimizer of "
         "torch goes to horovod.torch"
     )
+
+
+def _for_session(optimizer: Any) -> Any:
+    """Return an optimizer of Keras 2 that works with a graph, as Keras itself would: later it would not be wrapped."""
+    import tf_keras
+
+    if not isinstance(optimizer, tf_keras.optimizers.Optimizer):
+        return optimizer
+    return tf_keras.__internal__.optimizers.convert_to_legacy_optimizer(optimizer)
 
 
 def _of_class(optimizer: Any, mixin: type[_Distributed], aggregation: Callable[[], Aggregation]) -> Any:

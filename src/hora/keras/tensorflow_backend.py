@@ -46,14 +46,17 @@ class TensorFlowAggregation:
             _build(optimizer, variables)
         return self.adding.apply_gradients(update, lambda: optimizer.iterations.assign_add(1))
 
-    def reduced(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        """Return the gradients of one call, reduced. ValueError if the step has several."""
+    def check_one_pass(self) -> None:
+        """ValueError if a step has several calls."""
         if self.adding is not None:
             raise ValueError(
                 f"rank {rank()}: with backward_passes_per_step={self.adding.backward_passes_per_step} wrap the "
                 "LossScaleOptimizer itself: hvd.DistributedOptimizer(LossScaleOptimizer(optimizer), "
                 "backward_passes_per_step=…)"
             )
+
+    def reduced(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        """Return the gradients of one call, reduced."""
         if not tf.compat.v1.executing_eagerly_outside_functions():  # variables have no values outside of the session
             return self._reduce_sums(gradients, variables)
         shared = [variable for variable in variables if id(variable) not in self.local]

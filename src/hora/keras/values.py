@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,12 +17,15 @@ from hora.torch.reduce_op import Average, Sum
 __all__ = [
     "allgather",
     "allreduce",
+    "assign_values",
     "broadcast",
     "broadcast_global_variables",
     "broadcast_variables",
     "keras_version",
     "optimizer_variables",
+    "read_values",
     "reducescatter",
+    "runs_in_session",
     "to_numpy",
 ]
 
@@ -31,6 +35,32 @@ def to_numpy(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return as_numpy(value.detach().cpu())
     return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+
+
+def runs_in_session() -> bool:
+    """Return whether variables have their values in a session: Keras 2 with a graph of `tf.compat.v1`."""
+    tensorflow: Any = sys.modules.get("tensorflow")
+    return tensorflow is not None and not tensorflow.compat.v1.executing_eagerly_outside_functions()
+
+
+def read_values(variables: Sequence[Any]) -> list[Any]:
+    """Return the values of variables as numpy arrays of their own."""
+    if runs_in_session():
+        from tf_keras import backend
+
+        return [np.array(value) for value in backend.batch_get_value(list(variables))]
+    return [np.array(to_numpy(variable)) for variable in variables]
+
+
+def assign_values(variables: Sequence[Any], values: Sequence[Any]) -> None:
+    """Assign a value to each variable."""
+    if runs_in_session():
+        from tf_keras import backend
+
+        backend.batch_set_value(list(zip(variables, values, strict=True)))
+        return
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
 
 
 def keras_version(thing: object) -> int | None:
@@ -47,19 +77,22 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
     """Assign the root's values to variables of any backend. ValueError if ranks have different ones."""
-    values = broadcast_tensors(
-        [as_torch(to_numpy(variable).copy()) for variable in variables], root_rank, "keras.variables"
-    )
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(as_numpy(value))
+    values = broadcast_tensors([as_torch(value) for value in read_values(variables)], root_rank, "keras.variables")
+    assign_values(variables, [as_numpy(value) for value in values])
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """RuntimeError: only graphs of TensorFlow 1 have global variables."""
-    raise RuntimeError(
-        "hvd.broadcast_global_variables() is for graphs of TensorFlow 1; call hvd.broadcast_variables(variables, "
-        f"root_rank={root_rank}), or add hvd.callbacks.BroadcastGlobalVariablesCallback({root_rank}) to fit"
-    )
+    """Assign the root's values to all variables of Keras's session. RuntimeError where there is none."""
+    if not runs_in_session():
+        raise RuntimeError(
+            "hvd.broadcast_global_variables() is for graphs of tf.compat.v1; call hvd.broadcast_variables(variables, "
+            f"root_rank={root_rank}), or add hvd.callbacks.BroadcastGlobalVariablesCallback({root_rank}) to fit"
+        )
+    from tf_keras import backend
+
+    from hora.tensorflow.functions import broadcast_global_variables as in_graph
+
+    backend.get_session().run(in_graph(root_rank))
 
 
 def allreduce(
