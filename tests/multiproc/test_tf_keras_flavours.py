@@ -157,31 +157,34 @@ def reduces_when_it_computes(hvd, tf):
 
 def trains_in_a_session(hvd, tf):
     """A model of Keras 2 in a graph of tf.compat.v1: its optimizer, the broadcast and the schedule of rates."""
-    for kind in (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD):
-        with tf.Graph().as_default(), tf.compat.v1.Session() as running:
-            tf.keras.backend.set_session(running)
-            model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(3,), kernel_initializer="ones")])
-            model.compile(optimizer=hvd.DistributedOptimizer(kind(0.01)), loss="mse")
-            data = np.random.default_rng(hvd.rank()).normal(size=(16, 3))
-            callbacks = [
-                hvd.callbacks.BroadcastGlobalVariablesCallback(0),
-                hvd.callbacks.LearningRateScheduleCallback(0.01, lambda epoch: 0.5**epoch),
-            ]
-            model.fit(data, data.sum(1) * 2, batch_size=4, epochs=2, callbacks=callbacks, verbose=0)
-            weights = model.get_weights()
-            for found in hvd.allgather_object(weights):
-                for mine, theirs in zip(weights, found, strict=True):
-                    np.testing.assert_array_equal(mine, theirs)
-            assert not np.array_equal(weights[0], np.ones((3, 1)))
-            np.testing.assert_allclose(tf.keras.backend.get_value(model.optimizer.lr), 0.005, rtol=1e-6)
-            model.layers[0].set_weights([np.full((3, 1), float(hvd.rank())), np.zeros(1)])
-            hvd.broadcast_global_variables(hvd.size() - 1)
-            np.testing.assert_array_equal(model.get_weights()[0], np.full((3, 1), hvd.size() - 1.0))
-            state = hvd.elastic.TensorFlowKerasState(model, epoch=3)
-            model.layers[0].set_weights([np.zeros((3, 1)), np.zeros(1)])
-            state.restore()
-            np.testing.assert_array_equal(model.get_weights()[0], np.full((3, 1), hvd.size() - 1.0))
-            tf.keras.backend.set_session(None)
+    from tf_keras.src import backend
+
+    with tf.Graph().as_default(), tf.compat.v1.Session() as running:
+        backend.set_session(running)
+        with pytest.raises(ValueError, match=r"legacy\.SGD"):
+            hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.01))
+        model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(3,), kernel_initializer="ones")])
+        model.compile(optimizer=hvd.DistributedOptimizer(tf.keras.optimizers.legacy.SGD(0.01)), loss="mse")
+        data = np.random.default_rng(hvd.rank()).normal(size=(16, 3))
+        callbacks = [
+            hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+            hvd.callbacks.LearningRateScheduleCallback(0.01, lambda epoch: 0.5**epoch),
+        ]
+        model.fit(data, data.sum(1) * 2, batch_size=4, epochs=2, callbacks=callbacks, verbose=0)
+        weights = model.get_weights()
+        for found in hvd.allgather_object(weights):
+            for mine, theirs in zip(weights, found, strict=True):
+                np.testing.assert_array_equal(mine, theirs)
+        assert not np.array_equal(weights[0], np.ones((3, 1)))
+        np.testing.assert_allclose(backend.get_value(model.optimizer.lr), 0.005, rtol=1e-6)
+        model.layers[0].set_weights([np.full((3, 1), float(hvd.rank())), np.zeros(1)])
+        hvd.broadcast_global_variables(hvd.size() - 1)
+        np.testing.assert_array_equal(model.get_weights()[0], np.full((3, 1), hvd.size() - 1.0))
+        state = hvd.elastic.TensorFlowKerasState(model, epoch=3)
+        model.layers[0].set_weights([np.zeros((3, 1)), np.zeros(1)])
+        state.restore()
+        np.testing.assert_array_equal(model.get_weights()[0], np.full((3, 1), hvd.size() - 1.0))
+        backend.set_session(None)
 
 
 def normalises_alike(hvd, tf):

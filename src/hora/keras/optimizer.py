@@ -157,7 +157,7 @@ def DistributedOptimizer(
         )
     mixin, backend = _kind(optimizer)
     if mixin is _Keras2 and runs_in_session():
-        optimizer = _for_session(optimizer)
+        _check_for_session(optimizer)
     if num_groups:
         warnings.warn("num_groups is deprecated; use groups instead", DeprecationWarning, stacklevel=2)
     groups = groups if groups is not None else (num_groups or None)
@@ -238,13 +238,15 @@ def _kind(optimizer: Any) -> tuple[type[_Distributed], str]:
     )
 
 
-def _for_session(optimizer: Any) -> Any:
-    """Return an optimizer of Keras 2 that works with a graph, as Keras itself would: later it would not be wrapped."""
+def _check_for_session(optimizer: Any) -> None:
+    """ValueError for an optimizer in whose place Keras 2 would put another one, which is not wrapped, in a graph."""
     import tf_keras
 
-    if not isinstance(optimizer, tf_keras.optimizers.Optimizer):
-        return optimizer
-    return tf_keras.__internal__.optimizers.convert_to_legacy_optimizer(optimizer)
+    if isinstance(optimizer, tf_keras.optimizers.Optimizer):
+        raise ValueError(
+            f"rank {hvd.rank()}: Keras 2 does not train a graph of tf.compat.v1 with {type(optimizer).__name__} of "
+            f"tf.keras.optimizers; pass tf.keras.optimizers.legacy.{type(optimizer).__name__}(…)"
+        )
 
 
 def _of_class(optimizer: Any, mixin: type[_Distributed], aggregation: Callable[[], Aggregation]) -> Any:

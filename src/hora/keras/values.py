@@ -46,7 +46,7 @@ def runs_in_session() -> bool:
 def read_values(variables: Sequence[Any]) -> list[Any]:
     """Return the values of variables as numpy arrays of their own."""
     if runs_in_session():
-        from tf_keras import backend
+        from tf_keras.src import backend
 
         return [np.array(value) for value in backend.batch_get_value(list(variables))]
     return [np.array(to_numpy(variable)) for variable in variables]
@@ -55,7 +55,7 @@ def read_values(variables: Sequence[Any]) -> list[Any]:
 def assign_values(variables: Sequence[Any], values: Sequence[Any]) -> None:
     """Assign a value to each variable."""
     if runs_in_session():
-        from tf_keras import backend
+        from tf_keras.src import backend
 
         backend.batch_set_value(list(zip(variables, values, strict=True)))
         return
@@ -88,7 +88,7 @@ def broadcast_global_variables(root_rank: int) -> None:
             "hvd.broadcast_global_variables() is for graphs of tf.compat.v1; call hvd.broadcast_variables(variables, "
             f"root_rank={root_rank}), or add hvd.callbacks.BroadcastGlobalVariablesCallback({root_rank}) to fit"
         )
-    from tf_keras import backend
+    from tf_keras.src import backend
 
     from hora.tensorflow.functions import broadcast_global_variables as in_graph
 
