@@ -159,10 +159,10 @@ def trains_in_a_session(hvd, tf):
     """A model of Keras 2 in a graph of tf.compat.v1: its optimizer, the broadcast and the schedule of rates."""
     from tf_keras.src import backend
 
+    with tf.Graph().as_default(), pytest.raises(ValueError, match=r"legacy\.SGD"):
+        hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.01))
     with tf.Graph().as_default(), tf.compat.v1.Session() as running:
         backend.set_session(running)
-        with pytest.raises(ValueError, match=r"legacy\.SGD"):
-            hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.01))
         model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(3,), kernel_initializer="ones")])
         model.compile(optimizer=hvd.DistributedOptimizer(tf.keras.optimizers.legacy.SGD(0.01)), loss="mse")
         data = np.random.default_rng(hvd.rank()).normal(size=(16, 3))

@@ -51,7 +51,7 @@ _SIDES = ("compute", "training")
 
 @dataclasses.dataclass(frozen=True)
 class TfDataServiceConfig:
-    """Where a data service is. `dispatcher_side`: "compute" or "training", which runs the dispatchers.
+    """The description of a data service. `dispatcher_side`: "compute" or "training", which runs the dispatchers.
 
     `addresses`: of the table, by network interface. `timeout`: seconds that each part waits for the others.
     """
