@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from hora.torch.norms import scale_all, total_norm
 from hora.torch.optimizer.base import optimizers_of
 
 __all__ = ["clip_grad_norm_"]
@@ -25,7 +26,7 @@ def clip_grad_norm_(
     """Scale the gradients so that their total norm is at most `max_norm`; returns the norm before.
 
     `parameters` may be an optimizer. Gradients that a `DistributedOptimizer` has still to reduce are reduced first, and
-    the following `step()` does not reduce them again.
+    the following `step()` does not reduce them again. `foreach` is torch's, and decided here.
     """
     if isinstance(parameters, torch.optim.Optimizer):
         parameters = [p for group in parameters.param_groups for p in group["params"]]
@@ -44,17 +45,17 @@ def clip_grad_norm_(
             norms.append(sharded.norm)
             scalers.append(sharded.scale)
             plain = [p for p in plain if p not in sharded.parameters]
-    gradients = [p.grad for p in plain if p.grad is not None]
+    gradients = [p.grad.detach() for p in plain if p.grad is not None]
     if gradients or not norms:
-        norms.append(torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach))
+        norms.append(total_norm(gradients, norm_type))
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
             "clipped"
         )
-    if gradients:
-        torch.nn.utils.clip_grads_with_norm_(plain, max_norm, total, foreach)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    scale_all(gradients, factor)
     for scale in scalers:
-        scale(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        scale(factor)
     return total

@@ -9,11 +9,12 @@ wait for the GPU, so the optimizer holds those back until backward is over and h
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
 from hora.telemetry.meters import meter
+from hora.torch.norms import total_norm
 
 __all__ = ["check_finite"]
 
@@ -27,7 +28,7 @@ def check_finite(gradients: Iterable[tuple[str, torch.Tensor | None]], rank: int
     found = {name: values for name, values in found.items() if values.numel()}
     # The largest magnitude of all: a NaN or an infinity anywhere is one here too, and nothing is added up that could
     # overflow.
-    if not found or math.isfinite(_largest_magnitude(list(found.values()))):
+    if not found or math.isfinite(total_norm(list(found.values()), math.inf).item()):
         return
     for name, values in found.items():
         num_nan, num_infinite = int(values.isnan().sum()), int(values.isinf().sum())
@@ -38,12 +39,6 @@ def check_finite(gradients: Iterable[tuple[str, torch.Tensor | None]], rank: int
             )
             meter.event("nan", text)
             raise FloatingPointError(text)
-
-
-def _largest_magnitude(values: Sequence[torch.Tensor]) -> float:
-    """Return the largest magnitude of all values. (`torch.nn.utils.get_total_norm` came with torch 2.6.)"""
-    norms = [torch.linalg.vector_norm(each, math.inf) for each in values]
-    return torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).max().item()
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from hora.engine.shm.reduction import SharedMemoryReduction
 from hora.engine.shm.segment import SharedMemory
 from hora.engine.transport.host_reduction import HostReduction
 from hora.errors import HorovodInternalError
+from hora.torch.norms import total_norm
 from hora.torch.optimizer.bucket_plan import BucketSpec
 from hora.torch.optimizer.buckets import SMALL_BYTES, release_all, view_like
 from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction
@@ -374,8 +375,7 @@ class Shards:
     def gradient_norm(self, norm_type: float) -> torch.Tensor:
         """The norm of all members' slices together (collective)."""
         gradients = [shard.parameter.grad for shard in self.owned if shard.parameter.grad is not None]
-        found = torch.nn.utils.get_total_norm(gradients, norm_type)
-        norm = found.double().reshape(1)
+        norm = total_norm(gradients, norm_type).double().reshape(1)
         infinite = norm_type == float("inf")
         value = norm if infinite else norm**norm_type
         reduce = Reduce(ReduceOp.MAX if infinite else ReduceOp.SUM)
