@@ -9,13 +9,14 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native wheels release-notes demo test test-unit test-versions test-spark test-spark-protected test-ray test-tensorflow test-perfetto test-hosts test-store test-habits test-slow test-containers test-security lint style format docs coverage bench scale chaos soak simulate fuzz sanitize verify clean
+.PHONY: help setup native wheels release-notes demo test test-unit test-versions test-runtime test-spark test-spark-protected test-ray test-tensorflow test-perfetto test-hosts test-store test-habits test-slow test-containers test-security lint style format docs coverage bench scale chaos soak simulate fuzz sanitize verify clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
 	@echo "make test     lint, types and the tests"
 	@echo "make test-unit                  the tests that start no process: two minutes"
 	@echo "make test-versions TORCH=2.3.1  them, and collectives and optimizers on real ranks, on another torch"
+	@echo "make test-runtime NAME=oldest   notebook, estimators and collectives in an environment of runtimes/, such as databricks-15.4"
 	@echo "make test-spark VERSION=3.5.7   the Spark tests on another Spark, in a virtual environment of its own"
 	@echo "make test-slow                  tests that make test leaves out to stay near fifteen minutes"
 	@echo "make test-security              attacks and old defects from outside, known by public names alone; more of it as root"
@@ -123,6 +124,18 @@ test-versions:
 	$(TORCH_VENV)/bin/python -m pip install --quiet -c $(TORCH_VENV)/constraints.txt -e '.[dev]'
 	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest -m "not slow and not spark" --reruns 1 -rfER tests/unit tests/multiproc
 
+# An environment that users have, in a virtual environment of its own: the notebook, the estimators and the collectives.
+RUNTIMES = $(basename $(notdir $(wildcard runtimes/*.txt)))
+RUNTIME_VENV = .venv-runtime-$(NAME)
+RUNTIME_PYTHON = $(shell v=python$$(sed -n 's/^\# python //p' runtimes/$(NAME).txt); $$v -c '' 2>/dev/null && echo $$v || echo $(PYTHON))
+RUNTIME_TESTS ?= tests/integration/test_notebook.py tests/integration/test_spark_estimator.py \
+	tests/integration/test_spark_lightning.py tests/multiproc/test_ops_*.py tests/multiproc/test_optimizer.py
+test-runtime:
+	@test -f "runtimes/$(NAME).txt" || { echo "say which: make test-runtime NAME=… of $(RUNTIMES)"; exit 2; }
+	test -x $(RUNTIME_VENV)/bin/python || $(RUNTIME_PYTHON) -m venv $(RUNTIME_VENV)
+	$(RUNTIME_VENV)/bin/python -m pip install --quiet -r runtimes/$(NAME).txt -e '.[test]'
+	OMP_NUM_THREADS=1 $(RUNTIME_VENV)/bin/python -m pytest -m "not slow" --reruns 1 -rfER $(RUNTIME_TESTS)
+
 test-slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(SIDE_BY_SIDE) --reruns 1 -rfER --durations 20
 
@@ -224,4 +237,4 @@ sanitize:
 	tests/native/sanitize.sh $(OPERATIONS)
 
 clean:
-	rm -rf $(VENV) .venv-spark-* .venv-torch-* dist .mypy_cache .ruff_cache .pytest_cache .hypothesis out runs spark-warehouse
+	rm -rf $(VENV) .venv-* dist .mypy_cache .ruff_cache .pytest_cache .hypothesis out runs spark-warehouse

@@ -134,6 +134,7 @@ def test_an_infinity_costs_one_step_with_every_compression():
             assert_same_everywhere(weights(model))
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.3."), reason="fused optimizers of CPUs came with torch 2.4")
 @session
 def test_a_fused_optimizer_which_would_unscale_by_itself():
     def fused(model):

@@ -375,7 +375,8 @@ class Shards:
     def gradient_norm(self, norm_type: float) -> torch.Tensor:
         """The norm of all members' slices together (collective)."""
         gradients = [shard.parameter.grad for shard in self.owned if shard.parameter.grad is not None]
-        norm = total_norm(gradients, norm_type).double().reshape(1)
+        found = total_norm(gradients, norm_type)
+        norm = found.double().reshape(1)
         infinite = norm_type == float("inf")
         value = norm if infinite else norm**norm_type
         reduce = Reduce(ReduceOp.MAX if infinite else ReduceOp.SUM)
