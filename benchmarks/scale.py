@@ -171,7 +171,7 @@ class SimulatedHosts:
     def num_records(self, count: int, itemsize: int) -> int:
         return 1
 
-    def allreduce_unannounced(self, *_: object) -> bool:
+    def allreduce_scheduled(self, *_: object) -> bool:
         return True
 
     def close(self) -> None:

@@ -152,7 +152,7 @@ def reduced(place, hosts, transport, number, dtype, reduce, sizes):
         transport.allreduce_compressed(tensors, outputs, reduce, lost)
         mine.copy_(torch.cat([data(10 * turn + i, place.rank, size, dtype) for i, size in enumerate(sizes)]))
         transport.barrier()
-        transport.allreduce_resident(places, reduce, residual)
+        transport.allreduce_negotiated(places, reduce, residual)
         found += [*outputs, mine.clone()]
     return found
 
@@ -196,13 +196,13 @@ def halves(place, hosts, transport, number, dtype, reduce, count):
     mine = places[host.index(place.rank)]
     mine.copy_(data(number, place.rank, size, dtype))
     transport.barrier()
-    assert transport.half(Kind.REDUCESCATTER, places, reduce, HEADER, 1000)
+    assert transport.half_scheduled(Kind.REDUCESCATTER, places, reduce, HEADER, 1000)
     transport.barrier()
     own = mine.split(count)[place.rank].clone()
     mine.zero_()
     mine.split(count)[place.rank].copy_(own)
     transport.barrier()
-    assert transport.half(Kind.ALLGATHER, places, Reduce(), HEADER, 1000)
+    assert transport.half_scheduled(Kind.ALLGATHER, places, Reduce(), HEADER, 1000)
     transport.barrier()
     return mine.clone()
 
@@ -244,14 +244,14 @@ def test_hosts_with_different_headers_change_nothing(place):
             mine = places[place.rank % 2]
             mine.fill_(place.rank)
             transport.barrier()
-            assert transport.allreduce_unannounced(places, Reduce(), None, HEADER, 1000)
+            assert transport.allreduce_scheduled(places, Reduce(), None, HEADER, 1000)
             transport.barrier()
             assert set(mine.tolist()) == {6.0}
             if place.rank >= 2 and refuses:
                 transport.refuse(1000)
             else:
                 header = HEADER if place.rank < 2 else HEADER[::-1]
-                assert not transport.allreduce_unannounced(places, Reduce(), None, header, 1000)
+                assert not transport.allreduce_scheduled(places, Reduce(), None, header, 1000)
             assert set(mine.tolist()) == {6.0}
             place.gather(number)
 
@@ -345,7 +345,7 @@ def test_data_in_a_hosts_memory_is_reduced_there(place, hosts, code):
         for _ in range(10):
             mine.copy_(data(5, place.rank, count, torch.float32))
             transport.barrier()
-            transport.allreduce_resident(places, Reduce(ReduceOp.AVERAGE, 0.5, 4.0, code), residual)
+            transport.allreduce_negotiated(places, Reduce(ReduceOp.AVERAGE, 0.5, 4.0, code), residual)
             torch.testing.assert_close(mine, expected, rtol=limit, atol=4 * limit)
             totals += mine
         torch.testing.assert_close(totals / 10, expected, rtol=limit, atol=limit)

@@ -202,7 +202,7 @@ def _sleeps(group, peer) -> bool:
 
 def _waiting(negotiation) -> int:
     """How many ranks wait in a repeated call."""
-    return sum(signature is not None for row in negotiation.unannounced_requests().values() for signature in row)
+    return sum(signature is not None for row in negotiation.waiting_requests().values() for signature in row)
 
 
 @pytest.mark.parametrize("size", [5, 300_000])  # staged or not

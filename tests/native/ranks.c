@@ -204,7 +204,7 @@ static struct member test_new_member(int number) {
         .digest = 0xcbf29ce484222325u,
         .ring = {.slots = slots, .results = results, .slot_bytes = SLOT_BYTES, .depth = DEPTH, .ahead = AHEAD,
                  .group = test_group_of(counters, PAIR, number)},
-        .lane = test_group_of(schedule, PAIR, number),
+        .schedule = test_group_of(schedule, PAIR, number),
         .fed = test_room((size_t)num_members * 8)};
 }
 

@@ -71,7 +71,7 @@ class Noted:
         self.num_bytes = 4
         self.log = log
 
-    def execute_direct(self, number, absent):
+    def execute_scheduled(self, number, absent):
         self.log.append((self.signature.name, number, list(absent)))
         return True
 
@@ -266,8 +266,8 @@ def test_a_void_item_is_announced():
     reduction = SimpleNamespace(
         signature=Signature(int(Kind.ALLREDUCE), "allreduce", "x", ("float32",), ((1,),)),
         num_bytes=4,
-        execute_direct=lambda number, absent: False,
-        execute_announced=done.append,
+        execute_scheduled=lambda number, absent: False,
+        execute_negotiated=done.append,
     )
     first, second = schedules(2)
     for schedule in (first, second):

@@ -288,13 +288,13 @@ def test_the_root_learns_who_is_missing(monkeypatch, known):
         network.negotiations[rank].announce(an_allreduce("t"), 0)
     network.run()
     let_time_pass(network, monkeypatch)
-    ((_, signatures),) = network.negotiations[0].unannounced_requests().items()
+    ((_, signatures),) = network.negotiations[0].waiting_requests().items()
     assert [rank for rank, signature in enumerate(signatures) if signature is None] == [0, 3]
     for rank in (0, 3):  # and when they come, it is done
         network.negotiations[rank].announce(an_allreduce("t"), 0)
     network.run()
     assert [keys for _, _, _, keys in network.agreed()] == [[("allreduce", "t")]]
-    assert not network.negotiations[0].unannounced_requests()
+    assert not network.negotiations[0].waiting_requests()
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -309,10 +309,10 @@ def test_those_who_speak_through_a_stopped_rank_are_asked_and_not_named(monkeypa
         network.negotiations[rank].announce(an_allreduce("t"), 0)
         network.in_flight[rank].add(("allreduce", "t"))
     network.run()
-    assert not network.negotiations[0].unannounced_requests()  # nobody has been asked yet
+    assert not network.negotiations[0].waiting_requests()  # nobody has been asked yet
     let_time_pass(network, monkeypatch)
-    wait_until("the root has asked", network.negotiations[0].unannounced_requests)
-    ((_, signatures),) = network.negotiations[0].unannounced_requests().items()
+    wait_until("the root has asked", network.negotiations[0].waiting_requests)
+    ((_, signatures),) = network.negotiations[0].waiting_requests().items()
     assert [rank for rank, signature in enumerate(signatures) if signature is None] == [2, 7]
     network.stopped.clear()
     for rank in (2, 7):

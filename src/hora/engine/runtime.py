@@ -122,6 +122,8 @@ class Runtime:
                 for ranks in (tuple(range(size)), *(ranks for ranks in sets if len(ranks) < size)):
                     self._register(ranks)
                 if self._bootstrap is not None:
+                    if self._bootstrap.can_share(range(size)):
+                        self.queue(0).transport()  # now: so the first step is like any other
                     # A rank that went on and left again at once would take away what others are still fetching from it.
                     self._bootstrap.gather("ready", b"1")
         except BaseException:

@@ -21,12 +21,16 @@ model of this.
 Progress is made by a background thread, or by a thread that waits for a result: never by the driver of the queue,
 because the member that is waited for may first need something of this one's queue.
 
-The items are `PersistentReduction`s, which the optimizer's buckets `start` when their data is in place and `wait` for;
-`execute_direct` of one is called when the members that share this memory have come. It says whether the item is done.
-False means that it is void: nothing was changed, every member says the same, and the schedule has it announced
-(`execute_announced`): all execute it then, also a rank that has joined. On one host that does not happen. Over several
-hosts a schedule has the members of one in common, and a link to the other hosts (`transport.host_reduction`): what
-hosts send one another says which item it is, and there they find that another host has something else to do.
+The items are `PersistentReduction`s, which the optimizer's buckets `start` when their data is in place and `wait` for.
+An item is executed in one of two ways:
+
+    scheduled    in its turn, without a message (`execute_scheduled`), when the members that share this memory have come
+    negotiated   as a request that all members announce (`execute_negotiated`), also a rank that has joined
+
+`execute_scheduled` returns False if the item is void: nothing was changed, every member says the same, and the item is
+negotiated. On one host that does not happen. Over several hosts a schedule has the members of one in common, and a link
+to the other hosts (`transport.host_reduction`): what hosts send one another names the item, so that they find that
+another host has something else to do.
 """
 
 from __future__ import annotations
@@ -58,10 +62,10 @@ _LIMIT_S = 24 * 3600.0  # a slow member is the stall report's business, a dead o
 
 
 class Link(Protocol):
-    """The connections of a schedule with other hosts; see `HostLink`."""
+    """The connections of a schedule with other hosts (`HostLink`)."""
 
     def leave(self, *, tell: bool) -> None:
-        """From here on items are announced. `tell`: the other hosts do not know it."""
+        """Negotiate items from now on. `tell`: the other hosts do not know it."""
 
     def close(self) -> None:
         """Close the connections."""
@@ -242,9 +246,9 @@ class ReductionSchedule(ProgressEngine):
                 began = time.perf_counter()
                 try:
                     recorded = queue.recorder.timeline is not None
-                    execute = self._execute_recorded if recorded else reduction.execute_direct
+                    execute = self._execute_recorded if recorded else reduction.execute_scheduled
                     if not execute(item.number, item.absent):
-                        self._execute_announced(item, reduction)
+                        self._execute_negotiated(item, reduction)
                 except BaseException as error:
                     queue.broke(error)
                     raise
@@ -269,11 +273,11 @@ class ReductionSchedule(ProgressEngine):
         recorder.arrived(self.queue.member, part.key, signature)
         way = "shm" if self.link is None else "shm+tcp"
         with recorder.batch(Batch(KINDS[signature.kind], signature, [part]), way):
-            return reduction.execute_direct(number, absent)
+            return reduction.execute_scheduled(number, absent)
 
-    def _execute_announced(self, item: Item, reduction: PersistentReduction) -> None:
+    def _execute_negotiated(self, item: Item, reduction: PersistentReduction) -> None:
         try:
-            reduction.execute_announced(item.number)
+            reduction.execute_negotiated(item.number)
         except HorovodInternalError as error:
             if not self.queue.status.is_open:
                 raise
@@ -431,13 +435,13 @@ class PersistentReduction:
         self.schedule.queue.bound.pop(self._name, None)
         self.schedule.close()
 
-    def execute_announced(self, number: int) -> None:
+    def execute_negotiated(self, number: int) -> None:
         """Have all members agree on it, and wait until it is done."""
         request = Request(self.signature, (self._mine,))
         self.schedule.queue.submit(request, background=False)
         self.schedule.queue.result(request)
 
-    def execute_direct(self, number: int, absent: Sequence[int]) -> bool:
+    def execute_scheduled(self, number: int, absent: Sequence[int]) -> bool:
         """Execute item `number` of the schedule, for which the members in `absent` have joined. True when it is done,
         False when it is void: then nothing was changed, every member finds the same, and the schedule has it
         announced."""

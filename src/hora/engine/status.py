@@ -185,7 +185,7 @@ class StallWatch:
         """Return the repeated calls that members wait in without having announced them."""
         found = []
         seen, self._waiting_since = self._waiting_since, {}
-        for (signature, instance), signatures in negotiation.unannounced_requests().items():
+        for (signature, instance), signatures in negotiation.waiting_requests().items():
             key = signature.key(instance)
             entry = PendingRequest(key, len(self._ranks), seen.get(key, now))
             entry.signatures = signatures

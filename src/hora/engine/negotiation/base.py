@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from hora.engine.plan import Batch, BatchPlanner
 from hora.engine.request import Signature
 
-__all__ = ["RECORD", "Negotiation", "Announcer", "LocalNegotiation", "Reader", "UnannouncedRequests"]
+__all__ = ["RECORD", "Negotiation", "Announcer", "LocalNegotiation", "Reader", "WaitingRequests"]
 
 RECORD = struct.Struct("<II")
 _DEFINE = 0xFFFFFFFF  # the record's second word is the length of the signature that follows, padded to whole records
@@ -30,7 +30,7 @@ _FORGET = 0xFFFFFFFE  # the member starts numbering its signatures anew
 _KEPT_SIGNATURES = 65536
 
 # By request, with its running number: the signature at the places of the members that wait for it.
-UnannouncedRequests = dict[tuple[Signature, int], list[Signature | None]]
+WaitingRequests = dict[tuple[Signature, int], list[Signature | None]]
 
 
 class Negotiation(ABC):
@@ -63,7 +63,7 @@ class Negotiation(ABC):
     def flush(self) -> None:  # noqa: B027
         """Send what could not be sent before. Under the same lock as `announce`."""
 
-    def unannounced_requests(self) -> UnannouncedRequests:
+    def waiting_requests(self) -> WaitingRequests:
         """Return the requests that members wait for without having announced them, by signature, with those members."""
         return {}
 

@@ -46,7 +46,7 @@ from collections import deque
 from collections.abc import Sequence
 from operator import eq, sub
 
-from hora.engine.negotiation.base import RECORD, Announcer, Negotiation, Reader, UnannouncedRequests
+from hora.engine.negotiation.base import RECORD, Announcer, Negotiation, Reader, WaitingRequests
 from hora.engine.plan import Batch, BatchPlanner
 from hora.engine.request import Kind, Signature
 from hora.engine.shm.counters import LINE_BYTES, MEMBER_BYTES, Counter, Counters
@@ -154,8 +154,8 @@ class SharedMemoryNegotiation(Negotiation):
         """Return whether this member has got as far as that."""
         return self.tickets.own.value >= ticket
 
-    def unannounced_requests(self) -> UnannouncedRequests:
-        found: UnannouncedRequests = {}
+    def waiting_requests(self) -> WaitingRequests:
+        found: WaitingRequests = {}
         at = self._calls_at + MEMBER_BYTES + self.ticket % _NUM_CALL_RECORDS * _CALL_RECORD.size
         for member, counter in enumerate(self.tickets.counters):
             ticket, digest, instance = _CALL_RECORD.unpack_from(self._memory, at + member * _CALL_BYTES)

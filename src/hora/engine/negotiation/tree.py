@@ -48,7 +48,7 @@ from functools import reduce
 from operator import and_, or_
 
 from hora.engine.control_tree import ControlTree, Tree
-from hora.engine.negotiation.base import Announcer, Negotiation, Reader, UnannouncedRequests
+from hora.engine.negotiation.base import Announcer, Negotiation, Reader, WaitingRequests
 from hora.engine.plan import Batch, BatchPlanner
 from hora.engine.request import Key, Kind, Signature
 from hora.net.wire import Header, cut_parts, join_parts
@@ -289,7 +289,7 @@ class TreeNegotiation(Negotiation):
     def _bit(self, signature: Signature) -> int:
         return self._slots.bit(signature) if self._uses_slots else 0
 
-    def unannounced_requests(self) -> UnannouncedRequests:
+    def waiting_requests(self) -> WaitingRequests:
         """Return what the root knows of requests that some members have not announced.
 
         Of ranks that speak through a missing one it knows from themselves; a request about which they have not been
@@ -297,7 +297,7 @@ class TreeNegotiation(Negotiation):
         """
         if self._parent is not None:
             return {}
-        found: UnannouncedRequests = {}
+        found: WaitingRequests = {}
         for key, instance, since, signatures in self._collector.held():
             missing = self._members.keys() - signatures.keys()
             doubtful = self._doubtful(missing)

@@ -87,7 +87,7 @@ class SharedMemoryReduction(PersistentReduction):
         """Return the index of the place that takes the data of the next step."""
         return self.schedule.turn(self._index, len(self.places))
 
-    def execute_direct(self, number: int, absent: Sequence[int]) -> bool:
+    def execute_scheduled(self, number: int, absent: Sequence[int]) -> bool:
         turn = self.schedule.turn_of(number, len(self.places)) if len(self.places) > 1 else 0
         if absent:
             self._reduce_without(absent, number, turn)

@@ -75,7 +75,7 @@ def make_transport(topology: Topology, device: str, transport_for: Callable[[str
 
 def between_hosts(topology: Topology, local: Transport) -> HierarchicalTransport:
     """The transport of members on several hosts. `local`: that of the members on this one, for
-    operations other than `unannounced` reductions."""
+    operations other than scheduled reductions."""
     groups = topology.members_by_host()
     (here,) = ([topology.ranks[one] for one in group] for group in groups if topology.member in group)
     return HierarchicalTransport(

@@ -104,17 +104,17 @@ class HierarchicalTransport:
         else:
             self._native.allreduce(inputs, outputs, scaling, residuals)
 
-    def allreduce_resident(self, places: Tensors, reduce: Reduce, residual: torch.Tensor | None) -> None:
+    def allreduce_negotiated(self, places: Tensors, reduce: Reduce, residual: torch.Tensor | None) -> None:
         """An allreduce, also a compressed one, of data in this host's memory: `places` are its members' data, which all
         of them see and have filled. `residual` is for all of it, of which this member needs its slice.
         """
-        self.allreduce_unannounced(places, reduce, residual)
+        self.allreduce_scheduled(places, reduce, residual)
         self._local.barrier()
 
-    def half(self, kind: Kind, places: Tensors, reduce: Reduce, header: bytes, most_records: int) -> bool:
+    def half_scheduled(self, kind: Kind, places: Tensors, reduce: Reduce, header: bytes, most_records: int) -> bool:
         """This member's part of a reducescatter of data that lies in this host's memory, into each member's own slice
         of its place, or of an allgather of the own slices, into all places. Members are numbered host by host, and own
-        slices of one length in that order. On nobody's word, as `allreduce_unannounced`.
+        slices of one length in that order. On nobody's word, as `allreduce_scheduled`.
         """
         owned = places[0].numel() // self._num_members
         spans, scaling = self._spans(owned), self._scaling(reduce, places[0].dtype)
@@ -134,7 +134,7 @@ class HierarchicalTransport:
         return spans
 
     def refuse(self, most_records: int) -> None:
-        """Let the other hosts find a header that is none, instead of the next `allreduce_unannounced` here."""
+        """Let the other hosts find a header that is none, instead of the next `allreduce_scheduled` here."""
         group = self._leaders
         if group is None:
             return
@@ -159,10 +159,10 @@ class HierarchicalTransport:
         hosts = self._hosts if late is None else [self._hosts[late]]
         return [member for host in hosts if host is not self._here for member in host]
 
-    def allreduce_unannounced(
+    def allreduce_scheduled(
         self, places: Tensors, reduce: Reduce, residual: torch.Tensor | None, header: bytes = b"", most_records: int = 0
     ) -> bool:
-        """This member's part of `allreduce_resident`, without a wait for the other members of this host, and on
+        """This member's part of `allreduce_negotiated`, without a wait for the other members of this host, and on
         nobody's word but a header of `HEADER_BYTES` in front of the data. False if the hosts have different headers, on
         all of them alike: nothing was changed then, and this transport is of no more use. `most_records`: the same in
         every call, see `num_records`.

@@ -90,8 +90,8 @@ class HostLink:
         assert transport is not None
         header = _HEADER.pack(item - self._since, index, self._digest)
         if kind is Kind.ALLREDUCE:
-            return transport.allreduce_unannounced(places, reduce, residual, header, most)
-        return transport.half(kind, places, reduce, header, most)
+            return transport.allreduce_scheduled(places, reduce, residual, header, most)
+        return transport.half_scheduled(kind, places, reduce, header, most)
 
     def leave(self, *, tell: bool) -> None:
         """From here on items are announced. `tell`: the other hosts do not know it."""
@@ -143,7 +143,7 @@ class HostReduction(PersistentReduction):
         link.add(self, places[0].numel(), places[0].itemsize)
         schedule.queue.bound[name] = self._execute
 
-    def execute_direct(self, number: int, absent: Sequence[int]) -> bool:
+    def execute_scheduled(self, number: int, absent: Sequence[int]) -> bool:
         link = self._link
         if absent:
             link.leave(tell=True)
@@ -155,8 +155,8 @@ class HostReduction(PersistentReduction):
         link.leave(tell=False)
         return False
 
-    def execute_announced(self, number: int) -> None:
-        super().execute_announced(number)
+    def execute_negotiated(self, number: int) -> None:
+        super().execute_negotiated(number)
         if self._link.all_took_part:
             self._link.connect(number)
 
@@ -172,7 +172,7 @@ class HostReduction(PersistentReduction):
             transport.barrier()  # a rank that has joined has cleared its data just now
         counts = [[self._slice.numel()] * len(part.signatures)]
         if self._kind is Kind.ALLREDUCE:
-            transport.allreduce_resident(self._places, self._reduce, self._residual)
+            transport.allreduce_negotiated(self._places, self._reduce, self._residual)
         elif self._kind is Kind.REDUCESCATTER:
             transport.reducescatter([self._mine.clone()], [self._slice], counts, self._reduce)
         else:

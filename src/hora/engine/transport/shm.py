@@ -271,7 +271,7 @@ class ShmTransport:
         dtype = inputs[0].dtype
         num_members = self._num_members
         arithmetic = arithmetic_of(staged(reduce, dtype, num_members), dtype, num_members)
-        count = total(inputs)
+        count = sum([tensor.numel() for tensor in inputs])
         num_bytes = count * dtype.itemsize
         ring = self._ring_for(num_bytes)
         what, stage = arithmetic.sum, arithmetic.stage
