@@ -33,6 +33,7 @@ from hora.launch.agent.protocol import Bye, Start
 from hora.launch.controller import agents
 from hora.launch.controller.agents import Agents
 from hora.launch.ha import election, following, leadership
+from hora.launch.ha.authenticated import AuthenticatedStore
 from hora.launch.ha.election import ElectionLoop
 from hora.launch.ha.etcd import Etcd as EtcdStore
 from hora.launch.ha.following import LeaderLink
@@ -179,7 +180,7 @@ class Kept(Process):
 
     def _live(self) -> None:
         node = {"node": self.node.index, "name": f"host{self.node.index}", "slots": 1}
-        store = EtcdStore.from_url("etcd://store").below(self.node.job)
+        store = AuthenticatedStore(EtcdStore.from_url("etcd://store").below(self.node.job), SECRET)
         limits = {"leaderless_s": 120.0, "orphaned_s": 30.0, "poll_s": 1.0}
         link = LeaderLink(node, SECRET, store, orphaned=lambda: self.node.dead, **limits)
         link.start()

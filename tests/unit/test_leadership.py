@@ -5,6 +5,7 @@ No process.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -17,10 +18,11 @@ from hora.launch.controller.blacklist import Blacklist
 from hora.launch.controller.members import Roster
 from hora.launch.controller.policy import WorkerState
 from hora.launch.controller.rendezvous import Rendezvous
+from hora.launch.ha.authenticated import AuthenticatedStore
 from hora.launch.ha.following import LeaderLink
 from hora.launch.ha.leadership import Leadership, Over, View, next_step, open_store
 from hora.launch.ha.relay import Relay
-from hora.launch.ha.store import LeaderTerm
+from hora.launch.ha.store import Contents, LeaderTerm, StoreError
 from hora.launch.job import LeadershipLostError
 from hora.net import sockets
 from hora.net.client import ControlClient
@@ -106,7 +108,7 @@ class Noted:
 
 
 def test_one_agent_of_a_node_at_a_time_holds_its_workers():
-    claim = f"unit-{os.getpid()}"
+    claim = [f"unit-{os.getpid()}-{n}" for n in range(3)]
     first, second, orphan = (link(claim=claim) for _ in range(3))
     assert first._holds_claim()
     assert first._holds_claim()
@@ -119,6 +121,69 @@ def test_one_agent_of_a_node_at_a_time_holds_its_workers():
     assert second._holds_claim()
     for one in (second, orphan):
         one._relay.close()
+
+
+def test_names_that_others_hold_keep_no_agent_from_its_work(capsys):
+    claim = [f"unit-{os.getpid()}-{n}" for n in range(2)]
+    first, second = (link(claim=claim) for _ in range(2))
+    with socket.socket(socket.AF_UNIX) as squatter:
+        squatter.bind("\0" + claim[0])
+        assert first._holds_claim()
+        assert f"{claim[0]} is held by a process that does not answer" in capsys.readouterr().err
+        assert not second._holds_claim()
+    assert not second._holds_claim(), "the first name is free now, but the agent has the second one"
+    first._claimed.close()
+    with socket.socket(socket.AF_UNIX) as squatter, socket.socket(socket.AF_UNIX) as other:
+        squatter.bind("\0" + claim[0])
+        other.bind("\0" + claim[1])
+        assert second._holds_claim(), "with all names taken it works without one"
+    for one in (first, second):
+        one._relay.close()
+
+
+class OneStore:
+    """A store in memory, in which others write, too."""
+
+    members, ttl_s = (("127.0.0.1", 1),), 3
+
+    def __init__(self):
+        self.values, self.term = {}, 0
+
+    def __str__(self):
+        return "memory"
+
+    def read(self):
+        return Contents(self.term, self.values)
+
+    def put(self, key, value, *, term, lasting_s=0):
+        self.values[key] = json.loads(json.dumps(value))
+        return True
+
+    def lead(self, name):
+        self.term += 1
+        self.values["leader"] = {"name": name}
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [{}, {"run": "x", "status": 0}, {"text": "{}", "mac": ""}, {"text": "{}", "mac": "é"}, {"text": 1, "mac": []}],
+)
+def test_what_no_node_wrote_into_the_store_is_named_and_ignored(forged, caplog):
+    raw = OneStore()
+    store, other = AuthenticatedStore(raw, b"s" * 32), AuthenticatedStore(raw, b"o" * 32)
+    store.lead("node.0")
+    store.put("state", {"run": "r", "n": [1.5, None]}, term=1)
+    assert store.read() == Contents(1, {"leader": {"name": "node.0"}, "state": {"run": "r", "n": [1.5, None]}})
+    raw.values["over"] = forged
+    raw.values["where"] = raw.values["state"]  # an entry of ours in another place
+    other.put("stray", {"run": "another job's"}, term=1)
+    for _ in range(3):
+        assert set(store.read().values) == {"leader", "state"}
+    for key in ("over", "where", "stray"):
+        assert caplog.text.count(f"the entry '{key}' in the store (HORA_STORE: memory) was not written") == 1
+    raw.values["leader"] = {"name": "me"}
+    with pytest.raises(StoreError, match=r"the entry 'leader' in the store .* remove it"):
+        store.read()
 
 
 def test_a_node_that_is_new_to_the_next_leader_has_a_new_name():

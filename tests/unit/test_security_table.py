@@ -22,6 +22,7 @@ FROM_OUTSIDE = (
     "test_attacks_of_strangers.py",
     "test_attacks_of_users.py",
     "test_attacks_from_within.py",
+    "test_attacks_on_stores.py",
     "attacked_jobs.py",
     "test_defects.py",
 )

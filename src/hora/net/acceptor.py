@@ -116,7 +116,7 @@ class Acceptor(Generic[Stranger]):
             self._drop(self.pending.oldest_of_the_crowd(), crowd)
         if sock.family == socket.AF_UNIX:
             process = sockets.process_at(sock)
-            host, where = f"process {process.pid}", f"process {process.pid} of user {process.uid}"
+            host, where = f"process {process.pid}", str(process)
             if not process.trusted:
                 self._refused(where, "it belongs to another user")
                 sock.close()

@@ -12,7 +12,18 @@ import struct
 import weakref
 from typing import NamedTuple, Protocol
 
-__all__ = ["Owner", "Process", "Where", "abandon_in_children", "forget", "listen", "open_socket", "process_at", "tune"]
+__all__ = [
+    "Owner",
+    "Process",
+    "Where",
+    "abandon_in_children",
+    "forget",
+    "holder",
+    "listen",
+    "open_socket",
+    "process_at",
+    "tune",
+]
 
 Where = str | tuple[str, int]  # the abstract name of a local socket, or a host's address and port
 
@@ -27,6 +38,9 @@ class Process(NamedTuple):
     pid: int
     uid: int
 
+    def __str__(self) -> str:
+        return f"process {self.pid} of user {self.uid}"
+
     @property
     def trusted(self) -> bool:
         """Return whether it runs for our own user, or for root, who can do anything to us anyway."""
@@ -37,6 +51,17 @@ def process_at(sock: socket.socket) -> Process:
     """The process at the other end, as the kernel knows it."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return Process(pid, uid)
+
+
+def holder(name: str) -> Process | None:
+    """The process that listens at this abstract name; None if none does, or does not answer."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.setblocking(False)
+        try:
+            sock.connect("\0" + name)
+            return process_at(sock)
+        except OSError:
+            return None
 
 
 def listen(where: Where) -> socket.socket:

@@ -66,11 +66,4 @@ class GpuClaims:
 
 
 def _holder(gpu: str) -> str:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.setblocking(False)
-        try:
-            sock.connect(f"\0hora-gpu-{gpu}")
-        except OSError:
-            return "a process that does not answer"
-        process = sockets.process_at(sock)
-    return f"process {process.pid} of user {process.uid}"
+    return str(sockets.holder(f"hora-gpu-{gpu}") or "a process that does not answer")

@@ -21,6 +21,7 @@ from hora.launch.agent.agent import LEFT
 from hora.launch.controller.agents import wait_or_kill
 from hora.launch.controller.signals import ended_by_signals
 from hora.launch.environment import module_command
+from hora.launch.ha.authenticated import AuthenticatedStore
 from hora.launch.ha.leadership import Leadership, Over, View, next_step, open_store
 from hora.launch.ha.store import StoreError
 from hora.launch.job import LeadershipLostError, exit_status
@@ -42,7 +43,7 @@ class ElectionLoop:
         self._options, self._environ, self._place, self._secret = options, environ, place, secret
         # All nodes find the same keys, which tell nobody else what they are for.
         self._job = derived_secret(secret, f"hora store {place.host}:{place.port}").hex()[:24]
-        self._store = open_store(environ["HORA_STORE"], environ).below(self._job)
+        self._store = AuthenticatedStore(open_store(environ["HORA_STORE"], environ).below(self._job), secret)
         self._poll_s = self._store.ttl_s / 3
         self._leaderless_s = float(options.effective("elastic_timeout"))
         self._left = False

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from hora.launch.ha.store import Contents, LeaderTerm, StoreError, exchange, lease_time
+from hora.launch.ha.store import Contents, LeaderTerm, StoreError, decoded, exchange, lease_time
 
 __all__ = ["Etcd"]
 
@@ -74,10 +74,10 @@ class Etcd:
         """The leader's term and all values, as of one moment."""
         end = base64.b64encode(f"{self.prefix[:-1]}0".encode()).decode()  # '0' follows '/'
         found = self._ask("kv/range", {"key": self._key(""), "range_end": end}).get("kvs", [])
-        names = [base64.b64decode(one["key"]).decode().removeprefix(self.prefix) for one in found]
+        names = [base64.b64decode(one["key"]).decode(errors="replace").removeprefix(self.prefix) for one in found]
         terms = [int(one["create_revision"]) for name, one in zip(names, found, strict=True) if name == "leader"]
         values = {
-            name: json.loads(base64.b64decode(one["value"]))
+            name: decoded(base64.b64decode(one.get("value", "")))
             for name, one in zip(names, found, strict=True)
             if "/" not in name
         }

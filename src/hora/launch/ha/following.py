@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hora.errors import AuthenticationError
@@ -45,11 +45,14 @@ from hora.launch.agent.protocol import (
 from hora.launch.agent.session import MALFORMED, on_this_node
 from hora.launch.controller.agents import credentials
 from hora.launch.environment import variables
+from hora.launch.ha.authenticated import AuthenticatedStore
 from hora.launch.ha.leadership import open_store, own_address
 from hora.launch.ha.relay import Relay
 from hora.launch.ha.store import Store, StoreError
+from hora.net import sockets
 from hora.net.connection import Connection, connect
 from hora.net.session import ClientSession
+from hora.net.wire import derived_secret
 from hora.version import version
 
 __all__ = ["LeaderLink"]
@@ -57,14 +60,15 @@ __all__ = ["LeaderLink"]
 _CONNECT_S, _ANSWER_S, _TURN_S = 5.0, 10.0, 0.2
 _HELD_BYTES = 4 * 1024 * 1024  # of output between two leaders
 _CLEAR_LIMIT_S = 30.0
+_CLAIM_NAMES = 8
 
 
 class LeaderLink:
     """The link to one leader after another. See `agent.Link`.
 
-    `node`: its number, name and slots. `orphaned`: tells whether the process of the node is gone. `claim`: a name that
-    one agent of this machine has at a time; an agent that is started on a node where an earlier one holds workers waits
-    until that one has gone. `former`: the run that was over before.
+    `node`: its number, name and slots. `orphaned`: tells whether the process of the node is gone. `claim`: names of
+    local sockets, of which one agent of this machine has one at a time; an agent that is started on a node where an
+    earlier one holds workers waits until that one has gone. `former`: the run that was over before.
     """
 
     silence_limit_s: float | None = None
@@ -81,7 +85,7 @@ class LeaderLink:
         orphaned_s: float,
         poll_s: float,
         orphaned: Callable[[], bool],
-        claim: str = "",
+        claim: Sequence[str] = (),
         former: str = "",
     ) -> None:
         self._node, self._secret, self._store = dict(node), secret, store
@@ -98,6 +102,7 @@ class LeaderLink:
         self._welcome: Welcome | None = None
         self._term = 0
         self._claimed: socket.socket | None = None
+        self._unclaimed = False
         self._over = threading.Event()
         self._leaving = False
         self._inbox: deque[Message | None] = deque()  # None: the job is over, or no process leads it
@@ -196,15 +201,28 @@ class LeaderLink:
         self._order(None)
 
     def _holds_claim(self) -> bool:
-        """Take the name, which goes with its process, whatever becomes of it."""
-        if self._claimed is None:
-            claimed = socket.socket(socket.AF_UNIX)
+        """Take a name, which goes with its process, unless an earlier agent of this user has one of them.
+
+        Another user may hold some of them: they are passed over, and their holders named.
+        """
+        if self._claimed is not None or self._unclaimed:
+            return True
+        if any(_is_ours(name) for name in self._claim):
+            return False
+        for index, name in enumerate(self._claim):
             try:
-                claimed.bind(f"\0hora-agent-{self._claim}")
+                self._claimed = sockets.listen(name)
             except OSError:
-                claimed.close()
+                holder = sockets.holder(name) or "a process that does not answer"
+                print(f"hora: the local socket {name} is held by {holder}; another name is used", file=sys.stderr)
+                continue
+            if any(_is_ours(earlier) for earlier in self._claim[:index]):  # taken at the same moment
+                self._claimed.close()
+                self._claimed = None
                 return False
-            self._claimed = claimed
+            self._relay.answer(self._claimed)
+            return True
+        self._unclaimed = True  # others have all of them: a second agent of this node would not be noticed
         return True
 
     def _leader(self) -> tuple[int, str, int] | None:
@@ -334,6 +352,11 @@ def _receive(session: ClientSession, messages: queue.SimpleQueue[Message | None]
         messages.put(None)
 
 
+def _is_ours(name: str) -> bool:
+    holder = sockets.holder(name)
+    return holder is not None and holder.uid == os.geteuid()
+
+
 def main() -> int:
     """`python -m hora.launch.ha.following`: a line of JSON on standard input says what to follow.
 
@@ -343,13 +366,16 @@ def main() -> int:
     parent = os.pidfd_open(given["parent"])
     os.set_inheritable(parent, False)
     guarded()
-    store = open_store(given["store"], variables()).below(given["job"])
+    secret = bytes.fromhex(given["secret"])
+    store = AuthenticatedStore(open_store(given["store"], variables()).below(given["job"]), secret)
     limits = {name: given[name] for name in ("leaderless_s", "orphaned_s", "poll_s", "former")}
     given["node"]["name"] = given["node"]["name"] or socket.gethostname()
-    claim = f"{given['job']}-{given['node']['node']}"
+    job, number = given["job"], given["node"]["node"]
+    names = (derived_secret(secret, f"claim {job} {number} {n}").hex()[:32] for n in range(_CLAIM_NAMES))
+    claim = [f"hora-agent-{name}" for name in names]
     link = LeaderLink(
         given["node"],
-        bytes.fromhex(given["secret"]),
+        secret,
         store,
         **limits,
         orphaned=lambda: bool(select.select([parent], [], [], 0)[0]),

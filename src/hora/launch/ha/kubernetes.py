@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from hora.launch.ha.store import Contents, LeaderTerm, StoreError, exchange, lease_time
+from hora.launch.ha.store import Contents, LeaderTerm, StoreError, decoded, exchange, lease_time
 
 __all__ = ["LeaseStore"]
 
@@ -148,10 +148,11 @@ class LeaseStore:
 
     def _values(self, secret: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of this job; those of another one are not."""
-        data = {key: base64.b64decode(text).decode() for key, text in (secret.get("data") or {}).items()}
+        entries = (secret.get("data") or {}).items()
+        data = {key: base64.b64decode(text).decode(errors="replace") for key, text in entries}
         if data.pop("job", "") != self.job:
             return {}
-        return {key: json.loads(text) for key, text in data.items() if key != "term"}
+        return {key: decoded(text) for key, text in data.items() if key != "term"}
 
     def _written_by(self, secret: Mapping[str, Any]) -> int:
         return int(base64.b64decode((secret.get("data") or {}).get("term", "")) or 0)

@@ -46,6 +46,11 @@ class Relay:
         with contextlib.suppress(RuntimeError):  # closed
             self._loop.call_soon_threadsafe(self._set_target, target)
 
+    def answer(self, listener: socket.socket) -> None:
+        """Accept connections there, too, and end them: they ask the kernel for this process, and for nothing else."""
+        with contextlib.suppress(RuntimeError):  # closed
+            self._loop.call_soon_threadsafe(self._acceptor.watch, listener, lambda arrival: arrival.sock.close())
+
     def close(self) -> None:
         """End all connections and the thread."""
         with contextlib.suppress(RuntimeError):  # closed before

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["Contents", "LeaderTerm", "Store", "StoreError", "exchange", "lease_time"]
+__all__ = ["Contents", "LeaderTerm", "Store", "StoreError", "decoded", "exchange", "lease_time"]
 
 _ANSWER_S = 2.0  # for one server; and no longer than until the next renewal of a lease, so that another can be asked
 
@@ -69,6 +69,15 @@ class Store(Protocol):
 
     def resign(self, office: LeaderTerm) -> None:
         """Lead no more."""
+
+
+def decoded(text: str | bytes) -> Mapping[str, Any]:
+    """Return the value of an entry; an empty one for bytes that no node of a job writes."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def lease_time(text: str) -> int:

@@ -1,0 +1,191 @@
+"""Attacks on jobs that have a store: entries of others, names taken by another user, floods where descriptors are few.
+
+By commands, etcd's own API and sockets alone. docs/security.md lists them with those that other files repeat.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from attacked_jobs import Meeting, script
+from job_process import BIN, JobProcess
+
+import other_user
+from waiting import wait_until
+
+needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian: etcd-server)")
+WAIT = """
+import pathlib, sys, time
+import horovod.torch as hvd
+hvd.init()
+print("training", flush=True)
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.1)
+print("trained", flush=True)
+"""
+SQUAT = """
+held = []
+for name in sys.argv[1:]:
+    held.append(socket.socket(socket.AF_UNIX))
+    held[-1].bind("\\0" + name)
+    held[-1].listen(1)
+print("held", flush=True)
+sys.stdin.readline()
+"""
+
+
+def free_ports(number: int) -> list[int]:
+    with ExitStack() as stack:
+        opened = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
+        return [sock.getsockname()[1] for sock in opened]
+
+
+class Etcd:
+    def __init__(self, folder: Path) -> None:
+        clients, peers = (f"http://127.0.0.1:{port}" for port in free_ports(2))
+        self.url = clients
+        self.process = subprocess.Popen(
+            ["etcd", "--name", "m", "--data-dir", str(folder / "etcd"), "--log-level", "error", "--logger", "zap",
+             "--listen-client-urls", clients, "--advertise-client-urls", clients, "--listen-peer-urls", peers,
+             "--initial-advertise-peer-urls", peers, "--initial-cluster", f"m={peers}"],
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def ask(self, path: str, **question: str) -> dict:
+        request = urllib.request.Request(f"{self.url}/v3/kv/{path}", json.dumps(question).encode())
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.loads(answer.read())
+
+    def answers(self) -> bool:
+        with suppress(OSError):
+            return self.names() is not None
+        return False
+
+    def names(self) -> list[str]:
+        everything = base64.b64encode(b"\0").decode()
+        found = self.ask("range", key=everything, range_end=everything).get("kvs", [])
+        return [base64.b64decode(one["key"]).decode() for one in found]
+
+    def put(self, key: str, value: bytes) -> None:
+        self.ask("put", key=base64.b64encode(key.encode()).decode(), value=base64.b64encode(value).decode())
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[Etcd]:
+    made = Etcd(tmp_path)
+    try:
+        wait_until("etcd answers", made.answers, 60)
+        yield made
+    finally:
+        made.process.kill()
+        made.process.wait(30)
+
+
+class StoreJob:
+    """A job of one node that trains until it is told to finish."""
+
+    def __init__(self, folder: Path, etcd: Etcd, *, port: int, limits: str = "true") -> None:
+        folder.mkdir(exist_ok=True)
+        self.flag = folder / "finish"
+        secret = folder.parent / "secret"
+        if not secret.exists():
+            secret.touch(mode=0o600)
+            secret.write_text("s" * 64)
+        place = ["--nnodes", "1", "--node-rank", "0", "--meet", f"127.0.0.1:{port}", "--start-timeout", "200"]
+        train = [sys.executable, script(folder, WAIT), str(self.flag)]
+        line = [str(BIN / "hora"), "run", *place, "-np", "1", "--min-np", "1", *train]
+        settings = {"HORA_STORE": etcd.url.replace("http", "etcd"), "HORA_SECRET_FILE": str(secret)}
+        self.job = JobProcess(["sh", "-c", f'{limits}; exec "$@"', "sh", *line], folder, **settings)
+
+    def begun(self) -> StoreJob:
+        self.job.wait_for_text("training")
+        return self
+
+    def finish(self) -> str:
+        self.flag.touch()
+        assert self.job.wait() == 0, self.job.text()
+        assert "trained" in self.job.text()
+        assert "Traceback" not in self.job.text(), self.job.text()
+        return self.job.text()
+
+
+@pytest.mark.security
+@needs_etcd
+def test_entries_of_others_in_the_store_end_no_job(tmp_path: Path, etcd: Etcd):
+    job = StoreJob(tmp_path / "job", etcd, port=free_ports(1)[0]).begun()
+    (prefix,) = {key.rpartition("/")[0] for key in etcd.names() if key.endswith("/leader")}
+    forged = {
+        "stray": b"\xff\xfe no text",
+        "over": json.dumps({"run": "another", "status": 0}).encode(),
+        "where": json.dumps({"term": 1, "host": "127.0.0.1", "port": 1}).encode(),
+        "deep/er": b"[",
+    }
+    for key, value in forged.items():
+        etcd.put(f"{prefix}/{key}", value)
+    for key in ("stray", "over", "where"):
+        job.job.wait_for_text(f"the entry '{key}' in the store")
+    assert "was not written by a node of this job" in job.finish()
+
+
+@pytest.mark.security
+@needs_etcd
+@pytest.mark.skipif(not other_user.possible, reason=other_user.WHY_NOT)
+def test_another_user_who_takes_an_agents_name_does_not_keep_a_job_with_a_store_from_starting(tmp_path, etcd: Etcd):
+    (port,) = free_ports(1)
+    first = StoreJob(tmp_path / "first", etcd, port=port).begun()
+    names = set(re.findall(r"@(hora-agent-\w+)$", Path("/proc/net/unix").read_text(), re.M))
+    first.finish()
+    squatter = other_user.start(SQUAT, *names)
+    try:
+        assert squatter.stdout is not None
+        assert squatter.stdout.readline() == "held\n"
+        text = StoreJob(tmp_path / "second", etcd, port=port).begun().finish()
+        assert re.search(rf"hora-agent-\w+ is held by process {squatter.pid} of user {other_user.UID}", text), text
+    finally:
+        squatter.communicate("\n", timeout=30)
+
+
+def crowd_at(ports: set[int], stack: ExitStack) -> None:
+    for port in ports:
+        for _ in range(400):
+            silent = stack.enter_context(socket.socket())
+            silent.setblocking(False)
+            silent.connect_ex(("127.0.0.1", port))
+
+
+@pytest.mark.security
+@needs_etcd
+def test_a_flood_where_descriptors_are_few_ends_no_job_with_a_store(tmp_path: Path, etcd: Etcd):
+    """The node's relay and agent, the leader's rendezvous, the rank's hub: each may open 256 files."""
+    job = StoreJob(tmp_path / "job", etcd, port=free_ports(1)[0], limits="ulimit -S -n 256").begun()
+    listening = {
+        connection.laddr.port
+        for process in job.job.processes()
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    with ExitStack() as stack:
+        crowd_at(listening, stack)
+        text = job.finish()
+    assert text.count("no connection can be accepted") <= 4 * len(listening), text
+    job.job.assert_nothing_left()
+
+
+@pytest.mark.security
+def test_a_flood_of_a_job_on_one_host_with_256_descriptors(tmp_path: Path):
+    meeting = Meeting(tmp_path, limits="ulimit -S -n 256").begun()
+    with ExitStack() as stack:
+        crowd_at(meeting.ports(), stack)
+        meeting.finish()
