@@ -104,7 +104,7 @@ class Etcd:
             before = self._keys.get(put["key"])
             self._keys[put["key"]] = put["value"], self._revision if before is None else before[1], lease
             if base64.b64decode(put["key"]).endswith(b"/state"):
-                self.saved.append((revision, json.loads(base64.b64decode(put["value"]))))
+                self.saved.append((revision, json.loads(json.loads(base64.b64decode(put["value"]))["text"])))
         else:
             self._keys.pop(then["requestDeleteRange"]["key"], None)
         return {"succeeded": True, "header": {"revision": str(self._revision)}}
