@@ -9,6 +9,7 @@ arguments.yml beside this file.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import re
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from mkdocs.structure.pages import Page
 
 from hora.cli.demo import LABS
 from hora.cli.dispatch import COMMANDS
+from hora.config import EngineConfig
+from hora.launch.options import all_options
 from horovod._modules import _MODULES as OLD_MODULES
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +76,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         text = "\n".join([f"# {title}\n", *(part for name in modules for part in _module(loader, name, seen))])
         files.append(File.generated(config, f"reference/{stem}.md", content=text))
     files.append(File.generated(config, "reference/commands.md", content="\n".join(_commands())))
+    files.append(File.generated(config, "reference/environment.md", content="\n".join(_environment())))
     files.append(File.generated(config, "reference/old_names.md", content="\n".join(_old_names())))
     for name in ROOT_FILES:
         if (ROOT / name).exists():
@@ -80,6 +84,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in sorted((ROOT / "examples").glob("*.py")):
         files.append(File.generated(config, f"examples/{path.name}", content=path.read_text()))
     return files
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Take the shim for search from files out of this site, not from elsewhere (called by mkdocs)."""
+    here = "../" * page.url.count("/") + "reference/worker.js"
+    return output.replace("https://unpkg.com/iframe-worker/shim", here)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -156,6 +166,25 @@ def _old_names() -> Iterator[str]:
         if row:
             parts = [row] if isinstance(row, str) else row
             yield f"| `{name}` | {'<br>'.join(f'`{part}`' for part in parts)} |"
+
+
+def _environment() -> Iterator[str]:
+    yield "# Environment variables\n"
+    yield "The variables that Hora reads. An option wins over its variable.\n"
+    yield "## Of the ranks\n\n| variable | default | meaning | value |\n|---|---|---|---|"
+    for item in dataclasses.fields(EngineConfig):
+        facts = item.metadata
+        default = int(item.default) if isinstance(item.default, bool) else item.default
+        shown = "none" if default in ("", ()) else default
+        yield f"| `{facts['variable']}` | {shown} | {facts['meaning']} | {facts['what']} |"
+    yield "\n## Of the launcher\n\n| variable | default | meaning | option |\n|---|---|---|---|"
+    for option in all_options().values():
+        if option.launch_variable:
+            default = "none" if option.default is None else option.default
+            yield f"| `{option.launch_variable}` | {default} | {option.help} | `{option.name}` |"
+    yield "\n## Others\n\n| variable | default | meaning |\n|---|---|---|"
+    for name, (default, meaning) in yaml.safe_load((Path(__file__).parent / "variables.yml").read_text()).items():
+        yield f"| `{name}` | {default or 'none'} | {meaning} |"
 
 
 def _commands() -> Iterator[str]:

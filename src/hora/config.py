@@ -54,47 +54,113 @@ def _encrypt(text: str) -> str:
 _ALLOCATOR = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 
 
-def _variable(name: str, default: Any, parse: Callable[[str], Any], what: str) -> Any:
-    return field(default=default, metadata={"variable": name, "parse": parse, "what": what})
+def _variable(name: str, default: Any, parse: Callable[[str], Any], what: str, meaning: str) -> Any:
+    return field(default=default, metadata={"variable": name, "parse": parse, "what": what, "meaning": meaning})
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Settings of one runtime. Where ranks must agree on a value, rank 0's is used by all."""
 
-    fusion_threshold_bytes: int = _variable("HOROVOD_FUSION_THRESHOLD", 128 * 2**20, _count, "a number of bytes ≥ 0")
-    cache_capacity: int = _variable("HOROVOD_CACHE_CAPACITY", 1024, _count, "a number of entries ≥ 0")
-    disable_group_fusion: bool = _variable("HOROVOD_DISABLE_GROUP_FUSION", False, _boolean, "0 or 1")
-    dynamic_process_sets: bool = _variable("HOROVOD_DYNAMIC_PROCESS_SETS", False, _boolean, "0 or 1")
-    timeline: str = _variable("HOROVOD_TIMELINE", "", str, "a file path or DYNAMIC")
-    timeline_mark_cycles: bool = _variable("HOROVOD_TIMELINE_MARK_CYCLES", False, _boolean, "0 or 1")
-    stall_check_disable: bool = _variable("HOROVOD_STALL_CHECK_DISABLE", False, _boolean, "0 or 1")
-    stall_warning_s: float = _variable("HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0, _seconds, "a number of seconds ≥ 0")
-    stall_shutdown_s: float = _variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0, _seconds, "a number of seconds ≥ 0")
-    init_timeout_s: float = _variable("HOROVOD_GLOO_TIMEOUT_SECONDS", 120.0, _seconds, "a number of seconds ≥ 0")
-    interface: str = _variable("HOROVOD_GLOO_IFACE", "", str, "a network interface")
-    log_level: str = _variable("HOROVOD_LOG_LEVEL", "warning", str, "a log level")
-    log_hide_time: bool = _variable("HOROVOD_LOG_HIDE_TIME", False, _boolean, "0 or 1")
+    fusion_threshold_bytes: int = _variable(
+        "HOROVOD_FUSION_THRESHOLD",
+        128 * 2**20,
+        _count,
+        "a number of bytes ≥ 0",
+        "largest fused batch of small tensors; 0: no fusion",
+    )
+    cache_capacity: int = _variable(
+        "HOROVOD_CACHE_CAPACITY", 1024, _count, "a number of entries ≥ 0", "entries of the response cache; 0: no cache"
+    )
+    disable_group_fusion: bool = _variable(
+        "HOROVOD_DISABLE_GROUP_FUSION", False, _boolean, "0 or 1", "grouped operations are not fused with others"
+    )
+    dynamic_process_sets: bool = _variable(
+        "HOROVOD_DYNAMIC_PROCESS_SETS", False, _boolean, "0 or 1", "process sets may be added after hvd.init()"
+    )
+    timeline: str = _variable(
+        "HOROVOD_TIMELINE", "", str, "a file path or DYNAMIC", "rank 0 writes a Chrome trace there"
+    )
+    timeline_mark_cycles: bool = _variable(
+        "HOROVOD_TIMELINE_MARK_CYCLES", False, _boolean, "0 or 1", "mark the engine's cycles in the timeline"
+    )
+    stall_check_disable: bool = _variable(
+        "HOROVOD_STALL_CHECK_DISABLE", False, _boolean, "0 or 1", "do not report ranks that stall"
+    )
+    stall_warning_s: float = _variable(
+        "HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0, _seconds, "a number of seconds ≥ 0", "report a stall after this time"
+    )
+    stall_shutdown_s: float = _variable(
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+        0.0,
+        _seconds,
+        "a number of seconds ≥ 0",
+        "end the job after a stall of this time; 0: never",
+    )
+    init_timeout_s: float = _variable(
+        "HOROVOD_GLOO_TIMEOUT_SECONDS",
+        120.0,
+        _seconds,
+        "a number of seconds ≥ 0",
+        "limit of the ranks' meeting in hvd.init()",
+    )
+    interface: str = _variable(
+        "HOROVOD_GLOO_IFACE", "", str, "a network interface", "network interface of the tensors between hosts"
+    )
+    log_level: str = _variable("HOROVOD_LOG_LEVEL", "warning", str, "a log level", "least important message to log")
+    log_hide_time: bool = _variable("HOROVOD_LOG_HIDE_TIME", False, _boolean, "0 or 1", "log lines without the time")
     thread_affinity: tuple[int, ...] = _variable(
-        "HOROVOD_THREAD_AFFINITY", (), _cores, "a comma list of core numbers, one per local rank"
+        "HOROVOD_THREAD_AFFINITY",
+        (),
+        _cores,
+        "a comma list of core numbers, one per local rank",
+        "cores of the engine's threads",
     )
-    transport: str = _variable("HORA_TRANSPORT", "auto", _transport, "auto or tcp")
-    encrypt: str = _variable("HORA_ENCRYPT", "auto", _encrypt, "auto, always or never")
-    native: bool = _variable("HORA_NATIVE", True, _boolean, "0 or 1")
-    cuda_ipc: bool = _variable("HORA_CUDA_IPC", True, _boolean, "0 or 1")
-    keep_freed_memory: bool = _variable("HORA_KEEP_FREED_MEMORY", True, _boolean, "0 or 1")
-    autotune: bool = _variable("HOROVOD_AUTOTUNE", False, _boolean, "0 or 1")
-    autotune_log: str = _variable("HOROVOD_AUTOTUNE_LOG", "", str, "a file path")
-    autotune_warmup_samples: int = _variable("HOROVOD_AUTOTUNE_WARMUP_SAMPLES", 3, _count, "a number of trials ≥ 0")
-    autotune_steps_per_sample: int = _variable("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", 10, _count, "a number of steps ≥ 0")
+    transport: str = _variable(
+        "HORA_TRANSPORT", "auto", _transport, "auto or tcp", "tcp: sockets also between ranks of one host"
+    )
+    encrypt: str = _variable(
+        "HORA_ENCRYPT",
+        "auto",
+        _encrypt,
+        "auto, always or never",
+        "encryption of tensors between hosts; never: a network that you trust",
+    )
+    native: bool = _variable("HORA_NATIVE", True, _boolean, "0 or 1", "0: without the native part")
+    cuda_ipc: bool = _variable(
+        "HORA_CUDA_IPC", True, _boolean, "0 or 1", "0: ranks that share a GPU go through host memory"
+    )
+    keep_freed_memory: bool = _variable(
+        "HORA_KEEP_FREED_MEMORY", True, _boolean, "0 or 1", "keep freed memory for the next step"
+    )
+    autotune: bool = _variable(
+        "HOROVOD_AUTOTUNE", False, _boolean, "0 or 1", "find the best way to reduce gradients during the first steps"
+    )
+    autotune_log: str = _variable("HOROVOD_AUTOTUNE_LOG", "", str, "a file path", "CSV file of what autotune tried")
+    autotune_warmup_samples: int = _variable(
+        "HOROVOD_AUTOTUNE_WARMUP_SAMPLES", 3, _count, "a number of trials ≥ 0", "trials that do not count"
+    )
+    autotune_steps_per_sample: int = _variable(
+        "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", 10, _count, "a number of steps ≥ 0", "steps of a trial"
+    )
     autotune_max_samples: int = _variable(
-        "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", 20, _count, "a number of trials ≥ 0"
+        "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", 20, _count, "a number of trials ≥ 0", "trials at most"
     )
-    telemetry_s: float = _variable("HORA_TELEMETRY_S", 0.0, _seconds, "the seconds between two reports to the launcher")
-    elastic_per_step: bool = _variable("HORA_ELASTIC_PER_STEP", False, _boolean, "0 or 1")
-    nan_check: bool = _variable("HORA_NAN_CHECK", False, _boolean, "0 or 1")
-    plan: bool = _variable("HORA_PLAN", False, _boolean, "0 or 1")  # set by `hora plan`
-    lifeline: str = _variable("HORA_LIFELINE", "", str, "a file of the agent's")  # set by it
+    telemetry_s: float = _variable(
+        "HORA_TELEMETRY_S",
+        0.0,
+        _seconds,
+        "the seconds between two reports to the launcher",
+        "interval of the ranks' reports; set by the launcher",
+    )
+    elastic_per_step: bool = _variable(
+        "HORA_ELASTIC_PER_STEP", False, _boolean, "0 or 1", "elastic states recover by the step, as with per_step=True"
+    )
+    nan_check: bool = _variable(
+        "HORA_NAN_CHECK", False, _boolean, "0 or 1", "look for NaN and infinity in every gradient"
+    )
+    plan: bool = _variable("HORA_PLAN", False, _boolean, "0 or 1", "set by hora plan")  # set by `hora plan`
+    lifeline: str = _variable("HORA_LIFELINE", "", str, "a file of the agent's", "set by the agent")  # set by it
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> EngineConfig:
