@@ -50,7 +50,7 @@ def warm(spark, folder):
 
         hvd.init()
         with open("/proc/self/cmdline") as file:
-            forked = "hora.launch.providers.spark.standby" in file.read()
+            forked = "hora.launch.providers.spark.warm_pool" in file.read()
         left = "left_behind" in sys.modules or "LEFT_BEHIND" in os.environ
         loaded = "torch._dynamo" in sys.modules
         torch.optim.SGD([torch.ones(1)], lr=1.0)

@@ -209,12 +209,12 @@ def _is_horas(process: psutil.Process) -> bool:
 
 
 def _stands_by(process: psutil.Process) -> bool:
-    """Whether it waits beside a Python worker of Spark's that lives (`providers.spark.standby`): it ends with
+    """Whether it waits beside a Python worker of Spark's that lives (`providers.spark.warm_pool`): it ends with
     that.
     """
     try:
         parent = process.parent()
-        return process.name() == "hora-standby" and parent is not None and "pyspark.daemon" in _command(parent)
+        return process.name() == "hora-warm" and parent is not None and "pyspark.daemon" in _command(parent)
     except psutil.Error:  # it ended meanwhile
         return False
 

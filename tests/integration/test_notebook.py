@@ -86,7 +86,7 @@ def command(process):
     except psutil.Error:  # it has just ended, or Spark has not reaped it yet
         return ""
 def ends_with_its_spark_worker(process):
-    return process.name() == "hora-standby" and "pyspark.daemon" in command(process.parent())
+    return process.name() == "hora-warm" and "pyspark.daemon" in command(process.parent())
 children = psutil.Process().children(recursive=True)
 left = [p for p in children if "hora.launch" in command(p) and not ends_with_its_spark_worker(p)]
 assert left == [], left

@@ -353,7 +353,7 @@ def test_udfs_do_not_run_in_the_workers_that_have_a_fork_server(spark):
         import os
         import sys
 
-        return "HORA_SPARK_WORKER" in os.environ, "hora.launch.providers.spark.standby" in sys.modules
+        return "HORA_SPARK_WORKER" in os.environ, "hora.launch.providers.spark.warm_pool" in sys.modules
 
     HorovodRunner(np=2).run(lambda: None)
     assert spark.sparkContext.parallelize(range(2), 2).map(of_task).collect() == [(False, False)] * 2

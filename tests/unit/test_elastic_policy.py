@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from hora.launch.controller.blacklist import Blacklist
 from hora.launch.controller.discovery import parse_discovered
 from hora.launch.controller.elastic_policy import (
     ADDED,
-    COMPANY_LIMIT_S,
+    NEWCOMER_BATCH_WAIT_S,
     REMOVED,
     ElasticPolicy,
     End,
@@ -21,7 +20,7 @@ from hora.launch.controller.elastic_policy import (
     Start,
     WriteOff,
 )
-from hora.launch.controller.hosts import ElasticSpec, Hosts
+from hora.launch.controller.hosts import Blacklist, ElasticSpec, Hosts
 from hora.launch.controller.members import assign, provisional
 from hora.launch.controller.policy import (
     LINGER_LIMIT_S,
@@ -300,8 +299,8 @@ def test_newcomers_boot_first_then_the_others_are_told_once():
     booting = [*members, *workers(STARTING, STARTING, host="b", first=2)]
     assert decide(facts(booting, where="a:0-1 b:0-1"), 0) == Wait(None)
     one = [*booting[:3], replace(booting[3], state=READY)]
-    assert decide(facts(one, where="a:0-1 b:0-1"), 0) == Wait(COMPANY_LIMIT_S)
-    assert decide(facts(one, where="a:0-1 b:0-1"), COMPANY_LIMIT_S) == Notify(ADDED)
+    assert decide(facts(one, where="a:0-1 b:0-1"), 0) == Wait(NEWCOMER_BATCH_WAIT_S)
+    assert decide(facts(one, where="a:0-1 b:0-1"), NEWCOMER_BATCH_WAIT_S) == Notify(ADDED)
     both = [*members, *(replace(w, state=READY) for w in booting[2:])]
     assert decide(facts(both, where="a:0-1 b:0-1"), 0) == Notify(ADDED)
     assert decide(facts(both, where="a:0-1 b:0-1", notified=True), 0) == Wait(None)

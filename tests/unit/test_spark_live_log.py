@@ -11,7 +11,7 @@ import pytest
 
 from hora.errors import AuthenticationError
 from hora.launch.job import OutputOptions
-from hora.launch.providers.spark.live_log import Home, HomeStream, Invitation, LiveLog
+from hora.launch.providers.spark.live_log import ClientLogSink, Invitation, LiveLog, LogStream
 from hora.net.connection import connect
 from hora.net.wire import Credentials, new_secret
 from waiting import wait_until
@@ -22,9 +22,9 @@ def test_lines_come_home_while_the_job_runs():
     callers = []
     with LiveLog("127.0.0.1", OutputOptions(stdout=out, stderr=err), callers.append) as log:
         assert log.invitation.address == "127.0.0.1"
-        home = Home(log.invitation)
+        home = ClientLogSink(log.invitation)
         wait_until("the client has heard of the job", lambda: log.calls == 1)
-        stdout, stderr = io.BufferedWriter(HomeStream(home, "stdout")), io.BufferedWriter(HomeStream(home, "stderr"))
+        stdout, stderr = io.BufferedWriter(LogStream(home, "stdout")), io.BufferedWriter(LogStream(home, "stderr"))
         for stream, text in ((stdout, "grüße\n"), (stderr, "oh\n")):
             stream.write(text.encode())
             stream.flush()
@@ -46,6 +46,6 @@ def test_a_stranger_is_not_heard():
 
 
 def test_what_cannot_be_sent_is_kept_for_the_end():
-    home = Home(Invitation("", 0, "job", new_secret()))
+    home = ClientLogSink(Invitation("", 0, "job", new_secret()))
     home.write("stdout", b"a line\n")
     assert home.close() == {"stdout": b"a line\n"}

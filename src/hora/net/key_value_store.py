@@ -161,7 +161,7 @@ class KeyValueStore:
             return
         parked = self._park(peer, header, lambda: f"nobody has set {key!r}")
         if self._failed:
-            parked.answer({"error": "lost", "message": self._obituary()})
+            parked.answer({"error": "lost", "message": self._lost_ranks_message()})
         else:
             self._gets.setdefault(key, []).append(parked)
 
@@ -196,7 +196,7 @@ class KeyValueStore:
             del self._gathers[key]
             self._complete(gather)
         elif any(gather.lacks(gone) for gone in self._gone):
-            self._fail_gather(key, self._obituary())
+            self._fail_gather(key, self._lost_ranks_message())
 
     def _complete(self, gather: _Gather) -> None:
         """Answer each rank with the values of its own group, and with that of the first rank of the group above it: so
@@ -218,7 +218,7 @@ class KeyValueStore:
         for parked in self._gets.pop(key, []):
             parked.answer({}, value)
 
-    def _obituary(self) -> str:
+    def _lost_ranks_message(self) -> str:
         """Describe how ranks ended: not of all, should there be thousands, because a message's header is small."""
         causes = [f"rank {rank} {how}" for rank, how in sorted(self._gone.items())]
         return "; ".join([*causes[:_SHOWN], f"and {len(causes) - _SHOWN} others"] if len(causes) > _SHOWN else causes)

@@ -14,11 +14,10 @@ from typing import Any
 
 import ray
 
-from hora.launch.controller.observer import REPORTING, Nobody, Observed, facts_of
-from hora.launch.controller.rendezvous import OnlyLines, Rendezvous
-from hora.launch.controller.stall_stacks import StallStacks
+from hora.launch.controller.observer import REPORTING, NullObserver, Observation, facts_of
+from hora.launch.controller.rendezvous import ErrorReport, OnlyLines, Rendezvous
+from hora.launch.controller.report import StallStacks
 from hora.launch.environment import variables
-from hora.launch.job import WorkerExit
 from hora.launch.slots import Slot, place_ranks
 from hora.launch.watching import Watching
 from hora.net.address import interface_address
@@ -34,16 +33,25 @@ def driver_address(nics: Any) -> str:
 
 
 class _MeetingEvents(OnlyLines):
-    """Implements JobEvents. Ray starts the workers, shows their output and hears how they end."""
+    """Implements RendezvousEvents. Ray starts the workers, shows their output and hears how they end."""
 
     def __init__(self) -> None:
+        self.observation = Observation()
         self.stall_stacks: StallStacks | None = None
 
-    def started(self, worker: int) -> None: ...
-    def exited(self, ended: WorkerExit) -> None: ...
-    def output(self, worker: int, stream: str, data: bytes) -> None: ...
+    def joined(self, worker: int) -> None:
+        self.observation.tell("joined", worker)
+
+    def raised(self, worker: int, report: ErrorReport) -> None:
+        if not report.consequence:
+            self.observation.tell("raised", worker, report.headline)
+
+    def on_log_line(self, worker: int, text: str) -> None:
+        self.observation.tell_line(worker, "stdout", text)
+        super().on_log_line(worker, text)
 
     def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
+        self.observation.tell("on_telemetry", worker, kind, data)
         if self.stall_stacks is not None:
             self.stall_stacks.on_telemetry(worker, kind, data)
 
@@ -62,7 +70,7 @@ class Coordinator:
         self.global_rendezv_port: int | None = None
         self.node_id_by_rank: dict[int, str] = {}
         self._hostnames: dict[int, str] = {}
-        self._events: Observed
+        self._observation: Observation
         self._stall_stacks: StallStacks
 
     @property
@@ -107,8 +115,8 @@ class Coordinator:
         self.close()
         address, job, secret = driver_address(self.nics), secrets.token_hex(8), new_secret()
         events = _MeetingEvents()
-        self._events = Observed(events)
-        self.rendezvous = Rendezvous(address, secret=secret, job=job, events=self._events)
+        self._observation = events.observation
+        self.rendezvous = Rendezvous(address, secret=secret, job=job, events=events)
         events.stall_stacks = self._stall_stacks = StallStacks(self.rendezvous.ask, _tell)
         self.global_rendezv_port = self.rendezvous.port
         self._close = weakref.finalize(self, self.rendezvous.close)
@@ -116,7 +124,7 @@ class Coordinator:
         watching = Watching.wanted(variables())
         if watching is not None:
             try:
-                self._events.observer = watching.open(facts_of(job, title="horovod.ray"), self)
+                self._observation.observer = watching.open(facts_of(job, title="horovod.ray"), self)
             except BaseException:  # an address that is taken, say
                 self.close()
                 raise
@@ -138,20 +146,20 @@ class Coordinator:
         # People know hosts by their names, not by Ray's ids of its nodes.
         named = {rank: replace(world, hostname=self._hostnames[rank]) for rank, world in worlds.items()}
         self._stall_stacks.worlds = named
-        self._events.world(0, named)
+        self._observation.tell_world(0, named)
         self.rendezvous.publish(0, worlds)
 
     def lost(self, rank: int, how: str) -> None:
         """The other ranks need not wait for this one any longer."""
         if self.rendezvous is not None:
-            self._events.exited(WorkerExit(worker=rank, code=1, reason=how))
+            self._observation.tell("exited", rank, 1, how)
             self.rendezvous.worker_exited(rank, how, failed=True)
 
     def close(self, outcome: str = "done", text: str = "") -> None:
         """Nobody meets here any more; the page says that it is `done`, `failed` or `stopped`, and why."""
         if self.rendezvous is not None:
-            self._events.ended(outcome, text)
-            self._events.observer = Nobody()
+            self._observation.tell("ended", outcome, text)
+            self._observation.observer = NullObserver()
             self._close()
             self.rendezvous = None
 

@@ -22,7 +22,7 @@ from hora.launch.environment import module_command, variables
 from hora.launch.job import LaunchEvents, OutputOptions, WorkerExit, WorkerSpec
 from hora.launch.providers.spark.cluster import count_slots
 from hora.launch.providers.spark.connect import check_protection
-from hora.launch.providers.spark.live_log import Home, HomeStream, Invitation, LiveLog
+from hora.launch.providers.spark.live_log import ClientLogSink, Invitation, LiveLog, LogStream
 from hora.launch.providers.spark.query import Query, rows, server_host
 from hora.launch.providers.spark.task import gpu_addresses
 from hora.launch.providers.spark.variables import forwarded_variables
@@ -75,7 +75,7 @@ class _ConnectWorker:
 
     def __init__(self, session: Any, planned: PlannedWorker, events: LaunchEvents) -> None:
         self._planned, self._events = planned, events
-        stdout, stderr = (io.BufferedWriter(HomeStream(self, name)) for name in ("stdout", "stderr"))
+        stdout, stderr = (io.BufferedWriter(LogStream(self, name)) for name in ("stdout", "stderr"))
         self._log = LiveLog(server_host(session), OutputOptions(stdout=stdout, stderr=stderr), self._called)
         script = planned.request.get("script")
         task = WorkerTask(
@@ -156,7 +156,7 @@ class WorkerTask:
             lost = {"code": _LOST, "reason": "its Spark task ended: the executor was lost or the task was killed"}
             yield from rows("exit", json.dumps(lost).encode())
             return
-        home = Home(self.log)
+        home = ClientLogSink(self.log)
         watched = _Process(home)
         launcher = HostLauncher()
         try:
@@ -188,7 +188,7 @@ class WorkerTask:
 class _Process:
     """LaunchEvents of the one process of a task."""
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: ClientLogSink) -> None:
         self._home = home
         self.ended = threading.Event()
         self.code, self.reason = _FAILED, ""

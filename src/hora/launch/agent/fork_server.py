@@ -2,7 +2,7 @@
 
 Sixteen ranks on a host then import torch once instead of sixteen times and share its memory. An agent has one for
 the workers that run a function (commands are executed), `hora.launch.worker --fork-server module …`; a Python worker of
-Spark has one for its agents (`standby`). Importing does not start threads that a fork would lose, and
+Spark has one for its agents (`warm_pool`). Importing does not start threads that a fork would lose, and
 nothing is computed here. Both ask over the socket that is the server's standard input.
 
 `serve` is the process, `ForkServer` the asker's end, `WorkerForks` the one of an agent.

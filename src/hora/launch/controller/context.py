@@ -1,7 +1,7 @@
-"""The run of a job: its secret, its rendezvous, its output and its processes, as the controller's one thread sees them.
+"""The context of a job that runs: its secret, its rendezvous, its output and its processes.
 
-What launcher and rendezvous report, in threads of theirs, is only queued here; it happens, in order, while the
-controller waits. What to do about it is the controller's business.
+Launcher and rendezvous report events here, in threads of theirs. The observer hears of them at once; then they are
+queued, and the controller handles them, in order and in its own thread, while it waits.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from hora.errors import JobFailedError
-from hora.launch.controller.observer import REPORTING, STOPPED, Observed, facts_of
+from hora.launch.controller.observer import REPORTING, STOPPED, Observation, facts_of
 from hora.launch.controller.output import Output
 from hora.launch.controller.rendezvous import ErrorReport, Rendezvous
-from hora.launch.controller.stall_stacks import StallStacks
+from hora.launch.controller.report import StallStacks
 from hora.launch.environment import module_command
 from hora.launch.job import Job, Launcher, LeadershipLostError, Succession, WorkerExit, WorkerSpec
 from hora.launch.slots import Slot
@@ -33,7 +34,7 @@ from hora.net.keys import worker_key
 from hora.net.wire import new_secret
 from hora.world import RendezvousEndpoint, World
 
-__all__ = ["JobRun", "News"]
+__all__ = ["JobContext", "WorkerEvents"]
 
 _KILL_SLACK_S = 10.0
 _INTERRUPTIBLE_S = 3600.0
@@ -41,53 +42,52 @@ _INTERRUPTIBLE_S = 3600.0
 _FIRST_PORT, _NUM_PORTS = 20000, 12000
 
 
-class News(Protocol):
+class WorkerEvents(Protocol):
     """Events of a worker. The controller implements it; called in its own thread, while it waits."""
 
-    def on_start(self, worker: int) -> None:
+    def started(self, worker: int) -> None:
         """Its process runs."""
 
-    def on_join(self, worker: int) -> None:
+    def joined(self, worker: int) -> None:
         """It has connected."""
 
-    def on_return(self, worker: int, result: bytes) -> None:
+    def returned(self, worker: int, result: bytes) -> None:
         """The function has returned on it."""
 
-    def on_raise(self, worker: int, report: ErrorReport) -> None:
+    def raised(self, worker: int, report: ErrorReport) -> None:
         """The function has raised on it."""
 
-    def on_wait(self, worker: int, generation: int) -> None:
+    def waiting(self, worker: int, generation: int) -> None:
         """It waits for a world later than this generation."""
 
-    def on_loss(self, worker: int) -> None:
+    def lost(self, worker: int) -> None:
         """Its connection ended without a good-bye."""
 
-    def on_exit(self, ended: WorkerExit) -> None:
+    def exited(self, ended: WorkerExit) -> None:
         """Its process has ended."""
 
 
-class JobRun:
+class JobContext:
     """Implements LaunchEvents and RendezvousEvents. Workers have numbers for life, which in a job of a fixed size are
     their ranks. `preload`: what to load once for all of them, before they are forked.
     """
 
     def __init__(
-        self, job: Job, launcher: Launcher, out: Output, news: News, *, preload: tuple[str, ...] | None
+        self, job: Job, launcher: Launcher, out: Output, events: WorkerEvents, *, preload: tuple[str, ...] | None
     ) -> None:
         self.id = job.id or secrets.token_hex(8)
         self.out = out
         self.exits: dict[int, WorkerExit] = {}
         self.ending = False
-        self._job, self._launcher, self._news, self._preload = job, launcher, news, preload
+        self._job, self._launcher, self._events, self._preload = job, launcher, events, preload
         self._secret = job.secret or new_secret()
         self._happened: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stop_reason = ""
         self._master: dict[str, str] = {}  # where torch's env:// meets
-        self._events = Observed(self)
+        self.observation = Observation()
+        self._reasons: dict[int, str] = {}  # why workers will end, of those for which the job knows it before
         term = 0 if job.succession is None else job.succession.term
-        self.rendezvous = Rendezvous(
-            launcher.bind_address, secret=self._secret, job=self.id, events=self._events, term=term
-        )
+        self.rendezvous = Rendezvous(launcher.bind_address, secret=self._secret, job=self.id, events=self, term=term)
         # A console may block; the thread in which stacks come may not.
         self._stall_stacks = StallStacks(self.rendezvous.ask, lambda text: self.call(lambda: self.log(text)))
         self.endpoint = RendezvousEndpoint(
@@ -112,27 +112,29 @@ class JobRun:
         if self._job.watching is not None:
             try:
                 facts = facts_of(self.id, title=self._job.title, command=self._job.command, elastic=elastic)
-                self._events.observer = self._job.watching.open(facts, self)
+                self.observation.observer = self._job.watching.open(facts, self)
             except BaseException:  # an address that is taken, say
                 self.rendezvous.close()
                 raise
         try:
             yield
         except KeyboardInterrupt:
-            self._events.ended("stopped", "interrupted")
+            self.observation.tell("ended", "stopped", "interrupted")
             raise
         except LeadershipLostError:
-            self._events.ended("stopped", "another process leads the job now")
+            self.observation.tell("ended", "stopped", "another process leads the job now")
             raise
         except BaseException as error:
-            self._events.ended("stopped" if self._stop_reason else "failed", self._stop_reason or str(error))
+            self.observation.tell(
+                "ended", "stopped" if self._stop_reason else "failed", self._stop_reason or str(error)
+            )
             raise
-        self._events.ended("done", "")
+        self.observation.tell("ended", "done", "")
 
     def publish(self, generation: int, worlds: Mapping[int, World]) -> None:
         """Workers get their places, and the observer hears of them."""
         self._stall_stacks.worlds = worlds
-        self._events.world(generation, worlds)
+        self.observation.tell_world(generation, worlds)
         self.rendezvous.publish(generation, worlds)
 
     def start(self, worlds: Iterable[tuple[Slot, World]]) -> None:
@@ -161,7 +163,7 @@ class JobRun:
         ]
         if job.verbose:
             self.log(f"starting {len(workers)} processes: {' '.join(self._argv)}")
-        self._launcher.start(workers, self._events)
+        self._launcher.start(workers, self)
 
     def _choose_master(self, worlds: Sequence[tuple[Slot, World]]) -> None:
         """Choose where rank 0 opens torch's store, should the workers' program ask for one (`env://`)."""
@@ -178,7 +180,7 @@ class JobRun:
 
     def adopt(self, succession: Succession, workers: Mapping[str, Collection[int]]) -> set[int]:
         """Look after workers that an earlier leader has started; returns those of which their hosts know."""
-        return succession.adopt(workers, self._events)
+        return succession.adopt(workers, self)
 
     def wait(self, until: float | None) -> None:
         """Take note of what happens next, and of everything that has happened by then."""
@@ -218,50 +220,58 @@ class JobRun:
     def log(self, text: str) -> None:
         """A line of the launcher's own."""
         self.out.say(f"hora: {text}", stream="stderr")
-        self._events.on_launcher_line(text)
+        self.observation.tell_line(-1, "stderr", text)
 
     # ---- events, from other threads -----------------------------------------------------------------------
 
     def output(self, worker: int, stream: str, data: bytes) -> None:
+        self.observation.tell("output", worker, stream, data)
         self._or_raise_there(lambda: self.out.feed(worker, stream, data))
 
     def started(self, worker: int) -> None:
-        self.call(lambda: self._news.on_start(worker))
+        self.call(lambda: self._events.started(worker))
 
     def exited(self, ended: WorkerExit) -> None:
+        ended = replace(ended, reason=self._reasons.get(ended.worker, ended.reason))
+        self.observation.tell("exited", ended.worker, ended.code, ended.reason)
         self._or_raise_there(lambda: self.out.end(ended.worker))
         self.call(lambda: self._on_exit(ended))
 
     def joined(self, worker: int) -> None:
-        self.call(lambda: self._news.on_join(worker))
+        self.observation.tell("joined", worker)
+        self.call(lambda: self._events.joined(worker))
 
     def returned(self, worker: int, result: bytes) -> None:
         if self._runs_a_function(worker):
-            self.call(lambda: self._news.on_return(worker, result))
+            self.call(lambda: self._events.returned(worker, result))
 
     def raised(self, worker: int, report: ErrorReport) -> None:
+        if not report.consequence:
+            self.observation.tell("raised", worker, report.headline)
         if self._runs_a_function(worker):
-            self.call(lambda: self._news.on_raise(worker, report))
+            self.call(lambda: self._events.raised(worker, report))
 
     def _runs_a_function(self, worker: int) -> bool:
         """Unpickle results and exceptions, only of workers that run the caller's own function."""
         return self._job.function is not None and worker >= 0
 
     def on_log_line(self, worker: int, text: str) -> None:
+        self.observation.tell_line(worker, "stdout", text)
         self.out.say(text)
 
     def waiting(self, worker: int, generation: int) -> None:
-        self.call(lambda: self._news.on_wait(worker, generation))
+        self.call(lambda: self._events.waiting(worker, generation))
 
     def lost(self, worker: int) -> None:
-        self.call(lambda: self._news.on_loss(worker))
+        self.call(lambda: self._events.lost(worker))
 
     def _on_exit(self, ended: WorkerExit) -> None:
         self.exits[ended.worker] = ended
-        self._news.on_exit(ended)
+        self._events.exited(ended)
 
     def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
         """Telemetry is the observer's business. Of a stall the user hears in any case where the late ranks are."""
+        self.observation.tell("on_telemetry", worker, kind, data)
         self._stall_stacks.on_telemetry(worker, kind, data)
 
     # ---- what an observer may do, from other threads --------------------------------------------------------
@@ -277,7 +287,7 @@ class JobRun:
         self.call(lambda: self._remove(worker, why))
 
     def _remove(self, worker: int, why: str) -> None:
-        self._events.reasons[worker] = why
+        self._reasons[worker] = why
         self.log(f"ending worker {worker}: {why}")
         self.terminate([worker], grace_s=self._job.grace_s)
 

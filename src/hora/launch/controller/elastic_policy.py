@@ -22,7 +22,7 @@ from hora.launch.controller.policy import (
     Fail,
     Finish,
     GiveUp,
-    Place,
+    HostSlot,
     Wait,
     Worker,
     WorkerState,
@@ -36,7 +36,7 @@ RESET_LIMIT_EXCEEDED_MESSAGE = "Horovod was shutdown because number of resets du
 
 REMOVED, ADDED = 1, 2  # what a notice tells, as flags
 # A newcomer that is ready waits so long for others that are still loading.
-COMPANY_LIMIT_S = 10.0
+NEWCOMER_BATCH_WAIT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class WriteOff(_Interim):
 class Start(_Interim):
     """Start newcomers in these places."""
 
-    places: tuple[Place, ...]
+    places: tuple[HostSlot, ...]
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class ElasticPolicy:
             return Start(free)
         joining = _joining(newcomers, now)
         if newcomers and not joining:
-            deadlines += [w.since + COMPANY_LIMIT_S for w in newcomers if w.state is WorkerState.READY]
+            deadlines += [w.since + NEWCOMER_BATCH_WAIT_S for w in newcomers if w.state is WorkerState.READY]
         leaving = [w for w in current if w.alive and (w.host, w.slot) not in usable]
         settled = all(w.alive for w in current) and not facts.notified  # after a failure they stop by themselves
         if settled and joining and not staying:
@@ -280,17 +280,17 @@ def _newcomers(facts: Facts) -> list[Worker]:
 def _joining(newcomers: Sequence[Worker], now: float) -> list[Worker]:
     """The newcomers to let in now: all of them together, unless one of them takes very long."""
     ready = [w for w in newcomers if w.state is WorkerState.READY]
-    if len(ready) == len(newcomers) or any(now >= w.since + COMPANY_LIMIT_S for w in ready):
+    if len(ready) == len(newcomers) or any(now >= w.since + NEWCOMER_BATCH_WAIT_S for w in ready):
         return ready
     return []
 
 
-def _slots(facts: Facts) -> list[Place]:
+def _slots(facts: Facts) -> list[HostSlot]:
     """The places that may be used, host by host."""
     return [(host, slot) for host, slots in facts.hosts.items() for slot in slots]
 
 
-def _free(facts: Facts, limits: Limits, num_alive: int) -> tuple[Place, ...]:
+def _free(facts: Facts, limits: Limits, num_alive: int) -> tuple[HostSlot, ...]:
     """Places for newcomers, as many as the limit allows."""
     taken = {(worker.host, worker.slot) for worker in facts.workers if worker.alive}
     free = [place for place in _slots(facts) if place not in taken]

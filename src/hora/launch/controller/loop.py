@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from hora.errors import JobFailedError, StartTimeoutError
-from hora.launch.controller.context import JobRun
-from hora.launch.controller.leaving import leave
+from hora.launch.agent.agent import LEFT
+from hora.launch.controller.context import JobContext
 from hora.launch.controller.members import Roster, assign, provisional
 from hora.launch.controller.output import Output
 from hora.launch.controller.policy import (
@@ -27,7 +28,7 @@ from hora.launch.controller.policy import (
     Finish,
     FixedSize,
     GiveUp,
-    Place,
+    HostSlot,
     Policy,
     Wait,
     Worker,
@@ -50,6 +51,8 @@ _LOADING_LIMIT_S = 120.0  # torch, from a slow network disk
 _PING_S = 1.0
 _ANSWER_S = 3.0  # without an answer for so long a worker counts as silent
 _STUCK_GRACE_S = 1.0
+_LEAVE = 4  # the kind of change in the notice to ranks (`hora.torch.elastic.notification` has the others)
+_ENDED = 128 + signal.SIGTERM
 
 
 def run_job(job: Job, launcher: Launcher, elastic: ElasticSpec | None = None) -> JobResult:
@@ -95,7 +98,7 @@ def _raise_lost() -> NoReturn:
 
 
 class _Controller:
-    """Implements News: takes note of what happens to workers."""
+    """Implements WorkerEvents: takes note of what happens to workers."""
 
     def __init__(self, job: Job, launcher: Launcher, output: Output, elastic: ElasticSpec | None) -> None:
         self._job = job
@@ -112,7 +115,7 @@ class _Controller:
         self._hosts: Hosts | None = None  # only elastic jobs have hosts that come and go
         preload = None if job.function is None else modules_to_preload(job.function)
         self._policy = self._fixed_size(bool(preload)) if elastic is None else self._elastic(elastic)
-        self.run = JobRun(job, launcher, output, self, preload=preload)
+        self.run = JobContext(job, launcher, output, self, preload=preload)
 
     def _fixed_size(self, loads_torch: bool) -> Policy:
         return FixedSize(
@@ -285,12 +288,12 @@ class _Controller:
 
     # ---- actions ------------------------------------------------------------------------------------------
 
-    def _begin(self, places: Sequence[Place], now: float) -> None:
+    def _begin(self, places: Sequence[HostSlot], now: float) -> None:
         self._publish([self._roster.add(host, slot, WorkerState.READY, now) for host, slot in places], now)
         self.run.start((slot, self._world(number, slot, 0)) for number, slot in self._places.items())
         self._begun_at = time.monotonic()
 
-    def _start_newcomers(self, places: Sequence[Place], now: float) -> None:
+    def _start_newcomers(self, places: Sequence[HostSlot], now: float) -> None:
         assert self._hosts is not None
         newcomers: list[tuple[Slot, World]] = []
         for host, number in places:
@@ -382,8 +385,22 @@ class _Controller:
         )
 
     def leave(self, limit_s: float) -> NoReturn:
-        """A scheduler wants its machines back."""
-        leave(self.run, [worker.number for worker in self._roster], self._notify, limit_s=limit_s)
+        """A scheduler wants its machines back (SIGTERM): the ranks end at their next commit, and so does the job, with
+        `LEFT` if all of them came to it in time, so that it can be resumed.
+        """
+        run, workers = self.run, [worker.number for worker in self._roster]
+        run.leaving(f"end requested: the ranks commit and leave, within {limit_s:g} s (--leave-timeout)")
+        if all(run.rendezvous.heard_at(worker) is None for worker in workers):
+            raise SystemExit(_ENDED)  # a command that knows nothing of commits
+        alive = [worker for worker in workers if worker not in run.exits]
+        self._notify(_LEAVE)
+        limit = time.monotonic() + limit_s
+        while time.monotonic() < limit and any(worker not in run.exits for worker in alive):
+            run.wait(limit)
+        if {run.exits[worker].code if worker in run.exits else -1 for worker in alive} <= {0, LEFT}:
+            run.log(f"all ranks have committed and left: start the job again to go on (exit status {LEFT})")
+            raise SystemExit(LEFT)
+        raise SystemExit(_ENDED)
 
     def end_host(self, host: str, why: str) -> Callable[[], bool]:
         """End the processes on a host that is taken away, and tell whether they have ended. From any thread."""
@@ -437,32 +454,32 @@ class _Controller:
         for text in self._hosts.change(hosts):
             self.run.log(text)
 
-    def on_start(self, worker: int) -> None:
+    def started(self, worker: int) -> None:
         self._roster.started(worker)
 
-    def on_join(self, worker: int) -> None:
+    def joined(self, worker: int) -> None:
         news = worker in self._roster and not self._roster[worker].joined
         self._roster.joined(worker)
         if news:
             self._save(time.monotonic())
 
-    def on_wait(self, worker: int, generation: int) -> None:
+    def waiting(self, worker: int, generation: int) -> None:
         self._roster.waits(worker, generation, time.monotonic())
 
-    def on_loss(self, worker: int) -> None:
+    def lost(self, worker: int) -> None:
         self._roster.lost(worker, time.monotonic())
 
-    def on_return(self, worker: int, result: bytes) -> None:
+    def returned(self, worker: int, result: bytes) -> None:
         self._results[worker] = result
         if worker in self._roster and self._roster[worker].alive:
             self._roster.set(worker, WorkerState.SUCCEEDED, time.monotonic())
 
-    def on_raise(self, worker: int, report: ErrorReport) -> None:
+    def raised(self, worker: int, report: ErrorReport) -> None:
         self._reports[worker] = report
         if worker in self._roster and self._roster[worker].alive and not self.run.ending:
             self._note_failure(worker, 1, report.headline, report.headline if report.consequence else "")
 
-    def on_exit(self, ended: WorkerExit) -> None:
+    def exited(self, ended: WorkerExit) -> None:
         number, before = ended.worker, self._roster[ended.worker]
         self._roster.exited(number)
         failed = not self.run.ending and self._judge_exit(before, ended)

@@ -1,7 +1,7 @@
 """An observer of a job: notified of its events, in any thread, while the job goes on; the live page is one.
 
-The job does not know its observers and never waits for them: whoever makes the job says who observes it
-(`Job.watching`). A job that nobody observes has `Nobody`.
+The job does not know its observers and never waits for them: `Job.watching` names one. A job without one has a
+`NullObserver`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,11 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
-from hora.launch.controller.rendezvous import ErrorReport, RendezvousEvents
-from hora.launch.job import LaunchEvents, WorkerExit
 from hora.world import World
 
-__all__ = ["REPORTING", "STOPPED", "JobEvents", "Nobody", "Observed", "Observer", "facts_of"]
+__all__ = ["REPORTING", "STOPPED", "NullObserver", "Observation", "Observer", "facts_of"]
 
 # What the workers of an observed job get: they report once a second.
 REPORTING = {"HORA_TELEMETRY_S": "1.0"}
@@ -51,7 +48,7 @@ class Observer(Protocol):
         """The job is over: `done`, `failed` or `stopped`. The last call."""
 
 
-class Nobody:
+class NullObserver:
     """Observes nothing."""
 
     def world(self, generation: int, places: list[tuple[int, int, str]]) -> None: ...
@@ -63,74 +60,28 @@ class Nobody:
     def ended(self, outcome: str, text: str) -> None: ...
 
 
-class JobEvents(LaunchEvents, RendezvousEvents, Protocol):
-    """Every event of a job."""
+class Observation:
+    """The observer of a job. One that fails gets no more events."""
 
+    def __init__(self) -> None:
+        self.observer: Observer = NullObserver()
 
-class Observed:
-    """Forwards a job's events to it and to its observer. An observer that fails gets no more of them."""
-
-    def __init__(self, job: JobEvents) -> None:
-        self._job = job
-        self.observer: Observer = Nobody()
-        self.reasons: dict[int, str] = {}  # why workers will end, of those for which the job knows it before
-
-    def _tell(self, what: str, *arguments: object) -> None:
+    def tell(self, event: str, *arguments: object) -> None:
+        """Call this method of the observer."""
         try:
-            getattr(self.observer, what)(*arguments)
+            getattr(self.observer, event)(*arguments)
         except Exception:  # whatever an observer does wrong, the training goes on
             _log.exception("the job is not observed any more")
-            self.observer = Nobody()
+            self.observer = NullObserver()
 
-    def output(self, worker: int, stream: str, data: bytes) -> None:
-        self._tell("output", worker, stream, data)
-        self._job.output(worker, stream, data)
+    def tell_line(self, worker: int, stream: str, text: str) -> None:
+        """Tell of a line that did not come through a worker's output."""
+        self.tell("output", worker, stream, text.encode(errors="replace") + b"\n")
 
-    def started(self, worker: int) -> None:
-        self._job.started(worker)
-
-    def exited(self, ended: WorkerExit) -> None:
-        ended = replace(ended, reason=self.reasons.get(ended.worker, ended.reason))
-        self._tell("exited", ended.worker, ended.code, ended.reason)
-        self._job.exited(ended)
-
-    def joined(self, worker: int) -> None:
-        self._tell("joined", worker)
-        self._job.joined(worker)
-
-    def returned(self, worker: int, result: bytes) -> None:
-        self._job.returned(worker, result)
-
-    def raised(self, worker: int, report: ErrorReport) -> None:
-        if not report.consequence:
-            self._tell("raised", worker, report.headline)
-        self._job.raised(worker, report)
-
-    def on_log_line(self, worker: int, text: str) -> None:
-        self._tell("output", worker, "stdout", text.encode(errors="replace") + b"\n")
-        self._job.on_log_line(worker, text)
-
-    def waiting(self, worker: int, generation: int) -> None:
-        self._job.waiting(worker, generation)
-
-    def lost(self, worker: int) -> None:
-        self._job.lost(worker)
-
-    def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
-        self._tell("on_telemetry", worker, kind, data)
-        self._job.on_telemetry(worker, kind, data)
-
-    def world(self, generation: int, worlds: Mapping[int, World]) -> None:
+    def tell_world(self, generation: int, worlds: Mapping[int, World]) -> None:
         """The job has formed a world."""
         places = [(worker, world.rank, world.hostname) for worker, world in sorted(worlds.items())]
-        self._tell("world", generation, places)
-
-    def on_launcher_line(self, text: str) -> None:
-        """A line of the launcher's own."""
-        self._tell("output", -1, "stderr", text.encode(errors="replace") + b"\n")
-
-    def ended(self, outcome: str, text: str) -> None:
-        self._tell("ended", outcome, text)
+        self.tell("world", generation, places)
 
 
 def facts_of(job_id: str, *, title: str, command: Sequence[str] = (), elastic: bool = False) -> dict[str, Any]:

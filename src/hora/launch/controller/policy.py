@@ -26,7 +26,7 @@ __all__ = [
     "Finish",
     "FixedSize",
     "GiveUp",
-    "Place",
+    "HostSlot",
     "Policy",
     "Wait",
     "Worker",
@@ -56,7 +56,7 @@ ROOT_CAUSE_WAIT_S = 2.0
 LOST_LIMIT_S = 10.0
 LOST = "its connection to the launcher was lost"
 
-Place = tuple[str, int]  # a host, and the number of one of its slots
+HostSlot = tuple[str, int]  # a host, and the number of one of its slots
 
 
 class WorkerState(Enum):
@@ -152,7 +152,7 @@ class Decision:
 class Begin(Decision):
     """Start workers in these places: the first generation."""
 
-    places: tuple[Place, ...]
+    places: tuple[HostSlot, ...]
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class FixedSize:
     elastic = False
     watches_silence = False
 
-    def __init__(self, places: Sequence[Place], *, needs_results: bool, start_timeout_s: float) -> None:
+    def __init__(self, places: Sequence[HostSlot], *, needs_results: bool, start_timeout_s: float) -> None:
         self._places = tuple(places)
         self._needs_results, self._start_timeout_s = needs_results, start_timeout_s
 

@@ -279,7 +279,7 @@ class Rendezvous(KeyValueStore):
         self._gone[rank] = "waits for the next world"
         for key, gather in list(self._gathers.items()):
             if gather.lacks(rank):
-                self._fail_gather(key, self._obituary())
+                self._fail_gather(key, self._lost_ranks_message())
 
     def _publish(self, generation: int, worlds: dict[int, World]) -> None:
         self.generation, self._worlds = generation, worlds
@@ -321,10 +321,10 @@ class Rendezvous(KeyValueStore):
         self._failed = self._failed or failed
         for key, gather in list(self._gathers.items()):
             if gather.lacks(rank):
-                self._fail_gather(key, self._obituary())
+                self._fail_gather(key, self._lost_ranks_message())
         if failed:
             waiting = [one for parked in self._gets.values() for one in parked]
             self._gets.clear()
             for one in waiting:
-                one.answer({"error": "lost", "message": self._obituary()})
+                one.answer({"error": "lost", "message": self._lost_ranks_message()})
             self._broadcast({"notice": "lost", "rank": rank, "generation": self.generation, "how": how})

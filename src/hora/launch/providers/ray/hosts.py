@@ -16,7 +16,7 @@ __all__ = ["Discovery", "RayHosts"]
 
 _CLOSE_LIMIT_S = 10.0
 # What was requested a moment ago comes within this time, if it is free: a job does not begin just before.
-_COMPANY_S = 1.0
+_BATCH_WAIT_S = 1.0
 _GRANT_S = 0.2
 
 _log = logging.getLogger("hora.launch")
@@ -46,7 +46,7 @@ class RayHosts:
             num_granted, now = sum(host.slots for host in granted), time.monotonic()
             if num_granted >= num_slots:
                 enough_since = enough_since or now
-                if num_granted >= sum(self._found.values()) or now - enough_since > _COMPANY_S:
+                if num_granted >= sum(self._found.values()) or now - enough_since > _BATCH_WAIT_S:
                     return granted
             if now > deadline:
                 raise StartTimeoutError(

@@ -19,11 +19,11 @@ import cloudpickle
 
 from hora.launch.controller.loop import run_job
 from hora.launch.job import Job, JobResult, OutputOptions
-from hora.launch.providers.spark import standby
+from hora.launch.providers.spark import warm_pool
 from hora.launch.providers.spark.cluster import listening_address
 from hora.launch.providers.spark.driver import TaskAgents
 from hora.launch.providers.spark.launcher import SparkLauncher, meet_all
-from hora.launch.providers.spark.live_log import Home, HomeStream, Invitation
+from hora.launch.providers.spark.live_log import ClientLogSink, Invitation, LogStream
 from hora.launch.providers.spark.placement import place_tasks
 from hora.launch.providers.spark.query import rows
 from hora.launch.providers.spark.task import SparkTask, python_path
@@ -66,7 +66,7 @@ class ConnectTasks:
         context = BarrierTaskContext.get()
         number = int(context.partitionId())
         if self.preload is not None and not self.executable:
-            standby.begin(self.preload, self.env, python_path())
+            warm_pool.begin(self.preload, self.env, python_path())
         if number:
             facts = next(text for text in context.allGather("") if text)
             self._task(facts)(number)
@@ -105,7 +105,7 @@ class _Lead:
 
     def answer(self) -> list[tuple[str, bytes]]:
         """The rows for the client: the result, or the error with its cause; and lines that it has not seen."""
-        home = Home(self._wanted.log)
+        home = ClientLogSink(self._wanted.log)
         try:
             result = self._run(home)
             found = ("result", cloudpickle.dumps(result))
@@ -113,7 +113,7 @@ class _Lead:
             found = ("error", _pickled(error))
         return [found, *home.close().items()]
 
-    def _run(self, home: Home) -> JobResult:
+    def _run(self, home: ClientLogSink) -> JobResult:
         wanted = self._wanted
         places = meet_all(self.tasks, wanted.num_proc, wanted.start_timeout_s)
         placements = place_tasks(places)
@@ -122,8 +122,8 @@ class _Lead:
             prefix=wanted.prefix,
             timestamp=wanted.timestamp,
             console=wanted.console,
-            stdout=io.BufferedWriter(HomeStream(home, "stdout")),
-            stderr=io.BufferedWriter(HomeStream(home, "stderr")),
+            stdout=io.BufferedWriter(LogStream(home, "stdout")),
+            stderr=io.BufferedWriter(LogStream(home, "stderr")),
         )
         job = Job(
             slots=tuple(placement.slot for placement in placements),

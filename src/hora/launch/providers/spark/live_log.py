@@ -22,7 +22,7 @@ from hora.net.connection import Connection, connect
 from hora.net.server import Peer, Server
 from hora.net.wire import Credentials, Header, new_secret
 
-__all__ = ["Home", "HomeStream", "Invitation", "LiveLog", "Sink"]
+__all__ = ["ClientLogSink", "LogStream", "Invitation", "LiveLog", "Sink"]
 
 _CONNECT_LIMIT_S = 2.0
 _KEPT_BYTES = 8 * 2**20  # of each stream, for the end
@@ -95,7 +95,7 @@ class LiveLog:
             stream.flush()
 
 
-class Home:
+class ClientLogSink:
     """The first task's side: sends lines to the client, or keeps them."""
 
     def __init__(self, invitation: Invitation) -> None:
@@ -135,7 +135,7 @@ class Sink(Protocol):
     def write(self, stream: str, data: bytes) -> None: ...
 
 
-class HomeStream(io.RawIOBase):
+class LogStream(io.RawIOBase):
     """One of its streams, as a file."""
 
     def __init__(self, home: Sink, name: str) -> None:

@@ -140,7 +140,7 @@ def _own_workers(context: Any) -> Iterator[None]:
     """Have Spark run what is defined within this in Python workers of their own.
 
     Spark keeps a set of Python workers for each environment that they ask for. So the next job gets those that have a
-    warm process beside them (`standby`), however many others UDFs have had meanwhile.
+    warm process beside them (`warm_pool`), however many others UDFs have had meanwhile.
     """
     environment = context.environment
     context.environment = {**environment, "HORA_SPARK_WORKER": "1"}

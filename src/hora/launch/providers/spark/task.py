@@ -37,7 +37,7 @@ from hora.launch.agent.protocol import (
 )
 from hora.launch.controller.agents import AgentProcess, LocalProcess, credentials, wait_or_kill
 from hora.launch.environment import first_variables, variables
-from hora.launch.providers.spark import standby
+from hora.launch.providers.spark import warm_pool
 from hora.launch.tail import Tail
 from hora.net.connection import Connection, connect
 from hora.net.secret_file import read_held_secret
@@ -143,7 +143,7 @@ class _Bridge:
         if self._process is None:
             warm = None
             if order.preload is not None and program == sys.executable:
-                warm = standby.agent(order.preload, env)  # whose workers are forks
+                warm = warm_pool.agent(order.preload, env)  # whose workers are forks
             self._process = warm or LocalProcess()
             threading.Thread(target=self._forward, args=(self._process,), name="hora-spark-task", daemon=True).start()
         self._order(order._replace(argv=[program, *arguments], env=env, inherit_env=False, preload=None))

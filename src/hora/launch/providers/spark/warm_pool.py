@@ -46,7 +46,7 @@ _END_LIMIT_S = 10.0
 def begin(modules: Sequence[str], env: Mapping[str, str], python_path: str) -> None:
     """Have the process beside this one load these modules already, if ranks that are given `env` can come from it."""
     if all(name.startswith(_LATE) for name in env):
-        _standby(_own_variables(python_path)).ask(None, (), modules)
+        _warm_process(_own_variables(python_path)).ask(None, (), modules)
 
 
 def agent(modules: Sequence[str], env: Mapping[str, str]) -> AgentProcess | None:
@@ -57,7 +57,7 @@ def agent(modules: Sequence[str], env: Mapping[str, str]) -> AgentProcess | None
     own = _own_variables(env.get("PYTHONPATH", ""))
     if not differ_only_in(env, own, _LATE):
         return None
-    return _WarmAgent(_standby(own), modules)
+    return _WarmAgent(_warm_process(own), modules)
 
 
 def _own_variables(python_path: str) -> dict[str, str]:
@@ -66,16 +66,16 @@ def _own_variables(python_path: str) -> dict[str, str]:
     return own | {"PYTHONPATH": python_path}
 
 
-def _standby(env: Mapping[str, str]) -> _Standby:
+def _warm_process(env: Mapping[str, str]) -> _WarmProcess:
     global _beside
     if _beside is None or not _beside.suits(env):
         if _beside is not None:
             _beside.close()
-        _beside = _Standby(env)
+        _beside = _WarmProcess(env)
     return _beside
 
 
-class _Standby(ForkServer):
+class _WarmProcess(ForkServer):
     """The fork server, seen from the worker."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
@@ -99,18 +99,18 @@ class _Standby(ForkServer):
             self._process.wait()
 
 
-_beside: _Standby | None = None
+_beside: _WarmProcess | None = None
 
 
 class _WarmAgent:
     """A requested agent, as a `LocalAgent` needs it."""
 
-    def __init__(self, standby: _Standby, modules: Sequence[str]) -> None:
+    def __init__(self, server: _WarmProcess, modules: Sequence[str]) -> None:
         (self.sock, link), (self._control, control) = socket.socketpair(), socket.socketpair()
         our_err, their_err = os.pipe()
         given = [link.detach(), their_err, control.detach()]
         try:
-            standby.ask({}, given, modules)
+            server.ask({}, given, modules)
         finally:
             for descriptor in given:
                 os.close(descriptor)
@@ -196,5 +196,5 @@ def _text_stream(descriptor: int) -> io.TextIOWrapper:
 
 
 if __name__ == "__main__":
-    name_process("hora-standby")
+    name_process("hora-warm")
     serve((), _look_after_agent)
