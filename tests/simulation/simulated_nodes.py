@@ -37,7 +37,7 @@ from hora.launch.agent.protocol import (
 from hora.launch.agent.protocol import (
     Message as Report,
 )
-from hora.launch.providers.platforms import NodeSpec
+from hora.launch.slots import NodeSpec
 from hora.net.wire import Credentials
 from hora.world import World
 

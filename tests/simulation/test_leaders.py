@@ -39,7 +39,7 @@ from hora.launch.ha.etcd import Etcd as EtcdStore
 from hora.launch.ha.following import LeaderLink
 from hora.launch.ha.leadership import Leadership
 from hora.launch.job import LeadershipLostError
-from hora.launch.providers.platforms import NodeSpec
+from hora.launch.slots import NodeSpec
 from hora.net import session
 from hora.net.server import Timer
 

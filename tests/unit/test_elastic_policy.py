@@ -21,7 +21,6 @@ from hora.launch.controller.elastic_policy import (
     WriteOff,
 )
 from hora.launch.controller.hosts import Blacklist, ElasticSpec, Hosts
-from hora.launch.controller.members import assign, provisional
 from hora.launch.controller.policy import (
     LINGER_LIMIT_S,
     Begin,
@@ -34,6 +33,8 @@ from hora.launch.controller.policy import (
     Wait,
     Worker,
     WorkerState,
+    assign,
+    provisional,
 )
 from hora.launch.slots import HostInfo
 

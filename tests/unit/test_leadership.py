@@ -15,8 +15,7 @@ import pytest
 from hora.launch.agent.protocol import Exited, Output, Started, Terminate
 from hora.launch.controller.agents import Agents
 from hora.launch.controller.hosts import Blacklist
-from hora.launch.controller.members import Roster
-from hora.launch.controller.policy import WorkerState
+from hora.launch.controller.policy import Roster, WorkerState
 from hora.launch.controller.rendezvous import Rendezvous
 from hora.launch.ha.authenticated import AuthenticatedStore
 from hora.launch.ha.following import LeaderLink

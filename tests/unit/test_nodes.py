@@ -14,9 +14,9 @@ from hora.launch.agent.protocol import Join, Output, Refused, Welcome, pack, unp
 from hora.launch.agent.session import join
 from hora.launch.controller.agents import Agents, credentials
 from hora.launch.options import Options
-from hora.launch.providers.platforms import Machine, NodeSpec, find_place
+from hora.launch.providers.platforms import Machine, find_place
 from hora.launch.providers.slurm import allocation
-from hora.launch.slots import HostInfo
+from hora.launch.slots import HostInfo, NodeSpec
 from hora.net.connection import connect
 from hora.net.session import ClientSession
 from hora.net.wire import new_secret

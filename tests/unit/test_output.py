@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hora.launch.controller.output import MAX_LINE_BYTES, LogFile, Output
+from hora.launch.controller.output import MAX_LINE_BYTES, LogFile, Output, Tail
 from hora.launch.job import OutputOptions
-from hora.launch.tail import Tail
 
 
 def collect(chunks: list[tuple[int, str, bytes]], **options) -> bytes:

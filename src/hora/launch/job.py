@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import IO, Any, Protocol
 
 from hora.errors import JobFailedError
+from hora.launch.controller.observer import Watching
 from hora.launch.slots import Slot
-from hora.launch.watching import Watching
 
 __all__ = [
     "HostLease",

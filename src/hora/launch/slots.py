@@ -16,8 +16,10 @@ from pathlib import Path
 from hora.world import RendezvousEndpoint, World
 
 __all__ = [
+    "DEFAULT_PORT",
     "INVALID_SLOT_INFO",
     "HostInfo",
+    "NodeSpec",
     "Slot",
     "get_host_assignments",
     "parse_host_files",
@@ -26,6 +28,8 @@ __all__ = [
     "place_ranks",
     "visible_gpus",
 ]
+
+DEFAULT_PORT = 29500  # at which nodes meet
 
 # A leading dash would make a name look like an option to ssh.
 _HOST = re.compile(r"(?!-)([\w.-]+):([0-9]+)")
@@ -52,6 +56,28 @@ class HostInfo:
 
     def __str__(self) -> str:
         return f"{self.hostname}:{self.slots}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSpec:
+    """Node `index` of `num_nodes`; all meet at `host` and `port`. `slots`: processes here, None where nothing says."""
+
+    num_nodes: int
+    index: int
+    host: str
+    port: int = DEFAULT_PORT
+    slots: int | None = None
+    name: str = ""
+    platform: str = "flags"
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 1 or not 0 <= self.index < self.num_nodes:
+            raise ValueError(
+                f"node {self.index} of {self.num_nodes} ({self.platform}): the nodes are 0, 1, …; check what names "
+                "this one"
+            )
+        if not 0 < self.port < 65536:
+            raise ValueError(f"the nodes' port must lie in 1..65535, but it is {self.port} ({self.platform})")
 
 
 @dataclass(frozen=True)

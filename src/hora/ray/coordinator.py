@@ -14,12 +14,10 @@ from typing import Any
 
 import ray
 
-from hora.launch.controller.observer import REPORTING, NullObserver, Observation, facts_of
+from hora.launch.controller.observer import REPORTING, NullObserver, Observation, StallStacks, Watching, facts_of
 from hora.launch.controller.rendezvous import ErrorReport, OnlyLines, Rendezvous
-from hora.launch.controller.report import StallStacks
 from hora.launch.environment import variables
 from hora.launch.slots import Slot, place_ranks
-from hora.launch.watching import Watching
 from hora.net.address import interface_address
 from hora.net.wire import new_secret
 from hora.world import RendezvousEndpoint

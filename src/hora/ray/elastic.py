@@ -17,6 +17,7 @@ import ray
 from hora.launch.controller.elastic_policy import Limits
 from hora.launch.controller.hosts import ElasticSpec
 from hora.launch.controller.loop import run_job
+from hora.launch.controller.observer import Watching
 from hora.launch.environment import variables
 from hora.launch.job import Job
 from hora.launch.pickling import pickle_call
@@ -25,7 +26,6 @@ from hora.launch.providers.ray.hosts import RayHosts
 from hora.launch.providers.ray.launcher import RayLauncher
 from hora.launch.providers.ray.reservations import Reservations
 from hora.launch.slots import HostInfo, place_ranks
-from hora.launch.watching import Watching
 from hora.legacy import elastic as elastic_driver
 from hora.legacy.elastic import ElasticDriver
 from hora.ray import ray_logger

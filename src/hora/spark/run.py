@@ -15,6 +15,7 @@ from typing import IO, Any
 import cloudpickle
 
 from hora.errors import BadCallError, StartTimeoutError
+from hora.launch.controller.observer import Watching
 from hora.launch.environment import variables
 from hora.launch.job import JobResult, OutputOptions
 from hora.launch.pickling import pickle_call
@@ -28,7 +29,6 @@ from hora.launch.providers.spark.cluster import (
 from hora.launch.providers.spark.connect import run_on_cluster
 from hora.launch.providers.spark.launcher import SparkJob
 from hora.launch.providers.spark.variables import elastic_timeout_s, start_timeout_s
-from hora.launch.watching import Watching
 
 __all__ = ["run", "run_elastic"]
 

@@ -17,6 +17,7 @@ from typing import Any
 import cloudpickle
 
 from hora.errors import BadCallError
+from hora.launch.controller.observer import Watching
 from hora.launch.environment import variables
 from hora.launch.job import JobResult, OutputOptions
 from hora.launch.options import Options
@@ -26,7 +27,6 @@ from hora.launch.providers.spark.connect import run_on_cluster
 from hora.launch.providers.spark.launcher import SparkJob
 from hora.launch.providers.spark.variables import elastic_timeout_s, forwarded_variables, start_timeout_s
 from hora.launch.start import start
-from hora.launch.watching import Watching
 from hora.spark.elastic_function import is_elastic
 from hora.world import World
 

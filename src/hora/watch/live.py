@@ -1,6 +1,6 @@
 """The live page of a job: observes it, keeps the run, serves the page, and passes the page's wishes on.
 
-A `Dashboard` is made where a user's wish to watch meets the job (`hora.launch.watching`). When a job stands still it
+A `Dashboard` is made by `Watching` (`launch.controller.observer`), at the user's wish. When a job stands still it
 asks the ranks for their stacks, and when a rank is slow it asks that one where it spends its time, by itself, so that
 the answer is there when somebody looks.
 """

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-from hora.launch.tail import Tail
+from hora.launch.controller.output import Tail
 
 __all__ = ["TERMINAL", "Record", "new_id"]
 

@@ -33,12 +33,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _run(num_ranks: int, steps: int, *, browser: bool, record: str | None) -> int:
     from hora.labs.faults.training import train
+    from hora.launch.controller.observer import Watching
     from hora.launch.environment import variables
     from hora.launch.job import Job
     from hora.launch.options import Options
     from hora.launch.pickling import pickle_call
     from hora.launch.start import start
-    from hora.launch.watching import Watching
 
     watching = Watching(page=True, browser=browser, record=record, demo=True)
 

@@ -22,7 +22,7 @@ from hora.errors import AuthenticationError
 from hora.launch.agent.agent import Agent, guarded
 from hora.launch.agent.protocol import Join, Message, Output, Refused, Start, Taken, Welcome, pack, unpack
 from hora.launch.environment import variables
-from hora.launch.providers.platforms import NodeSpec
+from hora.launch.slots import NodeSpec
 from hora.net.connection import Connection, connect
 from hora.net.session import ClientSession
 from hora.net.wire import Credentials

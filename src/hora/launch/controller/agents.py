@@ -46,9 +46,9 @@ from hora.launch.agent.protocol import (
     pack,
     unpack,
 )
+from hora.launch.controller.output import Tail
 from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
 from hora.launch.slots import HostInfo
-from hora.launch.tail import Tail
 from hora.net.server import Server
 from hora.net.session import SessionPeer, Sessions
 from hora.net.wire import ANYBODY, Credentials, Header, derived_secret, new_secret

@@ -21,10 +21,9 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from hora.errors import JobFailedError
-from hora.launch.controller.observer import REPORTING, STOPPED, Observation, facts_of
+from hora.launch.controller.observer import REPORTING, STOPPED, Observation, StallStacks, facts_of
 from hora.launch.controller.output import Output
 from hora.launch.controller.rendezvous import ErrorReport, Rendezvous
-from hora.launch.controller.report import StallStacks
 from hora.launch.environment import module_command
 from hora.launch.job import Job, Launcher, LeadershipLostError, Succession, WorkerExit, WorkerSpec
 from hora.launch.slots import Slot

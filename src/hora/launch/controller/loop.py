@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, NoReturn
 from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch.agent.agent import LEFT
 from hora.launch.controller.context import JobContext
-from hora.launch.controller.members import Roster, assign, provisional
 from hora.launch.controller.output import Output
 from hora.launch.controller.policy import (
     Begin,
@@ -30,10 +29,13 @@ from hora.launch.controller.policy import (
     GiveUp,
     HostSlot,
     Policy,
+    Roster,
     Wait,
     Worker,
     WorkerState,
+    assign,
     modules_to_preload,
+    provisional,
 )
 from hora.launch.controller.rendezvous import ErrorReport
 from hora.launch.controller.report import job_failed, signal_text

@@ -6,18 +6,26 @@ The job does not know its observers and never waits for them: `Job.watching` nam
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
+from hora.telemetry.stacks import stack_text
 from hora.world import World
 
-__all__ = ["REPORTING", "STOPPED", "NullObserver", "Observation", "Observer", "facts_of"]
+if TYPE_CHECKING:
+    from hora.watch import live
+    from hora.watch.kubeflow import Controller
+
+__all__ = ["REPORTING", "STOPPED", "NullObserver", "Observation", "Observer", "StallStacks", "Watching", "facts_of"]
 
 # What the workers of an observed job get: they report once a second.
 REPORTING = {"HORA_TELEMETRY_S": "1.0"}
+_AGAIN_S = 30.0
 STOPPED = 143  # the exit status of a job that its observer has stopped
 
 _log = logging.getLogger("hora.launch")
@@ -82,6 +90,97 @@ class Observation:
         """The job has formed a world."""
         places = [(worker, world.rank, world.hostname) for worker, world in sorted(worlds.items())]
         self.tell("world", generation, places)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watching:
+    """`page`: live, at `listen` (host:port; loopback and a free port unless given). `record`: a file for `hora view`.
+
+    `controller`: Kubeflow's, which wants to know how far the job is. `browser`: open the page there. `demo`: the page
+    offers to kill ranks.
+    """
+
+    page: bool = False
+    listen: str = ""
+    record: str | None = None
+    controller: Controller | None = None
+    browser: bool = False
+    demo: bool = False
+
+    @classmethod
+    def wanted(
+        cls,
+        environ: Mapping[str, str],
+        *,
+        page: bool | None = None,
+        listen: str | None = None,
+        record: str | None = None,
+    ) -> Watching | None:
+        """Read the settings from arguments, from HORA_DASHBOARD (1, 0, or the address) and HORA_RECORD, or by
+        Kubeflow's variables; None: nothing.
+        """
+        setting = environ.get("HORA_DASHBOARD", "")
+        if page is None:
+            page = setting not in ("", "0") or bool(listen)
+        if not listen and setting not in ("", "0", "1"):
+            listen = setting
+        record = record or environ.get("HORA_RECORD") or None
+        controller = _controller(environ) if "KUBEFLOW_TRAINER_SERVER_URL" in environ else None
+        if not page and not record and controller is None:
+            return None
+        return cls(page=page, listen=listen or "", record=record, controller=controller)
+
+    def open(self, facts: Mapping[str, Any], job: live.Job) -> live.Dashboard:
+        """Begin to observe a job. `facts`: what it is; `job`: what may be done to it. OSError: the address is taken."""
+        from hora.watch.live import Dashboard
+
+        dashboard = Dashboard(
+            {**facts, "demo": True} if self.demo else facts,
+            job,
+            listen=self.listen,
+            record=self.record,
+            page=self.page,
+            controller=self.controller,
+        )
+        if self.page and self.browser:
+            import webbrowser
+
+            webbrowser.open(dashboard.page.full_url)
+        return dashboard
+
+
+def _controller(environ: Mapping[str, str]) -> Controller | None:
+    from hora.watch.kubeflow import Controller
+
+    return Controller.of(environ)
+
+
+class StallStacks:
+    """Stacks of the ranks that keep others waiting: requested when a rank reports a stall, and shown to the user.
+
+    `ask(question, worker)` queries a worker, `say(text)` tells the user. `worlds`: the present one, by worker.
+    """
+
+    def __init__(self, ask: Callable[[dict[str, Any], int], None], say: Callable[[str], None]) -> None:
+        self._ask, self._say = ask, say
+        self.worlds: Mapping[int, World] = {}
+        self._asked_at: dict[int, float] = {}
+        self._to_show: set[int] = set()
+
+    def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
+        """Take a worker's message; only stalls, and the answers to our own questions, matter here."""
+        if kind == "stall":
+            ranks = json.loads(data)
+            for number, world in self.worlds.items():
+                if world.rank in ranks and time.monotonic() - self._asked_at.get(number, -1e9) > _AGAIN_S:
+                    self._asked_at[number] = time.monotonic()
+                    self._to_show.add(number)
+                    self._ask({"question": "stack"}, number)
+        elif kind == "stack" and worker in self._to_show and worker in self.worlds:
+            self._to_show.discard(worker)
+            world = self.worlds[worker]
+            where = f"rank {world.rank} on {world.hostname}"
+            self._say(f"{where} keeps the others waiting; it is here:\n{stack_text(data)}")
 
 
 def facts_of(job_id: str, *, title: str, command: Sequence[str] = (), elastic: bool = False) -> dict[str, Any]:

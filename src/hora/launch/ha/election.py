@@ -26,7 +26,7 @@ from hora.launch.ha.leadership import Leadership, Over, View, next_step, open_st
 from hora.launch.ha.store import StoreError
 from hora.launch.job import LeadershipLostError, exit_status
 from hora.launch.options import Options
-from hora.launch.providers.platforms import NodeSpec
+from hora.launch.slots import NodeSpec
 from hora.net.wire import derived_secret, new_secret
 
 __all__ = ["ElectionLoop"]

@@ -17,9 +17,9 @@ from hora.errors import AuthenticationError
 from hora.launch.controller.agents import Agents, credentials
 from hora.launch.job import LeadershipLostError, exit_status
 from hora.launch.options import Options
-from hora.launch.providers.platforms import Machine, NodeSpec, find_place
+from hora.launch.providers.platforms import Machine, find_place
 from hora.launch.providers.slurm import allocation, start_agents
-from hora.launch.slots import HostInfo
+from hora.launch.slots import HostInfo, NodeSpec
 from hora.net import address
 from hora.net.secret_file import read_secret_file
 from hora.net.wire import new_secret

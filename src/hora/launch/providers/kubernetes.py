@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hora.launch.providers.platforms import DEFAULT_PORT
+from hora.launch.slots import DEFAULT_PORT
 
 __all__ = ["KINDS", "Request", "manifests", "secret_command"]
 

@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hora import slurm
+from hora.launch.slots import DEFAULT_PORT, NodeSpec
 
-__all__ = ["DEFAULT_PORT", "Machine", "NodeSpec", "find_place"]
-
-DEFAULT_PORT = 29500
+__all__ = ["Machine", "find_place"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,28 +24,6 @@ class Machine:
     hostname: str
     num_cores: int
     num_gpus: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeSpec:
-    """Node `index` of `num_nodes`; all meet at `host` and `port`. `slots`: processes here, None where nothing says."""
-
-    num_nodes: int
-    index: int
-    host: str
-    port: int = DEFAULT_PORT
-    slots: int | None = None
-    name: str = ""
-    platform: str = "flags"
-
-    def __post_init__(self) -> None:
-        if self.num_nodes < 1 or not 0 <= self.index < self.num_nodes:
-            raise ValueError(
-                f"node {self.index} of {self.num_nodes} ({self.platform}): the nodes are 0, 1, …; check what names "
-                "this one"
-            )
-        if not 0 < self.port < 65536:
-            raise ValueError(f"the nodes' port must lie in 1..65535, but it is {self.port} ({self.platform})")
 
 
 def find_place(

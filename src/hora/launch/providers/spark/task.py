@@ -36,9 +36,9 @@ from hora.launch.agent.protocol import (
     unpack,
 )
 from hora.launch.controller.agents import AgentProcess, LocalProcess, credentials, wait_or_kill
+from hora.launch.controller.output import Tail
 from hora.launch.environment import first_variables, variables
 from hora.launch.providers.spark import warm_pool
-from hora.launch.tail import Tail
 from hora.net.connection import Connection, connect
 from hora.net.secret_file import read_held_secret
 from hora.net.session import ClientSession
