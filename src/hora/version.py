@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import re
+import sys
 
-__all__ = ["FLOORS", "HOROVOD_BASELINE", "advisories", "horovod_version", "require", "too_old", "version"]
+__all__ = [
+    "FLOORS",
+    "HOROVOD_BASELINE",
+    "advisories",
+    "horovod_version",
+    "require",
+    "require_gil",
+    "too_old",
+    "version",
+]
 
 HOROVOD_BASELINE = "0.28.1"  # the Horovod release whose interface is kept
 
@@ -16,7 +26,7 @@ FLOORS = {
     "pandas": "1.5",
     "pyarrow": "11",
     "lightning": "2.0",
-    "ray": "2.9",
+    "ray": "2.60",
 }
 
 # Published vulnerabilities of `torch.load(weights_only=True)`, each with the version that fixed it.
@@ -57,6 +67,15 @@ def advisories(torch_version: str) -> list[str]:
     """Name the vulnerabilities of this torch that let a file run code in `torch.load(weights_only=True)`."""
     found = _numbers(torch_version)
     return [name for name, fixed in _TORCH_ADVISORIES.items() if found < _numbers(fixed)]
+
+
+def require_gil() -> None:
+    """Raise RuntimeError in a free-threaded Python (3.13t, 3.14t) that runs without its lock."""
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        raise RuntimeError(
+            "this Python runs without the global interpreter lock, and Hora was not tested so: set PYTHON_GIL=1 on all "
+            "ranks (or start python with -X gil=1), or use a Python that is not free-threaded"
+        )
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -209,7 +209,8 @@ def test_ssh_gets_options_host_port_key_and_one_quoted_command():
 
 
 FACTS = {
-    "hostname": "h", "python": "3.11.7", "executable": "/p", "hora": "0.1", "torch": "2.13.0+cpu",
+    "hostname": "h", "python": "3.11.7", "free_threaded": False, "executable": "/p",
+    "hora": "0.1", "torch": "2.13.0+cpu",
     "pyspark": "4.0", "foreign_horovod": None, "cores": 2, "memfd": None, "memory_bytes": 8 << 30,
     "shm_bytes": 8 << 30, "tmp_bytes": 8 << 30, "open_files": 65536, "gpus": [], "java": "openjdk 17", "build": {},
     "clock_ahead_s": 0.2,
@@ -228,6 +229,7 @@ def test_a_healthy_host_has_no_problem():
 @pytest.mark.parametrize(
     ("changes", "text", "advice"),
     [
+        ({"free_threaded": True}, "without its global interpreter lock", "PYTHON_GIL=1"),
         ({"torch": None}, "PyTorch is not installed", "pip install torch"),
         ({"torch": "1.13.1"}, "1.13.1 is older than 2.3", "pip install"),
         ({"build": {"PyTorch": "ImportError: x"}}, "an allreduce failed: ImportError: x", "hora.legacy.check_build"),

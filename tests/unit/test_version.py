@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from hora.version import FLOORS, require, too_old
+from hora.version import FLOORS, require, require_gil, too_old
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,3 +28,10 @@ def test_a_version_at_or_above_its_floor_is_accepted(found):
 def test_a_version_below_its_floor_says_what_to_install(found):
     with pytest.raises(ImportError, match=rf"torch {re.escape(found)} is too old .* pip install 'torch>=2\.3'"):
         require("torch", found)
+
+
+def test_a_python_without_its_lock_is_refused_with_what_to_set(monkeypatch):
+    require_gil()
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    with pytest.raises(RuntimeError, match="PYTHON_GIL=1"):
+        require_gil()

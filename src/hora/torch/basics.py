@@ -13,7 +13,7 @@ from hora import engine
 from hora.errors import HorovodInternalError
 from hora.torch import process_sets as sets
 from hora.torch.collective import forget_handles
-from hora.version import require
+from hora.version import require, require_gil
 from hora.world import World
 
 __all__ = [
@@ -48,6 +48,7 @@ require("torch", torch.__version__)
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[sets.ProcessSet] | str | None = None) -> None:
     """Connect with all ranks and start the runtime, unless it runs. `process_sets`: a list or "dynamic"."""
+    require_gil()
     _check_comm(comm)
     wanted = _check_process_sets(process_sets)
     if not engine.is_initialized():

@@ -55,6 +55,9 @@ def host_findings(facts: Facts) -> list[Finding]:
 
 
 def _python(facts: Facts) -> Finding:
+    if facts["free_threaded"]:
+        text = f"Python {facts['python']} at {facts['executable']} runs without its global interpreter lock"
+        return Finding("problem", text, "set PYTHON_GIL=1, or use a Python that is not free-threaded")
     hora, cores = facts["hora"] or "from its source", facts["cores"]
     text = f"Python {facts['python']} at {facts['executable']}, Hora {hora}, {cores} core"
     return Finding("ok", text + ("s" if cores != 1 else ""))

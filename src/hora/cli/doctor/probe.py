@@ -16,7 +16,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import sysconfig
 import threading
 import time
 from typing import Any
@@ -41,7 +40,7 @@ def facts() -> dict[str, Any]:
     return {
         "hostname": socket.gethostname(),
         "python": platform.python_version(),
-        "free_threaded": bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
+        "free_threaded": not getattr(sys, "_is_gil_enabled", lambda: True)(),
         "executable": sys.executable,
         "hora": _distribution("hora"),
         "torch": _distribution("torch"),
