@@ -128,6 +128,9 @@ def test_gradients_in_a_graph():
             "gathered": hvd.allgather(x[: rank + 1] if size < 3 else x),
             "broadcast": hvd.broadcast(x, size - 1),
             "scattered": hvd.reducescatter(tf.tile(x, [size, 1]), op=hvd.Sum),
+            "one of a group": hvd.grouped_reducescatter(
+                [tf.tile(x, [size, 1]), tf.cast(tf.tile(x, [size, 1]), tf.float32)], op=hvd.Average
+            )[0],
             "exchanged": hvd.alltoall(tf.tile(x, [size, 1]), tf.fill([size], 3))[0],
         }
         gradients = {name: tf.gradients(tf.reduce_sum(y) * (rank + 1.0), x)[0] for name, y in loss.items()}
@@ -141,6 +144,7 @@ def test_gradients_in_a_graph():
     np.testing.assert_allclose(found["gathered"][rows:], 0)
     np.testing.assert_allclose(found["broadcast"], np.full((3, 2), everything / size if rank == size - 1 else 0))
     np.testing.assert_allclose(found["scattered"], np.full((3, 2), everything * size))
+    np.testing.assert_allclose(found["one of a group"], np.full((3, 2), everything))
     np.testing.assert_allclose(found["exchanged"], np.full((3, 2), everything))
 
 

@@ -119,13 +119,14 @@ def _reduce(
     scattered = collective.kind is Kind.REDUCESCATTER
 
     def gradient(*upstream: Any) -> Sequence[Any]:
-        upstream = tuple(as_tensor(grad) for grad in upstream)
+        grads = _alike(upstream, small)
         name = _gradient_name(collective.name)
         if not scattered:
-            return _reduce(collective._replace(name=name), upstream, Compression.none, True)
+            return _reduce(collective._replace(name=name), grads, Compression.none, True)
         factor = collective.prescale * collective.postscale
-        members = tf.cast(_members(collective.process_set), upstream[0].dtype) if collective.op == Sum else 1
-        return grouped_allgather([grad * factor * members for grad in upstream], name, True, collective.process_set)
+        members = _members(collective.process_set) if collective.op == Sum else tf.ones([], tf.int32)
+        scaled = [grad * tf.cast(factor, grad.dtype) * tf.cast(members, grad.dtype) for grad in grads]
+        return grouped_allgather(scaled, name, True, collective.process_set)
 
     shapes = [_any_rows(tensor) if scattered else tensor.shape for tensor in small]
     outputs = _collective(collective, small, shapes, gradient, ignore_name_scope)
@@ -158,6 +159,11 @@ def _sparse_allreduce(
     ]
 
 
+def _alike(gradients: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+    """Return dense gradients of the dtypes of these tensors: TensorFlow makes zeros of another one."""
+    return [tf.cast(as_tensor(gradient), tensor.dtype) for gradient, tensor in zip(gradients, tensors, strict=True)]
+
+
 def _divided(value: Any, process_set: ProcessSet) -> Any:
     members = tf.cast(_members(process_set), value.dtype)
     return value / members if value.dtype.is_floating else value // members
@@ -184,7 +190,7 @@ def grouped_allgather(
 
     def gradient(*upstream: Any) -> Sequence[Any]:
         averages = grouped_allreduce(
-            [as_tensor(grad) for grad in upstream],
+            _alike(upstream, tensors),
             op=Average,
             name=_gradient_name(collective.name),
             process_set=process_set,
@@ -348,7 +354,10 @@ def local_rank_op(name: str | None = None) -> Any:
 def _ranks(process_set_id: int) -> list[int]:
     known = engine.current_runtime().process_sets()
     if process_set_id not in known:
-        raise ValueError(f"there is no process set {process_set_id} on rank {hvd.rank()}; there are {sorted(known)}")
+        raise ValueError(
+            f"Process set {process_set_id} does not exist or has not been registered on rank {hvd.rank()}, which knows "
+            f"{sorted(known)}"
+        )
     return list(known[process_set_id])
 
 
