@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native wheels release-notes demo test test-unit test-versions test-runtime test-spark test-spark-protected test-ray test-tensorflow test-perfetto test-hosts test-store test-habits test-slow test-containers test-security lint style format docs coverage bench scale chaos soak simulate fuzz sanitize verify clean
+.PHONY: help setup native wheels release-notes demo test test-unit test-versions test-runtime test-spark test-spark-protected test-ray test-tensorflow test-torch-distributed test-perfetto test-hosts test-store test-habits test-slow test-containers test-security lint style format docs coverage bench scale chaos soak simulate fuzz sanitize verify clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-security              attacks and old defects from outside, known by public names alone; more of it as root"
 	@echo "make test-ray                   horovod.ray on a real Ray cluster of two nodes, which it installs first"
 	@echo "make test-tensorflow            horovod.tensorflow and horovod.keras on TensorFlow, Keras 2 and 3, which it installs first"
+	@echo "make test-torch-distributed     torch's own tests of a distributed backend, on 2, 3 and 4 ranks; as long as an hour"
 	@echo "make test-hosts                 two to eight hosts: every collective, strangers, deaths; needs root and namespaces"
 	@echo "make test-habits                optimizers and the habits of users: each cell of the matrix against one process; poisoned memory"
 	@echo "make test-store                 leaders that die, are stopped or lose their etcd; needs etcd (etcd-server)"
@@ -172,6 +173,12 @@ test-tensorflow: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,tensorflow]' tf_keras
 	TF_CPP_MIN_LOG_LEVEL=3 OMP_NUM_THREADS=1 HORA_TEST_PRELOAD=tensorflow $(BIN)/python -m pytest -rfER $(TF_POOLS)
 	TF_CPP_MIN_LOG_LEVEL=3 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfER $(TF_OTHERS) -k "tf_ or tensorflow"
+
+# torch's tests of gloo, with Hora in its place. tests/integration/torch_suite.py lists the exceptions.
+test-torch-distributed: $(STAMP)
+	for size in 2 3 4; do \
+		WORLD_SIZE=$$size OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 300 -rfE tests/integration/torch_suite.py || exit 1; \
+	done
 
 # Hosts are network namespaces: as root, and minutes of two cores.
 test-hosts: $(STAMP)

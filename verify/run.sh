@@ -14,12 +14,12 @@ check() { # MODEL MEMBERS STEPS MUTANT: leaves a report
     if grep -q "search depth too small\|out of memory" report; then cat report; exit 1; fi
 }
 
-for one in "schedule 2 2" "schedule 3 1" "ring 2 2" "ring 3 1" "repeated 2 3" "repeated 3 1" "negotiation 2 4" "negotiation 3 2"; do
+for one in "schedule 2 2" "schedule 3 1" "ring 2 2" "ring 3 1" "repeated 2 3" "repeated 3 1" "negotiation 2 4" "negotiation 3 2" "messages 2 2" "messages 3 1"; do
     check $one 0
     grep -E "errors|states, stored" report | sed "s/^/$one: /"
     grep -q "errors: 0" report
 done
-for one in "schedule 2" "ring 6" "repeated 5" "negotiation 7"; do
+for one in "schedule 2" "ring 6" "repeated 5" "negotiation 7" "messages 3"; do
     set -- $one
     for mutant in $(seq "$2"); do
         check "$1" 2 "$([ "$1" = negotiation ] && echo 4 || echo 2)" "$mutant"

@@ -208,7 +208,7 @@ autotune: {enabled: true, log_file: a.txt, warmup_samples: 5, steps_per_sample: 
            bayes_opt_max_samples: 50, gaussian_process_noise: 0.9}
 timeline: {filename: t.json, mark_cycles: true}
 stall_check: {enabled: true, warning_time_seconds: 120, shutdown_time_seconds: 240}
-library_options: {mpi_threads_disable: true, num_nccl_streams: 2, thread_affinity: 1,
+library_options: {mpi_threads_disable: true, replace_gloo: true, num_nccl_streams: 2, thread_affinity: 1,
                   gloo_timeout_seconds: 60}
 logging: {level: INFO, with_timestamp: false}
 unknown: [1, 2]
@@ -234,6 +234,7 @@ def test_a_config_file_sets_every_knob_that_has_a_key(tmp_path):
         "HOROVOD_TIMELINE_MARK_CYCLES": "1", "HOROVOD_STALL_CHECK_DISABLE": "0",
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "120", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "240",
         "HOROVOD_MPI_THREADS_DISABLE": "1", "HOROVOD_NUM_NCCL_STREAMS": "2", "HOROVOD_THREAD_AFFINITY": "1",
+        "HORA_REPLACE_GLOO": "1",
         "HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "HOROVOD_LOG_LEVEL": "INFO", "HOROVOD_LOG_HIDE_TIME": "1",
     }  # fmt: skip
 

@@ -170,8 +170,10 @@ class HoraProcessGroup(_BASE):
 
     # What torch asks of a group.
 
+    backend_name = "hora"  # or that of the backend whose place it takes
+
     def getBackendName(self) -> str:
-        return "hora"
+        return self.backend_name
 
     def getRank(self) -> int:
         return self._rank
@@ -254,8 +256,8 @@ class HoraProcessGroup(_BASE):
             return request.error or HorovodInternalError(f"{request.name} took longer than {limit_s:g} s")
         names = "; ".join(f"rank {rank} is at {line}" for rank, line in absent.items()) or "all ranks are in it"
         text = (
-            f"rank {self._ranks[self._rank]} waited {limit_s:g} s (the timeout) in {request.name} for rank(s) "
-            f"{list(absent)}: {names}. This process group cannot be used any more"
+            f"rank {self._ranks[self._rank]} waited {limit_s:g} s until the timeout in {request.name} for "
+            f"rank(s) {list(absent)}: {names}. This process group cannot be used any more"
         )
         self._queue.give_up(text)
         return HorovodInternalError(text)
@@ -717,8 +719,8 @@ class HoraProcessGroup(_BASE):
         verb = "send" if message.sources else "receive"
         lines = "; ".join(f"rank {rank} is at {self._runtime.line_of(rank)}" for rank in peers)
         return HorovodInternalError(
-            f"rank {self._ranks[self._rank]} waited {limit_s:g} s (the timeout) for rank(s) {list(peers)} to {verb} a "
-            f"message with tag {message.tag} in {self._label('messages')}: {lines}"
+            f"rank {self._ranks[self._rank]} waited {limit_s:g} s until the timeout for rank(s) {list(peers)} to "
+            f"{verb} a message with tag {message.tag} in {self._label('messages')}: {lines}"
         )
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:

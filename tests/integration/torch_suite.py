@@ -1,0 +1,52 @@
+"""torch's own tests of a distributed backend, on Hora: `make test-torch-distributed`, and a selection in `make test`.
+
+    BACKEND=gloo HORA_REPLACE_GLOO=1 WORLD_SIZE=2 python -m pytest tests/integration/torch_suite.py
+
+Groups are Hora's under gloo's name, so that no test is left out for its backend's name. The ranks of a test are forked
+from this process, which has torch loaded, instead of being spawned. Exceptions, with their reasons:
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+os.environ.setdefault("BACKEND", "gloo")
+os.environ.setdefault("HORA_REPLACE_GLOO", "1")
+os.environ.setdefault("WORLD_SIZE", "2")
+os.environ.setdefault("TEMP_DIR", tempfile.mkdtemp(prefix="torch-suite-"))
+
+import pytest
+import torch
+
+pytest.importorskip("expecttest", reason="torch's tests need it: make test-torch-distributed")
+
+from torch.testing._internal.distributed import distributed_test
+from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend
+
+from hora import torch_backend
+
+torch_backend.register()
+if os.environ["HORA_REPLACE_GLOO"] == "1":
+    torch_backend.replace_gloo()
+    # The profiler's entries for gloo come from its C++ code: Hora has none of that name.
+    distributed_test.PROFILING_SUPPORTED_BACKENDS.clear()
+
+_PROFILED = "the profiler's entries for gloo come from its C++ code: Hora has none of that name"
+EXCEPTIONS = {
+    f"test_{name}_{profiler}_profiler": _PROFILED
+    for name in ("isend", "send_recv", "send_recv_any_source", "send_recv_with_tag")
+    for profiler in ("autograd", "torch")
+}
+__doc__ = f"{__doc__}\n" + "\n".join(f"    {name}: {reason}" for name, reason in EXCEPTIONS.items())
+
+
+class TestOnHora(TestDistBackend, DistributedTest._DistTestBase):
+    """All of them."""
+
+    def setUp(self) -> None:
+        reason = EXCEPTIONS.get(self._testMethodName)
+        if reason is not None and os.environ["HORA_REPLACE_GLOO"] == "1":
+            self.skipTest(reason)
+        super().setUp()
+        self._start_processes(torch.multiprocessing.get_context("fork").Process)

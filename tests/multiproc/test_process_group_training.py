@@ -1,0 +1,207 @@
+"""Training under torch.distributed: the same numbers on Hora as on gloo, to the tolerance of another order of sums."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from hora import torch_backend
+
+pytestmark = pytest.mark.ranks(2)
+
+
+def both(place, body):
+    """What the body returns on Hora and on gloo."""
+    torch_backend.register()
+    results = []
+    for backend in ("hora", "gloo"):
+        store = dist.PrefixStore(backend, place.store)
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size)
+        torch.manual_seed(0)
+        results.append(body(place.rank, place.size))
+        dist.barrier()
+        dist.destroy_process_group()
+    return results
+
+
+def compare(place, body):
+    ours, theirs = both(place, body)
+    torch.testing.assert_close(ours, theirs)
+
+
+def network():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def train(model, rank, steps=4, optimizer=None):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(rank + 7)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(5, 8, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+def weights(model):
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}],
+    ids=lambda options: next(iter(options), "plain"),
+)
+def test_ddp(place, options):
+    def body(rank, size):
+        model = network()
+        train(DistributedDataParallel(model, bucket_cap_mb=0.001, **options), rank)
+        return weights(model)
+
+    compare(place, body)
+
+
+@pytest.mark.parametrize("name", ["allreduce_hook", "fp16_compress_hook", "powerSGD"])
+def test_ddp_with_communication_hooks(place, name):
+    def body(rank, size):
+        model = network()
+        wrapped = DistributedDataParallel(model)
+        if name == "powerSGD":
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+            wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        else:
+            wrapped.register_comm_hook(None, getattr(default_hooks, name))
+        train(wrapped, rank, steps=6)
+        return weights(model)
+
+    ours, theirs = both(place, body)
+    torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
+
+
+def test_ddp_without_synchronisation_and_with_uneven_inputs(place):
+    def body(rank, size):
+        model = network()
+        wrapped = DistributedDataParallel(model)
+        with wrapped.no_sync():
+            wrapped(torch.ones(2, 8) * rank).sum().backward()
+        wrapped(torch.ones(2, 8)).sum().backward()
+        gradients = [parameter.grad.clone() for parameter in model.parameters()]
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+        with wrapped.join():
+            for _ in range(3 + rank):
+                optimizer.zero_grad()
+                wrapped(torch.ones(2, 8)).sum().backward()
+                optimizer.step()
+        return gradients + weights(model)
+
+    compare(place, body)
+
+
+def test_zero_redundancy_optimizer(place):
+    def body(rank, size):
+        model = network()
+        wrapped = DistributedDataParallel(model)
+        optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), optimizer_class=torch.optim.Adam, lr=0.01)
+        train(wrapped, rank, optimizer=optimizer)
+        return weights(model)
+
+    compare(place, body)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_fsdp2_and_its_checkpoints(place, precision):
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    folder = place.gather(tempfile.mkdtemp() if place.rank == 0 else None)[0]
+
+    def body(rank, size):
+        model = network()
+        policy = MixedPrecisionPolicy(param_dtype=getattr(torch, precision), reduce_dtype=torch.float32)
+        mesh = init_device_mesh("cpu", (size,))
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        train(model, rank)
+        path = os.path.join(folder, dist.get_backend())
+        checkpoint.save({"model": model.state_dict()}, checkpoint_id=path)
+        state = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}
+        checkpoint.load(state, checkpoint_id=path)
+        loaded = [value.full_tensor() for value in state["model"].values()]
+        trained = [parameter.full_tensor() for parameter in model.parameters()]
+        torch.testing.assert_close(loaded, trained)
+        return [tensor.detach() for tensor in trained]
+
+    ours, theirs = both(place, body)
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
+
+
+def test_tensor_parallel_layers(place):
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    def body(rank, size):
+        mesh = init_device_mesh("cpu", (size,))
+        model = nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8), "norm": nn.LayerNorm(8)})
+        torch.manual_seed(5)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        whole = copy.deepcopy(model)
+        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        parallelize_module(model["norm"], mesh, SequenceParallel())
+        inputs = torch.linspace(-1, 1, 2 * 4 * 8).view(2, 4, 8)
+        output = model["down"](model["up"](inputs).relu())
+        torch.testing.assert_close(output, whole["down"](whole["up"](inputs).relu()))
+        output.sum().backward()
+        return [output.detach(), model["up"].weight.grad.full_tensor()]
+
+    compare(place, body)
+
+
+def test_a_pipeline_schedule(place):
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    def body(rank, size):
+        layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
+        for layer in layers:
+            nn.init.normal_(layer.weight, std=0.3, generator=torch.Generator().manual_seed(3))
+        stage = PipelineStage(layers[rank], rank, size, torch.device("cpu"))
+        schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+        inputs = torch.linspace(-1, 1, 64).view(8, 8)
+        losses: list[torch.Tensor] = []
+        if rank == 0:
+            schedule.step(inputs)
+        else:
+            schedule.step(target=torch.zeros(8, 8), losses=losses)
+        return [layers[rank].weight.grad, *[loss.detach() for loss in losses]]
+
+    compare(place, body)
+
+
+@pytest.mark.ranks(4, slow=(4,))
+def test_a_mesh_of_two_dimensions(place):
+    from torch.distributed.fsdp import fully_shard
+
+    def body(rank, size):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = network()
+        fully_shard(model, mesh=mesh)
+        train(model, rank)
+        return [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+    compare(place, body)
