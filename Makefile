@@ -188,10 +188,11 @@ test-hosts: $(STAMP)
 test-store: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfERs --durations 12 tests/integration/test_job_store.py tests/integration/test_store_client.py
 
-# The whole matrix, then the tests of optimizers and collectives with NaN in all memory that nothing may be read from.
+# The whole matrix, two hosts included (as root), then the tests of optimizers and collectives with NaN in all memory that nothing may be read from.
 POISONED := optimizer optimizer_models sharded powersgd local_sgd grad_scaler ops_allreduce ops_reducescatter host_lane network_engine
 test-habits: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfER tests/multiproc/test_habits.py tests/multiproc/test_optimizer_habits.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfER tests/integration/test_two_hosts.py -k habits
 	HORA_TEST_POISON=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -rfER $(POISONED:%=tests/multiproc/test_%.py)
 
 test-containers: $(STAMP)

@@ -146,3 +146,11 @@ def test_a_cut_cable_is_noticed_on_both_sides(hosts, secret):
         first.run("ip", "link", "set", "cable", "up")
     for rank, other_side in enumerate(((2, 3), (2, 3), (0, 1), (0, 1))):
         assert any(f"rank {peer} " in seen[rank]["error"] for peer in other_side)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", ["plain"])
+def test_habits_of_users_on_two_hosts(hosts, secret, columns):
+    """The column "two hosts" of the matrix (`tests/multiproc/habits.py`): two ranks on each."""
+    for rank, wrong in enumerate(run_ranks(hosts, secret, f"habits: {columns}", address=ADDRESSES[0])):
+        assert not wrong, f"rank {rank}: " + "\n".join(f"{cell}\n{text}" for cell, text in wrong.items())

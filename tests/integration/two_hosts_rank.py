@@ -11,8 +11,11 @@ import hashlib
 import os
 import signal
 import socket
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -415,6 +418,22 @@ def agree_without(absent: int) -> dict[str, object]:
     return {"rounds": num_rounds, "together": together}
 
 
+def habits(columns: Sequence[str]) -> dict[str, object]:
+    """The cells of these columns of the matrix of habits that are wrong, and how."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "multiproc"))
+    from habits import COLUMNS, ROWS, compare
+
+    hosts = engine.current_runtime().hosts
+    wrong: dict[str, object] = {} if hosts == [[0, 1], [2, 3]] else {"hosts": hosts}
+    for column in columns:
+        for row in ROWS:
+            try:
+                compare(row, COLUMNS[column], [[0, 1], [2, 3]])
+            except Exception:  # the other cells are worth a look, too
+                wrong[f"{column}, {row}"] = traceback.format_exc(limit=-3)
+    return wrong
+
+
 def run(namespace: str, env: dict[str, str], mode: str, answer: Any) -> None:
     enter(namespace)
     os.environ.update(env)
@@ -433,6 +452,8 @@ def done(mode: str, answer: Any) -> dict[str, object]:
         return operations() | describe()
     if mode == "everything":
         return everything() | describe()
+    if mode.startswith("habits: "):
+        return habits(mode.removeprefix("habits: ").split(", "))
     if mode == "slow links":
         return slow_links()
     if mode == "memory":
