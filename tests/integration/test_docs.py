@@ -142,11 +142,17 @@ def test_printed_commands_exist_with_their_options(line, page):
         parser = COMMANDS[name].make_parser()
     if parser is None or not rest or {"--help", "--help-all"} & set(rest):
         return
-    known = {flag for action in _actions(parser) for flag in action.option_strings}
-    end = next((i for i, word in enumerate(rest) if word in ("python", "--")), len(rest))
-    for word in rest[:end]:
-        if word.startswith("-"):
-            assert word.partition("=")[0] in known, f"{page}: {line}: there is no {word}"
+    known = {flag: action for action in _actions(parser) for flag in action.option_strings}
+    ends_at_command = name in ("run", "plan")  # what follows is another program's
+    waiting = iter(rest)
+    for word in waiting:
+        if word.startswith("-") and word != "--":
+            flag, equals, _ = word.partition("=")
+            assert flag in known, f"{page}: {line}: there is no {word}"
+            if known[flag].nargs != 0 and not equals:
+                next(waiting, None)  # its value
+        elif ends_at_command or word == "--":
+            return
 
 
 def _actions(parser):
