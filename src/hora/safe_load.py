@@ -51,7 +51,7 @@ class Foreign:
 
 
 def declared(module: str, name: str) -> Any:
-    """What the user has declared harmless to torch (`torch.serialization.add_safe_globals`) under this name."""
+    """Return the names that the user has declared harmless to torch (`torch.serialization.add_safe_globals`) under this name."""
     for harmless in getattr(torch.serialization, "get_safe_globals", list)():
         value, full = harmless if isinstance(harmless, tuple) else (harmless, "")
         if f"{module}.{name}" == (full or f"{value.__module__}.{value.__qualname__}"):
@@ -227,7 +227,7 @@ def _check_counts(numbers: Any) -> None:
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, *rest: Any) -> Any:
-    """What `torch._utils._rebuild_tensor_v2` makes, inside the storage's bounds."""
+    """Make the tensor of `torch._utils._rebuild_tensor_v2`, inside the storage's bounds."""
     if not isinstance(storage, _Storage) or any(rest) or hooks:
         raise ValueError("a tensor has no storage, or hooks")
     flat = storage.flat
@@ -244,7 +244,7 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, requires_grad: An
 def _tensor_of_type(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any
 ) -> Any:
-    """What `torch._utils._rebuild_tensor_v3` makes: the storage holds bytes."""
+    """Make the tensor of `torch._utils._rebuild_tensor_v3`: the storage holds bytes."""
     if not isinstance(storage, _Storage) or not isinstance(dtype, torch.dtype):
         raise ValueError("a tensor has no storage, or no type")
     flat = storage.flat.view(torch.uint8)
@@ -259,7 +259,7 @@ def _parameter(data: Any, requires_grad: Any, hooks: Any, *rest: Any) -> Any:
 
 
 def _storage_from_bytes(data: Any) -> _Storage:
-    """What `torch.storage._load_from_bytes` makes of a storage inside a plain pickle."""
+    """Make what `torch.storage._load_from_bytes` makes of a storage inside a plain pickle."""
     if not isinstance(data, bytes):
         raise ValueError("a storage is not made of bytes")
     found = load_torch(data, Vocabulary()).plain()
@@ -357,14 +357,14 @@ def _reconstructed(kind: Any, *rest: Any) -> _Array:
 
 
 def _with_attributes(make: Any, kind: Any, args: Any, state: Any) -> Any:
-    """What `torch._tensor._rebuild_from_type_v2` makes of a tensor with attributes, without them."""
+    """Make what `torch._tensor._rebuild_from_type_v2` makes of a tensor with attributes, without them."""
     if make is not _TENSOR or kind is not torch.Tensor or type(args) is not tuple:
         raise ValueError("a tensor is of another class")
     return _tensor(*args)
 
 
 def _from_latin(text: Any, encoding: Any) -> bytes:
-    """What Python 3 writes for bytes in the protocols of Python 2: `_codecs.encode(text, "latin1")`."""
+    """Decode what Python 3 writes for bytes in the protocols of Python 2: `_codecs.encode(text, "latin1")`."""
     if not isinstance(text, str) or encoding != "latin1":
         raise ValueError("bytes are written in another way than pickle does it")
     return text.encode("latin1")

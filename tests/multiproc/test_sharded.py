@@ -20,7 +20,7 @@ from torch.nn import functional
 from training import assert_close, assert_states_close, batch, mine, mlp, of_all_ranks, train, weights
 
 import horovod.torch as hvd
-from hora.engine.shm import fork
+from hora.engine.shm import segment
 
 pytestmark = pytest.mark.ranks(1, 2, 4)
 
@@ -342,12 +342,12 @@ def test_a_forked_child_has_a_copy_of_its_own():
 @pytest.mark.ranks(1)
 def test_a_forked_child_without_room_for_a_copy_ends_with_the_reason():
     memory = mmap.mmap(-1, 2**20)
-    fork.copy_in_children(memory, 0, 2**20)
+    segment._copy_in_children(memory, 0, 2**20)
     errors, end = os.pipe()
     own = os.dup(2)
     os.dup2(end, 2)
     try:
-        with mock.patch.object(fork._libc, "mmap", return_value=fork._FAILED):
+        with mock.patch.object(segment._libc, "mmap", return_value=segment._FAILED):
             child = os.fork()
             if child == 0:
                 os._exit(0)
