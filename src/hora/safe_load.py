@@ -51,7 +51,7 @@ class Foreign:
 
 
 def declared(module: str, name: str) -> Any:
-    """Return the names that the user has declared harmless to torch (`torch.serialization.add_safe_globals`) under this name."""
+    """Return the value declared under this name with `torch.serialization.add_safe_globals`."""
     for harmless in getattr(torch.serialization, "get_safe_globals", list)():
         value, full = harmless if isinstance(harmless, tuple) else (harmless, "")
         if f"{module}.{name}" == (full or f"{value.__module__}.{value.__qualname__}"):
