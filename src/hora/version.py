@@ -18,7 +18,7 @@ __all__ = [
 
 HOROVOD_BASELINE = "0.28.1"  # the Horovod release whose interface is kept
 
-# The oldest versions that the tests run on. `pyproject.toml` has the same, `runtimes/oldest.txt` installs them.
+# The oldest versions that Hora accepts. `pyproject.toml` has the same, `runtimes/oldest.txt` installs them.
 FLOORS = {
     "torch": "2.3",
     "numpy": "1.23",
