@@ -64,7 +64,6 @@ def replace_gloo() -> None:
         made = original(group_size, group_rank, ranks, c10d.Backend("hora"), store, group_name, *others, **named)
         group, prefix_store = made
         if prefix_store is not None:
-            group.backend_name = _GLOO
             c10d._world.pg_map[group] = (c10d.Backend(_GLOO), prefix_store)
             c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(c10d.Backend(_GLOO)))
         return made

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hora.files import replaced
-from hora.safe_load import load_torch
+from hora.safe_load import ForeignError, load_torch
 
 __all__ = ["Checkpoints"]
 
@@ -76,8 +76,11 @@ class Checkpoints:
 
     @staticmethod
     def decode(payload: bytes) -> dict[str, Any]:
-        """The state in a payload, on the CPU."""
-        state: dict[str, Any] = load_torch(payload).plain()
+        """Return the state in a payload, on the CPU. ValueError if it holds more than data."""
+        try:
+            state: dict[str, Any] = load_torch(payload).plain()
+        except ForeignError as error:
+            raise ValueError(f"the checkpoint holds more than data: {error}") from None
         return state
 
 

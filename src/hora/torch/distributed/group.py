@@ -170,10 +170,8 @@ class HoraProcessGroup(_BASE):
 
     # What torch asks of a group.
 
-    backend_name = "hora"  # or that of the backend whose place it takes
-
     def getBackendName(self) -> str:
-        return self.backend_name
+        return "hora"
 
     def getRank(self) -> int:
         return self._rank
@@ -677,7 +675,7 @@ class HoraProcessGroup(_BASE):
         (tensor,) = tensors
         target = moved(tensor.detach())
         direct = target.is_cpu and target.is_contiguous()
-        data = target if direct else torch.empty(target.shape, dtype=target.dtype)
+        data = target if direct else torch.empty(target.shape, dtype=target.dtype, device="cpu")
         message = self._message(data, sources[0] if len(sources) == 1 else ANY_SOURCE, tag, sources)
         self._messages.receive(message)
         return Work(MessageOperation(self, message, None if direct else lambda: target.copy_(data)), tensors)
@@ -726,7 +724,7 @@ class HoraProcessGroup(_BASE):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Return when all members are here; member 0 names those that are not, after the timeout."""
         limit_s = self._limit_s if timeout is None else timeout.total_seconds()
-        here, answer = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+        here, answer = (torch.zeros(1, dtype=torch.uint8, device="cpu") for _ in range(2))
         if self._rank:
             self.send([here], 0, _BARRIER_TAG).wait(timedelta(seconds=limit_s))
             # Member 0 answers when its time for the others is over, and it has asked where they are.
