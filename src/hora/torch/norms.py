@@ -12,7 +12,7 @@ __all__ = ["scale_all", "total_norm"]
 def total_norm(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return the norm of all values of all tensors, on the first one's device."""
     if not tensors:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     norms = torch._foreach_norm(list(tensors), norm_type)
     return torch.linalg.vector_norm(torch.stack([norm.to(tensors[0].device) for norm in norms]), norm_type)
 

@@ -83,9 +83,9 @@ class ShardedOptimizer(_DistributedOptimizer):
     _inner_origin: Sequence[int] = ()  # the user's parameter group of each group of the inner optimizer
     _copies: SliceCopies | None = None  # with a watcher of steps, as the next
     _before: _Whole | None = None  # until the first step has ended
-    _left: tuple[torch.Tensor, torch.Tensor, int] | None = (
-        None  # a parameter, its gradient of the first step, its version
-    )
+    # A parameter, its gradient of the first step and that gradient's version: do later passes add to it?
+    _left: tuple[torch.Tensor, torch.Tensor, int] | None = None
+    _uncleared = ""  # the name of a parameter to whose last gradient this step's was added
 
     @property
     def is_sharded(self) -> bool:
@@ -102,17 +102,23 @@ class ShardedOptimizer(_DistributedOptimizer):
 
     def _hand_over(self, parameter: torch.Tensor) -> None:
         if self._left is not None and self._left[0] is parameter:
-            self._check_cleared(*self._left)
-            give_back_freed_memory()  # it may have been a large one
+            self._watch_clearing(*self._left)
         super()._hand_over(parameter)
 
-    def _check_cleared(self, parameter: torch.Tensor, left: torch.Tensor, version: int) -> None:
-        """Steps leave no whole gradients to add to. The first one leaves a single one, which shows whether the user
-        clears gradients."""
-        self._left = None
+    def _watch_clearing(self, parameter: torch.Tensor, left: torch.Tensor, version: int) -> None:
+        """Notice a user who does not clear gradients. Steps leave no whole gradients to add to, except for a single
+        one of the first step, which shows it.
+        """
         if parameter.grad is left and left._version == version + self.backward_passes_per_step:
+            self._left, self._uncleared = (parameter, left, left._version), self._parameter_names[parameter]
+        else:
+            self._left, self._uncleared = None, ""
+            give_back_freed_memory()  # it may have been a large one
+
+    def _check_cleared(self) -> None:
+        if self._uncleared:
             raise ValueError(
-                f"the gradient of {self._parameter_names[parameter]} was added to that of the step before; "
+                f"the gradient of {self._uncleared} was added to that of the step before; "
                 "sharded=True keeps no whole gradients that the next backward pass could add to. Call "
                 "optimizer.zero_grad() before each step's first backward pass, or use sharded=False"
             )
@@ -168,6 +174,7 @@ class ShardedOptimizer(_DistributedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_cleared()
         if engine.current_runtime() is not self._runtime:
             self._start_over()
         self._reduce_for_step()
