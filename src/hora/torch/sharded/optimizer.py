@@ -103,6 +103,8 @@ class ShardedOptimizer(_DistributedOptimizer):
     def _hand_over(self, parameter: torch.Tensor) -> None:
         if self._left is not None and self._left[0] is parameter:
             self._watch_clearing(*self._left)
+            if self._left is None:
+                give_back_freed_memory()  # it may have been a large one
         super()._hand_over(parameter)
 
     def _watch_clearing(self, parameter: torch.Tensor, left: torch.Tensor, version: int) -> None:
@@ -113,7 +115,6 @@ class ShardedOptimizer(_DistributedOptimizer):
             self._left, self._uncleared = (parameter, left, left._version), self._parameter_names[parameter]
         else:
             self._left, self._uncleared = None, ""
-            give_back_freed_memory()  # it may have been a large one
 
     def _check_cleared(self) -> None:
         if self._uncleared:
