@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from hora.launch.agent.processes import Spawned, die_with_parent, name_process, spawn
 from hora.launch.environment import module_command, replace_variables, variables
 
-__all__ = ["ForkServer", "WorkerForks", "differ_only_in", "fork", "load", "run_forked", "serve", "serve_workers"]
+__all__ = ["OWN", "ForkServer", "WorkerForks", "differ_only_in", "fork", "load", "run_forked", "serve", "serve_workers"]
 
 _MAX_REQUEST_BYTES = 256 * 1024
 _MAX_DESCRIPTORS = 4
@@ -122,8 +122,8 @@ class ForkServer:
         self.socket.close()
 
 
-# What may differ between the environment that the server started with and a worker's.
-_OWN = ("HOROVOD_", "HORA_")
+# Variables of a worker's own, by which its environment may differ from the one that the server started with.
+OWN = ("HOROVOD_", "HORA_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class WorkerForks:
@@ -148,7 +148,7 @@ class WorkerForks:
     def suits(self, executable: str, modules: Sequence[str], env: Mapping[str, str]) -> bool:
         """Return whether a worker with this environment can come from here."""
         same = (executable, tuple(modules)) == (self._executable, self._modules)
-        return same and differ_only_in(env, self._env, _OWN)
+        return same and differ_only_in(env, self._env, OWN)
 
     def ask(self, worker: int, env: Mapping[str, str], cwd: str | None) -> None:
         """Ask for a worker."""

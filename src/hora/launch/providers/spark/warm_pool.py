@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any, NoReturn
 
 from hora.launch.agent.agent import serve_locally
-from hora.launch.agent.fork_server import ForkServer, differ_only_in, fork, run_forked, serve
+from hora.launch.agent.fork_server import OWN, ForkServer, differ_only_in, fork, run_forked, serve
 from hora.launch.agent.processes import exit_code, name_process
 from hora.launch.controller.agents import AgentProcess
 from hora.launch.environment import first_variables, module_command
@@ -38,7 +38,7 @@ from hora.launch.worker import work
 __all__ = ["agent", "begin"]
 
 # Variables that a rank may have beside this process's, because nothing that is loaded in advance has read them.
-_LATE = ("HOROVOD_", "HORA_", "NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED")
+_LATE = (*OWN, "NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED")
 _NO_STATUS = 255
 _END_LIMIT_S = 10.0
 
