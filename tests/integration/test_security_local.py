@@ -322,8 +322,8 @@ def work():
     hvd.init()
     hvd.barrier()
     keys = engine.current_runtime()._bootstrap.keys
-    control tree = keys.of(1) if hvd.rank() == 0 else keys.towards(0)
-    pathlib.Path(f"rank{hvd.rank()}").write_text(f"{keys.shared.hex()} {control tree.secret.hex()}")
+    link = keys.of(1) if hvd.rank() == 0 else keys.towards(0)
+    pathlib.Path(f"rank{hvd.rank()}").write_text(f"{keys.shared.hex()} {link.secret.hex()}")
     hvd.shutdown()
 
 if __name__ == "__main__":
