@@ -2,9 +2,9 @@
 
 Of the API it has what `kubectl apply`, `create secret` and `delete pod` need of Secrets, Services, Jobs and JobSets. A
 pod has a network, a host name, processes and a /etc of its own: its Secrets are files there, the names of the other
-pods are in its hosts file, and its command is process 1, which gets SIGTERM, a grace period and SIGKILL. An indexed Job
-starts a deleted pod, and with `OnFailure` a failed one, again. Not here: images, scheduling, probes, quotas, DNS,
-access control.
+pods are in its hosts file, an `emptyDir` is the machine's own folder, and its command is process 1, which gets SIGTERM,
+a grace period and SIGKILL. An indexed Job starts a deleted pod, and with `OnFailure` a failed one, again. Not here:
+images, scheduling, probes, quotas, DNS, access control.
 """
 
 from __future__ import annotations
@@ -164,8 +164,9 @@ class Kubernetes:
         (files / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]))
         for mount in container["volumeMounts"]:
             (volume,) = [volume for volume in pod_spec["volumes"] if volume["name"] == mount["name"]]
-            assert mount["mountPath"].startswith("/etc/")
-            self._mount_secret(volume["secret"], files / Path(mount["mountPath"]).name)
+            if "secret" in volume:
+                assert mount["mountPath"].startswith("/etc/")
+                self._mount_secret(volume["secret"], files / Path(mount["mountPath"]).name)
         pod = Pod(name, container, pod_spec, self._nodes[index], folder, files)
         with self._lock:
             self.past += [self.pods[name]] if name in self.pods else []
