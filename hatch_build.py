@@ -20,6 +20,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,18 @@ def compiled(source: Path, library: Path) -> bool:
     if os.environ.get("HORA_NATIVE") == "0" or sys.platform != "linux" or not shutil.which(compiler[0]):
         return False
     try:
-        subprocess.run([*compiler, *FLAGS, "-o", str(library), str(source)], check=True, timeout=300)
+        checksum = f"-DSOURCE_CHECKSUM={source_checksum(source.parent)}u"
+        subprocess.run([*compiler, *FLAGS, checksum, "-o", str(library), str(source)], check=True, timeout=300)
     except (OSError, subprocess.SubprocessError) as error:
         print(f"the native part could not be built, Hora does without it: {error}", file=sys.stderr)
         library.unlink(missing_ok=True)
         return False
     return True
+
+
+def source_checksum(folder: Path) -> int:
+    """Return the checksum of the native part's sources, as `hora.engine.shm.native` computes it."""
+    return zlib.crc32(b"".join(path.read_bytes() for path in sorted(folder.glob("*.[ch]"))))
 
 
 def platform_tag(library: bytes) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
@@ -79,7 +81,12 @@ def test_python_goes_on_without_it_and_with_one_of_another_source(monkeypatch, t
 
 
 @needs_it
-def test_a_library_of_another_version_is_refused(monkeypatch):
+def test_a_library_of_an_older_source_is_refused(monkeypatch, tmp_path):
     monkeypatch.delenv("HORA_NATIVE", raising=False)
-    monkeypatch.setattr(native, "_VERSION", -1)
+    for path in native._PATH.parent.glob("*.[chs]*"):
+        shutil.copy(path, tmp_path)
+    monkeypatch.setattr(native, "_PATH", tmp_path / "libhora.so")
+    assert isinstance(native._loaded.__wrapped__(), native.Library)
+    with (tmp_path / "sums.h").open("a") as source:
+        source.write("/* changed since the library was built */\n")
     assert "built from another source" in native._loaded.__wrapped__()

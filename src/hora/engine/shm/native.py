@@ -13,6 +13,7 @@ import os
 import platform
 import struct
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -45,7 +46,6 @@ __all__ = [
     "new_spin_policy",
 ]
 
-_VERSION = 16  # VERSION of native.c
 NOTHING, MULTIPLY, DIVIDE = range(3)  # enum finish of sums.h
 _PATH = Path(__file__).with_name("libhora.so")
 # A call this short keeps the GIL: to get it back from a busy thread would take longer than the work.
@@ -179,14 +179,18 @@ class Sum(NamedTuple):
     factor: float
 
 
+def _source_checksum() -> int:
+    """Return the checksum of the C sources, as hatch_build.py computes it."""
+    return zlib.crc32(b"".join(path.read_bytes() for path in sorted(_PATH.parent.glob("*.[ch]"))))
+
+
 class Library:
     """The functions of native.c."""
 
     def __init__(self, path: Path) -> None:
         long, short = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
-        found = int(long.hora_version())
-        if found != _VERSION:
-            raise OSError(f"{path.name} is version {found}, not {_VERSION}: it was built from another source")
+        if int(long.hora_source_checksum()) & 0xFFFFFFFF != _source_checksum():
+            raise OSError(f"{path.name} was built from another source: build it anew with `pip install -e .`")
         self.long = long  # for callers with structures of their own
         self.check(GroupStruct, RingStruct, Allreduce, AllreduceSpec, Repeated)
         self.has_float16 = bool(long.hora_has_f16())
