@@ -76,7 +76,7 @@ def _page(printed: Path, limit_s: float = 60.0) -> str:
 
 def _one_run(model: str, steps: int, np: int, way: str) -> tuple[float, float]:
     """(milliseconds of a step, bytes a rank sent per second)."""
-    from hora.watch.client import page_from_url, snapshots
+    from hora.watch.terminal import page_from_url, snapshots
 
     with tempfile.TemporaryDirectory() as folder:
         printed, record = Path(folder, "stderr"), Path(folder, "run.hora")
@@ -168,7 +168,7 @@ def _meter_us() -> float:
 @contextlib.contextmanager
 def _obedient_job(np: int) -> Iterator[tuple[Page, Path]]:
     """A job that does what files in a folder order: the training of the page's tests. Its page, and the folder."""
-    from hora.watch.client import page_from_url
+    from hora.watch.terminal import page_from_url
 
     with tempfile.TemporaryDirectory() as name:
         folder, printed = Path(name), Path(name, "stderr")
@@ -216,7 +216,7 @@ def _tries(what: str, np: int, tries: int, limit_s: float, found: Callable[[dict
 
 def _followed(page: Page) -> Iterator[dict]:
     """What a page knows, as it grows. As a page does, it comes back when it was dropped for being slow."""
-    from hora.watch.client import snapshots
+    from hora.watch.terminal import snapshots
 
     now: dict = {}
     while True:

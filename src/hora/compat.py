@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hora import workers
 from hora.launch.environment import put_first_on_path, set_missing, variables
-from hora.workers.record import new_id
+from hora.workers.backend import new_id
 
 __all__ = ["install"]
 

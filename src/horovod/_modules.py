@@ -21,7 +21,7 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
     "horovod.common.elastic": (
         "hora.errors: HorovodInternalError HostsUpdatedInterrupt",
         "hora.torch.elastic: ObjectState State notification_manager run_fn",
-        "hora.torch.elastic.notification: HostUpdateResult WorkerNotificationManager=NotificationManager",
+        "hora.torch.elastic.state: HostUpdateResult WorkerNotificationManager=NotificationManager",
     ),
     "horovod.common.exceptions": (
         "hora.errors: HorovodInternalError HorovodVersionMismatchError HostsUpdatedInterrupt "
@@ -87,7 +87,7 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
     ),
     "horovod.runner.elastic.settings": ("hora.legacy.runner: ElasticSettings",),
     "horovod.runner.elastic.worker": (
-        "hora.torch.elastic.notification: HostUpdateResult WorkerNotificationManager=NotificationManager",
+        "hora.torch.elastic.state: HostUpdateResult WorkerNotificationManager=NotificationManager",
         "hora.legacy.elastic: HOROVOD_GLOO_IFACE HOROVOD_GLOO_RENDEZVOUS_ADDR HOROVOD_GLOO_RENDEZVOUS_PORT "
         "HOROVOD_HOSTNAME HOROVOD_LOCAL_RANK",
     ),
@@ -130,10 +130,10 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
     ),
     "horovod.spark.conf": ("hora.launch.providers.spark.conf: *",),
     "horovod.spark.data_loaders": (
-        "hora.data.reader_loaders: PytorchAsyncDataLoader=AsyncReaderLoader PytorchDataLoader=ReaderLoader",
+        "hora.data.loader: PytorchAsyncDataLoader=AsyncReaderLoader PytorchDataLoader=ReaderLoader",
     ),
     "horovod.spark.data_loaders.pytorch_data_loaders": (
-        "hora.data.reader_loaders: PytorchAsyncDataLoader=AsyncReaderLoader "
+        "hora.data.loader: PytorchAsyncDataLoader=AsyncReaderLoader "
         "PetastormBatchedDataLoader=BatchedReader PytorchInfiniteAsyncDataLoader=EndlessAsyncReaderLoader "
         "PytorchInfiniteDataLoader=EndlessReaderLoader PytorchInmemAsyncDataLoader=InMemoryAsyncReaderLoader "
         "PytorchInmemDataLoader=InMemoryReaderLoader PytorchDataLoader=ReaderLoader",
@@ -154,7 +154,7 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
     "horovod.spark.lightning.legacy": ("hora.spark.lightning.module: to_lightning_module",),
     "horovod.spark.lightning.remote": ("hora.spark.estimator.metadata: _prepare_data_fn=dense_rows_fn",),
     "horovod.spark.lightning.util": (
-        "hora.spark.estimator.serialization: deserialize_fn is_module_available is_module_available_fn "
+        "hora.spark.estimator.packing: deserialize_fn is_module_available is_module_available_fn "
         "save_into_bio save_into_bio_fn serialize_fn",
     ),
     "horovod.spark.runner": ("hora.spark.run: run run_elastic",),
@@ -176,7 +176,7 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
         "hora.spark.estimator.objective: _calculate_loss_fn=weighted_loss_fn",
     ),
     "horovod.spark.torch.util": (
-        "hora.spark.estimator.serialization: deserialize_fn is_module_available is_module_available_fn "
+        "hora.spark.estimator.packing: deserialize_fn is_module_available is_module_available_fn "
         "save_into_bio save_into_bio_fn serialize_fn",
     ),
     "horovod.tensorflow.compression": ("hora.tensorflow.compression: *",),
@@ -186,7 +186,7 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
     "horovod.torch.compression": (
         "hora.torch.compression: BF16Compressor Compression Compressor FP16Compressor NoneCompressor",
     ),
-    "horovod.torch.elastic.sampler": ("hora.torch.elastic.sampler: ElasticSampler",),
+    "horovod.torch.elastic.sampler": ("hora.torch.elastic.handlers: ElasticSampler",),
     "horovod.torch.elastic.state": (
         "hora.torch.elastic.handlers: ModelStateHandler OptimizerStateHandler SamplerStateHandler "
         "StateHandler get_handler_registry set_handler_registry",
@@ -194,7 +194,7 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
     ),
     "horovod.torch.functions": ("hora.torch.functions: *", "hora.torch.optimizer.state: *"),
     "horovod.torch.optimizer": (
-        "hora.torch.optimizer.adasum: _DistributedAdasumOptimizer=DeltaOptimizer",
+        "hora.torch.optimizer.distributed: _DistributedAdasumOptimizer=DeltaOptimizer",
         "hora.torch.optimizer.base: _DistributedOptimizer",
         "hora.torch.optimizer.distributed: DistributedOptimizer",
     ),

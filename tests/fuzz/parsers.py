@@ -255,7 +255,7 @@ def recordings() -> Target:
 def timelines() -> Target:
     """A timeline for `hora view`."""
     from hora.watch import view
-    from hora.watch.timeline import read_timeline
+    from hora.watch.replay import read_timeline
 
     def show(path: Path) -> None:
         json.loads(view.as_json(read_timeline(path)), parse_constant=_refuse)

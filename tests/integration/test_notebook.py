@@ -10,7 +10,7 @@ import pytest
 from nbclient import NotebookClient
 
 from hora.watch.address import find_pages
-from hora.watch.client import snapshots
+from hora.watch.terminal import snapshots
 
 pytestmark = pytest.mark.spark
 

@@ -25,8 +25,8 @@ from ray_training import INTERVAL, Misfortune, elastic_settings, train
 
 from hora.errors import JobFailedError
 from hora.watch.address import find_pages
-from hora.watch.client import post, snapshots
 from hora.watch.recording import read_run
+from hora.watch.terminal import post, snapshots
 from horovod.ray import ElasticRayExecutor, RayExecutor
 from horovod.ray.elastic_v2 import RayHostDiscovery
 from waiting import wait_until

@@ -19,8 +19,7 @@ import horovod
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.client import ControlClient
 from hora.net.connection import connect
-from hora.net.keys import RankKeys
-from hora.net.secret_file import HeldSecret
+from hora.net.keys import HeldSecret, RankKeys
 from hora.net.wire import Credentials
 from hora.world import RendezvousEndpoint, World
 from waiting import wait_until

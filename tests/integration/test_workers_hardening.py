@@ -26,9 +26,9 @@ from hora.net.connection import connect
 from hora.net.sockets import open_socket
 from hora.net.wire import REFUSAL, ClientHandshake, Credentials
 from hora.workers import daemon, directory
+from hora.workers.capacity import GpuClaims, measure
 from hora.workers.gateway import Gateway, ask, server_pid
 from hora.workers.gateway import _credentials as credentials
-from hora.workers.machine import GpuClaims, measure
 from hora.workers.session import WorkerSession
 from waiting import wait_until
 

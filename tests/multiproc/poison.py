@@ -12,7 +12,7 @@ import torch
 
 from hora.engine.transport.packing import Buffers
 from hora.torch.optimizer.buckets import Bucket, Buckets
-from hora.torch.sharded.bucket import ShardBucket
+from hora.torch.sharded.shards import ShardBucket
 
 NAN = float("nan")
 

@@ -26,7 +26,7 @@ from hora.engine.request import Reduce
 from hora.engine.transport import device_memory
 from hora.engine.transport.cuda import CudaTransport
 from hora.engine.transport.distributed import DistributedTransport
-from hora.telemetry.machine import Machine
+from hora.telemetry.reporter import Machine
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,7 +22,7 @@ from hora.engine.transport.distributed import DistributedTransport
 from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.shm import ShmTransport
 from hora.errors import HorovodInternalError
-from hora.net import cipher
+from hora.net import noise
 
 needs_native = pytest.mark.skipif(library() is None, reason=f"no native part: {absence()}")
 LIMIT_S = 600.0  # longer than a test may take: no test passes because a wait was given up
@@ -169,7 +169,7 @@ def reduced(place, hosts, transport, number, dtype, reduce, sizes):
 @needs_native
 @pytest.mark.ranks(4)
 def test_the_native_part_gives_the_same_bits(place, hosts, sizes, monkeypatch):
-    monkeypatch.setattr(cipher, "_RECORDS_OF_A_KEY", 300)  # so that the key changes
+    monkeypatch.setattr(noise, "_RECORDS_OF_A_KEY", 300)  # so that the key changes
     found = {}
     for native, kind in ((True, "encrypted"), (True, "tcp"), (False, "tcp")):
         name = f"{native} {kind}"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hora.launch.ha.relay import Relay
-from hora.net import acceptor, admission, sockets
+from hora.net import acceptor, sockets
 from hora.net.connection import connect
 from hora.net.server import Peer, Server
 from hora.net.wire import Credentials, new_secret
@@ -112,7 +112,7 @@ def test_a_handler_without_a_thread_loses_one_connection_and_no_more(served, cap
 
 
 def test_strangers_hold_an_eighth_of_the_descriptors_at_most(monkeypatch):
-    room: admission.PendingConnections[str] = admission.PendingConnections()
+    room: acceptor.PendingConnections[str] = acceptor.PendingConnections()
     for soft, limit in ((1 << 20, 128), (1024, 128), (256, 32), (4, 1), (resource.RLIM_INFINITY, 128)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
         assert room.limit == limit
@@ -125,7 +125,7 @@ def silent_leader(sock: socket.socket, came: queue.SimpleQueue[socket.socket]) -
 
 
 def test_a_relay_outlasts_silent_connections_and_a_lack_of_descriptors(monkeypatch):
-    monkeypatch.setattr(admission, "MAX_STRANGERS", 8)
+    monkeypatch.setattr(acceptor, "MAX_STRANGERS", 8)
     relay, came = Relay(), queue.SimpleQueue()
     with socket.create_server(("127.0.0.1", 0)) as leader:
         threading.Thread(target=silent_leader, args=(leader, came), daemon=True).start()
@@ -186,6 +186,6 @@ def test_one_place_accepts_connections():
         ("hora/launch/ha/following.py", "sockets"),  # its relay answers there
         ("hora/launch/ha/relay.py", "sockets"),
         ("hora/cli/doctor/probe.py", "sockets"),
-        ("hora/workers/machine.py", "sockets"),  # a claim, at which nothing is accepted
+        ("hora/workers/capacity.py", "sockets"),  # a claim, at which nothing is accepted
     }
     assert acceptor.__doc__ is not None

@@ -13,7 +13,7 @@ import pytest
 
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.launch.controller.rendezvous import Rendezvous
-from hora.net import admission
+from hora.net import acceptor
 from hora.net.client import ControlClient
 from hora.net.wire import ClientHandshake, Credentials, new_secret
 from hora.world import RendezvousEndpoint, World
@@ -348,7 +348,7 @@ def test_the_end_of_the_server_is_noticed_by_whoever_waits(place: Place):
 
 
 def test_idle_strangers_are_shown_out(place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    monkeypatch.setattr(admission, "HANDSHAKE_LIMIT_S", 0.1)
+    monkeypatch.setattr(acceptor, "HANDSHAKE_LIMIT_S", 0.1)
     with socket.create_connection(("127.0.0.1", place.server.port), timeout=LIMIT_S) as sock:
         assert sock.recv(1) == b""
     place.connect(0).close()
@@ -356,7 +356,7 @@ def test_idle_strangers_are_shown_out(place: Place, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_crowd_of_strangers_harms_itself_only(place: Place, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(admission, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(acceptor, "MAX_STRANGERS", 4)
     patient = socket.create_connection(
         ("127.0.0.1", place.server.port), timeout=LIMIT_S, source_address=("127.0.0.2", 0)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import horovod.torch as hvd
-from hora.spark.elastic_function import is_elastic
+from hora.spark.runner import is_elastic
 from horovod.torch.elastic import TorchState, run
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hora.torch.optimizer.finite import check_finite
+from hora.torch.norms import check_finite
 
 
 def parameters(*gradients: torch.Tensor | None) -> dict[torch.Tensor, str]:

@@ -25,8 +25,7 @@ from hora.launch.ha.store import Contents, LeaderTerm, StoreError
 from hora.launch.job import LeadershipLostError
 from hora.net import sockets
 from hora.net.client import ControlClient
-from hora.net.keys import worker_key
-from hora.net.secret_file import HeldSecret
+from hora.net.keys import HeldSecret, worker_key
 from hora.net.wire import new_secret
 from hora.world import RendezvousEndpoint
 from waiting import wait_until

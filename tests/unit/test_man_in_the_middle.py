@@ -19,9 +19,9 @@ import torch
 
 from hora.engine.transport.stream import StreamGroup, Streams
 from hora.errors import AuthenticationError, HorovodInternalError
-from hora.net import admission
-from hora.net.cipher import Records
+from hora.net import acceptor
 from hora.net.connection import Stream, connect
+from hora.net.noise import Records
 from hora.net.server import Peer, Server
 from hora.net.wire import REFUSAL, Credentials, Header, new_secret
 
@@ -187,7 +187,7 @@ def num_intact(units: Sequence[bytes], data: bytes) -> int:
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     complaints: list[str] = []
     died: list[threading.ExceptHookArgs] = []
-    monkeypatch.setattr(admission.RejectionLog, "add", lambda self, where, why: complaints.append(why))
+    monkeypatch.setattr(acceptor.RejectionLog, "add", lambda self, where, why: complaints.append(why))
     monkeypatch.setattr(threading, "excepthook", died.append)
     place = Place(complaints)
     yield place

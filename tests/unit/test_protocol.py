@@ -17,9 +17,9 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from hora.engine.control_tree import ControlEvents, ControlTree
 from hora.errors import AuthenticationError
 from hora.launch.controller.rendezvous import OnlyLines, Rendezvous
-from hora.net import cipher, noise, wire
-from hora.net.cipher import Records
+from hora.net import noise, wire
 from hora.net.keys import RankKeys, worker_key
+from hora.net.noise import Records
 from hora.net.wire import ClientHandshake, Credentials, Opener, ServerHandshake, new_secret
 
 LIMIT_S = 60.0
@@ -123,7 +123,7 @@ def test_another_end_with_other_credentials_is_refused(rendezvous: Rendezvous, h
 
 
 def test_another_end_sends_a_stream_to_a_rank(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cipher, "_RECORDS_OF_A_KEY", 3)
+    monkeypatch.setattr(noise, "_RECORDS_OF_A_KEY", 3)
     derived, world = another_end.derived, new_secret()
     control_tree = ControlTree(0, 2, ControlEvents(**{name: lambda *_: None for name in _EVENTS}))
     try:
@@ -163,6 +163,6 @@ def test_the_documents_limits_are_ours():
     assert f"{wire.MAX_HEADER_BYTES:,} bytes at most" in text
     assert f"at most {Records.most_bytes:,} bytes" in text
     assert f"{noise._MESSAGES_OF_A_KEY:,} frames" in text
-    assert f"{cipher._RECORDS_OF_A_KEY:,} records" in text
+    assert f"{noise._RECORDS_OF_A_KEY:,} records" in text
     with pytest.raises(AuthenticationError):
         list(Opener(SECRET).feed(b"\x00\x0f"))

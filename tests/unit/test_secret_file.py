@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hora.errors import AuthenticationError
-from hora.net.secret_file import read_secret_file
+from hora.net.keys import read_secret_file
 
 TEXT = "0123456789abcdef" * 4
 

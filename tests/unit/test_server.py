@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hora.errors import AuthenticationError
-from hora.net import admission, sockets
+from hora.net import acceptor, sockets
 from hora.net.connection import connect
 from hora.net.server import Peer, Server
 from hora.net.wire import Credentials, new_secret
@@ -179,7 +179,7 @@ def test_the_owner_hears_of_an_error_that_ends_the_thread(monkeypatch: pytest.Mo
 
 
 def test_a_client_that_is_pushed_out_by_a_crowd_comes_again(place: Place, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(admission, "MAX_STRANGERS", 2)
+    monkeypatch.setattr(acceptor, "MAX_STRANGERS", 2)
     crowd = [sockets.open_socket(place.name, limit_s=LIMIT_S) for _ in range(20)]
     place.connect().close()
     for sock in crowd:

@@ -9,8 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hora.data.shard import DatasetShard
-from hora.data.transformation import Transformation
+from hora.data.shard import DatasetShard, Transformation
 from hora.spark.estimator.data_module import ParquetDataModule
 
 

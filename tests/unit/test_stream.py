@@ -14,9 +14,9 @@ import torch
 
 from hora.engine.transport.stream import StreamGroup, Streams
 from hora.errors import AuthenticationError, HorovodInternalError
-from hora.net import cipher
-from hora.net.cipher import Records
+from hora.net import noise
 from hora.net.connection import Stream
+from hora.net.noise import Records
 
 KEY = bytes(range(32))
 NUM_BYTES = 700_000  # three records
@@ -125,7 +125,7 @@ def test_a_wire_that_is_cut_is_an_error(encrypted, monkeypatch):
 
 def test_no_two_records_have_the_same_key_and_number(monkeypatch):
     """Those of the same text would be the same."""
-    monkeypatch.setattr(cipher, "_RECORDS_OF_A_KEY", 3)
+    monkeypatch.setattr(noise, "_RECORDS_OF_A_KEY", 3)
     sealer, sealed = Records(KEY), set()
     for _ in range(10):
         record = bytearray(100 + Records.tag_bytes)
@@ -136,7 +136,7 @@ def test_no_two_records_have_the_same_key_and_number(monkeypatch):
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_records_are_opened_in_their_order_and_once(monkeypatch, in_place):
-    monkeypatch.setattr(cipher, "_RECORDS_OF_A_KEY", 3)  # so that the key changes
+    monkeypatch.setattr(noise, "_RECORDS_OF_A_KEY", 3)  # so that the key changes
     sealer, opener = Records(KEY), Records(KEY)
     for records in (sealer, opener):
         records._in_place &= in_place

@@ -18,7 +18,7 @@ from hora.cli.watch import view as hora_view
 from hora.watch import view
 from hora.watch.prometheus import exposition
 from hora.watch.recording import read_run
-from hora.watch.timeline import read_timeline
+from hora.watch.replay import read_timeline
 from simulated_run import Simulation
 
 KINDS = ("world", "report", "joined", "exited", "failed", "line", "event", "stack", "profile", "end")

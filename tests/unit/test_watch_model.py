@@ -8,8 +8,7 @@ import pytest
 
 from hora.telemetry import Report, Sample
 from hora.watch import view
-from hora.watch.grid import Grid
-from hora.watch.model import Entry, Run
+from hora.watch.model import Entry, Grid, Run
 from hora.watch.prometheus import exposition
 from hora.watch.recording import Recorder, read_entries, read_run
 from simulated_run import Simulation, Slowness

@@ -9,8 +9,7 @@ import time
 import pytest
 
 from hora.telemetry import Meter, Report
-from hora.telemetry.machine import Machine
-from hora.telemetry.reporter import Reporter
+from hora.telemetry.reporter import Machine, Reporter
 from hora.telemetry.stacks import current_stacks, profile, stack_text
 
 

@@ -10,13 +10,13 @@ import time
 
 import pytest
 
-from hora.net import admission, sockets
+from hora.net import acceptor, sockets
 from hora.watch import address, server
 from hora.watch.access import Access, new_token
 from hora.watch.address import Page, parse_address
-from hora.watch.client import choose_page, page_from_url, snapshots
 from hora.watch.model import Entry, Run
 from hora.watch.server import Server
+from hora.watch.terminal import choose_page, page_from_url, snapshots
 from simulated_run import Simulation
 from waiting import wait_until
 
@@ -244,7 +244,7 @@ def test_a_crowd_of_strangers_does_not_keep_the_owner_out(served, said):
     host, port = page.url.split("/")[2].split(":")
     crowd, before = [], len(os.listdir("/proc/self/fd"))
     try:
-        for _ in range(3 * admission.MAX_STRANGERS):
+        for _ in range(3 * acceptor.MAX_STRANGERS):
             sock = socket.socket()
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             sock.connect((host, int(port)))
@@ -255,7 +255,7 @@ def test_a_crowd_of_strangers_does_not_keep_the_owner_out(served, said):
         assert "everything" in next(stream)
         stream.close()
         # Both ends are in this process: the crowd's own, and those that the server has kept.
-        limit = before + 4 * admission.MAX_STRANGERS + 10
+        limit = before + 4 * acceptor.MAX_STRANGERS + 10
         wait_until("the server has let go of most of the crowd", lambda: len(os.listdir("/proc/self/fd")) <= limit)
     finally:
         for sock in crowd:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hora.events import Timeline
-from hora.watch.timeline import is_timeline, read_timeline
+from hora.watch.replay import is_timeline, read_timeline
 
 
 def _event(phase, at, name=None, pid=1):

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from hora.watch import view
+from hora.watch.lateness import find_line
 from hora.watch.model import Entry, Run
 from hora.watch.recording import Recorder, read_run
-from hora.watch.verdict import find_line
 from simulated_run import Simulation, Slowness
 
 SLEEP = ["/home/me/train.py", 31, "train", "time.sleep(0.05)"]

@@ -15,8 +15,7 @@ from hora.errors import AuthenticationError, HorovodInternalError
 from hora.launch.controller.rendezvous import Rendezvous
 from hora.net.client import FUNCTION_KEY, ControlClient
 from hora.net.connection import Connection, connect
-from hora.net.keys import RankKeys, worker_credentials, worker_key
-from hora.net.secret_file import HeldSecret
+from hora.net.keys import HeldSecret, RankKeys, worker_credentials, worker_key
 from hora.net.wire import Credentials, new_secret
 from hora.world import RendezvousEndpoint, World
 from waiting import wait_until

@@ -28,8 +28,8 @@ from hora.workflow import (
     seed_everything,
 )
 from hora.workflow.architectures import MLP
+from hora.workflow.checkpoint import capture_rng, restore_rng
 from hora.workflow.progress import Progress, describe
-from hora.workflow.randomness import capture, restore
 
 CROSS_ENTROPY = torch.nn.functional.cross_entropy
 
@@ -315,9 +315,9 @@ def test_tensor_loader_applies_the_transform():
 
 
 def test_randomness_round_trip():
-    state = capture()
+    state = capture_rng()
     first = (random.random(), np.random.rand(), torch.rand(1))
-    restore(state)
+    restore_rng(state)
     assert (random.random(), np.random.rand(), torch.rand(1)) == first
 
 

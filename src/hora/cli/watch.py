@@ -56,7 +56,7 @@ def make_top_parser() -> argparse.ArgumentParser:
 def top(argv: Sequence[str]) -> int:
     """`hora top`."""
     arguments = make_top_parser().parse_args(argv)
-    from hora.watch.client import choose_page
+    from hora.watch.terminal import choose_page
 
     try:
         page = choose_page(arguments.url)

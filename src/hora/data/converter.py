@@ -295,7 +295,7 @@ def _open_shard(
     transform_spec: Any,
     num_readers: int,
 ) -> DatasetShard:
-    from hora.data.transformation import Transformation
+    from hora.data.shard import Transformation
 
     if (cur_shard is None) != (shard_count is None):
         raise ValueError(f"cur_shard and shard_count go together, but they are {cur_shard} and {shard_count}")

@@ -26,8 +26,7 @@ from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.address import listening_address
 from hora.net.client import ControlClient, RankGroup
 from hora.net.key_value_store import KeyValueStore
-from hora.net.keys import RankKeys, world_secret
-from hora.net.secret_file import HeldSecret, read_secret_file
+from hora.net.keys import HeldSecret, RankKeys, read_secret_file, world_secret
 from hora.net.wire import Credentials, derived_secret
 from hora.world import RendezvousEndpoint, World
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hora.keras.start_check import StartCheck
-from hora.tensorflow.gradients import Reduction, check_options
-from hora.tensorflow.local_aggregation import LocalAggregation
+from hora.keras.values import StartCheck
+from hora.tensorflow.gradients import LocalAggregation, Reduction, check_options
 from hora.torch.basics import rank
 
 __all__ = ["TensorFlowAggregation"]

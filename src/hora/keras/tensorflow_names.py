@@ -10,8 +10,7 @@ import tensorflow as tf
 
 from hora.keras import optimizer as keras_optimizer
 from hora.tensorflow.compression import Compression
-from hora.tensorflow.gradients import Reduction
-from hora.tensorflow.graph_optimizer import GraphOptimizer
+from hora.tensorflow.gradients import GraphOptimizer, Reduction
 from hora.tensorflow.ops import allreduce
 from hora.torch.process_sets import ProcessSet, global_process_set
 from hora.torch.reduce_op import Average, Sum

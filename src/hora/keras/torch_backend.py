@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import hora.torch as hvd
-from hora.keras.start_check import StartCheck
+from hora.keras.values import StartCheck
 from hora.torch.process_sets import ProcessSet
 
 __all__ = ["TorchAggregation"]

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from hora.launch.controller.rendezvous import OnlyLines, Rendezvous
 from hora.launch.environment import variables
 from hora.launch.slots import Slot
-from hora.net.secret_file import read_secret_file
+from hora.net.keys import read_secret_file
 from hora.net.wire import new_secret
 from hora.world import PLAN_JOB, PLAN_KEY, RendezvousEndpoint
 

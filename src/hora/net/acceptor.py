@@ -7,16 +7,24 @@ connection, or leaves the next ones in the backlog for a moment; any other error
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
+import resource
 import socket
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from hora.net import admission, sockets
+from hora.net import sockets
 
-__all__ = ["Acceptor", "Arrival", "EventLoop"]
+__all__ = ["Acceptor", "Arrival", "EventLoop", "PendingConnections", "RejectionLog"]
 
+
+MAX_STRANGERS = 128
+HANDSHAKE_LIMIT_S = 10.0
+_SHARE_OF_DESCRIPTORS = 8  # one server's strangers hold at most an eighth of those that this process may open
+_REJECTION_LOG_INTERVAL_S = 10.0
 _ACCEPT_AT_ONCE = 64
 _REST_S = 0.2
 _LOG_INTERVAL_S = 60.0
@@ -25,6 +33,80 @@ _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _log = logging.getLogger("hora.net")
 
 Stranger = TypeVar("Stranger")
+
+
+class _Arrived(NamedTuple):
+    host: str
+    since: float
+
+
+class PendingConnections(Generic[Stranger]):
+    """Strangers in order of their arrival."""
+
+    def __init__(self) -> None:
+        self._strangers: dict[Stranger, _Arrived] = {}
+
+    def __iter__(self) -> Iterator[Stranger]:
+        return iter(list(self._strangers))
+
+    def __contains__(self, stranger: object) -> bool:
+        return stranger in self._strangers
+
+    def __len__(self) -> int:
+        return len(self._strangers)
+
+    @property
+    def limit(self) -> int:
+        """The most strangers that may wait at once."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return MAX_STRANGERS if soft < 0 else max(min(MAX_STRANGERS, soft // _SHARE_OF_DESCRIPTORS), 1)
+
+    @property
+    def full(self) -> bool:
+        return len(self._strangers) >= self.limit
+
+    def add(self, stranger: Stranger, host: str) -> None:
+        self._strangers[stranger] = _Arrived(host, time.monotonic())
+
+    def discard(self, stranger: Stranger) -> None:
+        self._strangers.pop(stranger, None)
+
+    def next_deadline(self) -> float | None:
+        """When the one that has waited for longest must have proven itself."""
+        oldest = next(iter(self._strangers.values()), None)
+        return None if oldest is None else oldest.since + HANDSHAKE_LIMIT_S
+
+    def overdue(self, now: float) -> list[Stranger]:
+        came = self._strangers.items()
+        return [one for one, _ in itertools.takewhile(lambda item: item[1].since + HANDSHAKE_LIMIT_S <= now, came)]
+
+    def oldest_of_the_crowd(self) -> Stranger:
+        """Choose the connection to drop: the oldest from where most come, so that a crowd harms itself."""
+        crowds = Counter(arrived.host for arrived in self._strangers.values())
+        [(host, _)] = crowds.most_common(1)
+        return next(stranger for stranger, arrived in self._strangers.items() if arrived.host == host)
+
+
+class RejectionLog:
+    """Logs refused connections: the first at once, the others as a number now and then."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._next_report = 0.0
+
+    def add(self, where: str, why: str) -> None:
+        now = time.monotonic()
+        if now >= self._next_report:
+            self.report()
+            _log.warning("closed a connection from %s: %s", where, why)
+            self._next_report = now + _REJECTION_LOG_INTERVAL_S
+        else:
+            self._count += 1
+
+    def report(self) -> None:
+        if self._count:
+            _log.warning("closed %d further connections that could not identify themselves", self._count)
+            self._count = 0
 
 
 class Arrival(NamedTuple):
@@ -62,7 +144,7 @@ class Acceptor(Generic[Stranger]):
         refused: Callable[[str, str], None] = lambda where, why: None,
     ) -> None:
         self._loop, self._turn_away, self._refused = loop, turn_away, refused
-        self.pending: admission.PendingConnections[Stranger] = admission.PendingConnections()
+        self.pending: PendingConnections[Stranger] = PendingConnections()
         self._listeners: dict[socket.socket, Callable[[Arrival], Stranger | None]] = {}
         self._has_timer = False
         self._next_log = 0.0
@@ -151,7 +233,7 @@ class Acceptor(Generic[Stranger]):
     def _drop_overdue(self) -> None:
         self._has_timer = False
         for stranger in self.pending.overdue(time.monotonic()):
-            self._drop(stranger, f"it did not identify itself within {admission.HANDSHAKE_LIMIT_S:g} s")
+            self._drop(stranger, f"it did not identify itself within {HANDSHAKE_LIMIT_S:g} s")
         self._set_timer()
 
     def _drop(self, stranger: Stranger, why: str) -> None:

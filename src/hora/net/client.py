@@ -23,7 +23,7 @@ from typing import Any
 
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.connection import Connection, connect
-from hora.net.secret_file import read_held_secret
+from hora.net.keys import read_held_secret
 from hora.net.wire import Credentials, Header, cut_parts
 from hora.world import RendezvousEndpoint, World
 

@@ -18,7 +18,7 @@ from hora.net.sockets import Where
 from hora.net.wire import REFUSAL, ClientHandshake, Credentials, Header, Session
 
 if TYPE_CHECKING:
-    from hora.net.cipher import Records
+    from hora.net.noise import Records
 
 __all__ = ["Connection", "Stream", "connect"]
 

@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hora.errors import AuthenticationError
 
 if TYPE_CHECKING:
-    from hora.net.cipher import Records
-    from hora.net.noise import Handshake
+    from hora.net.noise import Handshake, Records
 
 __all__ = [
     "MAX_FRAME_BYTES",
@@ -204,7 +203,7 @@ class _Direction:
 
     def records(self) -> Records:
         """Return this end's part of a stream of tensors that begins after the messages."""
-        from hora.net.cipher import Records
+        from hora.net.noise import Records
 
         return Records(self._key)
 

@@ -4,7 +4,7 @@ The engine is the torch one: a process may use both fronts, and they share one r
 """
 
 from hora.errors import HorovodInternalError
-from hora.tensorflow.basics import gpu_available, init
+from hora.tensorflow.bridge import gpu_available, init
 from hora.tensorflow.compression import Compression
 from hora.tensorflow.functions import (
     BroadcastGlobalVariablesHook,

@@ -8,11 +8,12 @@ TensorFlow makes unique.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import linecache
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -25,15 +26,29 @@ from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util
 from torch.utils import dlpack
 
+import hora.torch as hvd
 from hora import engine
 from hora.engine.request import Kind, Reduce
-from hora.tensorflow.errors import own_errors
+from hora.errors import HorovodInternalError
 from hora.tensorflow.kernel import Execution, Work, add_operation
 from hora.torch.basics import rank
 from hora.torch.collective import Collective, repeated_allreduce, run
-from hora.torch.process_sets import registered_id
+from hora.torch.process_sets import ProcessSet, registered_id
 
-__all__ = ["as_tensor", "call", "carry_out", "check_no_xla", "recording"]
+__all__ = [
+    "ArgumentError",
+    "CollectiveError",
+    "as_tensor",
+    "call",
+    "carry_out",
+    "check_no_xla",
+    "gpu_available",
+    "init",
+    "own_errors",
+    "recording",
+    "translate_errors",
+]
+
 
 _ALIGNMENT = 64
 
@@ -47,6 +62,61 @@ _SIGNED = {tf.uint16: tf.int16, tf.uint32: tf.int32, tf.uint64: tf.int64}
 
 # AutoGraph rewrites what a function calls; these modules need no rewriting, and their errors are clearer without.
 autograph.CONVERSION_RULES = (autograph.DoNotConvert("hora"), *autograph.CONVERSION_RULES)
+
+
+def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Connect with all ranks and start the runtime, unless it runs. `process_sets`: a list or "dynamic"."""
+    translate_errors()
+    hvd.init(comm, process_sets)
+
+
+def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> bool:
+    """Return whether TensorFlow sees a GPU. The arguments are Horovod's and mean nothing here."""
+    return bool(tf.config.list_physical_devices("GPU"))
+
+
+class CollectiveError(HorovodInternalError, tf.errors.FailedPreconditionError, tf.errors.UnknownError):
+    """A collective failed; pickled as the plain HorovodInternalError, which can be read without TensorFlow."""
+
+    def __init__(self, node_def: Any, op: Any, message: str, *details: Any) -> None:
+        tf.errors.OpError.__init__(self, node_def, op, message, tf.errors.UNKNOWN, *details)
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return HorovodInternalError, (self.message,)
+
+
+class ArgumentError(ValueError, tf.errors.InvalidArgumentError):
+    """A collective was called with what it cannot take; pickled as a plain ValueError."""
+
+    def __init__(self, node_def: Any, op: Any, message: str, *details: Any) -> None:
+        tf.errors.OpError.__init__(self, node_def, op, message, tf.errors.INVALID_ARGUMENT, *details)
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return ValueError, (self.message,)
+
+
+@contextlib.contextmanager
+def own_errors() -> Iterator[None]:
+    """Raise the errors of the torch front as these."""
+    try:
+        yield
+    except HorovodInternalError as error:
+        raise CollectiveError(None, None, str(error)) from error
+    except ValueError as error:
+        raise ArgumentError(None, None, str(error)) from error
+
+
+def translate_errors() -> None:
+    """Have TensorFlow raise a `CollectiveError` where an operation of a function raised a HorovodInternalError.
+
+    Its native part calls the class of an error, so a subclass can take its place there and nowhere else.
+    """
+    tf.errors.UnknownError.__new__ = _new_unknown_error
+
+
+def _new_unknown_error(cls: type, node_def: Any = None, op: Any = None, message: Any = "", *details: Any) -> Any:
+    ours = cls is tf.errors.UnknownError and f"{HorovodInternalError.__name__}: " in str(message)
+    return Exception.__new__(CollectiveError if ours else cls, node_def, op, message, *details)
 
 
 def _load_from_memory(source: str, delete_on_exit: bool) -> tuple[Any, str]:

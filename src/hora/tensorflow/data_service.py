@@ -29,7 +29,7 @@ from hora.net.address import source_address
 from hora.net.client import ControlClient
 from hora.net.key_value_store import KeyValueStore
 from hora.net.wire import Credentials, new_secret
-from hora.tensorflow.basics import init
+from hora.tensorflow.bridge import init
 from hora.world import RendezvousEndpoint
 
 __all__ = [

@@ -8,6 +8,7 @@ backward goes on.
 from __future__ import annotations
 
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,13 +26,26 @@ from hora.telemetry.meters import meter
 from hora.tensorflow.bridge import call, carry_out, check_no_xla
 from hora.tensorflow.compression import Compression, Compressor
 from hora.tensorflow.ops import allreduce, grouped_allreduce, size_op
+from hora.torch.basics import rank
 from hora.torch.collective import Collective
-from hora.torch.optimizer.finite import check_finite
+from hora.torch.norms import check_finite
 from hora.torch.process_sets import ProcessSet, global_process_set, registered_id
 from hora.torch.reduce_op import Adasum, Average
 
-__all__ = ["First", "Reduction", "check_options"]
+__all__ = [
+    "DistributedGradientTape",
+    "First",
+    "GraphOptimizer",
+    "LocalAggregation",
+    "PartialDistributedGradientTape",
+    "Reduction",
+    "check_options",
+    "local_variables",
+]
 
+
+_V1Optimizer: Any = tf.compat.v1.train.Optimizer
+Reduce = Callable[[list[Any], list[Any]], list[Any]]
 _BUCKET_BYTES = 4 * 2**20
 _FLAT_BYTES = 2**20
 
@@ -40,6 +54,153 @@ First = Callable[[], Callable[[], None] | None]
 
 # Names and shapes of gradients that the ranks of a runtime have found to be the same on all of them.
 _compared: weakref.WeakKeyDictionary[engine.Runtime, set[Any]] = weakref.WeakKeyDictionary()
+
+
+class GraphOptimizer(_V1Optimizer):
+    """Reduces gradients over the ranks when it computes them, and leaves the rest to the given optimizer."""
+
+    def __init__(
+        self, optimizer: Any, name: str | None, use_locking: bool, reduction: Reduction, passes: int, average: bool
+    ) -> None:
+        check_options(reduction.op, reduction.gradient_predivide_factor, passes)
+        if isinstance(optimizer, GraphOptimizer):
+            raise ValueError(
+                f"rank {rank()}: {optimizer.get_name()} is a DistributedOptimizer already; wrap the plain optimizer, "
+                "once"
+            )
+        if passes > 1 and tf.executing_eagerly():
+            raise ValueError(
+                f"backward_passes_per_step={passes} with an optimizer of tf.compat.v1 needs a graph; use one of "
+                "tf.keras.optimizers in eager mode"
+            )
+        super().__init__(name=name or f"Distributed{type(optimizer).__name__}", use_locking=use_locking)
+        self._optimizer = optimizer
+        self._reduction = reduction
+        self._local: dict[int, Any] = {}
+        self._agg_helper = None if passes == 1 else LocalAggregation(self._reduce, passes, average)
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leave the gradient of this variable out of the reduction."""
+        self._local[id(variable)] = variable
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        """Return the given optimizer's gradients, reduced over the ranks, with their variables."""
+        pairs = self._optimizer.compute_gradients(*args, **kwargs)
+        gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
+        with tf.name_scope(f"{self.get_name()}_Allreduce"):
+            reduce = self._reduce if self._agg_helper is None else self._agg_helper.compute_gradients
+            return list(zip(reduce(gradients, variables), variables, strict=True))
+
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
+        """Apply gradients that `compute_gradients` has returned; if they complete a step, else only count it."""
+        pairs, helper = list(grads_and_vars), self._agg_helper
+        if helper is None:
+            return self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
+        if not helper.has_gradients:
+            raise ValueError(
+                f"rank {rank()}: with backward_passes_per_step={helper.backward_passes_per_step} gradients come from "
+                f"compute_gradients() of {self.get_name()}; call it, or minimize(), before apply_gradients()"
+            )
+        with tf.control_dependencies([gradient for gradient, _ in pairs if gradient is not None]):
+            done = helper.apply_gradients(
+                lambda: self._optimizer.apply_gradients(pairs, global_step=global_step),
+                lambda: None if global_step is None else global_step.assign_add(1),
+            )
+        return tf.group(done, name=name)
+
+    def _reduce(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        return self._reduction(gradients, variables, self._local)
+
+    def get_slot(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a slot of the given optimizer."""
+        return self._optimizer.get_slot(*args, **kwargs)
+
+    def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the names of the given optimizer's slots."""
+        return self._optimizer.get_slot_names(*args, **kwargs)
+
+    def variables(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the variables of the given optimizer."""
+        return self._optimizer.variables(*args, **kwargs)
+
+
+class LocalAggregation:
+    """Adds gradients up for `passes` calls, of which the last reduces and applies the sums.
+
+    In the graph of a session the sums and the counter are local variables: they are neither saved nor broadcast, and
+    `tf.compat.v1.local_variables_initializer` sets them to zero.
+    """
+
+    def __init__(self, reduce: Reduce, passes: int, average: bool) -> None:
+        self.backward_passes_per_step, self.average_aggregated_gradients = passes, average
+        self.counter: Any = None
+        self._reduce = reduce
+        self._sums: dict[int, Any] = {}
+        self._graph: Any = None  # whose variables these are; None outside of sessions
+        self._is_last: Any = None  # whether the gradients that were computed last complete a step
+
+    def compute_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Add gradients up; returns the reduced sums in every `passes`-th call, else the sums."""
+        known = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        with tf.init_scope():
+            self._make([variables[i] for i in known])
+        sums = [self._sums[id(variables[i])] for i in known]
+        new = [tf.convert_to_tensor(gradients[i]) for i in known]
+        with tf.control_dependencies(new):
+            added = [total.assign_add(gradient) for total, gradient in zip(sums, new, strict=True)]
+            count = tf.identity(self.counter.assign_add(1))
+        self._is_last = tf.equal(count, self.backward_passes_per_step)
+        scale = 1.0 / self.backward_passes_per_step if self.average_aggregated_gradients else 1.0
+
+        def reduce() -> list[Any]:
+            scaled = [total.read_value() * tf.cast(scale, total.dtype) for total in sums]
+            return self._reduce(scaled, [variables[i] for i in known])
+
+        with tf.control_dependencies(added):
+            results = tf.cond(self._is_last, reduce, lambda: [total.read_value() for total in sums])
+        with tf.control_dependencies(results):
+            renewed = tf.cond(self._is_last, lambda: self._renew(sums), lambda: tf.constant(False))
+        with tf.control_dependencies([renewed]):
+            outputs = dict(zip(known, [tf.identity(result) for result in results], strict=True))
+        return [outputs.get(i) for i in range(len(gradients))]
+
+    def apply_gradients(self, apply: Callable[[], Any], count: Callable[[], Any]) -> Any:
+        """Call `apply` if the gradients that were computed last complete a step, else `count`."""
+        assert self._is_last is not None
+
+        def chosen(update: Callable[[], Any], answer: bool) -> Any:
+            done = update()
+            with tf.control_dependencies([] if done is None or tf.executing_eagerly() else [done]):
+                return tf.constant(answer)
+
+        return tf.cond(self._is_last, lambda: chosen(apply, True), lambda: chosen(count, False))
+
+    @property
+    def has_gradients(self) -> bool:
+        return self._is_last is not None
+
+    def _renew(self, sums: Sequence[Any]) -> Any:
+        zeroed = [variable.assign(tf.zeros_like(variable)) for variable in [self.counter, *sums]]
+        with tf.control_dependencies(zeroed):
+            return tf.constant(True)
+
+    def _make(self, variables: Sequence[Any]) -> None:
+        """Make the counter and the sums that are missing, outside of any function."""
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        if self.counter is None or graph is not self._graph:
+            self._graph, self._sums = graph, {}
+            self.counter = _zeros([], tf.int32, "hvd_counter")
+        for variable in variables:
+            if id(variable) not in self._sums:
+                self._sums[id(variable)] = _zeros(variable.shape, variable.dtype, "hvd_sum")
+
+
+def _zeros(shape: Any, dtype: Any, name: str) -> Any:
+    v1, dtype = tf.compat.v1, tf.as_dtype(dtype).base_dtype
+    if tf.executing_eagerly():
+        return tf.Variable(tf.zeros(shape, dtype), trainable=False, name=name)
+    collections = [v1.GraphKeys.LOCAL_VARIABLES]
+    return v1.Variable(tf.zeros(shape, dtype), trainable=False, use_resource=True, collections=collections, name=name)
 
 
 def check_options(op: int, gradient_predivide_factor: float, backward_passes_per_step: int = 1) -> None:
@@ -200,10 +361,10 @@ def _begin(first: First | None, shapes: Sequence[tuple[int, ...]], process_set: 
 def _compare(shapes: Sequence[tuple[int, ...]], name: str, process_set: ProcessSet) -> None:
     """HorovodInternalError if the gradients of a member have other shapes."""
     found = hvd.allgather_object(list(shapes), name=name, process_set=process_set)
-    for rank, theirs in zip(process_set.ranks or (), found, strict=True):
+    for member, theirs in zip(process_set.ranks or (), found, strict=True):
         if theirs != found[0]:
             raise HorovodInternalError(
-                f"the gradients on rank {rank} have the shapes {theirs}, but on rank {(process_set.ranks or [0])[0]} "
+                f"the gradients on rank {member} have the shapes {theirs}, but on rank {(process_set.ranks or [0])[0]} "
                 f"{found[0]}; build the same model on all ranks"
             )
 
@@ -265,3 +426,74 @@ def _single_process() -> bool:
     """Return whether this process is, and will be, the only one."""
     world = engine.current_runtime().world
     return world.size == 1 and not world.elastic
+
+
+class _DistributedTape:
+    """The methods of a distributed tape; mixed with the class of the given one, whose state it shares."""
+
+    _reduction: Reduction
+    _local: dict[int, Any]
+
+    def register_local_source(self, source: Any) -> None:
+        """Leave the gradients of this variable out of the reduction."""
+        self._local[id(source)] = source
+
+    def gradient(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
+        """Return the tape's own gradients, reduced over the ranks."""
+        gradients = super().gradient(target, sources, output_gradients, **kwargs)  # type: ignore[misc]
+        flat = self._reduction(tf.nest.flatten(gradients), tf.nest.flatten(sources), self._local)
+        return tf.nest.pack_sequence_as(gradients, flat)
+
+
+def DistributedGradientTape(
+    gradtape: Any,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] | Compressor = Compression.none,
+    sparse_as_dense: bool = False,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Return a tape with the records of `gradtape` whose `gradient` reduces over the ranks."""
+    if isinstance(gradtape, _DistributedTape):
+        raise ValueError(f"rank {rank()}: this tape is a DistributedGradientTape already; wrap the plain one once")
+    if not isinstance(gradtape, tf.GradientTape):
+        raise ValueError(f"DistributedGradientTape wraps a tf.GradientTape, but it got {type(gradtape).__name__}")
+    check_options(op, gradient_predivide_factor)
+    if num_groups:
+        warnings.warn("num_groups is deprecated; use groups instead", DeprecationWarning, stacklevel=2)
+    base = type(gradtape)
+    tape: Any = object.__new__(type(base.__name__, (_DistributedTape, base), {}))
+    tape.__dict__ = gradtape.__dict__  # shared: what either records, both have
+    tape._local = {}
+    tape._reduction = Reduction(
+        op=op,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=groups if groups is not None else num_groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    return tape
+
+
+def PartialDistributedGradientTape(gradtape: Any, *args: Any, local_layers: Any = None, **kwargs: Any) -> Any:
+    """Return a DistributedGradientTape that does not reduce the gradients of the variables of `local_layers`."""
+    tape = DistributedGradientTape(gradtape, *args, **kwargs)
+    for variable in local_variables(local_layers):
+        tape.register_local_source(variable)
+    return tape
+
+
+def local_variables(layers: Any) -> list[Any]:
+    """Return the trainable variables of a layer, of several, or of none."""
+    if layers is None:
+        return []
+    if not isinstance(layers, (list, tuple, set)):
+        layers = [layers]
+    return [variable for layer in layers for variable in layer.trainable_weights]

@@ -54,14 +54,13 @@ from hora.torch.ops import (
     join,
     reducescatter,
     reducescatter_async,
+    sparse_allreduce_async,
 )
-from hora.torch.optimizer.clip import clip_grad_norm_
-from hora.torch.optimizer.distributed import DistributedOptimizer
+from hora.torch.optimizer.distributed import DistributedOptimizer, clip_grad_norm_
 from hora.torch.optimizer.local_sgd import DESLOC, DiLoCo, LocalSGD
 from hora.torch.optimizer.state import broadcast_optimizer_state
 from hora.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from hora.torch.reduce_op import Adasum, Average, Max, Min, Product, Sum
-from hora.torch.sparse import sparse_allreduce_async
 from hora.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [

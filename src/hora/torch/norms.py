@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 
-__all__ = ["scale_all", "total_norm"]
+from hora.telemetry.meters import meter
+
+__all__ = ["check_finite", "scale_all", "total_norm"]
 
 
 def total_norm(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
@@ -24,3 +27,30 @@ def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         on_device.setdefault(tensor.device, []).append(tensor)
     for device, group in on_device.items():
         torch._foreach_mul_(group, factor.to(device))
+
+
+def check_finite(gradients: Iterable[tuple[str, torch.Tensor | None]], rank: int) -> None:
+    """FloatingPointError names the rank, a parameter and the step, if a gradient has a NaN or an infinity.
+
+    Waits for a GPU once, however many gradients there are. They come with the names of their parameters.
+    """
+    found = {name: _values(gradient) for name, gradient in gradients if gradient is not None}
+    found = {name: values for name, values in found.items() if values.numel()}
+    # The largest magnitude of all: a NaN or an infinity anywhere is one here too, and nothing is added up that could
+    # overflow.
+    if not found or math.isfinite(total_norm(list(found.values()), math.inf).item()):
+        return
+    for name, values in found.items():
+        num_nan, num_infinite = int(values.isnan().sum()), int(values.isinf().sum())
+        if num_nan or num_infinite:
+            text = (
+                f"the gradient of {name} on rank {rank} has {num_nan} NaN and {num_infinite} infinite of "
+                f"{values.numel()} values, in step {meter.num_steps + 1}; it was not reduced (HORA_NAN_CHECK=1)"
+            )
+            meter.event("nan", text)
+            raise FloatingPointError(text)
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    gradient = gradient.detach()
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

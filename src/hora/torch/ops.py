@@ -7,14 +7,23 @@ Sparse tensors are in `sparse`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from hora import engine
 from hora.engine.request import Kind
 from hora.torch.autograd import differentiable
-from hora.torch.collective import Collective, Tensors, repeated_allreduce, run, submit, submit_repeated_allreduce_
+from hora.torch.collective import (
+    Collective,
+    Tensors,
+    repeated_allreduce,
+    run,
+    submit,
+    submit_repeated_allreduce_,
+    synchronize,
+)
 from hora.torch.compression import Compression, Compressor, NoneCompressor, PowerSGD, code_for
 from hora.torch.process_sets import ProcessSet, global_process_set, registered_id
 from hora.torch.reduce_op import Average, handle_average_backwards_compatibility
@@ -44,6 +53,7 @@ __all__ = [
     "join",
     "reducescatter",
     "reducescatter_async",
+    "sparse_allreduce_async",
 ]
 
 
@@ -356,3 +366,26 @@ def _describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and layout {value.layout}"
     return f"{type(value).__name__}: {value!r:.100}"
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str | None, op: int | None, process_set: ProcessSet = global_process_set
+) -> Callable[[], Tensor]:
+    """Start adding up (op Average: averaging) sparse tensors; call what it returns for the sparse result."""
+    what = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.sparse_coo:
+        raise ValueError(f"sparse_allreduce_async needs a sparse COO tensor, but got {what}")
+    indices, values = tensor._indices().t(), tensor._values()
+    handles = [
+        submit(Collective(Kind.ALLGATHER, None if name is None else f"{name}.{what}", process_set), [part])
+        for part, what in ((indices, "indices"), (values, "values"))
+    ]
+
+    def finish() -> Tensor:
+        all_indices, all_values = [synchronize(handle) for handle in handles]
+        if op is None or op == Average:
+            rounding = None if all_values.is_floating_point() else "trunc"
+            all_values = torch.div(all_values, process_set.size() or 1, rounding_mode=rounding)
+        return torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape, check_invariants=False)
+
+    return finish

@@ -8,15 +8,20 @@ so must the Origin, where there is one.
 
 from __future__ import annotations
 
+import base64
+import functools
+import hashlib
 import hmac
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import resources
+from typing import NamedTuple
 
-from hora.watch.files import style_hash
+__all__ = ["Access", "File", "Refusal", "SECURITY_HEADERS", "new_token", "site_files", "style_hash"]
 
-__all__ = ["SECURITY_HEADERS", "Access", "Refusal", "new_token"]
-
+_STYLES = ("uPlot.min.css", "page.css")
+_SCRIPTS = ("uPlot.iife.min.js", "charts.js", "timeline.js", "page.js")
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src '{style}'; img-src 'self' data:; connect-src 'self'; "
     "form-action 'none'; base-uri 'none'; frame-ancestors {ancestors}; require-trusted-types-for 'script'; "
@@ -29,6 +34,39 @@ SECURITY_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+
+
+class File(NamedTuple):
+    """Content served at a path."""
+
+    body: bytes
+    content_type: str
+
+
+@functools.cache
+def site_files() -> dict[str, File]:
+    """By path."""
+    html = _read("index.html").replace("<style></style>", f"<style>{_style()}</style>")
+    script = '"use strict";\n' + "\n".join(map(_read, _SCRIPTS))
+    return {
+        "/": File(html.encode(), "text/html; charset=utf-8"),
+        "/page.js": File(script.encode(), "text/javascript; charset=utf-8"),
+    }
+
+
+@functools.cache
+def style_hash() -> str:
+    """The source that the page's content security policy names: these styles and no others."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(_style().encode()).digest()).decode()
+
+
+@functools.cache
+def _style() -> str:
+    return "\n".join(map(_read, _STYLES))
+
+
+def _read(name: str) -> str:
+    return resources.files("hora.watch").joinpath("site", name).read_text(encoding="utf-8")
 
 
 def new_token() -> str:

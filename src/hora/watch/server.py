@@ -21,9 +21,8 @@ from typing import Any, Protocol
 
 from hora.net.acceptor import Acceptor, Arrival
 from hora.watch import prometheus, view
-from hora.watch.access import Access
+from hora.watch.access import Access, site_files
 from hora.watch.address import Page, answer_caller
-from hora.watch.files import site_files
 from hora.watch.http import (
     MAX_HEAD_BYTES,
     Answer,

@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hora.telemetry import PARTS, Sample
-from hora.watch.lateness import added, lateness
+from hora.watch.lateness import Verdict, added, lateness
 from hora.watch.model import RankState, Run
-from hora.watch.verdict import Verdict
 
 __all__ = ["as_json", "columns", "events", "everything", "head", "lines"]
 

@@ -25,8 +25,8 @@ from typing import Any, Protocol
 
 from hora.launch.environment import variables
 from hora.workers import directory
+from hora.workers.capacity import measure
 from hora.workers.gateway import Gateway, ask
-from hora.workers.machine import measure
 from hora.workers.session import WorkerSession
 
 __all__ = [

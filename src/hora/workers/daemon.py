@@ -77,8 +77,8 @@ def main() -> None:
     """Serve until a client requests the end, or until an hour has passed without workers."""
     from hora.launch.environment import variables
     from hora.launch.job import OutputOptions
+    from hora.workers.capacity import measure
     from hora.workers.directory import publish
-    from hora.workers.machine import measure
     from hora.workers.session import WorkerSession
 
     try:

@@ -15,7 +15,7 @@ import logging
 import os
 import secrets
 
-from hora.net.secret_file import HeldSecret
+from hora.net.keys import HeldSecret
 from hora.workers.gateway import Gateway, server_pid
 
 __all__ = ["Published", "find", "name_of", "publish", "runs"]

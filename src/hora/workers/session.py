@@ -17,9 +17,8 @@ from typing import Any
 
 from hora.launch.controller.output import LogFile, Output
 from hora.launch.job import OutputOptions, WorkerExit
-from hora.workers.backend import GRACE_S, ORDER_VARIABLE, LocalBackend, PlannedWorker, WorkerBackend
+from hora.workers.backend import GRACE_S, ORDER_VARIABLE, LocalBackend, PlannedWorker, Record, WorkerBackend, new_id
 from hora.workers.capacity import Capacity, Refused
-from hora.workers.record import Record, new_id
 
 __all__ = ["WorkerSession"]
 

@@ -1,16 +1,14 @@
 """The small library under the labs: a fit loop and what belongs to it, for one process and for many."""
 
-from hora.workflow.checkpoint import Checkpoints
+from hora.workflow.checkpoint import Checkpoints, seed_everything
 from hora.workflow.fit import fit
 from hora.workflow.history import History
 from hora.workflow.model_file import Feature, ModelFile, load, save
-from hora.workflow.objective import Metric, accuracy
 from hora.workflow.plots import plot_history, plot_weights
 from hora.workflow.progress import Logger, MLflowLog, TensorBoardLog
-from hora.workflow.randomness import seed_everything
 from hora.workflow.sampler import Loaders, ShardSampler, TensorLoader, make_loaders
 from hora.workflow.schedule import EarlyStopping, Schedule
-from hora.workflow.step import Recipe, evaluate
+from hora.workflow.step import Metric, Recipe, accuracy, evaluate
 
 __all__ = [
     "Checkpoints",

@@ -10,23 +10,54 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import random
 import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from hora.files import replaced
 from hora.safe_load import ForeignError, load_torch
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "capture_rng", "restore_rng", "seed_everything"]
 
 _MAGIC = "hora-checkpoint-1"
 _NAME = re.compile(r"^(\d{8})\.ckpt$")
 _UNFINISHED = "unfinished.partial"
 _MAX_HEADER_BYTES = 4096
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def capture_rng() -> dict[str, Any]:
+    """This process's generators, as plain values and tensors, because a checkpoint is loaded without running code."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (str(kind), [int(key) for key in keys], int(position), int(has_gauss), float(gauss)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Put the generators back to where `capture_rng` saw them."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 class Checkpoints:

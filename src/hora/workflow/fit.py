@@ -20,14 +20,13 @@ import torch
 from hora.telemetry.meters import meter
 from hora.torch import elastic
 from hora.torch.elastic.handlers import SnapshotHandler, StateHandler, get_handler_registry
-from hora.workflow import peers, randomness
-from hora.workflow.checkpoint import Checkpoints
+from hora.workflow import peers
+from hora.workflow.checkpoint import Checkpoints, capture_rng, restore_rng
 from hora.workflow.history import History, Tally
-from hora.workflow.objective import Metric, Supervised
 from hora.workflow.progress import Logger, Progress
 from hora.workflow.sampler import Loaders, ShardSampler
 from hora.workflow.schedule import EarlyStopping
-from hora.workflow.step import Recipe, Stepper, score_all
+from hora.workflow.step import Metric, Recipe, Stepper, Supervised, score_all
 
 __all__ = ["fit"]
 
@@ -128,7 +127,7 @@ class _Run:
             self._tell(epoch, record, loggers)
             if self.early_stopping is not None:
                 self.stopped = self.early_stopping.should_stop(record, self.model)
-            self._save(epoch + 1, 0, None, randomness.capture())
+            self._save(epoch + 1, 0, None, capture_rng())
         if self.early_stopping is not None:
             self.early_stopping.finish(self.model)
         return self.history
@@ -200,8 +199,8 @@ class _Run:
         """The batches of each remaining step; after a resume in mid-epoch the loader is wound forward to its place."""
         midway, self.midway = self.midway, None
         if midway is not None:
-            randomness.restore(midway["rng_at_start"])
-        rng_at_start = randomness.capture()
+            restore_rng(midway["rng_at_start"])
+        rng_at_start = capture_rng()
         chunks = _chunked(self.loaders.train, self.stepper.recipe.accumulate)
         if midway is not None:
             for _ in range(self.steps_done):
@@ -209,7 +208,7 @@ class _Run:
             tally.load_state_dict(midway["tally"])
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(midway["buffers"][name])
-            randomness.restore(midway["rng"])
+            restore_rng(midway["rng"])
         return chunks, rng_at_start
 
     def _set_learning_rate(self, epoch: float) -> None:
@@ -224,7 +223,7 @@ class _Run:
         """Write a checkpoint of the place (epoch, step). Collective: every rank's generators and sums go into it."""
         if self.checkpoints is None:
             return
-        mine: dict[str, Any] = {"rng": randomness.capture(), "rng_at_start": rng_at_start}
+        mine: dict[str, Any] = {"rng": capture_rng(), "rng_at_start": rng_at_start}
         if tally is not None:  # within an epoch each rank has sums and running statistics of its own
             buffers = {name: buffer.cpu() for name, buffer in self.model.named_buffers()}
             mine |= {"tally": tally.state_dict(), "buffers": buffers}
@@ -285,7 +284,7 @@ class _Run:
             return
         mine = ranks[peers.rank()]
         if state["step"] == 0:
-            randomness.restore(mine["rng"])
+            restore_rng(mine["rng"])
             return
         self.steps_done, self.seconds_before, self.midway = state["step"], state["seconds"], mine
 
@@ -359,7 +358,7 @@ class _ElasticRun(_Run):
                 state.stopped = self.stopped = self.early_stopping.should_stop(record, self.model)
             state.history = json.dumps(self.history.records)
             state.epoch, state.rows = state.epoch + 1, 0
-            self._save(state.epoch, 0, None, randomness.capture())
+            self._save(state.epoch, 0, None, capture_rng())
             state.commit()
 
     def _tally(self, epoch: int) -> Tally:
@@ -370,7 +369,7 @@ class _ElasticRun(_Run):
 
     def _chunks(self, tally: Tally) -> tuple[Iterator[list[Any]], dict[str, Any]]:
         self.sampler.num_done = self.rows_before = self.state.rows
-        return _chunked(self.loaders.train, self.stepper.recipe.accumulate), randomness.capture()
+        return _chunked(self.loaders.train, self.stepper.recipe.accumulate), capture_rng()
 
     def _share_done(self, step: int) -> float:
         return float(self.state.rows / self.sampler.num_rows)

@@ -4,17 +4,17 @@ import functools
 
 import keras
 
-from hora.keras.load import load_model as _load_model
 from hora.keras.names import *
 from hora.keras.names import __all__ as _names
 from hora.keras.optimizer import keras_backend
+from hora.keras.optimizer import load_model as _load_model
 from horovod.keras import callbacks, elastic
 
 if keras_backend() == "torch":
     from hora.torch import init
     from hora.torch.compression import Compression
 else:
-    from hora.tensorflow.basics import init
+    from hora.tensorflow.bridge import init
     from hora.tensorflow.compression import Compression  # type: ignore[assignment]
 
 __all__ = [*_names, "Compression", "callbacks", "elastic", "init", "load_model"]

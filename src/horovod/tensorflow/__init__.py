@@ -10,7 +10,7 @@ from hora.keras import tensorflow_names
 from hora.keras.tensorflow_names import DistributedOptimizer, PartialDistributedOptimizer
 from hora.tensorflow import *
 from hora.tensorflow import __all__ as _names
-from hora.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+from hora.tensorflow.gradients import DistributedGradientTape, PartialDistributedGradientTape
 from horovod.tensorflow import compression, elastic, functions, mpi_ops, util  # type: ignore[attr-defined]
 
 __all__ = [

@@ -1,4 +1,4 @@
-/* The records of one direction (`Records` of net/cipher.py), one at a time: the same bytes, by the libcrypto that Python uses
+/* The records of one direction (`Records` of net/noise.py), one at a time: the same bytes, by the libcrypto that Python uses
  * itself, whose functions `stream.py` has looked up. Included by native.c alone.
  */
 enum { TAG_BYTES = 16, GET_TAG = 0x10, SET_TAG = 0x11 }; /* EVP_CTRL_AEAD_... */

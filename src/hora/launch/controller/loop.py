@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from hora.errors import JobFailedError, StartTimeoutError
@@ -38,8 +40,6 @@ from hora.launch.controller.policy import (
     provisional,
 )
 from hora.launch.controller.rendezvous import ErrorReport
-from hora.launch.controller.report import job_failed, signal_text
-from hora.launch.controller.signals import ended_by_signals
 from hora.launch.job import Job, JobResult, Launcher, LeadershipLostError, Succession, WorkerExit
 from hora.launch.slots import HostInfo, Slot
 from hora.world import World
@@ -47,14 +47,108 @@ from hora.world import World
 if TYPE_CHECKING:
     from hora.launch.controller.hosts import ElasticSpec, Hosts  # jobs that never change size start faster without
 
-__all__ = ["run_job"]
+__all__ = ["Signals", "ended_by_signals", "job_failed", "run_job", "signal_text"]
 
+
+_TAIL_LINES = 30
 _LOADING_LIMIT_S = 120.0  # torch, from a slow network disk
 _PING_S = 1.0
 _ANSWER_S = 3.0  # without an answer for so long a worker counts as silent
 _STUCK_GRACE_S = 1.0
-_LEAVE = 4  # the kind of change in the notice to ranks (`hora.torch.elastic.notification` has the others)
+_LEAVE = 4  # the kind of change in the notice to ranks (`hora.torch.elastic.state` has the others)
 _ENDED = 128 + signal.SIGTERM
+
+
+def signal_text(code: int) -> str:
+    """A death by signal, in words; empty for other exit codes."""
+    try:
+        name = signal.Signals(code - 128).name
+    except ValueError:
+        return ""
+    hint = "; if nobody sent it, the machine has probably run out of memory" if name == "SIGKILL" else ""
+    return f"killed by {name}{hint}"
+
+
+def job_failed(
+    failure: Failure, *, name: str, rank: int | None, preface: str, report: ErrorReport | None, tail: str, shown: bool
+) -> JobFailedError:
+    """Return the exception for the caller. `name`: the process's; `tail`: the end of its output.
+
+    `shown`: the console has the output already, so that the message repeats its last line alone.
+    """
+    message = _message(name, failure, report, tail.rstrip().splitlines()[-1 if shown else -_TAIL_LINES :])
+    error = JobFailedError(
+        f"{preface}\n{message}" if preface else message,
+        rank=rank,
+        exit_code=failure.code,
+        remote_traceback=report.traceback if report else None,
+        log_tail=tail,
+    )
+    error.__cause__ = _cause(report)
+    return error
+
+
+def _message(name: str, failure: Failure, report: ErrorReport | None, tail: list[str]) -> str:
+    """Compose the message about the process that failed first."""
+    parts = [
+        "Horovod detected that one or more processes exited with non-zero status. The first one to fail was:",
+        f"Process name: {name}",
+        f"Exit code: {failure.code}",
+    ]
+    if failure.reason and report is None:
+        parts.append(f"Reason: {failure.reason}")
+    if report is not None:
+        parts.append(f"What it raised:\n{report.traceback.rstrip()}")
+    elif tail:
+        title = "The last line of its output" if len(tail) == 1 else "The end of its output"
+        parts.append(f"{title}:\n" + "\n".join(f"  {line}" for line in tail))
+    return "\n".join(parts) + "\n"
+
+
+def _cause(report: ErrorReport | None) -> BaseException | None:
+    """The worker's own exception: of a function that the caller sent there, and so trusts. Commands report none."""
+    if report is None or not report.pickled:
+        return None
+    import cloudpickle
+
+    try:
+        found = cloudpickle.loads(report.pickled)
+    except Exception as error:  # the class is the user's: its constructor may do anything
+        found = RuntimeError(f"{report.type_name}: {report.message} (it cannot be rebuilt here: {error})")
+    return found if isinstance(found, BaseException) else None
+
+
+class Signals:
+    """`first`: called, in the signal handler, instead of ending everything when the first SIGTERM comes."""
+
+    first: Callable[[], None] | None = None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        first, self.first = self.first, None
+        if number != signal.SIGTERM or first is None:
+            raise SystemExit(128 + number)
+        first()
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[Signals]:
+    """Within it, SIGTERM and SIGHUP raise SystemExit (128 + signal) in the main thread.
+
+    Handlers that the program has installed itself stay, and elsewhere than in the main thread nothing
+    changes. There the default applies: the process dies, and the agents of its workers notice.
+    """
+    signals = Signals()
+    if threading.current_thread() is not threading.main_thread():
+        yield signals
+        return
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, signals.handle)
+    try:
+        yield signals
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def run_job(job: Job, launcher: Launcher, elastic: ElasticSpec | None = None) -> JobResult:

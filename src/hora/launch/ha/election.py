@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from hora.launch.agent.agent import LEFT
 from hora.launch.controller.agents import wait_or_kill
-from hora.launch.controller.signals import ended_by_signals
+from hora.launch.controller.loop import ended_by_signals
 from hora.launch.environment import module_command
 from hora.launch.ha.authenticated import AuthenticatedStore
 from hora.launch.ha.leadership import Leadership, Over, View, next_step, open_store

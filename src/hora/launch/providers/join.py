@@ -21,7 +21,7 @@ from hora.launch.providers.platforms import Machine, find_place
 from hora.launch.providers.slurm import allocation, start_agents
 from hora.launch.slots import HostInfo, NodeSpec
 from hora.net import address
-from hora.net.secret_file import read_secret_file
+from hora.net.keys import read_secret_file
 from hora.net.wire import new_secret
 
 if TYPE_CHECKING:

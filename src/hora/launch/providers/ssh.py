@@ -21,7 +21,7 @@ from typing import Any
 
 from hora.launch.agent.protocol import Join
 from hora.launch.controller.agents import AgentHandle, Agents, credentials, end_starter, start_agent
-from hora.launch.controller.signals import ended_by_signals
+from hora.launch.controller.loop import ended_by_signals
 from hora.launch.environment import module_command
 from hora.net import address
 from hora.net.session import SessionPeer

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hora.workflow.objective import Scored
+from hora.workflow.step import Scored
 
 __all__ = ["LabelColumns", "Minibatch", "split_columns", "weighted_loss", "weighted_loss_fn"]
 

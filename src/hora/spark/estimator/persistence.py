@@ -10,25 +10,119 @@ kept: they belong to the place where a training runs, not to the model.
 from __future__ import annotations
 
 import base64
+import io
 import json
+import pickle
+import sys
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, NoReturn
 
 import cloudpickle
 import torch
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
+from pyspark.sql import types as spark_types
 
 from hora.config import trusts_files
 from hora.launch.providers.spark.cluster import connect_session
-from hora.spark.estimator import unpickling
+from hora.safe_load import ForeignError, Name, Vocabulary, load_pickle, load_torch
 from hora.spark.estimator.packing import ModelAndOptimizer, is_script, pack_model, unpack_model
 
-__all__ = ["ParamsReadable", "ParamsReader", "ParamsWritable", "ParamsWriter", "serialize_param"]
+__all__ = [
+    "ParamsReadable",
+    "ParamsReader",
+    "ParamsWritable",
+    "ParamsWriter",
+    "Rename",
+    "load",
+    "load_checkpoint",
+    "refuse",
+    "serialize_param",
+]
 
+Rename = Callable[[str, str], Name]
+
+_CLASSES: dict[str, type] = {
+    "torch.nn.": torch.nn.Module,
+    "torch.optim.": torch.optim.Optimizer,
+    "pyspark.sql.types.": spark_types.DataType,
+}
+_NOT_DATA = ("torch.nn.parallel.",)  # their instances open connections
+_FUNCTIONS = {"torch.nn.functional": torch.nn.functional, "torch._C._nn": torch._C._nn}
+_PICKLED_NAMES = ("hora.spark.estimator.packing", "hora.spark.estimator.persistence")  # where it is, and where it was
 _NOT_KEPT = ("store", "backend")
 _OLD_PACKAGE = "hora.estimator."  # where these classes were when the first files were written
 _PACKAGE = "hora.spark.estimator."
+
+
+def load(data: bytes, *, what: str, rename: Rename, trusted: bool = False) -> Any:
+    """The object in this pickle. ValueError, which names it as `what`, if it needs trust that it does not have."""
+    try:
+        return load_pickle(data, _vocabulary(rename)).plain()
+    except ForeignError as error:
+        if not (trusted or trusts_files()):
+            refuse(what, str(error))
+    return _Trusting(data, rename).load()
+
+
+def load_checkpoint(data: bytes, *, what: str, without: Sequence[str] = ()) -> dict[str, Any]:
+    """A checkpoint that `torch.save` wrote, without these keys. ValueError, which names it as `what`, if it is none."""
+    try:
+        content: dict[str, Any] = load_torch(data).without(*without).plain()
+    except ForeignError as error:
+        refuse(what, str(error))
+    except ValueError as error:
+        raise ValueError(f"{what} cannot be read: {error}") from error
+    return content
+
+
+def refuse(what: str, held: str) -> NoReturn:
+    """ValueError for a file that can run code."""
+    raise ValueError(
+        f"{what} holds {held}, and reading it can run any code of its author. If you trust the file, load it with "
+        "trusted=True or set HORA_TRUST_FILES=1 (without HORA_STRICT=1). A class of your own that is harmless can be "
+        "declared so with torch.serialization.add_safe_globals (torch 2.4 and newer)"
+    )
+
+
+class _Trusting(pickle.Unpickler):
+    def __init__(self, data: bytes, rename: Rename) -> None:
+        super().__init__(io.BytesIO(data))
+        self._rename = rename
+
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class(*self._rename(module, name))
+
+
+def _vocabulary(rename: Rename) -> Vocabulary:
+    return Vocabulary(instance_class=_instance_class, value=_function, rename=rename)
+
+
+def _instance_class(module: str, name: str) -> type | None:
+    """A layer, an optimizer or a type, where torch and Spark define them."""
+    if module in _PICKLED_NAMES and name == ModelAndOptimizer.__name__:
+        return ModelAndOptimizer
+    if module.startswith(_NOT_DATA):
+        return None
+    for prefix, base in _CLASSES.items():
+        if f"{module}.".startswith(prefix):
+            found = _attribute(module, name)
+            if isinstance(found, type) and issubclass(found, base) and f"{found.__module__}.".startswith(prefix):
+                return found
+    return None
+
+
+def _function(module: str, name: str) -> Any:
+    """A loss, as torch defines it."""
+    found = getattr(_FUNCTIONS.get(module), name, None)
+    known = isinstance(found, FunctionType | BuiltinFunctionType) and found.__module__ in _FUNCTIONS
+    return found if known else None
+
+
+def _attribute(module: str, name: str) -> Any:
+    """A name of a module that is imported already: a file imports nothing."""
+    return getattr(sys.modules.get(module), name, None) if "." not in name else None
 
 
 class ParamsWriter(MLWriter):
@@ -122,10 +216,10 @@ def _name(kind: type) -> str:
 def _loaded(data: bytes, path: str, *, trusted: bool = False) -> dict[str, Any]:
     """The parameters in a saved file. ValueError for one that can run code and is not trusted."""
 
-    def load(pickled: bytes) -> Any:
-        return unpickling.load(pickled, what=path, rename=_found_now, trusted=trusted)
+    def read(pickled: bytes) -> Any:
+        return load(pickled, what=path, rename=_found_now, trusted=trusted)
 
-    values: dict[str, Any] = load(data)
+    values: dict[str, Any] = read(data)
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no parameters")
     model = values.get("model")
@@ -133,11 +227,11 @@ def _loaded(data: bytes, path: str, *, trusted: bool = False) -> dict[str, Any]:
     if not isinstance(packed, bytes | None):
         raise ValueError(f"{path} holds a model that is not made of bytes")
     if packed is not None and is_script(packed) and not (trusted or trusts_files()):
-        unpickling.refuse(path, "a model of TorchScript")
+        refuse(path, "a model of TorchScript")
     if isinstance(model, ModelAndOptimizer):
-        values["model"], values["optimizer"] = model.unpack(load=load)
+        values["model"], values["optimizer"] = model.unpack(load=read)
     elif packed is not None:
-        values["model"] = unpack_model(packed, load=load)
+        values["model"] = unpack_model(packed, load=read)
     if "output_cols" in values:  # its name in the first files
         values["outputCols"] = values.pop("output_cols")
     return values

@@ -13,9 +13,9 @@ from hora.spark.estimator.base import HorovodEstimator
 from hora.spark.estimator.dataset import Dataset
 from hora.spark.estimator.packing import ModelAndOptimizer
 from hora.spark.estimator.params import ESTIMATOR, check_plain_training, check_torch_values, check_values, signature_of
+from hora.spark.estimator.persistence import load_checkpoint
 from hora.spark.estimator.torch_model import TorchModel
 from hora.spark.estimator.training import TrainingResult, TrainingSpec, train
-from hora.spark.estimator.unpickling import load_checkpoint
 
 __all__ = ["TorchEstimator"]
 

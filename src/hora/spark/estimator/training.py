@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import hora.torch as hvd
-from hora.data.transformation import Transformation
+from hora.data.shard import Transformation
 from hora.spark.estimator.data_module import ParquetDataModule
 from hora.spark.estimator.dataset import Dataset
 from hora.spark.estimator.objective import LabelColumns, Minibatch, split_columns
@@ -29,8 +29,7 @@ from hora.spark.estimator.store import RemoteStore, Store
 from hora.torch.elastic.loop import is_elastic
 from hora.workflow.fit import register_handlers
 from hora.workflow.history import Tally
-from hora.workflow.objective import Scored
-from hora.workflow.step import Recipe, Stepper, score_all
+from hora.workflow.step import Recipe, Scored, Stepper, score_all
 
 __all__ = [
     "TrainingPosition",

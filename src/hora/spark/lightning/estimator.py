@@ -24,8 +24,8 @@ from hora.spark.estimator.params import (
     signature_of,
     with_params,
 )
+from hora.spark.estimator.persistence import load_checkpoint
 from hora.spark.estimator.torch_model import TorchModel as _TorchModel
-from hora.spark.estimator.unpickling import load_checkpoint
 from hora.spark.lightning.module import to_lightning_module
 from hora.spark.lightning.package import default_package, package_of
 from hora.spark.lightning.training import LightningResult, LightningSpec, train

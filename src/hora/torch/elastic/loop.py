@@ -18,8 +18,7 @@ from typing import Any
 from hora import engine
 from hora.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hora.torch import basics
-from hora.torch.elastic.notification import notification_manager
-from hora.torch.elastic.state import State
+from hora.torch.elastic.state import State, notification_manager
 
 __all__ = ["is_elastic", "run", "run_fn"]
 

@@ -17,6 +17,7 @@ from hora.safe_load import load_torch
 from hora.torch.basics import rank
 from hora.torch.elastic.durable import DurableCommits
 from hora.torch.elastic.handlers import (
+    ElasticSampler,
     GeneratorStateHandler,
     ModelStateHandler,
     OptimizerStateHandler,
@@ -25,7 +26,6 @@ from hora.torch.elastic.handlers import (
     handler_for,
 )
 from hora.torch.elastic.last_step import LastStep, copied
-from hora.torch.elastic.sampler import ElasticSampler
 from hora.torch.elastic.state import ObjectState
 from hora.torch.functions import allgather_object, broadcast_object
 from hora.torch.ops import allgather, allreduce_, barrier

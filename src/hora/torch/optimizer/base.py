@@ -9,6 +9,7 @@ the Adasum one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import time
 import warnings
@@ -22,7 +23,7 @@ import torch
 from hora import engine
 from hora.engine.request import Reduce, ReduceOp
 from hora.telemetry.meters import meter
-from hora.torch.optimizer.finite import check_finite
+from hora.torch.norms import check_finite
 from hora.torch.optimizer.order import AgreedOrder, BucketOrder
 from hora.torch.optimizer.parameters import unnamed
 from hora.torch.optimizer.per_parameter import PerParameterReducer
@@ -30,9 +31,33 @@ from hora.torch.optimizer.reducer import ReduceOptions, Reducer
 from hora.torch.plan import CompressionPlanner
 from hora.torch.process_sets import ProcessSet, global_process_set
 
-__all__ = ["SliceNorm", "StepState", "StepWatcher", "bare_copy", "optimizers_of", "takes_part"]
+__all__ = [
+    "SliceNorm",
+    "StepState",
+    "StepWatcher",
+    "bare_copy",
+    "optimizers_of",
+    "reduce_before_unscaling",
+    "takes_part",
+]
 
 _LOOK_S = 50e-6  # between two looks at a GPU
+
+
+def reduce_before_unscaling() -> None:
+    """Let every `torch.amp.GradScaler` reduce the gradients of a distributed optimizer first. Idempotent."""
+    unscale = torch.amp.GradScaler.unscale_
+    if getattr(unscale, "reduces_first", False):
+        return
+
+    @functools.wraps(unscale)
+    def unscale_(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(optimizer, _DistributedOptimizer):
+            optimizer._make_whole()  # for a scaler that is disabled too: what follows is clipping
+        unscale(self, optimizer)
+
+    unscale_.reduces_first = True  # type: ignore[attr-defined]
+    torch.amp.GradScaler.unscale_ = unscale_  # type: ignore[method-assign]
 
 
 class SliceNorm(NamedTuple):

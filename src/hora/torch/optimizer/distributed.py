@@ -2,24 +2,127 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from hora import engine
-from hora.engine.request import ReduceOp
+from hora.engine.request import Kind, Reduce, ReduceOp
 from hora.torch.compression import Compression, Compressor, PowerSGD
-from hora.torch.optimizer.base import _DistributedOptimizer, bare_copy, takes_part
-from hora.torch.optimizer.grad_scaler import reduce_before_unscaling
+from hora.torch.norms import scale_all, total_norm
+from hora.torch.optimizer.base import (
+    StepState,
+    _DistributedOptimizer,
+    bare_copy,
+    optimizers_of,
+    reduce_before_unscaling,
+    takes_part,
+)
 from hora.torch.optimizer.order import in_common_order
 from hora.torch.optimizer.parameters import parameter_groups, parameter_names
 from hora.torch.optimizer.powersgd import PowerSGDMemory
 from hora.torch.optimizer.reducer import ReduceOptions
 from hora.torch.process_sets import ProcessSet, global_process_set
 
-__all__ = ["DistributedOptimizer", "of_class"]
+__all__ = ["DeltaOptimizer", "DistributedOptimizer", "clip_grad_norm_", "of_class"]
+
+
+class DeltaOptimizer(_DistributedOptimizer):
+    """Mixed in before the user's optimizer class, like the class it extends."""
+
+    _deltas: dict[torch.Tensor, tuple[int, Any]]
+    _states_before: dict[torch.Tensor, dict[str, Any]]  # this step's, if it may have to be taken back
+
+    def _register_hooks(self) -> None:
+        self._deltas, self._states_before = {}, {}
+        super()._register_hooks()
+        for parameter in self._hooked:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _start_over(self) -> None:
+        super()._start_over()
+        self._deltas, self._states_before = {}, {}
+        self._reducer = self
+        self._bucket_order.possible = False
+
+    def ready(self, parameter: torch.Tensor) -> None:
+        """Step `parameter` alone and start reducing its change; the parameter itself is put back."""
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if self._watcher is not None:
+            self._states_before[parameter] = _copied(self.state.get(parameter, {}))
+        group = next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
+        with torch.no_grad():
+            start = parameter.clone()
+            groups = self.param_groups
+            self.param_groups = [{**group, "params": [parameter]}]
+            try:
+                self._base_step()
+            finally:
+                self.param_groups = groups
+            delta = (parameter - start).contiguous()
+            parameter.copy_(start)
+        wire, context = self._options.compression.compress(delta)
+        name, reduce = self._parameter_names[parameter], Reduce(ReduceOp.ADASUM)
+        handle = engine.current_runtime().submit(Kind.ALLREDUCE, [wire], outputs=[wire], name=name, reduce=reduce)
+        self._deltas[parameter] = (handle, context)
+
+    def finish(self) -> None:
+        """Wait for the reduced changes, and apply them when all are there."""
+        deltas, self._deltas = self._deltas, {}
+        runtime = engine.current_runtime()
+        reduced = {parameter: runtime.synchronize(handle)[0] for parameter, (handle, _) in deltas.items()}
+        if self._watcher is not None:
+            self._await_devices()
+        with torch.no_grad():
+            for parameter, (_, context) in deltas.items():
+                parameter.add_(self._options.compression.decompress(reduced[parameter], context))
+        self._states_before = {}
+        self._tell_step_ended()
+
+    def discard_step(self) -> None:
+        """The base one; and the state that was changed while backward ran is as it was before."""
+        super().discard_step()
+        before, self._states_before, self._deltas = self._states_before, {}, {}
+        for parameter, state in before.items():
+            self.state[parameter] = state
+
+    def note_missing(self) -> None:
+        """Nothing to arrange: changes travel one by one."""
+
+    def synchronize(self) -> None:
+        """Nothing to do: the changes are reduced by `step`."""
+
+    def _make_whole(self) -> None:
+        raise ValueError(
+            "with op=Adasum every parameter is stepped while backward runs, so its gradient can be neither unscaled "
+            "nor clipped afterwards; use op=Average"
+        )
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        raise AssertionError("skipping synchronization is not supported when using the Adasum optimizer")
+        yield
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Evaluate the closure, wait for all ranks' changes and apply them."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        super().synchronize()
+        self._step = StepState()
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
 def DistributedOptimizer(
@@ -104,8 +207,6 @@ def _kind_of_optimizer(
             raise NotImplementedError("Adasum does not support non-global process sets yet")
         world = engine.current_runtime().world
         if world.size > 1 or world.elastic:
-            from hora.torch.optimizer.adasum import DeltaOptimizer
-
             return DeltaOptimizer
     return _DistributedOptimizer
 
@@ -115,3 +216,48 @@ def of_class(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
     base = type(optimizer)
     names = {"__module__": "horovod.torch.optimizer", "__qualname__": base.__qualname__, "_base_class": base}
     return bare_copy(optimizer, type(base.__name__, (mixin, base), names))
+
+
+def clip_grad_norm_(
+    parameters: torch.optim.Optimizer | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale the gradients so that their total norm is at most `max_norm`; returns the norm before.
+
+    `parameters` may be an optimizer. Gradients that a `DistributedOptimizer` has still to reduce are reduced first, and
+    the following `step()` does not reduce them again. `foreach` is torch's, and decided here.
+    """
+    if isinstance(parameters, torch.optim.Optimizer):
+        parameters = [p for group in parameters.param_groups for p in group["params"]]
+    elif isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    parameters = list(parameters)
+    owners = optimizers_of(parameters)
+    norm_type = float(norm_type)
+    norms: list[torch.Tensor] = []
+    plain = parameters
+    scalers: list[Callable[[torch.Tensor], None]] = []
+    for owner in owners:
+        owner._prepare_to_clip()
+        sharded = owner._shard_norm(parameters, norm_type)
+        if sharded is not None:
+            norms.append(sharded.norm)
+            scalers.append(sharded.scale)
+            plain = [p for p in plain if p not in sharded.parameters]
+    gradients = [p.grad.detach() for p in plain if p.grad is not None]
+    if gradients or not norms:
+        norms.append(total_norm(gradients, norm_type))
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+            "clipped"
+        )
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    scale_all(gradients, factor)
+    for scale in scalers:
+        scale(factor)
+    return total

@@ -27,9 +27,8 @@ from hora.engine.request import Kind, Reduce, ReduceOp
 from hora.errors import HorovodInternalError
 from hora.torch.compression import Compression, Compressor, PowerSGD, code_for, described, keeps_losses
 from hora.torch.functions import allgather_object
-from hora.torch.optimizer.base import StepState, _DistributedOptimizer
+from hora.torch.optimizer.base import StepState, _DistributedOptimizer, reduce_before_unscaling
 from hora.torch.optimizer.distributed import of_class
-from hora.torch.optimizer.grad_scaler import reduce_before_unscaling
 from hora.torch.optimizer.order import new_number
 from hora.torch.optimizer.parameters import parameter_names
 from hora.torch.optimizer.powersgd import working_dtype

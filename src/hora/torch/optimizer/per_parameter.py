@@ -208,7 +208,7 @@ class PerParameterReducer:
 
 
 def _submit_sparse(parameter: Parameter, name: str, options: ReduceOptions) -> Callable[[], None]:
-    from hora.torch.sparse import sparse_allreduce_async  # only models with sparse gradients need it
+    from hora.torch.ops import sparse_allreduce_async  # only models with sparse gradients need it
 
     gradient = parameter.grad
     assert gradient is not None, name

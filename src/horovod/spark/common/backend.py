@@ -1,5 +1,5 @@
 """Backends under Horovod's name. Re-exports only."""
 
-from hora.spark.estimator.backend import Backend, SparkBackend, default_num_proc
+from hora.spark.estimator.base import Backend, SparkBackend, default_num_proc
 
 __all__ = ["Backend", "SparkBackend", "default_num_proc"]

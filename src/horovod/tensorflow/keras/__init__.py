@@ -4,10 +4,10 @@ import functools
 
 import tensorflow as tf
 
-from hora.keras.load import load_model as _load_model
 from hora.keras.names import *
 from hora.keras.names import __all__ as _names
-from hora.tensorflow.basics import init
+from hora.keras.optimizer import load_model as _load_model
+from hora.tensorflow.bridge import init
 from hora.tensorflow.compression import Compression
 from horovod.tensorflow.keras import callbacks, elastic
 

@@ -18,7 +18,7 @@ from hora.launch.providers.spark.cluster import check_protection, driver_address
 from hora.launch.providers.spark.placement import TaskPlace
 from hora.launch.providers.spark.stage import SparkStage
 from hora.launch.providers.spark.task import SparkTask
-from hora.net.secret_file import HeldSecret
+from hora.net.keys import HeldSecret
 from hora.net.session import SessionPeer
 from hora.net.wire import new_secret
 

@@ -40,7 +40,7 @@ from hora.launch.controller.output import Tail
 from hora.launch.environment import first_variables, variables
 from hora.launch.providers.spark import warm_pool
 from hora.net.connection import Connection, connect
-from hora.net.secret_file import read_held_secret
+from hora.net.keys import read_held_secret
 from hora.net.session import ClientSession
 from hora.version import version
 
