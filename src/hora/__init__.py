@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hora.launch.distributed import distributed
-    from hora.launch.run import run
+    from hora.launch.run import distributed, run
     from hora.telemetry import report
     from hora.torch.plan import plan
 
@@ -21,7 +20,7 @@ def __getattr__(name: str) -> Any:
 
         return run
     if name == "distributed":
-        from hora.launch.distributed import distributed
+        from hora.launch.run import distributed
 
         return distributed
     if name == "report":

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from hora import slurm
 
 __all__ = [
     "PLAN_JOB",
@@ -22,10 +21,14 @@ __all__ = [
     "World",
     "keep_secret",
     "master_address",
+    "slurm_nodes",
     "place_variables",
+    "slurm_counts",
     "user_secret_file",
 ]
 
+_GROUP = re.compile(r"\[([^\[\]]*)\]")
+_MAX_NODES = 1_000_000
 # The meeting place of a program that starts its ranks itself: its name, and the key under which its current plan's
 # number is.
 PLAN_JOB, PLAN_KEY = "a plan of the program's own", "hora/plan"
@@ -43,6 +46,39 @@ _FOREIGN = (
     ("pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
+
+
+def slurm_counts(text: str) -> list[int]:
+    """`2(x3),1` is 2, 2, 2, 1: how many tasks each node has, in the order of the node list. Empty for no text."""
+    counts: list[int] = []
+    for entry in filter(None, text.split(",")):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
+        repeat = int(found[2] or 1) if found else 0
+        if found is None or len(counts) + repeat > _MAX_NODES:
+            raise ValueError(f"tasks per node must look like 2(x3),1 but are {text[:200]!r}")
+        counts += [int(found[1])] * repeat
+    return counts
+
+
+def slurm_nodes(text: str) -> list[str]:
+    """Every node of a node list, in order: `r[1-2]n[01-03]-ib,login1` has seven."""
+    names: list[str] = []
+    for entry in filter(None, re.split(r",(?![^\[]*\])", text)):
+        parts = _GROUP.split(entry.strip())  # text, numbers, text, numbers, …, text
+        choices = [_numbers(part, text) if odd % 2 else [part] for odd, part in enumerate(parts)]
+        names += itertools.islice(("".join(choice) for choice in itertools.product(*choices)), _MAX_NODES)
+    return names
+
+
+def _numbers(text: str, whole: str) -> list[str]:
+    found: list[str] = []
+    for entry in text.split(","):
+        low, dash, high = entry.partition("-")
+        high = high if dash else low
+        if not (low.isdecimal() and high.isdecimal() and int(low) <= int(high) < int(low) + _MAX_NODES):
+            raise ValueError(f"a node list must look like tux[001-003,010],login1 but is {whole[:200]!r}")
+        found += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +343,7 @@ def _slurm_place(env: Mapping[str, str], rank: int, size: int) -> tuple[int, int
     """Local rank and size, cross rank and size. What runs on each node is in the tasks per node, in the order of the
     node list; `SLURM_NTASKS_PER_NODE` is only the limit that the user asked for."""
     text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(size)
-    counts = slurm.tasks_per_node(text)
+    counts = slurm_counts(text)
     if sum(counts) != size:
         raise ValueError(f"the Slurm variables disagree: {size} tasks, but {text!r} tasks per node")
     ends = list(itertools.accumulate(counts))  # the default distribution: blocks of ranks
@@ -341,7 +377,7 @@ def _tcp_endpoint(env: Mapping[str, str], launcher: str, *, one_host: bool) -> R
     )
     if launcher == "slurm" and job:
         nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or ""
-        address = next(iter(slurm.node_names(nodelist)), "127.0.0.1")
+        address = next(iter(slurm_nodes(nodelist)), "127.0.0.1")
     elif job and one_host:
         address = "127.0.0.1"
     else:

@@ -320,7 +320,7 @@ def models() -> Target:
 
 def hosts() -> Target:
     """`-H`, a hostfile, and what a discovery script prints. No name may look like an option of ssh."""
-    from hora.launch.controller.discovery import parse_discovered
+    from hora.launch.controller.hosts import parse_discovered
     from hora.launch.slots import parse_host_files, parse_hosts
 
     read_file = _in_a_file(parse_host_files)

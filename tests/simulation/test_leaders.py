@@ -32,12 +32,11 @@ from simulator import Link, Message, Network, Simulation, VirtualServer, played
 from hora.launch.agent.protocol import Bye, Start
 from hora.launch.controller import agents
 from hora.launch.controller.agents import Agents
-from hora.launch.ha import election, following, leadership
-from hora.launch.ha.authenticated import AuthenticatedStore
-from hora.launch.ha.election import ElectionLoop
+from hora.launch.ha import following, leadership
 from hora.launch.ha.etcd import Etcd as EtcdStore
 from hora.launch.ha.following import LeaderLink
-from hora.launch.ha.leadership import Leadership
+from hora.launch.ha.leadership import ElectionLoop, Leadership
+from hora.launch.ha.store import AuthenticatedStore
 from hora.launch.job import LeadershipLostError
 from hora.launch.slots import NodeSpec
 from hora.net import session
@@ -387,8 +386,7 @@ class Run:
         relay = SimpleNamespace(set_target=lambda where: None, close=lambda: None, name="here")
         common = {"time": times, "threading": threads}
         replaced: dict[Any, dict[str, Any]] = {
-            election: common | {"ended_by_signals": lambda: contextlib.nullcontext(SimpleNamespace(first=None))},
-            leadership: common,
+            leadership: common | {"ended_by_signals": lambda: contextlib.nullcontext(SimpleNamespace(first=None))},
             session: common,
             agents: common | {"queue": queues, "Server": LeadersServer},
             following: common

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hora.launch.ha.relay import Relay
+from hora.launch.ha.following import Relay
 from hora.net import acceptor, sockets
 from hora.net.connection import connect
 from hora.net.server import Peer, Server
@@ -184,7 +184,6 @@ def test_one_place_accepts_connections():
         ("hora/net/server.py", "sockets"),
         ("hora/watch/address.py", "sockets"),
         ("hora/launch/ha/following.py", "sockets"),  # its relay answers there
-        ("hora/launch/ha/relay.py", "sockets"),
         ("hora/cli/doctor/probe.py", "sockets"),
         ("hora/workers/capacity.py", "sockets"),  # a claim, at which nothing is accepted
     }

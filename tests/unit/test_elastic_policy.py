@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from hora.launch.controller.discovery import parse_discovered
 from hora.launch.controller.elastic_policy import (
     ADDED,
     NEWCOMER_BATCH_WAIT_S,
@@ -20,7 +19,7 @@ from hora.launch.controller.elastic_policy import (
     Start,
     WriteOff,
 )
-from hora.launch.controller.hosts import Blacklist, ElasticSpec, Hosts
+from hora.launch.controller.hosts import Blacklist, ElasticSpec, Hosts, parse_discovered
 from hora.launch.controller.policy import (
     LINGER_LIMIT_S,
     Begin,

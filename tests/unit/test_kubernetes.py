@@ -8,10 +8,9 @@ import pytest
 import yaml
 
 from hora.cli import kubernetes as command
-from hora.launch.flags import About, build_parser
-from hora.launch.options import Options
+from hora.launch.options import About, Options, build_parser
+from hora.launch.providers.join import Machine, find_place
 from hora.launch.providers.kubernetes import KINDS, Request, manifests, secret_command
-from hora.launch.providers.platforms import Machine, find_place
 
 models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
 

@@ -11,7 +11,7 @@ import pytest
 
 SRC = Path(__file__).parents[2] / "src"
 HORA = SRC / "hora"
-BASE = {"errors", "world", "slurm", "config", "events", "files", "lifeline", "logs", "memory", "safe_load", "version"}
+BASE = {"errors", "world", "config", "events", "files", "lifeline", "logs", "memory", "safe_load", "version"}
 # What a room may import, besides itself and the base. A lazy import, inside a function, counts as any other.
 MAY_IMPORT: dict[str, set[str]] = {
     "net": set(),

@@ -17,11 +17,9 @@ from hora.launch.controller.agents import Agents
 from hora.launch.controller.hosts import Blacklist
 from hora.launch.controller.policy import Roster, WorkerState
 from hora.launch.controller.rendezvous import Rendezvous
-from hora.launch.ha.authenticated import AuthenticatedStore
-from hora.launch.ha.following import LeaderLink
+from hora.launch.ha.following import LeaderLink, Relay
 from hora.launch.ha.leadership import Leadership, Over, View, next_step, open_store
-from hora.launch.ha.relay import Relay
-from hora.launch.ha.store import Contents, LeaderTerm, StoreError
+from hora.launch.ha.store import AuthenticatedStore, Contents, LeaderTerm, StoreError
 from hora.launch.job import LeadershipLostError
 from hora.net import sockets
 from hora.net.client import ControlClient

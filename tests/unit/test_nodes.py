@@ -14,7 +14,7 @@ from hora.launch.agent.protocol import Join, Output, Refused, Welcome, pack, unp
 from hora.launch.agent.session import join
 from hora.launch.controller.agents import Agents, credentials
 from hora.launch.options import Options
-from hora.launch.providers.platforms import Machine, find_place
+from hora.launch.providers.join import Machine, find_place
 from hora.launch.providers.slurm import allocation
 from hora.launch.slots import HostInfo, NodeSpec
 from hora.net.connection import connect

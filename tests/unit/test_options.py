@@ -4,18 +4,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from hora.launch import flags
-from hora.launch.options import Options, all_options
+from hora.launch import options as options_module
+from hora.launch.options import About, Options, all_options
 
 
 def read(*argv, environ=None):
-    return flags.parse(
+    return options_module.parse(
         argv,
         environ or {},
         prog="horovodrun",
         on_version=lambda: "1.2.3",
         on_check_build=lambda: "matrix",
-        about=flags.About("Run a command.", ("horovodrun -np 2 python train.py",)),
+        about=About("Run a command.", ("horovodrun -np 2 python train.py",)),
     )
 
 

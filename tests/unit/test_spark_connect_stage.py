@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from hora.errors import JobFailedError
-from hora.launch.providers.spark.connect import _result, _Watch
-from hora.launch.providers.spark.query import Query
+from hora.launch.providers.spark.connect import Query, _result, _Watch
 
 
 class Session:

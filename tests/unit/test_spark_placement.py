@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hora.launch.providers.spark.placement import TaskPlace, place_tasks
+from hora.launch.providers.spark.cluster import TaskPlace, place_tasks
 
 
 def places(*hosts: str) -> list[TaskPlace]:

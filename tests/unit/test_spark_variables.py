@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hora.launch.providers.spark.variables import assigned_gpus, forwarded_variables, start_timeout_s
+from hora.launch.providers.spark.cluster import assigned_gpus, forwarded_variables, start_timeout_s
 
 
 def test_the_runtimes_settings_are_forwarded_and_nothing_else():

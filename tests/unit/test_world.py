@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hora import slurm
-from hora.world import RendezvousEndpoint, World
+from hora.world import RendezvousEndpoint, World, slurm_nodes
 
 TORCHRUN = {
     "RANK": "3",
@@ -145,13 +144,13 @@ def test_slurm_ranks_dealt_out_to_the_nodes_in_turn():
     ],
 )
 def test_node_lists(text, names):
-    assert slurm.node_names(text) == names
+    assert slurm_nodes(text) == names
 
 
 @pytest.mark.parametrize("text", ["n[1-]", "n[a-b]", "n[3-1]", "n[1-99999999]"])
 def test_nonsense_in_a_node_list(text):
     with pytest.raises(ValueError, match="a node list must look like"):
-        slurm.node_names(text)
+        slurm_nodes(text)
 
 
 def test_open_mpi_on_several_hosts_must_be_told_where_to_meet():

@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hora.errors import JobFailedError
-from hora.launch import environment, flags
-from hora.launch.options import Options, all_options
+from hora.launch import environment
+from hora.launch.options import About, Options, all_options, build_parser, parse
 from hora.legacy.foreign import foreign_message
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def run(args: object) -> list[Any] | None:
 
 def make_parser(prog: str = "hora run") -> argparse.ArgumentParser:
     """The command line of `hora run`, `horovodrun` or `hora plan`."""
-    return flags.build_parser(**_about(prog))
+    return build_parser(**_about(prog))
 
 
 def make_plan_parser() -> argparse.ArgumentParser:
@@ -89,7 +89,7 @@ def make_plan_parser() -> argparse.ArgumentParser:
 
 
 def _parse(argv: Sequence[str], *, prog: str) -> tuple[argparse.Namespace, Options]:
-    return flags.parse(argv, environment.variables(), **_about(prog))
+    return parse(argv, environment.variables(), **_about(prog))
 
 
 def _about(prog: str) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _about(prog: str) -> dict[str, Any]:
     }
 
 
-_PLAN = flags.About(
+_PLAN = About(
     "Measure the links between hosts and some steps of a training; print what each way to send gradients would cost.",
     (
         "hora plan -np 8 -H alpha:4,beta:4 python train.py",
@@ -111,8 +111,8 @@ _PLAN = flags.About(
 )
 
 
-def _run_help(prog: str) -> flags.About:
-    return flags.About(
+def _run_help(prog: str) -> About:
+    return About(
         "Run a command as N processes (ranks) that find one another through hvd.init().",
         (
             f"{prog} -np 4 --dashboard python train.py             # this machine, with a live page",

@@ -101,9 +101,8 @@ def find_hosts(options: Options, environ: Mapping[str, str], nodes: Agents | Non
 
 def elastic_spec(options: Options, environ: Mapping[str, str], nodes: Agents | None = None) -> ElasticSpec:
     """Return an elastic job's limits according to the options. ValueError where it could never get over a failure."""
-    from hora.launch.controller.discovery import DiscoveryScript
     from hora.launch.controller.elastic_policy import Limits
-    from hora.launch.controller.hosts import ElasticSpec
+    from hora.launch.controller.hosts import DiscoveryScript, ElasticSpec
 
     script = None
     if options.host_discovery_script is not None:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from hora.launch.controller.discovery import DiscoveryScript
+from hora.launch.controller.hosts import DiscoveryScript
 from hora.launch.slots import Slot
 
 __all__ = [

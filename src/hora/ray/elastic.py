@@ -6,7 +6,11 @@ processes (`launch.ray`). A worker that dies costs that worker: the others keep 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import random
+import time
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,22 +26,125 @@ from hora.launch.environment import variables
 from hora.launch.job import Job
 from hora.launch.pickling import pickle_call
 from hora.launch.providers.ray.actor import Call, perform
-from hora.launch.providers.ray.hosts import RayHosts
 from hora.launch.providers.ray.launcher import RayLauncher
-from hora.launch.providers.ray.reservations import Reservations
+from hora.launch.providers.ray.reservations import RayHosts, Reservations
 from hora.launch.slots import HostInfo, place_ranks
 from hora.legacy import elastic as elastic_driver
-from hora.legacy.elastic import ElasticDriver
+from hora.legacy.elastic import ElasticDriver, HostDiscovery
+from hora.legacy.runner import ElasticSettings, Timeout
 from hora.ray import ray_logger
-from hora.ray.adapter import Adapter, BaseParams
+from hora.ray.adapter import Adapter, BaseParams, nics_to_env_var
 from hora.ray.coordinator import driver_address
-from hora.ray.discovery import RayHostDiscovery
-from hora.ray.interfaces import nics_to_env_var
+from hora.ray.ray_logger import Callback, queue_for
 
-__all__ = ["ElasticAdapter", "ElasticParams"]
+__all__ = [
+    "ElasticAdapter",
+    "ElasticParams",
+    "ElasticRayExecutor",
+    "RayHostDiscovery",
+    "RaySlotDiscovery",
+    "TestDiscovery",
+]
 
+_log = logging.getLogger("hora.ray")
 # A process that fails says little about its node. One that has failed so often is left alone.
 _FORGIVEN = 3
+
+
+class RayHostDiscovery(HostDiscovery):
+    """The nodes that are alive and not about to go, by address."""
+
+    def __init__(self, use_gpu: bool = False, cpus_per_worker: int = 1, gpus_per_worker: int = 1) -> None:
+        self.use_gpu, self.cpus_per_worker, self.gpus_per_worker = use_gpu, cpus_per_worker, gpus_per_worker
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        leaving = _draining_nodes()
+        for node in ray.nodes():
+            slots = self._slots(node["Resources"]) if node["alive"] and node.get("NodeID") not in leaving else 0
+            if slots > 0:
+                address = node["NodeManagerAddress"]
+                found[address] = found.get(address, 0) + slots
+        return found
+
+    def _slots(self, resources: dict[str, Any]) -> int:
+        slots = resources.get("CPU", 0) // self.cpus_per_worker
+        if self.use_gpu:
+            slots = min(slots, resources.get("GPU", 0) // self.gpus_per_worker)
+        return int(slots)
+
+
+class RaySlotDiscovery(RayHostDiscovery):
+    """The same, with the arguments' older names."""
+
+    def __init__(self, use_gpu: bool = False, cpus_per_slot: int = 1, gpus_per_slot: int = 1) -> None:
+        super().__init__(use_gpu, cpus_per_slot, gpus_per_slot)
+
+
+def _draining_nodes() -> set[str]:
+    """Nodes whose cloud has announced their preemption to Ray."""
+    if not ray.is_initialized() or ray.util.client.ray.is_connected():
+        return set()
+    from ray._private.state import state  # there is no public way to ask
+
+    return set(state.get_draining_nodes())
+
+
+class TestDiscovery(RayHostDiscovery):
+    """Takes nodes away and gives them back at random, to try what a training function makes of it."""
+
+    __test__ = False  # pytest shall not take it for a test
+
+    def __init__(
+        self,
+        min_hosts: int,
+        max_hosts: int,
+        change_frequency_s: float,
+        use_gpu: bool = False,
+        cpus_per_worker: int = 1,
+        gpus_per_worker: int = 1,
+        verbose: bool = True,
+        _graceful: bool = True,
+    ) -> None:
+        super().__init__(use_gpu, cpus_per_worker, gpus_per_worker)
+        self._min_hosts, self._max_hosts, self._change_frequency_s = min_hosts, max_hosts, change_frequency_s
+        self._verbose, self._graceful = verbose, _graceful
+        self._removed: set[str] = set()
+        self._changed_at = time.monotonic()
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        found = super().find_available_hosts_and_slots()
+        if time.monotonic() - self._changed_at > self._change_frequency_s:
+            self._changed_at = time.monotonic()
+            self._change(found)
+        kept = [host for host in found if host not in self._removed][: self._max_hosts]
+        return {host: found[host] for host in kept}
+
+    def _change(self, found: dict[str, int]) -> None:
+        shown = [host for host in found if host not in self._removed]
+        removed = [host for host in found if host in self._removed]
+        may = {"take": len(shown) > self._min_hosts, "give": bool(removed) and len(shown) < self._max_hosts}
+        choice = random.choice([name for name, allowed in may.items() if allowed] or [""])
+        if choice == "take":
+            host = random.choice(shown)
+            self._removed.add(host)
+            if not self._graceful:
+                _end_workers_on(host)
+        elif choice == "give":
+            host = random.choice(removed)
+            self._removed.discard(host)
+        if choice and self._verbose:
+            _log.warning("the discovery %ss %s; it now has %s", choice, host, sorted(set(found) - self._removed))
+
+
+def _end_workers_on(host: str) -> None:
+    """Kill this job's actors there, as a machine that goes without notice would."""
+    nodes = {node["NodeID"] for node in ray.nodes() if node["NodeManagerAddress"] == host}
+    job = ray.get_runtime_context().get_job_id()
+    driver: Any = ray._private.worker.global_worker
+    for actor, facts in ray._private.state.actors().items():
+        if facts["State"] == "ALIVE" and facts["JobID"] == job and facts["Address"]["NodeID"] in nodes:
+            driver.core_worker.kill_actor(ray.ActorID.from_hex(actor), True)
 
 
 @dataclass
@@ -198,3 +305,83 @@ class ElasticAdapter(Adapter):
         if self._reservations is not None:
             self._reservations.close()
         self._hosts = self._reservations = None
+
+
+class ElasticRayExecutor:
+    """`start`, then `run`, after which nothing of it is left. New programs say `RayExecutor(min_workers=…)`."""
+
+    @staticmethod
+    def create_settings(
+        min_num_proc: int = 1,
+        max_num_proc: int | None = None,
+        reset_limit: int | None = None,
+        elastic_timeout: float = 600,
+        timeout_s: int = 30,
+        ssh_identity_file: str | None = None,
+        nics: Collection[str] | None = None,
+        min_np: int | None = None,
+        max_np: int | None = None,
+        **kwargs: Any,
+    ) -> ElasticSettings:
+        """Settings for an executor; `kwargs` are further ones of `ElasticSettings`."""
+        for old, value, new in (("min_np", min_np, "min_num_proc"), ("max_np", max_np, "max_num_proc")):
+            if value is not None:
+                warnings.warn(f"{old} is deprecated, say {new}", DeprecationWarning, stacklevel=2)
+        return ElasticSettings(
+            discovery=None,
+            min_num_proc=min_num_proc if min_np is None else min_np,
+            max_num_proc=max_num_proc if max_np is None else max_np,
+            elastic_timeout=elastic_timeout,
+            reset_limit=reset_limit,
+            num_proc=min_num_proc if min_np is None else min_np,
+            ssh_identity_file=ssh_identity_file,
+            nics=nics,
+            start_timeout=Timeout(timeout_s, message="Timed out waiting for {activity}. Raise timeout_s."),
+            **kwargs,
+        )
+
+    def __init__(
+        self,
+        settings: Any,
+        use_gpu: bool = False,
+        cpus_per_slot: int = 1,
+        gpus_per_slot: int | None = None,
+        env_vars: Mapping[str, str] | None = None,
+        override_discovery: bool = True,
+    ) -> None:
+        self.settings, self.env_vars = settings, dict(env_vars or {})
+        params = ElasticParams(
+            min_workers=settings.min_num_proc or 1,
+            max_workers=settings.max_num_proc,
+            cpus_per_worker=cpus_per_slot,
+            use_gpu=use_gpu,
+            gpus_per_worker=gpus_per_slot,
+        )
+        self._adapter = ElasticAdapter(
+            settings,
+            params.min_workers,
+            params.max_workers,
+            use_gpu=use_gpu,
+            cpus_per_worker=cpus_per_slot,
+            gpus_per_worker=params.gpus_per_worker,
+            override_discovery=override_discovery,
+            reset_limit=settings.reset_limit,
+            cooldown_range=settings.cooldown_range,
+            elastic_timeout=settings.elastic_timeout or elastic_driver.ELASTIC_TIMEOUT_SECS,
+        )
+
+    @property
+    def driver(self) -> ElasticDriver:
+        return self._adapter.driver
+
+    def start(self) -> None:
+        """Wait until the cluster has room for as many workers as the job needs."""
+        self._adapter.start(extra_env_vars=self.env_vars)
+
+    def run(self, worker_fn: Callable[[], Any], callbacks: Sequence[Callback] | None = None) -> list[Any]:
+        """`worker_fn()` on all workers; the values of those that returned, in rank order."""
+        try:
+            with queue_for(callbacks) as queue:
+                return self._adapter.run(worker_fn, queue=queue)
+        finally:
+            self._adapter.shutdown()

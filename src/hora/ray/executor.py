@@ -5,23 +5,48 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import ray
 
+from hora.legacy.runner import Timeout, make_secret_key
 from hora.ray.elastic import ElasticParams
 from hora.ray.ray_logger import Callback, queue_for
-from hora.ray.settings import MiniSettings
 from hora.ray.static import StaticParams
 
-__all__ = ["RayExecutor"]
+__all__ = ["MiniSettings", "RayExecutor"]
 
 _OLD_NAMES = {
     "num_slots": "num_workers_per_host",
     "cpus_per_slot": "cpus_per_worker",
     "gpus_per_slot": "gpus_per_worker",
 }
+
+
+@dataclass
+class MiniSettings:
+    """`timeout_s`: for starting up; `placement_group_timeout_s`: for Ray to find room. `nics`: interfaces to use.
+
+    `key` is what other programs expect to find here. Hora's jobs have secrets of their own, made for each.
+    """
+
+    nics: Collection[str] | None = None
+    verbose: int = 1
+    key: bytes = field(default_factory=make_secret_key, repr=False)
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    timeout_s: int = 300
+    placement_group_timeout_s: int = 100
+    elastic: bool = False
+
+    @property
+    def start_timeout(self) -> Timeout:
+        """A limit that begins now."""
+        return Timeout(
+            self.timeout_s,
+            message="Timed out waiting for {activity}. Check that the nodes can reach one another, or raise timeout_s.",
+        )
 
 
 class RayExecutor:

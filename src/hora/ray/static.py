@@ -18,9 +18,8 @@ from ray.exceptions import RayActorError
 
 from hora.errors import HorovodInternalError, JobFailedError
 from hora.launch.controller.observer import STOPPED
-from hora.ray.adapter import Adapter, BaseParams
+from hora.ray.adapter import Adapter, BaseParams, nics_to_env_var
 from hora.ray.coordinator import Coordinator
-from hora.ray.interfaces import nics_to_env_var
 from hora.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
 
 __all__ = ["StaticAdapter", "StaticParams", "logger"]

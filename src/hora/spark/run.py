@@ -24,11 +24,12 @@ from hora.launch.providers.spark.cluster import (
     active_context,
     default_num_proc,
     dynamic_limits,
+    elastic_timeout_s,
     require_slots,
+    start_timeout_s,
 )
 from hora.launch.providers.spark.connect import run_on_cluster
 from hora.launch.providers.spark.launcher import SparkJob
-from hora.launch.providers.spark.variables import elastic_timeout_s, start_timeout_s
 
 __all__ = ["run", "run_elastic"]
 

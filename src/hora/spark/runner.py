@@ -24,10 +24,16 @@ from hora.launch.environment import variables
 from hora.launch.job import JobResult, OutputOptions
 from hora.launch.options import Options
 from hora.launch.pickling import pickle_call
-from hora.launch.providers.spark.cluster import cluster_or_new, is_connect, require_slots
+from hora.launch.providers.spark.cluster import (
+    cluster_or_new,
+    elastic_timeout_s,
+    forwarded_variables,
+    is_connect,
+    require_slots,
+    start_timeout_s,
+)
 from hora.launch.providers.spark.connect import run_on_cluster
 from hora.launch.providers.spark.launcher import SparkJob
-from hora.launch.providers.spark.variables import elastic_timeout_s, forwarded_variables, start_timeout_s
 from hora.launch.start import start
 from hora.world import World
 

@@ -20,12 +20,10 @@ from hora.errors import JobFailedError
 from hora.launch.controller.launcher import HostLauncher
 from hora.launch.environment import module_command, variables
 from hora.launch.job import LaunchEvents, OutputOptions, WorkerExit, WorkerSpec
-from hora.launch.providers.spark.cluster import count_slots
-from hora.launch.providers.spark.connect import check_protection
+from hora.launch.providers.spark.cluster import count_slots, forwarded_variables
+from hora.launch.providers.spark.connect import Query, check_protection, rows, server_host
 from hora.launch.providers.spark.live_log import ClientLogSink, Invitation, LiveLog, LogStream
-from hora.launch.providers.spark.query import Query, rows, server_host
 from hora.launch.providers.spark.task import gpu_addresses
-from hora.launch.providers.spark.variables import forwarded_variables
 from hora.net.address import source_address
 from hora.workers.backend import GRACE_S, SLOT, PlannedWorker, order_file
 from hora.workers.spark_backend import TaskSlots

@@ -15,11 +15,17 @@ from typing import Any
 
 from hora.launch.environment import module_command
 from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
-from hora.launch.providers.spark.cluster import active_cluster, count_slots, is_local, require_slots
+from hora.launch.providers.spark.cluster import (
+    Placement,
+    active_cluster,
+    count_slots,
+    forwarded_variables,
+    is_local,
+    place_tasks,
+    require_slots,
+)
 from hora.launch.providers.spark.driver import StageDriver
 from hora.launch.providers.spark.launcher import SparkLauncher
-from hora.launch.providers.spark.placement import Placement, place_tasks
-from hora.launch.providers.spark.variables import forwarded_variables
 from hora.workers.backend import GRACE_S, PlannedWorker, order_file
 from hora.workers.capacity import Refused
 

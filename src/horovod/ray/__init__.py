@@ -1,7 +1,7 @@
 """`horovod.ray`, of which the parts are in `hora.ray`."""
 
-from hora.ray.elastic_executor import ElasticRayExecutor
+from hora.ray.elastic import ElasticRayExecutor
 from hora.ray.executor import RayExecutor
-from hora.ray.worker import BaseHorovodWorker
+from hora.ray.strategy import BaseHorovodWorker
 
 __all__ = ["BaseHorovodWorker", "ElasticRayExecutor", "RayExecutor"]

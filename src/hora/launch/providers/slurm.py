@@ -14,12 +14,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hora import slurm
 from hora.launch.controller.agents import Agents, credentials, end_starter, start_agent
 from hora.launch.environment import module_command
 from hora.launch.options import Options
 from hora.launch.slots import HostInfo
 from hora.net import address
+from hora.world import slurm_counts, slurm_nodes
 
 __all__ = ["Allocation", "allocation", "start_agents"]
 
@@ -99,13 +99,13 @@ def _suffixes(environ: Mapping[str, str]) -> list[str]:
 
 
 def _nodes(environ: Mapping[str, str], suffix: str) -> list[str]:
-    return slurm.node_names(environ.get(f"SLURM_JOB_NODELIST{suffix}") or environ.get(f"SLURM_NODELIST{suffix}") or "")
+    return slurm_nodes(environ.get(f"SLURM_JOB_NODELIST{suffix}") or environ.get(f"SLURM_NODELIST{suffix}") or "")
 
 
 def _component(environ: Mapping[str, str], suffix: str) -> Component:
     nodes = _nodes(environ, suffix)
-    tasks = slurm.tasks_per_node(environ.get(f"SLURM_TASKS_PER_NODE{suffix}", "")) or [1] * len(nodes)
-    cores = slurm.tasks_per_node(environ.get(f"SLURM_JOB_CPUS_PER_NODE{suffix}", "")) or tasks
+    tasks = slurm_counts(environ.get(f"SLURM_TASKS_PER_NODE{suffix}", "")) or [1] * len(nodes)
+    cores = slurm_counts(environ.get(f"SLURM_JOB_CPUS_PER_NODE{suffix}", "")) or tasks
     for name, counts in (("SLURM_TASKS_PER_NODE", tasks), ("SLURM_JOB_CPUS_PER_NODE", cores)):
         if len(counts) != len(nodes):
             raise ValueError(

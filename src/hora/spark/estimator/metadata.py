@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from hora.config import on_databricks
 from hora.launch.environment import variables
+from hora.launch.providers.spark.cluster import assigned_gpus
 from hora.launch.providers.spark.task import host_hash
-from hora.launch.providers.spark.variables import assigned_gpus
 from hora.spark.estimator.dataset import Dataset, describe, materialise, open_dataset
 from hora.spark.estimator.params import check_validation_value
 

@@ -236,7 +236,7 @@ def _distributed(
 
 def rank_device(use_gpu: bool) -> torch.device:
     """This rank's device. RuntimeError unless all ranks have one of the same kind."""
-    from hora.launch.providers.spark.variables import assigned_gpus
+    from hora.launch.providers.spark.cluster import assigned_gpus
 
     device = torch.device("cpu")
     if use_gpu and torch.cuda.is_available():

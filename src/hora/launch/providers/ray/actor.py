@@ -7,16 +7,44 @@ raises go through the job's rendezvous, as everywhere (`hora.launch.worker`). Cr
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hora.launch import worker
 from hora.launch.environment import set_variables
-from hora.launch.providers.ray.actor_process import ActorProcess, this_process
 from hora.world import keep_secret
 
-__all__ = ["Call", "RayWorker", "perform"]
+__all__ = ["ActorProcess", "Call", "RayWorker", "node_id", "perform", "this_process"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorProcess:
+    """An actor's process. `node`: Ray's hexadecimal id of the node; `gpus`: the ids that Ray gave it there."""
+
+    node: str
+    hostname: str
+    pid: int
+    gpus: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.hostname} (Ray node {self.node[:12]})"
+
+
+def this_process() -> ActorProcess:
+    """Return this process."""
+    import ray
+
+    gpus = tuple(str(gpu) for gpu in ray.get_gpu_ids())
+    return ActorProcess(node=node_id(), hostname=socket.gethostname(), pid=os.getpid(), gpus=gpus)
+
+
+def node_id() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
 
 
 @dataclass(frozen=True, kw_only=True)

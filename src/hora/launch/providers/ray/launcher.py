@@ -19,8 +19,7 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
-from hora.launch.providers.ray.actor import RayWorker
-from hora.launch.providers.ray.actor_process import ActorProcess
+from hora.launch.providers.ray.actor import ActorProcess, RayWorker
 from hora.launch.providers.ray.reservations import Reservation, Reservations
 from hora.launch.slots import visible_gpus
 

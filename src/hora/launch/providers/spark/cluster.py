@@ -14,15 +14,23 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hora.config import accept_risk
+from hora.launch.environment import variables
+from hora.launch.slots import Slot, place_ranks, visible_gpus
 from hora.version import require
 
 __all__ = [
+    "GPU_VARIABLE",
+    "Placement",
+    "TaskPlace",
     "active_cluster",
     "active_context",
     "allocates_dynamically",
+    "assigned_gpus",
     "check_protection",
     "cluster_or_new",
     "connect_session",
@@ -31,10 +39,15 @@ __all__ = [
     "default_num_proc",
     "driver_addresses",
     "dynamic_limits",
+    "elastic_timeout_s",
+    "forwarded_variables",
     "is_connect",
     "is_local",
+    "launcher_timeout_s",
     "listening_address",
+    "place_tasks",
     "require_slots",
+    "start_timeout_s",
 ]
 
 _POLL_S = 0.1
@@ -320,3 +333,100 @@ def _can_bind(address: str) -> bool:
         except OSError:
             return False
         return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskPlace:
+    """Location of a Spark task: its partition, the hash of its host, the addresses of the GPUs Spark gave it."""
+
+    task: int
+    host: str
+    gpus: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """A rank's slot, the task that carries it, the task's GPUs, and those the rank should see."""
+
+    slot: Slot
+    task: int
+    own_gpus: tuple[str, ...]
+    visible_gpus: tuple[str, ...]
+
+
+def place_tasks(tasks: Sequence[TaskPlace]) -> list[Placement]:
+    """Ranks for the tasks, in rank order.
+
+    Ranks are consecutive within a host, so that ranks beside one another share memory. Hosts are ordered by their hash
+    and rotated until the host of task 0 comes first; within a host the order of the tasks is kept.
+    """
+    by_host: dict[str, list[TaskPlace]] = {}
+    for place in sorted(tasks, key=lambda place: place.task):
+        by_host.setdefault(place.host, []).append(place)
+    first = next(iter(by_host))
+    names = sorted(by_host)
+    names = names[names.index(first) :] + names[: names.index(first)]
+    ordered = [place for name in names for place in by_host[name]]
+    slots = place_ranks([place.host for place in ordered])
+    return [
+        Placement(
+            slot=slot,
+            task=own.task,
+            own_gpus=own.gpus,
+            visible_gpus=visible_gpus(own.gpus, [place.gpus for place in by_host[own.host]]),
+        )
+        for slot, own in zip(slots, ordered, strict=True)
+    ]
+
+
+GPU_VARIABLE = "HORA_SPARK_GPUS"
+_DEFAULT_TIMEOUT_S = 600.0
+_FORWARDED = ("HOROVOD_", "HORA_", "NCCL_", "GLOO_")
+# Who the driver itself is, if it runs inside a job, is nothing that its own ranks should inherit.
+_OWN = (
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
+    "HORA_SECRET_FILE",
+    "HORA_WORKER_ORDER_FILE",
+    "HORA_JOB",
+    "HORA_WORKER",
+    GPU_VARIABLE,
+)
+
+
+def forwarded_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The driver's settings for the runtime (`HOROVOD_TIMELINE` and the like), which its ranks get too."""
+    env = variables() if environ is None else environ
+    return {name: value for name, value in env.items() if name.startswith(_FORWARDED) and name not in _OWN}
+
+
+def start_timeout_s(environ: Mapping[str, str] | None = None) -> float:
+    """`HOROVOD_SPARK_START_TIMEOUT`, or ten minutes."""
+    return _seconds("HOROVOD_SPARK_START_TIMEOUT", environ)
+
+
+def elastic_timeout_s(environ: Mapping[str, str] | None = None) -> float:
+    """`HOROVOD_ELASTIC_TIMEOUT`, or ten minutes."""
+    return _seconds("HOROVOD_ELASTIC_TIMEOUT", environ)
+
+
+def launcher_timeout_s(environ: Mapping[str, str] | None = None) -> float:
+    """`HORA_LAUNCHER_TIMEOUT`, or half a minute: ranks whose connection to the driver breaks go on for so long."""
+    return _seconds("HORA_LAUNCHER_TIMEOUT", environ, default_s=30.0)
+
+
+def _seconds(name: str, environ: Mapping[str, str] | None, default_s: float = _DEFAULT_TIMEOUT_S) -> float:
+    text = (variables() if environ is None else environ).get(name, "")
+    try:
+        seconds = float(text) if text else default_s
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise ValueError(f"{name} must be a positive number of seconds, but it is {text!r}")
+    return seconds
+
+
+def assigned_gpus(environ: Mapping[str, str] | None = None) -> list[str]:
+    """The addresses of the GPUs that Spark assigned to this rank's task."""
+    text = (variables() if environ is None else environ).get(GPU_VARIABLE, "")
+    return text.split(",") if text else []

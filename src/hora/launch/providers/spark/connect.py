@@ -10,32 +10,247 @@ a task fail: Spark would repeat the stage. Called by what users call, with a ses
 from __future__ import annotations
 
 import contextlib
+import io
 import ipaddress
+import itertools
+import json
 import logging
 import os
 import tempfile
+import threading
 import time
 import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
 
 from hora.config import accept_risk
 from hora.errors import JobFailedError
+from hora.launch.controller.loop import run_job
 from hora.launch.controller.policy import modules_to_preload
-from hora.launch.job import JobResult
-from hora.launch.providers.spark.cluster import is_connect, is_local
-from hora.launch.providers.spark.launcher import SparkJob, run_on_spark
-from hora.launch.providers.spark.lead import ConnectTasks
-from hora.launch.providers.spark.live_log import LiveLog
-from hora.launch.providers.spark.query import Query, server_host
+from hora.launch.job import Job, JobResult, OutputOptions
+from hora.launch.providers.spark import warm_pool
+from hora.launch.providers.spark.cluster import is_connect, is_local, listening_address, place_tasks
+from hora.launch.providers.spark.driver import TaskAgents
+from hora.launch.providers.spark.launcher import SparkJob, SparkLauncher, meet_all, run_on_spark
+from hora.launch.providers.spark.live_log import ClientLogSink, Invitation, LiveLog, LogStream
+from hora.launch.providers.spark.task import SparkTask, python_path
 
-__all__ = ["check_protection", "run_on_cluster"]
+__all__ = ["ConnectTasks", "Query", "check_protection", "rows", "run_on_cluster", "server_host"]
 
+_TASK_LIMIT_S = 30.0
+_SCHEMA = "kind string, number long, chunk binary"
+_CHUNK_BYTES = 256 * 1024  # of a row: Spark puts several into one message of 4 MiB
+_POLL_S = 0.2
+_CANCEL_LIMIT_S = 30.0
+_numbers = itertools.count()
+
+Body = Callable[[Iterable[Any]], Iterator[Any]]
 _INLINE_BYTES = 8 * 2**20  # a larger call travels as an artifact: a plan has to fit into one message
 _SILENCE_S = 60.0
 
 _log = logging.getLogger("hora.launch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectTasks:
+    """The body of the stage: what to run, and how its output looks.
+
+    `artifact`: the file that has the call, if it is large. `preload`: what to load before ranks are forked; None if
+    they have to be started afresh. `keep_output`: see `SparkTask`.
+    """
+
+    num_proc: int
+    function: bytes = field(repr=False)
+    artifact: str
+    preload: tuple[str, ...] | None
+    env: Mapping[str, str] = field(repr=False)
+    prefix: bool
+    timestamp: bool
+    console: bool
+    stream_output: bool
+    keep_output: bool
+    start_timeout_s: float
+    bind_gpus: bool
+    executable: str | None
+    verbose: bool
+    title: str
+    log: Invitation = field(repr=False)
+
+    def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
+        from pyspark import BarrierTaskContext
+
+        for _ in batches:
+            pass
+        context = BarrierTaskContext.get()
+        number = int(context.partitionId())
+        if self.preload is not None and not self.executable:
+            warm_pool.begin(self.preload, self.env, python_path())
+        if number:
+            facts = next(text for text in context.allGather("") if text)
+            self._task(facts)(number)
+            return
+        lead = _Lead(self, context.getTaskInfos()[0].address.rpartition(":")[0].strip("[]"))
+        with lead.tasks:
+            context.allGather(lead.facts)
+            own = threading.Thread(target=self._task(lead.facts), args=(0,), name="hora-task-0", daemon=True)
+            own.start()
+            answer = lead.answer()
+        own.join(_TASK_LIMIT_S)
+        for kind, data in answer:
+            yield from rows(kind, data)
+
+    def _task(self, text: str) -> SparkTask:
+        """Return the task that `_Lead.facts` describe."""
+        facts = json.loads(text)
+        return SparkTask(
+            address=facts["address"],
+            port=facts["port"],
+            secret=bytes.fromhex(facts["secret"]),
+            secret_file="",
+            stream_output=self.stream_output,
+            keep_output=self.keep_output,
+        )
+
+
+class _Lead:
+    """Task 0's other half: the launcher of the job. `facts`: for the other tasks, as JSON."""
+
+    def __init__(self, tasks: ConnectTasks, host: str) -> None:
+        self._wanted = tasks
+        bind, address = listening_address(host)
+        self.tasks = TaskAgents(tasks.num_proc, bind_address=bind, address=address)
+        self.facts = json.dumps({"address": address, "port": self.tasks.port, "secret": self.tasks.secret.hex()})
+
+    def answer(self) -> list[tuple[str, bytes]]:
+        """The rows for the client: the result, or the error with its cause; and lines that it has not seen."""
+        home = ClientLogSink(self._wanted.log)
+        try:
+            result = self._run(home)
+            found = ("result", cloudpickle.dumps(result))
+        except BaseException as error:  # it belongs to the client; a task that fails would be repeated
+            found = ("error", _pickled(error))
+        return [found, *home.close().items()]
+
+    def _run(self, home: ClientLogSink) -> JobResult:
+        wanted = self._wanted
+        places = meet_all(self.tasks, wanted.num_proc, wanted.start_timeout_s)
+        placements = place_tasks(places)
+        launcher = SparkLauncher(self.tasks, placements, bind_gpus=wanted.bind_gpus, executable=wanted.executable)
+        output = OutputOptions(
+            prefix=wanted.prefix,
+            timestamp=wanted.timestamp,
+            console=wanted.console,
+            stdout=io.BufferedWriter(LogStream(home, "stdout")),
+            stderr=io.BufferedWriter(LogStream(home, "stderr")),
+        )
+        job = Job(
+            slots=tuple(placement.slot for placement in placements),
+            function=self._function(),
+            env=wanted.env,
+            output=output,
+            start_timeout_s=wanted.start_timeout_s,
+            verbose=wanted.verbose,
+            title=wanted.title,
+        )
+        return run_job(job, launcher)
+
+    def _function(self) -> bytes:
+        if not self._wanted.artifact:
+            return self._wanted.function
+        from pyspark import SparkFiles
+
+        with open(SparkFiles.get(self._wanted.artifact), "rb") as file:
+            return file.read()
+
+
+def _pickled(error: BaseException) -> bytes:
+    """The error and its cause; as a text where they cannot travel."""
+    with contextlib.suppress(Exception):
+        pair = cloudpickle.dumps((error, error.__cause__))
+        cloudpickle.loads(pair)
+        return bytes(pair)
+    from hora.errors import JobFailedError
+
+    return bytes(cloudpickle.dumps((JobFailedError(f"{type(error).__name__}: {error}"), None)))
+
+
+class Query:
+    """`num_tasks` tasks that each call `body`; `barrier`: all at once or none."""
+
+    def __init__(self, session: Any, body: Body, *, num_tasks: int, name: str, barrier: bool) -> None:
+        if not hasattr(session, "interruptTag"):
+            raise ValueError(
+                "processes through Spark Connect need Spark 3.5 or newer: queries of this client can neither be "
+                "interrupted nor start all their tasks at once. Run the driver in classic mode (a master instead of "
+                "sc://…)"
+            )
+        self._session, self._body, self._num_tasks, self._barrier = session, body, num_tasks, barrier
+        self.tag = f"{name}.connect.{os.getpid()}.{next(_numbers)}"
+        self._ended = threading.Event()
+        self._found: list[Any] = []
+        self._error: BaseException | None = None
+
+    def run(self, watch: Callable[[], None] = lambda: None) -> dict[str, bytes]:
+        """Run the query and return its results by kind; `watch`, called often, interrupts it by raising."""
+        thread = threading.Thread(target=self._collect, name=self.tag, daemon=True)
+        thread.start()
+        try:
+            while not self._ended.wait(_POLL_S):
+                watch()
+        except BaseException:
+            self.interrupt()
+            self._ended.wait(_CANCEL_LIMIT_S)
+            raise
+        thread.join(_CANCEL_LIMIT_S)
+        if self._error is not None:
+            raise JobFailedError(f"Spark job has failed: {str(self._error)[:4000]}") from self._error
+        return _joined(self._found)
+
+    def interrupt(self) -> None:
+        """Have Spark kill the tasks and take back their slots. Does not wait."""
+        with contextlib.suppress(Exception):  # the server may be what is gone
+            self._session.interruptTag(self.tag)
+
+    def _collect(self) -> None:
+        try:
+            self._session.addTag(self.tag)
+            frame = self._session.range(0, self._num_tasks, 1, self._num_tasks)
+            given = {"barrier": True} if self._barrier else {}
+            self._found = frame.mapInArrow(self._body, _SCHEMA, **given).collect()
+        except BaseException as error:  # whatever it is belongs to the thread that waits for the query
+            self._error = error
+        finally:
+            self._ended.set()
+
+
+def rows(kind: str, data: bytes) -> Iterator[Any]:
+    """In a task: these bytes as rows for the client."""
+    import pyarrow
+
+    for number, begin in enumerate(range(0, max(len(data), 1), _CHUNK_BYTES)):
+        chunk = data[begin : begin + _CHUNK_BYTES]
+        yield pyarrow.RecordBatch.from_pydict(
+            {
+                "kind": [kind],
+                "number": pyarrow.array([number], pyarrow.int64()),
+                "chunk": pyarrow.array([chunk], pyarrow.binary()),
+            }
+        )
+
+
+def _joined(found: list[Any]) -> dict[str, bytes]:
+    parts: dict[str, list[tuple[int, bytes]]] = {}
+    for row in found:
+        parts.setdefault(str(row[0]), []).append((int(row[1]), bytes(row[2])))
+    return {kind: b"".join(chunk for _, chunk in sorted(chunks)) for kind, chunks in parts.items()}
+
+
+def server_host(session: Any) -> str:
+    """The host of the Connect server, as the client knows it."""
+    return str(session.client.host).strip("[]")
 
 
 def run_on_cluster(cluster: Any, wanted: SparkJob) -> JobResult:

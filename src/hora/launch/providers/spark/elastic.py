@@ -23,11 +23,9 @@ from hora.launch.controller.elastic_policy import Limits
 from hora.launch.controller.hosts import ElasticSpec
 from hora.launch.controller.loop import run_job
 from hora.launch.job import Job, JobResult, LaunchEvents, WorkerExit, WorkerSpec
-from hora.launch.providers.spark.cluster import decommissions
+from hora.launch.providers.spark.cluster import Placement, TaskPlace, decommissions, launcher_timeout_s
 from hora.launch.providers.spark.driver import StageDriver, TaskAgent
 from hora.launch.providers.spark.launcher import SparkJob, SparkLauncher
-from hora.launch.providers.spark.placement import Placement, TaskPlace
-from hora.launch.providers.spark.variables import launcher_timeout_s
 from hora.launch.slots import HostInfo, place_ranks
 from hora.net.session import SessionPeer
 

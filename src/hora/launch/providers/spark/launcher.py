@@ -19,9 +19,8 @@ from hora.launch.controller.agents import AgentHandle
 from hora.launch.controller.loop import run_job
 from hora.launch.controller.observer import Watching
 from hora.launch.job import Job, JobResult, LaunchEvents, OutputOptions, WorkerExit, WorkerSpec
+from hora.launch.providers.spark.cluster import GPU_VARIABLE, Placement, TaskPlace, place_tasks
 from hora.launch.providers.spark.driver import StageDriver, TaskAgent, TaskAgents
-from hora.launch.providers.spark.placement import Placement, TaskPlace, place_tasks
-from hora.launch.providers.spark.variables import GPU_VARIABLE
 
 __all__ = ["SparkJob", "SparkLauncher", "meet_all", "run_on_spark"]
 
