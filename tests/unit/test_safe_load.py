@@ -70,7 +70,9 @@ def test_files_of_torch(archive):
 
 
 def test_types_that_came_later():
-    values = {"half a byte more": torch.arange(3).to(torch.uint16), "float8": torch.randn(4).to(torch.float8_e4m3fn)}
+    values = {"float8": torch.randn(4).to(torch.float8_e4m3fn)}
+    if not torch.__version__.startswith("2.3."):  # torch.save knows uint16 since 2.4
+        values["half a byte more"] = torch.arange(3).to(torch.uint16)
     file = io.BytesIO()
     torch.save(values, file)
     found = load_torch(file.getvalue()).plain()
