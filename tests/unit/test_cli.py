@@ -211,7 +211,7 @@ def test_ssh_gets_options_host_port_key_and_one_quoted_command():
 FACTS = {
     "hostname": "h", "python": "3.11.7", "free_threaded": False, "executable": "/p",
     "hora": "0.1", "torch": "2.13.0+cpu",
-    "pyspark": "4.0", "foreign_horovod": None, "cores": 2, "memfd": None, "memory_bytes": 8 << 30,
+    "pyspark": "4.0", "mpi4py": None, "foreign_horovod": None, "cores": 2, "memfd": None, "memory_bytes": 8 << 30,
     "shm_bytes": 8 << 30, "tmp_bytes": 8 << 30, "open_files": 65536, "gpus": [], "java": "openjdk 17", "build": {},
     "clock_ahead_s": 0.2,
 }  # fmt: skip
@@ -257,6 +257,12 @@ def test_a_small_dev_shm_is_worth_a_note_only():
     assert problems(shm_bytes=64 << 20) == problems(shm_bytes=None) == []
     texts = [f.text for f in findings.host_findings(FACTS | {"shm_bytes": 64 << 20}) if f.level == "note"]
     assert texts[0].startswith("/dev/shm has only 64 MiB left: Hora does not use it")
+
+
+def test_mpi4py_is_noted_with_the_launcher_that_it_needs():
+    [note] = [f.text for f in findings.host_findings(FACTS | {"mpi4py": "4.1.2"}) if "mpi4py" in f.text]
+    assert "mpirun -np N" in note
+    assert problems(mpi4py="4.1.2") == []
 
 
 def test_versions_must_agree_between_hosts():

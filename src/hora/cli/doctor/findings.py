@@ -38,6 +38,7 @@ def host_findings(facts: Facts) -> list[Finding]:
         _torch(facts),
         _torch_advisories(facts),
         _foreign(facts),
+        _mpi4py(facts),
         _memory(facts),
         _native(facts),
         _gpus(facts),
@@ -105,6 +106,13 @@ def _foreign(facts: Facts) -> Finding | None:
         return None
     problem, remedy = facts["foreign_horovod"]
     return Finding("problem", problem, remedy)
+
+
+def _mpi4py(facts: Facts) -> Finding | None:
+    if facts["mpi4py"] is None:
+        return None
+    text = f"mpi4py {facts['mpi4py']}: under horovodrun its COMM_WORLD is one process on every rank"
+    return Finding("note", f"{text}; start programs that ask it for their rank with `mpirun -np N python …`")
 
 
 def _memory(facts: Facts) -> Finding:

@@ -45,6 +45,7 @@ def facts() -> dict[str, Any]:
         "hora": _distribution("hora"),
         "torch": _distribution("torch"),
         "pyspark": _distribution("pyspark"),
+        "mpi4py": _distribution("mpi4py"),
         "foreign_horovod": foreign_conflict(),
         "cores": len(os.sched_getaffinity(0)),
         "memfd": _memfd_problem(),
