@@ -38,10 +38,13 @@ _MAX_DESCRIPTORS = 4
 Role = Callable[[dict[str, Any], list[int], socket.socket], NoReturn]
 
 
-def serve(modules: Iterable[str], role: Role) -> None:
-    """Load these modules, and more on request, and fork processes, which do the role, until the client is gone."""
+def serve(name: str, modules: Iterable[str], role: Role) -> None:
+    """Load these modules, and more on request, and fork processes, which do the role, until the client is gone.
+
+    `name`: of this process, as `ps -o comm` shows it.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the forks end when they like
-    _load_and_share(modules)
+    _load_and_share(name, modules)
     with socket.socket(fileno=os.dup(0)) as asker:
         while True:
             data, descriptors, _, _ = socket.recv_fds(asker, _MAX_REQUEST_BYTES, _MAX_DESCRIPTORS)
@@ -49,7 +52,7 @@ def serve(modules: Iterable[str], role: Role) -> None:
                 return
             request = json.loads(data)
             if request["load"]:
-                _load_and_share(request["load"])
+                _load_and_share(name, request["load"])
             if request["fork"] is not None and fork() == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 role(request["fork"], descriptors, asker)
@@ -57,8 +60,10 @@ def serve(modules: Iterable[str], role: Role) -> None:
                 os.close(descriptor)
 
 
-def _load_and_share(modules: Iterable[str]) -> None:
+def _load_and_share(name: str, modules: Iterable[str]) -> None:
+    name_process(name)
     load(modules)  # where that fails, a worker says it better
+    name_process(name)  # torch 2.3 renames the process at import
     gc.collect()
     gc.freeze()  # what is loaded stays in pages that the forks share
 
@@ -74,8 +79,7 @@ def fork() -> int:
 def serve_workers(modules: list[str], work: Callable[[], NoReturn]) -> None:
     """Be the fork server of an agent. `work` is `worker.work`."""
     del sys.argv[1:]  # they are no arguments of the user's function
-    name_process("hora-forks")
-    serve(modules, lambda request, descriptors, agent: _be_worker(request, descriptors, agent, work))
+    serve("hora-forks", modules, lambda request, descriptors, agent: _be_worker(request, descriptors, agent, work))
 
 
 def _be_worker(

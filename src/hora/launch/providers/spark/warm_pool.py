@@ -196,5 +196,4 @@ def _text_stream(descriptor: int) -> io.TextIOWrapper:
 
 
 if __name__ == "__main__":
-    name_process("hora-warm")
-    serve((), _look_after_agent)
+    serve("hora-warm", (), _look_after_agent)
