@@ -94,7 +94,7 @@ def test_others_are_not_told_and_a_failure_is_said_once(tmp_path: Path, said: li
         reports = kubeflow.Reports(found)
         reports._send(kubeflow.status(run))
         reports._send(kubeflow.status(run))
-        assert len([line for line in said if "it answered 307" in line]) == 1
+        assert len([line for line in said if "it responded 307" in line]) == 1
         reports.close(run)
     assert [told["progressPercentage"] for told in kubeflows.statuses] == [1]
     with_http = {**kubeflows.variables, "KUBEFLOW_TRAINER_SERVER_URL": "http://127.0.0.1:1/status"}

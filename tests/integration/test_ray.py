@@ -187,7 +187,7 @@ def test_an_executor_is_watched_on_its_page_and_stopped_there(settings, monkeypa
         with pytest.raises(ValueError, match="only an elastic job"):
             post(page, "/api/remove", {"rank": 1})
         post(page, "/api/stop", {})
-        with pytest.raises(JobFailedError, match="the job was stopped: somebody stopped it on its page") as caught:
+        with pytest.raises(JobFailedError, match="the job was stopped: a user stopped it on its page") as caught:
             run.result(LIMIT_S)
         assert caught.value.exit_code == 143
         with pytest.raises(RuntimeError, match="the executor cannot go on: the job was stopped"):

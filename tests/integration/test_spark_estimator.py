@@ -323,7 +323,7 @@ def test_trainings_at_the_same_time_share_their_data_and_no_run(frame, store):
         ({"partitions_per_process": 0}, "partitions_per_process must be"),
         ({"backward_passes_per_step": 0}, "backward_passes_per_step must be"),
         ({"mp_start_method": "threads"}, "mp_start_method must be one of"),
-        ({"callbacks": [print]}, "callbacks cannot be called"),
+        ({"callbacks": [print]}, "callbacks are not supported"),
         ({"reader_pool_type": "ocean"}, "reader_pool_type must be"),
         ({"verbose": 3}, "verbose must be"),
     ],

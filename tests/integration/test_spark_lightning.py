@@ -214,8 +214,8 @@ def test_what_makes_no_sense_is_refused_in_words(tmp_path):
     module = torch.nn.Linear(2, 1)
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
     for more, said in (
-        ({"optimizer": sgd}, "optimizer cannot be given with a LightningModule"),
-        ({"loss": F.mse_loss}, "loss cannot be given with a LightningModule"),
+        ({"optimizer": sgd}, "optimizer cannot be used with a LightningModule"),
+        ({"loss": F.mse_loss}, "loss cannot be used with a LightningModule"),
         ({"model": module, "loss": F.mse_loss}, "Optimizer parameter is required"),
         ({"model": module, "optimizer": sgd}, "one of loss and loss_constructors"),
         ({"metrics": [F.l1_loss]}, "metrics has no meaning for Lightning"),

@@ -231,7 +231,7 @@ def test_a_hang_shows_the_line_where_the_guilty_rank_is_and_the_page_stops_the_j
     _choose(tab, "Stop the job")
     _shows(tab, "#words", "stopped", 60)
     assert four_ranks.process.wait(60) == 143
-    assert "stopped it on its page" in four_ranks.printed
+    assert "a user stopped it on its page" in four_ranks.printed
 
 
 def test_ranks_of_an_elastic_job_are_killed_and_removed_and_it_stops_after_a_commit(tab, tmp_path):
@@ -281,7 +281,7 @@ def test_on_the_page_of_the_demo_a_rank_is_killed_and_the_training_goes_on(tab, 
         _shows(tab, "#n-rate", r"\d", 30)
         tab.click("text=Kill rank 0")
         _shows(tab, "#events li.lost", "rank 0 on localhost is lost: killed", 60)
-        _shows(tab, "#demo-note", r"1 rank goes on: [\d.]+ s from the last step before", 60)
+        _shows(tab, "#demo-note", r"1 rank continues: [\d.]+ s from the last step before", 60)
         assert tab.locator("#demo-ranks button").is_disabled()  # the last one trains on
 
 

@@ -216,7 +216,7 @@ def test_what_breaks_the_same_world_again_and_again_is_raised():
             state.commit()
         raise hvd.HorovodInternalError("it cannot work here")
 
-    with pytest.raises(hvd.HorovodInternalError, match="it cannot work here; so the world broke 3 times in a row"):
+    with pytest.raises(hvd.HorovodInternalError, match="it cannot work here; the world broke 3 times in a row"):
         training(hvd.elastic.TorchState(epoch=0))
     assert attempts == [0, 1, 2, 3, 4, 4]
 

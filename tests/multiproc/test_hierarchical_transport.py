@@ -285,7 +285,7 @@ def test_what_is_changed_between_hosts_is_an_error_on_both(place, altered, monke
             lost.append(str(error))
             place.store.set("lost", "1")
     seen = place.gather(lost)
-    assert "changed on the way" in seen[2][0]
+    assert "modified in transit" in seen[2][0]
     assert all(seen), seen
 
 

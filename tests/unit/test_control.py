@@ -307,7 +307,7 @@ def test_a_worker_that_was_cut_off_comes_back_and_its_questions_with_it(place: P
         wait_until("the gather is under way", lambda: place.server._gathers)
         client._connection.shutdown()
         assert {place.events.next() for _ in range(3)} == {("lost", 7), ("joined", 7), ("waiting", 7, 0)}
-        with pytest.raises(HorovodInternalError, match="the connection to the launcher broke, and is back"):
+        with pytest.raises(HorovodInternalError, match="the connection to the launcher broke and was restored"):
             rendezvous.result(LIMIT_S)
         place.server.set("late", b"but whole")
         place.server.publish(1, {7: World(rank=3, size=4, worker=7, generation=1, rendezvous=place.rendezvous)})
@@ -352,7 +352,7 @@ def test_idle_strangers_are_shown_out(place: Place, monkeypatch: pytest.MonkeyPa
     with socket.create_connection(("127.0.0.1", place.server.port), timeout=LIMIT_S) as sock:
         assert sock.recv(1) == b""
     place.connect(0).close()
-    assert "did not identify itself within 0.1 s" in caplog.text
+    assert "did not authenticate within 0.1 s" in caplog.text
 
 
 def test_a_crowd_of_strangers_harms_itself_only(place: Place, monkeypatch: pytest.MonkeyPatch):

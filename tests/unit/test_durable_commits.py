@@ -84,7 +84,7 @@ def test_no_code_is_run_when_a_commit_is_read(tmp_path: Path, capsys: pytest.Cap
     commits = DurableCommits(tmp_path, keep=1)
     commits.write({"spy": Spy()})
     commits.finish()
-    with pytest.raises(ValueError, match=r"00000001\.commit holds .*: no commit does, so it was changed"):
+    with pytest.raises(ValueError, match=r"00000001\.commit holds .*: no commit does, so the file was modified"):
         commits.read_last()
     assert "code was run" not in capsys.readouterr().out
 
@@ -118,7 +118,7 @@ def test_a_training_does_not_end_well_without_its_last_commit(tmp_path: Path):
 def test_a_state_refuses_commits_of_another_state(tmp_path: Path):
     write_state(tmp_path, TorchState(model=torch.nn.Linear(2, 1), epoch=1))
     with pytest.raises(
-        ValueError, match=r"of another state: their plain values are .*'epoch'.* this state's are .*'step'"
+        ValueError, match=r"belong to another state: their plain values are .*'epoch'.* this state's are .*'step'"
     ):
         TorchState(model=torch.nn.Linear(2, 1), step=1).persist(tmp_path)
     with pytest.raises(ValueError, match="their handled values are"):

@@ -55,7 +55,7 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path, file: Path):
         read_secret_file(str(file))
     os.mkfifo(tmp_path / "pipe", 0o600)
     for other in (tmp_path / "pipe", Path("/dev/null"), tmp_path):
-        with pytest.raises(AuthenticationError, match="no regular file"):
+        with pytest.raises(AuthenticationError, match="not a regular file"):
             read_secret_file(str(other))
     for missing in (str(tmp_path / "none"), "odd\0name"):
         with pytest.raises(AuthenticationError, match="cannot read the job's secret"):

@@ -101,7 +101,7 @@ def test_only_a_stranger_at_a_port_that_hangs_up_is_reported(place: Place, caplo
             connection.receive(limit_s=LIMIT_S)
     (record,) = caplog.records
     assert "127.0.0.1" in record.getMessage()
-    assert "hung up without identifying itself" in record.getMessage()
+    assert "disconnected without authenticating" in record.getMessage()
 
 
 def test_a_payload_above_the_servers_limit_ends_the_connection(place: Place):

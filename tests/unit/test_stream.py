@@ -108,7 +108,7 @@ def test_what_is_changed_on_the_way_is_an_error(at, how, monkeypatch):
     monkeypatch.setattr("hora.engine.transport.group._GRACE_S", 0.0)
     with (
         two_members(encrypted=True, at=at, how=how) as groups,
-        pytest.raises(HorovodInternalError, match="changed on the way"),
+        pytest.raises(HorovodInternalError, match="modified in transit"),
     ):
         swapped(*groups)
 

@@ -80,7 +80,7 @@ class CollectiveCall(NamedTuple):
     kind: Kind
     name: str | None = None
     reduce: Reduce = Reduce()
-    root_rank: int = -1  # a global one
+    root_rank: int = -1  # global rank
     splits: Sequence[int] | torch.Tensor | None = None
     grouped: bool = False
 

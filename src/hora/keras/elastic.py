@@ -31,7 +31,7 @@ _OF_A_COLLECTIVE = re.compile("Horovod(InternalError|Allreduce|Allgather|Broadca
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `func(state, ...)` elastic: it is called again, in the new world, whenever the world changes."""
+    """Make `func(state, ...)` elastic: it is called again in the new world whenever the world changes."""
 
     @functools.wraps(func)
     def translated(*args: Any, **kwargs: Any) -> Any:

@@ -98,7 +98,7 @@ def run(
 def _renamed(old: str, old_value: Any, new: str, new_value: Any) -> Any:
     if old_value is None:
         return new_value
-    warnings.warn(f"{old} is deprecated, say {new}", DeprecationWarning, stacklevel=3)
+    warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=3)
     return old_value
 
 

@@ -1,1 +1,1 @@
-"""The network: the authenticated wire, the one server that lets connections in, its clients, and addresses."""
+"""Networking: the authenticated wire protocol, its server and clients, and addresses."""

@@ -1,7 +1,7 @@
-"""The acceptor: the one place that accepts connections, with one set of limits (`admission`) for all servers.
+"""The acceptor: the only place that accepts connections, with one set of limits (`admission`) for all servers.
 
-It runs in the event loop of its server and outlasts every shortage. Without descriptors it drops an unauthenticated
-connection, or leaves the next ones in the backlog for a moment; any other error of `accept` is logged and survived.
+It runs in its server's event loop and survives shortages. Without file descriptors it drops an unauthenticated
+connection, or leaves the next ones in the backlog for a moment; any other error of `accept` is logged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Acceptor", "Arrival", "EventLoop", "PendingConnections", "RejectionL
 
 MAX_STRANGERS = 128
 HANDSHAKE_LIMIT_S = 10.0
-_SHARE_OF_DESCRIPTORS = 8  # one server's strangers hold at most an eighth of those that this process may open
+_SHARE_OF_DESCRIPTORS = 8  # one server's strangers hold at most this fraction of the process's descriptors
 _REJECTION_LOG_INTERVAL_S = 10.0
 _ACCEPT_AT_ONCE = 64
 _REST_S = 0.2
@@ -41,7 +41,7 @@ class _Arrived(NamedTuple):
 
 
 class PendingConnections(Generic[Stranger]):
-    """Strangers in order of their arrival."""
+    """Unauthenticated connections in order of arrival."""
 
     def __init__(self) -> None:
         self._strangers: dict[Stranger, _Arrived] = {}
@@ -57,7 +57,7 @@ class PendingConnections(Generic[Stranger]):
 
     @property
     def limit(self) -> int:
-        """The most strangers that may wait at once."""
+        """Maximum number of strangers."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return MAX_STRANGERS if soft < 0 else max(min(MAX_STRANGERS, soft // _SHARE_OF_DESCRIPTORS), 1)
 
@@ -72,7 +72,7 @@ class PendingConnections(Generic[Stranger]):
         self._strangers.pop(stranger, None)
 
     def next_deadline(self) -> float | None:
-        """When the one that has waited for longest must have proven itself."""
+        """Return the deadline of the oldest stranger."""
         oldest = next(iter(self._strangers.values()), None)
         return None if oldest is None else oldest.since + HANDSHAKE_LIMIT_S
 
@@ -81,14 +81,14 @@ class PendingConnections(Generic[Stranger]):
         return [one for one, _ in itertools.takewhile(lambda item: item[1].since + HANDSHAKE_LIMIT_S <= now, came)]
 
     def oldest_of_the_crowd(self) -> Stranger:
-        """Choose the connection to drop: the oldest from where most come, so that a crowd harms itself."""
+        """Return the connection to drop: the oldest from the host with the most strangers."""
         crowds = Counter(arrived.host for arrived in self._strangers.values())
         [(host, _)] = crowds.most_common(1)
         return next(stranger for stranger, arrived in self._strangers.items() if arrived.host == host)
 
 
 class RejectionLog:
-    """Logs refused connections: the first at once, the others as a number now and then."""
+    """Logs rejected connections: the first at once, the others as a periodic count."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -105,20 +105,20 @@ class RejectionLog:
 
     def report(self) -> None:
         if self._count:
-            _log.warning("closed %d further connections that could not identify themselves", self._count)
+            _log.warning("closed %d further connections that could not authenticate", self._count)
             self._count = 0
 
 
 class Arrival(NamedTuple):
-    """A connection that was accepted. It does not block."""
+    """An accepted connection, non-blocking."""
 
     sock: socket.socket
-    host: str  # the address from which it comes, or its process where that is local
+    host: str  # the remote address, or the process for a local socket
     where: str  # the same in more detail, for messages
 
 
 class EventLoop(Protocol):
-    """The methods of an asyncio event loop that an acceptor calls, in the loop's thread."""
+    """Methods of an asyncio event loop that an acceptor calls, on the loop's thread."""
 
     def add_reader(self, fd: int, callback: Callable[..., Any], *args: Any) -> Any: ...
 
@@ -128,11 +128,11 @@ class EventLoop(Protocol):
 
 
 class Acceptor(Generic[Stranger]):
-    """Accepts connections in a server's event loop, and keeps the unauthenticated ones (`admission`) few and short.
+    """Accepts connections in a server's event loop, and limits the number and lifetime of unauthenticated ones.
 
-    A function given to `watch` takes each arrival and returns the stranger that it has become, or None if the server
-    needs no limit for it. The server calls `identified` once it knows the stranger, `gone` if its connection has ended.
-    `turn_away(stranger, why)` drops a stranger, which counts as gone; `refused(where, why)` hears of other users'
+    A function passed to `watch` takes each arrival and returns a stranger, or None if the connection needs no limit.
+    The server calls `identified` once a stranger is authenticated and `gone` if its connection has ended.
+    `turn_away(stranger, why)` drops a stranger, which counts as gone. `refused(where, why)` reports other users'
     processes at local sockets, which are disconnected at once.
     """
 
@@ -150,7 +150,7 @@ class Acceptor(Generic[Stranger]):
         self._next_log = 0.0
 
     def watch(self, listener: socket.socket, arrived: Callable[[Arrival], Stranger | None]) -> None:
-        """Accept connections at this listening socket from now on. In the loop's thread, as everything here."""
+        """Accept connections at this listening socket. Call it on the loop's thread, like every method here."""
         listener.setblocking(False)
         self._listeners[listener] = arrived
         self._loop.add_reader(listener.fileno(), self._accept, listener)
@@ -163,7 +163,7 @@ class Acceptor(Generic[Stranger]):
         self._listeners.clear()
 
     def identified(self, stranger: Stranger) -> None:
-        """Its limits are the server's own from now on."""
+        """Remove a stranger from the pending ones: the server applies its own limits from now on."""
         self.pending.discard(stranger)
 
     gone = identified
@@ -187,14 +187,14 @@ class Acceptor(Generic[Stranger]):
                 return
             try:
                 self._receive(sock, address, arrived)
-            except OSError:  # it has gone already
+            except OSError:  # it is gone already
                 sock.close()
 
     def _receive(
         self, sock: socket.socket, address: tuple[str, int], arrived: Callable[[Arrival], Stranger | None]
     ) -> None:
         if self.pending.full:
-            crowd = f"{self.pending.limit} wait to identify themselves, the limit"
+            crowd = f"{self.pending.limit} connections wait for authentication, the limit"
             self._drop(self.pending.oldest_of_the_crowd(), crowd)
         if sock.family == socket.AF_UNIX:
             process = sockets.process_at(sock)
@@ -212,7 +212,7 @@ class Acceptor(Generic[Stranger]):
             self._set_timer()
 
     def _rest(self, listener: socket.socket, error: OSError) -> None:
-        """Look again later, instead of spinning: the connections wait in the backlog meanwhile."""
+        """Retry later instead of spinning; connections wait in the backlog meanwhile."""
         now = time.monotonic()
         if now >= self._next_log:
             self._next_log = now + _LOG_INTERVAL_S
@@ -233,7 +233,7 @@ class Acceptor(Generic[Stranger]):
     def _drop_overdue(self) -> None:
         self._has_timer = False
         for stranger in self.pending.overdue(time.monotonic()):
-            self._drop(stranger, f"it did not identify itself within {HANDSHAKE_LIMIT_S:g} s")
+            self._drop(stranger, f"it did not authenticate within {HANDSHAKE_LIMIT_S:g} s")
         self._set_timer()
 
     def _drop(self, stranger: Stranger, why: str) -> None:

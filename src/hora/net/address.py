@@ -1,6 +1,6 @@
-"""Addresses of this machine: is a host this one, and which of our addresses do the others reach.
+"""Addresses of this machine: whether a host is this machine, and which of its addresses other hosts reach.
 
-Not here: reaching a host (`ssh`). Nothing is sent: connecting a UDP socket only asks the routing table.
+It sends nothing: connecting a UDP socket only queries the routing table. `ssh` reaches other hosts.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ __all__ = ["interface_address", "is_local", "listening_address", "resolve", "sou
 
 _SIOCGIFADDR = 0x8915
 _GLOBAL_SCOPE, _HOST_SCOPE = "00", "10"  # of /proc/net/if_inet6
-_ANY_PORT = 9  # a UDP connect needs some port number; nothing is ever sent to it
+_ANY_PORT = 9  # a UDP connect needs a port number; nothing is sent to it
 
 
 def resolve(hostname: str, family: socket.AddressFamily = socket.AF_INET) -> list[str]:
-    """The addresses of a name, IPv4 by default; empty when it has none (an alias of ssh, perhaps)."""
+    """Return the addresses of a name, IPv4 by default; empty if it has none (such as an ssh alias)."""
     try:
         found = socket.getaddrinfo(hostname, None, family, socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -28,12 +28,12 @@ def resolve(hostname: str, family: socket.AddressFamily = socket.AF_INET) -> lis
 
 
 def is_local(hostname: str) -> bool:
-    """Return whether the name resolves to one of this machine's own IPv4 addresses."""
+    """Return whether the name resolves to an IPv4 address of this machine."""
     return any(_is_own(address) for address in resolve(hostname))
 
 
 def _is_own(address: str) -> bool:
-    # Only an own address can be bound. This also knows 127.0.0.2 and the further addresses of an interface.
+    # Only an own address can be bound. This includes 127.0.0.2 and secondary addresses of an interface.
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((address, 0))
@@ -43,11 +43,10 @@ def _is_own(address: str) -> bool:
 
 
 def listening_address(hostname: str, *, one_host: bool) -> str:
-    """Return the address to listen on, so that whoever has this name of ours can connect, and nobody else more
-    than can be helped.
+    """Return the address to listen on so that peers with this name of ours can connect, as restrictively as possible.
 
-    That is one address, but where the name does not tell which: it is that of a service in front of us, or it means
-    loopback here and something else elsewhere. `one_host`: all of them are on this machine.
+    That is a single address unless the name does not identify it: it may belong to a service in front of this host, or
+    mean loopback here and another address elsewhere. `one_host`: all peers are on this machine.
     """
     addresses = resolve(hostname)
     own = [address for address in addresses or resolve(hostname, socket.AF_INET6) if _is_own(address)]
@@ -57,7 +56,7 @@ def listening_address(hostname: str, *, one_host: bool) -> str:
 
 
 def source_address(address: str) -> str:
-    """Our own address from which packets to `address` leave, IPv4 where it has one; OSError if there is no route."""
+    """Return our source address for packets to `address`, IPv4 if it has one; raises OSError if there is no route."""
     found = socket.getaddrinfo(address, _ANY_PORT, type=socket.SOCK_DGRAM)
     family, *_, where = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -66,7 +65,7 @@ def source_address(address: str) -> str:
 
 
 def interface_address(nics: Collection[str]) -> str:
-    """The address of the first (by name) of these interfaces, IPv4 if one has it; ValueError names what exists."""
+    """Return the address of the first (by name) of these interfaces, IPv4 if one has it; ValueError if none has."""
     for nic in sorted(nics):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
@@ -84,7 +83,7 @@ def interface_address(nics: Collection[str]) -> str:
 
 
 def _ipv6_addresses(nic: str) -> list[str]:
-    """Those that other hosts can reach without naming an interface of their own."""
+    """Return the addresses that other hosts can reach without naming an interface of their own."""
     try:
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
     except OSError:

@@ -1,11 +1,11 @@
-"""A worker's line to the launcher: the client of the job's rendezvous. No torch, no pickle.
+"""The control client: a worker's connection to the launcher's rendezvous. Uses neither torch nor pickle.
 
-The engine meets its peers through it (`gather`, `set`, `get`, …), the worker entry point fetches its
-function and sends home results and errors, elastic training asks for its next world. One reader thread per
-client takes answers and notices off the wire; any number of threads may call.
+The engine meets its peers through it (`gather`, `set`, `get`, …), the worker entry point fetches its function and
+returns results and errors, and elastic training requests its next world. One reader thread per client receives answers
+and notices; any number of threads may call.
 
-    connected --broken, while it speaks for a worker--> coming back --within a limit--> connected
-              --`close`, or broken--> closed                        --refused, or too late--> closed
+    connected --broken, while it speaks for a worker--> reconnecting --within a limit--> connected
+              --`close`, or broken--> closed                         --refused, or too late--> closed
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ from hora.world import RendezvousEndpoint, World
 
 __all__ = ["FUNCTION_KEY", "PATH_KEY", "ControlClient", "RankGroup"]
 
-# Under these keys a worker finds its function, and where the caller's modules are.
+# A worker finds its function and the search path of the caller's modules under these keys.
 FUNCTION_KEY = "hora/function"
 PATH_KEY = "hora/path"
 
-# The server keeps the time limit of a request and says what was missing; only a dead server overstays this.
+# The server enforces a request's time limit and reports what was missing; only a dead server exceeds this.
 _SLACK_S = 10.0
 _QUICK_S = 60.0
-# An error's words travel in a message's header, which has room for these and little else.
+# A message's header carries an error's text and has room for little more.
 _MESSAGE_BYTES, _TRACEBACK_BYTES = 12 * 1024, 40 * 1024
 
 _PAUSE_S = 0.1
-# Not idempotent: the other ranks of an all-gather got its failure, and an amount may be added
-# already.
+# Not idempotent: the other ranks of an all-gather may have its failure, and an amount may have been added.
 _ONCE = ("gather", "add")
 
 Notice = dict[str, Any]
@@ -49,8 +48,11 @@ Notice = dict[str, Any]
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks that met in one group: their values by rank, in ascending order, the place of the group among all
-    groups, and the first rank of the group above it with its value."""
+    """The ranks that met in one group.
+
+    `members` maps ranks to values in ascending order; `index` is the group's position among all groups; `above` is the
+    first rank of the parent group with its value.
+    """
 
     members: dict[int, bytes]
     index: int
@@ -59,7 +61,7 @@ class RankGroup:
 
 
 def _fitted(text: str, limit_bytes: int) -> str:
-    """The text if it is that short on the wire, else both its ends: where a traceback begins, and what was raised."""
+    """Shorten a text that is too long for the wire to both its ends: the start of a traceback, and the exception."""
     fitted, half = text, limit_bytes // 2
     while len(json.dumps(fitted)) > limit_bytes:
         fitted = f"{text[:half]}\n[… {len(text) - 2 * half} characters …]\n{text[-half:]}"
@@ -68,7 +70,7 @@ def _fitted(text: str, limit_bytes: int) -> str:
 
 
 class _Request:
-    """A question under way."""
+    """A pending request."""
 
     def __init__(self, question: Header, attachment: bytes) -> None:
         self.question, self.attachment = question, attachment
@@ -89,9 +91,9 @@ class ControlClient:
         self._listeners: list[Callable[[Notice], None]] = []
         self._notices: list[Notice] = []
         self._why_closed: str | None = None
-        self._reopen: Callable[[float], Connection] | None = None  # once it speaks for a worker
+        self._reopen: Callable[[float], Connection] | None = None  # set once it speaks for a worker
         self._hello: Header = {}
-        self._term = 0  # of the latest leader that was heard, in a job whose leaders change
+        self._term = 0  # of the latest leader, in a job whose leaders change
         self._reader = threading.Thread(target=self._read, name=f"hora-control {name}", daemon=True)
         self._reader.start()
 
@@ -107,8 +109,8 @@ class ControlClient:
     ) -> ControlClient:
         """Connect to the rendezvous at this endpoint.
 
-        `name` appears in messages. `worker`: this connection is that worker's (which must be ourselves); if it ends
-        without `close`, the worker counts as lost. `credentials`: other than what the launcher gave us.
+        `name` appears in messages. `worker`: this connection belongs to that worker (this process); if it ends without
+        `close`, the worker counts as lost. `credentials`: other than those from the launcher.
         """
         proof = credentials or Credentials(read_held_secret(endpoint.secret_file), endpoint.job, endpoint.worker)
         deadline, left_s = time.monotonic() + timeout_s, timeout_s
@@ -121,7 +123,7 @@ class ControlClient:
                     client._reopen = functools.partial(cls._open, endpoint, proof)
                 return client
             except ConnectionError:
-                # A crowd of strangers can push a peer out whose proof has not been read yet: come again.
+                # A flood of strangers can displace a peer whose proof has not been read yet: retry.
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     raise
@@ -148,10 +150,11 @@ class ControlClient:
     def gather(
         self, key: str, value: bytes, *, rank: int, size: int, timeout_s: float, group: str = "", fanout: int = 0
     ) -> RankGroup:
-        """The values of all ranks that gave the same group, when every rank has come. A key may be used again once all
-        ranks have their answers. `fanout`: the groups, ordered by their first ranks, form a tree, so many below each.
+        """Return the values of all ranks in the same group, once every rank has called.
 
-        TimeoutError names the missing ranks; HorovodInternalError tells that one of them is lost.
+        A key may be reused once all ranks have their answers. With `fanout` the groups, ordered by their first ranks,
+        form a tree with that many children each. TimeoutError names the missing ranks; HorovodInternalError reports a
+        lost one.
         """
         request = {"op": "gather", "key": key, "group": group, "fanout": fanout, "rank": rank, "size": size}
         header, payload = self._ask(
@@ -166,16 +169,16 @@ class ControlClient:
         self._ask({"op": "set", "key": key}, value)
 
     def get(self, key: str, *, timeout_s: float) -> bytes:
-        """The value of the key, as soon as a worker or the launcher has set it."""
+        """Return the value of the key, as soon as a worker or the launcher has set it."""
         request = {"op": "get", "key": key, "timeout_s": timeout_s}
         return self._ask(request, waiting_for=f"key {key!r}", limit_s=timeout_s)[1]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter (absent: 0) and return its new value."""
+        """Add to a counter (0 if absent) and return its new value."""
         return int(self._ask({"op": "add", "key": key, "amount": amount})[1])
 
     def delete(self, key: str) -> bool:
-        """Return whether the key existed."""
+        """Delete a key; returns whether it existed."""
         return self._ask({"op": "delete", "key": key})[1] == b"1"
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -183,9 +186,9 @@ class ControlClient:
         return self._ask({"op": "check", "keys": list(keys)})[1] == b"1"
 
     def rank_keys(self, world: World, epoch: str, towards: Sequence[int], *, timeout_s: float) -> bytes:
-        """This rank's keys in its world (`hora.net.keys`), with those towards these ranks.
+        """Return this rank's keys in its world (`hora.net.keys`), including those towards these ranks.
 
-        HorovodInternalError: this process has no such place in the launcher's present generation.
+        Raises HorovodInternalError if this process has no such rank in the launcher's current generation.
         """
         request = {"op": "keys", "rank": world.rank, "generation": world.generation, "epoch": epoch}
         ranks = struct.pack(f">{len(towards)}I", *towards)
@@ -194,13 +197,13 @@ class ControlClient:
     # ---- reporting home -----------------------------------------------------------------------------------
 
     def send_result(self, result: bytes) -> None:
-        """Hand in this worker's result; returns when the launcher has it."""
+        """Send this worker's result; returns once the launcher has it."""
         self._ask({"op": "returned"}, result, limit_s=max(_QUICK_S, len(result) / 1e6))
 
     def send_error(
         self, *, type_name: str, message: str, traceback: str, consequence: bool, pickled: bytes = b""
     ) -> None:
-        """Hand in this worker's exception. `consequence`: it only says that another rank was lost."""
+        """Send this worker's exception. `consequence`: it only reports that another rank was lost."""
         header = {
             "op": "raised",
             "type": type_name[:200],
@@ -221,7 +224,7 @@ class ControlClient:
     # ---- worlds that change -------------------------------------------------------------------------------
 
     def next_world(self, world: World, *, timeout_s: float) -> World | None:
-        """This worker's place in the first generation after `world`; None if there is none for it any more."""
+        """Return this worker's world in the first generation after `world`; None if it has no place there."""
         request = {"op": "next_world", "generation": world.generation, "timeout_s": timeout_s}
         header, _ = self._ask(request, waiting_for=f"a world after generation {world.generation}", limit_s=timeout_s)
         if header.get("error") == "removed":
@@ -231,10 +234,10 @@ class ControlClient:
         return replace(renewed, rendezvous=self._endpoint, hostname=world.hostname, worker=world.worker)
 
     def on_notice(self, listener: Callable[[Notice], None]) -> None:
-        """Call the listener with every notice, past and future ones, in the reader's thread: be quick.
+        """Call the listener with every past and future notice, on the reader's thread: it must be quick.
 
         `{"notice": "lost", "rank": r, "generation": g, "how": text}`: a rank's process died. `{"notice": "closed",
-        "why": text}`: the connection ended, the last notice of all. The launcher may send others.
+        "why": text}`: the connection ended; this is the last notice. The launcher may send others.
         """
         with self._state_lock:
             self._listeners.append(listener)
@@ -248,10 +251,10 @@ class ControlClient:
         return self._why_closed is not None
 
     def close(self) -> None:
-        """Say good-bye and disconnect. Idempotent."""
+        """Disconnect in order. Idempotent."""
         self._reopen = None
         if self._why_closed is None:
-            # The launcher may have gone first; then no good-bye is needed.
+            # If the launcher has ended first, no goodbye is needed.
             with contextlib.suppress(ConnectionError, TimeoutError):
                 self._ask({"op": "bye"}, limit_s=5.0)
         self._connection.shutdown()
@@ -305,7 +308,7 @@ class ControlClient:
                 if self._why_closed is None:
                     self._connection.send(header, payload)
         except OSError as error:
-            # The reader learns of it too, and answers all threads that wait, or asks their questions again.
+            # The reader notices too, and answers all waiting threads or resends their requests.
             self._connection.shutdown()
             if self._why_closed is None and self._reopen is None:
                 self._why_closed = str(error)
@@ -331,7 +334,7 @@ class ControlClient:
         while True:
             header, payload = self._connection.receive()
             if int(header.get("term", self._term)) < self._term:
-                raise ConnectionError("a leader of the past")
+                raise ConnectionError("an outdated leader")
             self._term = int(header.get("term", self._term))
             if header.get("notice") == "ping":
                 self._send({"op": "pong"})
@@ -341,7 +344,7 @@ class ControlClient:
                 self._settle(header, payload)
 
     def _come_back(self) -> bool:
-        """Connect again and ask again what has not been answered; no thread sends anything meanwhile."""
+        """Reconnect and resend unanswered requests; no thread sends anything meanwhile."""
         deadline = time.monotonic() + self._endpoint.return_s
         with self._send_lock:
             self._connection.close()
@@ -354,7 +357,7 @@ class ControlClient:
                     term = int(answer.get("term", self._term))
                     if term < self._term:
                         connection.close()
-                        raise ConnectionError("a leader of the past")
+                        raise ConnectionError("an outdated leader")
                     self._term = term
                     if "error" in answer:
                         connection.close()
@@ -365,7 +368,7 @@ class ControlClient:
                     return False
                 except (OSError, EOFError) as error:
                     if isinstance(error.__cause__, ConnectionRefusedError):
-                        return False  # the launcher has gone
+                        return False  # the launcher is gone
                     time.sleep(_PAUSE_S)
         return False
 
@@ -374,7 +377,7 @@ class ControlClient:
             waiting = list(self._requests.values())
         for request in waiting:
             if request.question["op"] in _ONCE:
-                request.header = {"error": "lost", "message": "the connection to the launcher broke, and is back"}
+                request.header = {"error": "lost", "message": "the connection to the launcher broke and was restored"}
                 request.done.set()
             else:
                 self._connection.send(request.question, request.attachment)
@@ -383,13 +386,13 @@ class ControlClient:
     def _settle(self, header: Header, payload: bytes) -> None:
         with self._state_lock:
             request = self._requests.get(header["re"])
-        if request is not None:  # None: it gave up waiting in the meantime
+        if request is not None:  # None: the caller has timed out
             request.header, request.payload = header, payload
             request.done.set()
 
     def _tell(self, notice: Notice) -> None:
         with self._state_lock:
-            if notice["notice"] != "question":  # a later peer need not answer it
+            if notice["notice"] != "question":  # not for later listeners
                 self._notices.append(notice)
             listeners = list(self._listeners)
         for listener in listeners:

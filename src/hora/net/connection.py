@@ -1,7 +1,7 @@
-"""The client's end of an authenticated connection: connect, prove, send and receive.
+"""The client's end of an authenticated connection: connect, authenticate, send and receive.
 
-Every client in the house connects through `connect`: workers and Spark tasks to their launcher, ranks to rank 0 and to
-one another for shared memory, callers to a session of workers. Its other end is a `server`.
+All clients use `connect`: workers and Spark tasks to their launcher, ranks to rank 0 and to each other for shared
+memory, callers to a session of workers. The other end is a `server`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _SHORTEST_REST_S, _LONGEST_REST_S = 0.005, 0.2
 
 
 def connect(where: Where, credentials: Credentials, *, timeout_s: float, silence_limit_s: int = 30) -> Connection:
-    """Connect and prove one another's identity within the time limit.
+    """Connect and authenticate both ends within the time limit.
 
-    AuthenticationError if the server does not hold the secret, TimeoutError after the limit, another OSError (refused,
-    unreachable, another user's socket) at once.
+    Raises AuthenticationError if the server does not hold the secret, TimeoutError after the limit, and another OSError
+    (refused, unreachable, another user's socket) at once.
     """
     deadline, rest_s, what = time.monotonic() + timeout_s, _SHORTEST_REST_S, "did not answer"
     while True:
         try:
             return _attempt(where, credentials, deadline, silence_limit_s)
         except EOFError:
-            # A crowd of strangers can push a handshake out of the server's waiting room: come again.
+            # A flood of strangers can displace a handshake on the server: retry.
             what = "closed every connection during the handshake"
             if time.monotonic() + rest_s < deadline:
                 time.sleep(rest_s)
@@ -65,7 +65,7 @@ def _attempt(where: Where, credentials: Credentials, deadline: float, silence_li
 
 
 def _shake_hands(sock: socket.socket, credentials: Credentials, deadline: float) -> Session:
-    """The client's part of the handshake. EOFError when the server closes the connection."""
+    """Run the client's part of the handshake. Raises EOFError if the server closes the connection."""
     handshake = ClientHandshake(credentials)
     sock.sendall(handshake.hello)
     session, confirmation = handshake.finish(_receive_answer(sock, handshake.answer_bytes, deadline))
@@ -78,7 +78,7 @@ def _receive_answer(sock: socket.socket, num_bytes: int, deadline: float) -> byt
     while len(received) < num_bytes:
         sock.settimeout(max(deadline - time.monotonic(), 0.001))
         data = sock.recv(num_bytes - len(received))
-        if not data and received == REFUSAL:  # from the server, or from somebody in between
+        if not data and received == REFUSAL:  # from the server, or from an attacker in between
             break
         if not data:
             raise EOFError
@@ -88,7 +88,7 @@ def _receive_answer(sock: socket.socket, num_bytes: int, deadline: float) -> byt
 
 @dataclass(frozen=True)
 class Stream:
-    """A connection that carries bytes in one direction instead of messages; without `records`, as they are."""
+    """A connection that carries raw bytes in one direction instead of messages; unencrypted without `records`."""
 
     sock: socket.socket
     records: Records | None = None
@@ -115,7 +115,9 @@ class Connection:
             self.sock.sendall(frame)
 
     def receive(self, *, limit_s: float | None = None) -> tuple[Header, bytes]:
-        """The next message; EOFError if the server has closed the connection, TimeoutError after the limit."""
+        """Return the next message; raises EOFError if the server has closed the connection, TimeoutError after the
+        limit.
+        """
         if limit_s is not None:
             self.sock.settimeout(limit_s)
         while not self._ready:
@@ -126,7 +128,7 @@ class Connection:
         return self._ready.popleft()
 
     def receive_descriptor(self, *, limit_s: float) -> int | None:
-        """The file descriptor that the server at the other end of a local socket hands over; None: it has none."""
+        """Return the file descriptor that the server passes over a local socket; None if it has none."""
         self.sock.settimeout(max(limit_s, 0.001))
         _, descriptors, _, _ = socket.recv_fds(self.sock, 1, 1)
         return descriptors[0] if descriptors else None
@@ -135,7 +137,7 @@ class Connection:
         """Wake a blocked receiver with EOFError. Harmless on a dead connection."""
         try:
             self.sock.shutdown(socket.SHUT_RDWR)
-        except OSError:  # already disconnected: nothing is left to wake
+        except OSError:  # already disconnected: no receiver to wake
             return
 
     def close(self) -> None:

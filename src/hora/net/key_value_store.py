@@ -1,12 +1,11 @@
-"""A table where processes meet: keys and values, and all-gathers among all of them or in groups. The server side of
-`hora.net.client`.
+"""Key-value store for the rendezvous of processes, with all-gathers; the server side of `hora.net.client`.
 
-The launcher's rendezvous is one that also knows of workers; under a foreign launcher rank 0 serves a plain one. All
-state belongs to the server's thread; public methods may be called from anywhere.
+The launcher's rendezvous extends it with workers; under a foreign launcher rank 0 serves a plain one. The server's
+thread owns all state; public methods are thread-safe.
 
-A request is answered with `{"re": id}` on success and `{"re": id, "error": kind, "message": text}` otherwise, where
-kind is `timeout`, `lost` or `mismatch`. A request that must wait is parked until what it waits for happens, its time
-limit passes, its peer goes, or a rank it depends on is lost.
+The answer to a request is `{"re": id}` on success and `{"re": id, "error": kind, "message": text}` otherwise, where
+kind is `timeout`, `lost` or `mismatch`. A request that must wait is parked until its condition holds, its time limit
+passes, its peer disconnects, or a rank it depends on is lost.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from hora.net.wire import Credentials, CredentialsOf, Header, join_parts
 
 __all__ = ["NAME_CHARACTERS", "Operation", "Parked", "KeyValueStore"]
 
-_SHOWN = 16  # ranks that a message names
-# What a process says ends up in the headers of messages to others, which have room for so much.
+_SHOWN = 16  # ranks named in a message
+# A process's text ends up in the headers of messages to others, which are limited.
 _KEY_CHARACTERS, NAME_CHARACTERS = 4096, 200
 
 Operation = Callable[[Peer, Header, bytes], None]
@@ -42,7 +41,7 @@ class Parked:
     answered: bool = False
 
     def answer(self, header: Header, payload: bytes = b"") -> None:
-        """Answer once; later attempts (a time limit that passes, say) do nothing."""
+        """Answer once; later attempts (such as an expired time limit) do nothing."""
         if not self.answered:
             self.answered = True
             if self.timer is not None:
@@ -55,7 +54,7 @@ class _Gather:
     size: int
     parked: dict[int, Parked] = field(default_factory=dict)  # by rank
     groups: dict[int, str] = field(default_factory=dict)  # by rank: the name of its group
-    fanout: int = 0  # how many groups stand below one; 0: none
+    fanout: int = 0  # children of a group; 0: none
 
     @property
     def complete(self) -> bool:
@@ -65,7 +64,7 @@ class _Gather:
         return 0 <= rank < self.size and rank not in self.parked
 
     def missing(self) -> str:
-        """The ranks that have not come: not all of them, should there be thousands."""
+        """Describe the missing ranks, limited in case there are thousands."""
         missing = (rank for rank in range(self.size) if rank not in self.parked)
         first = list(itertools.islice(missing, _SHOWN))
         rest = self.size - len(self.parked) - len(first)
@@ -73,15 +72,15 @@ class _Gather:
 
 
 class KeyValueStore:
-    """The server, at this place until closed. `name`: of its thread."""
+    """Serves the store at this address until closed. `name` is its thread's."""
 
     def __init__(self, where: tuple[str, int], credentials: Credentials | CredentialsOf, *, name: str) -> None:
         self.generation = -1  # of the ranks that meet
         self._table: dict[str, bytes] = {}
         self._gets: dict[str, list[Parked]] = {}
         self._gathers: dict[str, _Gather] = {}
-        self._gone: dict[int, str] = {}  # rank of the current generation -> how it went
-        self._failed = False  # one of them went badly
+        self._gone: dict[int, str] = {}  # rank of the current generation -> how it ended
+        self._failed = False  # one of them failed
         self._ranks: dict[Peer, tuple[int, int]] = {}  # generation and rank for which a peer spoke last
         self._operations = self._all_operations()
         self._server = Server(self, name=name)
@@ -96,11 +95,11 @@ class KeyValueStore:
         self._server.call(lambda: self._store(key, value))
 
     def settle(self, *, limit_s: float = 30.0) -> None:
-        """Wait until whoever asks gets what was set here before. TimeoutError."""
+        """Wait until earlier calls of `set` have taken effect. Raises TimeoutError."""
         settled = threading.Event()
         self._server.call(settled.set)
         if not settled.wait(limit_s):
-            raise TimeoutError(f"the meeting place has not taken what was set in it for {limit_s:g} s")
+            raise TimeoutError(f"the key-value store has not stored the values within {limit_s:g} s")
 
     def close(self) -> None:
         self._server.close()
@@ -116,13 +115,13 @@ class KeyValueStore:
     def closed(self, peer: Peer) -> None:
         for parked in self._gets.values():
             parked[:] = [one for one in parked if one.peer is not peer]
-        # News of a rank of an earlier generation says nothing about today's bearer of its number.
+        # The loss of a rank of an earlier generation says nothing about the current rank of that number.
         generation, rank = self._ranks.pop(peer, (None, -1))
         for key, gather in list(self._gathers.items()):
             if generation == self.generation and gather.lacks(rank):
-                self._fail_gather(key, f"rank {rank} closed its connection without a good-bye")
+                self._fail_gather(key, f"rank {rank} closed its connection without a goodbye")
             elif any(one.peer is peer for one in gather.parked.values()):
-                self._fail_gather(key, f"{peer.name} closed its connection without a good-bye")
+                self._fail_gather(key, f"{peer.name} closed its connection without a goodbye")
 
     def _all_operations(self) -> dict[str, Operation]:
         return {
@@ -142,10 +141,10 @@ class KeyValueStore:
         self._answer(peer, header["id"])
 
     def _pong(self, peer: Peer, header: Header, payload: bytes) -> None:
-        """Taken note of already."""
+        """Do nothing: the server has noted the activity."""
 
     def _bye(self, peer: Peer, header: Header, payload: bytes) -> None:
-        # Whoever says good-bye is no loss: forget which it was, so that the end of its connection is no news.
+        # A goodbye is no loss: forget the rank, so that the end of its connection is not reported.
         peer.number = -1
         self._ranks.pop(peer, None)
         self._answer(peer, header["id"])
@@ -159,7 +158,7 @@ class KeyValueStore:
         if key in self._table:
             self._answer(peer, header["id"], self._table[key])
             return
-        parked = self._park(peer, header, lambda: f"nobody has set {key!r}")
+        parked = self._park(peer, header, lambda: f"no process has set {key!r}")
         if self._failed:
             parked.answer({"error": "lost", "message": self._lost_ranks_message()})
         else:
@@ -183,7 +182,7 @@ class KeyValueStore:
         key, rank, size = _key(header), int(header["rank"]), int(header["size"])
         gather = self._gathers.setdefault(key, _Gather(size))
         if gather.size != size or not 0 <= rank < size or rank in gather.parked:
-            # The ranks that wait already would wait in vain: all of them hear of the disagreement.
+            # The waiting ranks would wait forever: report the mismatch to all of them.
             why = f"rank {rank} of {size} does not fit: it meets ranks {sorted(gather.parked)} of {gather.size}"
             self._park(peer, header, str).answer({"error": "mismatch", "message": f"all-gather {key!r}: {why}"})
             self._fail_gather(key, why)
@@ -199,8 +198,10 @@ class KeyValueStore:
             self._fail_gather(key, self._lost_ranks_message())
 
     def _complete(self, gather: _Gather) -> None:
-        """Answer each rank with the values of its own group, and with that of the first rank of the group above it: so
-        many bytes in all as there are ranks, whatever their number, while groups do not grow."""
+        """Answer each rank with the values of its group and of the first rank of the parent group.
+
+        The total size grows with the number of ranks, not its square, as long as groups do not grow.
+        """
         groups: dict[str, list[int]] = {}
         for rank in range(gather.size):
             groups.setdefault(gather.groups[rank], []).append(rank)
@@ -219,7 +220,7 @@ class KeyValueStore:
             parked.answer({}, value)
 
     def _lost_ranks_message(self) -> str:
-        """Describe how ranks ended: not of all, should there be thousands, because a message's header is small."""
+        """Describe how ranks ended, limited to a few because a message's header is small."""
         causes = [f"rank {rank} {how}" for rank, how in sorted(self._gone.items())]
         return "; ".join([*causes[:_SHOWN], f"and {len(causes) - _SHOWN} others"] if len(causes) > _SHOWN else causes)
 

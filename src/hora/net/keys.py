@@ -1,15 +1,15 @@
-"""Distribution of keys, so that a host speaks for its own workers and ranks and for no others.
+"""Key distribution: a host can speak only for its own workers and ranks.
 
-    job's secret      the launcher's alone
-    worker's key      one for each worker, for life: its host holds it, and it opens no door under another number
-    world's secret    one for each generation and initialisation, the launcher's alone; of it every rank is given
-        shared        what all ranks have in common: objects are signed with it
-        accepting     from which it derives the keys of those who connect to it
-        towards r     the key with which it connects to rank r; no other rank holds it
+    job's secret      known to the launcher only
+    worker's key      one per worker, for life: its host holds it, and it is useless under another number
+    world's secret    one per generation and initialization, known to the launcher only; each rank gets from it
+        shared        common to all ranks: objects are signed with it
+        accepting     derives the keys of ranks that connect to this one
+        towards r     the key for connecting to rank r; no other rank holds it
 
-A rank cannot make `towards r` of another rank, so it cannot pass for that one at r; and a worker without a place in a
-generation is given none of its keys. Where a launcher gives all ranks one secret (torchrun, mpirun, srun with a secret
-file), each derives everything itself: there any of them could speak for any other.
+A rank cannot derive another rank's `towards r`, so it cannot impersonate that rank at r. A worker without a rank in a
+generation gets none of its keys. If a launcher gives all ranks one secret (torchrun, mpirun, srun with a secret file),
+each rank derives everything itself, and any of them could impersonate any other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 
-# `(ranks) -> keys`: shared, accepting, and those towards these ranks, one after the other.
+# `(ranks) -> keys`: shared, accepting, and those towards these ranks, concatenated.
 GetKeys = Callable[[Sequence[int]], bytes]
 
 
@@ -44,17 +44,17 @@ def worker_key(job_secret: bytes, worker: int) -> bytes:
 
 
 def worker_credentials(job_secret: bytes, job: str, worker: int) -> Credentials:
-    """With which a worker connects to its launcher."""
+    """Return the credentials of a worker for its launcher."""
     return Credentials(worker_key(job_secret, worker), job, worker)
 
 
 def world_secret(job_secret: bytes, epoch: str) -> bytes:
-    """From which the keys of a world derive. `epoch`: its generation, and which initialisation of it."""
+    """Return the secret from which the keys of a world derive. `epoch`: its generation and initialization."""
     return derived_secret(job_secret, f"the world {epoch}")
 
 
 def rank_keys(world: bytes, rank: int, towards: Sequence[int]) -> bytes:
-    """Return a rank's keys, one after the other."""
+    """Return a rank's keys, concatenated."""
     keys = [derived_secret(world, "shared"), _accepting(world, rank)]
     return b"".join([*keys, *(_from(_accepting(world, other), rank) for other in towards)])
 
@@ -72,7 +72,7 @@ def _from(accepting: bytes, rank: int) -> bytes:
 
 
 class RankKeys:
-    """A rank's keys in one world. `get` fetches them from where they are, or derives them."""
+    """A rank's keys in one world. `get` fetches or derives them."""
 
     def __init__(self, rank: int, get: GetKeys, *, at_once: Sequence[int] = ()) -> None:
         self.rank = rank
@@ -87,29 +87,29 @@ class RankKeys:
         return cls(rank, lambda ranks: rank_keys(world, rank, ranks))
 
     def fetch(self, ranks: Sequence[int]) -> None:
-        """Have the keys towards these ranks at hand, at the price of one question."""
+        """Fetch the keys towards these ranks with one request."""
         missing = [rank for rank in ranks if rank not in self._towards and rank != self.rank]
         if missing:
             self._towards.update(zip(missing, _cut(self._get(missing))[2:], strict=True))
 
     def towards(self, rank: int) -> Credentials:
-        """With which we connect to this rank."""
+        """Return the credentials for connecting to this rank."""
         self.fetch([rank])
         return Credentials(self._towards[rank], "hub", self.rank)
 
     def of(self, rank: int) -> Credentials:
-        """With which this rank connects to us."""
+        """Return the credentials with which this rank connects to us."""
         return Credentials(_from(self._accepting, rank), "hub", rank)
 
 
 _MIN_BYTES, _MAX_BYTES = 32, 64 * 1024
-_ADVICE = "make one with: umask 077; openssl rand -hex 32 > FILE"
+_ADVICE = "create one with: umask 077; openssl rand -hex 32 > FILE"
 
 
 class HeldSecret:
-    """A secret in this process's memory, which processes of the same user read at `path`. It ends with `close`.
+    """A secret in this process's memory that processes of the same user read at `path`. It ends with `close`.
 
-    `label`: by which others can tell it, among what this process holds.
+    `label` identifies it among this process's files.
     """
 
     def __init__(self, secret: bytes, *, label: str = "hora-private") -> None:
@@ -122,7 +122,7 @@ class HeldSecret:
 
 
 def read_held_secret(path: str) -> bytes:
-    """The job's secret, from the memory of the process that holds it: a worker's agent as a rule."""
+    """Read the job's secret from the memory of the process that holds it, usually a worker's agent."""
     try:
         with open(path, "rb") as file:
             return file.read()
@@ -134,12 +134,12 @@ def read_held_secret(path: str) -> bytes:
 
 
 def read_secret_file(path: str, *, named: str = "HORA_SECRET_FILE") -> bytes:
-    """The secret that a user's file gives: 32 bytes, made of all it contains but the white space at its ends.
+    """Return the secret from a user's file: 32 bytes, hashed from its content without surrounding white space.
 
-    `named`: the variable or the flag that named the file, for messages. AuthenticationError says what is wrong with it.
+    `named`: the variable or flag that named the file, for messages. Raises AuthenticationError with the problem.
     """
     try:
-        # Not blocking: a pipe is no such file, and has to be looked at to be refused.
+        # Non-blocking: a pipe must be opened in order to reject it.
         descriptor = os.open(os.path.expanduser(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
@@ -152,20 +152,20 @@ def read_secret_file(path: str, *, named: str = "HORA_SECRET_FILE") -> bytes:
     if not problem and not _MIN_BYTES <= len(text) <= _MAX_BYTES:
         problem = f"it has {len(text)} bytes, and a secret needs {_MIN_BYTES} to {_MAX_BYTES}"
     if problem:
-        raise AuthenticationError(f"the job's secret is not taken from {named}={path}: {problem}; {_ADVICE}")
+        raise AuthenticationError(f"the job's secret is not read from {named}={path}: {problem}; {_ADVICE}")
     return hashlib.sha256(text).digest()
 
 
 def _problem(found: os.stat_result) -> str:
-    """Why a secret in this file is none; empty where it is one."""
+    """Describe why the file cannot hold a secret; empty if it can."""
     mode = f"its mode is {stat.S_IMODE(found.st_mode):04o}"
     if not stat.S_ISREG(found.st_mode):
-        return "it is no regular file"
+        return "it is not a regular file"
     if found.st_uid not in (os.geteuid(), 0):
         return f"it belongs to user {found.st_uid}, who could change it"
     if found.st_mode & 0o027:
         return f"others can read or change it ({mode}): chmod 600"
-    # Root's own may be for a group: so Kubernetes mounts a Secret for the user of a pod (defaultMode 0440).
+    # Root's file may belong to a group: Kubernetes mounts a Secret for the user of a pod this way (defaultMode 0440).
     if found.st_mode & 0o040 and found.st_uid != 0:
         return f"the users of group {found.st_gid} can read it ({mode}): chmod 600"
     return ""

@@ -1,10 +1,9 @@
-"""Noise_NNpsk0_25519_AESGCM_SHA256 (noiseprotocol.org, revision 34): the handshake of every connection, and its
-ciphers.
+"""Noise_NNpsk0_25519_AESGCM_SHA256 (noiseprotocol.org, revision 34): the handshake and ciphers of every connection.
 
-Two messages: the initiator's opens only under the pre-shared key, so that of a stranger nothing else is ever looked at;
-the responder's completes a fresh exchange of keys, so that learning the pre-shared key later does not help to read what
-was recorded. It moves no bytes and knows nothing of Hora: `wire` gives it the key and the prologue. docs/protocol.md
-says how it is used.
+There are two messages. The initiator's can only be read with the pre-shared key, so nothing else from a stranger is
+ever processed. The responder's completes a fresh key exchange, so a pre-shared key that leaks later does not decrypt
+recorded traffic. This module moves no bytes and is independent of Hora: `wire` provides the key and the prologue. See
+docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ __all__ = ["Cipher", "Handshake", "NONCE", "Records", "TAG_BYTES", "hkdf", "warm
 TAG_BYTES = 16
 _PUBLIC_BYTES = 32
 
-_NAME = b"Noise_NNpsk0_25519_AESGCM_SHA256"  # 32 bytes, as many as the hash: it is not hashed
+_NAME = b"Noise_NNpsk0_25519_AESGCM_SHA256"  # 32 bytes, the length of the hash: not hashed
 NONCE = struct.Struct(">4xQ")
 _REKEY_NONCE = NONCE.pack(2**64 - 1)
 _MESSAGES_OF_A_KEY = 2**16
 
 
 def hkdf(chaining_key: bytes, material: bytes, num_outputs: int) -> list[bytes]:
-    """Return Noise's HKDF of the two."""
+    """Compute Noise's HKDF."""
     temporary, outputs = hmac.digest(chaining_key, material, "sha256"), [b""]
     for number in range(1, num_outputs + 1):
         outputs.append(hmac.digest(temporary, outputs[-1] + bytes([number]), "sha256"))
@@ -40,32 +39,32 @@ def hkdf(chaining_key: bytes, material: bytes, num_outputs: int) -> list[bytes]:
 
 
 def warm_up() -> None:
-    """Have OpenSSL do what takes it 15 ms once in a process: before others are forked from this one."""
+    """Run OpenSSL's one-time initialization of 15 ms, before other processes are forked from this one."""
     Handshake(bytes(32), b"", initiator=True).write()
 
 
 class Cipher:
     """Noise's CipherState: numbers, encrypts and authenticates the messages of one direction.
 
-    After every 65,536 messages both ends go on under the next key (Noise's Rekey); nobody says so, because both count.
+    After every 65,536 messages both ends switch to the next key (Noise's Rekey) without a message, because both count.
     """
 
     def __init__(self, key: bytes) -> None:
         self._aead, self._number = AESGCM(key), 0
 
     def seal(self, plain: bytes | memoryview, data: bytes | None = None) -> bytes:
-        """Return what to send: as long as the message, and `TAG_BYTES`. `data` is authenticated with it."""
-        nonce = self._nonce()  # which may change the key: before it is used
+        """Encrypt a message; the result has `TAG_BYTES` more. `data` is authenticated with it."""
+        nonce = self._nonce()  # may change the key, so it comes first
         return self._aead.encrypt(nonce, plain, data)
 
     def open(self, sealed: bytes, data: bytes | None = None) -> bytes:
-        """Return the message; AuthenticationError unless it is the next one that the other end has sealed."""
+        """Decrypt a message; raises AuthenticationError unless it is the next one that the other end has sealed."""
         nonce = self._nonce()
         try:
             return self._aead.decrypt(nonce, sealed, data)
         except InvalidTag:
             raise AuthenticationError(
-                "a message was changed on the way, or is not this connection's next one"
+                "a message was modified in transit, or is not this connection's next one"
             ) from None
 
     def _nonce(self) -> bytes:
@@ -96,27 +95,27 @@ class Handshake:
             cipher = self._mix(public, exchange=not self._initiator)
         except UnsupportedAlgorithm as error:
             raise AuthenticationError(
-                f"the OpenSSL of this host lacks what every connection of Hora needs, X25519 and AES-GCM: {error} "
-                "(a FIPS mode that refuses X25519? pip's own build of cryptography has it)"
+                f"the OpenSSL of this host lacks X25519 or AES-GCM, which every connection of Hora needs: {error} "
+                "(a FIPS mode that rejects X25519? pip's build of cryptography has it)"
             ) from None
         sealed = cipher.seal(payload, self.hash)
         self._mix_hash(sealed)
         return public + sealed
 
     def read(self, message: bytes) -> bytes:
-        """Return the payload of the other end's message; AuthenticationError if it does not hold the same key."""
+        """Return the payload of the other end's message; raises AuthenticationError if its key differs."""
         self._theirs, sealed = message[:_PUBLIC_BYTES], message[_PUBLIC_BYTES:]
         payload = self._mix(self._theirs, exchange=self._initiator).open(sealed, self.hash)
         self._mix_hash(sealed)
         return payload
 
     def split(self) -> tuple[bytes, bytes]:
-        """Return the keys of what the initiator and of what the responder sends from now on."""
+        """Return the keys for the initiator's and for the responder's messages."""
         to_responder, to_initiator = hkdf(self._chaining_key, b"", 2)
         return to_responder, to_initiator
 
     def _mix(self, public: bytes, *, exchange: bool) -> Cipher:
-        """Take in an end's half of the exchange of keys, and in the second message what both halves give."""
+        """Mix in one end's public key, and in the second message the shared secret."""
         self._mix_hash(public)
         self._chaining_key, key = hkdf(self._chaining_key, public, 2)
         if exchange:
@@ -124,7 +123,7 @@ class Handshake:
             try:
                 shared = self._ephemeral.exchange(X25519PublicKey.from_public_bytes(self._theirs))
             except ValueError:
-                raise AuthenticationError("the other end's half of the exchange of keys gives no key") from None
+                raise AuthenticationError("the other end's public key yields no shared key") from None
             self._chaining_key, key = hkdf(self._chaining_key, shared, 2)
         return Cipher(key)
 
@@ -133,35 +132,35 @@ class Handshake:
 
 
 _KEY_BYTES = 16
-# 16 GiB in the longest records: AES-GCM would be good for twenty times that under one key.
+# 16 GiB in the longest records: AES-GCM allows twenty times that under one key.
 _RECORDS_OF_A_KEY = 2**16
 
 
 class Records:
-    """Encrypts and authenticates the bytes of one direction in records, of which both ends know how long they are.
+    """Encrypts and authenticates one direction of a stream in records whose lengths both ends know.
 
-    A record takes `tag_bytes` more. Its number is its nonce, and after a while a new key follows from the old one:
-    neither end says so, because both count.
+    A record takes `tag_bytes` more. Its number is its nonce. After a fixed number of records, both ends derive the next
+    key without a message, because both count.
     """
 
     tag_bytes = TAG_BYTES
     most_bytes = 256 * 1024
 
     def __init__(self, key: bytes) -> None:
-        """`key`: of the connection's direction, from which that of the records follows."""
+        """`key`: of the connection's direction; the records' key derives from it."""
         self._key, self._number = _expand(key, b"hora records"), 0
         self._begin()
 
     def seal(self, data: memoryview, out: memoryview) -> None:
         """Write the record of these bytes to `out`."""
-        nonce = self._next()  # which may change the key: before it is used
+        nonce = self._next()  # may change the key, so it comes first
         if self._in_place:
             self._cipher.encrypt_into(nonce, data, None, out)
         else:
             out[:] = self._cipher.encrypt(nonce, data, None)
 
     def open(self, sealed: memoryview, out: memoryview) -> None:
-        """Write what the record holds to `out`; AuthenticationError if it is not the one that was sent."""
+        """Decrypt a record to `out`; raises AuthenticationError if it is not the one that was sent."""
         nonce = self._next()
         try:
             if self._in_place:
@@ -169,25 +168,24 @@ class Records:
             else:
                 out[:] = self._cipher.decrypt(nonce, sealed, None)
         except InvalidTag:
-            raise AuthenticationError("what came from a peer was changed on the way") from None
+            raise AuthenticationError("data from a peer was modified in transit") from None
 
     def lend(self, most: int) -> tuple[bytes, int]:
-        """Return the key and the number of the next record, for a caller that seals or opens up to `most` records
-        itself.
+        """Return the key and the number of the next record, for a caller that processes up to `most` records itself.
 
-        Both ends lend alike: where this key would not last for so many records, both begin the next one.
+        Both ends lend alike: if this key does not last for that many records, both switch to the next one.
         """
         if self._number + most > _RECORDS_OF_A_KEY:
             self._rekey()
         return self._key[:_KEY_BYTES], self._number
 
     def take_back(self, number: int) -> None:
-        """Go on with this number, after records were made elsewhere."""
+        """Continue with this number, after a caller has processed records."""
         self._number = number
 
     def _begin(self) -> None:
         self._cipher = AESGCM(self._key[:_KEY_BYTES])
-        self._in_place = hasattr(self._cipher, "encrypt_into")  # older versions make new bytes of everything
+        self._in_place = hasattr(self._cipher, "encrypt_into")  # older versions of cryptography allocate new bytes
 
     def _rekey(self) -> None:
         self._key, self._number = _expand(self._key, b"hora next key"), 0
@@ -201,5 +199,5 @@ class Records:
 
 
 def _expand(key: bytes, purpose: bytes) -> bytes:
-    """HKDF-Expand (RFC 5869) to the length of one hash."""
+    """Compute HKDF-Expand (RFC 5869) to the length of one hash."""
     return hmac.digest(key, purpose + b"\x01", "sha256")

@@ -1,7 +1,7 @@
-"""The server: one thread that authenticates the connections that its `acceptor` accepts, and moves messages.
+"""The server: one thread that authenticates the connections of its `acceptor` and moves messages.
 
-The launcher's rendezvous, the driver of Spark tasks, the hub of the ranks and the gateway of a session of workers are
-handlers of it. A handler interprets the messages; everything that it does happens in the server's thread.
+The launcher's rendezvous, the driver of Spark tasks, the tree of ranks and the gateway of a session of workers are its
+handlers. A handler interprets the messages, always on the server's thread.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["Handler", "Peer", "Server", "Timer"]
 
 
 _FLUSH_LIMIT_S = 2.0
-_LONGEST_WAIT_S = 3600.0  # the selector takes no more than 24 days, and a user's limit may be longer
+_LONGEST_WAIT_S = 3600.0  # the selector accepts at most 24 days, and a user's limit may be longer
 _MALFORMED = (
     ValueError,
     KeyError,
@@ -46,21 +46,19 @@ _MALFORMED = (
     ArithmeticError,
     RecursionError,
     struct.error,
-)  # what comes of a message that makes no sense
+)  # raised by an invalid message
 _NO_THREAD = "can't start new thread"
 _RECEIVE_BYTES = 256 * 1024
-_LAST_READS = 64  # of a peer that no longer listens
+_LAST_READS = 64  # of a peer that no longer reads
 
 
 class Peer:
-    """States: stranger (until `handshake` is done) -> authenticated (`opener` and `sealer` exist) -> closed (not
-    `open`).
+    """States: stranger (until `handshake` is done) -> authenticated (`opener`, `sealer` exist) -> closed (not `open`).
 
-    `speaker`: the number of the worker or rank whose key it has proven to hold (-1: a key that all share). `name`, and
-    the `number` of the worker, task or rank of which this is the connection, belong to the server's handler. `host`:
-    the address from which it comes, or its process where that is local; `where`: the same in more detail, for messages.
-    `broken`: nobody answers there any more; the kernel reports the end of a process. `flush` and `drop` are the
-    server's; it calls them in its thread.
+    `speaker`: the number of the worker or rank whose key it holds (-1: a shared key). `name` and `number` (of the
+    worker, task or rank) belong to the server's handler. `host`: the remote address, or the process for a local socket;
+    `where`: the same in more detail, for messages. `broken`: the host does not answer; the kernel reports the end of a
+    process. The server provides `flush` and `drop` and calls them on its thread.
     """
 
     def __init__(
@@ -73,8 +71,8 @@ class Peer:
         self.opener: Opener | None = None
         self.sealer: Sealer | None = None
         self.open = True
-        self.broken = self.reset = False  # cut off, or ended by somebody on the way, as it seems
-        self.drained = True  # nothing waits to be sent
+        self.broken = self.reset = False  # `reset`: apparently ended by the peer's host or in transit
+        self.drained = True  # nothing is queued
         self._flush, self._drop = flush, drop
         self._lock = threading.Lock()
         self._sender = 0  # the thread that is in `send`
@@ -83,14 +81,14 @@ class Peer:
         self._unsent = memoryview(b"")
 
     def send(self, header: Header, payload: bytes = b"") -> None:
-        """Send a message as fast as the peer reads, without waiting for it. Dropped if the peer is gone."""
+        """Send a message as fast as the peer reads, without waiting. Dropped if the peer is gone."""
         self._outbox.append((header, payload))
-        # Whoever holds the lock looks into the outbox again afterwards. It may be this very thread: a signal's handler
-        # that says goodbye must not wait for the lines that it has interrupted.
+        # The thread that holds the lock checks the outbox again afterwards. It may be this very thread: a signal
+        # handler that sends a goodbye must not wait for the code that it has interrupted.
         while self._outbox and self._lock.acquire(blocking=False):
             try:
                 self._sender = threading.get_ident()
-                if not self.open or not self.drained:  # else the server's thread is at it
+                if not self.open or not self.drained:  # otherwise the server's thread sends
                     return
                 self.drained = self._send_all()
                 left = not self.drained
@@ -102,18 +100,19 @@ class Peer:
 
     @property
     def interrupted(self) -> bool:
-        """Tell whether the calling thread is in the middle of `send`: this is a signal's handler, and what it waits for
-        here comes when it has returned.
+        """Return whether the calling thread is inside `send`, that is, a signal handler has interrupted it.
+
+        Anything it waits for here happens only after it returns.
         """
         return self._sender == threading.get_ident()
 
     def send_descriptor(self, descriptor: int) -> None:
-        """Hand a file descriptor to the process at the other end of a local socket. OSError if it is gone."""
+        """Pass a file descriptor to the process at the other end of a local socket. Raises OSError if it is gone."""
         with self._lock:
             socket.send_fds(self.sock, [b"F"], [descriptor])
 
     def push(self) -> bool:
-        """Send what the socket takes now, in the server's thread; False when something is left."""
+        """Send what the socket accepts now, on the server's thread; returns False if data is left."""
         while True:
             with self._lock:
                 done = self.drained = self._push()
@@ -125,7 +124,7 @@ class Peer:
         self._drop(self)
 
     def close_socket(self) -> None:
-        """The end, for the server: no other thread is sending now, none will any more."""
+        """Close the socket, called by the server: no other thread sends any more."""
         with self._lock:
             self.open = False
             self.sock.close()
@@ -133,7 +132,7 @@ class Peer:
     def _send_all(self) -> bool:
         try:
             return self._push()
-        except OSError:  # it is broken, which the server's thread will notice
+        except OSError:  # broken: the server's thread will notice
             return False
 
     def _push(self) -> bool:
@@ -159,17 +158,17 @@ class Peer:
 
 
 class Handler(Protocol):
-    """Interface that a server's owner implements. Called in the server's thread only."""
+    """Interface that a server's owner implements. Called on the server's thread only."""
 
     def message(self, peer: Peer, header: Header, payload: bytes) -> None:
-        """An authenticated peer sent a message. One of `_MALFORMED` is raised: the peer is shown out."""
+        """Handle a message of an authenticated peer. If it raises one of `_MALFORMED`, the peer is disconnected."""
 
     def closed(self, peer: Peer) -> None:
-        """An authenticated peer's connection has ended, for whatever reason."""
+        """Handle the end of an authenticated peer's connection."""
 
 
 class Timer:
-    """A call planned for later, until it is cancelled."""
+    """A scheduled call that can be cancelled."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self.function: Callable[[], None] | None = function
@@ -183,7 +182,7 @@ class Timer:
 
 
 class Server:
-    """Serves the addresses given to `listen` in a thread (`name`); `failed` gets an error of ours that ended it."""
+    """Serves the addresses passed to `listen` on a thread (`name`); `failed` gets an internal error that ended it."""
 
     def __init__(
         self,
@@ -215,30 +214,30 @@ class Server:
         sockets.abandon_in_children(self)
 
     def listen(self, where: Where) -> int:
-        """Accept connections at this address, too, from `start` on; return its port (0: a local socket)."""
+        """Also accept connections at this address, from `start` on; returns its port (0: a local socket)."""
         listener = sockets.listen(where)
         self._listeners.append(listener)
         self.call(lambda: self._acceptor.watch(listener, self._receive_stranger))
         return 0 if isinstance(where, str) else int(listener.getsockname()[1])
 
     def start(self, credentials: Credentials | CredentialsOf) -> None:
-        """Begin to answer clients with the same credentials; a function returns the credentials of each speaker."""
+        """Start serving clients with these credentials; a function returns the credentials of each speaker."""
         self._credentials = credentials
         self._thread.start()
 
     def peer_at(self, connection: Connection) -> Peer:
-        """The other end of a connection that this process has opened, as a peer: to `serve` once it has its number."""
+        """Return the other end of a connection that this process has opened as a peer: pass it to `serve`."""
         connection.sock.setblocking(False)
         peer = self._peer(connection.sock, host="", where="the process that was called")
         peer.opener, peer.sealer = connection.opener, connection.sealer
         return peer
 
     def serve(self, peer: Peer) -> None:
-        """Treat this peer as if it had come to us. From any thread."""
+        """Treat this peer like one that connected to us. Thread-safe."""
         self.call(lambda: self._admit(peer))
 
     def release(self, peer: Peer) -> socket.socket:
-        """Let go of an authenticated peer whose connection has another owner now, in the server's thread."""
+        """Release an authenticated peer's connection to another owner, on the server's thread."""
         self._selector.unregister(peer.sock)
         del self._peers[peer]
         peer.open = False
@@ -246,21 +245,21 @@ class Server:
         return peer.sock
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run the function in the server's thread, soon. From any thread."""
+        """Run the function on the server's thread, soon. Thread-safe."""
         self._calls.append(function)
-        if threading.current_thread() is self._thread:  # which runs calls before it waits again
+        if threading.current_thread() is self._thread:  # it runs calls before it waits again
             return
         try:
             self._wake_out.send(b"!")
-        except OSError:  # full: a wake-up is pending anyway; closed: no thread is left to wake
+        except OSError:  # full: a wake-up is pending already; closed: no thread is left to wake
             return
 
     def call_at(self, deadline: float, function: Callable[[], None]) -> Timer:
-        """Run the function at this `time.monotonic()`. In the server's thread only."""
+        """Run the function at this `time.monotonic()`. On the server's thread only."""
         timer = Timer(function)
         heapq.heappush(self._timers, (deadline, next(self._ids), timer))
         if len(self._timers) > 2 * self._num_timers_kept:
-            # Most time limits are cancelled long before they pass: do not let them pile up.
+            # Most time limits are cancelled long before they pass: do not let them accumulate.
             self._timers = [entry for entry in self._timers if entry[2].function is not None]
             heapq.heapify(self._timers)
             self._num_timers_kept = max(len(self._timers), 64)
@@ -268,11 +267,11 @@ class Server:
 
     @property
     def peers(self) -> list[Peer]:
-        """The authenticated ones."""
+        """The authenticated peers."""
         return list(self._peers)
 
     def close(self) -> None:
-        """Send what is queued (for two seconds at most), then close every connection and end the thread."""
+        """Send queued messages (for at most two seconds), then close every connection and end the thread."""
         if self._thread.is_alive():
             self.call(self._stop)
             if threading.current_thread() is not self._thread and not any(peer.interrupted for peer in self.peers):
@@ -308,7 +307,7 @@ class Server:
         self._selector.close()
 
     def abandon(self) -> None:
-        """In a forked child, which has no thread of this server and must not keep its connections open."""
+        """Close everything in a forked child, which has no thread of this server and must not keep connections open."""
         for peer in (*self._peers, *self._acceptor.pending):
             peer.open = False
             peer.sock.close()
@@ -317,7 +316,7 @@ class Server:
     # ---- in the server's thread ---------------------------------------------------------------------------
 
     def add_reader(self, fd: int, callback: Callable[..., Any], *args: Any) -> None:
-        """Call this when there is something to read. With the next two, the event loop that the acceptor needs."""
+        """Call this when there is data to read. With the next two methods, this is the acceptor's event loop."""
         self._selector.register(fd, selectors.EVENT_READ, lambda: callback(*args))
 
     def remove_reader(self, fd: int) -> None:
@@ -367,7 +366,7 @@ class Server:
         )
 
     def _read(self, peer: Peer) -> bool:
-        """Take what has come from the peer, or its end; False: nothing has."""
+        """Read from the peer, including its end; returns False if there was nothing."""
         handshake = peer.handshake
         try:
             data = peer.sock.recv(_RECEIVE_BYTES if handshake is None else handshake.wanted_bytes)
@@ -378,8 +377,8 @@ class Server:
             peer.broken = not peer.reset
         try:
             if not data and handshake is not None and peer.sock.family != socket.AF_UNIX:
-                self._turn_away(peer, "it hung up without identifying itself")
-            elif not data:  # from a local socket: the same user's process, which wanted to know whether anybody is here
+                self._turn_away(peer, "it disconnected without authenticating")
+            elif not data:  # a local socket: a process of the same user that checked whether the server runs
                 self._drop(peer)
             elif handshake is not None:
                 self._greet(peer, handshake, data)
@@ -429,7 +428,7 @@ class Server:
         except OSError as error:
             peer.reset = isinstance(error, ConnectionError)
             peer.broken = not peer.reset
-            for _ in range(_LAST_READS):  # its last words, perhaps a goodbye
+            for _ in range(_LAST_READS):  # its last messages, perhaps a goodbye
                 if not peer.open or not self._read(peer):
                     break
             self._drop(peer)

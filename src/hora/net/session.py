@@ -1,15 +1,15 @@
-"""Sessions: connections that outlive their sockets. A client that was cut off comes back, and no message is lost or
+"""Sessions: connections that outlive their sockets. A disconnected client reconnects, and no message is lost or
 repeated.
 
-Both ends number what they send and keep it until the other one has it. The client begins every connection with
-`{"session", "received"}`; the server answers the second and later ones of a session with what it has received itself,
-and each sends again what the other lacks. `{"_r"}` tells what has been received, `{"_bye"}` that the client will not
-come back.
+Both ends number their messages and keep them until the other end has received them. The client begins every connection
+with `{"session", "received"}`. The server answers every later connection of a session with what it has received, and
+each end resends what the other lacks. `{"_r"}` acknowledges received messages; `{"_bye"}` means that the client will
+not reconnect.
 
-    open --cut--> waiting --the client is back in time--> open
-         --bye--> closed  --too late------------------->  closed
+    open --cut--> waiting --the client reconnects in time--> open
+         --bye--> closed  --too late---------------------->  closed
 
-`ClientSession` is used as a `Connection` is; `Sessions` stands between a `Server` and its handler, which sees
+`ClientSession` is used like a `Connection`; `Sessions` sits between a `Server` and its handler, which sees
 `SessionPeer`s.
 """
 
@@ -30,18 +30,18 @@ from hora.net.wire import Header
 
 __all__ = ["ClientSession", "SessionHandler", "SessionPeer", "Sessions"]
 
-_TELL_MESSAGES, _TELL_BYTES = 64, 256 * 1024  # after so much that was received the other end hears of it
+_TELL_MESSAGES, _TELL_BYTES = 64, 256 * 1024  # acknowledge after this much
 _PAUSE_S = 0.1
-# A process whose connection was closed has died, unless there is a proxy on the way; one whose connection was reset has
-# died as a rule. One that has not is back at once.
+# A closed connection means that the process has died, unless there is a proxy in between; a reset one usually does. A
+# live process reconnects at once.
 _CLOSED_S, _RESET_S = 0.5, 2.0
 
 
 class _Ledger:
-    """The numbers of one end: what it has sent and the other one may lack, and what it has received."""
+    """Sequence numbers of one end: the sent messages that the other end may lack, and what was received."""
 
     def __init__(self) -> None:
-        self.num_bytes = 0  # of what is kept
+        self.num_bytes = 0  # of the kept messages
         self.received = 0
         self._sent = 0
         self._kept: deque[tuple[int, Header, bytes]] = deque()
@@ -55,13 +55,13 @@ class _Ledger:
         return numbered
 
     def missing(self, received: int) -> list[tuple[Header, bytes]]:
-        """Return the messages that the other end lacks, having received so many."""
+        """Return the messages that the other end lacks after having received `received`."""
         while self._kept and self._kept[0][0] <= received:
             self.num_bytes -= len(self._kept.popleft()[2])
         return [(header, payload) for _, header, payload in self._kept]
 
     def take(self, header: Header, payload: bytes) -> tuple[bool, bool]:
-        """Return whether a message is new, and whether the other end shall hear now what has been received."""
+        """Return whether a message is new, and whether to acknowledge now."""
         number = int(header.pop("_q"))
         if number <= self.received:
             return False, False
@@ -77,10 +77,10 @@ class _Ledger:
 
 
 class ClientSession:
-    """The client's end. One receiver; any thread sends, and does not wait for a connection that is cut.
+    """The client's end. One receiver; any thread may send without waiting for a broken connection.
 
-    `reopen(limit_s)` connects again. `limit_s`: how long that is tried; 0: not at all. A server whose process has gone
-    refuses, and is not waited for.
+    `reopen(limit_s)` reconnects. `limit_s`: how long to try; 0: not at all. If the server's process has ended, it
+    refuses, and the client does not wait.
     """
 
     def __init__(self, connection: Connection, reopen: Callable[[float], Connection], *, limit_s: float = 0.0) -> None:
@@ -95,7 +95,7 @@ class ClientSession:
 
     @property
     def connection(self) -> Connection:
-        """The connection as it is now."""
+        """The current connection."""
         return self._connection
 
     @property
@@ -108,7 +108,7 @@ class ClientSession:
         return self._ledger.num_bytes
 
     def unsent(self) -> list[tuple[Header, bytes]]:
-        """The messages that the server may lack."""
+        """Return the messages that the server may lack."""
         with self._lock:
             return self._ledger.missing(0)
 
@@ -120,12 +120,12 @@ class ClientSession:
         if self._connected:
             try:
                 self._connection.send(header, payload)
-            except OSError:  # the receiver notices too, and comes back
+            except OSError:  # the receiver notices too, and reconnects
                 self._connected = False
                 self._connection.shutdown()
 
     def receive(self, *, limit_s: float | None = None) -> tuple[Header, bytes]:
-        """The next message. EOFError when the server has gone, TimeoutError after so long a silence."""
+        """Return the next message. Raises EOFError if the server is gone, TimeoutError after that much silence."""
         while True:
             try:
                 header, payload = self._connection.receive(limit_s=limit_s)
@@ -163,13 +163,13 @@ class ClientSession:
                     self._connection, self._connected = connection, not self._closing
                 return True
             except (AuthenticationError, ConnectionRefusedError, KeyError):
-                return False  # the server has gone, or does not know us any more
+                return False  # the server is gone, or no longer knows us
             except (OSError, EOFError):
                 time.sleep(_PAUSE_S)
         return False
 
     def shutdown(self) -> None:
-        """Say that this end will not come back, and wake a blocked receiver with EOFError."""
+        """Announce that this end will not reconnect, and wake a blocked receiver with EOFError."""
         self._closing = True
         if self._lock.acquire(timeout=1.0):
             try:
@@ -184,7 +184,7 @@ class ClientSession:
 
 
 class SessionPeer:
-    """The server's end of a session as handlers see it: a `Peer` that outlives its connection."""
+    """The server's end of a session for handlers: a `Peer` that outlives its connection."""
 
     def __init__(self, sessions: Sessions, name: str, peer: Peer) -> None:
         self.host, self.where, self.speaker = peer.host, peer.where, peer.speaker
@@ -200,7 +200,7 @@ class SessionPeer:
         return self._peer.sock
 
     def send(self, header: Header, payload: bytes = b"") -> None:
-        """Send a message, now or when the client is back. Dropped if it will not come back."""
+        """Send a message, now or when the client reconnects. Dropped if it never does."""
         with self._lock:
             numbered = self._ledger.send(header, payload)
             if self._connected:
@@ -224,7 +224,7 @@ class SessionPeer:
             return new
 
     def cut(self, peer: Peer) -> bool:
-        """Note the end of a connection; False if the session has another one already."""
+        """Record the end of a connection; returns False if the session already has another one."""
         with self._lock:
             if peer is not self._peer or not self._connected:
                 return False
@@ -238,11 +238,11 @@ class SessionPeer:
             peer.send({"received": self._ledger.received})
             for header, payload in self._ledger.missing(received):
                 peer.send(header, payload)
-        if was_connected:  # it is back before we noticed that it was cut off
+        if was_connected:  # it reconnected before we noticed the cut
             before.close()
 
     def waits_since(self, peer: Peer) -> bool:
-        """Return whether no connection has come since the end of this one."""
+        """Return whether there was no connection since the end of this one."""
         return peer is self._peer and not self._connected
 
     def hang_up(self) -> None:
@@ -251,17 +251,17 @@ class SessionPeer:
 
 
 class SessionHandler(Protocol):
-    """Interface that the owner of sessions implements. Called in the server's thread only."""
+    """Interface that the owner of sessions implements. Called on the server's thread only."""
 
     def message(self, peer: SessionPeer, header: Header, payload: bytes) -> None:
-        """An authenticated peer sent a message."""
+        """Handle a message of an authenticated peer."""
 
     def closed(self, peer: SessionPeer) -> None:
-        """A session has ended: its client said goodbye, died, or has not come back in time."""
+        """Handle the end of a session: its client said goodbye, died, or did not reconnect in time."""
 
 
 class Sessions:
-    """The handler of a server of sessions. `limit_s`: how long a client may stay cut off; 0: not at all."""
+    """The handler of a server of sessions. `limit_s`: how long a client may be disconnected; 0: not at all."""
 
     def __init__(self, handler: SessionHandler, *, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -274,7 +274,7 @@ class Sessions:
         self._server = server
 
     def end(self, session: SessionPeer) -> None:
-        """End a session from any thread."""
+        """End a session. Thread-safe."""
         assert self._server is not None
         self._server.call(lambda: self._end(session))
 
@@ -297,7 +297,7 @@ class Sessions:
         elif session is None and received == 0:
             self._sessions[name] = self._of[peer] = SessionPeer(self, name, peer)
         else:
-            raise ValueError("a session that is over")
+            raise ValueError("a session that has ended")
 
     def closed(self, peer: Peer) -> None:
         session = self._of.pop(peer, None)

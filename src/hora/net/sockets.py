@@ -1,7 +1,7 @@
-"""Sockets as servers and clients use them: how they listen and connect, and who is at the other end of a local one.
+"""Sockets for servers and clients: listening, connecting, and identifying the other end of a local socket.
 
-Abstract local names live in a network namespace and vanish with their process: nothing is left in a file system. Any
-process can connect to one, or take its name first, so both ends make sure of the other's user.
+Abstract local names live in a network namespace and vanish with their process, so nothing is left in a file system. Any
+process can connect to one, or take its name first, so both ends verify the other's user.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ class Process(NamedTuple):
 
     @property
     def trusted(self) -> bool:
-        """Return whether it runs for our own user, or for root, who can do anything to us anyway."""
+        """Return whether it runs as our own user, or as root, which has full access anyway."""
         return self.uid in (os.geteuid(), 0)
 
 
 def process_at(sock: socket.socket) -> Process:
-    """The process at the other end, as the kernel knows it."""
+    """Return the process at the other end, according to the kernel."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return Process(pid, uid)
 
 
 def holder(name: str) -> Process | None:
-    """The process that listens at this abstract name; None if none does, or does not answer."""
+    """Return the process that listens at this abstract name; None if none does or answers."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.setblocking(False)
         try:
@@ -65,7 +65,7 @@ def holder(name: str) -> Process | None:
 
 
 def listen(where: Where) -> socket.socket:
-    """A listening socket. Port 0: one of the system's choice."""
+    """Return a listening socket. Port 0: one of the system's choice."""
     if not isinstance(where, str):
         family = socket.AF_INET6 if ":" in where[0] else socket.AF_INET
         return socket.create_server(where, family=family, backlog=_BACKLOG)
@@ -80,7 +80,7 @@ def listen(where: Where) -> socket.socket:
 
 
 def open_socket(where: Where, *, limit_s: float) -> socket.socket:
-    """A connected, blocking socket; TimeoutError, or ConnectionError if a local name is another user's."""
+    """Return a connected, blocking socket; raises TimeoutError, or ConnectionError for another user's local name."""
     if isinstance(where, str):
         return _open_local(where, max(limit_s, 0.001))
     sock = socket.create_connection(where, timeout=max(limit_s, 0.001))
@@ -91,12 +91,12 @@ def open_socket(where: Where, *, limit_s: float) -> socket.socket:
 def _open_local(name: str, limit_s: float) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # Not `settimeout`: a local socket that does not block fails at once where others wait in the queue.
+        # Not `settimeout`: a non-blocking local socket fails at once if others wait in the queue.
         _set_send_limit(sock, limit_s)
         try:
             sock.connect("\0" + name)
         except BlockingIOError:
-            raise TimeoutError(f"{name} took no connection within {limit_s:g} s") from None
+            raise TimeoutError(f"{name} accepted no connection within {limit_s:g} s") from None
         _set_send_limit(sock, 0.0)
         owner = process_at(sock)
         if not owner.trusted:
@@ -113,9 +113,9 @@ def _set_send_limit(sock: socket.socket, limit_s: float) -> None:
 
 
 def tune(sock: socket.socket, *, silence_limit_s: int) -> None:
-    """Small messages leave at once; a peer whose host has vanished is noticed within the silence limit.
+    """Send small messages at once, and detect a vanished host within the silence limit.
 
-    The kernel answers keep-alive probes, so a process that is merely stopped or busy is not taken for dead.
+    The kernel answers keep-alive probes, so a process that is merely stopped or busy does not count as dead.
     """
     if sock.family == socket.AF_UNIX:
         return
@@ -129,24 +129,24 @@ def tune(sock: socket.socket, *, silence_limit_s: int) -> None:
 
 
 class Owner(Protocol):
-    """Something that holds sockets."""
+    """Holder of sockets."""
 
     def abandon(self) -> None:
-        """In a forked child, which has none of the parent's threads: close the sockets, and do nothing else."""
+        """Close the sockets in a forked child, which has none of the parent's threads, and do nothing else."""
 
 
-# A forked child (a DataLoader worker) inherits the sockets: while it keeps them open, the death of its parent would not
-# be seen by the peers, and a name that the parent took stays taken.
+# A forked child (such as a DataLoader worker) inherits the sockets. While it keeps them open, peers do not see the
+# death of its parent, and a name that the parent took stays taken.
 _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
 
 
 def abandon_in_children(owner: Owner) -> None:
-    """Have children that are forked from now on close what the owner holds."""
+    """Make children that are forked from now on close the owner's sockets."""
     _owners.add(owner)
 
 
 def forget(owner: Owner) -> None:
-    """The owner holds no sockets any more."""
+    """Unregister an owner that holds no sockets any more."""
     _owners.discard(owner)
 
 

@@ -1,17 +1,18 @@
-"""The wire of the control plane: who may speak on it, and how bytes become messages.
+"""Wire protocol of the control plane: authentication, and the encoding of messages.
 
-Every connection begins with a Noise handshake (`noise`) under the key that both ends hold; from then on all that is
-said is encrypted and authenticated. A message is a small JSON header and a raw payload, cut into bounded frames:
-nothing here unpickles or evaluates.
+Every connection begins with a Noise handshake (`noise`) under a key that both ends hold; from then on everything is
+encrypted and authenticated. A message is a small JSON header and a raw payload, split into bounded frames: nothing here
+unpickles or evaluates.
 
     client -> server   hello         magic, speaker, Noise's first message
     server -> client   answer        Noise's second message, or a refusal
-    client -> server   confirmation  an empty frame: the hello alone could have been recorded and sent again
-    both               frames        length, a message of Noise's
+    client -> server   confirmation  an empty frame: the hello alone could be a replay
+    both               frames        length, a Noise message
 
-docs/protocol.md says it to the byte. The classes hold state and move no bytes: `server` drives them from its event
-loop, `connection` from a blocking socket. The owners of servers and connections define what messages mean; `keys`
-defines who holds which key. The package cryptography is loaded with the first connection of a process: many have none.
+docs/protocol.md defines every byte. The classes hold state and move no bytes: `server` drives them from its event loop,
+`connection` from a blocking socket. The owners of servers and connections define the meaning of messages; `keys`
+defines which process holds which key. The package cryptography is imported with the first connection of a process: many
+have none.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ __all__ = [
 Header = dict[str, Any]
 
 SECRET_BYTES = 32
-MAX_FRAME_BYTES = 65535 - 16  # of a frame's body: a message of Noise's has 65,535 at most, with its tag
+MAX_FRAME_BYTES = 65535 - 16  # of a frame's body: a Noise message has at most 65,535 bytes, with its tag
 MAX_HEADER_BYTES = 60 * 1024
 MAX_PAYLOAD_BYTES = 16 * 1024**3
 
@@ -60,7 +61,7 @@ REFUSAL = b"refused\n"
 
 _MAGIC = b"HORA/4\r\n"
 _SPEAKER = struct.Struct(">i")
-_PART = struct.Struct(">II")  # a rank, and the length of what it says
+_PART = struct.Struct(">II")  # a rank, and the length of its data
 _TAG_BYTES = 16
 _NOISE_BYTES = 32 + _TAG_BYTES
 _LENGTH = struct.Struct(">H")
@@ -71,22 +72,21 @@ _CONFIRMATION_BYTES = _LENGTH.size + _TAG_BYTES
 
 
 def new_secret() -> bytes:
-    """A fresh random secret for one job."""
+    """Return a fresh random secret for one job."""
     return os.urandom(SECRET_BYTES)
 
 
 def derived_secret(secret: bytes, purpose: str) -> bytes:
-    """Derive another secret for another purpose, on both ends alike; it reveals nothing of the first."""
+    """Derive another secret for another purpose, on both ends alike; it reveals nothing about the first."""
     return hmac.digest(secret, b"derived secret: " + purpose.encode(), "sha256")
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """Credentials of both ends of a connection: a secret, what it is for, and who is at the client's end.
+    """Credentials of both ends of a connection: a secret, its purpose, and the identity of the client.
 
-    The purpose (a job, the tree of ranks, a session of workers) is part of every handshake, so that what was said in
-    one place is worth nothing in another. `speaker`: the number of the worker or the rank whose key it is, where each
-    has its own.
+    The purpose (a job, the tree of ranks, a session of workers) is part of every handshake, so that messages of one
+    service are invalid in another. `speaker`: the number of the worker or rank that owns the key, if each has its own.
     """
 
     secret: bytes = field(repr=False)
@@ -103,28 +103,28 @@ class Credentials:
         return _MAGIC + _SPEAKER.pack(self.speaker)
 
     def handshake(self, *, initiator: bool) -> Handshake:
-        """Begin one that succeeds only where the other end has the same secret, purpose and speaker."""
+        """Begin a handshake that succeeds only if the other end has the same secret, purpose and speaker."""
         from hora.net.noise import Handshake
 
         name = self.purpose.encode()
         return Handshake(self.secret, self.begin + _LONG.pack(len(name)) + name, initiator=initiator)
 
 
-CredentialsOf = Callable[[int], Credentials]  # a server's: the credentials of the speaker that a client names
+CredentialsOf = Callable[[int], Credentials]  # for servers: the credentials of the speaker that a client names
 
 
 class Session(NamedTuple):
-    """The result of a handshake: what an end sends and receives with."""
+    """Result of a handshake: the two ciphers of an end."""
 
     sealer: Sealer
     opener: Opener
 
 
 class ServerHandshake:
-    """The server's half. It reads at most 78 bytes of a stranger and stores no more than these.
+    """The server's half. It reads and stores at most 78 bytes of a stranger.
 
-    `speaker`: for whom the client speaks, which is proven when there is a `session`. `refuses`: this client spoke the
-    protocol, but under another key; with `REFUSAL` as the answer it need not come again.
+    `speaker`: the identity that the client claims, proven once there is a `session`. `refuses`: this client spoke the
+    protocol, but under another key; `REFUSAL` as the answer tells it not to retry.
     """
 
     def __init__(self, credentials: Credentials | CredentialsOf, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
@@ -141,7 +141,7 @@ class ServerHandshake:
         return (_HELLO_BYTES if self._unconfirmed is None else _CONFIRMATION_BYTES) - len(self._received)
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes of the peer (no more than `wanted_bytes`); return what to answer."""
+        """Take bytes of the peer (at most `wanted_bytes`); returns the answer to send."""
         self._received += data
         if self._unconfirmed is None and not _MAGIC.startswith(bytes(self._received[: len(_MAGIC)])):
             raise AuthenticationError("it does not speak the control protocol")
@@ -160,7 +160,7 @@ class ServerHandshake:
         self.refuses = True
         expected = self._credentials if isinstance(self._credentials, Credentials) else self._credentials(self.speaker)
         if expected.speaker != self.speaker:
-            raise AuthenticationError(f"it wants to speak for number {self.speaker}, which has no key here")
+            raise AuthenticationError(f"it claims to be number {self.speaker}, which has no key here")
         handshake = expected.handshake(initiator=False)
         try:
             handshake.read(hello[_BEGIN_BYTES:])
@@ -174,7 +174,7 @@ class ServerHandshake:
 
 
 class ClientHandshake:
-    """The client's half: say `hello`, then `finish` with the server's answer."""
+    """The client's half: send `hello`, then `finish` with the server's answer."""
 
     answer_bytes = _NOISE_BYTES
 
@@ -183,7 +183,10 @@ class ClientHandshake:
         self.hello = credentials.begin + self._handshake.write()
 
     def finish(self, answer: bytes) -> tuple[Session, bytes]:
-        """Return the session, and the confirmation to send. AuthenticationError if the server has no secret."""
+        """Return the session, and the confirmation to send.
+
+        Raises AuthenticationError if the server lacks the secret.
+        """
         try:
             self._handshake.read(answer)
         except AuthenticationError:
@@ -202,35 +205,35 @@ class _Direction:
         self._key, self._cipher = key, Cipher(key)
 
     def records(self) -> Records:
-        """Return this end's part of a stream of tensors that begins after the messages."""
+        """Return this end's part of a stream of tensors that follows the messages."""
         from hora.net.noise import Records
 
         return Records(self._key)
 
 
 class Sealer(_Direction):
-    """Turns messages into encrypted frames."""
+    """Encodes messages as encrypted frames."""
 
     def frames(self, header: Header, payload: bytes | memoryview = b"") -> Iterator[bytes]:
-        """The frames of one message, made one at a time, to be sent before the next message's first."""
+        """Yield the frames of one message; send them before the next message's first frame."""
         view = memoryview(payload).cast("B")
         if view.nbytes > MAX_PAYLOAD_BYTES:
-            raise ValueError(f"a message may carry {MAX_PAYLOAD_BYTES} bytes, but this one has {view.nbytes}")
+            raise ValueError(f"a message may carry at most {MAX_PAYLOAD_BYTES} bytes, but this one has {view.nbytes}")
         text = json.dumps(header | {"_n": view.nbytes}, separators=(",", ":")).encode()
         if len(text) > MAX_HEADER_BYTES:
-            raise ValueError(f"a message's header may have {MAX_HEADER_BYTES} bytes, but it has {len(text)}")
+            raise ValueError(f"a message's header may have at most {MAX_HEADER_BYTES} bytes, but it has {len(text)}")
         taken = min(view.nbytes, MAX_FRAME_BYTES - _LENGTH.size - len(text))
         yield self.frame(b"".join((_LENGTH.pack(len(text)), text, view[:taken])))
         for start in range(taken, view.nbytes, MAX_FRAME_BYTES):
             yield self.frame(view[start : start + MAX_FRAME_BYTES])
 
     def frame(self, body: bytes | memoryview) -> bytes:
-        """Return one frame; the other end takes what it holds for a part of a message."""
+        """Return one frame; the other end treats its body as part of a message."""
         return _LENGTH.pack(len(body) + _TAG_BYTES) + self._cipher.seal(body)
 
 
 class Opener(_Direction):
-    """Turns received bytes back into messages; AuthenticationError at the first frame that is not genuine."""
+    """Decodes received bytes to messages; raises AuthenticationError at the first forged frame."""
 
     def __init__(self, key: bytes, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
         super().__init__(key)
@@ -241,19 +244,19 @@ class Opener(_Direction):
         self._missing = 0
 
     def feed(self, data: bytes | memoryview) -> Iterator[tuple[Header, bytes]]:
-        """Messages completed by these bytes."""
+        """Yield the messages completed by these bytes."""
         for body in self.bodies(data):
             message = self._take(body)
             if message is not None:
                 yield message
 
     def bodies(self, data: bytes | memoryview) -> Iterator[bytes]:
-        """Bodies of the frames completed by these bytes."""
+        """Yield the bodies of the frames completed by these bytes."""
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
             end = _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0]
             if end < _LENGTH.size + _TAG_BYTES:
-                raise AuthenticationError(f"a frame of {end - _LENGTH.size} bytes was announced, which is none")
+                raise AuthenticationError(f"a frame of {end - _LENGTH.size} bytes was announced, which is too short")
             if len(self._buffer) < end:
                 return
             with memoryview(self._buffer) as view:
@@ -281,34 +284,34 @@ class Opener(_Direction):
 
 
 def _opened(body: bytes) -> tuple[Header, bytes]:
-    """The header in a message's first frame, genuine but perhaps of a hostile member, and the rest of the frame."""
+    """Return the header in a message's first frame (genuine, but perhaps from a hostile member) and the rest."""
     length = int.from_bytes(body[: _LENGTH.size], "big")
     if len(body) < _LENGTH.size or length > MAX_HEADER_BYTES or length > len(body) - _LENGTH.size:
         raise AuthenticationError(f"a header of {length} bytes was announced; the limit is {MAX_HEADER_BYTES}")
     try:
         header = _DECODER.decode(body[_LENGTH.size : _LENGTH.size + length].decode())
     except (ValueError, RecursionError) as error:
-        raise AuthenticationError(f"a header that is no JSON was sent: {str(error)[:200]}") from None
+        raise AuthenticationError(f"a header is not JSON: {str(error)[:200]}") from None
     size = header.get("_n") if isinstance(header, dict) else None
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-        raise AuthenticationError("a message had no proper header")
+        raise AuthenticationError("a message had no valid header")
     return header, body[_LENGTH.size + length :]
 
 
 def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is not a number of JSON")
+    raise ValueError(f"{text} is not a JSON number")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_no_number)  # `json.loads` would make one for every message
+_DECODER = json.JSONDecoder(parse_constant=_no_number)  # `json.loads` would create one for every message
 
 
 def join_parts(parts: Sequence[tuple[int, bytes]]) -> bytes:
-    """Join payloads behind the ranks that sent them: a header has no room for thousands of them."""
+    """Join payloads after the ranks that sent them: a header has no room for thousands."""
     return b"".join([*(_PART.pack(rank, len(data)) for rank, data in parts), *(data for _, data in parts)])
 
 
 def cut_parts(payload: bytes, num_parts: int) -> list[tuple[int, bytes]]:
-    """Split what `join_parts` joined."""
+    """Split the result of `join_parts`."""
     at = num_parts * _PART.size
     pieces = []
     for rank, length in _PART.iter_unpack(payload[:at]):

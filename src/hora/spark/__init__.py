@@ -1,1 +1,1 @@
-"""The Spark surface: HorovodRunner, `horovod.spark.run`, and the estimator."""
+"""Spark integration: HorovodRunner, `horovod.spark.run`, and the estimators."""

@@ -1,8 +1,7 @@
-"""`horovod.spark.run` and `run_elastic`: call a function on the tasks of a Spark cluster and return every rank's
-result.
+"""`horovod.spark.run` and `run_elastic`: call a function on the tasks of a Spark cluster, as `HorovodRunner` does.
 
-The sisters of `HorovodRunner` with Horovod's own signatures. They check arguments and read results; `launch.spark` does
-the work. Re-exported by `horovod.spark`.
+They have Horovod's signatures and return every rank's result. They check arguments and read results; `launch.spark`
+starts the job. `horovod.spark` re-exports them.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ def run(
     prefix_output_with_timestamp: bool = False,
     executable: str | None = None,
 ) -> list[Any]:
-    """Call `fn(*args, **kwargs)` on `num_proc` processes of the active Spark cluster; results in rank order.
+    """Call `fn(*args, **kwargs)` on `num_proc` processes of the active Spark cluster; returns results in rank order.
 
-    `num_proc`: Spark's default parallelism unless given. `start_timeout`: seconds until all tasks must have started.
-    `env`: variables for the processes, on top of their executors' environment. `executable`: their Python.
+    `num_proc` defaults to Spark's default parallelism. `start_timeout` is the number of seconds within which all tasks
+    must start. `env` adds variables to the executors' environment. `executable` is the Python of the processes.
     """
     if use_mpi:
         raise ValueError("use_mpi=True: MPI support has not been built; Hora needs none. Drop use_mpi.")
@@ -98,15 +97,15 @@ def run_elastic(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """Call `fn(*args, **kwargs)` on `num_proc` Spark tasks; results of the last workers in rank order.
+    """Call `fn(*args, **kwargs)` on `num_proc` Spark tasks; returns the results of the last workers in rank order.
 
-    The job goes on while at least `min_num_proc` workers live and takes in up to `max_num_proc`. Unless given, they are
-    what `spark.dynamicAllocation.minExecutors` and `maxExecutors` allow, else `num_proc`. A worker that fails fails its
-    Spark task, which Spark starts again: `spark.task.maxFailures` must exceed the failures to be survived. The function
-    uses `hvd.elastic.run`. `min_np` and `max_np` are deprecated names; the other arguments are those of `run`.
+    The job continues while at least `min_num_proc` workers live and grows to at most `max_num_proc`. By default these
+    are `spark.dynamicAllocation.minExecutors` and `maxExecutors`, else `num_proc`. A failed worker fails its Spark
+    task, which Spark starts again: `spark.task.maxFailures` must exceed the failures to survive. The function uses
+    `hvd.elastic.run`. `min_np` and `max_np` are deprecated names; the other arguments are those of `run`.
     """
     from hora.launch.providers.spark.elastic import (
-        run_elastic_on_spark,  # jobs that never change size start faster without
+        run_elastic_on_spark,  # imported only here: other jobs start faster without it
     )
 
     context = _cluster(fn, active_context, "run_elastic")
@@ -138,7 +137,7 @@ def run_elastic(
 
 
 def _cluster(fn: Callable[..., Any], find: Callable[[], Any], caller: str) -> Any:
-    """The cluster on which to call the function."""
+    """Return the cluster to run on."""
     if not callable(fn):
         raise BadCallError(f"fn must be a function, but it is {fn!r}")
     cluster = find()
@@ -148,12 +147,12 @@ def _cluster(fn: Callable[..., Any], find: Callable[[], Any], caller: str) -> An
 
 
 def _check_slots(cluster: Any, num_proc: int, timeout_s: float) -> None:
-    """An error at once for processes that never all fit. It begins as Horovod's does, for which callers look."""
+    """Raise an error at once if the processes can never all run. It starts like Horovod's, which callers look for."""
     try:
         require_slots(cluster, num_proc, limit_s=timeout_s)
     except ValueError as error:
         raise StartTimeoutError(
-            f"Timed out waiting for Spark tasks to start. They never all can, so this was not waited for: {error}"
+            f"Timed out waiting for Spark tasks to start. They can never all run at once, so this did not wait: {error}"
         ) from None
 
 
@@ -181,5 +180,5 @@ def _values(result: JobResult) -> list[Any]:
 def _renamed(old: str, old_value: int | None, new: str, new_value: int | None) -> int | None:
     if old_value is None:
         return new_value
-    warnings.warn(f"{old} is deprecated, say {new}", DeprecationWarning, stacklevel=3)
+    warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=3)
     return old_value

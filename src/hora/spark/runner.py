@@ -1,7 +1,7 @@
-"""`HorovodRunner`: run a training function on the processes of a Spark cluster, or on some of this machine.
+"""`HorovodRunner`: run a training function on the processes of a Spark cluster, or of this machine.
 
-It checks the arguments and hands over to the launch path; no process is started and no socket
-opened here. Users import it as `sparkdl.HorovodRunner`; `hora.launch.run.run` is the launcher-neutral sister.
+It checks the arguments and calls the launch path; this module starts no process and opens no socket. Users import it as
+`sparkdl.HorovodRunner`. `hora.launch.run.run` does the same for other launchers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _VERBOSITIES = ("log_callback_only", "all")
 
 
 def is_elastic(main: Callable[..., Any], kwargs: Mapping[str, Any] | None = None) -> bool:
-    """Return whether `main(**kwargs)`, or a function of its module that it uses, drives an elastic loop."""
+    """Return whether `main(**kwargs)`, or a function of its module that it uses, runs an elastic loop."""
     declared = getattr(main, "elastic", None)
     if isinstance(declared, bool):
         return declared
@@ -67,18 +67,18 @@ def is_elastic(main: Callable[..., Any], kwargs: Mapping[str, Any] | None = None
 
 
 def _is_ours(value: object) -> bool:
-    """Return whether this is something of `hvd.elastic`, or a function that its decorator has wrapped."""
+    """Return whether this is an object of `hvd.elastic`, or a function that its decorator has wrapped."""
     if isinstance(value, types.FunctionType):
         defined_in = value.__globals__.get("__name__")
     elif isinstance(value, types.ModuleType):
         defined_in = value.__name__
-    else:  # not asked of the object itself: it may be anything, and answer anything
+    else:  # the class, not the object: an object may return anything as its attributes
         defined_in = (value if isinstance(value, type) else type(value)).__module__
     return str(defined_in).startswith(_ELASTIC_ROOM)
 
 
 def _functions(value: object) -> Iterator[types.FunctionType]:
-    """The Python functions that a call of this value may run: itself, what it wraps, the methods of its class."""
+    """Yield the Python functions that a call of this value may run: itself, wrapped functions, methods of its class."""
     if isinstance(value, functools.partial):
         for part in (value.func, *value.args, *value.keywords.values()):
             yield from _functions(part)
@@ -94,7 +94,7 @@ def _functions(value: object) -> Iterator[types.FunctionType]:
 
 
 def _used(code: types.CodeType) -> Iterator[str]:
-    """The names of globals, attributes and imports in a function's code and in those defined within it."""
+    """Yield the names of globals, attributes and imports in a function's code and in nested functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -104,22 +104,21 @@ def _used(code: types.CodeType) -> Iterator[str]:
 def _is_filled(cell: types.CellType) -> bool:
     try:
         return cell.cell_contents is not cell
-    except ValueError:  # a variable that has no value yet
+    except ValueError:  # a variable without a value yet
         return False
 
 
 class HorovodRunner:
     """Runs a function on `np` Horovod processes and returns rank 0's value.
 
-    `np > 0`: that many tasks of one Spark stage. `np < 0`: `-np` processes on this machine, without Spark;
-    `-1` calls the function right here. `np = 0` (deprecated): one process for each task slot of the
-    cluster. A function that uses `hvd.elastic.run` goes on when Spark loses an executor; `main.elastic = True` (or
-    `False`) says whether it does, where its code does not show it.
-    `driver_log_verbosity`: `"all"` shows every line the processes print, `"log_callback_only"`
-    what they send with `log_to_driver`. `dashboard=True`: a live page of the job; its address is shown.
+    `np > 0`: that many tasks of one Spark stage. `np < 0`: `-np` processes on this machine, without Spark; `-1` calls
+    the function in this process. `np = 0` (deprecated): one process per task slot of the cluster. A function that uses
+    `hvd.elastic.run` continues when Spark loses an executor; set `main.elastic = True` (or `False`) if its code does
+    not show it. `driver_log_verbosity`: `"all"` shows every line that the processes print, `"log_callback_only"` only
+    messages sent with `log_to_driver`. `dashboard=True` serves a live page of the job and shows its address.
     """
 
-    # No annotations on these two: callers inspect the signatures.
+    # No annotations on these two methods: callers inspect the signatures.
     def __init__(  # type: ignore[no-untyped-def]  # noqa: ANN204
         self,
         *,
@@ -133,12 +132,12 @@ class HorovodRunner:
             raise ValueError(
                 f"driver_log_verbosity must be 'log_callback_only' or 'all', but it is {driver_log_verbosity!r}"
             )
-        self.num_processor = operator.index(np)  # numpy's integers too
+        self.num_processor = operator.index(np)  # also numpy's integers
         self._driver_log_verbosity = driver_log_verbosity
         self._dashboard = dashboard
 
     def run(self, main, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN003, ANN201
-        """Call `main(**kwargs)` on every process and return rank 0's value (anything cloudpickle can carry)."""
+        """Call `main(**kwargs)` on every process and return rank 0's value (anything cloudpickle supports)."""
         _check_call(main, kwargs)
         if self.num_processor == -1:
             return main(**kwargs)
@@ -146,7 +145,7 @@ class HorovodRunner:
             return _run_local(main, kwargs, -self.num_processor, dashboard=self._dashboard)
         if self.num_processor == 0:
             warnings.warn(
-                "np=0 is deprecated: it takes every task slot of the cluster; say np=<number of processes>",
+                "np=0 is deprecated: it takes every task slot of the cluster; use np=<number of processes>",
                 DeprecationWarning,
                 stacklevel=2,
             )
@@ -155,7 +154,7 @@ class HorovodRunner:
 
 
 def _run_local(main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc: int, *, dashboard: bool | None) -> Any:
-    """On this machine. What the processes print goes where this process prints: a cell, a terminal."""
+    """Run on this machine. The processes' output goes to this process's output: a cell, a terminal."""
     environ = variables()
     result = start(
         Options.filled(environ, num_proc=num_proc, dashboard=dashboard),
@@ -184,13 +183,13 @@ def _run_on_spark(
         wait_for_slots=True,
         watching=Watching.wanted(variables(), page=dashboard),
     )
-    if elastic and not is_connect(cluster):  # whose stage keeps its size
+    if elastic and not is_connect(cluster):  # Connect's stage keeps its size
         return _value_of_rank_0(_run_elastic(cluster, job))
     return _value_of_rank_0(run_on_cluster(cluster, job))
 
 
 def _run_elastic(context: Any, job: SparkJob) -> JobResult:
-    """With the requested number of tasks, on those that live while Spark replaces the others."""
+    """Start the requested number of tasks; the job continues on the live ones while Spark replaces the others."""
     from hora.launch.providers.spark.elastic import run_elastic_on_spark
 
     return run_elastic_on_spark(
@@ -199,7 +198,7 @@ def _run_elastic(context: Any, job: SparkJob) -> JobResult:
 
 
 class _OnlyRank0Answers:
-    """Calls the function and keeps the other ranks' values, which `run` does not return, from travelling."""
+    """Calls the function and drops the values of other ranks, which `run` does not return."""
 
     def __init__(self, main: Callable[..., Any]) -> None:
         self._main = main
@@ -220,12 +219,12 @@ def _value_of_rank_0(result: JobResult) -> Any:
 
 
 def _check_call(main: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """BadCallError if `main(**kwargs)` cannot be called: better here than on every rank."""
+    """Raise BadCallError if `main(**kwargs)` cannot be called, before any rank starts."""
     if not callable(main):
         raise BadCallError(f"main must be a function, but it is {main!r}")
     try:
         signature = inspect.signature(main)
-    except (TypeError, ValueError):  # a builtin without a signature: the call itself will tell
+    except (TypeError, ValueError):  # a builtin without a signature: the call itself reports the error
         return
     try:
         signature.bind(**kwargs)
@@ -233,5 +232,5 @@ def _check_call(main: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         name = getattr(main, "__name__", repr(main))
         given = ", ".join(kwargs) or "no keywords"
         raise BadCallError(
-            f"{name}{signature} cannot be called with {given}: {error}; pass what it takes to run()"
+            f"{name}{signature} cannot be called with {given}: {error}; pass its arguments to run()"
         ) from None

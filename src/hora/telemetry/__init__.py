@@ -1,4 +1,4 @@
-"""Per-rank telemetry, and its way to the launcher."""
+"""Telemetry of each rank, and its transfer to the launcher."""
 
 from hora.telemetry.meters import Meter, Reading, meter, report
 from hora.telemetry.sample import PARTS, Report, Sample

@@ -1,9 +1,9 @@
-"""The meter: what this process notices about itself while it trains.
+"""The meter: measurements of this process while it trains.
 
-Written by the training thread (the engine, the optimizer, the fit loop and `report` tell it how long things took) and
-read, about once a second, by `reporter`. The training thread never locks and never allocates more than one tuple a
-step. No clock is compared with another rank's: a rank that is late waits little, the others wait for it, so the waits
-alone tell who is late and by how much (`hora.watch.lateness`).
+The training thread writes it (the engine, the optimizer, the fit loop and `report`), and `reporter` reads it about once
+a second. The training thread never locks and allocates at most one tuple per step. Clocks of different ranks are not
+compared: a late rank waits little while the others wait for it, so the waits alone show which rank is late
+(`hora.watch.lateness`).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _MAX_NAME = 200
 
 
 def meter_data_loaders() -> None:
-    """Have every DataLoader of this process tell the meter how long `next` took, and how many samples it gave."""
+    """Make every DataLoader of this process report the duration of `next` and its number of samples."""
     from torch.utils.data import dataloader
 
-    # No public hook tells this. The class is private and as old as the module; without it only data_s is missing.
+    # There is no public hook. The class is private but as old as the module; without it only data_s is missing.
     base = getattr(dataloader, "_BaseDataLoaderIter", None)
     if base is None or getattr(base.__next__, "is_metered", False):
         return
     plain, main = base.__next__, threading.main_thread()
 
     def metered(self: Any) -> Any:
-        if threading.current_thread() is not main:  # somebody prefetches: nothing waits for it here
+        if threading.current_thread() is not main:  # a prefetching thread: no one waits for it here
             return plain(self)
         since = time.perf_counter()
         batch = plain(self)
@@ -48,7 +48,7 @@ def meter_data_loaders() -> None:
 
 
 class Meter:
-    """The totals of this process since it started. Written by the training thread, read by any."""
+    """Totals of this process since it started. Written by the training thread, read by any."""
 
     __slots__ = (
         "_completed",
@@ -79,19 +79,19 @@ class Meter:
         self.num_steps = 0
         self.step_s = self.data_s = self.backward_s = self.between_s = self.optimizer_s = 0.0
         self.wait_s = self.reduce_s = 0.0  # of the training thread
-        self.transport_s = 0.0  # data moved, on whatever thread
+        self.transport_s = 0.0  # data movement, on any thread
         self.num_bytes = self.num_samples = 0.0
-        self.link_bytes_per_s = 0.0  # of this host's way out, once it was measured
-        self.total_steps = 0  # as far as the fit loop or the user says
-        self.blocked: tuple[Any, float, Sequence[int]] | None = None  # in what, since when, with which ranks
-        self.on_stall: Callable[[Sequence[int]], None] | None = None  # these ranks keep others waiting for too long
-        self.on_commit: Callable[[], None] | None = None  # the launcher waits for it
+        self.link_bytes_per_s = 0.0  # of this host's uplink, once measured
+        self.total_steps = 0  # as announced by the fit loop or the user
+        self.blocked: tuple[Any, float, Sequence[int]] | None = None  # operation, since when, with which ranks
+        self.on_stall: Callable[[Sequence[int]], None] | None = None  # called with the ranks that keep others waiting
+        self.on_commit: Callable[[], None] | None = None  # set while the launcher waits for a commit
         self._longest_s = 0.0
         self._last_end = time.perf_counter()
         self._completed = self._totals()
         self._metrics: dict[str, SupportsFloat] = {}
         self._events: deque[tuple[str, str]] = deque(maxlen=_MAX_EVENTS)
-        self._interrupted: tuple[float, int] | None = None  # end of the last step before a new world, ranks of it
+        self._interrupted: tuple[float, int] | None = None  # end of the last step before a new world, and its size
 
     def _totals(self) -> tuple[float, ...]:
         return (
@@ -109,7 +109,7 @@ class Meter:
         )
 
     def step_done(self) -> None:
-        """A step has ended; samples since the last one belong to it."""
+        """Record the end of a step; samples since the last one belong to it."""
         now = time.perf_counter()
         lasted_s = now - self._last_end
         self._last_end = now
@@ -117,24 +117,24 @@ class Meter:
         self.step_s += lasted_s
         if lasted_s > self._longest_s:
             self._longest_s = lasted_s
-        self._completed = self._totals()  # one assignment: a reader sees whole steps only
+        self._completed = self._totals()  # one assignment: a reader sees only whole steps
         if self._interrupted is not None:
             self._note_resumption(now)
 
     def waited(self, since: float, transport_s: float) -> None:
-        """The training thread was blocked since then; `transport_s`: what `transport_s` was at that time."""
+        """Record that the training thread was blocked since then; `transport_s` is the total at that time."""
         blocked_s = time.perf_counter() - since
         moving_s = min(self.transport_s - transport_s, blocked_s)
         self.reduce_s += moving_s
         self.wait_s += blocked_s - moving_s
 
     def restart_step(self) -> None:
-        """Leave time and samples since the last step out of the next one: an evaluation, a new world."""
+        """Exclude time and samples since the last step from the next one: after an evaluation or in a new world."""
         self._last_end = time.perf_counter()
         self.num_samples = self._completed[-1]
 
     def world_formed(self, rank: int, size: int) -> None:
-        """A new world begins; its rank 0, if it has trained before, tells how long the training was interrupted."""
+        """Start a new world; its rank 0, if it has trained before, reports how long the training was interrupted."""
         if rank == 0 and self.num_steps and self._interrupted is None:
             self._interrupted = self._last_end, size
         self.restart_step()
@@ -142,29 +142,32 @@ class Meter:
     def _note_resumption(self, now: float) -> None:
         assert self._interrupted is not None
         (ended, size), self._interrupted = self._interrupted, None
-        ranks = "1 rank goes on" if size == 1 else f"{size} ranks go on"
+        ranks = "1 rank continues" if size == 1 else f"{size} ranks continue"
         self.event(
             "resumed", f"{ranks}: {now - ended:.2f} s from the last step before to the end of the first one after"
         )
 
     def stalled(self, ranks: Sequence[int]) -> None:
-        """A stall report has named these ranks."""
+        """Record that a stall report has named these ranks."""
         if self.on_stall is not None:
             self.on_stall(ranks)
 
     def report(self, metrics: Mapping[str, SupportsFloat]) -> None:
         for name, value in metrics.items():
-            detach = getattr(value, "detach", None)  # a tensor would keep the whole graph behind it alive
+            detach = getattr(value, "detach", None)  # a tensor would keep its whole graph alive
             value = value if detach is None else detach()
             if name in self._metrics or len(self._metrics) < _MAX_METRICS:
                 self._metrics[name] = value
 
     def event(self, kind: str, text: str) -> None:
-        """Something worth a mark: a commit, a value that is not a number, …"""
+        """Record an event: a commit, a NaN, …"""
         self._events.append((kind, text))
 
     def commit(self, text: str, flush: Callable[[], None] | None = None) -> None:
-        """Rank 0 has saved the training's state. `flush` puts it on disk before a launcher ends the job."""
+        """Record that rank 0 has saved the training's state.
+
+        `flush` writes it to disk before a launcher ends the job.
+        """
         self.event("commit", text)
         if self.on_commit is not None:
             if flush is not None:
@@ -172,7 +175,7 @@ class Meter:
             self.on_commit()
 
     def longest_s(self) -> float:
-        """The longest step since the last call."""
+        """Return the longest step since the last call."""
         longest, self._longest_s = self._longest_s, 0.0
         return longest
 
@@ -181,7 +184,7 @@ class Meter:
         return self._completed
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics reported since the last call; tensors become numbers here, not in the training thread."""
+        """Return the metrics since the last call; tensors are converted here, not on the training thread."""
         taken, self._metrics = self._metrics, {}
         numbers = {}
         for name, value in taken.items():
@@ -199,7 +202,7 @@ class Meter:
 
 
 class Reading:
-    """Turns a meter's totals into samples, one for the time since the last one."""
+    """Converts a meter's totals to samples, each for the time since the last one."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -208,7 +211,7 @@ class Reading:
 
     def sample(self, *, cpu_s: float = 0.0, memory_bytes: float = 0.0) -> Sample:
         now, totals = time.perf_counter(), self._meter.completed
-        if not totals[0]:  # no steps at all: a script of bare collectives; its waits are worth telling nevertheless
+        if not totals[0]:  # no steps at all: a script of bare collectives; still report its waits
             totals = self._meter._totals()
         differences = (new - old for new, old in zip(totals, self._before, strict=True))
         steps, step_s, data_s, backward_s, between_s, wait_s, reduce_s, *rest = differences
@@ -235,15 +238,14 @@ class Reading:
 
 
 meter = Meter()
-"""The one of this process."""
+"""The meter of this process."""
 
 
 def report(*, total_steps: int | None = None, **metrics: SupportsFloat) -> None:
-    """Show these values on the job's live page: `hora.report(loss=loss, accuracy=0.9)`. Cheap, from any rank, at any
-    time.
+    """Show these values on the job's live page: `hora.report(loss=loss, accuracy=0.9)`.
 
-    `total_steps`: how many steps of the optimizer this training will have, once; the page then knows the time that is
-    left.
+    Cheap, on any rank, at any time. `total_steps`: the number of optimizer steps of this training, passed once; the
+    page then shows the remaining time.
     """
     if total_steps is not None:
         meter.total_steps = int(total_steps)

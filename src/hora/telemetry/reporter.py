@@ -1,7 +1,7 @@
-"""The reporter: a thread of every rank that tells the launcher once a second how it goes, and answers its questions.
+"""The reporter: a thread of every rank that sends telemetry once a second and answers the launcher's questions.
 
-Started by the engine when a launcher wants to know (`HORA_TELEMETRY_S`). It sends over the control connection, which
-is authenticated, and ends with it. A send that blocks holds up this thread and nothing else.
+The engine starts it if a launcher asks for telemetry (`HORA_TELEMETRY_S`). It sends over the authenticated control
+connection and ends with it. A blocked send delays only this thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Send = Callable[[str, bytes], None]
 
 
 class Machine:
-    """`facts()` gives rates since the last call."""
+    """`facts()` returns rates since the last call."""
 
     def __init__(self) -> None:
         self._cpu = _cpu_times()
@@ -68,7 +68,7 @@ class Machine:
 
 
 def _cpu_times() -> tuple[int, int]:
-    """(busy, all), in ticks since the machine started."""
+    """Return (busy, total) ticks since the machine started."""
     with open("/proc/stat") as file:
         times = [int(word) for word in file.readline().split()[1:9]]
     idle = times[3] + times[4]
@@ -76,7 +76,7 @@ def _cpu_times() -> tuple[int, int]:
 
 
 def _net_bytes() -> tuple[int, int]:
-    """(received, sent) over all interfaces but loopback."""
+    """Return bytes (received, sent) over all interfaces except loopback."""
     received = sent = 0
     with contextlib.suppress(OSError), open("/proc/net/dev") as file:
         for line in file.readlines()[2:]:
@@ -102,7 +102,7 @@ class _Use(ctypes.Structure):
 
 
 class _Gpus:
-    """NVIDIA's management library, which comes with the driver. Without one there are no GPUs."""
+    """NVIDIA's management library, part of the driver. Without it no GPUs are reported."""
 
     _MAX = 16
 
@@ -136,7 +136,10 @@ class _Gpus:
 
 
 class Reporter:
-    """`send(kind, data)` raises ConnectionError or TimeoutError when the launcher is gone. `machine`: report on it."""
+    """`send(kind, data)` raises ConnectionError or TimeoutError if the launcher is gone.
+
+    `machine`: also report on it.
+    """
 
     def __init__(self, meter: Meter, send: Send, *, machine: bool) -> None:
         self._meter, self._send = meter, send
@@ -149,12 +152,12 @@ class Reporter:
         self._thread = threading.Thread(target=self._run, name="hora-telemetry", daemon=True)
 
     def start(self, interval_s: float) -> None:
-        """Report by itself."""
+        """Report periodically."""
         self._interval_s = interval_s
         self._thread.start()
 
     def stop(self) -> None:
-        """Send what is left and end."""
+        """Send the last report and end."""
         self._stopping.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(2.0)
@@ -179,7 +182,7 @@ class Reporter:
         )
 
     def _waiting(self) -> tuple[str, float, tuple[int, ...]] | None:
-        """Return the operation that the training thread is blocked in, if it has been for a while."""
+        """Return the operation that the training thread has been blocked in for a while; None if there is none."""
         blocked = self._meter.blocked
         if blocked is None:
             return None
@@ -190,7 +193,10 @@ class Reporter:
         return str(getattr(what, "name", what)), round(waited_s, 2), tuple(ranks)
 
     def answer(self, question: Mapping[str, Any]) -> None:
-        """The launcher asks: `stack`, `profile`, or word of the next `commit`. In the connection's thread: be quick."""
+        """Answer the launcher: `stack`, `profile`, or the next `commit`.
+
+        Runs on the connection's thread: must be quick.
+        """
         if question.get("question") == "stack":
             with contextlib.suppress(ConnectionError, TimeoutError):
                 self._send("stack", stacks.current_stacks())

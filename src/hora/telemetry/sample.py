@@ -1,7 +1,7 @@
-"""Telemetry of a rank, once a second: a sample of its steps, and what else there is to say, in few bytes.
+"""Telemetry of a rank, once a second: a sample of its steps and occasional extras, in few bytes.
 
-Written by `reporter` on the ranks, read by whoever watches the job. Only numbers and short texts: a report that comes
-from a rank is decoded within limits and refused when it makes no sense.
+`reporter` writes reports on the ranks; observers of the job read them. They contain only numbers and short strings; a
+received report is decoded within limits and rejected if invalid.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 __all__ = ["MAX_REPORT_BYTES", "PARTS", "Report", "Sample"]
 
-# Where a step goes. `forward` is what is left of it: the forward pass, the loss, and whatever else the script does.
-# `between`: the script's own time from the last gradient to `step()` or `synchronize()`.
+# Parts of a step. `forward` is the remainder: the forward pass, the loss, and everything else in the script. `between`
+# is the script's own time from the last gradient to `step()` or `synchronize()`.
 PARTS = ("data", "forward", "backward", "between", "wait", "reduce", "optimizer")
 
 MAX_REPORT_BYTES = 64 * 1024
@@ -27,17 +27,17 @@ _MAX_STEPS = 2**63
 
 
 class Sample(NamedTuple):
-    """The steps that ended in one window of a rank, as sums over them. Seconds, unless the name says otherwise."""
+    """Sums over the steps that ended in one window of a rank. In seconds, unless the name says otherwise."""
 
-    step: int = 0  # how many this rank has done since it started
-    num_steps: int = 0  # of these, in this window
+    step: int = 0  # steps of this rank since it started
+    num_steps: int = 0  # steps in this window
     window_s: float = 0.0
     step_s: float = 0.0
     longest_s: float = 0.0
     data_s: float = 0.0
     backward_s: float = 0.0
     between_s: float = 0.0
-    wait_s: float = 0.0  # blocked until other ranks came
+    wait_s: float = 0.0  # blocked until other ranks arrived
     reduce_s: float = 0.0  # blocked while data moved
     hidden_s: float = 0.0  # data moved while this rank did something else
     optimizer_s: float = 0.0
@@ -53,12 +53,12 @@ class Sample(NamedTuple):
 
     @property
     def work_s(self) -> float:
-        """Return the rank's own work: the step without the time in which it could only wait or move data."""
+        """Return the rank's own work: the step without the time that it waits or moves data."""
         return max(self.step_s - self.wait_s - self.reduce_s, 0.0)
 
     @property
     def parts_s(self) -> tuple[float, ...]:
-        """In the order of `PARTS`."""
+        """Return the times in the order of `PARTS`."""
         return (
             self.data_s,
             self.forward_s,
@@ -76,11 +76,10 @@ _VERSION = 2
 
 @dataclass(frozen=True)
 class Report:
-    """One message of a rank: a sample, and what else there is to say. Everything but the sample is rare.
+    """One message of a rank: a sample, and optional extras.
 
-    `waiting`: (what it is blocked in, for how many seconds, the ranks that must come; none: all). `metrics`: name to
-    value. `events`: (kind, text). `host`: how its machine is, from one rank of each. `total_steps`: where it will end,
-    if known.
+    `waiting`: (operation, seconds, the missing ranks; empty: all). `metrics`: name to value. `events`: (kind, text).
+    `host`: the state of its machine, from one rank per host. `total_steps`: the expected number of steps, if known.
     """
 
     sample: Sample
@@ -107,9 +106,9 @@ class Report:
 
     @classmethod
     def decode(cls, data: bytes) -> Report:
-        """ValueError for anything that `encode` does not produce."""
+        """Decode a report; raises ValueError for anything that `encode` does not produce."""
         if len(data) > MAX_REPORT_BYTES:
-            raise ValueError(f"a report may have {MAX_REPORT_BYTES} bytes, but this one has {len(data)}")
+            raise ValueError(f"a report may have at most {MAX_REPORT_BYTES} bytes, but this one has {len(data)}")
         try:
             version, *values = _SAMPLE.unpack_from(data)
             rest = json.loads(data[_SAMPLE.size :]) if len(data) > _SAMPLE.size else {}
@@ -132,12 +131,12 @@ class Report:
 
 def _waiting(name: Any, waited_s: Any, ranks: Any) -> tuple[str, float, tuple[int, ...]]:
     if not math.isfinite(waited_s):
-        raise ValueError("not a report: nobody waits for ever")
+        raise ValueError("not a report: a wait is infinite")
     return str(name)[:_MAX_NAME], float(waited_s), tuple(map(int, ranks))
 
 
 def _host(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers and texts by name, and a list of such for GPUs."""
+    """Return numbers and strings by name, and a list of such for GPUs."""
     found: dict[str, Any] = {key: one for key, one in facts.items() if isinstance(one, (int, float, str))}
     if gpus := facts.get("gpus"):
         found["gpus"] = [_host({**gpu, "gpus": None}) for gpu in gpus]

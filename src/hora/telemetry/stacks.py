@@ -1,6 +1,6 @@
-"""Stacks of this process's threads: requested by a person, or by the launcher when the job stands still.
+"""Stacks of this process's threads, requested by a person, or by the launcher when the job stalls.
 
-A frame is [file, line, function, code], the innermost first. Any thread may ask; the training thread is not disturbed.
+A frame is [file, line, function, code], the innermost first. Any thread may call; the training thread is not disturbed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _with_code(places: tuple[Place, ...]) -> list[list[Any]]:
 
 
 def current_stacks() -> bytes:
-    """All threads but the asking one, the training thread first: JSON for `Run`'s stack entry."""
+    """Return all threads except the calling one, the training thread first, as JSON for `Run`'s stack entry."""
     mine, main = threading.get_ident(), threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != mine}
@@ -51,7 +51,7 @@ def current_stacks() -> bytes:
 
 
 def current_line() -> str:
-    """Return the line of the user's code that the training thread is in: "train.py:12 in main". Any thread."""
+    """Return the line of the user's code that the training thread is in: "train.py:12 in main". Thread-safe."""
     places = _places(sys._current_frames().get(threading.main_thread().ident or 0))
     of_users = [place for place in places if not _INSTALLED.search(place[0])]
     if not places:
@@ -61,7 +61,7 @@ def current_line() -> str:
 
 
 def profile(seconds: float) -> bytes:
-    """Look at the training thread again and again: where it was found how often. Blocks for that long."""
+    """Sample the training thread and count its stacks. Blocks for `seconds`."""
     main, counts = threading.main_thread().ident, Counter[tuple[Place, ...]]()
     until, looks = time.monotonic() + seconds, 0
     while looks == 0 or time.monotonic() < until:
@@ -69,17 +69,17 @@ def profile(seconds: float) -> bytes:
         if frame is not None:
             counts[_places(frame)] += 1
             looks += 1
-        del frame  # it would keep everything alive that the thread has in its hands
+        del frame  # it would keep the thread's objects alive
         time.sleep(1 / _LOOKS_PER_S)
     stacks = [[count, _with_code(places)] for places, count in counts.most_common(_MAX_STACKS)]
     return json.dumps({"num_samples": looks, "seconds": seconds, "stacks": stacks}).encode()
 
 
 def stack_text(data: bytes) -> str:
-    """The training thread of `current_stacks`, as a traceback has it, for people."""
+    """Format the training thread of `current_stacks` as a traceback."""
     threads = json.loads(data)["threads"]
     if not threads:
-        return "  (no thread to see)"
+        return "  (no thread)"
     lines = []
     for file, line, name, code in reversed(threads[0][1]):
         lines.append(f'  File "{file}", line {line}, in {name}')

@@ -65,7 +65,7 @@ autograph.CONVERSION_RULES = (autograph.DoNotConvert("hora"), *autograph.CONVERS
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Connect with all ranks and start the runtime, unless it runs. `process_sets`: a list or "dynamic"."""
+    """Connect to all ranks and start the runtime unless it is running. `process_sets`: a list or "dynamic"."""
     translate_errors()
     hvd.init(comm, process_sets)
 

@@ -24,7 +24,7 @@ class Compressor:
 
 
 class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
+    """Sends tensors unchanged."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
@@ -36,7 +36,7 @@ class NoneCompressor(Compressor):
 
 
 class _CastCompressor(Compressor):
-    """Sends floating tensors in another dtype; integers pass through."""
+    """Sends floating-point tensors in another dtype; integers pass through."""
 
     dtype: Any
 
@@ -52,7 +52,7 @@ class _CastCompressor(Compressor):
 
 
 class FP16Compressor(_CastCompressor):
-    """Sends floating tensors as float16."""
+    """Sends floating-point tensors as float16."""
 
     dtype = tf.float16
 
@@ -64,7 +64,7 @@ class BF16Compressor(_CastCompressor):
 
 
 class Compression:
-    """The compressors by name."""
+    """Built-in compressors by name."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

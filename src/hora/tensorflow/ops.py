@@ -259,7 +259,7 @@ def alltoall(
 
     def gradient(upstream: Any, _: Any = None) -> Sequence[Any]:
         back, _ = alltoall(as_tensor(upstream), received[0], _gradient_name(name), True, process_set)
-        # Rows beyond the sum of the splits were not sent, so nothing depends on them.
+        # Rows beyond the sum of the splits were not sent; their gradient is zero.
         unsent = tf.shape(tensor)[0] - tf.shape(back)[0]
         padding = tf.concat([[[0, unsent]], tf.zeros([tf.rank(back) - 1, 2], tf.int32)], axis=0)
         return [tf.pad(back, padding), *[None for _ in given]]

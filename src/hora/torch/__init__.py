@@ -1,4 +1,4 @@
-"""The `hvd` surface for PyTorch: `import horovod.torch as hvd` gives these names."""
+"""The `hvd` interface for PyTorch: `import horovod.torch as hvd` imports these names."""
 
 from hora.errors import HorovodInternalError
 from hora.torch.basics import (

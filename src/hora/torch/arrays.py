@@ -1,7 +1,7 @@
-"""Numpy arrays as torch tensors and back, without a copy: how other frameworks reach the collectives.
+"""Zero-copy conversion between numpy arrays and torch tensors, for frameworks that reach the collectives through numpy.
 
-numpy itself has no bfloat16: arrays of it carry the dtype of the package ml_dtypes, which every framework with
-bfloat16 brings along, and travel as their bits.
+numpy has no bfloat16 of its own. Such arrays use the dtype of `ml_dtypes`, which every framework with bfloat16
+installs, and are converted through their bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["as_numpy", "as_torch"]
 
 
 def as_torch(array: Any) -> Tensor:
-    """Return a tensor on the array's memory; a copy of layouts that torch lacks and of read-only arrays."""
+    """Return a tensor that shares the array's memory; copies read-only arrays and layouts unknown to torch."""
     array = np.asarray(array)
     if not (array.flags.c_contiguous and array.flags.writeable):
         array = array.copy(order="C")
@@ -26,7 +26,7 @@ def as_torch(array: Any) -> Tensor:
 
 
 def as_numpy(tensor: Tensor) -> Any:
-    """Return an array on the memory of a tensor of the CPU."""
+    """Return an array that shares the memory of a CPU tensor."""
     if tensor.dtype is torch.bfloat16:
         import ml_dtypes
 

@@ -1,9 +1,9 @@
-"""Gradients of the collectives: what the blocking, out-of-place fronts of `ops` run.
+"""Autograd support for the blocking, out-of-place collectives of `ops`.
 
-The plain collective is run when no gradient is wanted, and one autograd node otherwise. Both send the same requests
-forward, because ranks may differ in whether their tensor requires a gradient. Backward collectives are unnamed. They
-are differentiable again, so `create_graph=True` works, and nodes save no tensors, so one may be passed backward
-repeatedly. Horovod's autograd classes are in `hora.legacy.mpi_ops`.
+A collective becomes an autograd node only if an input requires a gradient. Forward requests do not depend on that,
+because ranks may differ in it. Backward collectives are unnamed and differentiable themselves, so `create_graph=True`
+works. Nodes save no tensors, so a graph can run backward repeatedly. Horovod's autograd classes are in
+`hora.legacy.mpi_ops`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["differentiable"]
 
 
 def differentiable(collective: Collective, tensors: Sequence[Tensor]) -> Tensors:
-    """Run a collective out of place; gradients flow through it if a tensor requires them."""
+    """Run a collective out of place; gradients flow through it if an input requires them."""
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
         outputs: Tensors = _DifferentiableCollective.apply(collective, *tensors)
         return outputs
@@ -36,7 +36,7 @@ class _DifferentiableCollective(torch.autograd.Function):
         ctx.collective, ctx.shapes = collective, [tensor.shape for tensor in tensors]
         if collective.kind is Kind.ALLTOALL:
             ctx.received = outputs[1]
-        # Integer outputs have no gradient, and autograd wants to be told.
+        # Autograd requires integer outputs to be marked as having no gradient.
         ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
         return outputs
 
@@ -46,17 +46,17 @@ class _DifferentiableCollective(torch.autograd.Function):
 
 
 def _of_allreduce(ctx: Any, grads: Tensors) -> Sequence[Tensor]:
-    """The same collective."""
+    """Apply the same collective to the gradients."""
     return differentiable(ctx.collective._replace(name=None), grads)
 
 
 def _of_allgather(ctx: Any, grads: Tensors) -> Sequence[Tensor]:
-    """The average over all ranks, cut to the own rows."""
+    """Average over all ranks and return this rank's rows."""
     return _my_rows(_average(ctx, grads), [shape[0] for shape in ctx.shapes], ctx.collective.process_set)
 
 
 def _of_broadcast(ctx: Any, grads: Tensors) -> Sequence[Tensor]:
-    """The average over all ranks, on the root only."""
+    """Average over all ranks; zero on every rank but the root."""
     (average,) = _average(ctx, grads)
     ranks, mine = ctx.collective.process_set.ranks, ctx.collective.process_set.rank()
     on_root = ranks is not None and ranks[mine] == ctx.collective.root_rank
@@ -64,16 +64,16 @@ def _of_broadcast(ctx: Any, grads: Tensors) -> Sequence[Tensor]:
 
 
 def _of_alltoall(ctx: Any, grads: Tensors) -> Sequence[Tensor]:
-    """The rows travel back the way they came."""
+    """Send the rows back to the ranks that sent them."""
     back = ctx.collective._replace(name=None, splits=ctx.received.tolist())
     returned, _ = differentiable(back, grads[:1])
-    # Rows beyond the sum of the splits were not sent, so nothing depends on them.
+    # Rows beyond the sum of the splits were not sent; their gradient is zero.
     unsent = returned.new_zeros(ctx.shapes[0][0] - returned.shape[0], *returned.shape[1:])
     return [torch.cat([returned, unsent]) if len(unsent) else returned]
 
 
 def _of_reducescatter(ctx: Any, grads: Tensors) -> Sequence[Tensor]:
-    """The gradients of all ranks, gathered and scaled."""
+    """Gather the gradients of all ranks and scale them."""
     collective: Collective = ctx.collective
     num_members = collective.process_set.size() or 1
     factor = collective.prescale * collective.postscale * (num_members if collective.op == ReduceOp.SUM else 1)
@@ -96,7 +96,7 @@ def _average(ctx: Any, grads: Tensors) -> Tensors:
 
 
 def _my_rows(gathered: Sequence[Tensor], num_rows: list[int], process_set: ProcessSet) -> list[Tensor]:
-    """The rows of each gathered tensor that came from this rank. Collective: gathers the row counts."""
+    """Return this rank's rows of each gathered tensor. Collective: gathers the row counts."""
     mine = process_set.rank()
     assert mine is not None
     (counts,) = run(

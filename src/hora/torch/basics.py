@@ -1,6 +1,6 @@
-"""Starting and stopping the runtime, and questions about where this process is and what this build can do.
+"""Start and stop the runtime; query this process's ranks and the features of this build.
 
-The engine does the work. This module is also what old code reaches as `mpi_ops._basics`.
+A thin layer over the engine. Old code imports this module as `mpi_ops._basics`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ require("torch", torch.__version__)
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[sets.ProcessSet] | str | None = None) -> None:
-    """Connect with all ranks and start the runtime, unless it runs. `process_sets`: a list or "dynamic"."""
+    """Connect to all ranks and start the runtime unless it is running. `process_sets`: a list or "dynamic"."""
     require_gil()
     _check_comm(comm)
     wanted = _check_process_sets(process_sets)
@@ -57,13 +57,13 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[sets.ProcessS
         if isinstance(wanted, str):
             engine.init(dynamic=True)
         else:
-            # One entry per distinct set: a repeated one is reported below, when the runtime is up.
+            # Pass distinct sets only: `bind` reports a repeated set once the runtime is up.
             engine.init([list(ranks) for ranks in dict.fromkeys(tuple(s.ranks or []) for s in wanted)])
     sets.bind([] if isinstance(wanted, str) else wanted)
 
 
 def shutdown() -> None:
-    """Stop the runtime, here and on all ranks; harmless when it is not running."""
+    """Stop the runtime on all ranks; a no-op if it is not running."""
     try:
         engine.shutdown()
     finally:
@@ -72,7 +72,7 @@ def shutdown() -> None:
 
 
 def restart() -> None:
-    """Leave the world and enter the next one, which may have another size; for elastic training."""
+    """Leave this world and join the next, which may have another size; used by elastic training."""
     engine.restart()
     forget_handles()
     sets.unbind()
@@ -85,52 +85,52 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """This process's number in the world."""
+    """Return this process's rank in the world."""
     return _world().rank
 
 
 def engine_rank() -> int:
-    """This process's number among those that its collectives reach: 0 in a newcomer, which is alone."""
+    """Return this process's rank within its collectives: 0 in a newcomer, which runs alone at first."""
     return _runtime().world.rank
 
 
 def generation() -> int:
-    """This world's number among those of an elastic job."""
+    """Return this world's generation number in an elastic job."""
     return _runtime().world.generation
 
 
 def size() -> int:
-    """The number of processes in the world."""
+    """Return the number of processes in the world."""
     return _world().size
 
 
 def local_rank() -> int:
-    """This process's number on its host."""
+    """Return this process's rank on its host."""
     return _world().local_rank
 
 
 def local_size() -> int:
-    """The number of processes on this host."""
+    """Return the number of processes on this host."""
     return _world().local_size
 
 
 def cross_rank() -> int:
-    """This host's index among the hosts that have a process with my local rank."""
+    """Return this host's index among the hosts that have a process with this local rank."""
     return _world().cross_rank
 
 
 def cross_size() -> int:
-    """The number of hosts that have a process with my local rank."""
+    """Return the number of hosts that have a process with this local rank."""
     return _world().cross_size
 
 
 def is_homogeneous() -> bool:
-    """Return whether all hosts run equally many processes."""
+    """Return whether all hosts run the same number of processes."""
     return len({len(ranks) for ranks in _runtime().hosts}) == 1
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Write a Chrome trace on rank 0 from now on; needs HOROVOD_TIMELINE=DYNAMIC (or a path) at init."""
+    """Start writing a Chrome trace on rank 0; needs HOROVOD_TIMELINE=DYNAMIC (or a path) at init."""
     runtime = _runtime()
     if not runtime.config.timeline:
         raise ValueError("start_timeline() needs the environment variable HOROVOD_TIMELINE=DYNAMIC (or a path) at init")
@@ -143,32 +143,32 @@ def stop_timeline() -> None:
 
 
 def mpi_threads_supported() -> bool:
-    """ValueError: there is no MPI here."""
+    """Raise ValueError: this build has no MPI."""
     raise ValueError("mpi_threads_supported() has no answer because MPI is not enabled; Hora needs no MPI")
 
 
 def mpi_enabled() -> bool:
-    """False."""
+    """Return False."""
     return False
 
 
 def mpi_built() -> bool:
-    """False."""
+    """Return False."""
     return False
 
 
 def gloo_enabled() -> bool:
-    """True: what Horovod's gloo controller did, Hora does."""
+    """Return True: Hora takes the place of Horovod's gloo controller."""
     return True
 
 
 def gloo_built() -> bool:
-    """True."""
+    """Return True."""
     return True
 
 
 def nccl_built() -> int:
-    """The version of torch's NCCL as one number (2.18.5 is 21805), or 0."""
+    """Return torch's NCCL version as one number (2.18.5 is 21805), or 0."""
     if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
         return 0
     major, minor, patch = torch.cuda.nccl.version()[:3]
@@ -176,12 +176,12 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """False."""
+    """Return False."""
     return False
 
 
 def ccl_built() -> bool:
-    """False."""
+    """Return False."""
     return False
 
 
@@ -212,7 +212,7 @@ def _world() -> World:
 
 def _check_comm(comm: object) -> None:
     if comm is None or (isinstance(comm, (list, tuple)) and all(isinstance(r, int) for r in comm)):
-        return  # a list of ranks chose MPI processes; without MPI it means nothing
+        return  # a list of ranks selects MPI processes, which do not exist without MPI
     if sets.is_mpi_communicator(comm):
         raise ValueError("init(comm=…) got an MPI communicator, but MPI is not built; leave comm out")
     raise ValueError(f"init(comm=…) takes None or a list of ranks, but got {type(comm).__name__}: {comm!r:.100}")

@@ -1,8 +1,8 @@
-"""A collective as the fronts describe it, its way into the engine, and what comes back.
+"""One collective as the user requested it, its submission to the engine, and its result.
 
-Every front of `ops`, every gradient of `autograd` and `sparse` fill in a `Collective` and hand it, with tensors, to
-`submit` (a handle, at once) or `run` (the results). The engine checks the arguments; only the shape of the result is
-remembered here, which the engine need not know.
+The functions of `ops`, the gradients of `autograd` and `sparse` build a `Collective` and pass it, with tensors, to
+`submit` (returns a handle at once) or `run` (returns the results). The engine validates the arguments. This module
+keeps only the shape of the result, which the engine does not need.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Tensors = tuple[Tensor, ...]
 
 
 class Collective(NamedTuple):
-    """A collective as the user asked for it. (A named tuple: a frozen dataclass takes thrice the time.)"""
+    """A collective as the user requested it. (A named tuple: a frozen dataclass takes three times as long.)"""
 
     kind: Kind
     name: str | None = None
@@ -48,18 +48,18 @@ class Collective(NamedTuple):
     op: int = ReduceOp.SUM
     prescale: float = 1.0
     postscale: float = 1.0
-    root_rank: int = -1  # a global one
+    root_rank: int = -1  # global rank
     splits: Tensor | Sequence[int] | None = None
     grouped: bool = False
     code: str = ""  # see `Signature`
 
 
-# What the user's handles stand for.
+# The collective behind each handle of the user.
 _in_flight: dict[int, Collective] = {}
 
 
 def submit(collective: Collective, tensors: Sequence[Tensor], *, in_place: bool = False) -> int:
-    """Start a collective, which the engine's background thread drives; returns its handle."""
+    """Start a collective on the engine's background thread and return its handle."""
     handle = _hand_over(collective, tensors, in_place, background=True)
     _in_flight[handle] = collective
     return handle
@@ -68,7 +68,7 @@ def submit(collective: Collective, tensors: Sequence[Tensor], *, in_place: bool 
 def submit_repeated_allreduce_(
     tensor: Tensor, name: str | None, op: int | None, prescale: float, postscale: float, process_set: ProcessSet
 ) -> int | None:
-    """Start an allreduce in place like one before; None for any other. Flat, because programs start thousands."""
+    """Start an in-place allreduce that repeats an earlier one; None for any other. Flat for the sake of speed."""
     runtime = engine.current_runtime()
     known = _known(runtime, tensor, name, op, prescale, postscale, process_set)
     if known is None or not tensor.is_cpu:
@@ -81,7 +81,7 @@ def submit_repeated_allreduce_(
 
 
 def run(collective: Collective, tensors: Sequence[Tensor], *, in_place: bool = False) -> Tensors:
-    """Carry out a collective: the calling thread drives it, which saves a change of threads."""
+    """Run a collective on the calling thread, which saves a thread switch."""
     handle = _hand_over(collective, tensors, in_place, background=False)
     outputs = engine.current_runtime().synchronize(handle)
     if not outputs:
@@ -98,9 +98,9 @@ def repeated_allreduce(
     postscale: float,
     process_set: ProcessSet,
 ) -> Tensor | None:
-    """An allreduce like one before, by the fast path (`hora.engine.repeated`); None if it has to go the ordinary way.
+    """Repeat an earlier allreduce on the fast path (`hora.engine.repeated`); None if it needs the general path.
 
-    Flat, because this is done for every operation: what the arguments mean is found out once.
+    Flat, because every operation runs through it: the arguments are interpreted once.
     """
     runtime = engine.current_runtime()
     known = _known(runtime, tensor, name, op, prescale, postscale, process_set)
@@ -116,18 +116,18 @@ def repeated_allreduce(
         return out if plan.path.allreduce(plan, tensor, out) else None
     if not plan.path.allreduce(plan, tensor, tensor):
         return None
-    increment_version(tensor)  # bytes were moved behind autograd's back
+    increment_version(tensor)  # the engine wrote the bytes without autograd
     return tensor
 
 
 class _KnownAllreduce:
-    """The common part of allreduces of one tensor like one that the engine has seen."""
+    """Shared state of the allreduces of one tensor that repeat a call the engine has validated."""
 
     def __init__(self, queue: OperationQueue, signature: Signature, process_set: ProcessSet) -> None:
         self.queue, self.signature = queue, signature
         op, prescale, postscale, _ = signature.reduce
         self.collective = Collective(Kind.ALLREDUCE, signature.name, process_set, op, prescale, postscale)
-        self.plan: AllreducePlan | None = None  # of the fast path, once there is one
+        self.plan: AllreducePlan | None = None  # of the fast path, once it exists
 
 
 def _known(
@@ -139,13 +139,15 @@ def _known(
     postscale: float,
     process_set: ProcessSet,
 ) -> _KnownAllreduce | None:
-    """Return the common part of calls like this one; None if there has been none, or bytes may not be moved to and
-    from the tensor as it is."""
+    """Return the state shared by calls like this one.
+
+    None if there has been no such call, or if the engine cannot read and write the tensor's memory directly.
+    """
     try:
         device, set_id = tensor.device, process_set.process_set_id
         key = tensor.shape, tensor.dtype, device, name, op, type(op), prescale, postscale, set_id
         known: _KnownAllreduce | None = runtime.known_allreduces.get(key)
-    except (AttributeError, TypeError):  # no tensor, no process set: the ordinary way says so
+    except (AttributeError, TypeError):  # no tensor or no process set: the general path reports it
         return None
     if (
         type(tensor) is not Tensor
@@ -161,7 +163,7 @@ def _known(
 
 
 def _learn(runtime: engine.Runtime, key: Any, tensor: Tensor, process_set: ProcessSet) -> _KnownAllreduce | None:
-    """Keep what calls like this one have in common, if there has been one; bad arguments never have."""
+    """Record what calls like this one share, if the engine has validated one; invalid arguments are never recorded."""
     _, _, _, name, op, _, prescale, postscale, _ = key
     if not isinstance(name, (str, NoneType)):
         return None
@@ -179,7 +181,7 @@ def _learn(runtime: engine.Runtime, key: Any, tensor: Tensor, process_set: Proce
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for an asynchronous collective and return its result; None for a handle that is not in use."""
+    """Wait for an asynchronous collective and return its result; None if the handle is not in use."""
     try:
         outputs = engine.current_runtime().synchronize(handle)
     finally:
@@ -191,14 +193,14 @@ def synchronize(handle: int) -> Any:
 
 
 def poll(handle: int) -> bool:
-    """Return whether `synchronize(handle)` would return at once. ValueError for a handle that is not in use."""
+    """Return whether `synchronize(handle)` would return at once. Raises ValueError if the handle is not in use."""
     if not engine.is_initialized():
         raise ValueError(f"handle {handle} does not exist: Horovod has not been initialized; use hvd.init().")
     return engine.current_runtime().poll(handle)
 
 
 def forget_handles() -> None:
-    """Forget all handles: a new runtime numbers them anew."""
+    """Forget all handles: a new runtime starts numbering again."""
     _in_flight.clear()
 
 

@@ -1,7 +1,7 @@
-"""Compression: a cast before the collective and its inverse after it, for the fronts and the optimizer.
+"""Compressors: a cast before the collective and its inverse after it, for `ops` and the optimizer.
 
-Between hosts float32 on the CPU is not cast by each rank: the engine reduces it as it is inside each host, and encodes
-what then travels (`code_for`).
+For float32 on the CPU between hosts, ranks do not cast: the engine reduces in full precision inside each host and
+encodes only the data that travels between hosts (`code_for`).
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ __all__ = [
 
 
 class Compressor:
-    """Base of what `compression=` accepts: subclasses (or instances) with these two functions."""
+    """Base class for `compression=`: a subclass (or an instance) with these two functions."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor to send, and whatever `decompress` needs to undo it."""
+        """Return the tensor to send, and a context for `decompress`."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The inverse of `compress`."""
+        """Invert `compress`."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
+    """Sends tensors unchanged."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -57,7 +57,7 @@ class NoneCompressor(Compressor):
 
 
 class _CastCompressor(Compressor):
-    """Sends floating tensors in another dtype; integers pass through."""
+    """Sends floating-point tensors in another dtype; integers pass through."""
 
     dtype: torch.dtype
 
@@ -73,30 +73,32 @@ class _CastCompressor(Compressor):
 
 
 class FP16Compressor(_CastCompressor):
-    """Sends floating tensors as float16."""
+    """Sends floating-point tensors as float16."""
 
     dtype = torch.float16
 
 
 class BF16Compressor(_CastCompressor):
-    """Sends floating tensors as bfloat16: the range of float32 in half the bytes."""
+    """Sends floating-point tensors as bfloat16: the range of float32 in half the bytes."""
 
     dtype = torch.bfloat16
 
 
 class Int8Compressor(NoneCompressor):
-    """A byte for each number of a float32 tensor, and a scale for every 256 of them, where sums and averages travel
-    between hosts; in the optimizer what that loses is added in the next step. Inside a host, and for everything else,
-    tensors are sent as they are.
+    """Sends float32 sums and averages between hosts as one byte per value and one scale per 256 values.
+
+    The optimizer adds the quantization error in the next step. Tensors inside a host, and all others, are sent
+    unchanged.
     """
 
 
 @dataclass(frozen=True)
 class PowerSGD(NoneCompressor):
-    """Low-rank factors in the place of gradients, where these travel between hosts; for `DistributedOptimizer` alone.
+    """Sends low-rank factors instead of gradients between hosts; for `DistributedOptimizer` only.
 
-    The first `start_step` steps send gradients as they are. Then one of n rows and m columns becomes (n + m) * `rank`
-    numbers, if these are less than n * m by more than the factor `min_compression_rate`; vectors stay as they are.
+    The first `start_step` steps send full gradients. After that, a gradient of n rows and m columns becomes (n + m) *
+    `rank` numbers if that is smaller than n * m by more than the factor `min_compression_rate`. Vectors are sent
+    unchanged.
     """
 
     rank: int = 4
@@ -115,7 +117,7 @@ class PowerSGD(NoneCompressor):
 
 
 class Compression:
-    """The compressors by name."""
+    """Built-in compressors by name."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
@@ -125,10 +127,10 @@ class Compression:
 
 
 class ErrorFeedback(Compressor):
-    """A casting compressor whose rounding errors are carried over: what a cast loses in one step is added in the next.
+    """Wraps a casting compressor and carries its rounding errors over: the error of one step is added in the next.
 
-    The remainders live in the optimizer's buckets, in the parameters' dtype, on each rank; between hosts each rank has
-    those of what it sends for its host. Outside the optimizer it behaves as the compressor inside it.
+    Each rank keeps its residuals in the optimizer's buckets, in the parameters' dtype. Between hosts, a rank keeps the
+    residuals of the slice it sends for its host. Outside the optimizer this behaves like the wrapped compressor.
     """
 
     def __init__(self, compression: type[Compressor]) -> None:
@@ -147,7 +149,7 @@ class ErrorFeedback(Compressor):
 
 
 def wire_dtype(compression: type[Compressor] | Compressor) -> torch.dtype | None:
-    """The dtype that a casting compressor sends, None for any other compressor."""
+    """Return the dtype that a casting compressor sends; None for other compressors."""
     if isinstance(compression, ErrorFeedback):
         compression = compression.compression
     if compression is FP16Compressor:
@@ -156,7 +158,7 @@ def wire_dtype(compression: type[Compressor] | Compressor) -> torch.dtype | None
 
 
 def code_for(compression: type[Compressor] | Compressor, tensors: Sequence[torch.Tensor], *, op: int) -> str:
-    """The engine's code for sums and averages of these tensors between hosts; empty if there is none."""
+    """Return the engine's encoding for sums and averages of these tensors between hosts; empty if there is none."""
     if isinstance(compression, ErrorFeedback):
         compression = compression.compression
     if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
@@ -167,7 +169,7 @@ def code_for(compression: type[Compressor] | Compressor, tensors: Sequence[torch
 
 
 def described(compression: type[Compressor] | Compressor) -> str:
-    """The compression as the user has written it, in words that are the same on all ranks."""
+    """Return the compression as the user writes it; the text is the same on all ranks."""
     if isinstance(compression, ErrorFeedback):
         return f"ErrorFeedback({described(compression.compression)})"
     if isinstance(compression, PowerSGD):
@@ -179,7 +181,7 @@ def described(compression: type[Compressor] | Compressor) -> str:
 
 
 def keeps_losses(compression: type[Compressor] | Compressor) -> bool:
-    """Return whether the optimizer adds what was lost in the next step."""
+    """Return whether the optimizer adds the compression error in the next step."""
     return isinstance(compression, ErrorFeedback) or compression is Int8Compressor
 
 

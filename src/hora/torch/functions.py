@@ -1,8 +1,8 @@
-"""Bringing all ranks to the same state: parameters and arbitrary objects from a root, objects from every rank.
+"""Synchronize state between ranks: broadcast parameters and objects from a root, gather objects from all ranks.
 
-Objects travel as cloudpickle bytes behind a MAC under a key that only the ranks of this world have: the transport may
-be open to strangers (gloo is), so nothing is unpickled before it is known to come from the rank it should come from.
-The state of optimizers is in `optimizer.state`.
+Objects are sent as cloudpickle bytes with a MAC. Only the ranks of this world hold its key. The transport may accept
+strangers (gloo does), so a rank verifies the sender before it unpickles anything. `optimizer.state` broadcasts
+optimizer state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["allgather_object", "broadcast_object", "broadcast_parameters", "broa
 def broadcast_parameters(
     params: Mapping[str, torch.Tensor] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Overwrite parameters by the root's. `params`: a state_dict, or any iterable of (named) tensors."""
+    """Overwrite parameters with the root's. `params`: a state_dict, or any iterable of (named) tensors."""
     handles = [broadcast_async_(tensor, root_rank, name, process_set) for name, tensor in _named_tensors(params)]
     for handle in handles:
         synchronize(handle)
@@ -43,7 +43,7 @@ def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
     elif isinstance(params, torch.Tensor) or not hasattr(params, "__iter__"):
         raise ValueError(f"invalid params of type {type(params).__name__}: pass a state_dict or a list of parameters")
     else:
-        # Unnamed tensors are numbered, which matches between ranks because the order does.
+        # Unnamed tensors are numbered; the order is the same on all ranks.
         pairs = [p if isinstance(p, tuple) else (f"parameter.{i}", p) for i, p in enumerate(params)]
     names: set[str] = set()
     for pair in pairs:
@@ -63,11 +63,11 @@ def broadcast_tensors(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Return the root's tensors; ValueError on all ranks names those with another number or shape of tensors."""
+    """Return the root's tensors; raises ValueError on all ranks if one has another number or shape of tensors."""
     name = "broadcast_tensors" if name is None else name
     mine = [(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors]
     described = dict(zip(process_set.ranks or (), allgather_object(mine, f"{name}.shapes", process_set), strict=True))
-    if root_rank in described:  # if not, the broadcast itself says so
+    if root_rank in described:  # otherwise the broadcast reports it
         for other, shapes in described.items():
             _check_alike(described[root_rank], shapes, root_rank, other)
     handles = [broadcast_async(tensor, root_rank, f"{name}.{i}", process_set) for i, tensor in enumerate(tensors)]
@@ -91,8 +91,8 @@ def _check_alike(of_root: list[Any], of_other: list[Any], root_rank: int, other:
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The root's object, on all ranks; the root gets its own back. Anything cloudpickle can handle."""
-    # The default name must not depend on the object: ranks other than the root usually pass None.
+    """Return the root's object on all ranks; the root gets its own object back. Pickles with cloudpickle."""
+    # The default name must not depend on the object: non-root ranks usually pass None.
     name = "broadcast_object" if name is None else name
     on_root = engine_rank() == root_rank
     payload, failure = _pickle(obj) if on_root else (torch.empty(0, dtype=torch.uint8, device="cpu"), None)
@@ -108,7 +108,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """The objects of all ranks, in rank order."""
+    """Return the objects of all ranks, in rank order."""
     name = "allgather_object" if name is None else name
     payload, failure = _pickle(obj)
     header = torch.tensor([-len(payload) if failure else len(payload)], dtype=torch.int64, device="cpu")
@@ -125,11 +125,11 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 def _pickle(obj: Any) -> tuple[torch.Tensor, Exception | None]:
-    """The object's bytes; if it cannot be pickled, the reason's text, because the peers wait."""
+    """Return the object's bytes, or the text of the error if it cannot be pickled: the peers wait for either."""
     failure: Exception | None = None
     try:
         data = cloudpickle.dumps(obj)
-    except Exception as error:  # whatever the object's own __reduce__ raises; raised again after the peers were told
+    except Exception as error:  # raised by the object's __reduce__; re-raised after the peers know
         failure = error
         data = "".join(traceback.format_exception_only(type(error), error)).encode() or b"unknown"
     mac = _mac(data, engine_rank(), failed=failure is not None)
@@ -146,8 +146,8 @@ def _unpickle(payload: torch.Tensor, failed: bool, sender: int) -> Any:
     mac, data = received[:_MAC_BYTES], received[_MAC_BYTES:]
     if not hmac.compare_digest(mac, _mac(data, sender, failed=failed)):
         raise HorovodInternalError(
-            f"what came as an object of rank {sender} is not from it: it was changed on the way, or a stranger sent "
-            "it; it has not been unpickled"
+            f"the object received from rank {sender} failed authentication: it was modified in transit or sent by a "
+            "stranger; it has not been unpickled"
         )
     if failed:
         raise HorovodInternalError(

@@ -1,4 +1,4 @@
-"""Norms of many tensors, on every torch: `torch.nn.utils.get_total_norm` and its kin came with torch 2.6."""
+"""Norms over many tensors, for every supported torch: `torch.nn.utils.get_total_norm` needs torch 2.6."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["check_finite", "scale_all", "total_norm"]
 
 
 def total_norm(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the norm of all values of all tensors, on the first one's device."""
+    """Return the norm over all values of all tensors, on the first tensor's device."""
     if not tensors:
         return torch.tensor(0.0, device="cpu")
     norms = torch._foreach_norm(list(tensors), norm_type)
@@ -21,7 +21,7 @@ def total_norm(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tenso
 
 
 def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply all tensors by a factor, in place and without waiting for a device."""
+    """Multiply all tensors by a factor, in place and without synchronizing with a device."""
     on_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         on_device.setdefault(tensor.device, []).append(tensor)
@@ -30,14 +30,13 @@ def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def check_finite(gradients: Iterable[tuple[str, torch.Tensor | None]], rank: int) -> None:
-    """FloatingPointError names the rank, a parameter and the step, if a gradient has a NaN or an infinity.
+    """Raise FloatingPointError with the rank, parameter and step if a gradient contains a NaN or an infinity.
 
-    Waits for a GPU once, however many gradients there are. They come with the names of their parameters.
+    Takes pairs of parameter name and gradient. Waits for a GPU once, for all gradients together.
     """
     found = {name: _values(gradient) for name, gradient in gradients if gradient is not None}
     found = {name: values for name, values in found.items() if values.numel()}
-    # The largest magnitude of all: a NaN or an infinity anywhere is one here too, and nothing is added up that could
-    # overflow.
+    # The largest magnitude preserves a NaN or an infinity, and unlike a sum it cannot overflow.
     if not found or math.isfinite(total_norm(list(found.values()), math.inf).item()):
         return
     for name, values in found.items():

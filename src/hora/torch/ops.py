@@ -1,8 +1,8 @@
-"""The collectives of `hvd`: Horovod's signatures, each a thin front over one `Collective`.
+"""The collectives of `hvd` with Horovod's signatures, each a thin front over one `Collective`.
 
-`x_async` submits it and returns a handle, `x` runs it; a trailing underscore means in place; `grouped_x` takes a list
-and is all or nothing. The out-of-place blocking ones are differentiable (`autograd`). The engine checks the arguments.
-Sparse tensors are in `sparse`.
+`x_async` submits and returns a handle; `x` runs and returns the result. A trailing underscore means in place.
+`grouped_x` takes a list and is all or nothing. The blocking out-of-place functions are differentiable (`autograd`). The
+engine validates the arguments. Sparse tensors are in `sparse`.
 """
 
 from __future__ import annotations
@@ -193,12 +193,12 @@ def grouped_allreduce_(
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Start concatenating the tensors of all ranks on dimension 0; returns a handle."""
+    """Start concatenating the tensors of all ranks along dimension 0; returns a handle."""
     return submit(Collective(Kind.ALLGATHER, name, process_set), [tensor])
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """Concatenate the tensors of all ranks on dimension 0, in rank order. Differentiable."""
+    """Concatenate the tensors of all ranks along dimension 0, in rank order. Differentiable."""
     return differentiable(Collective(Kind.ALLGATHER, name, process_set), [tensor])[0]
 
 
@@ -219,28 +219,28 @@ def grouped_allgather(
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start copying the root's tensor into a new one; returns a handle. The root is a global rank."""
+    """Start copying the root's tensor into a new one; returns a handle. `root_rank` is a global rank."""
     return submit(Collective(Kind.BROADCAST, name, process_set, root_rank=root_rank), [tensor])
 
 
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """The root's tensor, as a new one. `root_rank` is always a global rank. Differentiable."""
+    """Return a copy of the root's tensor. `root_rank` is a global rank. Differentiable."""
     return differentiable(Collective(Kind.BROADCAST, name, process_set, root_rank=root_rank), [tensor])[0]
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start overwriting the tensor by the root's; returns a handle."""
+    """Start overwriting the tensor with the root's; returns a handle."""
     return submit(Collective(Kind.BROADCAST, name, process_set, root_rank=root_rank), [tensor], in_place=True)
 
 
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Overwrite the tensor by the root's."""
+    """Overwrite the tensor with the root's."""
     return run(Collective(Kind.BROADCAST, name, process_set, root_rank=root_rank), [tensor], in_place=True)[0]
 
 
@@ -260,7 +260,7 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Send `splits[r]` rows to rank r; gives `output, received_splits` if given splits. Differentiable."""
+    """Send `splits[r]` rows to rank r; returns `(output, received_splits)` if splits are given. Differentiable."""
     output, received = differentiable(Collective(Kind.ALLTOALL, name, process_set, splits=splits), [tensor])
     return output if splits is None else (output, received)
 
@@ -273,7 +273,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start reducing a tensor and keeping this rank's share of its rows; returns a handle."""
+    """Start reducing a tensor and keep this rank's share of the rows; returns a handle."""
     return submit(Collective(Kind.REDUCESCATTER, name, process_set, op, prescale_factor, postscale_factor), [tensor])
 
 
@@ -319,15 +319,15 @@ def grouped_reducescatter(
 
 
 def join(device: int = -1) -> int:
-    """Say that this rank has no more data, and wait for the others; returns the rank that joined last.
+    """Announce that this rank has no more data and wait for the others; returns the rank that joined last.
 
-    `device` is accepted for Horovod's sake: the engine makes the joined ranks' zeros where they are needed.
+    `device` is ignored; it exists for compatibility. The engine creates the joined ranks' zeros where they are needed.
     """
     return engine.current_runtime().join()
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every member of the set is here."""
+    """Wait until every member of the set reaches the barrier."""
     runtime = engine.current_runtime()
     runtime.barrier(registered_id(process_set))
 
@@ -335,9 +335,9 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def _run_compressed(
     collective: Collective, tensors: Sequence[Tensor], compression: type[Compressor] | Compressor
 ) -> list[Tensor]:
-    """Run a differentiable collective on what the compressor makes of the tensors, and undo that."""
+    """Compress the tensors, run a differentiable collective on them, and decompress the results."""
     if compression is PowerSGD or isinstance(compression, PowerSGD):
-        raise ValueError("Compression.powersgd needs steps to learn from: pass it to DistributedOptimizer")
+        raise ValueError("Compression.powersgd needs state from earlier steps: pass it to DistributedOptimizer")
     if compression is not NoneCompressor and collective.kind is Kind.ALLREDUCE:
         code = code_for(compression, [_check_tensor(tensor) for tensor in tensors], op=collective.op)
         if code and engine.current_runtime().spans_hosts(registered_id(collective.process_set)):
@@ -371,7 +371,7 @@ def _describe(value: object) -> str:
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: int | None, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Start adding up (op Average: averaging) sparse tensors; call what it returns for the sparse result."""
+    """Start summing (op Average: averaging) sparse tensors; returns a function that waits for the sparse result."""
     what = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.sparse_coo:
         raise ValueError(f"sparse_allreduce_async needs a sparse COO tensor, but got {what}")

@@ -1,8 +1,8 @@
-"""`hora plan` and `hora.plan`: what each way of sending less would make of a training's step on these hosts.
+"""`hora plan` and `hora.plan`: predict the step time of every compression setting on these hosts.
 
-`measure_link` and `measure_work` find out what the link and the model are like, in a few steps on the real hosts;
-`predict` reckons the step of every setting from that alone, and `table` shows it. In a job of `hora plan` the
-optimizer calls `CompressionPlanner.step_done` after each of its steps, and the job ends when there is a table.
+`measure_link` and `measure_work` time the network and the model for a few steps on the real hosts. `predict` computes
+the step of every setting from those measurements alone, and `table` formats it. In a `hora plan` job the optimizer
+calls `CompressionPlanner.step_done` after each step, and the job ends once the table is printed.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ __all__ = [
     "table",
 ]
 
-_NUM_STEPS = 5  # that are timed
+_NUM_STEPS = 5  # timed steps
 _WARM_UP = 3
-_LONG_S = 0.3  # a transfer that takes this long tells the link's speed
+_LONG_S = 0.3  # a transfer of this length measures the bandwidth
 _MOST_BYTES = 32 * 2**20
 _FRAGMENTS = 4  # DiLoCo's default
-_ANNOUNCED = 3  # trips through the link of what the ranks have to agree on first
+_ANNOUNCED = 3  # round trips that the ranks need to negotiate first
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkLink:
-    """Network between the hosts: seconds of a smallest allreduce, and of each byte of float32, as it is and in code.
+    """Network between hosts: seconds for the smallest allreduce, and per byte of float32 plain and encoded.
 
-    `host_byte_s`: of a byte that is reduced inside the hosts alone.
+    `host_byte_s` is the time per byte of a reduction inside the hosts.
     """
 
     num_hosts: int
@@ -61,19 +61,20 @@ class NetworkLink:
     bf16_byte_s: float
     int8_byte_s: float
     host_byte_s: float = 0.0
-    loss: float = 0.0  # share of TCP segments that were sent again
+    loss: float = 0.0  # share of TCP segments that were retransmitted
 
     @property
     def bandwidth(self) -> float:
-        """Bits a second, of each host's way out."""
+        """Bits per second on each host's uplink."""
         sent = 1.0 if self.num_hosts == 2 else 2.0 * (self.num_hosts - 1) / self.num_hosts
         return 8.0 * sent / self.byte_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A step without a network: its seconds, those of backward, the gradients' shapes, and what making factors of them
-    costs (seconds by PowerSGD's rank).
+    """A step without a network: its time, the backward time, the gradients' shapes, and the time to factor them.
+
+    `factor_s` maps a PowerSGD rank to seconds.
     """
 
     step_s: float
@@ -93,7 +94,7 @@ class StepPrediction:
     name: str
     step_s: float
     waiting_s: float
-    wire_bytes: float  # that a host sends in a step, on average
+    wire_bytes: float  # sent by a host per step, on average
     accuracy: str
     line: str
 
@@ -114,7 +115,7 @@ _APART = "depends on the period (2311.08105)"
 
 
 def predict(link: NetworkLink, work: Work) -> list[StepPrediction]:
-    """The step of every setting, in the order of how much they change."""
+    """Return the step of every setting, ordered by how much the setting changes training."""
     found = [
         _by_bucket("plain", link, work, link.byte_s, 1.0, "compression=hvd.Compression.none", _SAME),
         _by_bucket("bf16", link, work, link.bf16_byte_s, 0.5, "compression=hvd.Compression.bf16", _SAME),
@@ -128,7 +129,7 @@ def predict(link: NetworkLink, work: Work) -> list[StepPrediction]:
 def _by_bucket(
     name: str, link: NetworkLink, work: Work, byte_s: float, share: float, line: str, accuracy: str
 ) -> StepPrediction:
-    """Buckets travel one behind the other while backward makes the next; the last one begins when it is over."""
+    """Buckets are sent one after another while backward computes the next; the last starts when backward ends."""
     waiting_s = _behind_backward_s(work, link.latency_s, byte_s)
     return _prediction(name, link, work, waiting_s, share * work.num_bytes, line, accuracy)
 
@@ -146,13 +147,13 @@ def _low_rank(rank: int, link: NetworkLink, work: Work) -> StepPrediction:
     for shape in work.shapes:
         own = memory.rank_of(torch.empty(shape, device="meta"))
         num_bytes += 4 * (own * (shape[0] + _numel(shape[1:])) if own else _numel(shape))
-    waiting_s = 2 * link.latency_s + num_bytes * link.byte_s  # P may travel beside backward: it is little
+    waiting_s = 2 * link.latency_s + num_bytes * link.byte_s  # P overlaps with backward, but is small
     line = f"compression=hvd.Compression.powersgd(rank={rank})"
     return _prediction(f"PowerSGD {rank}", link, work, waiting_s, num_bytes, line, _LOW_RANK, own_s=work.factor_s[rank])
 
 
 def _apart(every: int, link: NetworkLink, work: Work) -> StepPrediction:
-    """Hosts reduce gradients inside; a fragment travels beside the steps until it is taken in."""
+    """Hosts reduce gradients locally; a fragment is sent in the background until it is merged."""
     inside_s = _behind_backward_s(work, 0.0, link.host_byte_s)
     fragment_s = _ANNOUNCED * link.latency_s + work.num_bytes * link.bf16_byte_s / _FRAGMENTS
     overlap = every // (2 * _FRAGMENTS)
@@ -180,7 +181,7 @@ def _prediction(
 
 
 def table(link: NetworkLink, work: Work, predictions: Sequence[StepPrediction]) -> str:
-    """The plan as text."""
+    """Format the plan as text."""
     lines = [
         f"{link.num_hosts} hosts: {link.bandwidth / 1e6:.0f} Mbit/s, {1e3 * link.latency_s:.1f} ms for the smallest "
         f"allreduce, {100 * link.loss:.2f} % sent again; a step without a network {1e3 * work.step_s:.0f} ms, "
@@ -197,7 +198,7 @@ def table(link: NetworkLink, work: Work, predictions: Sequence[StepPrediction]) 
 
 
 def advice(predictions: Sequence[StepPrediction]) -> str:
-    """The plan in a sentence: the first setting, and the fastest of each kind of those that send less."""
+    """Summarize the plan in one sentence: the plain setting, and the fastest setting of each kind that sends less."""
     first, *others = predictions
     kinds: dict[str, StepPrediction] = {}
     for row in others:
@@ -213,7 +214,7 @@ def advice(predictions: Sequence[StepPrediction]) -> str:
 
 
 def measure_link() -> NetworkLink:
-    """Time allreduces of gradients over all ranks (collective, seconds); ValueError on a single host."""
+    """Time allreduces of gradients over all ranks (collective, seconds); raises ValueError on a single host."""
     runtime = engine.current_runtime()
     if not runtime.spans_hosts(0):
         raise ValueError("all ranks are on one host: there is no link to plan for")
@@ -242,12 +243,12 @@ def measure_link() -> NetworkLink:
 
 
 def _sum_s(count: int, code: str = "", process_set: ProcessSet = global_process_set) -> float:
-    """Seconds of a sum of so many float32, as a gradient bucket travels, of the slowest rank (collective, over all)."""
+    """Return the seconds that the slowest rank needs to sum `count` float32 values (collective)."""
     runtime, cpu = engine.current_runtime(), torch.device("cpu")
     layout = (f"plan.{count}.{code}", count, torch.float32, cpu, code)
     _, (reduction,) = make_reductions(runtime, ReduceOptions(process_set=process_set), [layout])
     times_s = []
-    for _ in range(_WARM_UP + 3):  # first come connections, and what the ranks learn
+    for _ in range(_WARM_UP + 3):  # the first ones open connections and warm up
         runtime.barrier()
         began = time.perf_counter()
         reduction.wait()
@@ -262,14 +263,14 @@ def _reduce(tensor: torch.Tensor, op: int, name: str) -> None:
 
 
 def _slowest(seconds: float) -> float:
-    """The largest of all ranks' numbers, so that all reckon with the same."""
+    """Return the maximum over all ranks, so that all ranks compute the same plan."""
     found = torch.tensor([seconds], dtype=torch.float64, device="cpu")
     _reduce(found, ReduceOp.MAX, "plan.slowest")
     return float(found)
 
 
 def _segments() -> tuple[int, int]:
-    """TCP segments that this host has sent so far, and those that were sent again; zeros where Linux does not tell."""
+    """Return the numbers of TCP segments that this host has sent and retransmitted; zeros where Linux reports none."""
     try:
         with open("/proc/net/snmp") as file:
             names, values = (line.split() for line in file if line.startswith("Tcp:"))
@@ -280,7 +281,7 @@ def _segments() -> tuple[int, int]:
 
 
 def _factor_s(parameters: Sequence[torch.Tensor], rank: int) -> float:
-    """Seconds that PowerSGD's arithmetic takes in a step, of the slowest rank."""
+    """Return the seconds that PowerSGD's arithmetic takes per step on the slowest rank."""
     memory = PowerSGDMemory(PowerSGD(rank=rank))
     matrices = [p for p in parameters if memory.rank_of(p)]
     gradients = [torch.randn(p.shape[0], p.numel() // p.shape[0], device=p.device) for p in matrices]
@@ -316,8 +317,8 @@ def plan(
 ) -> list[StepPrediction]:
     """Measure the link and this model on all ranks, print the table on rank 0, and return its rows (collective).
 
-    `loss(model, batch)` is what is trained; by default a batch is inputs and classes, or inputs alone. The model is
-    copied, and SGD with momentum stands for the optimizer.
+    `loss(model, batch)` computes the loss; by default a batch is (inputs, classes), or inputs alone. The model is
+    copied, and SGD with momentum takes the place of the optimizer.
     """
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9, momentum=0.9)
@@ -359,14 +360,14 @@ def _shown(link: NetworkLink, work: Work) -> list[StepPrediction]:
 
 
 class CompressionPlanner:
-    """Watches the first steps of a training in a job of `hora plan`, which ends with the table."""
+    """Times the first steps of a `hora plan` job, which ends with the table."""
 
     def __init__(self) -> None:
         self._num_steps = 0
         self._before = (0.0, 0.0, 0.0)
 
     def step_done(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Count a step; after enough of them measure the link, print the table and end the program (collective)."""
+        """Count a step; after enough steps, measure the link, print the table and exit (collective)."""
         now = (meter.step_s, meter.backward_s, meter.wait_s + meter.reduce_s)
         self._num_steps += 1
         if self._num_steps == _WARM_UP:

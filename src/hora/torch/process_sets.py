@@ -1,6 +1,6 @@
-"""Process sets: groups of ranks among which a collective can run. The engine knows them by their ids.
+"""Process sets: groups of ranks that run collectives among themselves. The engine identifies them by id.
 
-`basics.init` binds the objects it is given; `add_process_set` and `remove_process_set` are collective over all ranks.
+`basics.init` binds the given objects to ids. `add_process_set` and `remove_process_set` are collective over all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def is_mpi_communicator(value: object) -> bool:
-    """Return whether this is an mpi4py communicator (recognised without importing mpi4py)."""
+    """Return whether the value is an mpi4py communicator, without importing mpi4py."""
     return type(value).__module__.split(".")[0] == "mpi4py"
 
 
@@ -41,7 +41,7 @@ def _sorted_ranks(ranks: Any) -> list[int]:
 
 
 class ProcessSet:
-    """A set of global ranks. It may be used once `init` or `add_process_set` has registered it."""
+    """A set of global ranks. It is usable once `init` or `add_process_set` has registered it."""
 
     process_set_id: int | None
     ranks: list[int] | None
@@ -57,13 +57,13 @@ class ProcessSet:
         self.mpi_comm = None
 
     def size(self) -> int | None:
-        """The number of members; None until registered."""
+        """Return the number of members; None until registered."""
         if self.process_set_id is None:
             return None
         return len(_registered_ranks(self))
 
     def rank(self) -> int | None:
-        """This process's index among the members; None until registered, ValueError if it is no member."""
+        """Return this process's index among the members; None until registered. ValueError if it is no member."""
         if self.process_set_id is None:
             return None
         ranks, mine = _registered_ranks(self), engine.current_runtime().world.rank
@@ -72,7 +72,7 @@ class ProcessSet:
         return ranks.index(mine)
 
     def included(self) -> bool | None:
-        """Return whether this process is a member; None if the ranks are not known yet."""
+        """Return whether this process is a member; None while the ranks are unknown."""
         if self.ranks is None:
             return None
         return _current_or_value_error().world.rank in self.ranks
@@ -91,12 +91,12 @@ def _global() -> ProcessSet:
 
 global_process_set: ProcessSet = _global()
 
-# Objects that carry an id of the running engine. Weak, so that we keep no dropped set alive.
+# Objects that hold an id of the running engine. Weak, so that a dropped set is collected.
 _bound: weakref.WeakSet[ProcessSet] = weakref.WeakSet()
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a new set, on all ranks in the same order; needs HOROVOD_DYNAMIC_PROCESS_SETS=1 at init."""
+    """Register a new set; all ranks call this in the same order. Needs HOROVOD_DYNAMIC_PROCESS_SETS=1 at init."""
     if is_mpi_communicator(process_set):
         raise NotImplementedError(
             "adding a process set from an MPI communicator is not supported; pass a list of ranks"
@@ -112,7 +112,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def host_process_set() -> ProcessSet:
-    """The set of the ranks on this rank's host, which all ranks register unless it is (collective)."""
+    """Return the set of the ranks on this host, registering the sets of all hosts if needed (collective)."""
     runtime = _current_or_value_error()
     number = runtime.set_of_this_host()
     if number == 0:
@@ -124,13 +124,13 @@ def host_process_set() -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a set, on all ranks; False if it is the global one or is not registered."""
+    """Unregister a set on all ranks; returns False if it is the global set or not registered."""
     if not isinstance(process_set, ProcessSet):
         raise ValueError(
             f"remove_process_set needs a ProcessSet, but got {type(process_set).__name__}: {process_set!r}"
         )
     runtime = _current_or_value_error()
-    # The engine is asked even about a set that it cannot know, because it reports static mode.
+    # Ask the engine even about a set it cannot know, because it reports static mode.
     removed = runtime.remove_process_set(-1 if process_set.process_set_id is None else process_set.process_set_id)
     if removed:
         unbind(process_set)
@@ -138,7 +138,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def bind(process_sets: Sequence[ProcessSet]) -> None:
-    """Give each object the id that the running engine has for its ranks; called by `init` on all ranks."""
+    """Give each object the running engine's id for its ranks; `init` calls this on all ranks."""
     runtime = engine.current_runtime()
     world_ranks = list(range(runtime.world.size))
     global_process_set.ranks = world_ranks
@@ -163,7 +163,7 @@ def bind(process_sets: Sequence[ProcessSet]) -> None:
 
 
 def unbind(*process_sets: ProcessSet) -> None:
-    """Take the ids away from these objects, or from all (after a shutdown)."""
+    """Remove the ids from these objects, or from all objects (after a shutdown)."""
     for process_set in process_sets or list(_bound):
         process_set.process_set_id = None
         _bound.discard(process_set)
@@ -172,7 +172,7 @@ def unbind(*process_sets: ProcessSet) -> None:
 
 
 def registered_id(process_set: ProcessSet) -> int:
-    """The engine's id of the set; ValueError if it has none."""
+    """Return the engine's id of the set; raises ValueError if it has none."""
     if not isinstance(process_set, ProcessSet):
         what = f"{type(process_set).__name__}: {process_set!r:.100}"
         raise ValueError(f"process_set must be a ProcessSet, but it is {what}")

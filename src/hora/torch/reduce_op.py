@@ -1,4 +1,4 @@
-"""The reduce operations as users write them (plain ints), and the deprecated `average` flag."""
+"""Reduce operations as plain ints, and the deprecated `average` flag."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Product = int(ReduceOp.PRODUCT)
 def handle_average_backwards_compatibility(
     op: int | None, average: bool | None, *, average_op: int = Average, sum_op: int = Sum
 ) -> int:
-    """The reduce op meant by `op` and the deprecated `average`."""
+    """Return the reduce op that `op` and the deprecated `average` mean."""
     if average is None:
         return average_op if op is None else op
     if op is not None:

@@ -1,7 +1,7 @@
-"""`SyncBatchNorm`: batch normalisation over the batches of all ranks, one round of communication each way.
+"""`SyncBatchNorm`: batch normalization over the batches of all ranks, with one allreduce in each direction.
 
-Forward sends every channel's sum, sum of squares and count as one float64 tensor; backward sends the two sums its
-formula needs. Both are allreduces: counts may differ, ranks without rows and ranks that have joined simply add nothing.
+Forward sums every channel's sum, sum of squares and count in one float64 tensor; backward sums the two terms of its
+formula. Counts may differ: ranks without rows and joined ranks add nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["SyncBatchNorm"]
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Like `torch.nn.BatchNorm*d`, with statistics of the whole batch over all ranks; any number of dimensions ≥ 2."""
+    """Like `torch.nn.BatchNorm*d`, with statistics over the batches of all ranks; input of two or more dimensions."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ def _other_dims(input: torch.Tensor) -> list[int]:
 
 @torch.no_grad()
 def _global_statistics(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean, biased variance and count over all ranks, in float64: differences of squares cancel badly in float32."""
+    """Mean, biased variance and count over all ranks; in float64, because differences of squares cancel in float32."""
     channels = input.shape[1]
     count = input.numel() // channels if channels else 0
     packed = torch.zeros(2 * channels + 1, dtype=torch.float64, device=input.device)
@@ -85,7 +85,7 @@ def _global_statistics(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor,
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalisation with given statistics, and the gradient through statistics that all ranks share."""
+    """Normalize with given statistics; the gradient includes the statistics that all ranks share."""
 
     @staticmethod
     def forward(
@@ -122,7 +122,7 @@ class _Normalise(torch.autograd.Function):
         if weight is not None:
             grad_weight = (sums[channels:] * inverse_std).to(weight.dtype)
             grad_bias = sums[:channels].to(weight.dtype)
-        # Every rank takes part, needed here or not: another rank may need it.
+        # Every rank takes part because another rank may need the sums.
         totals = _sum_over_ranks(sums.clone()) / count.clamp(min=1)
         if ctx.needs_input_grad[0]:
             scale = inverse_std if weight is None else inverse_std * weight.double()

@@ -1,1 +1,1 @@
-"""Observe a job: the live page, `hora top`, recorded runs, `/metrics`, from what ranks report."""
+"""Observation of a job: the live page, `hora top`, recorded runs and `/metrics`, from the ranks' telemetry."""

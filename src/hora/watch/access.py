@@ -1,9 +1,9 @@
-"""Access control of the page. Pure: the words of a request in, a refusal or nothing out.
+"""Access control of the live page. Pure: takes a request's headers and returns a refusal or None.
 
-The token (256 bits) is in the fragment of the page's address, which browsers keep to themselves; the page sends it in a
-header. No cookie: another page cannot make the browser send the header (no CSRF), and other ports of this machine never
-see it. The Host header must be one of ours, or a name that an attacker points at this machine (DNS rebinding) would do;
-so must the Origin, where there is one.
+The token (256 bits) is in the fragment of the page's address, which browsers do not send; the page sends it in a
+header. There is no cookie, so another page cannot make the browser send the token (no CSRF), and other ports of this
+machine never see it. The Host header must be one of the server's names, which prevents DNS rebinding; so must the
+Origin, if there is one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def site_files() -> dict[str, File]:
 
 @functools.cache
 def style_hash() -> str:
-    """The source that the page's content security policy names: these styles and no others."""
+    """Return the source for the page's content security policy, which allows only these styles."""
     return "sha256-" + base64.b64encode(hashlib.sha256(_style().encode()).digest()).decode()
 
 
@@ -70,13 +70,13 @@ def _read(name: str) -> str:
 
 
 def new_token() -> str:
-    """256 random bits."""
+    """Return 256 random bits."""
     return secrets.token_urlsafe(32)
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Answer to a stranger."""
+    """Response to an unauthorized request."""
 
     status: int
     text: str
@@ -84,19 +84,19 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Access:
-    """`hosts`: the values of the Host header under which the server may be called. `framed`: a notebook shows it."""
+    """`hosts`: the accepted values of the Host header. `framed`: a notebook embeds the page."""
 
     token: str
     hosts: frozenset[str]
     framed: bool = False
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of every answer."""
+        """Return the headers of every response."""
         ancestors = "http: https:" if self.framed else "'none'"
         return {**SECURITY_HEADERS, "Content-Security-Policy": _POLICY.format(ancestors=ancestors, style=style_hash())}
 
     def check_place(self, headers: Mapping[str, str]) -> Refusal | None:
-        """For every request: does it mean this server, and does it come from its own page or from no page at all?"""
+        """Check every request: it must name this server, and come from its own page or from no page at all."""
         if headers.get("host", "").lower() not in self.hosts:
             return Refusal(421, "this server does not go by that name")
         origin = headers.get("origin")
@@ -109,7 +109,7 @@ class Access:
         return None
 
     def check_token(self, headers: Mapping[str, str]) -> Refusal | None:
-        """For everything that tells or does something."""
+        """Check the token, which all requests for data or actions need."""
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self.token.encode()):
             return Refusal(401, "the token is missing or wrong: use the whole address that the job printed")

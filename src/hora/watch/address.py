@@ -1,7 +1,7 @@
-"""Addresses of the page: the addresses it answers to, the one to print, and how this user's `hora top` finds it.
+"""Addresses of the page: the names it accepts, the address to print, and how this user's `hora top` finds it.
 
 Every live page also listens on a socket in the abstract namespace, which disappears with its process. The acceptor
-lets only the job's own user (and root) in there, so address and token need not be in a file.
+admits only the job's own user (and root) there, so address and token need not be in a file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Page:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """`host:port`, `host`, `:port` or `port`; the rest is loopback and a free port. ValueError."""
+    """Parse `host:port`, `host`, `:port` or `port`; defaults are loopback and a free port. Raises ValueError."""
     host, _, port = text.rpartition(":") if ":" in text else (("", "", text) if text.isdigit() else (text, "", ""))
     if port and not (port.isdigit() and int(port) < 65536):
         raise ValueError(f"the dashboard's address must be HOST:PORT, but it is {text!r}")
@@ -48,20 +48,20 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket."""
+    """Return a listening socket."""
     try:
         return sockets.listen((host, port))
     except OSError as error:
-        raise OSError(f"the dashboard cannot listen on {host}:{port}: {error.strerror}; name another address") from None
+        raise OSError(f"the dashboard cannot listen on {host}:{port}: {error.strerror}; use another one") from None
 
 
 def urls_of(host: str, port: int) -> tuple[str, frozenset[str]]:
-    """The address to print, and the values of the Host header under which the page may be requested."""
+    """Return the address to print, and the accepted values of the Host header."""
     names = {"127.0.0.1", "localhost"} if host in ("127.0.0.1", "localhost", "0.0.0.0") else {_bracketed(host)}
     if host in ("0.0.0.0", "::"):
         machine = socket.gethostname()
         names |= {machine, socket.getfqdn(), "[::1]", "127.0.0.1", "localhost"}
-        with contextlib.suppress(OSError):  # the names will do
+        with contextlib.suppress(OSError):  # the names are enough
             names |= {_bracketed(str(info[4][0])) for info in socket.getaddrinfo(machine, None)}
         return f"http://{machine}:{port}/", frozenset(f"{name.lower()}:{port}" for name in names)
     return f"http://{_bracketed(host)}:{port}/", frozenset(f"{name.lower()}:{port}" for name in names)
@@ -72,7 +72,7 @@ def _bracketed(host: str) -> str:
 
 
 def is_private(stream: Any) -> bool:
-    """Tell whether a stream is seen by this user alone: a terminal, or a file that nobody else may read."""
+    """Return whether only this user sees a stream: a terminal, or a file that no one else may read."""
     try:
         if stream.isatty():
             return True
@@ -83,7 +83,7 @@ def is_private(stream: Any) -> bool:
 
 
 def serve_address(facts: Mapping[str, Any]) -> socket.socket | None:
-    """A listening socket under which `find_pages` finds this process; None where there are no such sockets."""
+    """Return a listening socket under which `find_pages` finds this process; None if the platform has none."""
     if not sys.platform.startswith("linux"):
         return None
     return sockets.listen(f"{_PREFIX}{os.getuid()}-{os.getpid()}-{facts.get('id', '')[:16]}")
@@ -95,7 +95,7 @@ def answer_caller(sock: socket.socket, page: Page) -> None:
 
 
 def find_pages() -> list[Page]:
-    """The live pages of this user on this machine, the newest last."""
+    """Return the live pages of this user on this machine, the newest last."""
     try:
         with open("/proc/net/unix") as table:
             names = {line.split()[-1] for line in table if f"@{_PREFIX}{os.getuid()}-" in line}
@@ -110,7 +110,7 @@ def _ask(name: str) -> Page | None:
         sock.settimeout(_LIMIT_S)
         try:
             sock.connect("\0" + name[1:])
-            if sockets.process_at(sock).uid != os.getuid():  # somebody else may use a name like ours
+            if sockets.process_at(sock).uid != os.getuid():  # another user may use a name like ours
                 return None
             facts = json.loads(sock.recv(_ANSWER_BYTES))
             return Page(str(facts["url"]), str(facts["token"]), str(facts["title"]), int(facts["pid"]))

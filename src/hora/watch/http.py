@@ -1,7 +1,7 @@
-"""Just enough HTTP/1.1 for one page: read a request within limits, write an answer. No routes, no job, no secrets.
+"""A minimal HTTP/1.1 server part: read a request within limits and write a response. No routes, no secrets.
 
-The standard library's asyncio carries it, so that a page needs nothing installed. Every answer closes its connection;
-only streams last, and their writer may wait for a slow reader no longer than a few seconds.
+It uses the standard library's asyncio, so a page needs no packages. Every response closes its connection; only streams
+stay open, and their writer waits at most a few seconds for a slow reader.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SINGLE = frozenset({"host", "origin", "authorization", "content-length"})
 
 
 class BadRequest(Exception):  # noqa: N818 - it is the name of status 400
-    """Raised for bytes that are no request, or not one of ours."""
+    """Raised for bytes that are not an acceptable request."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Answer:
 
 
 async def read_request(reader: asyncio.StreamReader) -> Request | None:
-    """The request, None when the other side left without one. BadRequest, TimeoutError."""
+    """Return the request; None if the peer closed without one. Raises BadRequest, TimeoutError."""
     return await asyncio.wait_for(_read(reader), _READ_LIMIT_S)
 
 
@@ -66,7 +66,7 @@ async def _read(reader: asyncio.StreamReader) -> Request | None:
     request = _parse(head)
     length = request.headers.get("content-length", "0")
     if "transfer-encoding" in request.headers or not length.isascii() or not length.isdigit():
-        raise BadRequest("say how long the body is")
+        raise BadRequest("the length of the body is missing")
     if len(length) > 8 or int(length) > _MAX_BODY_BYTES:
         raise BadRequest("the body is too long")
     try:
@@ -89,7 +89,7 @@ def _parse(head: bytes) -> Request:
         name, colon, value = line.partition(":")
         name = name.lower()
         if not colon or not name or name != name.strip() or (name in headers and name in _SINGLE):
-            raise BadRequest("a header makes no sense")
+            raise BadRequest("a header is invalid")
         headers[name] = value.strip()
     return Request(method, unquote(target.partition("?")[0]), headers)
 
@@ -108,12 +108,12 @@ async def write_answer(writer: asyncio.StreamWriter, answer: Answer, extra: Mapp
 
 
 async def write(writer: asyncio.StreamWriter, data: bytes) -> None:
-    """TimeoutError when the other side does not read."""
+    """Write data; raises TimeoutError if the peer does not read."""
     writer.write(data)
     await asyncio.wait_for(writer.drain(), _WRITE_LIMIT_S)
 
 
 async def finish(writer: asyncio.StreamWriter) -> None:
-    """Close the connection when all has been sent. TimeoutError when the other side does not read."""
+    """Close the connection once everything is sent. Raises TimeoutError if the peer does not read."""
     writer.close()
     await asyncio.wait_for(writer.wait_closed(), _WRITE_LIMIT_S)

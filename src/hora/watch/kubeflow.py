@@ -1,9 +1,8 @@
-"""Progress for Kubeflow: a job inside a TrainJob tells the trainer's controller how far it is, by the POST that the
-controller's variables describe. Driven by `live`.
+"""Progress reports for Kubeflow: a job inside a TrainJob posts its progress to the trainer's controller.
 
-The token is read from its file every time, because it is replaced now and then, and goes to the named server only: over
-TLS, checked against the controller's own authority, without following it elsewhere. A report that fails costs that
-report.
+The controller's variables define the request; `live` drives the reports. The token is read from its file every time,
+because it is rotated. It is sent only to the named server, over TLS verified against the controller's authority,
+without following redirects. A failed report is dropped.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from hora.watch.model import Run
 
 __all__ = ["Controller", "Reports", "status"]
 
-_EVERY_S = 5.0  # the controller wants no more
+_EVERY_S = 5.0  # the controller's limit
 _AGAIN_S = 60.0  # after a failure
 _LIMIT_S = 5.0
 _MAX_METRICS = 256
@@ -45,7 +44,7 @@ class Controller:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Controller | None:
-        """The one that the variables name; None outside a TrainJob, or where it does not want reports."""
+        """Return the controller named by the variables; None outside a TrainJob, or if it wants no reports."""
         url, token_file = environ.get("KUBEFLOW_TRAINER_SERVER_URL"), environ.get("KUBEFLOW_TRAINER_SERVER_TOKEN")
         if not url or not token_file:
             return None
@@ -60,7 +59,7 @@ class Controller:
         )
 
     def post(self, message: Mapping[str, Any]) -> None:
-        """OSError, or HTTPException, when it was not taken."""
+        """Send a message; raises OSError or HTTPException if it was not accepted."""
         context = ssl.create_default_context(cafile=self.authority_file)
         connection = http.client.HTTPSConnection(self.host, self.port, timeout=_LIMIT_S, context=context)
         token = Path(self.token_file).read_text(encoding="ascii").strip()
@@ -69,13 +68,13 @@ class Controller:
             connection.request("POST", self.path, json.dumps(message), headers)
             answer = connection.getresponse()
             if not 200 <= answer.status < 300:
-                raise OSError(f"it answered {answer.status} {answer.reason}")
+                raise OSError(f"it responded {answer.status} {answer.reason}")
         finally:
             connection.close()
 
 
 def status(run: Run) -> dict[str, Any]:
-    """Return Kubeflow's trainer status; progress is in it if the training's number of steps is known."""
+    """Return Kubeflow's trainer status; it includes progress if the number of steps is known."""
     metrics = run.latest_metrics()
     step, total = run.progress()
     part = step / total if total else None
@@ -98,7 +97,7 @@ def status(run: Run) -> dict[str, Any]:
 
 
 class Reports:
-    """Sends the run's status now and then, one at a time, and once more at the end."""
+    """Sends the run's status periodically, one at a time, and once more at the end."""
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
@@ -107,7 +106,7 @@ class Reports:
         self._thread: threading.Thread | None = None
 
     def tick(self, run: Run) -> None:
-        """A second has passed."""
+        """Send a report if one is due; called every second."""
         busy = self._thread is not None and self._thread.is_alive()
         if run.places and not busy and time.monotonic() >= self._next_at:
             self._next_at = time.monotonic() + _EVERY_S
@@ -115,7 +114,7 @@ class Reports:
             self._thread.start()
 
     def close(self, run: Run) -> None:
-        """The job is over. Takes some seconds at most."""
+        """Send the last report. Takes a few seconds at most."""
         if self._thread is not None:
             self._thread.join(_LIMIT_S)
         if not self._failed:
@@ -129,7 +128,10 @@ class Reports:
             if not self._failed:
                 where = f"{self._controller.host}:{self._controller.port}"
                 _log.warning(
-                    "Kubeflow's controller at %s did not take the progress (%s); again in %g s", where, error, _AGAIN_S
+                    "Kubeflow's controller at %s refused the progress (%s); retrying in %g s",
+                    where,
+                    error,
+                    _AGAIN_S,
                 )
             self._failed = True
             self._next_at = time.monotonic() + _AGAIN_S

@@ -1,8 +1,8 @@
-"""Detection of late ranks: by how much, in which part of the step, since when. Pure: samples in, a finding out.
+"""Detection of late ranks: by how much, in which part of the step, and since when. Pure: takes samples.
 
-A rank that is late at the collectives waits for nobody there; the others wait for it. So lateness is read from how long
-each rank *waited*, by its own clock, and no two clocks are compared. What a rank does between the collectives is its
-`work`; a straggler is a rank whose work takes longer than the median of the others', again and again.
+A rank that is late for a collective does not wait there; the others wait for it. So lateness follows from how long each
+rank *waited* by its own clock, without comparing clocks. The time between collectives is a rank's `work`. A straggler
+is a rank whose work repeatedly takes longer than the median of the others.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hora.telemetry import PARTS, Sample
 
 __all__ = ["SlowLine", "Straggler", "Timed", "Verdict", "added", "find_line", "find_stragglers", "lateness"]
 
-# A rank is named when its work takes this much longer than the others'; it stays named until it is well below that.
+# A rank is named if its work takes this much longer than the others'; it stays named until it is well below.
 NAMED, RELEASED = 1.10, 1.05
-# … and the others wait for it for at least this share of a step: a slow rank that delays nobody is none.
+# The others must wait for at least this share of a step: a slow rank that delays no one is not a straggler.
 _MIN_LATENESS = 0.04
 WINDOW_S = 8.0
 _SLICE_S = 1.5
@@ -34,7 +34,7 @@ Timed = tuple[float, Sample]
 
 @dataclass(frozen=True)
 class Straggler:
-    """`slowdown`: its work over the median of the others'. `excess`: the parts that take longer, as shares of 1."""
+    """`slowdown`: its work relative to the median of the others. `excess`: shares of the extra time by part."""
 
     rank: int
     slowdown: float
@@ -48,7 +48,7 @@ class Straggler:
 
 
 def added(samples: Sequence[Sample]) -> Sample:
-    """The sums of some samples of one rank."""
+    """Return the sum of some samples of one rank."""
     if not samples:
         return Sample()
     first, *rest = samples
@@ -65,7 +65,7 @@ def added(samples: Sequence[Sample]) -> Sample:
 
 
 def lateness(column: Mapping[int, Sample]) -> dict[int, float]:
-    """By rank: for which share of a step others waited for it, from what each did in the same time."""
+    """Return by rank the share of a step for which others waited for it, from samples of the same time."""
     waits = {rank: cell.wait_s / cell.num_steps for rank, cell in column.items() if cell.num_steps}
     if len(waits) < 2:
         return dict.fromkeys(waits, 0.0)
@@ -80,7 +80,7 @@ def lateness(column: Mapping[int, Sample]) -> dict[int, float]:
 def find_stragglers(
     recent: Mapping[int, Sequence[Timed]], now: float, *, named: Mapping[int, float] | None = None
 ) -> list[Straggler]:
-    """The ranks that slow the others down, the slowest first. `named`: those named before, and since when."""
+    """Return the ranks that slow the others down, the slowest first. `named`: ranks named before, and since when."""
     named = named or {}
     whole = _between(recent, now - WINDOW_S, now)
     late = lateness(whole)
@@ -99,7 +99,7 @@ def find_stragglers(
 
 
 def _between(recent: Mapping[int, Sequence[Timed]], begin: float, end: float) -> dict[int, Sample]:
-    """Return each rank's sample of this time, where it ended at least one step."""
+    """Return each rank's sample of this period, if it completed at least one step."""
     sums = {rank: added([s for at, s in samples if begin < at <= end]) for rank, samples in recent.items()}
     return {rank: sample for rank, sample in sums.items() if sample.num_steps}
 
@@ -114,7 +114,7 @@ def _slowdown(sample: Sample, others: Sequence[Sample]) -> float:
 
 
 def _since(rank: int, recent: Mapping[int, Sequence[Timed]], now: float) -> float | None:
-    """When it began, by slices of the time before now; None when it is not yet, or no longer, the rule."""
+    """Return when the slowdown began, by slices of time; None if it is not persistent."""
     verdicts: list[tuple[float, bool]] = []
     oldest = max(min((samples[0][0] for samples in recent.values() if samples), default=now), now - _LONGEST_S)
     end = now
@@ -138,7 +138,7 @@ def _since(rank: int, recent: Mapping[int, Sequence[Timed]], now: float) -> floa
 
 
 def _excess(sample: Sample, others: Sequence[Sample]) -> dict[str, float]:
-    """Distribute the additional time over the parts of a step."""
+    """Distribute the extra time over the parts of a step."""
     more = {}
     for part in _OWN_PARTS:
         index = PARTS.index(part)
@@ -155,7 +155,7 @@ PART_WORDS = {
     "between": "between backward and step",
     "optimizer": "in the optimizer",
 }
-_SAME_TIME_S = 10.0  # profiles of two ranks can be compared when they end this close together
+_SAME_TIME_S = 10.0  # profiles of two ranks are comparable if they end this close together
 _LIBRARY = re.compile(
     r"site-packages|dist-packages|/lib/python3|^<frozen|/hora/(engine|torch|launch|workflow|watch|telemetry)/"
 )
@@ -166,9 +166,9 @@ Frame = Sequence[Any]  # [file, line, function, code]
 
 @dataclass(frozen=True)
 class SlowLine:
-    """The stack in which a slow rank is found more often than an ordinary one, innermost frame first.
+    """The stack in which a slow rank spends more time than an ordinary one, innermost frame first.
 
-    `share`, `usual`: of the slow rank's time, and of the time of rank `other` (None: no other rank was profiled).
+    `share` and `usual` are its shares of the slow rank's time and of rank `other`'s (None: no other rank was profiled).
     """
 
     frames: Sequence[Frame]
@@ -178,13 +178,13 @@ class SlowLine:
 
     @property
     def own(self) -> Frame:
-        """The innermost frame of the script, or the innermost one."""
+        """The innermost frame of the script, or the innermost frame."""
         return next((frame for frame in self.frames if not _LIBRARY.search(frame[0])), self.frames[0])
 
 
 @dataclass
 class Verdict:
-    """`finding`: the latest, or the worst once it is over. `than`: what it is compared with. `until` None: now."""
+    """`finding`: the latest, or the worst once it is over. `than`: the reference. `until` is None while it lasts."""
 
     finding: Straggler
     host: str
@@ -217,9 +217,9 @@ class Verdict:
 
 
 def find_line(profiles: Mapping[int, Mapping[str, Any]], rank: int, slow: Collection[int]) -> SlowLine | None:
-    """Compare a slow rank's profile with an ordinary rank's of the same time; None without a profile of it.
+    """Compare a slow rank's profile with an ordinary rank's of the same time; None without a profile.
 
-    Stacks in which the rank waits for others are left out: no line of the script is slow there.
+    Stacks in which the rank waits for others are ignored: no line of the script is slow there.
     """
     mine = profiles.get(rank)
     if mine is None:
@@ -237,7 +237,7 @@ def find_line(profiles: Mapping[int, Mapping[str, Any]], rank: int, slow: Collec
 
 
 def _shares(profile: Mapping[str, Any]) -> dict[Any, tuple[float, Sequence[Frame]]]:
-    """Return each place in the script with its share of the samples and a stack that leads there."""
+    """Return each location in the script with its share of the samples and a stack that leads to it."""
     shares: dict[Any, tuple[float, Sequence[Frame]]] = {}
     for count, frames in profile["stacks"]:
         if not frames or any(_ENGINE.search(frame[0]) for frame in frames):

@@ -1,8 +1,7 @@
-"""The live page of a job: observes it, keeps the run, serves the page, and passes the page's wishes on.
+"""The live page of a job: observes the job, keeps the run, serves the page, and forwards the page's actions.
 
-A `Dashboard` is made by `Watching` (`launch.controller.observer`), at the user's wish. When a job stands still it
-asks the ranks for their stacks, and when a rank is slow it asks that one where it spends its time, by itself, so that
-the answer is there when somebody looks.
+`Watching` (`launch.controller.observer`) creates a `Dashboard` on the user's request. If a job stalls, it requests the
+ranks' stacks; if a rank is slow, it requests a profile. So the answer is ready when someone looks.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _log = logging.getLogger("hora.watch")
 
 
 class Job(Protocol):
-    """Operations of the page on the job. Any thread."""
+    """Operations of the page on the job. Thread-safe."""
 
     def ask(self, question: Mapping[str, Any], worker: int | None = None) -> None:
         """Send a question to one worker, or to all."""
@@ -49,9 +48,9 @@ class Job(Protocol):
 
 
 class Dashboard:
-    """An observer of a job (`launch.controller.observer.Observer`), and the page's `Controls`. Any thread may call.
+    """An observer of a job (`launch.controller.observer.Observer`), and the page's `Controls`. Thread-safe.
 
-    `listen`: host:port. `record`: a file for `hora view`. `page=False`: none. `controller`: Kubeflow's.
+    `listen`: host:port. `record`: a file for `hora view`. `page=False`: no page. `controller`: Kubeflow's.
     """
 
     def __init__(
@@ -90,14 +89,14 @@ class Dashboard:
     # ---- the job ------------------------------------------------------------------------------------------
 
     def world(self, generation: int, places: list[tuple[int, int, str]]) -> None:
-        """(worker, rank, host) of everybody."""
+        """Take (worker, rank, host) of every worker."""
         self._say("world", -1, {"generation": generation, "places": places})
 
     def joined(self, worker: int) -> None:
         self._server.feed(Entry(time.time(), "joined", worker, b""))
 
     def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
-        """A worker's telemetry, or its answer to a question."""
+        """Take a worker's telemetry or its response to a question."""
         if kind == "committed" and self._stop_at_commit:
             self._job.stop("after a commit, as requested on its page")
         elif kind in ("report", "stack", "profile"):
@@ -115,7 +114,7 @@ class Dashboard:
             self._server.feed(Entry(now, "line", worker, line))
 
     def ended(self, outcome: str, text: str) -> None:
-        """The job is over: done, failed or stopped. Tells the viewers and closes everything."""
+        """Handle the end of the job (done, failed or stopped): inform the viewers and close everything."""
         self._say("end", -1, {"outcome": outcome, "text": text})
         self._server.close(linger_s=1.0)
         if self._reports is not None:
@@ -143,18 +142,18 @@ class Dashboard:
             self._stop_at_commit = True
             self._say("event", -1, {"kind": "note", "text": "stops after the next commit"})
         else:
-            self._job.stop("somebody stopped it on its page")
+            self._job.stop("a user stopped it on its page")
 
     def remove(self, rank: int) -> None:
         place = self._run.places.get(rank)
         if place is None:
             raise ValueError(f"there is no rank {rank}")
         if not self._run.facts.get("elastic"):
-            raise ValueError("only an elastic job goes on without one of its ranks; stop it instead")
+            raise ValueError("only an elastic job continues without one of its ranks; stop the job instead")
         self._job.remove(place.worker, "killed" if self._run.facts.get("demo") else "removed on the job's page")
 
     def _look(self, run: Run) -> None:
-        """Once a second: ask what a person would ask."""
+        """Request what a person would request; runs once a second."""
         if self._reports is not None:
             self._reports.tick(run)
         stuck = run.stuck() if run.outcome is None else None
@@ -166,14 +165,14 @@ class Dashboard:
             if run.now - self._profiled.get(straggler.rank, 0.0) > _ASK_AGAIN_S:
                 self._profiled[straggler.rank] = run.now
                 self.profile(straggler.rank, _PROFILE_S)
-                # What an ordinary rank does at the same time: the difference is what makes the other one slow.
+                # Profile an ordinary rank at the same time: the difference shows what makes the other one slow.
                 slow = {one.rank for one in run.stragglers}
                 ordinary = next((rank for rank in sorted(run.places) if rank not in slow), None)
                 if ordinary is not None:
                     self.profile(ordinary, _PROFILE_S)
 
     def _bundle(self) -> bytes:
-        """Everything about the run in a zip file."""
+        """Return everything about the run as a zip file."""
         run, data = self._run, io.BytesIO()
         with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as bundle:
             bundle.writestr(zipfile.ZipInfo("run.hora"), self._recorder.contents())
@@ -192,12 +191,12 @@ class Dashboard:
 
     def _announce(self, host: str, notebook: bool, stream: TextIO) -> None:
         if host not in ("127.0.0.1", "localhost", "::1"):
-            _log.warning("the dashboard listens on %s without encryption: whoever reads the network can read it", host)
+            _log.warning("the dashboard listens on %s without encryption: anyone on the network can read it", host)
         if notebook:
             _show_in_notebook(self.page.full_url)
         elif address.is_private(stream):
             print(f"hora: see it live: {self.page.full_url}", file=stream, flush=True)
-        else:  # other people may read what is printed here
+        else:  # other people may read this output
             print(
                 f"hora: see it live: {self.page.url} (`hora top --url` prints the address with its token, "
                 "to you alone; `hora top` shows the job here)",
@@ -207,12 +206,12 @@ class Dashboard:
 
 
 class _Output:
-    """Cuts what workers print into lines, and leaves out what nobody could read any more."""
+    """Splits the workers' output into lines, and drops lines beyond a readable rate."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._partial: dict[tuple[int, str], bytes] = {}
-        self._second = (0, 0)  # which, and how many lines in it
+        self._second = (0, 0)  # the second, and its number of lines
 
     def lines(self, worker: int, stream: str, data: bytes, now: float) -> list[bytes]:
         with self._lock:
@@ -228,7 +227,7 @@ class _Output:
             lines = [letter + line[: 4 * MAX_LINE_CHARS] for line in kept[:room]]
             if room and len(kept) > room:
                 lines.append(
-                    letter + b"[... more than %d lines in a second: the rest is left out here]" % _MAX_LINES_PER_S
+                    letter + b"[... more than %d lines in a second: the rest is omitted here]" % _MAX_LINES_PER_S
                 )
             return lines
 

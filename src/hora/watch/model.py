@@ -1,7 +1,7 @@
-"""The run: everything the page shows about one job, in bounded memory. Fed by a live job or by a recording of one.
+"""The run: everything the page shows about one job, in bounded memory. Fed by a live job or a recording.
 
-It takes in `Entry`s in the order of time and keeps what is worth showing. It has no clock, no thread and no lock: the
-caller says when things happened and sees to it that one thread at a time calls.
+It takes `Entry`s in order of time. It has no clock, thread or lock: entries carry their time, and the caller makes sure
+that only one thread calls at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hora.watch.lateness import Straggler, Timed, Verdict, find_line, find_strag
 
 __all__ = ["Entry", "Event", "Grid", "Line", "RankState", "Run"]
 
-# What a cell holds: these fields of a sample, added up (all that are durations and counts), and the longest step.
+# A cell holds the sums of these sample fields (all durations and counts), and the longest step.
 _SUMS = (1, 3, 5, 6, 7, 8, 9, 10, 11, 12, 13)
 _LONGEST = 4
 _WIDTH = len(_SUMS) + 1
@@ -30,17 +30,17 @@ _RECENT_S = 120.0
 _MAX_RECENT = 240
 _MAX_METRICS = 40
 _MAX_RANKS = 4096
-# A rank that waits is news when it waits this long, and longer than it usually does.
+# A waiting rank is reported if it waits this long, and longer than usual.
 _LONG_WAIT_S = 1.5
 STUCK_S = 5.0
-_LAST_TIME = 1e11  # seconds since the epoch: what is later, in a file of somebody else's, is no time
+_LAST_TIME = 1e11  # seconds since the epoch: later times in a foreign file are invalid
 _MAX_GENERATION = 2**31
 _MAX_VERDICTS = 50
-_LATE_PROFILE_S = 10.0  # a profile may come this long after its rank has caught up
+_LATE_PROFILE_S = 10.0  # a profile may arrive this long after its rank has caught up
 
 
 class _Row:
-    """One rank's cells, one after the other."""
+    """Cells of one rank, contiguous."""
 
     __slots__ = ("values",)
 
@@ -92,7 +92,7 @@ def _paired(values: array[float]) -> array[float]:
 
 
 class Grid:
-    """Bins of `bin_s` seconds from `began` on. `epoch` counts how often they were made longer."""
+    """Bins of `bin_s` seconds from `began` on. `epoch` counts how often they were merged."""
 
     def __init__(self, began: float, *, bin_s: float = 1.0, num_bins: int = 1200) -> None:
         assert num_bins % 2 == 0, num_bins
@@ -113,7 +113,7 @@ class Grid:
         return list(self._metrics)
 
     def index(self, at: float) -> int:
-        """The bin of this moment; makes room for it."""
+        """Return the bin of this time; merges bins to make room."""
         while (index := int(max(at - self.began, 0.0) / self.bin_s)) >= self.num_bins:
             self._halve()
         self.num_used = max(self.num_used, index + 1)
@@ -135,12 +135,12 @@ class Grid:
         counts[index] += 1
 
     def metric(self, name: str, index: int) -> float | None:
-        """The mean of what was reported in a bin."""
+        """Return the mean of the values reported in a bin."""
         sums, counts = self._metrics[name]
         return sums[index] / counts[index] if counts[index] else None
 
     def cell(self, rank: int, index: int) -> Sample | None:
-        """Return a rank's sample of a bin; None when it ended no step there."""
+        """Return a rank's sample of a bin; None if it completed no step there."""
         row = self._rows.get(rank)
         return None if row is None else row.cell(index)
 
@@ -158,7 +158,7 @@ class Grid:
 
 
 class Entry(NamedTuple):
-    """Something that happened. `kind` names the method of `Run` that takes it in; `data` is what it takes."""
+    """Something that happened. `kind` names the method of `Run` that takes it; `data` is its argument."""
 
     at: float
     kind: str
@@ -168,7 +168,7 @@ class Entry(NamedTuple):
 
 @dataclass
 class RankState:
-    """A rank, and the worker that has it now."""
+    """A rank and its current worker."""
 
     rank: int
     worker: int
@@ -178,7 +178,7 @@ class RankState:
     heard_at: float = 0.0
     total_steps: int = 0
     last: Sample = field(default_factory=Sample)
-    waiting: tuple[str, float, tuple[int, ...]] | None = None  # what in, since when, for whom (nobody: for all)
+    waiting: tuple[str, float, tuple[int, ...]] | None = None  # operation, since when, for which ranks (empty: all)
 
 
 class Event(NamedTuple):
@@ -203,7 +203,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective that waits for somebody."""
+    """A collective that waits for some ranks."""
 
     name: str
     there: tuple[int, ...]
@@ -219,7 +219,9 @@ class Run:
         try:
             self.began = _time(facts.get("began", 0.0))
         except (TypeError, ValueError, OverflowError):
-            raise ValueError(f"a job begins at a time, in seconds since 1970, not at {facts['began']!r:.100}") from None
+            raise ValueError(
+                f"a job's start must be in seconds since 1970, but it is {facts['began']!r:.100}"
+            ) from None
         self.now = self.began
         self.grid = Grid(self.began)
         self.generation = -1
@@ -234,7 +236,7 @@ class Run:
         self.verdicts: deque[Verdict] = deque(maxlen=_MAX_VERDICTS)
         self.outcome: str | None = None  # done, failed, stopped
         self.outcome_text = ""
-        self.stepped = False  # somebody has ended a step in this generation
+        self.stepped = False  # a rank has completed a step in this generation
         self.num_lines = 0
         self.num_events = 0
         self._by_worker: dict[int, RankState] = {}
@@ -245,7 +247,7 @@ class Run:
     # ---- what happens -------------------------------------------------------------------------------------
 
     def take(self, entry: Entry) -> None:
-        """Take in an entry. ValueError for one that makes no sense."""
+        """Take an entry. Raises ValueError for an invalid one."""
         self.now = max(self.now, _time(entry.at))
         handler = _HANDLERS.get(entry.kind)
         if handler is None:
@@ -260,7 +262,7 @@ class Run:
         news = json.loads(entry.data)
         generation, former = int(news["generation"]), self._by_worker
         if not 0 <= generation < _MAX_GENERATION:
-            raise ValueError("no generation has this number")
+            raise ValueError("invalid generation number")
         places = [RankState(int(rank), int(worker), str(host)[:200]) for worker, rank, host in news["places"]]
         self.generation, self.places, self._by_worker = generation, {}, {}
         for place in places:
@@ -329,7 +331,7 @@ class Run:
         self.note(entry.at, "lost", place.rank, f"rank {place.rank} on {place.host} is lost: {place.why}")
 
     def _failed(self, entry: Entry) -> None:
-        """{"headline": text}: the function raised there."""
+        """{"headline": text}: the function raised on this worker."""
         news, place = json.loads(entry.data), self._by_worker.get(entry.worker)
         if place is not None and place.state not in ("lost", "failed"):
             place.state, place.why = "failed", str(news["headline"])[:500]
@@ -352,7 +354,7 @@ class Run:
         self.note(entry.at, str(news["kind"]), place.rank if place else -1, str(news["text"]))
 
     def _stack(self, entry: Entry) -> None:
-        """{"threads": [[name, frames], …]}: where the rank's threads are just now, the training thread first."""
+        """{"threads": [[name, frames], …]}: the rank's current stacks, the training thread first."""
         place = self._by_worker.get(entry.worker)
         if place is not None:
             threads = [[str(name)[:100], _frames(frames)] for name, frames in json.loads(entry.data)["threads"][:32]]
@@ -388,11 +390,11 @@ class Run:
     # ---- what it means ------------------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
-        """Time has passed: find the ranks that are late now, and the operation that the job waits in."""
+        """Update the findings for the current time: late ranks, and the operation that the job waits in."""
         self.now = max(self.now, now)
         if self.outcome is None:
             if self.grid.num_used:
-                self.grid.index(self.now)  # time goes on, whether steps end or not
+                self.grid.index(self.now)  # time passes even if no step ends
             self.stragglers = find_stragglers(self._recent, self.now, named=self._named)
             self._named = {straggler.rank: straggler.since for straggler in self.stragglers}
             self._judge()
@@ -416,7 +418,7 @@ class Run:
             verdict.close(self.now)
 
     def _close_verdicts(self, at: float) -> None:
-        """The ranks that the verdicts are about no longer exist under these numbers."""
+        """Close all verdicts: their ranks no longer exist under these numbers."""
         for verdict in self.verdicts:
             if verdict.until is None:
                 verdict.close(at)
@@ -437,14 +439,14 @@ class Run:
         self._noted_stall = name
 
     def recent(self, window_s: float) -> dict[int, list[Sample]]:
-        """The samples of the last seconds in which there were any, by rank."""
+        """Return the samples of the last seconds that have any, by rank."""
         latest = max((samples[-1][0] for samples in self._recent.values() if samples), default=self.now)
         return {
             rank: [sample for at, sample in samples if at > latest - window_s] for rank, samples in self._recent.items()
         }
 
     def pending(self) -> list[Pending]:
-        """Collectives in which some ranks wait and others are missing, the oldest first."""
+        """Return collectives in which some ranks wait and others are missing, the oldest first."""
         waiting: dict[str, list[RankState]] = {}
         for place in self.places.values():
             if place.waiting is not None and place.state == "here":
@@ -461,18 +463,18 @@ class Run:
         return sorted(found, key=lambda operation: -operation.waited_s)
 
     def usual_step_s(self) -> float:
-        """Return how long a step takes, from the last minute."""
+        """Return the duration of a step, from the last minute."""
         samples = [sample for many in self.recent(60.0).values() for sample in many]
         steps = sum(sample.num_steps for sample in samples)
         return sum(sample.step_s for sample in samples) / steps if steps else 0.0
 
     def stuck(self) -> Pending | None:
-        """The operation that keeps the job from going on, if one does."""
+        """Return the operation that blocks the job, if any."""
         limit_s = max(STUCK_S, 3 * self.usual_step_s())
         return next((op for op in self.pending() if op.missing and op.waited_s > limit_s), None)
 
     def state(self) -> tuple[str, str]:
-        """(kind, words)."""
+        """Return (kind, description)."""
         if self.outcome is not None:
             return self.outcome, {"done": "done", "stopped": "stopped"}.get(self.outcome, "failed")
         here = sum(place.state in ("here", "done") for place in self.places.values())
@@ -491,7 +493,7 @@ class Run:
         return "training", "training"
 
     def progress(self) -> tuple[int, int]:
-        """(steps done, steps in all; 0: unknown)."""
+        """Return (steps done, total steps; 0 if unknown)."""
         step = max((place.last.step for place in self.places.values()), default=0)
         return step, max((place.total_steps for place in self.places.values()), default=0)
 
@@ -514,14 +516,14 @@ class Run:
 
 
 def _time(seconds: float) -> float:
-    """Return the time. ValueError for one that no clock shows."""
-    if not 0.0 <= float(seconds) <= _LAST_TIME:  # nor is NaN
-        raise ValueError("an entry at no time")
+    """Return the time. Raises ValueError for an invalid one."""
+    if not 0.0 <= float(seconds) <= _LAST_TIME:  # also rejects NaN
+        raise ValueError("an entry without a valid time")
     return float(seconds)
 
 
 def _frames(frames: Sequence[Any]) -> list[list[Any]]:
-    """[file, line, function, code], the innermost first."""
+    """Return [file, line, function, code] of each frame, the innermost first."""
     return [
         [str(file)[:300], int(line), str(function)[:200], str(code)[:300]] for file, line, function, code in frames[:60]
     ]

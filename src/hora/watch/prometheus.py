@@ -1,4 +1,4 @@
-"""`/metrics`: the run in Prometheus's text format, written by hand: it is a dozen gauges."""
+"""`/metrics`: the run in Prometheus's text format, formatted here because it is a dozen gauges."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Labels = Mapping[str, str]
 
 
 def exposition(run: Run) -> str:
-    """The whole text."""
+    """Return the whole text."""
     now = view.head(run)
     job = {"job_id": str(run.facts.get("id", ""))}
     latest = run.grid.column(run.grid.num_used - 1) if run.grid.num_used else {}

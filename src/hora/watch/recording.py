@@ -2,9 +2,8 @@
 
     HORA-RUN 2\\n   one line of JSON: the job's facts   then blocks: length (4 bytes), zlib of the entries in it
 
-A block is written every few seconds, so a launcher that is killed loses no more; a cut-off last block is passed over
-when the file is read. A file that comes from somebody else is data and nothing more: sizes are checked, nothing is
-executed.
+A block is written every few seconds, so a killed launcher loses no more than that; an incomplete last block is ignored
+when the file is read. A file from someone else is treated as data only: sizes are checked, nothing is executed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _LOOK_S = 1.0
 
 
 class Recorder:
-    """Writes a run as it happens; beyond `max_bytes` without output, beyond twice that nothing. No path: unnamed."""
+    """Writes a run as it happens; drops output beyond `max_bytes`, everything beyond twice that. No path: unnamed."""
 
     def __init__(self, path: str | Path | None, facts: Mapping[str, Any], *, max_bytes: int = 64 * 2**20) -> None:
         if path is None:
@@ -67,11 +66,11 @@ class Recorder:
             try:
                 self._file.write(_LENGTH.pack(len(block)) + block)
                 self._file.flush()
-            except OSError:  # a full disk costs the rest of the recording, not the training
+            except OSError:  # a full disk ends the recording, not the training
                 self._file.close()
 
     def contents(self) -> bytes:
-        """The recording so far."""
+        """Return the recording so far."""
         self.flush()
         if self._file.closed:
             return b""
@@ -84,11 +83,11 @@ class Recorder:
 
 
 def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)  # logs and arguments may be nobody else's business
+    return os.open(path, flags, 0o600)  # logs and arguments may be private
 
 
 def read_entries(path: str | Path) -> tuple[dict[str, Any], Iterator[Entry]]:
-    """The facts and the entries of a recording. ValueError when it is none."""
+    """Return the facts and entries of a recording. Raises ValueError if it is not one."""
     file = open(path, "rb")  # noqa: SIM115 - closed by the iterator
     if file.read(len(_MAGIC)) != _MAGIC:
         file.close()
@@ -99,7 +98,7 @@ def read_entries(path: str | Path) -> tuple[dict[str, Any], Iterator[Entry]]:
             raise ValueError("no facts")
     except (ValueError, RecursionError):
         file.close()
-        raise ValueError(f"{path} is damaged: its first lines do not say what was recorded") from None
+        raise ValueError(f"{path} is damaged: its first lines do not describe the recording") from None
     return facts, _entries(file)
 
 
@@ -128,7 +127,7 @@ def _entries_of(data: bytes) -> Iterator[Entry]:
 
 
 def read_run(path: str | Path) -> Run:
-    """Return the run that a recording tells of. ValueError when the file is none."""
+    """Return the run in a recording. Raises ValueError if the file is not one."""
     facts, entries = read_entries(path)
     try:
         run = Run(facts)
@@ -138,9 +137,9 @@ def read_run(path: str | Path) -> Run:
     for entry in entries:
         try:
             run.take(entry)
-        except ValueError:  # one damaged entry is not worth the rest
+        except ValueError:  # skip a damaged entry, keep the rest
             continue
-        if run.now - looked_at >= _LOOK_S:  # as often as a live page, so that it comes to the same verdicts
+        if run.now - looked_at >= _LOOK_S:  # as often as a live page, so that it reaches the same verdicts
             looked_at = run.now
             run.look(run.now)
     run.look(run.now)

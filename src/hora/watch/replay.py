@@ -1,4 +1,4 @@
-"""`hora view`: a recorded run or a timeline in the page of a live one, without its controls."""
+"""`hora view`: shows a recorded run or a timeline in the page of a live one, without its controls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["is_timeline", "open_recording", "read_timeline"]
 
 
 def open_recording(path: str | Path, *, listen: str = "") -> tuple[Server, Page]:
-    """Serve a recording, or a timeline. ValueError when the file is neither."""
+    """Serve a recording or a timeline. Raises ValueError if the file is neither."""
     timeline = read_timeline(path) if is_timeline(path) else None
     run = read_run(path) if timeline is None else Run({"title": Path(path).name, "began": timeline["began"]})
     host, port = address.parse_address(listen)
@@ -31,7 +31,7 @@ def open_recording(path: str | Path, *, listen: str = "") -> tuple[Server, Page]
     server = Server(run, access, timeline=timeline, live=False)
     server.start([sock])
     title = str(run.facts.get("title", "") or Path(path).name)
-    plain = "".join(letter if letter.isprintable() else "?" for letter in title[:200])  # it is shown in a terminal
+    plain = "".join(letter if letter.isprintable() else "?" for letter in title[:200])  # for display in a terminal
     return server, Page(url, access.token, plain, os.getpid())
 
 
@@ -43,16 +43,16 @@ _LAST_US = 1e17  # microseconds
 
 
 def is_timeline(path: str | Path) -> bool:
-    """Return whether the file begins like one: a recording does not."""
+    """Return whether the file starts like a timeline; a recording does not."""
     with Path(path).open("rb") as file:
         return file.read(64).lstrip()[:1] in (b"[", b"{")
 
 
 def read_timeline(path: str | Path) -> dict[str, Any]:
-    """`tensors`: name and spans [begin, end, which name, how deep] in microseconds.
+    """Read `tensors`: name and spans [begin, end, name index, depth] in microseconds.
 
-    `late`: by rank, how often it came last and for how long the first ones had waited then, all together. ValueError
-    for a file that is no timeline.
+    `late`: by rank, how often it came last and the total time that the first ranks had waited. Raises ValueError if the
+    file is not a timeline.
     """
     with Path(path).open("rb") as file:
         data = file.read(MAX_BYTES + 1)
@@ -70,7 +70,7 @@ def read_timeline(path: str | Path) -> dict[str, Any]:
 
 
 def _events(data: bytes) -> Iterable[Mapping[str, Any]]:
-    """Of a file that may have lost its end: Horovod's own has none when the job was killed."""
+    """Return the events of a file that may be truncated: Horovod's has no end if the job was killed."""
     text = data.decode(errors="replace").strip()
     try:
         events = json.loads(text)
@@ -84,7 +84,7 @@ def _events(data: bytes) -> Iterable[Mapping[str, Any]]:
 
 
 class _Reading:
-    """Follows the events in their order."""
+    """Processes the events in order."""
 
     def __init__(self) -> None:
         self.spans: dict[int, list[tuple[float, float, int, int]]] = defaultdict(list)
@@ -92,7 +92,7 @@ class _Reading:
         self._kinds: dict[str, int] = {}
         self._open: dict[int, list[tuple[str, float]]] = defaultdict(list)
         self._arrivals: dict[int, dict[int, float]] = defaultdict(dict)
-        self._last: dict[int, list[float]] = defaultdict(list)  # by rank: how long the first one had waited
+        self._last: dict[int, list[float]] = defaultdict(list)  # by rank: how long the first rank had waited
         self._num_spans = self._num_left_out = 0
         self._began_us = 0.0
 
@@ -137,5 +137,5 @@ class _Reading:
 def _number(value: Any) -> float:
     number = float(value)
     if not math.isfinite(number) or abs(number) > _LAST_US:
-        raise ValueError(f"{number:g} is no time")
+        raise ValueError(f"{number:g} is not a valid time")
     return number

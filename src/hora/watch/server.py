@@ -1,9 +1,8 @@
-"""The server behind the page: one thread, one event loop, a run, and a bounded number of viewers.
+"""HTTP server of the page: one thread with an event loop, a run, and a bounded number of viewers.
 
-Entries come from any thread (`feed`) and are taken in here, so nothing in the run needs a lock. Once a second what has
-changed is put into words once, for all viewers. A viewer that does not keep up is dropped; the page comes back by
-itself and starts afresh. Connections that have not shown the token have the limits of every server (`hora.net`), and
-get nothing of the run.
+Any thread may add entries (`feed`); the server's thread processes them, so the run needs no lock. Once a second,
+changes are encoded once for all viewers. A viewer that does not keep up is dropped; its page reconnects and starts with
+the full state. Connections without the token have the limits of every server (`hora.net`) and get no data of the run.
 """
 
 from __future__ import annotations
@@ -48,23 +47,26 @@ _log = logging.getLogger("hora.watch")
 
 
 class Controls(Protocol):
-    """Operations of the page on a job. Called in the server's thread: implementations only pass it on."""
+    """Operations of the page on a job. Called on the server's thread, so implementations must not block."""
 
     def stacks(self) -> None:
-        """Ask every rank for its stacks."""
+        """Request the stacks of every rank."""
 
     def profile(self, rank: int, seconds: float) -> None:
-        """Ask a rank where it spends its time."""
+        """Request a profile of a rank."""
 
     def stop(self, *, commit: bool) -> None:
-        """End the job; `commit`: after the next commit or checkpoint."""
+        """End the job; with `commit`, after the next commit or checkpoint."""
 
     def remove(self, rank: int) -> None:
-        """End a rank's process; an elastic job goes on without it."""
+        """End a rank's process; an elastic job continues without it."""
 
 
 class Server:
-    """Serves a run or a `timeline`. `controls`: None for a recorded run. `on_tick(run)`: each second, in its thread."""
+    """Serves a run or a `timeline`.
+
+    `controls`: None for a recorded run. `on_tick(run)` runs every second, on its thread.
+    """
 
     def __init__(
         self,
@@ -106,7 +108,7 @@ class Server:
         ready.wait(10.0)
 
     def watch_address(self, sock: socket.socket, page: Page) -> None:
-        """Tell this user's programs where the page is (`hora.watch.address`)."""
+        """Answer this user's programs that look for the page (`hora.watch.address`)."""
 
         def called(arrival: Arrival) -> None:
             with arrival.sock, contextlib.suppress(OSError):
@@ -115,18 +117,18 @@ class Server:
         self.call(lambda: self._acceptor.watch(sock, called))
 
     def feed(self, entry: Entry) -> None:
-        """Something has happened. Never blocks."""
+        """Add an entry. Never blocks."""
         self._waiting.append(entry)
-        if entry.kind in ("end", "stack", "profile", "world"):  # the rest is looked at once a second
+        if entry.kind in ("end", "stack", "profile", "world"):  # the rest is processed once a second
             self.call(self._take_in)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run something in the server's thread."""
+        """Run a function on the server's thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(function)
 
     def close(self, *, linger_s: float = 0.0) -> None:
-        """Tell the viewers the end of it, then stop."""
+        """Send the last state to the viewers, then stop."""
 
         async def finish() -> None:
             self._tick()
@@ -144,7 +146,7 @@ class Server:
             self._thread.join(linger_s + 5.0)
 
     def join(self) -> None:
-        """Wait for the end of the server: `hora view`, until it is interrupted."""
+        """Wait until the server ends: `hora view` runs until it is interrupted."""
         while self._thread.is_alive():
             self._thread.join(0.5)
 
@@ -175,8 +177,8 @@ class Server:
             await asyncio.sleep(_TICK_S)
             try:
                 self._tick()
-            except Exception:  # a page that shows nothing new is better than one that is gone
-                _log.exception("the live page could not be brought up to date")
+            except Exception:  # a stale page is better than none
+                _log.exception("the live page could not be updated")
 
     def _take_in(self) -> None:
         while self._waiting:
@@ -184,7 +186,7 @@ class Server:
             try:
                 self.run.take(entry)
             except ValueError as error:
-                _log.warning("the live page ignores what it cannot read: %s", error)
+                _log.warning("the live page ignores an invalid entry: %s", error)
                 continue
             self._new_stacks = self._new_stacks or entry.kind in ("stack", "profile")
             if self._on_entry is not None:
@@ -206,7 +208,7 @@ class Server:
             data = _line(news)
             for viewer in list(self._viewers):
                 if not _put(viewer, data):
-                    del self._viewers[viewer]  # too slow: its connection ends, and the page comes back
+                    del self._viewers[viewer]  # too slow: its connection ends, and the page reconnects
 
     # ---- connections --------------------------------------------------------------------------------------
 
@@ -217,7 +219,7 @@ class Server:
         return sock
 
     def _end(self, sock: socket.socket) -> None:
-        """End this connection. Before Python 3.12 `wait_for` may swallow the cancellation, but not the end of file."""
+        """End this connection. Before Python 3.12 `wait_for` may swallow a cancellation, but not an end of file."""
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
         self._connections[sock].cancel()
@@ -234,11 +236,11 @@ class Server:
         except Exception as error:
             self._complain(error)
         finally:
-            writer.transport.abort()  # what it does not read is not kept for it
+            writer.transport.abort()  # drop unsent data
 
     async def _converse(self, sock: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, TimeoutError, asyncio.TimeoutError, asyncio.CancelledError):
-            try:  # suppressed: it left, was too slow, or was shown out
+            try:  # suppressed: it closed, was too slow, or was ended
                 request = await read_request(reader)
                 if request is not None:
                     await self._answer(sock, request, reader, writer)
@@ -247,7 +249,7 @@ class Server:
             await finish(writer)
 
     def _complain(self, error: object) -> None:
-        """Report an unexpected error in full, once: whoever can cause one must not fill the job's log."""
+        """Log an unexpected error once, in full: a client that can cause one must not fill the job's log."""
         if not self._has_complained and isinstance(error, Exception):
             self._has_complained = True
             _log.error("the live page failed to answer a request (logged once)", exc_info=error)
@@ -285,12 +287,12 @@ class Server:
                 return Answer(self._bundle(), "application/zip")
         elif request.method == "POST" and request.path.startswith("/api/"):
             return self._act(request.path.removeprefix("/api/"), request.body)
-        return Answer(b"there is no such thing here\n", status=404)
+        return Answer(b"not found\n", status=404)
 
     def _act(self, action: str, body: bytes) -> Answer:
         controls = self._controls
         if controls is None or self.run.outcome is not None:
-            return Answer(b"the job is over: there is nothing to do any more\n", status=409)
+            return Answer(b"the job is over: no action is possible\n", status=409)
         try:
             arguments: Mapping[str, Any] = json.loads(body or b"{}", parse_constant=_refuse)
             if action == "stacks":
@@ -317,12 +319,12 @@ class Server:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, extra: Mapping[str, str]
     ) -> None:
         if len(self._viewers) >= MAX_VIEWERS:
-            text = f"{MAX_VIEWERS} pages show this job already: close one of them\n"
+            text = f"{MAX_VIEWERS} pages already show this job: close one of them\n"
             await write_answer(writer, Answer(text.encode(), status=503), extra)
             return
-        self._tick()  # so that what comes next begins where this snapshot ends
+        self._tick()  # so that the next update starts where this snapshot ends
         viewer: asyncio.Queue[bytes | None] = asyncio.Queue(_MAX_BACKLOG)
-        self._sent.news(self.run)  # a page that has just got everything has had it
+        self._sent.news(self.run)  # the new page gets all of it in the snapshot
         first = _line({"everything": self._everything()})
         self._viewers[viewer] = None
         try:
@@ -355,11 +357,11 @@ class Server:
 
 
 class _Sent:
-    """State that the viewers already have, so that they are sent only what is new."""
+    """State that the viewers already have, to send only changes."""
 
     def __init__(self) -> None:
         self._head = ""
-        self._bins = (-1, 0)  # epoch, how many
+        self._bins = (-1, 0)  # epoch, number of bins
         self._names: tuple[Any, ...] = ()
         self._line = self._event = 0
 

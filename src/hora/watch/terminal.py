@@ -1,4 +1,4 @@
-"""`hora top`: a job in a terminal. The same news as the page, drawn with rich."""
+"""`hora top`: a job in a terminal. Draws the page's data with rich."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAX_RANKS = 24
 
 
 def page_from_url(url: str) -> Page:
-    """The page at an address as the job printed it. ValueError without its token."""
+    """Return the page at an address as the job printed it. Raises ValueError without its token."""
     parts = urlsplit(url)
     token = parse_qs(parts.fragment).get("token", [""])[0]
     if parts.scheme != "http" or not parts.hostname or not token:
@@ -40,20 +40,23 @@ def page_from_url(url: str) -> Page:
 
 
 def choose_page(url: str | None) -> Page:
-    """The page at this address, or this user's newest one on this machine. ValueError when there is none."""
+    """Return the page at this address, or this user's newest one on this machine.
+
+    Raises ValueError if there is none.
+    """
     if url is not None:
         return page_from_url(url)
     pages = find_pages()
     if not pages:
         raise ValueError(
             "no job of yours with a dashboard runs on this machine: start one with `hora run --dashboard ...`, "
-            "or give the address that the job printed"
+            "or pass the address that the job printed"
         )
     return pages[-1]
 
 
 def snapshots(page: Page) -> Iterator[dict[str, Any]]:
-    """Yield the page's updates: everything first, then what has changed. Ends with the job. OSError, ValueError."""
+    """Yield the page's updates: the full state first, then changes. Ends with the job. Raises OSError, ValueError."""
     connection, answer = _request(page, "GET", "/api/stream")
     try:
         while line := answer.readline():
@@ -64,7 +67,7 @@ def snapshots(page: Page) -> Iterator[dict[str, Any]]:
 
 
 def post(page: Page, path: str, arguments: dict[str, Any]) -> None:
-    """Do something to the job."""
+    """Send an action to the job."""
     _request(page, "POST", path, json.dumps(arguments).encode())[0].close()
 
 
@@ -104,7 +107,7 @@ def show(page: Page, *, once: bool = False, console: Console | None = None) -> N
 
 
 def _take(run: dict[str, Any], news: Mapping[str, Any]) -> None:
-    """Everything, or what has changed; of the bins only the latest matter here."""
+    """Apply the full state or a change; only the latest bins matter here."""
     everything = news.get("everything")
     if everything is not None:
         run.clear()
@@ -166,7 +169,7 @@ def _ranks(now: Mapping[str, Any], columns: Mapping[str, Any], width: int) -> Ta
     for name in ("rank", "host", "state", "own ms", "where a step goes", "lateness"):
         table.add_column(name, no_wrap=True, justify="right" if name in ("rank", "own ms") else "left")
     hosts = max((len(facts["host"]) for facts in now["ranks"]), default=0)
-    room = max(width - 30 - min(hosts, 24), 20)  # for the bars, and half of that for the history
+    room = max(width - 30 - min(hosts, 24), 20)  # for the bars, and half of it for the history
     late = {straggler["rank"] for straggler in now["stragglers"]}
     ranks = now["ranks"]
     if len(ranks) > _MAX_RANKS:
@@ -225,7 +228,7 @@ def _lines(lines: Sequence[Sequence[Any]], width: int) -> Text:
 
 
 def _plain(words: str) -> str:
-    """A terminal obeys control characters; what ranks print must not move the cursor or rename the window."""
+    """Replace control characters: ranks' output must not move the cursor or rename the window."""
     return "".join(c if c.isprintable() else " " for c in words)
 
 

@@ -1,7 +1,7 @@
-"""View of a run for the page, as plain values for JSON: everything once, then what has changed.
+"""JSON view of a run for the page: the full state once, then changes.
 
-`head` is what is true now (small, sent again when it changes), `columns` are bins of the grid, `lines` and `events`
-only ever grow. Nothing here is HTML and nothing may become it: the page puts every text into the document as text.
+`head` is the current state (small, resent when it changes), `columns` are bins of the grid, `lines` and `events` only
+grow. Nothing here is or becomes HTML: the page inserts all text as text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_PAST = 3
 
 
 def as_json(value: Any) -> str:
-    """Encode as JSON that browsers read: a number that JSON does not have (NaN, Infinity) becomes null."""
+    """Encode as JSON that browsers accept: NaN and infinities become null."""
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False)
     except ValueError:
@@ -40,7 +40,7 @@ def _finite(value: Any) -> Any:
 
 
 def everything(run: Run) -> dict[str, Any]:
-    """For a page that has just been opened."""
+    """Return the full state, for a new page."""
     return {
         "facts": run.as_facts(),
         "head": head(run),
@@ -85,7 +85,10 @@ def head(run: Run) -> dict[str, Any]:
 
 
 def columns(run: Run, first: int) -> dict[str, Any]:
-    """The bins from `first` on. `step`, `late`: by rank, milliseconds and percent. `parts`: means, milliseconds."""
+    """Return the bins from `first` on.
+
+    `step`, `late`: by rank, milliseconds and percent. `parts`: mean milliseconds.
+    """
     grid = run.grid
     ranks = grid.ranks
     result: dict[str, Any] = {
@@ -133,7 +136,7 @@ def _current(run: Run) -> list[dict[str, Any]]:
 
 
 def _past(run: Run) -> list[dict[str, Any]]:
-    """The verdicts that are over, the most expensive first."""
+    """Return the verdicts that are over, the most expensive first."""
     over = [verdict for verdict in run.verdicts if verdict.until is not None]
     cost = {id(one): one.finding.lateness * ((one.until or 0.0) - one.finding.since) for one in over}
     return [_verdict(one) for one in sorted(over, key=lambda one: -cost[id(one)])[:_MAX_PAST]]
@@ -180,7 +183,7 @@ def _rank(place: RankState, recent: Sample | None) -> dict[str, Any]:
 
 
 def _host(run: Run, name: str, step_s: float) -> dict[str, Any]:
-    """`net_step`: the bytes that the host sends in a step."""
+    """Return a host's facts; `net_step` is the bytes that it sends per step."""
     facts = {**run.hosts.get(name, {}), "ranks": sorted(p.rank for p in run.places.values() if p.host == name)}
     if step_s and "net_out" in facts:
         facts["net_step"] = round(facts["net_out"] * step_s)
@@ -188,12 +191,12 @@ def _host(run: Run, name: str, step_s: float) -> dict[str, Any]:
 
 
 def _own_ms(cell: Sample) -> float:
-    """A rank's own time for a step: what it would take if it never had to wait for others."""
+    """Return a rank's own time per step: the step without waiting for others."""
     return 1e3 * (cell.step_s - cell.wait_s) / cell.num_steps
 
 
 def _mean_parts_ms(column: Mapping[int, Sample]) -> list[float | None]:
-    """Return the time of each part of a step, as means over the ranks."""
+    """Return the time of each part of a step, averaged over the ranks."""
     if not column:
         return [None] * len(PARTS)
     sums = [0.0] * len(PARTS)
@@ -208,25 +211,25 @@ def _median_step_s(recent: Mapping[int, Sample]) -> float:
 
 
 def _rate(recent: Mapping[int, Sample], what: str) -> float:
-    """Per second, of all ranks together."""
+    """Return the rate per second over all ranks."""
     return sum(getattr(s, what) / s.step_s for s in recent.values() if s.step_s > 0)
 
 
 def _bandwidth(recent: Mapping[int, Sample]) -> float:
-    """Bytes a rank reduces in a second of moving data."""
+    """Return the bytes that a rank reduces per second of moving data."""
     moved = [(s.num_bytes, s.reduce_s + s.hidden_s) for s in recent.values()]
     return statistics.fmean(n / s for n, s in moved if s > 0) if any(s > 0 for _, s in moved) else 0.0
 
 
 def _hidden(recent: Mapping[int, Sample]) -> float:
-    """The share of the reduction that backward hides."""
+    """Return the share of the reduction that overlaps with backward."""
     hidden = sum(s.hidden_s for s in recent.values())
     total = hidden + sum(s.reduce_s for s in recent.values())
     return hidden / total if total > 0 else 0.0
 
 
 def _rounded(value: float | None, digits: int = 4) -> float | None:
-    """Few digits: they travel and are stored often. Not a number is null: JSON has none."""
+    """Round to few digits, because values are sent and stored often; NaN becomes null."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.{digits}g}")

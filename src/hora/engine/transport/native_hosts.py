@@ -344,7 +344,7 @@ class NativeHosts:
                 who = f"member {job.late} of this host" if job.late >= 0 else f"host {-1 - job.late} of the set"
                 raise TimeoutError(f"waited {self._limit_s:g} s for {who}")
         if outcome < 0 and job.error == errno.EBADMSG:
-            raise AuthenticationError("what came from a peer was changed on the way")
+            raise AuthenticationError("data from a peer was modified in transit")
         if outcome < 0:
             raise OSError(job.error, os.strerror(job.error))
         return outcome != _VOID

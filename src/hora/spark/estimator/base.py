@@ -1,10 +1,10 @@
-"""Base of all estimators and their models: parameters, the way from a DataFrame to a model, saving and loading.
+"""Base of all estimators and their models: parameters, the path from a DataFrame to a model, saving and loading.
 
-`HorovodEstimator` checks the parameters, has the data written to the store, runs a training through a backend and
-wraps what comes back. A subclass says which function trains (`_training`) and what its result means (`_create_model`).
-Other packages subclass these and override the methods with Horovod's names: `_get_or_create_backend`,
-`_fit_on_prepared_data`, `_read_checkpoint`, `get_model_class`, `_get_model_kwargs`; clients' tests look for
-`TorchEstimator._load_checkpoint` too.
+`HorovodEstimator` validates the parameters, writes the data to the store, runs a training through a backend and wraps
+its result. A subclass defines the training function (`_training`) and interprets its result (`_create_model`). Other
+packages subclass these and override the methods with Horovod's names: `_get_or_create_backend`,
+`_fit_on_prepared_data`, `_read_checkpoint`, `get_model_class`, `_get_model_kwargs`. Clients' tests also use
+`TorchEstimator._load_checkpoint`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _named: set[str] = set()
 
 
 class Backend:
-    """Interface that runs an estimator's training on processes. Users may bring their own."""
+    """Interface that runs an estimator's training on processes. Users may implement their own."""
 
     def run(
         self,
@@ -50,18 +50,18 @@ class Backend:
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """Call `fn(*args, **kwargs)` on every process; values in rank order."""
+        """Call `fn(*args, **kwargs)` on every process; returns the values in rank order."""
         raise NotImplementedError
 
     def num_processes(self) -> int:
-        """Return how many processes `run` uses."""
+        """Return the number of processes that `run` uses."""
         raise NotImplementedError
 
 
 class SparkBackend(Backend):
-    """The tasks of the active Spark cluster, through `horovod.spark.run`; further arguments are that function's.
+    """Runs on the tasks of the active Spark cluster through `horovod.spark.run`, which gets further arguments.
 
-    With `min_num_proc` or `max_num_proc` through `horovod.spark.run_elastic`: the training goes on when tasks are lost.
+    With `min_num_proc` or `max_num_proc` it uses `horovod.spark.run_elastic`: training continues when tasks are lost.
     """
 
     def __init__(self, num_proc: int | None = None, env: Mapping[str, str] | None = None, **kwargs: Any) -> None:
@@ -88,7 +88,7 @@ class SparkBackend(Backend):
 
 
 def default_num_proc() -> int:
-    """As many processes as Spark would use by default: its default parallelism."""
+    """Return Spark's default parallelism."""
     from hora.launch.providers.spark import cluster
 
     found = cluster.active_cluster()
@@ -99,7 +99,7 @@ def default_num_proc() -> int:
 
 @with_params(ESTIMATOR)
 class EstimatorParams(Params):
-    """The parameters of an estimator (`table`, a subclass's included), with `setX` and `getX` for each."""
+    """The parameters of an estimator (`table`, including a subclass's), with `setX` and `getX` for each."""
 
     table: ClassVar[ParamTable] = ESTIMATOR
 
@@ -108,7 +108,7 @@ class EstimatorParams(Params):
         self._setDefault(**{name: default for name, (default, _) in self.table.items()})
 
     def setParams(self, **kwargs: Any) -> EstimatorParams:  # noqa: N802 - pyspark's name
-        """Set these parameters; None leaves one as it is. TypeError for a name that there is not."""
+        """Set these parameters; None leaves a parameter unchanged. Raises TypeError for an unknown name."""
         unknown = sorted(set(kwargs) - set(self.table))
         if unknown:
             kind = type(self).__name__
@@ -119,11 +119,11 @@ class EstimatorParams(Params):
         return self
 
     def values(self) -> dict[str, Any]:
-        """All of them by name."""
+        """Return all parameters by name."""
         return {name: self.getOrDefault(name) for name in self.table}
 
 
-# Horovod misspelt a setter, and programs have learnt it.
+# Horovod misspelt this setter, and programs use it.
 @with_params(MODEL, {"label_columns": "LabelColoumns", "_metadata": "Metadata", "outputCols": "OutputCols"})
 class ModelParams(Params):
     """The parameters of a trained model."""
@@ -148,7 +148,7 @@ class HorovodEstimator(Estimator[Any], EstimatorParams, ParamsWritable, ParamsRe
     run_prefix: ClassVar[str] = "pytorch"
 
     def fit_on_parquet(self, params: Mapping[Any, Any] | None = None, dataset_idx: int | None = None) -> Any:
-        """Train on the Parquet data that already lies at the store's train (and, if there is one, validation) path."""
+        """Train on the Parquet data at the store's train (and, if present, validation) path."""
         return (self.copy(dict(params)) if params else self)._fit_on_parquet(dataset_idx)
 
     # ---- from data to a model: methods that other packages override have Horovod's names -----------------------------
@@ -215,13 +215,13 @@ class HorovodEstimator(Estimator[Any], EstimatorParams, ParamsWritable, ParamsRe
         avg_row_size: float,
         dataset_idx: int | None = None,
     ) -> Any:
-        """Train on what lies in the store. `metadata`: its columns. `avg_row_size` is Horovod's, and not needed."""
+        """Train on the data in the store, with the columns `metadata`. `avg_row_size` is Horovod's and ignored."""
         dataset = Dataset(index=dataset_idx, train_rows=train_rows, val_rows=val_rows, columns=metadata)
         values = self.values()
         features = _features(values, list(metadata))
         missing = [name for name in [*features, *values["label_cols"]] if name not in metadata]
         if missing and values["transformation_fn"] is None:
-            raise ValueError(f"the data have no column {', '.join(missing)}; they have {', '.join(metadata)}")
+            raise ValueError(f"the data has no column {', '.join(missing)}; it has {', '.join(metadata)}")
         check_columns(values, features, metadata)
         num_proc = backend.num_processes()
         if train_rows < num_proc:
@@ -238,12 +238,12 @@ class HorovodEstimator(Estimator[Any], EstimatorParams, ParamsWritable, ParamsRe
         return path is not None and store.exists(path)
 
     def _read_checkpoint(self, run_id: str) -> bytes | None:
-        """Read the run's checkpoint from the store, to go on from."""
+        """Read the run's checkpoint from the store, to resume from."""
         store = self.getOrDefault("store")
         return store.read(store.get_checkpoint_path(run_id)) if self._has_checkpoint(run_id) else None
 
     def get_model_class(self) -> type[Any]:
-        """The class of what `fit` returns."""
+        """Return the class of the fitted model."""
         raise NotImplementedError
 
     def _get_model_kwargs(
@@ -266,22 +266,22 @@ class HorovodEstimator(Estimator[Any], EstimatorParams, ParamsWritable, ParamsRe
     # ---- for subclasses ----------------------------------------------------------------------------------------------
 
     def _check_values(self, values: Mapping[str, Any]) -> None:
-        """ValueError for parameters that make no sense, whatever the data are."""
+        """Raise ValueError for parameters that are invalid for any data."""
         raise NotImplementedError
 
     def _training(
         self, values: dict[str, Any], dataset: Dataset, features: Sequence[str], run_id: str
     ) -> tuple[Callable[[Any], Any], Any]:
-        """The function that every process calls, and what with."""
+        """Return the function that every process calls, and its argument."""
         raise NotImplementedError
 
     def _create_model(self, run_results: Sequence[Any], run_id: str, metadata: dict[str, Any]) -> Any:
-        """The model of what the processes returned, in rank order."""
+        """Return the model for the values of all processes, in rank order."""
         raise NotImplementedError
 
 
 def _features(values: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
-    """The feature columns: as given, or all that are neither label, weight nor validation mark."""
+    """Return the feature columns: as given, or all except labels, weight and validation column."""
     if values["feature_cols"]:
         return list(values["feature_cols"])
     others = {*values["label_cols"], values["sample_weight_col"], values["validation"]}
@@ -289,7 +289,7 @@ def _features(values: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
 
 
 def _new_run(store: Any, prefix: str) -> str:
-    """A name that no run has: trainings that begin in the same second must not resume one another."""
+    """Return a name that no run has: trainings that start in the same second must not resume each other."""
     with _naming:
         second = int(time.time())
         while (name := f"{prefix}_{second}") in _named or store.exists(store.get_run_path(name)):

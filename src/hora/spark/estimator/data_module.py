@@ -1,9 +1,8 @@
-"""Sources of training batches: `ParquetDataModule`, an estimator's default, gives every rank its rows of the store's
-data.
+"""Sources of training batches: `ParquetDataModule`, the default, reads each rank's rows of the store's data.
 
-Users may bring a class of their own with the same constructor: a context manager with `train_data()` and `val_data()`
-that give iterables of batches, dicts of column to array or `(features, label)`. Re-exported, under the old name too, by
-`horovod.spark.torch.datamodule`.
+Users may pass a class with the same constructor: a context manager whose `train_data()` and `val_data()` return
+iterables of batches, dicts of column to array or `(features, label)`. `horovod.spark.torch.datamodule` re-exports these
+classes, also under their old name.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ __all__ = ["DataModule", "NVTabularDataModule", "ParquetDataModule"]
 
 
 class DataModule(abc.ABC):
-    """Source of one rank's batches: a context manager with batches to train on and batches to validate with.
+    """Source of one rank's batches: a context manager with training and validation batches.
 
-    Made with the keywords of `ParquetDataModule`, and more: a class of one's own takes those it needs, and `**kwargs`.
+    It is created with the keywords of `ParquetDataModule` and possibly more: a custom class takes those it needs, and
+    `**kwargs`.
     """
 
     short_name = ""
@@ -36,25 +36,24 @@ class DataModule(abc.ABC):
 
     @abc.abstractmethod
     def train_data(self) -> Iterable[Any]:
-        """Batches, dicts of column to array or `(features, label)`; iterated anew at their end."""
+        """Return batches, dicts of column to array or `(features, label)`; restarted at their end."""
 
     @abc.abstractmethod
     def val_data(self) -> Iterable[Any]:
-        """The batches of one pass."""
+        """Return the batches of one pass."""
 
 
 class NVTabularDataModule(DataModule):
-    """Horovod's reader on GPUs by NVTabular, which Hora has not: making one says so."""
+    """Placeholder for Horovod's GPU reader; raises ImportError."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NVTabularDataModule:
-        raise ImportError("NVTabularDataModule needs nvtabular, which Hora does not use; leave data_module out")
+        raise ImportError("NVTabularDataModule needs nvtabular, which Hora does not support; leave data_module out")
 
 
 class ParquetDataModule(DataModule):
-    """Every row once an epoch, on one rank; all ranks take the same number of steps.
+    """Reads every row once per epoch, on one rank; all ranks take the same number of steps.
 
-    With `steps_per_epoch_train` an epoch is that many batches of the full size, and the next epoch goes on where the
-    last one stopped.
+    With `steps_per_epoch_train` an epoch has that many full batches, and the next epoch continues where it stopped.
     """
 
     def __init__(
@@ -109,12 +108,12 @@ class ParquetDataModule(DataModule):
 
     @property
     def train_steps(self) -> int:
-        """Batches of an epoch, on every rank."""
+        """Batches per epoch, on every rank."""
         assert self._train is not None, "train_steps outside the context manager"
         return self._train_steps or self._train.num_steps(self._train_batch_size)
 
     def train_data(self) -> Iterable[Rows]:
-        """Batches without an end."""
+        """Return an endless iterable of batches."""
         assert self._train is not None, "train_data outside the context manager"
         if self._train_steps:
             sizes: Iterator[int] = itertools.repeat(min(self._train_batch_size, self._train.num_rows))
@@ -123,7 +122,7 @@ class ParquetDataModule(DataModule):
         return self._train.batches(sizes, rng=self._rng)
 
     def val_data(self) -> Iterable[Rows]:
-        """The batches of one pass; none where this rank has no rows."""
+        """Return the batches of one pass; none if this rank has no rows."""
         if self._val is None or not self._val.num_rows:
             return ()
         steps = self._val.num_steps(self._val_batch_size)

@@ -1,7 +1,6 @@
-"""A DataFrame becomes a dataset: Parquet in the store, with what the ranks must know about its columns.
+"""Conversion of a DataFrame to a dataset: Parquet in the store, and a description of its columns for the ranks.
 
-Every value of a column has the same number of elements, none is missing; that is checked here, once, so that the ranks
-need not. Runs on the driver, called by the estimator.
+All values of a column have the same number of elements, and none is missing; this is checked once, here, on the driver.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Column", "Dataset", "InUse", "describe", "materialise", "open_dataset"]
 
-_DESCRIPTION = "_hora_dataset.json"  # Spark and Arrow pass over names with an underscore in front
-_ROWS_OF_A_FILE = 1000  # where there are so few, every file more is a task more that takes longer than its rows
+_DESCRIPTION = "_hora_dataset.json"  # Spark and Arrow skip names that start with an underscore
+_ROWS_OF_A_FILE = 1000  # with fewer rows, another file costs a task that takes longer than its rows
 _UNKNOWN_TO_SPARK = ("No FileSystem for scheme", "FileSystem not found", "UnsupportedFileSystemException")
 _ROWS = "__hora_rows"
-_SPARSE = ["size", "indices", "values"]  # of a vector that is stored without its zeros
+_SPARSE = ["size", "indices", "values"]  # of a vector stored without its zeros
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column as it was: `kind` is scalar, array, vector or object; `size` is the number of elements in each row."""
+    """A column as it was: `kind` is scalar, array, vector or object; `size` is the number of elements per row."""
 
     name: str
     kind: str
-    type: str  # Spark's name of the type; of an array's elements where it is one
+    type: str  # Spark's type name; that of the elements for an array
     size: int
 
 
@@ -48,9 +47,9 @@ class Dataset:
 
 
 def describe(frame: DataFrame, names: Sequence[str], *, any_type: bool = False) -> dict[str, Column]:
-    """The columns of a DataFrame, their sizes still unknown (0). ValueError for one that tensors cannot hold.
+    """Describe the columns of a DataFrame, with unknown sizes (0). Raises ValueError if tensors cannot hold a column.
 
-    `any_type`: that is the business of a transformation while reading; such a column is an "object".
+    With `any_type`, a transformation handles such a column while reading, and it becomes an "object".
     """
     from pyspark.ml.linalg import VectorUDT
     from pyspark.sql import types
@@ -69,7 +68,7 @@ def describe(frame: DataFrame, names: Sequence[str], *, any_type: bool = False) 
         elif not isinstance(of, types.NumericType | types.BooleanType):
             raise ValueError(
                 f"column {name!r} has type {frame.schema[name].dataType.simpleString()}; "
-                "numbers, booleans, arrays of them and vectors can be trained on"
+                "only numbers, booleans, arrays of them and vectors are supported"
             )
         size = 0 if kind in ("vector", "array") else 1
         found[name] = Column(name=name, kind=kind, type=of.simpleString(), size=size)
@@ -88,9 +87,9 @@ def materialise(
     seed: int | None,
     sparse: bool = False,
 ) -> Dataset:
-    """Write the columns to the store. ValueError for rows that differ in shape, missing values, an empty part.
+    """Write the columns to the store. Raises ValueError for rows of different shapes, missing values or an empty part.
 
-    `num_partitions` files for the `num_proc` ranks at most, and fewer where there are few rows. `sparse`: vectors
+    Writes at most `num_partitions` files for the `num_proc` ranks, fewer if there are few rows. `sparse` stores vectors
     without their zeros.
     """
     from pyspark.sql import functions as sql
@@ -102,7 +101,7 @@ def materialise(
         chosen = chosen.withColumn(split, sql.rand(seed) < float(validation))
     chosen.persist()
     try:
-        # Of what is in memory: to read the files again would take two more jobs.
+        # Measure the data in memory: reading the files again would take two more jobs.
         columns, num_rows = _measured(chosen, columns, "the DataFrame")
         num_files = min(num_partitions, max(num_proc, num_rows // _ROWS_OF_A_FILE))
         parts = [(chosen.where(~sql.col(split)) if validation else chosen, store.get_train_data_path(index))]
@@ -124,7 +123,7 @@ def open_dataset(
     with_validation: bool,
     any_type: bool = False,
 ) -> Dataset:
-    """The dataset in the store; unless `columns` are given, measured once and remembered next to it."""
+    """Return the dataset in the store; without `columns` it is measured once, and the result stored next to it."""
     path = store.get_train_data_path(index)
     if not store.is_parquet_dataset(path):
         raise ValueError(f"there is no Parquet dataset at {path}; write one there, or use fit(df)")
@@ -158,7 +157,7 @@ def _is_sparse(kind: Any) -> bool:
 
 
 def _stored(frame: DataFrame, column: Column, *, sparse: bool) -> Any:
-    """The column as Parquet readers want it: vectors as arrays (or `sparse`), decimals as doubles."""
+    """Return the column for Parquet readers: vectors as arrays (or `sparse`), decimals as doubles."""
     from pyspark.ml.functions import vector_to_array
 
     value = frame[f"`{column.name}`"]
@@ -170,7 +169,7 @@ def _stored(frame: DataFrame, column: Column, *, sparse: bool) -> Any:
 
 
 def _without_zeros(array: Any) -> Any:
-    """An array as its size, the indices of what is not zero, and that."""
+    """Return an array as its size, the indices of its non-zero elements, and these elements."""
     from pyspark.sql import functions as sql
 
     numbered = sql.transform(array, lambda value, index: sql.when(value != 0, index))
@@ -191,7 +190,7 @@ def _split(validation: float | str | None) -> list[Any]:
 
 
 def _write(rows: DataFrame, store: Store, path: str) -> None:
-    """Replace the Parquet at `path`: by Spark, or by its tasks where only the store knows the file system."""
+    """Replace the Parquet at `path`: by Spark, or by its tasks if only the store supports the file system."""
     try:
         rows.write.mode("overwrite").parquet(path)
     except Exception as error:
@@ -207,7 +206,7 @@ def _write(rows: DataFrame, store: Store, path: str) -> None:
 
 @dataclass(frozen=True)
 class _PartWriter:
-    """Task that writes a Parquet file of its rows. A task that Spark repeats writes the same file."""
+    """Task that writes its rows to a Parquet file. A task that Spark retries writes the same file."""
 
     store: Store
     place: str
@@ -241,7 +240,7 @@ def _count(store: Store, path: str) -> int:
 
 
 def _measured(frame: DataFrame, columns: Mapping[str, Column], where: str) -> tuple[dict[str, Column], int]:
-    """The columns with their sizes, and the number of rows."""
+    """Return the columns with their sizes, and the number of rows."""
     from pyspark.sql import functions as sql
 
     wanted = [sql.count(sql.lit(1)).alias(_ROWS)]
@@ -278,7 +277,7 @@ class _Entry:
 
 
 class InUse:
-    """Indices of stores in use by trainings of this driver; a new dataset gets the smallest free one."""
+    """Indices of stores that trainings of this driver use; a new dataset gets the smallest free one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,6 +1,6 @@
-"""Columns as Horovod describes them, and the small functions around that which other estimators and tests import.
+"""Horovod's description of columns, and its utility functions that other estimators and tests import.
 
-Ours describe a column as `dataset.Column`. Users know this module as `horovod.spark.common.util`.
+Hora describes a column with `dataset.Column`. Users import this module as `horovod.spark.common.util`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def prepare_data(
     partitions_per_process: int = 10,
     verbose: int = 0,
 ) -> Iterator[int]:
-    """Write the columns to the store; the index under which they lie there. See `get_dataset_properties`."""
+    """Write the columns to the store and yield their index there. See `get_dataset_properties`."""
     check_validation(validation, df)
     names = [*feature_columns, *label_columns, *([sample_weight_col] if sample_weight_col else [])]
     index = next(number for number in range(len(_prepared) + 1) if number not in _prepared)
@@ -84,13 +84,13 @@ def prepare_data(
 
 
 def get_dataset_properties(dataset_idx: int) -> tuple[int, int, Mapping[str, Any], int]:
-    """Training rows, validation rows, columns, and bytes a row (0: nothing here asks for them)."""
+    """Return training rows, validation rows, columns, and bytes per row (0: not measured)."""
     dataset = _prepared[dataset_idx]
     return dataset.train_rows, dataset.val_rows, dataset.columns, 0
 
 
 def clear_training_cache() -> None:
-    """Forget which indices are in use."""
+    """Forget the indices in use."""
     _prepared.clear()
 
 
@@ -101,7 +101,7 @@ def get_simple_meta_from_parquet(
     sample_weight_col: str | None = None,
     dataset_idx: int | None = None,
 ) -> tuple[int, int, Mapping[str, Any], int]:
-    """The same of data that lie in the store already."""
+    """Return the same for data that is in the store already."""
     from pyspark.sql import SparkSession
 
     validated = store.is_parquet_dataset(store.get_val_data_path(dataset_idx))
@@ -113,7 +113,7 @@ def get_simple_meta_from_parquet(
 
 
 def column_metadata(df: DataFrame) -> dict[str, dict[str, Any]]:
-    """Horovod's description of each column of a DataFrame."""
+    """Return Horovod's description of each column of a DataFrame."""
     from pyspark.ml.linalg import DenseVector, SparseVector, VectorUDT
     from pyspark.sql.types import ArrayType
 
@@ -143,7 +143,7 @@ def has_vector_column(df: DataFrame) -> bool:
 def to_petastorm_fn(
     schema_cols: Sequence[str], metadata: Mapping[str, Mapping[str, Any]] | None
 ) -> Callable[[Any], Row]:
-    """Return a function from a row to one whose vectors are arrays: all of them, or those that `metadata` names."""
+    """Return a function that converts the vectors of a row to arrays: all of them, or those named in `metadata`."""
     from pyspark.ml.linalg import Vector
     from pyspark.sql import Row
 
@@ -159,9 +159,9 @@ def to_petastorm_fn(
 
 
 def dense_rows_fn(metadata: Mapping[str, Mapping[str, Any]]) -> Callable[[str, Any], Any]:
-    """A function from a column's name and its rows, as a tensor, to the rows that a model is given.
+    """Return a function from a column's name and rows (a tensor) to the rows that a model gets.
 
-    Rows of Horovod's sparse format (the number of values, their indices, the values, padding) become dense ones.
+    Rows of Horovod's sparse format (number of values, indices, values, padding) become dense.
     """
 
     def dense_rows(name: str, rows: Any) -> Any:
@@ -179,7 +179,7 @@ def dense_rows_fn(metadata: Mapping[str, Mapping[str, Any]]) -> Callable[[str, A
 
 
 def check_validation(validation: float | str | None, df: DataFrame | None = None) -> None:
-    """ValueError for what is neither a part of the rows nor a column of theirs."""
+    """Raise ValueError unless it is a share of the rows or one of their columns."""
     check_validation_value(validation)
     if isinstance(validation, str) and df is not None and validation not in df.columns:
         raise ValueError(f"there is no validation column {validation!r}; the DataFrame has {', '.join(df.columns)}")
@@ -193,7 +193,7 @@ def check_shape_compatibility(
     output_shapes: Sequence[Sequence[int]] | None = None,
     label_shapes: Sequence[Sequence[int]] | None = None,
 ) -> None:
-    """ValueError where the shapes do not fit the columns."""
+    """Raise ValueError if the shapes do not fit the columns."""
     import math
 
     wanted = (("feature", feature_columns, input_shapes), ("label", label_columns, label_shapes or output_shapes))
@@ -210,7 +210,7 @@ def check_shape_compatibility(
 
 
 def to_list(var: Any, length: int) -> list[Any] | None:
-    """A list of this length: None is None, one element is repeated."""
+    """Return a list of this length; a single element is repeated, and None stays None."""
     if var is None:
         return None
     found = list(var) if isinstance(var, list | tuple) else [var]
@@ -222,12 +222,12 @@ def to_list(var: Any, length: int) -> list[Any] | None:
 
 
 def get_output_cols(schema: StructType, output_cols: Sequence[str]) -> list[str]:
-    """The names of a DataFrame's columns with these after them."""
+    """Return the names of a DataFrame's columns followed by these."""
     return [*(field.name for field in schema.fields), *output_cols]
 
 
 def spark_scalar_to_python_type(dtype: DataType | type[DataType]) -> type[Any]:
-    """The Python type of Spark's scalars; ValueError for another."""
+    """Return the Python type of a Spark scalar type; raises ValueError for other types."""
     from pyspark.sql import types
 
     kind = dtype if isinstance(dtype, type) else type(dtype)
@@ -241,11 +241,11 @@ def spark_scalar_to_python_type(dtype: DataType | type[DataType]) -> type[Any]:
         return str
     if issubclass(kind, types.BinaryType):
         return bytes
-    raise ValueError(f"{kind.__name__} is no scalar that Python has a type for")
+    raise ValueError(f"{kind.__name__} is not a scalar type with a Python equivalent")
 
 
 def data_type_to_numpy(dtype: DataType | type[DataType] | type[Any]) -> Any:
-    """numpy's type of a column's numbers."""
+    """Return the numpy type of a column's values."""
     import numpy as np
     from pyspark.sql import types
 
@@ -264,7 +264,7 @@ def data_type_to_numpy(dtype: DataType | type[DataType] | type[Any]) -> Any:
 
 
 def gpu_or_local_rank(local_rank: int) -> int:
-    """The GPU that Spark gave this rank, else its local rank (also with HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX=1)."""
+    """Return the GPU assigned by Spark, else the local rank (also with HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX=1)."""
     gpus = assigned_gpus()
     own = variables().get("HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX", "0") == "1"
     return int(gpus[0]) if gpus and not own else local_rank

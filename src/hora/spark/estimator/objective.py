@@ -1,7 +1,6 @@
-"""Objective of an estimator's training: a loss and metrics for each label column, of `hora.workflow`'s steps.
+"""Objective of an estimator's training: a loss and metrics per label column, for the steps of `hora.workflow`.
 
-A label has the type that its loss takes: integers stay integers where they can (class numbers), else they become
-floats.
+A label gets the type that its loss accepts: integers stay integers if possible (class numbers), else become floats.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def split_columns(
     label_shapes: Sequence[Sequence[int]] | None,
     device: torch.device,
 ) -> Minibatch:
-    """From what a data module yields: a dict of columns, or `(features, label)`."""
+    """Convert a batch of a data module: a dict of columns, or `(features, label)`."""
     if isinstance(columns, tuple | list):
         given, label = columns
         sources = list(given.values()) if isinstance(given, Mapping) else [given]
@@ -61,8 +60,8 @@ def split_columns(
 class LabelColumns:
     """The objective of an estimator: the weighted sum of the labels' losses.
 
-    Every minibatch counts the same in the means, whatever its size: as in Horovod, they are means over steps and ranks.
-    `output_sizes`: how many numbers a row of each output has, known once a minibatch has been scored.
+    As in Horovod, averages are taken over steps and ranks: every minibatch counts the same, regardless of its size.
+    `output_sizes` is the number of values per row of each output, known after the first minibatch.
     """
 
     def __init__(self, values: Mapping[str, Any], losses: Sequence[Loss], device: torch.device) -> None:
@@ -93,7 +92,7 @@ class LabelColumns:
         ]
 
     def entry(self, averages: Sequence[float] | None) -> dict[str, Any]:
-        """The averages of a pass as an estimator's history has them; zeros if there was no minibatch."""
+        """Return the averages of a pass in the form of an estimator's history; zeros without a minibatch."""
         names = self.names
         loss, *rest = averages or [0.0] * len(names)
         named = list(zip(names[1:], rest, strict=True))
@@ -102,7 +101,7 @@ class LabelColumns:
         return {"loss": loss, "all_metrics": groups}
 
     def fit_labels(self, outputs: Any, labels: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Outputs as a list, and the labels in the outputs' shape where they have as many elements."""
+        """Return outputs as a list, and labels reshaped like the outputs if they have as many elements."""
         found = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
         if len(found) != len(labels):
             raise ValueError(f"the model has {len(found)} outputs, but there are {len(labels)} label columns")
@@ -122,7 +121,7 @@ class LabelColumns:
         return weighted_loss(outputs, labels, self._loss_weights, self._losses, weights)
 
     def _wants_float(self, number: int, output: torch.Tensor, label: torch.Tensor) -> bool:
-        """Return whether this label's loss needs a floating-point label, found out by trying once."""
+        """Return whether this label's loss needs a floating-point label; tried once."""
         if number not in self._as_float:
             trial = output.detach().clone().requires_grad_()
             try:
@@ -141,7 +140,7 @@ def weighted_loss(
     loss_fns: Sequence[Loss],
     sample_weights: torch.Tensor | None = None,
 ) -> Any:
-    """Return the weighted sum of the labels' losses; rows of larger weight count for more in their means."""
+    """Return the weighted sum of the labels' losses; rows are weighted in their means by `sample_weights`."""
     total: Any = 0
     for loss, share, output, label in zip(loss_fns, loss_weights, outputs, labels, strict=True):
         if sample_weights is None:
@@ -154,12 +153,12 @@ def weighted_loss(
 
 
 def weighted_loss_fn() -> Callable[..., Any]:
-    """Return `weighted_loss`: Horovod's own is made by a function."""
+    """Return `weighted_loss`; exists for Horovod's interface."""
     return weighted_loss
 
 
 def _row_by_row(loss: Loss, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """The loss without its mean, for weights of rows."""
+    """Return the loss of each row, to be weighted."""
     reduction = getattr(loss, "reduction", None)
     if isinstance(loss, torch.nn.Module) and isinstance(reduction, str):
         loss.reduction = "none"  # type: ignore[assignment, unused-ignore]

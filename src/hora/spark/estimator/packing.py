@@ -1,7 +1,6 @@
-"""A model and its optimizer as bytes, TorchScript modules included: so they travel to the ranks and back, and are
-saved.
+"""Serialization of a model and its optimizer, including TorchScript modules, for the ranks and for saved files.
 
-Ranks need this and nothing of Spark, whose `pyspark.ml` takes as long to import as torch.
+Ranks import this without Spark: `pyspark.ml` takes as long to import as torch.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ __all__ = [
 
 
 def pack_model(model: torch.nn.Module) -> bytes:
-    """Bytes that `unpack_model` makes the model of."""
+    """Serialize a model for `unpack_model`."""
     if isinstance(model, torch.jit.ScriptModule):
         buffer = io.BytesIO()
         torch.jit.save(model, buffer)
@@ -41,9 +40,9 @@ def pack_model(model: torch.nn.Module) -> bytes:
 
 
 def unpack_model(packed: bytes, *, load: Callable[[bytes], Any] = cloudpickle.loads) -> torch.nn.Module:
-    """The model, on the CPU. `load`: reads its pickle, where it does not come from this job.
+    """Return the model, on the CPU. `load` reads its pickle if it does not come from this job.
 
-    TorchScript can run code when it is read, so bytes of others must not get here with it.
+    Reading TorchScript can run code, so never pass untrusted bytes of it.
     """
     if is_script(packed):
         return torch.jit.load(io.BytesIO(packed[6:]), map_location="cpu")  # type: ignore[no-any-return, unused-ignore]
@@ -52,7 +51,7 @@ def unpack_model(packed: bytes, *, load: Callable[[bytes], Any] = cloudpickle.lo
 
 
 def is_script(packed: bytes) -> bool:
-    """Return whether these bytes are a model of TorchScript."""
+    """Return whether these bytes are a TorchScript model."""
     return packed[:6] == b"script"
 
 
@@ -63,7 +62,7 @@ class ModelAndOptimizer:
     model: bytes
     optimizer_class: type[torch.optim.Optimizer]
     options: dict[str, Any]
-    groups: tuple[tuple[str, ...], ...]  # names of the parameters of each group
+    groups: tuple[tuple[str, ...], ...]  # parameter names of each group
     state: dict[str, Any]
 
     @classmethod
@@ -73,7 +72,7 @@ class ModelAndOptimizer:
         for group in optimizer.param_groups:
             if any(id(parameter) not in names for parameter in group["params"]):
                 raise ValueError(
-                    "the optimizer has parameters that are not the model's: make it from model.parameters()"
+                    "the optimizer has parameters that are not the model's: create it from model.parameters()"
                 )
             groups.append(tuple(names[id(parameter)] for parameter in group["params"]))
         takes = inspect.signature(type(optimizer)).parameters
@@ -88,9 +87,9 @@ class ModelAndOptimizer:
     def unpack(
         self, device: torch.device | None = None, *, load: Callable[[bytes], Any] = cloudpickle.loads
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        """Both, on `device`."""
+        """Return both, on `device`."""
         if not (isinstance(self.optimizer_class, type) and issubclass(self.optimizer_class, torch.optim.Optimizer)):
-            raise ValueError(f"{self.optimizer_class!r} is no optimizer")
+            raise ValueError(f"{self.optimizer_class!r} is not an optimizer")
         model = unpack_model(self.model, load=load)
         if device is not None:
             model = model.to(device)
@@ -105,7 +104,7 @@ _OTHER = b"object"
 
 
 def serialize_fn() -> Callable[[Any], str]:
-    """A function that makes a text of a model or of anything else that can be pickled."""
+    """Return a function that serializes a model or any picklable object as text."""
 
     def serialize(value: Any) -> str:
         packed = pack_model(value) if isinstance(value, torch.nn.Module) else _OTHER + cloudpickle.dumps(value)
@@ -115,7 +114,7 @@ def serialize_fn() -> Callable[[Any], str]:
 
 
 def deserialize_fn() -> Callable[[str], Any]:
-    """A function that makes of such a text what it was. It unpickles: a text of a stranger's can run code."""
+    """Return a function that deserializes such a text. It unpickles: an untrusted text can run code."""
 
     def deserialize(text: str) -> Any:
         packed = base64.b64decode(text)
@@ -125,7 +124,7 @@ def deserialize_fn() -> Callable[[str], Any]:
 
 
 def save_into_bio(obj: Any, save_obj_fn: Callable[[Any, io.BytesIO], Any]) -> io.BytesIO:
-    """Return what `save_obj_fn(obj, file)` writes (`torch.save`, say), from its beginning."""
+    """Return an in-memory file with the output of `save_obj_fn(obj, file)` (such as `torch.save`), at its start."""
     file = io.BytesIO()
     save_obj_fn(obj, file)
     file.seek(0)
@@ -137,10 +136,10 @@ def save_into_bio_fn() -> Callable[[Any, Callable[[Any, io.BytesIO], Any]], io.B
 
 
 def is_module_available(module_name: str) -> bool:
-    """Return whether it could be imported here."""
+    """Return whether the module can be imported here."""
     try:
         return importlib.util.find_spec(module_name) is not None
-    except ModuleNotFoundError:  # its package is not there
+    except ModuleNotFoundError:  # its package is missing
         return False
 
 

@@ -1,6 +1,6 @@
-"""An estimator's parameters: one table, from which the constructor's keywords, `setX` and `getX` come, and the checks.
+"""An estimator's parameters: one table that defines the constructor's keywords, `setX`, `getX` and the checks.
 
-`Param` objects of pyspark.ml are made from it as well, so that `fit(df, {estimator.epochs: 3})` and pipelines work.
+It also defines the `Param` objects of pyspark.ml, so that `fit(df, {estimator.epochs: 3})` and pipelines work.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ C = TypeVar("C", bound=type)
 ParamTable = Mapping[str, tuple[Any, str]]  # name -> default, meaning
 
 ESTIMATOR: dict[str, tuple[Any, str]] = {
-    "num_proc": (None, "processes; the default parallelism of Spark unless given"),
-    "backend": (None, "who runs the training function; SparkBackend(num_proc) unless given"),
-    "store": (None, "where data, checkpoints and logs go"),
+    "num_proc": (None, "number of processes; Spark's default parallelism unless given"),
+    "backend": (None, "runs the training function; SparkBackend(num_proc) unless given"),
+    "store": (None, "location of data, checkpoints and logs"),
     "model": (None, "the torch.nn.Module, or a TorchScript module"),
     "optimizer": (None, "a torch optimizer of the model's parameters"),
     "loss": (None, "a function (output, label) -> tensor, or a list with one for each label"),
-    "loss_constructors": (None, "functions that make the losses on the ranks"),
+    "loss_constructors": (None, "functions that create the losses on the ranks"),
     "metrics": ([], "groups of functions (output, label) -> tensor"),
     "loss_weights": (None, "weights of the labels' losses; equal unless given"),
     "sample_weight_col": (None, "the column with the rows' weights"),
@@ -52,17 +52,17 @@ ESTIMATOR: dict[str, tuple[Any, str]] = {
     "categorical_cols": (None, "for data modules that distinguish them"),
     "input_shapes": (None, "a shape for each feature, such as [-1, 2]"),
     "label_shapes": (None, "a shape for each label"),
-    "validation": (None, "part of the rows, or the name of a column that is true for validation rows"),
-    "callbacks": ([], "Lightning's; a plain module has no hooks that they could be called from"),
+    "validation": (None, "share of the rows, or the name of a column that is true for validation rows"),
+    "callbacks": ([], "for Lightning only; a plain module has no hooks"),
     "batch_size": (32, "rows of a training batch"),
     "val_batch_size": (None, "rows of a validation batch; batch_size unless given"),
-    "epochs": (1, "epochs of the run, those before a resume included"),
+    "epochs": (1, "epochs of the run, including those before a resume"),
     "verbose": (1, "0: silent, 1: a line an epoch, 2: more"),
     "random_seed": (None, "for shuffling, the random split and torch"),
     "shuffle": (True, "random order of the training rows"),
     "shuffle_buffer_size": (None, "deprecated, without effect"),
     "partitions_per_process": (10, "Parquet files for each process"),
-    "run_id": (None, "name of the run; pytorch_<seconds> unless given. With a checkpoint of it the training goes on"),
+    "run_id": (None, "name of the run; pytorch_<seconds> unless given. If it has a checkpoint, training resumes"),
     "train_minibatch_fn": (None, "replaces the step on one batch"),
     "train_steps_per_epoch": (None, "every row once unless given"),
     "validation_steps_per_epoch": (None, "every row once unless given"),
@@ -73,11 +73,11 @@ ESTIMATOR: dict[str, tuple[Any, str]] = {
     "val_reader_num_workers": (2, "threads that read validation rows"),
     "reader_pool_type": ("thread", "thread, process or dummy (no reading ahead)"),
     "inmemory_cache_all": (False, "keep a rank's rows in memory"),
-    "compress_sparse_cols": (False, "vectors lie in the store without their zeros"),
+    "compress_sparse_cols": (False, "store vectors without their zeros"),
     "use_gpu": (True, "train on GPUs where there are any"),
     "mp_start_method": (
         None,
-        "how processes are started on the ranks by multiprocessing: in a data module, a transformation",
+        "multiprocessing's start method on the ranks, for a data module or a transformation",
     ),
     "backward_passes_per_step": (1, "batches whose gradients are added up before a step"),
     "data_module": (None, "the class that feeds the training"),
@@ -93,11 +93,11 @@ MODEL: dict[str, tuple[Any, str]] = {
     "optimizer": (None, "the optimizer after the training"),
     "run_id": (None, "name of the run in the store"),
     "_metadata": (None, "the training data's columns"),
-    "loss": (None, "what was minimised"),
-    "loss_constructors": (None, "what made the losses"),
+    "loss": (None, "the minimized loss"),
+    "loss_constructors": (None, "functions that created the losses"),
 }
 
-# Horovod's accessors that are not made of the parameter's name.
+# Horovod's accessors that do not follow from the parameter's name.
 _OTHER_NAMES = {
     "shuffle_buffer_size": "ShufflingBufferSize",
     "train_reader_num_workers": "TrainReaderNumWorker",
@@ -107,15 +107,15 @@ _OTHER_NAMES = {
 
 
 def signature_of(table: ParamTable) -> inspect.Signature:
-    """A constructor's signature: every parameter of the table as a keyword."""
+    """Return a constructor's signature: every parameter of the table as a keyword."""
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Signature([inspect.Parameter(name, kind, default=value) for name, (value, _) in table.items()])
 
 
 def with_params(table: ParamTable, other_names: Mapping[str, str] | None = None) -> Callable[[C], C]:
-    """Give a class the parameters of `table`, each with its setter and getter."""
+    """Add the parameters of `table` to a class, each with a setter and a getter."""
 
-    from pyspark.ml.param import Param, Params  # ranks have the table without
+    from pyspark.ml.param import Param, Params  # ranks use the table without pyspark.ml
 
     def decorate(cls: C) -> C:
         for name, (_, doc) in table.items():
@@ -147,13 +147,13 @@ def _accessors(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def check_values(values: Mapping[str, Any]) -> None:
-    """ValueError for parameters that make no sense, whatever the data are."""
+    """Raise ValueError for parameters that are invalid for any data."""
     if values["model"] is None:
         raise ValueError("Model parameter is required: TorchEstimator(model=…)")
     if values["store"] is None:
         raise ValueError("Store parameter is required: TorchEstimator(store=Store.create('/shared/folder'))")
     if values["num_proc"] is not None and values["backend"] is not None:
-        raise ValueError("give num_proc or backend, not both: a backend knows its number of processes")
+        raise ValueError("pass num_proc or backend, not both: a backend has its own number of processes")
     if values["loss"] and values["loss_constructors"]:
         raise ValueError("one of loss and loss_constructors must be given, but both are")
     if not values["label_cols"]:
@@ -175,7 +175,7 @@ def check_values(values: Mapping[str, Any]) -> None:
 
 
 def check_torch_values(values: Mapping[str, Any]) -> None:
-    """ValueError for what a plain module cannot be trained without."""
+    """Raise ValueError for missing parameters that a plain module needs."""
     if values["optimizer"] is None:
         raise ValueError(
             "Optimizer parameter is required: TorchEstimator(optimizer=…), made from the model's parameters"
@@ -185,20 +185,20 @@ def check_torch_values(values: Mapping[str, Any]) -> None:
 
 
 def check_plain_training(values: Mapping[str, Any]) -> None:
-    """ValueError for what only Lightning's training has."""
+    """Raise ValueError for parameters that only Lightning supports."""
     if values["callbacks"]:
         raise ValueError(
-            "callbacks cannot be called in the training of a plain module: use "
+            "callbacks are not supported for a plain module: use "
             "horovod.spark.lightning.TorchEstimator, or train_minibatch_fn"
         )
 
 
 def check_validation_value(validation: Any) -> None:
-    """ValueError for what is neither a part of the rows nor a column's name."""
+    """Raise ValueError unless it is a share of the rows or a column's name."""
     if validation is None or isinstance(validation, str):
         return
     if isinstance(validation, bool) or not isinstance(validation, int | float):
-        raise ValueError(f"validation must be a part between 0 and 1 or a column's name, but it is {validation!r}")
+        raise ValueError(f"validation must be a share between 0 and 1 or a column's name, but it is {validation!r}")
     if not 0 <= validation < 1:
         raise ValueError(f"validation must be at least 0 and less than 1, but it is {validation}")
 
@@ -215,13 +215,13 @@ def _check_lengths(values: Mapping[str, Any]) -> None:
             raise ValueError(f"there are {len(found)} {name}, but {len(labels)} label columns: {', '.join(labels)}")
     for group in values["metrics"]:
         if isinstance(group, list | tuple) and len(group) not in (1, len(labels)):
-            raise ValueError(f"a group of metrics has 1 function or one for each label, but here are {len(group)}")
+            raise ValueError(f"a group of metrics has 1 function or one for each label, but this one has {len(group)}")
 
 
 def check_columns(values: Mapping[str, Any], features: Sequence[str], columns: Mapping[str, Column]) -> None:
-    """ValueError where shapes do not fit the columns."""
+    """Raise ValueError if the shapes do not fit the columns."""
     shapes = values["input_shapes"]
-    if not shapes or values["transformation_fn"]:  # which may change every shape
+    if not shapes or values["transformation_fn"]:  # a transformation may change every shape
         return
     if len(shapes) != len(features):
         raise ValueError(f"there are {len(shapes)} input_shapes, but {len(features)} features: {', '.join(features)}")

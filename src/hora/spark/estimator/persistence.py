@@ -1,10 +1,10 @@
-"""Saving and loading estimators and models the way pyspark.ml does: metadata in a folder that Spark writes.
+"""Saving and loading of estimators and models as in pyspark.ml: metadata in a folder that Spark writes.
 
-They are written and read as a DataFrame of one row, which every Spark can do, classic or through Connect.
+The metadata is a DataFrame of one row, which Spark can write and read both directly and through Connect.
 
-A model and its optimizer also travel to the ranks and back as these bytes (`ModelAndOptimizer`), TorchScript modules
-included. Parameters that JSON cannot hold are pickled; `unpickling` reads such files. Stores and backends are not
-kept: they belong to the place where a training runs, not to the model.
+A model and its optimizer are stored as `ModelAndOptimizer` bytes, as on the way to the ranks, including TorchScript
+modules. Parameters that JSON cannot hold are pickled; `unpickling` reads such files. Stores and backends are not saved:
+they belong to the cluster that trains, not to the model.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _CLASSES: dict[str, type] = {
 }
 _NOT_DATA = ("torch.nn.parallel.",)  # their instances open connections
 _FUNCTIONS = {"torch.nn.functional": torch.nn.functional, "torch._C._nn": torch._C._nn}
-_PICKLED_NAMES = ("hora.spark.estimator.packing", "hora.spark.estimator.persistence")  # where it is, and where it was
+_PICKLED_NAMES = ("hora.spark.estimator.packing", "hora.spark.estimator.persistence")  # current and old module
 _NOT_KEPT = ("store", "backend")
-_OLD_PACKAGE = "hora.estimator."  # where these classes were when the first files were written
+_OLD_PACKAGE = "hora.estimator."  # the old module of these classes, in the first files
 _PACKAGE = "hora.spark.estimator."
 
 
 def load(data: bytes, *, what: str, rename: Rename, trusted: bool = False) -> Any:
-    """The object in this pickle. ValueError, which names it as `what`, if it needs trust that it does not have."""
+    """Unpickle an object. Raises ValueError, naming it `what`, if it is not trusted but would have to be."""
     try:
         return load_pickle(data, _vocabulary(rename)).plain()
     except ForeignError as error:
@@ -67,7 +67,7 @@ def load(data: bytes, *, what: str, rename: Rename, trusted: bool = False) -> An
 
 
 def load_checkpoint(data: bytes, *, what: str, without: Sequence[str] = ()) -> dict[str, Any]:
-    """A checkpoint that `torch.save` wrote, without these keys. ValueError, which names it as `what`, if it is none."""
+    """Read a checkpoint of `torch.save`, without these keys. Raises ValueError, naming it `what`, if it is invalid."""
     try:
         content: dict[str, Any] = load_torch(data).without(*without).plain()
     except ForeignError as error:
@@ -78,7 +78,7 @@ def load_checkpoint(data: bytes, *, what: str, without: Sequence[str] = ()) -> d
 
 
 def refuse(what: str, held: str) -> NoReturn:
-    """ValueError for a file that can run code."""
+    """Raise ValueError for a file that can run code."""
     raise ValueError(
         f"{what} holds {held}, and reading it can run any code of its author. If you trust the file, load it with "
         "trusted=True or set HORA_TRUST_FILES=1 (without HORA_STRICT=1). A class of your own that is harmless can be "
@@ -100,7 +100,7 @@ def _vocabulary(rename: Rename) -> Vocabulary:
 
 
 def _instance_class(module: str, name: str) -> type | None:
-    """A layer, an optimizer or a type, where torch and Spark define them."""
+    """Return a layer, optimizer or type of torch or Spark, from the module that defines it."""
     if module in _PICKLED_NAMES and name == ModelAndOptimizer.__name__:
         return ModelAndOptimizer
     if module.startswith(_NOT_DATA):
@@ -114,14 +114,14 @@ def _instance_class(module: str, name: str) -> type | None:
 
 
 def _function(module: str, name: str) -> Any:
-    """A loss, as torch defines it."""
+    """Return a loss function of torch."""
     found = getattr(_FUNCTIONS.get(module), name, None)
     known = isinstance(found, FunctionType | BuiltinFunctionType) and found.__module__ in _FUNCTIONS
     return found if known else None
 
 
 def _attribute(module: str, name: str) -> Any:
-    """A name of a module that is imported already: a file imports nothing."""
+    """Return an attribute of a module that is already imported: reading a file imports nothing."""
     return getattr(sys.modules.get(module), name, None) if "." not in name else None
 
 
@@ -135,7 +135,7 @@ class ParamsWriter(MLWriter):
     def saveImpl(self, path: str) -> None:  # noqa: N802 - pyspark's name
         values = {param.name: value for param, value in self._instance.extractParamMap().items()}
         kept = {name: value for name, value in values.items() if name not in _NOT_KEPT and value is not None}
-        # All at once: an optimizer knows its model's parameters by identity.
+        # Pickled together: an optimizer refers to its model's parameters by identity.
         whole = base64.b64encode(cloudpickle.dumps(_packed(kept))).decode()
         session = _session(self)
         metadata = {
@@ -156,7 +156,7 @@ class ParamsWriter(MLWriter):
 
 
 class ParamsReader(MLReader[Any]):
-    """Reads what `ParamsWriter` has written, as an object of `kind`."""
+    """Reads the files of `ParamsWriter` as an object of `kind`."""
 
     def __init__(self, kind: type) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class ParamsReader(MLReader[Any]):
         self._trusted = False
 
     def trusted(self, value: bool = True) -> ParamsReader:
-        """Read files that can run code, too: those that hold classes or functions of your own, or TorchScript."""
+        """Also read files that can run code: those with your own classes or functions, or TorchScript."""
         self._trusted = value
         return self
 
@@ -181,18 +181,18 @@ class ParamsReader(MLReader[Any]):
 
 
 class ParamsWritable(MLWritable):
-    """Mixin for what can be saved: `save(path)`, `write()`."""
+    """Mixin for objects that can be saved: `save(path)`, `write()`."""
 
     def write(self) -> ParamsWriter:
         return ParamsWriter(self)
 
 
 class ParamsReadable(MLReadable[Any]):
-    """Mixin for what can be loaded: `load(path)`, `read()`."""
+    """Mixin for objects that can be loaded: `load(path)`, `read()`."""
 
     @classmethod
     def load(cls, path: str, *, trusted: bool = False) -> Any:
-        """Read what `save` wrote. `trusted`: also if it can run code, which a class or function of your own can."""
+        """Read what `save` wrote. `trusted`: even if it can run code, as your own classes and functions can."""
         return cls.read().trusted(trusted).load(path)
 
     @classmethod
@@ -201,7 +201,7 @@ class ParamsReadable(MLReadable[Any]):
 
 
 def _session(of: Any) -> Any:
-    """The session of a reader or writer: as given, else that of a Connect client, for which Spark 3.5 does not look."""
+    """Return the given session of a reader or writer, else that of a Connect client, which Spark 3.5 does not find."""
     return connect_session(of._sparkSession) or of.sparkSession
 
 
@@ -214,7 +214,7 @@ def _name(kind: type) -> str:
 
 
 def _loaded(data: bytes, path: str, *, trusted: bool = False) -> dict[str, Any]:
-    """The parameters in a saved file. ValueError for one that can run code and is not trusted."""
+    """Return the parameters in a saved file. Raises ValueError if it can run code and is not trusted."""
 
     def read(pickled: bytes) -> Any:
         return load(pickled, what=path, rename=_found_now, trusted=trusted)
@@ -225,20 +225,20 @@ def _loaded(data: bytes, path: str, *, trusted: bool = False) -> dict[str, Any]:
     model = values.get("model")
     packed = model.model if isinstance(model, ModelAndOptimizer) else model
     if not isinstance(packed, bytes | None):
-        raise ValueError(f"{path} holds a model that is not made of bytes")
+        raise ValueError(f"{path} holds a model that is not bytes")
     if packed is not None and is_script(packed) and not (trusted or trusts_files()):
         refuse(path, "a model of TorchScript")
     if isinstance(model, ModelAndOptimizer):
         values["model"], values["optimizer"] = model.unpack(load=read)
     elif packed is not None:
         values["model"] = unpack_model(packed, load=read)
-    if "output_cols" in values:  # its name in the first files
+    if "output_cols" in values:  # the name in the first files
         values["outputCols"] = values.pop("output_cols")
     return values
 
 
 def _found_now(module: str, name: str) -> tuple[str, str]:
-    """Return the present place of a class of an old file."""
+    """Return the current location of a class in an old file."""
     if (module, name) == (f"{_OLD_PACKAGE}parcel", "Parcel"):
         return ModelAndOptimizer.__module__, ModelAndOptimizer.__name__
     return _name_now(module), name
@@ -258,7 +258,7 @@ def _packed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def serialize_param(name: str, value: Any) -> str | None:
-    """A parameter as text; None for what is not kept."""
+    """Serialize a parameter as text; None for parameters that are not saved."""
     if name in _NOT_KEPT or value is None:
         return None
     packed = pack_model(value) if isinstance(value, torch.nn.Module) else cloudpickle.dumps(value)

@@ -1,7 +1,7 @@
-"""A store: where an estimator keeps prepared data, checkpoints and logs. Any file system that fsspec knows.
+"""Stores: hold an estimator's prepared data, checkpoints and logs, on any file system that fsspec supports.
 
 <prefix>/intermediate_{train,val,test}_data.<index>      Parquet, written by Spark, read by the ranks
-<prefix>/runs/<run id>/checkpoint, logs/                  what a training leaves
+<prefix>/runs/<run id>/checkpoint, logs/                  output of a training
 
 Users import the classes from `horovod.spark.common.store`.
 """
@@ -25,9 +25,9 @@ LocalDirectory = contextlib.AbstractContextManager[str]
 
 
 class Store:
-    """Paths under a prefix, and the few file operations that an estimator needs.
+    """Paths under a prefix, and the file operations that an estimator needs.
 
-    A subclass says which prefixes are its own (`matches`), how a full path looks, and what its file system is.
+    A subclass defines its prefixes (`matches`), the form of a full path, and its file system.
     """
 
     CHECKPOINT: ClassVar[str] = "checkpoint"
@@ -55,7 +55,7 @@ class Store:
 
     @staticmethod
     def create(prefix_path: str, *args: Any, **kwargs: Any) -> Store:
-        """The store for this prefix: HDFS, Databricks' own file system, or any other that fsspec knows."""
+        """Return the store for this prefix: HDFS, Databricks' file system, or any other that fsspec supports."""
         path = str(prefix_path)
         if HDFSStore.matches(path):
             return HDFSStore(path, *args, **kwargs)
@@ -93,14 +93,14 @@ class Store:
         return self._checkpoint_filename
 
     def get_data_metadata_path(self) -> str:
-        """Return the path for programs that describe their data. Hora's own description lies with the data."""
+        """Return the path for programs that describe their data. Hora keeps its own description with the data."""
         return posixpath.join(self.prefix_path, "data_metadata")
 
     def get_logs_subdir(self) -> str:
         return self.LOGS
 
     def get_checkpoints(self, run_id: str, suffix: str = ".ckpt") -> list[str]:
-        """The files of a run whose names end in `suffix`."""
+        """Return the files of a run whose names end in `suffix`."""
         folder = self.get_run_path(run_id)
         if not self.exists(folder):
             return []
@@ -108,11 +108,11 @@ class Store:
         return [self.get_full_path(str(self.fs.unstrip_protocol(name))) for name in found if name.endswith(suffix)]
 
     def get_full_path(self, path: str) -> str:
-        """A URL that Spark and every rank understand."""
+        """Return a URL that Spark and every rank understand."""
         raise NotImplementedError
 
     def get_localized_path(self, path: str) -> str:
-        """The same place as `fs` calls it."""
+        """Return the same location as a path of `fs`."""
         raise NotImplementedError
 
     # ---- files ---------------------------------------------------------------------------------------------
@@ -148,15 +148,15 @@ class Store:
         return pyarrow.parquet.ParquetDataset(self.get_localized_path(path), filesystem=self.fs)
 
     def get_local_output_dir_fn(self, run_id: str) -> Callable[[], LocalDirectory]:
-        """A function that gives a temporary local directory, as a context manager."""
+        """Return a function that creates a temporary local directory as a context manager."""
         return _TemporaryDirectory(run_id)
 
     def sync_fn(self, run_id: str) -> Callable[[str], None]:
-        """A function that copies a local directory into the run's, file by file."""
+        """Return a function that copies a local directory into the run's directory, file by file."""
         return _Sync(self, self.get_run_path(run_id))
 
     def to_remote(self, run_id: str, dataset_idx: int | None) -> RemoteStore:
-        """Return the paths that a rank needs of this store."""
+        """Return the paths of this store that a rank needs."""
         return RemoteStore(
             train_data_path=self.get_train_data_path(dataset_idx),
             val_data_path=self.get_val_data_path(dataset_idx),
@@ -195,7 +195,7 @@ class RemoteStore:
 
 
 class FilesystemStore(Store):
-    """Any URL that fsspec understands (`s3://`, `gs://`, `abfs://`, `file://`); a plain path is a local one."""
+    """Any URL that fsspec understands (`s3://`, `gs://`, `abfs://`, `file://`); a plain path is local."""
 
     def get_full_path(self, path: str) -> str:
         if "://" in path:
@@ -237,7 +237,7 @@ class HDFSStore(Store):
         **kwargs: Any,
     ) -> None:
         if driver != "libhdfs":
-            raise ValueError(f"driver must be 'libhdfs', the only one that Arrow has, but it is {driver!r}")
+            raise ValueError(f"driver must be 'libhdfs', the only one that Arrow supports, but it is {driver!r}")
         found = self._parse(str(prefix_path))
         self._host = host or found["host"] or "default"
         self._port = int(port or found["port"] or 0)
@@ -326,7 +326,7 @@ class _Sync:
             place = target if below == "." else posixpath.join(target, *below.split(os.sep))
             files.makedirs(place, exist_ok=True)
             for name in names:
-                # A rank 0 that dies while copying leaves the last whole file in its place.
+                # If rank 0 dies while copying, the last complete file stays.
                 part = posixpath.join(place, f".{name}.part")
                 files.put_file(os.path.join(folder, name), part)
                 files.mv(part, posixpath.join(place, name))

@@ -1,7 +1,6 @@
-"""`TorchEstimator`: fit a torch model on a Spark DataFrame, on several processes. Users import it from
-`horovod.spark.torch`.
+"""`TorchEstimator`: fit a torch model on a Spark DataFrame, on several processes.
 
-The way from data to a model is in `base`, the training itself in `training`.
+`base` has the path from data to a model, `training` the training itself. Users import it from `horovod.spark.torch`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ __all__ = ["TorchEstimator"]
 
 
 class TorchEstimator(HorovodEstimator):
-    """Fits a torch model on a DataFrame. Keywords are the parameters of `hora.spark.estimator.params.ESTIMATOR`."""
+    """Fits a torch model on a DataFrame. The keywords are the parameters of `hora.spark.estimator.params.ESTIMATOR`."""
 
     __signature__ = signature_of(ESTIMATOR)
 
@@ -47,14 +46,14 @@ class TorchEstimator(HorovodEstimator):
             remote=store.to_remote(run_id, dataset.index),
             dataset=dataset,
             features=tuple(features),
-            # What the ranks need not have, or get in another way, stays here.
+            # Do not send what the ranks do not need or get otherwise.
             values=values | {"model": None, "optimizer": None, "store": None, "backend": None},
             checkpoint=self._load_checkpoint(run_id),
         )
         return train, spec
 
     def _load_checkpoint(self, run_id: str) -> dict[str, Any] | None:
-        """Return the state of model and optimizer, and the history, from which the run goes on; None for a new one."""
+        """Return the state of model and optimizer and the history to resume from; None for a new run."""
         found = self._read_checkpoint(run_id)
         if found is None:
             return None
@@ -62,7 +61,7 @@ class TorchEstimator(HorovodEstimator):
 
     def _create_model(self, run_results: Sequence[Any], run_id: str, metadata: dict[str, Any]) -> Any:
         result = run_results[0]
-        assert isinstance(result, TrainingResult), "rank 0 gave no result"
+        assert isinstance(result, TrainingResult), "rank 0 returned no result"
         model, optimizer = result.trained.unpack()
         metadata = metadata | {"output_sizes": list(result.output_sizes)}
         return self.get_model_class()(**self._get_model_kwargs(model, result.history, optimizer, run_id, metadata))

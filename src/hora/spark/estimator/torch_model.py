@@ -1,8 +1,7 @@
-"""`TorchModel`: a trained model that a DataFrame can be sent through. Users import it from `horovod.spark.torch`.
+"""`TorchModel`: a trained model that predicts on DataFrames. Users import it from `horovod.spark.torch`.
 
-Predictions are made by a pandas UDF over the feature columns; a subclass's own function is called with the DataFrame's
-rows, by a plain UDF. The model is loaded once for each Python worker and task. Works on classic Spark and through Spark
-Connect.
+A pandas UDF over the feature columns makes the predictions; a subclass's own function gets the DataFrame's rows in a
+plain UDF. The model is loaded once per Python worker and task. Works on classic Spark and through Spark Connect.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _INTEGERS = ("tinyint", "smallint", "int", "bigint")
 class TorchModel(HorovodModel):
     """A trained torch model. `transform(df)` adds a column of predictions for each label.
 
-    A subclass may override `get_prediction_fn`; then rows are predicted one by one.
+    If a subclass overrides `get_prediction_fn`, rows are predicted one by one.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class TorchModel(HorovodModel):
             predict = self._predict()
             outputs = _evaluated(predict, dataset, features, len(labels))
             sizes = self._sizes(lambda row: predict.load()([[row[name]] for name in features]), dataset, len(labels))
-        else:  # a subclass's function gets whole rows, and may use any column
+        else:  # a subclass's function gets whole rows and may use any column
             by_rows = _PredictRow(self._packed(), self.get_prediction_fn())
             outputs = _evaluated_by_rows(by_rows, dataset, len(labels))
             sizes = self._sizes(by_rows, dataset, len(labels))
@@ -107,7 +106,7 @@ class TorchModel(HorovodModel):
     def _sizes(
         self, predict: Callable[[Any], list[np.ndarray[Any, Any]]], frame: DataFrame, num_labels: int
     ) -> list[int]:
-        """Return how many numbers each prediction has: as in the training, else as the first row's."""
+        """Return the number of values per prediction: from the training, else from the first row."""
         sizes = list((self.getOrDefault("_metadata") or {}).get("output_sizes", ()))
         if len(sizes) == num_labels:
             return sizes
@@ -119,7 +118,7 @@ class TorchModel(HorovodModel):
         return [output.size for output in outputs]
 
     def _label(self, frame: DataFrame, label: str) -> tuple[str, str]:
-        """Kind and Spark's name of the type of a label: as it was in training, else as it is here, else a float."""
+        """Return a label's kind and Spark type name: from the training, else from this DataFrame, else a float."""
         from pyspark.ml.linalg import VectorUDT
         from pyspark.sql import types
 
@@ -142,14 +141,14 @@ class TorchModel(HorovodModel):
 
 
 class Predict(Protocol):
-    """Columns of rows in, one two-dimensional array of predictions for each output. `load` gives the function."""
+    """Maps columns of rows to a two-dimensional array of predictions per output. `load` returns the function."""
 
     def load(self) -> Callable[[Sequence[Sequence[Any]]], list[np.ndarray[Any, Any]]]: ...
 
 
 @dataclass(frozen=True)
 class _Predict:
-    """The predictions of a torch module."""
+    """Predictions of a torch module."""
 
     model: bytes
     input_shapes: tuple[tuple[int, ...], ...]
@@ -171,7 +170,7 @@ class _Predict:
 
 
 class _PredictRow:
-    """The user's function with the model, unpacked at its first call: a row in, an array per output."""
+    """The user's function with the model, which is unpacked at the first call: a row in, an array per output."""
 
     def __init__(self, model: bytes, function: PredictRow) -> None:
         self._packed, self._function = model, function
@@ -189,7 +188,7 @@ class _PredictRow:
 
 
 def _evaluated_by_rows(predict: _PredictRow, frame: DataFrame, num_labels: int) -> Column:
-    """The same column from a function of whole rows, with the DataFrame's vectors and structs as they are."""
+    """Return the same column for a function of whole rows, with the DataFrame's vectors and structs."""
     import pyspark
     from pyspark.sql import functions as sql
 
@@ -198,14 +197,14 @@ def _evaluated_by_rows(predict: _PredictRow, frame: DataFrame, num_labels: int) 
         _check_outputs(outputs, num_labels)
         return tuple(output.astype(float).tolist() for output in outputs)
 
-    # pandas, through which Arrow goes, has no vectors. Spark 3.4 has no other way.
+    # Arrow converts through pandas, which has no vectors. Spark 3.4 only has this path.
     plain = {"useArrow": False} if tuple(map(int, pyspark.__version__.split(".")[:2])) >= (3, 5) else {}
     function: Any = vars(sql)["udf"](values, _outputs_type(num_labels), **plain)
     return function(sql.struct(*(frame[f"`{name}`"] for name in frame.columns)))
 
 
 def _evaluated(predict: Predict, frame: DataFrame, read: Sequence[str], num_labels: int) -> Column:
-    """A column of structs with the predictions `o0`, `o1`, …, each an array of doubles."""
+    """Return a column of structs with the predictions `o0`, `o1`, …, each an array of doubles."""
     import pandas
     from pyspark.sql import functions as sql
 
@@ -222,8 +221,8 @@ def _evaluated(predict: Predict, frame: DataFrame, read: Sequence[str], num_labe
                 {f"o{number}": list(output.astype(float)) for number, output in enumerate(outputs)}, copy=False
             )
 
-    # As objects, which Spark reads to find out what kind of function it is: pandas is not imported with this module.
-    # Spark 3.4 knows no other tuple than typing's.
+    # Annotations as objects, from which Spark derives the kind of function: pandas is not imported with this module.
+    # Spark 3.4 only accepts typing's tuple.
     given: Any = pandas.Series if len(read) == 1 else typing.Tuple[pandas.Series, ...]  # noqa: UP006
     batches.__annotations__ = {"frames": Iterator[given], "return": Iterator[pandas.DataFrame]}
     evaluate: Any = vars(sql)["pandas_udf"](batches, _outputs_type(num_labels))
@@ -242,7 +241,7 @@ def _check_outputs(outputs: Sequence[Any], num_labels: int) -> None:
 
 
 def _cells(column: Any) -> list[Any]:
-    """The values of a column as pandas has it: a Series, or of structs a DataFrame."""
+    """Return the values of a pandas column: a Series, or a DataFrame for structs."""
     import pandas
     from pyspark.sql import Row
 
@@ -252,7 +251,7 @@ def _cells(column: Any) -> list[Any]:
 
 
 def _plain(frame: DataFrame, name: str) -> Column:
-    """The column as pandas takes it: vectors as arrays."""
+    """Return the column for pandas: vectors as arrays."""
     from pyspark.ml.functions import vector_to_array
     from pyspark.ml.linalg import VectorUDT
 
@@ -261,7 +260,7 @@ def _plain(frame: DataFrame, name: str) -> Column:
 
 
 def _as_label(found: Column, kind: str, of: str, size: int) -> Column:
-    """A prediction in the label's own type, rounded where that has no fractions; several numbers are a vector."""
+    """Return a prediction in the label's type, rounded for integers; several values become a vector."""
     from pyspark.ml.functions import array_to_vector
     from pyspark.sql import functions as sql
 
@@ -270,7 +269,7 @@ def _as_label(found: Column, kind: str, of: str, size: int) -> Column:
     value = found[0]
     if of in ("double", "float"):
         return value.cast(of)
-    # None for what no whole number or decimal can be. `bround` rounds halves as Python does.
+    # None for values that no integer or decimal can hold. `bround` rounds halves as Python does.
     finite = sql.when(~(sql.isnan(value) | (sql.abs(value) == float("inf"))), value)
     if of == "boolean":
         return sql.bround(finite) != 0

@@ -1,11 +1,11 @@
-"""Training on one rank of an estimator: read the rank's rows, train, keep a checkpoint and a log, report from rank 0.
+"""Training on one rank of an estimator: read the rank's rows, train, write a checkpoint and a log, report.
 
-`train` is the whole of it and gets everything in one `TrainingSpec`. Called through a backend.
+`train` does all of it, configured by one `TrainingSpec`; a backend calls it.
 
-Steps, validation and means are those of `hora.workflow`. The epoch loop is not `fit`'s, because an estimator promises
-other things: the data module's batches have no end and run on from one epoch into the next (so do accumulated
-gradients, which are added, not averaged); the user may bring the step itself; the optimizer's state is broadcast even
-where it is new; batch-norm statistics stay each rank's own; checkpoint, log and history have Horovod's form.
+Steps, validation and averages are those of `hora.workflow`. The epoch loop differs from `fit`'s because an estimator
+has other guarantees. The data module's batches are endless and continue across epochs, as do accumulated gradients,
+which are summed, not averaged. The user may replace the step. The optimizer's state is broadcast even if it is new.
+Each rank keeps its own batch-norm statistics. Checkpoint, log and history have Horovod's format.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """Facts that a rank of any estimator needs, apart from its model.
+    """Configuration of a rank of any estimator, apart from its model.
 
-    `values` are the estimator's parameters. `checkpoint`: what the run goes on from, a state for `TorchEstimator`, the
-    bytes of Lightning's file for its estimator.
+    `values` are the estimator's parameters. `checkpoint` is what the run resumes from: a state for `TorchEstimator`,
+    the bytes of Lightning's file for its estimator.
     """
 
     store: Store
@@ -62,7 +62,7 @@ class RankSpec:
     checkpoint: Any = field(default=None, repr=False)
 
     def join(self) -> None:
-        """Become a rank, as the parameters want it."""
+        """Initialize this process as a rank."""
         if self.values["mp_start_method"] is not None:
             torch.multiprocessing.set_start_method(self.values["mp_start_method"], force=True)
         hvd.init()
@@ -70,14 +70,14 @@ class RankSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSpec(RankSpec):
-    """Everything that a rank has to know."""
+    """Configuration of a rank."""
 
     model_and_optimizer: ModelAndOptimizer
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """Rank 0's report: the trained model with its optimizer, and a dict for each epoch."""
+    """Rank 0's report: the trained model with its optimizer, and a dict per epoch."""
 
     trained: ModelAndOptimizer
     history: list[dict[str, Any]]
@@ -85,7 +85,7 @@ class TrainingResult:
 
 
 def train(spec: TrainingSpec) -> TrainingResult | None:
-    """Train to the end; a result on rank 0, None elsewhere."""
+    """Train to the end; returns a result on rank 0, None elsewhere."""
     values = spec.values
     spec.join()
     if values["random_seed"] is not None:
@@ -114,6 +114,7 @@ def train(spec: TrainingSpec) -> TrainingResult | None:
 @dataclass
 class TrainingPosition:
     """Position in a training: the history of its epochs as JSON, and the finished share of the next one.
+
     In an elastic job the state holds both.
     """
 
@@ -121,7 +122,7 @@ class TrainingPosition:
     done: float = 0.0
 
     def commit(self) -> None:
-        """Ranks may come and go now, in an elastic job."""
+        """Let ranks join or leave, in an elastic job."""
 
 
 def go_on(
@@ -131,10 +132,10 @@ def go_on(
     train: Callable[..., None],
     *arguments: Any,
 ) -> Any:
-    """Train from a place on; returns the last place.
+    """Train from a position on; returns the last position.
 
-    In an elastic job `state` makes a state that holds the place's values too, and `run`, its framework's loop, calls
-    `train` in every new world.
+    In an elastic job `state` creates a state that also holds the position, and `run`, the framework's elastic loop,
+    calls `train` in every new world.
     """
     if not is_elastic():
         train(place, *arguments)
@@ -145,7 +146,7 @@ def go_on(
 
 
 def _train_epochs(place: Any, spec: TrainingSpec, trainer: _Trainer, rates: Sequence[float]) -> None:
-    """Train the epochs that are left, on the ranks that there are now."""
+    """Train the remaining epochs on the current ranks."""
     stepper, values = trainer.stepper, spec.values
     for group, rate in zip(stepper.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate * hvd.size()
@@ -167,7 +168,7 @@ def _train_epochs(place: Any, spec: TrainingSpec, trainer: _Trainer, rates: Sequ
 
 
 class _Trainer:
-    """Passes over minibatches: the user's own step, or the workflow's, every `accumulate` minibatches."""
+    """Runs passes over minibatches with the user's own step or the workflow's, every `accumulate` minibatches."""
 
     def __init__(self, stepper: Stepper, objective: LabelColumns, values: Mapping[str, Any]) -> None:
         self.stepper, self._objective = stepper, objective
@@ -176,7 +177,7 @@ class _Trainer:
         self.tally, self._epoch = Tally(objective.names, stepper.device), -1
 
     def train(self, minibatches: Iterable[Minibatch], place: Any, epoch: int, total: int) -> dict[str, Any]:
-        """The mean loss and metrics of what is left of an epoch of so many minibatches, over those of all ranks."""
+        """Train the rest of an epoch of `total` minibatches; returns the mean loss and metrics over all ranks."""
         stepper, first = self.stepper, round(place.done * total)
         if epoch != self._epoch:
             self.tally.clear()
@@ -199,7 +200,7 @@ class _Trainer:
         return self._objective.entry(self.tally.averages())
 
     def validate(self, minibatches: Iterable[Minibatch]) -> dict[str, Any]:
-        """The same without learning."""
+        """Compute the same without training."""
         stepper = self.stepper
         tally = score_all(stepper.model, minibatches, self._objective, recipe=stepper.recipe, device=stepper.device)
         return self._objective.entry(tally.averages())
@@ -223,7 +224,7 @@ class _Trainer:
 def _distributed(
     values: Mapping[str, Any], model: torch.nn.Module, inner: torch.optim.Optimizer
 ) -> torch.optim.Optimizer:
-    """The optimizer that averages gradients; all ranks begin with rank 0's parameters and state."""
+    """Return the optimizer that averages gradients; all ranks start with rank 0's parameters and state."""
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(inner, root_rank=0)
     return hvd.DistributedOptimizer(
@@ -235,7 +236,7 @@ def _distributed(
 
 
 def rank_device(use_gpu: bool) -> torch.device:
-    """This rank's device. RuntimeError unless all ranks have one of the same kind."""
+    """Return this rank's device. Raises RuntimeError unless all ranks have the same kind."""
     from hora.launch.providers.spark.cluster import assigned_gpus
 
     device = torch.device("cpu")
@@ -252,13 +253,13 @@ def rank_device(use_gpu: bool) -> torch.device:
 
 
 def _resume(spec: TrainingSpec, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The history of the run so far; model and optimizer become those of its checkpoint, if there is one."""
+    """Load the checkpoint, if any, into model and optimizer; returns the history of the run so far."""
     if spec.checkpoint is None:
         return []
     state = spec.checkpoint
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    history = list(state.get("history", ()))  # Horovod's own checkpoints have none
+    history = list(state.get("history", ()))  # Horovod's checkpoints have none
     if spec.values["verbose"] and hvd.rank() == 0:
         print(f"resuming {spec.remote.run_path} after epoch {len(history)}", flush=True)
     return history
@@ -275,7 +276,7 @@ def _losses(spec: TrainingSpec, model: torch.nn.Module, optimizer: torch.optim.O
 
 
 def open_data_module(spec: RankSpec) -> Any:
-    """Return the data module of the parameters, for this rank's rows."""
+    """Return the configured data module for this rank's rows."""
     values = spec.values
     transform = None
     if values["transformation_fn"] is not None:
@@ -313,7 +314,7 @@ def open_data_module(spec: RankSpec) -> Any:
 
 
 def num_steps(spec: RankSpec, data: Any) -> int:
-    """Batches of an epoch, the same number on every rank."""
+    """Return the batches per epoch, the same number on every rank."""
     if spec.values["train_steps_per_epoch"]:
         return int(spec.values["train_steps_per_epoch"])
     if isinstance(data, ParquetDataModule):
@@ -322,14 +323,14 @@ def num_steps(spec: RankSpec, data: Any) -> int:
 
 
 def endless(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield batches again and again."""
+    """Yield the batches repeatedly."""
     while True:
         empty = True
         for batch in batches:
             empty = False
             yield batch
         if empty:
-            raise RuntimeError(f"the data module gave rank {hvd.rank()} no batch to train on")
+            raise RuntimeError(f"the data module has no training batch for rank {hvd.rank()}")
 
 
 def minibatches(spec: RankSpec, batches: Iterable[Any], device: torch.device) -> Iterator[Minibatch]:
@@ -348,7 +349,7 @@ def minibatches(spec: RankSpec, batches: Iterable[Any], device: torch.device) ->
 
 
 class _RunFiles:
-    """Files that rank 0 keeps of a saved run in the store: the checkpoint, and scalars for TensorBoard."""
+    """Files of a saved run that rank 0 writes to the store: the checkpoint, and scalars for TensorBoard."""
 
     def __init__(self, spec: TrainingSpec, optimizer: torch.optim.Optimizer) -> None:
         self._spec, self._optimizer = spec, optimizer
@@ -388,7 +389,7 @@ class _RunFiles:
 
 
 def _unscaled(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state, with the learning rates of one rank."""
+    """Return the optimizer's state with the learning rates of a single rank."""
     state = optimizer.state_dict()
     for group in state["param_groups"]:
         group["lr"] = group["lr"] / hvd.size()

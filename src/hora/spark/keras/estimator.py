@@ -1,7 +1,7 @@
-"""`KerasEstimator`: fit a Keras model on a Spark DataFrame, on several processes. Users import it from
-`horovod.spark.keras`.
+"""`KerasEstimator`: fit a Keras model on a Spark DataFrame, on several processes.
 
-The way from data to a model is that of all estimators (`hora.spark.estimator.base`); the training is in `training`.
+The path from data to a model is that of all estimators (`hora.spark.estimator.base`); `training` trains. Users import
+it from `horovod.spark.keras`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from hora.spark.keras.training import KerasResult, KerasSpec, train
 __all__ = ["KERAS", "KerasEstimator"]
 
 _OWN: dict[str, tuple[Any, str]] = {
-    "custom_objects": (None, "classes and functions by which Keras knows the model's own"),
-    "checkpoint_callback": (None, "a BestModelCheckpoint, which writes into the run's folder"),
+    "custom_objects": (None, "the model's own classes and functions by name"),
+    "checkpoint_callback": (None, "a BestModelCheckpoint that writes to the run's folder"),
     "backend_env": (None, "variables for the ranks' environment"),
-    "tensorflow_dataset_prefetch_buffer_size": (0, "accepted: rows are read ahead by the readers"),
+    "tensorflow_dataset_prefetch_buffer_size": (0, "ignored: the readers prefetch rows"),
 }
 _NOT_KERAS = (
     "input_shapes",
@@ -82,7 +82,7 @@ class KerasEstimator(HorovodEstimator):
 
     def _create_model(self, run_results: Sequence[Any], run_id: str, metadata: dict[str, Any]) -> Any:
         result = run_results[0]
-        assert isinstance(result, KerasResult), "rank 0 gave no result"
+        assert isinstance(result, KerasResult), "rank 0 returned no result"
         known = self.getOrDefault("custom_objects")
         model = unpack_model(keras_of(self.getOrDefault("model")), result.model, known)
         return self.get_model_class()(

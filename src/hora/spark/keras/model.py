@@ -1,6 +1,6 @@
-"""`KerasModel`: a trained Keras model that a DataFrame can be sent through. Users import it from `horovod.spark.keras`.
+"""`KerasModel`: a trained Keras model that predicts on DataFrames. Users import it from `horovod.spark.keras`.
 
-What becomes of predictions is the torch model's; only how they are made is Keras's.
+It extends the torch model and replaces only the prediction itself.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hora.spark.keras.packing import keras_of, pack_model, unpack_model
 __all__ = ["KerasModel"]
 
 _OWN: dict[str, tuple[Any, str]] = {
-    "custom_objects": (None, "classes and functions by which Keras knows the model's own"),
-    "_floatx": (None, "Keras's default float; that of the model's own layers unless given"),
+    "custom_objects": (None, "the model's own classes and functions by name"),
+    "_floatx": (None, "Keras's default float type; that of the model's layers unless given"),
 }
 
 
@@ -64,7 +64,7 @@ class KerasModel(TorchModel):
 
 @dataclass(frozen=True)
 class _Predict:
-    """The predictions of a Keras model."""
+    """Predictions of a Keras model."""
 
     package: str
     model: bytes = field(repr=False)

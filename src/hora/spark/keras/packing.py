@@ -1,7 +1,7 @@
-"""Keras models, optimizers, losses and metrics as what travels to the ranks and back, or is saved.
+"""Serialization of Keras models, optimizers, losses and metrics, for the ranks and for saved files.
 
-Models are Keras's own archives, everything else with a configuration is that. Nothing here imports TensorFlow before a
-model is at hand.
+Models use Keras's archive format; other objects use their configuration. TensorFlow is imported only once there is a
+model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["TFKerasUtil", "keras_of", "pack", "pack_model", "unpack", "unpack_mo
 
 
 def keras_of(model: Any) -> str:
-    """Return the package that a model is of: `keras`, or `tf_keras` for Keras 2. ValueError for anything else."""
+    """Return the package of a model: `keras`, or `tf_keras` for Keras 2. Raises ValueError for anything else."""
     packages = {cls.__module__.split(".")[0] for cls in type(model).__mro__}
     for package in ("tf_keras", "keras"):
         if package in packages:
@@ -26,7 +26,7 @@ def keras_of(model: Any) -> str:
 
 
 def pack_model(model: Any) -> bytes:
-    """Return the model's architecture and weights as bytes, without its optimizer."""
+    """Serialize the model's architecture and weights, without its optimizer."""
     with tempfile.TemporaryDirectory(prefix="hora-keras-") as folder:
         path = Path(folder, "model.keras")
         model.save(path, include_optimizer=False)
@@ -34,7 +34,7 @@ def pack_model(model: Any) -> bytes:
 
 
 def unpack_model(package: str, packed: bytes, custom_objects: Mapping[str, Any] | None = None) -> Any:
-    """Return the model of these bytes, not compiled."""
+    """Return the model, not compiled."""
     keras = importlib.import_module(package)
     with tempfile.TemporaryDirectory(prefix="hora-keras-") as folder:
         path = Path(folder, "model.keras")
@@ -43,7 +43,7 @@ def unpack_model(package: str, packed: bytes, custom_objects: Mapping[str, Any] 
 
 
 def pack(package: str, value: Any) -> Any:
-    """Return an object of Keras as its configuration, in lists and dicts too; names and functions as they are."""
+    """Convert Keras objects to their configuration, also inside lists and dicts; names and functions stay."""
     if isinstance(value, (list, tuple)):
         return [pack(package, one) for one in value]
     if isinstance(value, Mapping):
@@ -66,11 +66,11 @@ def unpack(package: str, value: Any, custom_objects: Mapping[str, Any] | None = 
 
 
 class _Packed(dict[str, Any]):
-    """A configuration that stands for an object."""
+    """A configuration in place of an object."""
 
 
 class TFKerasUtil:
-    """Horovod's name for models of `tf.keras` as text."""
+    """Horovod's interface for `tf.keras` models as text."""
 
     type = "tf_keras"
 
@@ -83,13 +83,13 @@ class TFKerasUtil:
 
     @staticmethod
     def serialize_model(model: Any) -> str:
-        """Return a model as text."""
+        """Serialize a model as text."""
         return f"{keras_of(model)}:{base64.b64encode(pack_model(model)).decode()}"
 
     @staticmethod
     def deserialize_model(text: str, custom_objects: Mapping[str, Any] | None = None) -> Any:
-        """Return the model of a text."""
+        """Deserialize a model from text."""
         package, _, packed = text.partition(":")
         if package not in ("keras", "tf_keras"):
-            raise ValueError(f"this is no model as text: it begins with {text[:20]!r}")
+            raise ValueError(f"this is not a serialized model: it begins with {text[:20]!r}")
         return unpack_model(package, base64.b64decode(packed), custom_objects)

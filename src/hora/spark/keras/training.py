@@ -1,4 +1,4 @@
-"""Per-rank training of a Keras estimator: `model.fit` over the rank's rows, a checkpoint in the store, a report."""
+"""Training on one rank of a Keras estimator: `model.fit` on the rank's rows, a checkpoint in the store, a report."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class KerasSpec(RankSpec):
-    """Everything that a rank has to know. `package`: keras or tf_keras."""
+    """Configuration of a rank. `package`: keras or tf_keras."""
 
     package: str
     model: bytes = field(repr=False)
@@ -47,7 +47,7 @@ class KerasSpec(RankSpec):
 
 @dataclass(frozen=True)
 class KerasResult:
-    """Rank 0's report: the trained model, the history, and how many numbers a row of each output has."""
+    """Rank 0's report: the trained model, the history, and the number of values per row of each output."""
 
     model: bytes = field(repr=False)
     history: dict[str, list[float]]
@@ -55,7 +55,7 @@ class KerasResult:
 
 
 def train(spec: KerasSpec) -> KerasResult | None:
-    """Train to the end; a result on rank 0, None elsewhere."""
+    """Train to the end; returns a result on rank 0, None elsewhere."""
     values = spec.values
     spec.join()
     keras = importlib.import_module(spec.package)
@@ -73,7 +73,7 @@ def train(spec: KerasSpec) -> KerasResult | None:
 
 @dataclass
 class _KerasPosition(TrainingPosition):
-    """`size`: what the learning rate is scaled by."""
+    """`size` scales the learning rate."""
 
     size: int = 1
 
@@ -83,14 +83,14 @@ def _state(model: Any, optimizer: Any, **place: Any) -> Any:
 
 
 def _train_epochs(place: Any, spec: KerasSpec, keras: Any, model: Any) -> None:
-    """Train the epochs that are left, on the ranks that there are now."""
+    """Train the remaining epochs on the current ranks."""
     _scale_rate(model.optimizer, hvd.size() / place.size)
     place.size = hvd.size()
     done, epochs = len(json.loads(place.history).get("loss", ())), spec.values["epochs"]
     with open_data_module(spec) as data, _run_folder(spec) as folder:
         total = num_steps(spec, data)
         first = min(round(place.done * total), total - 1)
-        if first:  # what is left of an epoch
+        if first:  # the rest of an epoch
             _fit(place, spec, keras, model, data, folder, range(done, done + 1), first, total)
             done += 1
         if done < epochs:
@@ -100,17 +100,17 @@ def _train_epochs(place: Any, spec: KerasSpec, keras: Any, model: Any) -> None:
 def _fit(
     place: Any, spec: KerasSpec, keras: Any, model: Any, data: Any, folder: str, epochs: range, first: int, total: int
 ) -> None:
-    """Train these epochs, of which each has `total` batches and the first ones are done."""
+    """Train these epochs of `total` batches each; `first` batches of the first epoch are already done."""
     keeper = type("Keeper", (_Keeper, keras.callbacks.Callback), {})(spec, folder, place, first, total)
     fitted: dict[str, Any] = {}
     if spec.dataset.val_rows:
-        # A generator of a known number of batches for each epoch: those of one pass.
+        # A generator with a known number of batches per epoch: those of one pass.
         passes = len(list(data.val_data()))
         fitted = {"validation_data": _rows(spec, model, _again(data)), "validation_steps": passes}
     model.fit(
         _rows(spec, model, endless(data.train_data())),
         steps_per_epoch=total - first,
-        shuffle=False,  # the data module has done so
+        shuffle=False,  # the data module shuffles
         initial_epoch=epochs.start,
         epochs=epochs.stop,
         verbose=spec.values["verbose"] if hvd.rank() == 0 else 0,
@@ -120,7 +120,7 @@ def _fit(
 
 
 def _compile(spec: KerasSpec, keras: Any, model: Any) -> Any:
-    """Compile with the user's optimizer, wrapped, at the rate scaled by the number of ranks."""
+    """Compile with the user's optimizer, wrapped, at a rate scaled by the number of ranks."""
     values = spec.values
     known = values["custom_objects"]
     inner = keras.optimizers.get(unpack(spec.package, values["optimizer"], known))
@@ -182,7 +182,7 @@ def _one_or_all(arrays: list[Any]) -> Any:
 
 @contextlib.contextmanager
 def _run_folder(spec: KerasSpec) -> Iterator[str]:
-    """Yield rank 0's folder for the run, which goes to the store; empty on the others and if runs are not saved."""
+    """Yield rank 0's folder for the run, which is copied to the store; empty on other ranks and for unsaved runs."""
     if not spec.remote.saving_runs or hvd.rank() != 0:
         yield ""
         return
@@ -191,7 +191,7 @@ def _run_folder(spec: KerasSpec) -> Iterator[str]:
 
 
 class _Keeper:
-    """The last callback: history, after each epoch a checkpoint in the store, and in an elastic job commits."""
+    """The last callback: records history, writes a checkpoint to the store after each epoch, and commits."""
 
     model: Any
 
@@ -202,7 +202,7 @@ class _Keeper:
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         number = self._first + batch + 1
-        if number < self._total:  # after the last one comes the epoch's end, of which a part cannot be made again
+        if number < self._total:  # the epoch's end follows the last batch, and a part of it cannot be repeated
             self._place.done = number / self._total
             self._place.commit()
 
@@ -225,7 +225,7 @@ class _Keeper:
 
 
 def _resume(spec: KerasSpec, model: Any, optimizer: Any) -> dict[str, list[float]]:
-    """Return the history of the run so far; model and optimizer become those of its checkpoint, if there is one."""
+    """Load the checkpoint, if any, into model and optimizer; returns the history of the run so far."""
     if spec.checkpoint is None:
         return {}
     state = load_torch(spec.checkpoint).plain()

@@ -1,1 +1,1 @@
-"""`horovod.spark.lightning`: an estimator for LightningModules, and the strategy for Lightning's own Trainer."""
+"""`horovod.spark.lightning`: an estimator for LightningModules, and a strategy for Lightning's Trainer."""

@@ -1,8 +1,7 @@
-"""The rows of a rank as a LightningDataModule: `ParquetLightningData`, under Horovod's name `PetastormDataModule`.
+"""A LightningDataModule for a rank's rows: `ParquetLightningData`, under Horovod's name `PetastormDataModule`.
 
-Reading and sharding are `hora.data.shard`'s: every row once an epoch, on one rank, and all ranks take the same number
-of steps. A transformation is of single rows here, as it is for Lightning in Horovod; the torch estimator's is of
-DataFrames.
+`hora.data.shard` reads and shards: every row once per epoch, on one rank, and the same number of steps on all ranks. As
+in Horovod, a Lightning transformation works on single rows; the torch estimator's works on DataFrames.
 """
 
 from __future__ import annotations
@@ -50,19 +49,19 @@ class RowTransformation:
             array = array.astype(dtype)
             array = array if shape is None or shape == () else array.reshape(len(array), *shape)
         if array.dtype.kind not in "biuf":
-            raise TypeError(f"column {name!r} holds {array.dtype}, which no tensor can hold; change or remove it")
+            raise TypeError(f"column {name!r} holds {array.dtype}, which a tensor cannot hold; change or remove it")
         return array
 
 
 @functools.cache
 def parquet_data_module(package: Package) -> type[Any]:
-    """The class of the data module for this package."""
+    """Return the data module class for this package."""
     base = package.module.LightningDataModule
     return type("PetastormDataModule", (_ParquetData, base), {"__module__": __name__, "__doc__": _ParquetData.__doc__})
 
 
 class _Batches:
-    """An epoch's batches, as a loader: `steps` of them, then the next iteration goes on where this one stopped."""
+    """Loader of an epoch's batches: `steps` of them; the next iteration continues where this one stopped."""
 
     def __init__(self, source: Callable[[], Iterator[Rows]], steps: int, *, fresh: bool) -> None:
         self._source, self._steps, self._fresh = source, steps, fresh
@@ -79,7 +78,7 @@ class _Batches:
 
 
 class _ParquetData:
-    """A rank's rows of the store's data. The keywords are Horovod's; others are passed over."""
+    """A rank's rows of the store's data. The keywords are Horovod's; others are ignored."""
 
     def __init__(
         self,
@@ -140,7 +139,7 @@ class _ParquetData:
 
     def val_dataloader(self) -> Any:
         self.setup("fit")
-        return self.val_dl if self._given["has_val"] else []  # Lightning 2 refuses None
+        return self.val_dl if self._given["has_val"] else []  # Lightning 2 rejects None
 
     def _shard(self, path: str) -> DatasetShard:
         import fsspec
@@ -161,7 +160,7 @@ class _ParquetData:
         )
 
     def _loader(self, shard: DatasetShard, batch_size: int, steps: int | None, *, validation: bool = False) -> _Batches:
-        """`steps` full batches, or every row once in as many steps as all ranks need."""
+        """Return `steps` full batches, or every row once in as many steps as all ranks need."""
         given = self._given
         rng = np.random.default_rng(given["seed"]) if given["shuffle"] and not validation else None
 

@@ -1,8 +1,9 @@
-"""Elastic training with Lightning: a Trainer's fit loop that goes on by the step when ranks are lost or join.
+"""Elastic training with Lightning: a fit loop that survives the loss and arrival of ranks, step by step.
 
 Everything around the loop happens once: the Trainer, its setup hooks and its optimizers stay. In every new world the
-loop runs again, `on_train_start` included, with models and optimizers in place (`hvd.elastic.TorchState`), the rates of
-the new number of ranks, loaders that are asked for anew, and as many batches as the interrupted epoch has left.
+loop runs again, including `on_train_start`. Models and optimizers stay in place (`hvd.elastic.TorchState`), learning
+rates follow the number of ranks, loaders are created anew, and the interrupted epoch continues with its remaining
+batches.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ __all__ = ["make_elastic"]
 
 
 def make_elastic(trainer: Any, new_data: Callable[[], Any] | None) -> None:
-    """Have the Trainer's `fit` go on when the world changes.
+    """Make the Trainer's `fit` continue when the world changes.
 
-    `new_data`: makes the data module for the rank and the size that this process has then; None where the module or the
-    data module itself looks at them in `train_dataloader()`, or Lightning's own sampler does.
+    `new_data` creates the data module for this process's current rank and size. None if the module or data module reads
+    them in `train_dataloader()`, or Lightning's own sampler does.
     """
     if (LoopPosition, _LoopPositionHandler) not in get_handler_registry():
         get_handler_registry().append((LoopPosition, _LoopPositionHandler))
@@ -34,37 +35,37 @@ def make_elastic(trainer: Any, new_data: Callable[[], Any] | None) -> None:
 
 
 class LoopPosition:
-    """A Trainer's place in its training, of which newcomers take over all and a failed step is taken back.
+    """A Trainer's position in its training. Newcomers copy all of it, and a failed step is rolled back.
 
-    Batches are counted by Lightning's own loops, from the beginning or the middle of an epoch: `first` of `total` had
-    been done when it was entered.
+    Lightning's loops count batches from the start or the middle of an epoch: `first` of `total` were done when it was
+    entered.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.began = False
-        self.epoch = 0  # as many are done, with all that belongs to their ends
+        self.epoch = 0  # number of epochs done, including everything at their ends
         self.first = self.total = 0
-        self.size = hvd.size()  # what the learning rates are scaled by
+        self.size = hvd.size()  # the factor of the learning rates
         self._modes = [(module, module.training) for module in trainer.lightning_module.modules()]
 
     @property
     def done(self) -> float:
-        """Return the share of the epoch's batches that are done."""
+        """Return the finished share of the epoch's batches."""
         batches = self.trainer.fit_loop.epoch_loop.batch_progress.current
         return (self.first + batches.processed) / self.total if self.total else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a step changes."""
+        """Return the values that a step changes."""
         strategy = self.trainer.strategy
         found = {name: getattr(self, name) for name in ("began", "epoch", "first", "total", "size")}
         found["rates"] = [
             {name: group[name] for name in ("lr", "initial_lr") if name in group} for group in _groups(strategy)
         ]
         found["schedulers"] = [config.scheduler.state_dict() for config in strategy.lr_scheduler_configs]
-        if self.began:  # before, all ranks have what they began with, perhaps from the same checkpoint
+        if self.began:  # before that, all ranks have the same initial values, perhaps from a checkpoint
             found["loops"] = self.trainer.fit_loop.state_dict()
-            del found["loops"]["state_dict"]  # of loaders, which are asked for anew
+            del found["loops"]["state_dict"]  # of loaders, which are created anew
         return found
 
     def load_state_dict(self, found: dict[str, Any]) -> None:
@@ -85,7 +86,7 @@ class LoopPosition:
             trainer._logger_connector._callback_metrics.update(found["metrics"])
 
     def beyond_steps(self) -> dict[str, Any]:
-        """Return what no step changes and newcomers need."""
+        """Return the values that steps do not change and newcomers need."""
         trainer = self.trainer
         return {
             "callbacks": {callback.state_key: callback.state_dict() for callback in trainer.callbacks},
@@ -94,7 +95,7 @@ class LoopPosition:
         }
 
     def settle(self) -> None:
-        """Make the Trainer as it is between two batches, in a world that it may be new to."""
+        """Bring the Trainer to its state between two batches, possibly in a new world."""
         trainer, loop = self.trainer, self.trainer.fit_loop
         for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop, *_inner_loops(loop.epoch_loop)):
             part._restarting = part._loaded_from_state_dict = part._resuming_from_checkpoint = False
@@ -104,7 +105,7 @@ class LoopPosition:
             tracker.ready = tracker.started = tracker.completed = tracker.processed
         for module, training in self._modes:
             module.training = training
-        # An epoch's means are those of its batches since the last change: then all ranks have the same ones to reduce.
+        # Reset an epoch's means to the batches since the last change, so that all ranks reduce the same ones.
         trainer.validating = True
         trainer._logger_connector.reset_results()
         trainer.training = True
@@ -116,7 +117,7 @@ class LoopPosition:
 
 
 class _LoopPositionHandler(SnapshotHandler):
-    """Of a `LoopPosition`: a step copies little of it, and others take over more."""
+    """Handler of a `LoopPosition`: a step copies a small part of it, newcomers copy more."""
 
     @property
     def committed(self) -> Any:
@@ -136,7 +137,7 @@ def _inner_loops(epoch_loop: Any) -> list[Any]:
 
 
 class _ElasticFit:
-    """Mixed in before Lightning's fit loop."""
+    """Mixin before Lightning's fit loop."""
 
     trainer: Any
     epoch_loop: Any
@@ -152,7 +153,7 @@ class _ElasticFit:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             more["scaler"] = scaler
-        # With several optimizers a step is not an iteration: a failure then goes back to the commit after the last one.
+        # With several optimizers a step is not an iteration: a failure then rolls back to the last commit.
         by_step = len(trainer.strategy.optimizers) == 1
         self.state: Any = TorchState(model=trainer.lightning_module, per_step=by_step, place=self.place, **more)
         run(self._run_in_world)(self.state)
@@ -168,7 +169,7 @@ class _ElasticFit:
         super().run()  # type: ignore[misc]
 
     def _renew_data(self) -> None:
-        """Ask for the loaders of this world; the first epoch ends when what was left of it is done."""
+        """Create the loaders of this world; the first epoch ends once its remaining batches are done."""
         trainer = self.trainer
         if self.new_data is not None:
             trainer.datamodule.teardown("fit")
@@ -177,7 +178,7 @@ class _ElasticFit:
         self.epoch_loop.val_loop._combined_loader = None
         self._set_up_data()
         if self.max_batches == float("inf"):
-            return  # nobody knows how much is left: the epoch begins again
+            return  # the remaining number is unknown: the epoch starts again
         total, done = int(self.max_batches), self.place.done
         self.first = total if done == 1.0 else min(round(done * total), total - 1)
         if 0 < self.first < total:
@@ -191,7 +192,7 @@ class _ElasticFit:
         super().setup_data()  # type: ignore[misc]
 
     def advance(self) -> None:
-        """An epoch, or what is left of it: perhaps only the validation after its last batch."""
+        """Run an epoch or the rest of it, possibly only the validation after its last batch."""
         if self.place.done < 1.0:
             super().advance()  # type: ignore[misc]
         elif self.epoch_loop._should_check_val_epoch():
@@ -204,12 +205,12 @@ class _ElasticFit:
         place = self.place
         place.epoch, place.first, place.total = self.epoch_progress.current.processed, 0, 0
         if self.first:
-            self.first, self._combined_loader = 0, None  # the next epoch is whole
+            self.first, self._combined_loader = 0, None  # the next epoch is complete
         self.state.commit()
 
 
 class _ElasticEpoch:
-    """Mixed in before Lightning's loop over the batches of an epoch."""
+    """Mixin before Lightning's loop over the batches of an epoch."""
 
     trainer: Any
     batch_progress: Any
@@ -222,6 +223,6 @@ class _ElasticEpoch:
 
     def advance(self, data_fetcher: Any) -> None:
         super().advance(data_fetcher)  # type: ignore[misc]
-        # After the last batch the epoch's end follows, which ranks that join then could have no part in.
+        # The epoch's end follows the last batch, and ranks that join then could not take part in it.
         if not self.batch_progress.is_last_batch and not self._should_accumulate():  # type: ignore[attr-defined]
             self.trainer.fit_loop.state.commit()

@@ -1,6 +1,6 @@
 """`TorchEstimator` for LightningModules. Users import it from `horovod.spark.lightning`.
 
-The way from data to a model is that of all estimators (`hora.spark.estimator.base`); the training is in `training`.
+The path from data to a model is that of all estimators (`hora.spark.estimator.base`); `training` trains.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ _HYPERPARAMETERS = (
     "datamodule_hyper_parameters",
 )  # their keys in Lightning's checkpoints
 _OWN: dict[str, tuple[Any, str]] = {
-    "trainer_args": (None, "arguments of Trainer; they win over the estimator's"),
-    "num_gpus": (None, "GPUs of a process: 1 where there are any unless given, 0 for none"),
+    "trainer_args": (None, "arguments of Trainer; they override the estimator's"),
+    "num_gpus": (None, "GPUs per process; by default 1 if there are any; 0 for none"),
     "logger": (None, "a Lightning logger; TensorBoard in the run's logs unless given"),
     "log_every_n_steps": (50, "steps between two entries of the logger"),
-    "loader_num_epochs": (None, "passes of the reader; endless unless given"),
+    "loader_num_epochs": (None, "passes of the reader; unlimited unless given"),
     "terminate_on_nan": (False, "stop when the loss is not finite"),
     "profiler": (None, "a Lightning profiler, or its name"),
-    "debug_data_loader": (False, "accepted: readers have nothing to print"),
+    "debug_data_loader": (False, "ignored: readers print nothing"),
     "train_async_data_loader_queue_size": (None, "for data modules that have such a queue"),
     "val_async_data_loader_queue_size": (None, "for data modules that have such a queue"),
 }
-# Accumulation is Lightning's own (`trainer_args={"accumulate_grad_batches": 4}`).
+# Lightning accumulates gradients itself (`trainer_args={"accumulate_grad_batches": 4}`).
 LIGHTNING: dict[str, tuple[Any, str]] = {
     name: entry for name, entry in (ESTIMATOR | _OWN).items() if name != "backward_passes_per_step"
 }
 
 
 class TorchModel(_TorchModel):
-    """A trained model. `getHistory()` is what was logged at the end; `getEpochs()` has a dict for each epoch."""
+    """A trained model. `getHistory()` is what was logged at the end; `getEpochs()` has a dict per epoch."""
 
     def getEpochs(self) -> list[dict[str, Any]]:  # noqa: N802 - as its kin
         return list((self.getOrDefault("_metadata") or {}).get("epochs", ()))
@@ -89,7 +89,7 @@ class TorchEstimator(HorovodEstimator):
                 warnings.warn("loss_weights is deprecated: weigh in the loss", DeprecationWarning, stacklevel=3)
         for name in ("optimizer", "loss", "loss_constructors", "loss_weights") if package else ():
             if values[name]:
-                raise ValueError(f"{name} cannot be given with a LightningModule, which has its own")
+                raise ValueError(f"{name} cannot be used with a LightningModule, which has its own")
         for name in ("train_async_data_loader_queue_size", "val_async_data_loader_queue_size"):
             if values[name] is not None and (
                 isinstance(values[name], bool) or not isinstance(values[name], int | float)
@@ -121,9 +121,9 @@ class TorchEstimator(HorovodEstimator):
         return train, spec
 
     def _load_checkpoint(self, run_id: str) -> bytes | None:
-        """Return Lightning's checkpoint of the run, written anew from its data: the ranks unpickle none of the store's.
+        """Return the run's Lightning checkpoint, rewritten from its data: ranks unpickle nothing from the store.
 
-        Hyperparameters are for `load_from_checkpoint` and need not be data: a resumed run leaves them out.
+        Hyperparameters are for `load_from_checkpoint` and may contain code: a resumed run omits them.
         """
         found = self._read_checkpoint(run_id)
         if found is None or trusts_files():
@@ -152,10 +152,10 @@ class TorchEstimator(HorovodEstimator):
 
     def _create_model(self, run_results: Sequence[Any], run_id: str, metadata: dict[str, Any]) -> Any:
         result = run_results[0]
-        assert isinstance(result, LightningResult), "rank 0 gave no result"
+        assert isinstance(result, LightningResult), "rank 0 returned no result"
         given = self.getOrDefault("model")
         plain = package_of(given) is None
-        model: torch.nn.Module = unpack_model(pack_model(given))  # the user's own stays as it was
+        model: torch.nn.Module = unpack_model(pack_model(given))  # the user's module stays unchanged
         state = {name.removeprefix("_model."): value for name, value in result.state.items()} if plain else result.state
         model.load_state_dict(state)
         optimizer = self.getOrDefault("optimizer")

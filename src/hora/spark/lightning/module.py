@@ -1,7 +1,7 @@
-"""LightningModules: one made around a plain module, and old ones made acceptable to today's Lightning.
+"""LightningModules: a wrapper for a plain module, and support for old modules on today's Lightning.
 
-`to_lightning_module` gives a plain `torch.nn.Module` the steps that an estimator's losses and columns ask for. `modern`
-lets modules with hooks that Lightning has removed (`training_epoch_end` and its kin) train again.
+`to_lightning_module` adds steps for an estimator's losses and columns to a plain `torch.nn.Module`. `modern` lets
+modules with removed hooks (such as `training_epoch_end`) train again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hora.spark.lightning.package import Package, default_package
 
 __all__ = ["modern", "old_hooks", "to_lightning_module"]
 
-# The hook that Lightning removed, the step whose outputs it gets, and the hook from which it is called now.
+# The removed hook, the step whose outputs it gets, and the hook that calls it now.
 _REMOVED = (
     ("training_epoch_end", "training_step", "on_train_epoch_end"),
     ("validation_epoch_end", "validation_step", "on_validation_epoch_end"),
@@ -40,7 +40,7 @@ def to_lightning_module(
     validation: Any,
     package: Package | None = None,
 ) -> Any:
-    """A LightningModule around a plain module: inputs by keyword, named as the feature columns."""
+    """Wrap a plain module as a LightningModule: inputs by keyword, named like the feature columns."""
     losses = list(loss_fns) if isinstance(loss_fns, list | tuple) else [loss_fns]
     if len(losses) == 1:
         losses *= len(label_cols)
@@ -61,7 +61,7 @@ def _classes(package: Package) -> dict[str, type[Any]]:
 
 
 class _Training:
-    """Methods that a plain module lacks. The attributes are set by `to_lightning_module`."""
+    """Methods that a plain module lacks. `to_lightning_module` sets the attributes."""
 
     _model: Any
     _optimizer: Any
@@ -74,7 +74,7 @@ class _Training:
         return self._model(*args, **kwargs)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The given optimizer's class and state, its groups kept, on this module's parameters."""
+        """Return the given optimizer's class and state, with its groups, on this module's parameters."""
         from hora.spark.estimator.packing import ModelAndOptimizer
 
         given = ModelAndOptimizer.of(self._model, self._optimizer)
@@ -97,7 +97,7 @@ class _Training:
         return self._calculate_loss(outputs, wanted, None if weight is None else batch[weight].float())
 
     def _transform_outputs(self, outputs: Any, labels: Sequence[torch.Tensor]) -> tuple[list[Any], list[Any]]:
-        """Outputs as a list; labels in their shape where they have as many elements, as numbers of their type."""
+        """Return outputs as a list; labels reshaped like them if they have as many elements, and cast to their type."""
         found = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
         fitted = []
         for output, label in zip(found, labels, strict=True):
@@ -113,7 +113,7 @@ class _Training:
 
 
 class _Validation(_Training):
-    """The same with validation: `val_loss` is the mean over all ranks, for `EarlyStopping` and the like."""
+    """The same with validation: `val_loss` is the mean over all ranks, for `EarlyStopping` and similar callbacks."""
 
     def validation_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> dict[str, torch.Tensor]:
         loss = self._step(batch)
@@ -126,12 +126,12 @@ def _rows(batch: Mapping[str, torch.Tensor]) -> int:
 
 
 def modern(module: Any) -> Any:
-    """The same module; hooks that Lightning has removed are called from those that took their place, with a warning."""
+    """Return the same module; hooks that replace removed ones call them, with a warning."""
     for old, step, new in _REMOVED:
         hook = getattr(module, old, None)
         if callable(hook):
             warnings.warn(
-                f"{type(module).__name__}.{old} was removed in Lightning 2.0; it is called from {new} here, with the "
+                f"{type(module).__name__}.{old} was removed in Lightning 2.0; {new} calls it here with the "
                 f"outputs of {step}. Move it there.",
                 DeprecationWarning,
                 stacklevel=2,
@@ -141,13 +141,13 @@ def modern(module: Any) -> Any:
 
 
 def old_hooks(package: Package, callbacks: Sequence[Any]) -> list[Any]:
-    """A callback, if it is needed, that calls the hooks of `callbacks` which Lightning has removed, with a warning."""
+    """Return a callback, if needed, that calls the removed hooks of `callbacks`, with a warning."""
     old = [one for one in callbacks if any(callable(getattr(one, name, None)) for name in _CALLBACK_HOOKS)]
     if not old:
         return []
     warnings.warn(
-        f"callbacks with hooks that Lightning has removed ({', '.join(_CALLBACK_HOOKS)}): they are called from those "
-        "that took their place. Move them there.",
+        f"callbacks with hooks that Lightning has removed ({', '.join(_CALLBACK_HOOKS)}): the hooks that replaced "
+        "them call them. Move them there.",
         DeprecationWarning,
         stacklevel=2,
     )
@@ -157,7 +157,7 @@ def old_hooks(package: Package, callbacks: Sequence[Any]) -> list[Any]:
 
 
 class _OldHooks:
-    """Calls what Lightning no longer calls."""
+    """Calls hooks that Lightning no longer calls."""
 
     callbacks: list[Any]
 
@@ -179,7 +179,7 @@ class _OldHooks:
 
 def _bridge(module: Any, old: str, step: str, new: str) -> None:
     kind = type(module)
-    outputs: dict[int, list[Any]] = {}  # of each data loader
+    outputs: dict[int, list[Any]] = {}  # per data loader
 
     def remembering(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = getattr(kind, step)(self, *args, **kwargs)
@@ -189,13 +189,13 @@ def _bridge(module: Any, old: str, step: str, new: str) -> None:
         return output
 
     def at_the_end(self: Any) -> None:
-        """As Lightning 1: a list of outputs without those that are None, or a list of lists for several loaders."""
+        """Call the old hook as Lightning 1 did: with a list of outputs other than None, or a list per loader."""
         lists = list(outputs.values())
         getattr(kind, old)(self, lists if len(lists) > 1 else lists[0] if lists else [])
         outputs.clear()
         getattr(kind, new)(self)
 
-    # Lightning refuses modules whose class has the old name: a class between this object and its own hides it.
+    # Lightning rejects modules whose class has the old name: a class in between hides it.
     module.__class__ = type(kind.__name__, (kind,), {old: None, step: remembering, new: at_the_end})
 
 

@@ -1,7 +1,7 @@
-"""Lightning's two packages: it is called `lightning` or `pytorch_lightning`, and each has classes of its own.
+"""Lightning's two packages, `lightning` and `pytorch_lightning`, each with its own classes.
 
-Everything here that subclasses one of Lightning's classes is therefore made by a function of the package, `Package`,
-once for each of them. Nothing is imported before it is needed.
+Every subclass of a Lightning class is therefore created by a function, once per `Package`. Nothing is imported before
+it is needed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from hora.version import require
 
 __all__ = ["MIN_PL_VERSION", "Package", "default_package", "package_of"]
 
-MIN_PL_VERSION = "1.3.8"  # Horovod's oldest; ours is tried with 2.x
+MIN_PL_VERSION = "1.3.8"  # Horovod's oldest; Hora is tested with 2.x
 _NAMES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
 
 @dataclass(frozen=True)
 class Package:
-    """One of the two. `module`: what users write `pl` for."""
+    """One of the two packages. `module` is what users import as `pl`."""
 
     name: str
 
@@ -31,11 +31,11 @@ class Package:
         return importlib.import_module(_NAMES[self.name])
 
     def part(self, path: str) -> Any:
-        """A submodule, such as `strategies.parallel`."""
+        """Return a submodule, such as `strategies.parallel`."""
         return importlib.import_module(f"{_NAMES[self.name]}.{path}")
 
     def check_version(self) -> None:
-        """Raise ImportError if it is too old."""
+        """Raise ImportError if the package is too old."""
         require("lightning", str(self.module.__version__))
 
 
@@ -50,12 +50,12 @@ def _installed() -> tuple[Package, ...]:
 
 
 def default_package() -> Package:
-    """`lightning` if it is installed, else `pytorch_lightning`; ImportError without any."""
+    """Return `lightning` if it is installed, else `pytorch_lightning`; raises ImportError without either."""
     return _installed()[0]
 
 
 def package_of(model: object) -> Package | None:
-    """Return the package whose LightningModule this is, if it is one."""
+    """Return the package of a LightningModule; None for other modules."""
     for package in _installed():
         if isinstance(model, package.module.LightningModule):
             return package

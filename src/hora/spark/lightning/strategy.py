@@ -1,8 +1,8 @@
-"""The Horovod strategy: how a Lightning `Trainer` uses the ranks of a job, its own launcher left out.
+"""The Horovod strategy: makes a Lightning `Trainer` use the ranks of a job, without Lightning's launcher.
 
-One process and one device a rank; gradients are averaged by `hvd.DistributedOptimizer` as backward goes on, and waited
-for before Lightning clips or steps. Works wherever `hvd.init()` does: `Trainer(strategy=HorovodStrategy())`, or by its
-name, `Trainer(strategy="horovod")`, once it was imported.
+Each rank is one process with one device. `hvd.DistributedOptimizer` averages gradients while backward runs, and the
+strategy waits for them before Lightning clips or steps. Works wherever `hvd.init()` does:
+`Trainer(strategy=HorovodStrategy())`, or `Trainer(strategy="horovod")` once it is imported.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ __all__ = ["horovod_strategy"]
 
 _MEANS = (None, "mean", "avg", "average")
 _OPS: dict[str, int] = {"sum": hvd.Sum, "max": hvd.Max, "min": hvd.Min}
-_ANY_NUMBER = 2**31  # of backward passes between two steps, where a schedule decides
+_ANY_NUMBER = 2**31  # of backward passes between two steps, if a schedule decides
 
 
 @functools.cache
 def horovod_strategy(package: Package) -> type[Any]:
-    """The class of the strategy for this package, registered there as "horovod"."""
+    """Return the strategy class for this package, registered there as "horovod"."""
     parallel = package.part("strategies.parallel").ParallelStrategy
     strategy = type("HorovodStrategy", (_Horovod, parallel), {"__module__": __name__, "__doc__": _Horovod.__doc__})
     registry = package.part("strategies").StrategyRegistry
     if "horovod" not in registry.available_strategies():
-        registry.register("horovod", strategy, description="Horovod's ranks, by Hora")
+        registry.register("horovod", strategy, description="Horovod's ranks (Hora)")
     return strategy
 
 
 class _Horovod:
     """Trains on the ranks of `hvd`: multiplies the learning rate by their number, broadcasts rank 0's parameters.
 
-    In an elastic job `fit` goes on by the step when ranks are lost or join; `new_data`: see `make_elastic`.
+    In an elastic job `fit` survives the loss and arrival of ranks; for `new_data` see `make_elastic`.
     """
 
-    # What Lightning's own class gives: this one is mixed in before it.
+    # Attributes of Lightning's class, before which this one is mixed in.
     lightning_module: Any
     optimizers: list[torch.optim.Optimizer]
     lr_scheduler_configs: list[Any]
     parallel_devices: list[torch.device] | None
     model: Any
     strategy_name = "horovod"
-    is_distributed = True  # Lightning gives every rank its own part of the data by default
+    is_distributed = True  # by default Lightning shards the data over the ranks
 
     def __init__(self, *args: Any, new_data: Callable[[], Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -60,7 +60,7 @@ class _Horovod:
         self.take_rank()
 
     def take_rank(self) -> None:
-        """Have Lightning print and write on rank 0 alone."""
+        """Make Lightning print and write only on rank 0."""
         from lightning_utilities.core import rank_zero
 
         vars(rank_zero.rank_zero_only)["rank"] = hvd.rank()
@@ -89,7 +89,7 @@ class _Horovod:
 
     @property
     def root_device(self) -> torch.device:
-        """The one device, or that of the local rank."""
+        """Return the only device, or that of the local rank."""
         devices = self.parallel_devices or [torch.device("cpu")]
         return devices[self.local_rank if self.local_rank < len(devices) else 0]
 
@@ -103,7 +103,9 @@ class _Horovod:
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Lightning's own, then every learning rate times the number of ranks, rank 0's state, averaged gradients."""
+        """Set up Lightning's optimizers, scale learning rates by the number of ranks, broadcast rank 0's state, and
+        wrap.
+        """
         super().setup_optimizers(trainer)  # type: ignore[misc]
         self.scale_rates(hvd.size())
         hvd.broadcast_parameters(self.lightning_module.state_dict(), root_rank=0)
@@ -114,7 +116,7 @@ class _Horovod:
             make_elastic(trainer, self._new_data)
 
     def scale_rates(self, factor: float) -> None:
-        """Multiply every learning rate, and what schedulers begin with."""
+        """Multiply every learning rate, including the initial rates of schedulers."""
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             for name in ("lr", "initial_lr"):
                 if name in group:
@@ -124,7 +126,7 @@ class _Horovod:
                 config.scheduler.base_lrs = [rate * factor for rate in config.scheduler.base_lrs]
 
     def _wrap(self, trainer: Any) -> None:
-        """Make every optimizer a distributed one, with only its own parameters; its schedulers go on with it."""
+        """Wrap every optimizer in a distributed one with only its own parameters, and update its schedulers."""
         scheduled = any(hasattr(callback, "going_to_accumulate_grad_batches") for callback in trainer.callbacks)
         passes = _ANY_NUMBER if scheduled else max(1, int(trainer.accumulate_grad_batches))
         if not self.lightning_module.automatic_optimization:
@@ -139,14 +141,14 @@ class _Horovod:
             self.optimizers[number] = wrapped
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Wait for the averages before Lightning looks at the gradients, unless more are to be added first."""
+        """Wait for the averages before Lightning reads the gradients, unless gradients are still being accumulated."""
         for optimizer in self.optimizers:
             if not self._accumulating and optimizer._backward_seen_since_step():  # type: ignore[attr-defined]
                 optimizer.synchronize()  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Backward passes inside only add to the gradients."""
+        """Only accumulate gradients in backward passes inside this context."""
         self._accumulating = True
         try:
             yield
@@ -156,33 +158,33 @@ class _Horovod:
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Lightning's, whose closure runs backward and so has synchronised already."""
+        """Step without synchronizing: Lightning's closure runs backward and has synchronized already."""
         bare: Any = getattr(optimizer, "_optimizer", optimizer)
         with bare.skip_synchronize():
             return super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
 
     def teardown(self) -> None:
-        """Wait for the others; the ranks stay up, for whoever started them."""
-        if not is_elastic():  # there they have ended the training together, and may leave one by one
+        """Wait for the others; the ranks keep running."""
+        if not is_elastic():  # elastic ranks end the training together and may then exit one by one
             self.barrier()
         self.cluster_environment = None
         for kind in type(self).__mro__:
             if kind.__name__ == "Strategy":
-                kind.teardown(self)  # type: ignore[attr-defined]  # the parallel one's clears other variables
+                kind.teardown(self)  # type: ignore[attr-defined]  # the parallel strategy's clears other variables
                 return
 
     # ---- collectives -------------------------------------------------------------------------------------------------
 
     @property
     def _single_process(self) -> bool:
-        """True where there is nobody to wait for: a rank that has raised tidies up while the others still train."""
+        """True if there is no rank to wait for: a rank that has raised cleans up while the others still train."""
         trainer = getattr(self.lightning_module, "_trainer", None)
         return hvd.size() == 1 or (trainer is not None and bool(trainer.interrupted))
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The mean of all ranks' (`mean`, `avg`, None), or `sum`, `max`, `min`."""
+        """Reduce over all ranks: `mean` (or `avg`, None), `sum`, `max` or `min`."""
         if group is not None:
-            raise ValueError("a process group cannot be given to the Horovod strategy: hvd's process sets are others")
+            raise ValueError("the Horovod strategy does not support process groups: hvd uses process sets")
         name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
         if name is not None and not isinstance(name, str):  # torch.distributed.ReduceOp
             name = str(name).rpartition(".")[2].lower()
@@ -195,9 +197,9 @@ class _Horovod:
         return values if self._single_process else hvd.allreduce(values, op=op)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """All ranks' tensors, in a new first dimension; the tensor itself where there is one rank."""
+        """Return all ranks' tensors along a new first dimension; with one rank, the tensor itself."""
         if group is not None:
-            raise ValueError("a process group cannot be given to the Horovod strategy: hvd's process sets are others")
+            raise ValueError("the Horovod strategy does not support process groups: hvd uses process sets")
         if self._single_process:
             return tensor
         with contextlib.nullcontext() if sync_grads else torch.no_grad():

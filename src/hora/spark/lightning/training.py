@@ -1,4 +1,4 @@
-"""Per-rank training of a Lightning estimator (`train`): a `Trainer` over the rank's rows, checkpoints, a report."""
+"""Training on one rank of a Lightning estimator (`train`): a `Trainer` on the rank's rows, checkpoints, a report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hora.spark.lightning.strategy import horovod_strategy
 
 __all__ = ["LightningResult", "LightningSpec", "train"]
 
-# Arguments of `Trainer` before Lightning 2, and their successors; {}: none.
+# Arguments of `Trainer` before Lightning 2 and their successors; {} for none.
 _RENAMED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "gpus": lambda value: {},
     "num_processes": lambda value: {},
@@ -42,12 +42,12 @@ _RENAMED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "process_position": lambda value: {},
 }
 
-_STRATEGY = ("accelerator", "strategy", "distributed_backend")  # where "horovod" was named over the years
+_STRATEGY = ("accelerator", "strategy", "distributed_backend")  # arguments that have named "horovod" over the years
 
 
 @dataclass(frozen=True, kw_only=True)
 class LightningSpec(RankSpec):
-    """Everything that a rank has to know."""
+    """Configuration of a rank."""
 
     package: Package
     module: bytes = field(repr=False)
@@ -55,7 +55,7 @@ class LightningSpec(RankSpec):
 
 @dataclass(frozen=True)
 class LightningResult:
-    """Rank 0's report: the module's state, what was logged at the end, and a dict for each epoch."""
+    """Rank 0's report: the module's state, what was logged at the end, and a dict per epoch."""
 
     state: dict[str, torch.Tensor]
     logged_metrics: dict[str, Any]
@@ -63,7 +63,7 @@ class LightningResult:
 
 
 def train(spec: LightningSpec) -> LightningResult | None:
-    """Train to the end; a result on rank 0, None elsewhere."""
+    """Train to the end; returns a result on rank 0, None elsewhere."""
     values, package = spec.values, spec.package
     spec.join()
     if values["random_seed"] is not None:
@@ -87,10 +87,10 @@ def train(spec: LightningSpec) -> LightningResult | None:
 def _trainer(spec: LightningSpec, folder: str, device: torch.device, keeper: Any) -> Any:
     values, package = spec.values, spec.package
     users = list(values["callbacks"] or ())
-    callbacks = [*users, *old_hooks(package, users), keeper]  # the estimator's own list stays as it is
+    callbacks = [*users, *old_hooks(package, users), keeper]  # a copy: the estimator's list stays unchanged
     keeper.users_checkpoint = _take_over(package, callbacks, spec, folder)
     kinds = package.part("callbacks")
-    # A bar of the user's is quiet on other ranks by itself.
+    # A progress bar of the user is quiet on other ranks by itself.
     own_bar = any(isinstance(callback, kinds.ProgressBar) for callback in callbacks)
     own = translated(package, values["trainer_args"] or {})
     callbacks += own.pop("callbacks", None) or []
@@ -102,13 +102,13 @@ def _trainer(spec: LightningSpec, folder: str, device: torch.device, keeper: Any
         "devices": 1 if device.type == "cpu" else [device.index or 0],
         "max_epochs": values["epochs"],
         "callbacks": callbacks,
-        "logger": _logger(spec, folder),  # on every rank, for callbacks that want one: it writes on rank 0 alone
+        "logger": _logger(spec, folder),  # on every rank, for callbacks that need one: it writes only on rank 0
         "log_every_n_steps": values["log_every_n_steps"],
         "enable_progress_bar": own_bar or (values["verbose"] >= 2 and hvd.rank() == 0),
         "enable_model_summary": values["verbose"] >= 2 and hvd.rank() == 0,
         "enable_checkpointing": any(isinstance(callback, kinds.Checkpoint) for callback in callbacks),
         "num_sanity_val_steps": 0,
-        "use_distributed_sampler": False,  # the rows are each rank's own already
+        "use_distributed_sampler": False,  # the rows are sharded already
         "default_root_dir": folder,
         "profiler": values["profiler"],
     }
@@ -116,7 +116,7 @@ def _trainer(spec: LightningSpec, folder: str, device: torch.device, keeper: Any
 
 
 def translated(package: Package, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A user's arguments of `Trainer`, those from before Lightning 2 as they are called now, with a warning."""
+    """Translate a user's arguments of `Trainer` from before Lightning 2 to their current names, with a warning."""
     found: dict[str, Any] = {}
     callbacks = list(given.get("callbacks") or ())
     for name, value in given.items():
@@ -137,7 +137,7 @@ def _warn_of_removed(name: str, advice: str) -> None:
 
 
 def _take_over(package: Package, callbacks: list[Any], spec: LightningSpec, folder: str) -> Any:
-    """The user's first ModelCheckpoint, with the run's folder and the store's name, as in Horovod; None without one."""
+    """Point the user's first ModelCheckpoint at the run's folder and the store's name, as Horovod does."""
     kind = package.part("callbacks").ModelCheckpoint
     found = next((callback for callback in callbacks if isinstance(callback, kind)), None)
     if found is not None:
@@ -146,8 +146,9 @@ def _take_over(package: Package, callbacks: list[Any], spec: LightningSpec, fold
 
 
 def _logger(spec: LightningSpec, folder: str) -> Any:
-    """Return the user's logger, else one that writes into the run's folder: TensorBoard's where it is installed and the
-    run is saved, as Lightning does.
+    """Return the user's logger, else one that writes to the run's folder.
+
+    As in Lightning, that is TensorBoard's if it is installed and the run is saved.
     """
     given = spec.values["logger"]
     if given is not None:
@@ -195,7 +196,7 @@ def _data_module(spec: LightningSpec) -> Any:
 
 
 def _resume(spec: LightningSpec, folder: str, trainer: Any) -> dict[str, Any]:
-    """Arguments of `fit` with which the run goes on: weights, optimizers, schedulers, epoch, callbacks."""
+    """Return arguments of `fit` that resume the run: weights, optimizers, schedulers, epoch, callbacks."""
     if spec.checkpoint is None:
         return {}
     path = os.path.join(folder, ".resume.ckpt")
@@ -203,13 +204,13 @@ def _resume(spec: LightningSpec, folder: str, trainer: Any) -> dict[str, Any]:
         file.write(spec.checkpoint)
     if spec.values["verbose"] and hvd.rank() == 0:
         print(f"resuming {spec.remote.run_path}", flush=True)
-    # The driver has written these bytes (or the user trusts them), and they came over the job's own connection.
+    # The driver wrote these bytes (or the user trusts them) and sent them over the job's own connection.
     own_file = {"weights_only": False} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
     return {"ckpt_path": path, **own_file}
 
 
 def _best(folder: str, users_checkpoint: Any) -> dict[str, torch.Tensor] | None:
-    """The state that the user's ModelCheckpoint thinks best, if it is in the run's folder."""
+    """Return the best state according to the user's ModelCheckpoint, if it is in the run's folder."""
     path = os.path.realpath(getattr(users_checkpoint, "best_model_path", "") or "")
     if os.path.dirname(path) != os.path.realpath(folder) or not os.path.isfile(path):
         return None
@@ -223,7 +224,7 @@ def _keeper(package: Package) -> type[Any]:
 
 
 class _RunKeeper:
-    """A callback: keeps an entry for each epoch, shows it, and has rank 0 copy a checkpoint into the store."""
+    """Callback that records and prints an entry per epoch; rank 0 copies a checkpoint to the store."""
 
     def __init__(self, spec: LightningSpec, folder: str) -> None:
         self._spec, self._folder = spec, folder
@@ -241,12 +242,12 @@ class _RunKeeper:
         return "hora.run"
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Lightning gives all ranks the folder of rank 0, which may be another one now."""
+        """Set this rank's folder: Lightning gives all ranks the folder of rank 0, which may have changed."""
         if self.users_checkpoint is not None:
             self.users_checkpoint.dirpath = self._folder
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Lightning calls it after the epoch's validation, and after the module's own hook."""
+        """Record the epoch. Lightning calls this after the epoch's validation and the module's own hook."""
         del self.history[trainer.current_epoch :]  # of an epoch's end that has failed
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self.history.append({"epoch": trainer.current_epoch, **metrics})
@@ -256,13 +257,13 @@ class _RunKeeper:
         if not self._spec.remote.saving_runs:
             return
         path = os.path.join(self._folder, self._spec.remote.checkpoint_filename)
-        trainer.save_checkpoint(path, weights_only=False)  # on all ranks: gathering what is saved may take all of them
+        trainer.save_checkpoint(path, weights_only=False)  # on all ranks: gathering the state may need all of them
         if hvd.rank() == 0 and self.users_checkpoint is None:
             shutil.copyfile(path, f"{path}.ckpt")
         self.sync()
 
     def sync(self) -> None:
-        """Copy what the run has written so far."""
+        """Copy the run's files so far."""
         if self._spec.remote.saving_runs and hvd.rank() == 0:
             self._spec.remote.sync(self._folder)
 
@@ -272,7 +273,7 @@ def _stop_on_nan(package: Package) -> type[Any]:
 
 
 class _StopOnNan:
-    """A callback: ValueError for a loss that is not finite."""
+    """Callback that raises ValueError if the loss is not finite."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
@@ -285,12 +286,12 @@ def _averaging(package: Package) -> type[Any]:
 
 
 class _Averaging:
-    """Lightning 1's `stochastic_weight_avg=True`: averages weights at the optimizer's own learning rates."""
+    """Lightning 1's `stochastic_weight_avg=True`: averages weights at the optimizer's learning rates."""
 
     _initialized: bool
 
     def __init__(self) -> None:
-        super().__init__(swa_lrs=1.0)  # type: ignore[call-arg]  # until the optimizer is there
+        super().__init__(swa_lrs=1.0)  # type: ignore[call-arg]  # until the optimizer exists
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if not self._initialized:

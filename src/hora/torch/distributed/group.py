@@ -359,7 +359,7 @@ class HoraProcessGroup(_BASE):
             queue.deadline = math.inf
         if done:
             self._num_calls += 1
-            increment_version(tensor)  # bytes were moved behind autograd's back
+            increment_version(tensor)  # the engine wrote the bytes without autograd
         return done
 
     def _allreduce(self, operation: str, tensors: Sequence[Tensor], opts: Any) -> Work:

@@ -1,4 +1,4 @@
-"""Elastic training: state that survives the loss of workers, a sampler that remembers, and the loop around both."""
+"""Elastic training: state that survives the loss of workers, a resumable sampler, and the training loop."""
 
 from hora.torch.elastic.handlers import ElasticSampler
 from hora.torch.elastic.loop import run, run_fn

@@ -1,10 +1,10 @@
-"""Commits on disk, so that a training survives the loss of every worker. Used by `TorchState.persist`.
+"""Durable commits on disk, so that training survives the loss of every worker; written by `TorchState.persist`.
 
-A commit is two files: `<number>.commit`, in torch.save's format and read back as data (`hora.safe_load`), so that no
-code in it is ever run; and `<number>.json`, its size and SHA-256, which is renamed into place last. So a commit is
-complete or does not exist, whenever the writer is killed; a damaged one is recognised and the one before it is used.
-Writing happens in a thread: a commit that comes while the one before is still being written stays in memory only. One
-that cannot be written is told and left out; only the last one of a training must be.
+A commit is two files. `<number>.commit` is in torch.save's format and is read back as data (`hora.safe_load`), so no
+code in it ever runs. `<number>.json` holds its size and SHA-256 and is renamed into place last. So a commit is either
+complete or absent, even if the writer is killed. A damaged commit is detected and the previous one used. A thread
+writes; a commit made while the previous one is still being written stays in memory only. A failed write is logged and
+skipped; only the last commit of a training must succeed.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class DurableCommits:
         return self._thread is not None and self._thread.is_alive()
 
     def write(self, content: Mapping[str, Any]) -> None:
-        """Write a commit in the background. Its tensors must stay as they are while `busy`."""
+        """Write a commit in the background. Its tensors must not change while `busy`."""
         assert not self.busy
         self.failure = None
-        # Not a daemon: a process that ends normally finishes its last commit.
+        # Not a daemon: a process that exits normally finishes its last commit.
         self._thread = threading.Thread(target=self._write, args=(dict(content),), name="hora-commit")
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until nothing is being written."""
+        """Wait until the current write is complete."""
         if self._thread is not None:
             self._thread.join(_WRITE_LIMIT_S)
             if self._thread.is_alive():
@@ -66,20 +66,20 @@ class DurableCommits:
             self._thread = None
 
     def finish(self) -> None:
-        """Wait until what is being written is on disk. RuntimeError if it could not be written."""
+        """Wait until the current commit is on disk. Raises RuntimeError if it could not be written."""
         self.wait()
         failure, self.failure = self.failure, None
         if failure is not None:
             raise RuntimeError(f"the last commit could not be written to {self._folder}: {failure}") from failure
 
     def read_last(self) -> dict[str, Any] | None:
-        """The newest undamaged commit, on the CPU; None if there is none."""
+        """Return the newest undamaged commit, on the CPU; None if there is none."""
         for number in reversed(self._numbers()):
             try:
                 return self._read(number)
             except ForeignError as error:
                 path = self._path(number, "commit")
-                raise ValueError(f"{path} holds {error}: no commit does, so it was changed; remove it") from None
+                raise ValueError(f"{path} holds {error}: no commit does, so the file was modified; remove it") from None
             except (OSError, ValueError) as error:
                 log.warning("commit %s is damaged (%s); trying the one before it", self._path(number, "commit"), error)
         return None
@@ -111,9 +111,9 @@ class DurableCommits:
             for old in self._numbers()[: -self._keep]:
                 self._path(old, "json").unlink(missing_ok=True)
                 self._path(old, "commit").unlink(missing_ok=True)
-        except Exception as error:  # a disk that is full for a while ends no training
+        except Exception as error:  # a full disk must not end the training
             self.failure = error
-            log.warning("a commit could not be written to %s (%s); the next one is to replace it", self._folder, error)
+            log.warning("a commit could not be written to %s (%s); the next commit replaces it", self._folder, error)
 
     def _numbers(self) -> list[int]:
         found = (_MANIFEST.fullmatch(name) for name in os.listdir(self._folder))
@@ -124,7 +124,7 @@ class DurableCommits:
 
 
 class _Recorder:
-    """Counts and hashes what is written."""
+    """Counts and hashes the written bytes."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file

@@ -1,8 +1,7 @@
-"""State handlers: save, restore and synchronise models, optimizers and samplers; a handler for each kind of value in a
-state.
+"""State handlers: save, restore and synchronize one kind of value each, such as models, optimizers and samplers.
 
-Snapshots of tensors are written into buffers that are kept from commit to commit, so a commit allocates nothing and
-costs one copy of the state. Used by `torch_state`; users may register handlers of their own.
+Snapshots reuse their tensors from commit to commit, so a commit allocates nothing and costs one copy of the state.
+`torch_state` uses the handlers; users may register their own.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ __all__ = [
 
 
 class ElasticSampler(Sampler[int]):
-    """Divides the indices that are left of this epoch among the ranks.
+    """Divides the remaining indices of this epoch among the ranks.
 
-    Call `record_batch` after each batch and `set_epoch` at the end of each epoch; the division takes notice of what was
-    recorded at the next `reset`, which a change of the world brings about.
+    Call `record_batch` after each batch and `set_epoch` at the end of each epoch. Recorded samples take effect at the
+    next `reset`, which follows a change of the world.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -55,17 +54,17 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch: everything is left to do. Call it at the end of an epoch."""
+        """Begin another epoch with all samples remaining. Call it at the end of an epoch."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """All ranks have processed one more batch of this size."""
+        """Record that all ranks have processed one more batch of this size."""
         self.processed_num += batch_size * self.num_replicas
 
     def record_indices(self, indices: set[int]) -> None:
-        """All ranks together have processed as many more samples as there are indices."""
+        """Record that all ranks together have processed this many more samples."""
         self.processed_num += len(indices)
 
     def state_dict(self) -> dict[str, Any]:
@@ -77,7 +76,7 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def reset(self) -> None:
-        """Divide what is left among the ranks of the world as it is now."""
+        """Divide the remaining samples among the ranks of the current world."""
         world = engine.current_world()
         if world is not None:
             self.num_replicas, self.rank = world.size, world.rank
@@ -92,7 +91,7 @@ class ElasticSampler(Sampler[int]):
         remaining = self.remaining_indices
         if not remaining:
             return iter(())
-        # Every rank gets the same number: the head is repeated as often as necessary.
+        # Every rank gets the same number of samples: the first ones are repeated as needed.
         repeated = remaining * -(-self.total_size // len(remaining))
         return iter(repeated[: self.total_size][self.rank :: self.num_replicas])
 
@@ -101,7 +100,7 @@ class ElasticSampler(Sampler[int]):
 
 
 class StateHandler:
-    """Saves, restores and synchronises one kind of value."""
+    """Saves, restores and synchronizes one kind of value."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -116,21 +115,17 @@ class StateHandler:
         raise NotImplementedError(f"{type(self).__name__} must define sync()")
 
     def set_value(self, value: Any) -> None:
-        """Watch another value from now on, and save it."""
+        """Track another value from now on, and save it."""
         self.value = value
         self.save()
 
     def lent(self) -> bool:
-        """Return whether a durable commit still reads what was saved last, so that the next `save` must not write over
-        it.
-        """
+        """Return whether a durable commit still reads the last snapshot, so that `save` must not overwrite it."""
         return False
 
     @property
     def committed(self) -> Any:
-        """Return what was saved last, for durable commits: tensors, numbers, texts, and lists and dictionaries of
-        them.
-        """
+        """The last snapshot, for durable commits: tensors, numbers, strings, and lists and dictionaries of them."""
         raise TypeError(f"{type(self).__name__} must define `committed` to be part of a durable commit")
 
     @committed.setter
@@ -139,7 +134,7 @@ class StateHandler:
 
 
 class SnapshotHandler(StateHandler):
-    """A handler that keeps a state dict in `_saved`; None when none is kept."""
+    """Handler that keeps a state dict in `_saved`; None if there is none."""
 
     _saved: Any
 
@@ -151,7 +146,7 @@ class SnapshotHandler(StateHandler):
         self._saved = snapshot(self.value.state_dict(), self._buffers)
 
     def restore(self) -> None:
-        # Who loads may take the tensors for its own, and would then change the snapshot.
+        # The value may keep the loaded tensors and then modify them.
         self.value.load_state_dict(snapshot(self._saved, None))
 
     def sync(self) -> None:
@@ -159,7 +154,7 @@ class SnapshotHandler(StateHandler):
         self.save()
 
     def broadcast(self, root_rank: int) -> None:
-        """Take over the root's value (collective), without saving it."""
+        """Load the root's value (collective) without saving it."""
         name = f"elastic.{type(self.value).__name__}"
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), root_rank=root_rank, name=name))
 
@@ -173,12 +168,12 @@ class SnapshotHandler(StateHandler):
 
     @property
     def _buffers(self) -> Any:
-        """Return the buffers for the next snapshot."""
+        """Buffers for the next snapshot."""
         return None if self.lent() else getattr(self, "_saved", None)
 
 
 class ModelStateHandler(SnapshotHandler):
-    """A module: parameters and buffers."""
+    """Handles a module: parameters and buffers."""
 
     def restore(self) -> None:
         self.value.load_state_dict(self._saved)
@@ -188,18 +183,18 @@ class ModelStateHandler(SnapshotHandler):
 
 
 class OptimizerStateHandler(SnapshotHandler):
-    """An optimizer: its state and its groups' options."""
+    """Handles an optimizer: its state and its groups' options."""
 
     def broadcast(self, root_rank: int) -> None:
         broadcast_optimizer_state(self.value, root_rank=root_rank)
 
 
 class SamplerStateHandler(SnapshotHandler):
-    """An ElasticSampler: the epoch and how far it has come. Also a learning-rate scheduler, or a scaler of losses."""
+    """Handles an ElasticSampler (epoch and progress), a learning-rate scheduler or a GradScaler."""
 
 
 class GeneratorStateHandler(SnapshotHandler):
-    """A torch.Generator."""
+    """Handles a torch.Generator."""
 
     def save(self) -> None:
         self._saved = self.value.get_state()
@@ -222,7 +217,7 @@ _registry: list[tuple[type, type[StateHandler]]] = [
 
 
 def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
-    """Pairs of (type, handler class); the first match wins."""
+    """Return pairs of (type, handler class); the first match wins."""
     return _registry
 
 
@@ -232,7 +227,7 @@ def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> Non
 
 
 def handler_for(value: Any) -> StateHandler | None:
-    """A new handler for this value; None when it is a plain one."""
+    """Return a new handler for this value; None for a plain value."""
     for kind, handler in _registry:
         if isinstance(value, kind):
             return handler(value)
@@ -240,7 +235,7 @@ def handler_for(value: Any) -> StateHandler | None:
 
 
 def snapshot(value: Any, into: Any) -> Any:
-    """A deep copy of a state dict. Tensors go into those of `into`, an earlier snapshot, where they fit."""
+    """Return a deep copy of a state dict. Reuses the tensors of `into`, an earlier snapshot, where they fit."""
     if isinstance(value, torch.Tensor):
         source = value.detach()
         return into.copy_(source) if _fits(into, source) else source.clone()

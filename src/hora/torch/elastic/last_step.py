@@ -1,15 +1,15 @@
-"""The last step: how a training goes on after a death with what it has, instead of going back to a copy of it.
+"""Rollback to the last step: how training continues after a failure with its current state instead of a copy.
 
-Nothing is voted on while all goes well. Sum number n exists anywhere only when every rank has given its gradient to it,
-and a rank does that after it has applied step n - 1. So when the world breaks, every survivor has applied step n, or
-step n - 1 as its last:
+Steps need no votes while nothing fails. Sum n completes only after every rank has contributed its gradient, which a
+rank does after it has applied step n - 1. So when the world breaks, the last step that every survivor has applied is n
+or n - 1:
 
-    step n applied by no survivor    it has happened nowhere; the next world makes it again
-    step n applied by some           when the next world meets every rank tells its number, and a rank that lacks the
-                                     step takes the state from one that has it, before any goes on (`TorchState.sync`)
+    step n applied by no survivor    the next world repeats the step
+    step n applied by some           in the next world every rank announces its step number, and a rank that missed
+                                     the step copies the state from a rank that has it (`TorchState.sync`)
 
-What a step changes before it is applied is little, and is taken back if it fails: gradients, buffers (running
-statistics of batch normalisation), the state's plain values, torch's random generators.
+The changes that a step makes before it is applied are rolled back if it fails: gradients, buffers (running statistics
+of batch normalization), the state's plain values, and torch's random generators.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ _IMMUTABLE = frozenset((int, float, bool, str, bytes, type(None)))
 
 
 def copied(value: Any) -> Any:
-    """A deep copy, at no cost for what cannot change."""
+    """Return a deep copy; immutable values are returned as they are."""
     return value if type(value) in _IMMUTABLE else copy.deepcopy(value)
 
 
 class LastStep:
-    """Number of the last step that was applied, and how buffers and random generators were when it ended.
+    """Number of the last applied step, and the buffers and random generators at its end.
 
-    without a state (-1) --sync--> at rest --a gradient--> begun --applied or left out--> at rest
+    without a state (-1) --sync--> at rest --a gradient--> begun --applied or skipped--> at rest
                                       ^                      |
-                                      +------taken back------+
+                                      +------rolled back-----+
     """
 
     def __init__(self) -> None:
         self.number = -1
         self.begun = False
-        self.taken_back = False  # generators follow when it is known that no other rank has applied the step
+        self.taken_back = False  # generators follow once it is known that no other rank has applied the step
         self._buffers: list[_Buffer] = []
         self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
 
     def watch(self, modules: Iterable[torch.nn.Module], generators: Sequence[torch.Generator]) -> None:
-        """Remember the buffers of these modules from now on, these generators, and those of the modules' devices."""
+        """Track the buffers of these modules, these generators, and the generators of the modules' devices."""
         unique = dict.fromkeys(part for module in modules for part in module.modules())
         self._buffers = [_Buffer(part, name) for part in unique for name in part._buffers]
         gpus = {p.device for part in unique for p in part.parameters(recurse=False) if p.device.type == "cuda"}
@@ -57,19 +57,19 @@ class LastStep:
         self.remember()
 
     def remember(self) -> None:
-        """Note the buffers and generators as they are now. Costs a copy of what has changed."""
+        """Record the current buffers and generators. Copies only what has changed."""
         for buffer in self._buffers:
             buffer.remember()
         self._generators = [(generator, generator.get_state()) for generator, _ in self._generators]
 
     def take_back(self) -> None:
-        """Give the buffers the values that they had when the last step ended."""
+        """Restore the buffers to their values at the end of the last step."""
         for buffer in self._buffers:
             buffer.take_back()
         self.begun, self.taken_back = False, True
 
     def take_generators_back(self) -> None:
-        """The same for the generators, once, after `take_back`."""
+        """Restore the generators likewise, once, after `take_back`."""
         if self.taken_back:
             for generator, state in self._generators:
                 generator.set_state(state)

@@ -1,11 +1,11 @@
 """The loop around an elastic training function.
 
-synchronise -> train -> done
+synchronize -> train -> done
                  |-- HorovodInternalError: back to the last commit, or the last step -+
-                 |-- HostsUpdatedInterrupt: keep what there is -----------------------+-> new world, and again
+                 |-- HostsUpdatedInterrupt: keep the current state -------------------+-> new world, and again
 
-Without an elastic launcher the new world is the old one. What breaks it again and again before a commit breaks it for
-ever, and is raised.
+Without an elastic launcher the new world is the old one. An error that breaks it repeatedly before a commit is
+permanent and is raised.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ log = logging.getLogger("hora")
 
 Training = Callable[..., Any]
 
-_NUM_ATTEMPTS = 3  # without progress, in a world that nobody changes
+_NUM_ATTEMPTS = 3  # without progress, in a world that does not change
 
 
 def run(func: Training) -> Training:
-    """Make `func(state, ...)` elastic: it is called again, in the new world, whenever the world changes."""
+    """Make `func(state, ...)` elastic: it is called again in the new world whenever the world changes."""
     return run_fn(func, reset)
 
 
 def is_elastic() -> bool:
-    """Return whether ranks may come and go: the job was started with a smallest number of them."""
+    """Return whether ranks may join and leave: the job was started with a minimum number of ranks."""
     return engine.is_initialized() and engine.has_elastic_launcher()
 
 
 def reset() -> None:
-    """Leave the world and enter the next one, however many attempts that takes."""
+    """Leave the world and join the next one, with as many attempts as needed."""
     basics.restart()
 
 
 def run_fn(func: Training, reset: Callable[[], None]) -> Training:
-    """The loop with an own `reset`, for other frameworks."""
+    """Make a function elastic with a custom `reset`, for other frameworks."""
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
-        # Nothing but a call: a notebook's function is pickled together with this one and whatever it names.
+        # Only a call: a notebook's function is pickled together with this one and everything it names.
         return _loop(func, reset, state, args, kwargs)
 
     return wrapper
@@ -58,7 +58,7 @@ def run_fn(func: Training, reset: Callable[[], None]) -> Training:
 def _loop(
     func: Training, reset: Callable[[], None], state: State, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    if engine.is_newcomer():  # everything is loaded and made: now the others are interrupted, at a commit
+    if engine.is_newcomer():  # everything is loaded and created: interrupt the others now, at a commit
         reset()
         state.on_reset()
     notification_manager.init()
@@ -79,8 +79,8 @@ def _loop(
                 reached = state._progress()
                 if num_futile >= _NUM_ATTEMPTS and not engine.has_elastic_launcher():
                     raise HorovodInternalError(
-                        f"{error}; so the world broke {num_futile} times in a row before a commit, and no elastic "
-                        "launcher (horovodrun --min-np) is here to change it"
+                        f"{error}; the world broke {num_futile} times in a row before a commit, and no elastic "
+                        "launcher (horovodrun --min-np) is running to change it"
                     ) from error
                 log.warning(
                     "the world broke, going back to the last %s: %s", "step" if state.per_step else "commit", error
@@ -88,7 +88,7 @@ def _loop(
                 state.restore()
                 skip_sync = False
             except HostsUpdatedInterrupt as update:
-                # Plain values are synchronised from what was saved last: save what there is now, or they fall back.
+                # `sync` sends the plain values that were saved last: save the current ones, or they revert.
                 state.save()
                 skip_sync = update.skip_sync and not state.per_step
             reset()

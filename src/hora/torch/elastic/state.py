@@ -1,9 +1,9 @@
-"""State that can be committed, restored and synchronised. This module knows nothing of torch.
+"""State that can be committed, restored and synchronized; independent of torch.
 
-save      remember the values as they are now, in memory
-restore   go back to what was saved last
-sync      all ranks take over rank 0's values
-commit    save, then look whether hosts have changed, or the job is asked to end
+save      keep the current values in memory
+restore   go back to the values saved last
+sync      copy rank 0's values to all ranks
+commit    save, then check whether hosts have changed or the job shall end
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from hora.telemetry.meters import meter
 
 __all__ = ["HostUpdateResult", "NotificationManager", "ObjectState", "State", "notification_manager"]
 
-_LEFT = 75  # EX_TEMPFAIL, by which the launcher knows that it may be started again
+_LEFT = 75  # EX_TEMPFAIL: the launcher may start the process again
 
 
 class HostUpdateResult:
-    """Kinds of change of the hosts: flags that can be combined."""
+    """Flags for changes of the hosts."""
 
     no_update = 0
     removed = 1
     added = 2
     mixed = removed | added
-    leave = 4  # the whole job is asked to end
+    leave = 4  # the whole job shall end
 
 
 class Listener(Protocol):
@@ -38,7 +38,7 @@ class Listener(Protocol):
 
 
 class NotificationManager:
-    """Passes notices on to listeners. One per process."""
+    """Passes notifications to listeners. One per process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -47,14 +47,14 @@ class NotificationManager:
         self._latest: dict[str, Any] | None = None
 
     def init(self) -> None:
-        """Begin to listen, once per control connection; called again after every change of the world."""
+        """Subscribe, once per control connection; called again after every change of the world."""
         client = engine.control_connection()
         with self._lock:
             known, self._client = self._client, client
         if client is not None and client is not known:
             client.on_notice(self._on_notice)
         elif self._latest is not None:
-            # News of a new generation may come while its members still reset themselves, which forgets all news.
+            # A notice about a new generation may arrive while its members still reset, which discards all notices.
             self._on_notice(self._latest)
 
     def register_listener(self, listener: Listener) -> None:
@@ -66,7 +66,7 @@ class NotificationManager:
             self._listeners = [other for other in self._listeners if other is not listener]
 
     def handle_hosts_updated(self, timestamp: int, update_res: int) -> None:
-        """Tell every listener."""
+        """Notify every listener."""
         with self._lock:
             listeners = list(self._listeners)
         for listener in listeners:
@@ -85,9 +85,9 @@ notification_manager = NotificationManager()
 
 
 class State:
-    """Base of all states; `save`, `restore` and `sync` are for subclasses to define."""
+    """Base of all states; subclasses define `save`, `restore` and `sync`."""
 
-    per_step = False  # a failure costs the step in which it happens, not all since the last commit
+    per_step = False  # a failure costs the current step, not everything since the last commit
     _num_commits = 0
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
@@ -98,28 +98,28 @@ class State:
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def _progress(self) -> int:
-        """Count what a failure cannot take away any more."""
+        """Return a count of the progress that a failure cannot undo."""
         return self._num_commits
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Functions to call after every change of the world, before the next `sync`."""
+        """Register functions to call after every change of the world, before the next `sync`."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The world has changed: forget old news, then `reset` and the callbacks in order."""
+        """Handle a change of the world: drop old notifications, then call `reset` and the callbacks in order."""
         self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
-        """Hosts were added or removed. Called on another thread."""
+        """Record that hosts were added or removed. Called on another thread."""
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save, then raise HostsUpdatedInterrupt on all ranks together if rank 0 has heard of new hosts.
+        """Save, then raise HostsUpdatedInterrupt on all ranks together if rank 0 knows of new hosts.
 
-        When the job has been asked to end, all ranks leave here: SystemExit with status 75, "start it again".
+        If the job shall end, all ranks exit here: SystemExit with status 75, "start it again".
         """
         self.save()
         self._num_commits += 1
@@ -129,10 +129,10 @@ class State:
         self.check_host_updates()
 
     def _write_down(self) -> None:
-        """Put what was saved where it survives this process, if it is to go there."""
+        """Persist the saved values outside this process, if configured."""
 
     def check_host_updates(self) -> None:
-        """Raise HostsUpdatedInterrupt on all ranks together if rank 0 has heard of new hosts (collective)."""
+        """Raise HostsUpdatedInterrupt on all ranks together if rank 0 knows of new hosts (collective)."""
         before = self._last_updated_timestamp
         changes = HostUpdateResult.no_update
         while not self._host_messages.empty():
@@ -149,7 +149,7 @@ class State:
             raise HostsUpdatedInterrupt(changes == HostUpdateResult.removed)
 
     def _agree(self, view: tuple[int, int, int]) -> tuple[int, int, int]:
-        """Rank 0's view of the news."""
+        """Return rank 0's view."""
         agreed: tuple[int, int, int] = self._bcast_object(view)
         return agreed
 
@@ -163,13 +163,13 @@ class State:
         raise NotImplementedError(f"{type(self).__name__} must define sync()")
 
     def reset(self) -> None:
-        """For subclasses: called first after a change of the world."""
+        """Hook for subclasses: called first after a change of the world."""
 
     def end_together(self) -> None:
-        """For subclasses: called when this rank's training is over, before `flush`; others may still be at it."""
+        """Hook for subclasses: called when this rank's training is over, before `flush`; others may still train."""
 
     def flush(self) -> None:
-        """For subclasses: called when the training is over."""
+        """Hook for subclasses: called when the training is over."""
 
 
 class ObjectState(State):
@@ -190,7 +190,7 @@ class ObjectState(State):
             setattr(self, name, copy.deepcopy(value))
 
     def sync(self) -> None:
-        """Take over the values that rank 0 saved last."""
+        """Copy the values that rank 0 saved last."""
         if self._saved_state:
             self._saved_state = self._bcast_object(self._saved_state)
             ObjectState.restore(self)

@@ -1,4 +1,4 @@
-"""The state of a training: models, optimizers, samplers and plain values under one roof, in memory and on disk."""
+"""`TorchState`: models, optimizers, samplers and plain values as one state, in memory and on disk."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ __all__ = ["TorchState"]
 
 log = logging.getLogger("hora")
 
-# Instead of the number of its last step, from a rank that has no state yet.
-_FOUNDER = -1  # it was there when the job began, perhaps before there was any state
+# Sent instead of a step number by a rank that has no state yet.
+_FOUNDER = -1  # present since the start of the job, perhaps before there was any state
 _NEWCOMER = -2
 
 
 class TorchState(ObjectState):
     """Everything a training must not lose: `TorchState(model=net, optimizer=opt, sampler=s, epoch=0, batch=0)`.
 
-    `per_step=True` (or HORA_ELASTIC_PER_STEP=1): a death costs the step in which it happens. Survivors keep models and
-    optimizers as the last applied step has left them, in place; the other values are as they were when the failed
-    step's first gradient was computed. A commit copies nothing then, unless it is written to disk.
+    With `per_step=True` (or HORA_ELASTIC_PER_STEP=1) a failure costs one step. Survivors keep models and optimizers in
+    place, as the last applied step left them. All other values revert to those at the first gradient of the failed
+    step. A commit then copies nothing, unless it is written to disk.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class TorchState(ObjectState):
         if has_come and not TorchState._established:
             self._origin = _NEWCOMER
         if _wants_steps(handlers, per_step):
-            # What a failed step leaves as it is; and everything else, which is copied when a step begins, but for
-            # generators: these are used before.
+            # A failed step leaves models and optimizers alone. Everything else is copied when a step begins, except
+            # generators, which are used before.
             in_place = (ModelStateHandler, OptimizerStateHandler)
             self._in_place = [handler for handler in handlers.values() if isinstance(handler, in_place)]
             self._small = {name: handler for name, handler in handlers.items() if not isinstance(handler, in_place)}
@@ -81,7 +81,7 @@ class TorchState(ObjectState):
 
     @property
     def per_step(self) -> bool:  # type: ignore[override]
-        """Return whether a death costs one step."""
+        """Return whether a failure costs one step."""
         return self._last is not None
 
     def _progress(self) -> int:
@@ -89,12 +89,12 @@ class TorchState(ObjectState):
 
     def _watch_steps(self) -> None:
         for handler in self._in_place:
-            handler.committed = None  # the copy that was made with it
+            handler.committed = None  # drop the copy made with it
             if isinstance(handler.value, _DistributedOptimizer):
                 handler.value.watch_steps(self)
 
     def step_begins(self) -> None:
-        """Called by the optimizer: the first gradient of a step is there."""
+        """Called by the optimizer at the first gradient of a step."""
         last = self._last
         if last is not None and not last.begun:
             last.begun = True
@@ -103,7 +103,7 @@ class TorchState(ObjectState):
                 handler.save()
 
     def step_ends(self) -> None:
-        """Called by the optimizer: the step was applied, or left out on all ranks alike."""
+        """Called by the optimizer when the step was applied, or skipped on all ranks alike."""
         last = self._last
         if last is not None:
             last.number += 1
@@ -111,10 +111,10 @@ class TorchState(ObjectState):
             last.remember()
 
     def persist(self, folder: str | Path, *, keep: int = 3, every: int = 1) -> bool:
-        """From now on rank 0 also writes every `every`-th commit to a folder, and keeps the last `keep` there.
+        """Write every `every`-th commit to a folder on rank 0 from now on, and keep the last `keep` there.
 
-        If the folder has commits, this state takes over the newest: returns whether it did. Call it on all ranks,
-        before the elastic loop, with a folder that rank 0 will find again (in jobs on several hosts: a shared one).
+        If the folder has commits, load the newest one into this state; returns whether it did. Call this on all ranks
+        before the elastic loop. The folder must be one that rank 0 finds again: a shared one in jobs on several hosts.
         """
         for name, value in (("keep", keep), ("every", every)):
             if value < 1:
@@ -135,7 +135,7 @@ class TorchState(ObjectState):
         for what, found, mine in (("handled", handled, self._handlers), ("plain", plain, self._saved_state)):
             if set(found) != set(mine):
                 raise ValueError(
-                    f"the commits in {folder} are of another state: their {what} values are {sorted(found)}, this "
+                    f"the commits in {folder} belong to another state: their {what} values are {sorted(found)}, this "
                     f"state's are {sorted(mine)}"
                 )
         for name, handler in self._handlers.items():
@@ -150,10 +150,10 @@ class TorchState(ObjectState):
         if self._last is not None and any(getattr(h.value, "has_slices_apart", False) for h in self._in_place):
             raise ValueError(
                 "durable commits with per_step=True need the state of a sharded optimizer in the memory of one host, "
-                "and here it is divided among hosts or GPUs; use per_step=False, or sharded=False"
+                "but here it is sharded over hosts or GPUs; use per_step=False, or sharded=False"
             )
         self._num_unwritten += 1
-        amid = self._last is not None and self._last.begun  # a step: the values are not as it will find them again
+        amid = self._last is not None and self._last.begun  # inside a step the values are not those to resume with
         if self._num_unwritten >= self._every and not amid and not self._durable.busy and self._rank() == 0:
             self._write(self._durable)
 
@@ -165,7 +165,7 @@ class TorchState(ObjectState):
         self._num_unwritten = 0
 
     def flush(self) -> None:
-        """Have the last commit on disk, if commits are written there."""
+        """Write the last commit to disk, if commits are durable."""
         if self._durable is not None and self._rank() == 0:
             self._durable.wait()
             if self._num_unwritten or self._durable.failure is not None:
@@ -185,7 +185,7 @@ class TorchState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Go back to the last commit; with `per_step` to the last step."""
+        """Go back to the last commit, or with `per_step` to the last step."""
         last = self._last
         if last is None:
             self._load_saved()
@@ -210,7 +210,7 @@ class TorchState(ObjectState):
                 handler.committed = None
 
     def sync(self) -> None:
-        """Take over the state, from rank 0; with `per_step` from a rank with the newest (collective)."""
+        """Copy the state from rank 0, or with `per_step` from a rank with the newest (collective)."""
         last = self._last
         number = self._origin if not self._synced else 0 if last is None else last.number
         orders = [optimizer.agreed_order() for optimizer in self._optimizers()]
@@ -218,8 +218,8 @@ class TorchState(ObjectState):
         numbers, digests, labels = allgather(mine, name="elastic.last_step").view(-1, 3).T.tolist()
         if max(numbers) == _NEWCOMER:
             raise RuntimeError(
-                "no rank has the state of the training any more: all that had it died before a newcomer could take "
-                "it over. Start the job again; with state.persist() it goes on from the last commit on disk"
+                "the state of the training is lost: all ranks that had it died before a newcomer could copy it. "
+                "Start the job again; with state.persist() it continues from the last commit on disk"
             )
         if last is not None:
             self._unite_slices()
@@ -236,14 +236,17 @@ class TorchState(ObjectState):
         return [h.value for h in self._handlers.values() if isinstance(h.value, _DistributedOptimizer)]
 
     def _keep_orders(self, orders: Sequence[tuple[AgreedOrder, bytes] | None], number: int) -> None:
-        """Begin with the buckets of the last world, which all ranks were in: a step in which to find their order, and
-        to agree on it, is saved (collective)."""
+        """Start with the buckets of the last world, which all ranks were part of; saves the step that agrees on an
+        order.
+
+        Collective.
+        """
         for index, (optimizer, order) in enumerate(zip(self._optimizers(), orders, strict=True)):
             assert order is not None
             optimizer.begin_with(order[0]._replace(label=f"optimizer.{number}.{index}"))
 
     def _unite_slices(self) -> None:
-        """Have sharded optimizers whole on every rank that has taken part in them (collective)."""
+        """Assemble sharded optimizers on every rank that has slices of them (collective)."""
         for handler in self._in_place:
             if hasattr(handler.value, "is_sharded"):
                 of_all = allgather_object(handler.value.slices(), "elastic.slices")
@@ -255,7 +258,7 @@ class TorchState(ObjectState):
         if last.number == newest:
             last.take_generators_back()
         is_behind = 0 <= last.number < newest
-        if is_behind:  # whoever has the newest state may die as well, while it passes it on
+        if is_behind:  # the rank with the newest state may die as well while it sends it
             for handler in self._in_place:
                 handler.save()
         try:
@@ -302,33 +305,33 @@ class TorchState(ObjectState):
                 own.sync()
 
     def end_together(self) -> None:
-        """With `per_step`: return when all ranks have made the last step.
+        """With `per_step`, wait until all ranks have made the last step.
 
-        Who lacks it could ask nobody for it any more.
+        A rank that missed it could not get it from a rank that has exited.
         """
         if self._last is not None:
             barrier()
 
     def reset(self) -> None:
-        """The world has changed: samplers divide what is left anew, and sharded optimizers have lost their slices."""
+        """Handle a change of the world: samplers divide the rest again, and sharded optimizers drop their slices."""
         if self._last is not None and self._last.begun:
-            self.restore()  # hosts have changed in the middle of a step
+            self.restore()  # hosts changed inside a step
         sharded = [h.value for h in self._handlers.values() if getattr(h.value, "is_sharded", False)]
         if self._last is not None:
-            sharded = []  # `sync` unites them
+            sharded = []  # `sync` assembles them
         for optimizer in sharded:
             optimizer.leave_world()
         if sharded:
-            # Every rank's snapshot is whole. Their old memory is shared with ranks that may have written to it since.
+            # Every rank's snapshot is whole. Other ranks may have written to the old shared memory since.
             self.restore()
         for handler in self._handlers.values():
             if isinstance(handler.value, ElasticSampler):
                 handler.value.reset()
 
     def _agree(self, view: tuple[int, int, int]) -> tuple[int, int, int]:
-        # One small tensor instead of an object, because this runs at every commit. And a sum, to which only rank 0 adds
-        # anything, instead of a broadcast: no rank goes on before all have saved, so no commit that returned can be
-        # lost.
+        # One small tensor instead of an object, because this runs at every commit. And a sum, to which only rank 0
+        # contributes, instead of a broadcast: no rank continues before all have saved, so a commit that returned cannot
+        # be lost.
         mine = torch.tensor(view if self._rank() == 0 else (0, 0, 0), device="cpu")
         before, latest, changes = allreduce_(mine, op=Sum, name="elastic.host_updates").tolist()
         return before, latest, changes
@@ -342,7 +345,7 @@ class TorchState(ObjectState):
                 self._watch_steps()
 
     _handlers: dict[str, StateHandler]
-    _last: LastStep | None = None  # with `per_step`, as the next three
+    _last: LastStep | None = None  # with `per_step`, like the next three
     _in_place: Sequence[SnapshotHandler] = ()
     _small: Mapping[str, StateHandler]
     _copied: Sequence[StateHandler]
@@ -355,7 +358,7 @@ class TorchState(ObjectState):
 
 
 def _digest(orders: Sequence[tuple[AgreedOrder, bytes] | None]) -> int:
-    """Equal where ranks have the same orders; 0 where one is missing."""
+    """Return a number that is equal for ranks with the same orders; 0 if one is missing."""
     known = [order[1] for order in orders if order is not None]
     if not known or len(known) < len(orders):
         return 0
@@ -363,9 +366,10 @@ def _digest(orders: Sequence[tuple[AgreedOrder, bytes] | None]) -> int:
 
 
 def _wants_steps(handlers: Mapping[str, StateHandler], asked: bool | None) -> bool:
-    """Return whether failures are to cost one step.
+    """Return whether failures cost one step.
 
-    ValueError if that was asked for here and is not possible; where the environment asks for it, commits are used then.
+    Raises ValueError if the caller asked for it and it is not possible; if only the environment asks, falls back to
+    commits.
     """
     if asked is None:
         config = engine.current_runtime().config if engine.is_initialized() else EngineConfig.from_env()
@@ -376,7 +380,7 @@ def _wants_steps(handlers: Mapping[str, StateHandler], asked: bool | None) -> bo
     if obstacle and asked:
         raise ValueError(f"per_step=True {obstacle}")
     if obstacle and any(isinstance(handler.value, _DistributedOptimizer) for handler in handlers.values()):
-        log.warning("HORA_ELASTIC_PER_STEP=1 %s: a failure goes back to the last commit", obstacle)
+        log.warning("HORA_ELASTIC_PER_STEP=1 %s: failures roll back to the last commit", obstacle)
     return wanted and not obstacle
 
 
@@ -384,11 +388,11 @@ def _obstacle(handlers: Mapping[str, StateHandler]) -> str:
     optimizers = [h.value for h in handlers.values() if isinstance(h.value, torch.optim.Optimizer)]
     distributed = [optimizer for optimizer in optimizers if isinstance(optimizer, _DistributedOptimizer)]
     if not distributed:
-        return "needs a hvd.DistributedOptimizer in the state, because that is what knows of steps"
+        return "needs a hvd.DistributedOptimizer in the state, which reports the steps"
     if len({id(optimizer) for optimizer in optimizers}) > 1:
         names = ", ".join(name for name, h in handlers.items() if isinstance(h.value, torch.optim.Optimizer))
         return (
-            f"needs one optimizer in the state, and there are several ({names}): a death between their steps would "
+            f"needs one optimizer in the state, but there are several ({names}): a failure between their steps would "
             "repeat the first one's; use per_step=False and call state.commit() at the end of every iteration, "
             "which rolls the whole iteration back"
         )
@@ -402,7 +406,7 @@ def _obstacle(handlers: Mapping[str, StateHandler]) -> str:
             return "does not work with LBFGS, which moves the parameters several times in a step; use per_step=False"
         if optimizer.process_set is not global_process_set:
             return (
-                "needs optimizers of all ranks, and one of them is of a process set, which ends with its world; use "
+                "needs optimizers of all ranks, but one belongs to a process set, which ends with its world; use "
                 "per_step=False and the plain optimizer in the state, and make the set and hvd.DistributedOptimizer in "
                 "the training function, which every new world enters (HOROVOD_DYNAMIC_PROCESS_SETS=1)"
             )
@@ -410,14 +414,14 @@ def _obstacle(handlers: Mapping[str, StateHandler]) -> str:
 
 
 def _check_storable(values: dict[str, Any]) -> None:
-    """ValueError for plain values that could not be read back without running code."""
+    """Raise ValueError for plain values that cannot be read back without running code."""
     for name, value in values.items():
         buffer = io.BytesIO()
         try:
             torch.save(value, buffer)
             load_torch(buffer.getvalue()).plain()
-        except Exception as error:  # pickle's, torch's, or whatever the user's class raises
+        except Exception as error:  # raised by pickle, torch or the user's class
             raise ValueError(
                 f"{name} cannot be part of a durable commit: it is a {type(value).__qualname__}, but only tensors, "
-                "numbers, texts, and lists, tuples and dictionaries of them are read back"
+                "numbers, strings, and lists, tuples and dictionaries of them can be read back"
             ) from error

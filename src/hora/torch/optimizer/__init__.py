@@ -1,1 +1,1 @@
-"""`DistributedOptimizer` and its parts: the grouping, the order and the reduction of gradients."""
+"""`DistributedOptimizer` and its parts: grouping, ordering and reducing gradients."""

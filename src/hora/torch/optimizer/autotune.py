@@ -1,13 +1,13 @@
-"""Autotune (`HOROVOD_AUTOTUNE=1`): which way of reducing gradients makes this training's steps shortest.
+"""Autotune (`HOROVOD_AUTOTUNE=1`): find the bucket size and overlap that make this training's steps shortest.
 
-Small buckets start early and overlap with backward, large ones cost less per byte; where no core is free, it may pay to
-overlap nothing. What pays depends on the model and the machine, so the first steps try, as a race: in every round all
-that are still in it, the default always, because machines have moods. Slow ones drop out. The default stays unless
-another setting is clearly better. The members add up their times, so all of them see the same numbers and decide the
-same without another word. Pure but for the log file; `BucketOrder` asks it after each step.
+Small buckets start early and overlap with backward; large ones cost less per byte; without a free core, no overlap may
+be best. The answer depends on the model and the machine, so the first steps run a race. Each round tries the default
+and every remaining setting, because the speed of a machine drifts. Slow settings drop out. The default stays unless
+another setting is clearly better. The members sum their times, so all of them see the same numbers and make the same
+decision without further messages. Pure except for the log file; `BucketOrder` calls it after each step.
 
     warming up --trials--> racing, round by round --one is left, or no trial--> done
-    any --a rank has joined--> paused --all have joined--> done, with what is known by then
+    any --a rank has joined--> paused --all have joined--> done, with the results so far
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from hora.torch.optimizer.bucket_plan import BUCKET_BYTES
 __all__ = ["DEFAULT", "Autotuner", "Setting", "TuningOptions"]
 
 _MB = 2**20
-# Of the steps of a trial these don't count: they pay for the change, and find cold memory.
+# Leading steps of a trial that don't count: they pay for the change and run with cold caches.
 _SETTLING_STEPS = 2
 # Rounds after which the slower half drops out.
 _ROUNDS_A_HEAT = 2
-# To be chosen, a setting must be better than the default by this much: less is noise, and would come out worse half the
-# time.
+# A setting must beat the default by this much: a smaller difference is noise.
 _MARGIN = 0.02
-# Horovod's columns, and one more.
+# Horovod's columns plus `overlap`.
 _HEADER = (
     "hierarchical_allreduce,hierarchical_allgather,torus_allreduce,cache_enabled,cycle_time_ms,"
     "tensor_fusion_threshold,score,overlap"
@@ -41,7 +40,7 @@ log = logging.getLogger("hora")
 
 
 class Setting(NamedTuple):
-    """`overlap`: a bucket is reduced when it is full, while backward goes on; otherwise all are, after it."""
+    """Bucket size and overlap. With `overlap` a bucket is reduced as soon as it is full, otherwise after backward."""
 
     bucket_bytes: int
     overlap: bool
@@ -59,7 +58,7 @@ _CHALLENGERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TuningOptions:
-    """Horovod's: discarded trials, steps of a trial, trials at most, log file. `tells`: rank 0 alone logs."""
+    """Horovod's options: discarded trials, steps per trial, most trials, log file. Only rank 0 logs (`tells`)."""
 
     warmup_samples: int = 3
     steps_per_sample: int = 10
@@ -69,7 +68,7 @@ class TuningOptions:
 
 
 class Autotuner:
-    """`setting` is the one to use now. It changes in `take` and `end`."""
+    """`setting` is the one in use; `take` and `end` change it."""
 
     def __init__(self, options: TuningOptions, *, num_bytes: int, num_members: int) -> None:
         self._options = options
@@ -84,7 +83,7 @@ class Autotuner:
         self._write(_HEADER, first=True)
 
     def step(self, lasted_s: float) -> int | None:
-        """A step has ended. The microseconds to add up with the other members' when the trial is over, else None."""
+        """Record a step. Returns the microseconds to sum over the members once the trial is complete, else None."""
         if self._paused:
             return None
         self._times.append(lasted_s)
@@ -94,9 +93,9 @@ class Autotuner:
         return round(statistics.median(times) * 1e6)
 
     def take(self, totals: Sequence[int]) -> None:
-        """(members that took part, sum of their microseconds): what all know now."""
+        """Take the totals over all members: how many took part, and the sum of their microseconds."""
         num_members, total_us = totals
-        if num_members < self._num_members:  # the others learn of it when they come back; then all go on together
+        if num_members < self._num_members:  # joined ranks learn of it when they return; then all continue together
             self._paused = True
             return
         step_us = max(total_us / num_members, 1.0)
@@ -112,7 +111,7 @@ class Autotuner:
             self.setting = upcoming
 
     def end(self) -> None:
-        """Decide, with what is known."""
+        """Decide with the results so far."""
         self.done = True
         self.setting = self._race.winner()
         step_us = self._race.step_us(self.setting)
@@ -136,7 +135,7 @@ class Autotuner:
 
 
 def _different_settings(num_bytes: int) -> list[Setting]:
-    """The default first; all sizes beyond the model's are one setting: a single bucket."""
+    """Return the distinct settings, the default first; all sizes beyond the model's mean a single bucket."""
     settings: dict[Setting, Setting] = {}
     for setting in (DEFAULT, *_CHALLENGERS):
         size = min(setting.bucket_bytes, num_bytes)
@@ -146,18 +145,18 @@ def _different_settings(num_bytes: int) -> list[Setting]:
 
 
 class _Race:
-    """The order of trials and the winner. A challenger is compared with the default in the rounds it ran in."""
+    """Orders the trials and picks the winner. A challenger is compared with the default in the rounds it ran in."""
 
     def __init__(self, settings: Sequence[Setting], num_trials: int) -> None:
         self.default, *self._challengers = settings
         self._trials_left = num_trials
-        self._round: list[Setting] = []  # still to run in this one
+        self._round: list[Setting] = []  # still to run in this round
         self._now: dict[Setting, float] = {}  # the times of this round
         self._rounds: list[dict[Setting, float]] = []
         self._begin()
 
     def next(self) -> Setting | None:
-        """Return the contender to run now; None: it is over."""
+        """Return the setting to try now; None if the race is over."""
         return self._round[0] if self._round else None
 
     def take(self, setting: Setting, step_us: float) -> None:
@@ -170,7 +169,7 @@ class _Race:
             self._begin()
 
     def _begin(self) -> None:
-        """The next round, of those that are still in, in the other direction than the last one."""
+        """Start the next round with the remaining settings, in the opposite order of the last one."""
         self._challengers.sort(key=self._best_time)
         if self._trials_left < 2 or not self._challengers:
             return
@@ -181,7 +180,7 @@ class _Race:
         self._round = forth if len(self._rounds) % 2 == 0 else forth[::-1]
 
     def _times(self, setting: Setting, beside: Setting | None = None) -> list[float]:
-        """Its times, in the rounds in which `beside` ran too."""
+        """Return the times of a setting, in the rounds in which `beside` ran too."""
         return [times[setting] for times in self._rounds if setting in times and (beside or setting) in times]
 
     def _best_time(self, setting: Setting) -> float:
@@ -190,12 +189,12 @@ class _Race:
     def winner(self) -> Setting:
         best = min(self._challengers, key=self._best_time, default=self.default)
         its, the_defaults = self._times(best), self._times(self.default, beside=best)
-        # A machine's moods only ever make a step longer: at its best, and in the better half of the rounds.
+        # Noise only makes a step longer: compare the best round and the better half of the rounds.
         clearly = its and all(
             typical(its) <= (1 - _MARGIN) * typical(the_defaults) for typical in (min, statistics.median_low)
         )
         return best if clearly else self.default
 
     def step_us(self, setting: Setting) -> float:
-        """Return how long a step usually took; 0.0: it has not run."""
+        """Return the typical step time; 0.0 if it has not run."""
         return statistics.median_low(self._times(setting) or [0.0])

@@ -1,9 +1,8 @@
-"""`DistributedOptimizer`: any torch optimizer, with its gradients reduced over the ranks while backward runs.
+"""`DistributedOptimizer`: any torch optimizer, with gradients reduced over the ranks while backward runs.
 
-This file holds Horovod's behaviour: budgets of backward passes, `synchronize`, `skip_synchronize`, `zero_grad`'s guard,
-closures. How gradients travel is a `Reducer`'s business: the first step goes through `PerParameterReducer`, later ones
-through `buckets.Buckets` once the ranks have agreed on an order. `sharded.optimizer` extends this class, `adasum` is
-the Adasum one.
+This module implements Horovod's behaviour: backward passes per step, `synchronize`, `skip_synchronize`, the guard of
+`zero_grad`, closures. A `Reducer` sends the gradients: `PerParameterReducer` in the first step, `buckets.Buckets` once
+the ranks agree on an order. `sharded.optimizer` and `adasum` extend this class.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ __all__ = [
     "takes_part",
 ]
 
-_LOOK_S = 50e-6  # between two looks at a GPU
+_LOOK_S = 50e-6  # between two polls of a GPU event
 
 
 def reduce_before_unscaling() -> None:
-    """Let every `torch.amp.GradScaler` reduce the gradients of a distributed optimizer first. Idempotent."""
+    """Patch `torch.amp.GradScaler` to reduce the gradients of a distributed optimizer first. Idempotent."""
     unscale = torch.amp.GradScaler.unscale_
     if getattr(unscale, "reduces_first", False):
         return
@@ -53,7 +52,7 @@ def reduce_before_unscaling() -> None:
     @functools.wraps(unscale)
     def unscale_(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer, _DistributedOptimizer):
-            optimizer._make_whole()  # for a scaler that is disabled too: what follows is clipping
+            optimizer._make_whole()  # also for a disabled scaler: clipping follows
         unscale(self, optimizer)
 
     unscale_.reduces_first = True  # type: ignore[attr-defined]
@@ -61,7 +60,7 @@ def reduce_before_unscaling() -> None:
 
 
 class SliceNorm(NamedTuple):
-    """The norm of gradients that are divided among the ranks, whose they are, and how to scale them."""
+    """Norm of gradients that are sharded over the ranks, their parameters, and a function that scales them."""
 
     norm: torch.Tensor
     parameters: set[torch.Tensor]
@@ -70,47 +69,47 @@ class SliceNorm(NamedTuple):
 
 @dataclass(slots=True)
 class StepState:
-    """Progress of one step, replaced as a whole, so that nothing of a step that is left out reaches the next one.
+    """Progress of one step, replaced as a whole, so that a skipped step leaves nothing behind.
 
         fresh --a gradient--> backward --synchronize, clipping, unscaling--> reduced --step, zero_grad, a gradient-->
         fresh
 
-    Keyed by id: hashing a tensor is a call of Python code, and hooks are called often.
+    Keyed by id: hashing a tensor runs Python code, and hooks run often.
     """
 
-    passes: dict[int, int] = field(default_factory=dict)  # backward passes that each gradient has seen
-    arrived: dict[int, torch.Tensor] = field(default_factory=dict)  # parameters handed to the reducer, in order
-    held_back: list[torch.Tensor] = field(default_factory=list)  # complete, but to be looked at first (`finite`)
-    hooked_later: list[torch.Tensor] = field(default_factory=list)  # complete when the user's own hooks have run
+    passes: dict[int, int] = field(default_factory=dict)  # backward passes per gradient
+    arrived: dict[int, torch.Tensor] = field(default_factory=dict)  # parameters passed to the reducer, in order
+    held_back: list[torch.Tensor] = field(default_factory=list)  # complete, but checked first (`finite`)
+    hooked_later: list[torch.Tensor] = field(default_factory=list)  # complete once the user's own hooks have run
     backward_began: float = 0.0  # 0.0: no gradient yet
-    last_arrival: float = 0.0  # when the newest gradient was complete
+    last_arrival: float = 0.0  # when the latest gradient became complete
     reduced: Literal["", "slices", "whole"] = ""  # "whole": in `.grad`
-    synchronized: bool = False  # reduced by the user's own synchronize(), after which step() warns
+    synchronized: bool = False  # reduced by the user's synchronize(), after which step() warns
 
 
 class StepWatcher(Protocol):
-    """Told of an optimizer's steps, so that one that fails can be taken back (`elastic.last_step`)."""
+    """Observer of an optimizer's steps, so that a failed step can be rolled back (`elastic.last_step`)."""
 
     def step_begins(self) -> None:
-        """The first gradient since the last step has arrived."""
+        """Called when the first gradient since the last step arrives."""
 
     def step_ends(self) -> None:
-        """The step was applied; or it was reduced and left out, which all ranks do alike."""
+        """Called after the step was applied, or was reduced and skipped, which all ranks do alike."""
 
 
-# In the order in which they were made, which is the same on all ranks.
+# In the order of creation, which is the same on all ranks.
 _live: weakref.WeakValueDictionary[int, _DistributedOptimizer] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
-    """Mixed in before the user's optimizer class, so that `super()` is that class."""
+    """Mixin before the user's optimizer class, so that `super()` is that class."""
 
-    # Defaults for an object that was made by copying (`copy.deepcopy`): a copy is a local optimizer.
+    # Defaults for copies (`copy.deepcopy`): a copy is a local optimizer.
     _active = False
     _should_synchronize = True
     _base_class: type
-    _step = StepState()  # never changed in place: an optimizer that takes part has its own
+    _step = StepState()  # never changed in place: an active optimizer has its own
     _watcher: weakref.ref[StepWatcher] | None = None
 
     def _distribute(
@@ -129,7 +128,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._frozen: list[torch.Tensor] = []
         self._step = StepState()
         self._last_arrivals: list[torch.Tensor] = []
-        self._planner = CompressionPlanner()  # of `hora plan`
+        self._planner = CompressionPlanner()  # for `hora plan`
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._hooks_of: dict[int, tuple[dict[int, Any], int]] = {}  # all hooks of a parameter, and the key of ours
         self.backward_passes_per_step = backward_passes_per_step
@@ -140,7 +139,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._active = takes_part(options.process_set)
         meter.restart_step()
         if self._active:
-            # A fused step would have a GradScaler look for infinities in gradients that are still to be reduced.
+            # A fused step would let a GradScaler look for infinities in gradients that are not reduced yet.
             self._step_supports_amp_scaling = False
             self._register_hooks()
             _live[next(_numbers)] = self
@@ -154,7 +153,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]
             if parameter.requires_grad and parameter not in self._requires_update
         ]
-        # Weak, so that a dropped optimizer does not go on reducing through hooks that its parameters keep alive.
+        # Weak, so that a dropped optimizer stops reducing although its parameters keep the hooks alive.
         myself = weakref.ref(self)
 
         def hook(parameter: torch.Tensor) -> None:
@@ -173,31 +172,31 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._start_over()
 
     def _start_over(self) -> None:
-        """Forget reductions and agreements, as after a change of the world or of the parameters."""
+        """Forget reductions and agreements after a change of the world or of the parameters."""
         self._runtime = engine.current_runtime()
         self._reducer: Reducer = PerParameterReducer(self._options, self._parameter_names, self._hooked, self._groups)
         self._bucket_order = BucketOrder(self._options, self._parameter_names, self._hooked, grouped=bool(self._groups))
         self._step = StepState()
 
     def agreed_order(self) -> tuple[AgreedOrder, bytes] | None:
-        """The order of the gradients in the last world and a digest of it, where the next one can begin with it."""
+        """Return the gradient order of the last world and its digest, if the next world can start with it."""
         order = self._bucket_order.agreed if self._active and self.process_set is global_process_set else None
         return None if order is None else (order, order.digest(self._parameter_names))
 
     def begin_with(self, order: AgreedOrder) -> None:
-        """Reduce in buckets from the first step of this world on: every rank has this order (collective)."""
+        """Reduce in buckets from the first step of this world on; every rank has this order (collective)."""
         self._start_over()
         self._reducer = self._bucket_order.buckets_in(order, self._reducer)
 
     @property
     def _allreduce_delay(self) -> dict[torch.Tensor, int]:
-        """Number of backward passes that each parameter's gradient still waits for."""
+        """Backward passes that each parameter's gradient still waits for."""
         passes = self._step.passes
         return {parameter: self.backward_passes_per_step - passes.get(id(parameter), 0) for parameter in self._hooked}
 
     @property
     def _handles(self) -> dict[torch.Tensor, Reducer]:
-        """The parameters whose reduction has begun."""
+        """Parameters whose reduction has begun."""
         return dict.fromkeys(self._step.arrived.values(), self._reducer)
 
     def _gradient_accumulated(self, parameter: torch.Tensor) -> None:
@@ -219,19 +218,19 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         passes[key] = num_passes
         if num_passes == self.backward_passes_per_step:
             hooks, mine = self._hooks_of[key]
-            if next(reversed(hooks), mine) != mine:  # others follow, which may change the gradient
+            if next(reversed(hooks), mine) != mine:  # later hooks may change the gradient
                 self._step.hooked_later.append(parameter)
             else:
                 self._allreduce_grad_async(parameter)
 
     def _hand_over_hooked_later(self) -> None:
-        """All hooks of these parameters have run: another gradient has come, or backward is over."""
+        """Reduce parameters whose hooks have all run: another gradient arrived, or backward is over."""
         hooked_later, self._step.hooked_later = self._step.hooked_later, []
         for parameter in hooked_later:
             self._allreduce_grad_async(parameter)
 
     def _begin_backward(self) -> None:
-        """The first gradient since the last step, or since one that was reduced and left out."""
+        """Start a step at its first gradient; the last step may have been reduced and skipped."""
         if not self._runtime.is_current:
             self._start_over()
         if self._step.reduced:
@@ -242,7 +241,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             watcher.step_begins()
 
     def _allreduce_grad_async(self, parameter: torch.Tensor) -> None:
-        """Begin to reduce the gradient of a parameter. Horovod's name: programs look for it, and some override it."""
+        """Start reducing a parameter's gradient. Horovod's name: programs call it, and some override it."""
         if self._runtime.config.nan_check:
             if parameter.device.type != "cpu":
                 self._step.held_back.append(parameter)
@@ -263,11 +262,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     # --- steps that can be taken back ---------------------------------------------------------------------------------
 
     def watch_steps(self, watcher: StepWatcher) -> None:
-        """Tell `watcher`, which is not kept alive by this, when steps begin and end; forget an earlier one."""
+        """Notify `watcher` (held weakly) when steps begin and end; replaces an earlier one."""
         self._watcher = weakref.ref(watcher)
 
     def discard_step(self) -> None:
-        """Forget the step that is under way, with its gradients, in a world that is gone or about to be left."""
+        """Discard the current step and its gradients; this world is gone or about to be left."""
         self._step = StepState()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -277,7 +276,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return None if self._watcher is None else self._watcher()
 
     def _step_left_out(self) -> None:
-        """The gradients were reduced, and no step followed."""
+        """Handle a step whose gradients were reduced but not applied."""
         self._tell_step_ended()
 
     def _tell_step_ended(self) -> None:
@@ -286,10 +285,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             watcher.step_ends()
 
     def _await_devices(self) -> None:
-        """Return when the reduced gradients really are on the GPUs.
+        """Return once the reduced gradients are on the GPUs.
 
-        A wait for them has only put their streams in order, and when a peer is lost meanwhile what they then hold is no
-        sum.
+        Waiting for a reduction only orders the streams. If a peer is lost meanwhile, the gradients hold no valid sum.
         """
         devices = {parameter.device for parameter in self._hooked if parameter.device.type == "cuda"}
         status = self._runtime.status
@@ -303,7 +301,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     # --- the steps of a user's loop ----------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Reduce whatever has not been reduced yet and wait; afterwards `.grad` holds the reduced gradients."""
+        """Reduce the remaining gradients and wait; afterwards `.grad` holds the reduced gradients."""
         if self._active:
             if not self._runtime.is_current:
                 self._start_over()
@@ -316,7 +314,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._step = StepState(reduced="whole", synchronized=True)
 
     def _finish_reduction(self) -> None:
-        """Hand over what has not arrived by itself, and wait."""
+        """Pass the remaining gradients to the reducer and wait."""
         step, reducer = self._step, self._reducer
         if step.backward_began:
             now = time.perf_counter()
@@ -340,11 +338,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._step = StepState()
 
     def _thawed(self) -> list[torch.Tensor]:
-        """Parameters that were frozen when hooks were registered and have been set to require gradients since."""
+        """Parameters that were frozen when hooks were registered and require gradients now."""
         return [p for p in self._frozen if p.requires_grad]
 
     def _take_in_thawed(self) -> None:
-        """Reduce the gradients of thawed parameters, this time without hooks, from the next step on with them."""
+        """Reduce the gradients of thawed parameters once without hooks, and register hooks for later steps."""
         thawed = self._thawed()
         if thawed:
             late = PerParameterReducer(self._options, self._parameter_names, thawed)
@@ -355,7 +353,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """`step()` inside does not reduce: for use after an explicit `synchronize()`."""
+        """Skip the reduction in `step()`: for use after an explicit `synchronize()`."""
         self._should_synchronize = False
         try:
             yield
@@ -363,7 +361,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Synchronise (unless skipped), then the base optimizer's step."""
+        """Synchronize (unless skipped), then run the base optimizer's step."""
         step, synchronize = self._step, self._should_synchronize
         if synchronize and step.synchronized:
             warnings.warn(
@@ -387,8 +385,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._planner.step_done(self._hooked)
         return result
 
-    # Optimizer.__init__ wraps `step` to run step hooks and the profiler's range; the base class's step has them
-    # already.
+    # Optimizer.__init__ wraps `step` with step hooks and the profiler's range; the base class's step already has both.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _base_step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -396,7 +393,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         try:
             return super().step() if closure is None else super().step(closure)
         finally:
-            if closure is None:  # a closure is forward and backward too
+            if closure is None:  # a closure includes forward and backward
                 meter.optimizer_s += time.perf_counter() - began - (meter.wait_s + meter.reduce_s - blocked_s)
             meter.step_done()
 
@@ -408,7 +405,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 loss = closure()
             if not self._step.reduced:
                 self.synchronize()
-            # A line search decides by the loss: different values would send the ranks different ways.
+            # A line search decides by the loss: different values would make the ranks diverge.
             return self._averaged(loss) if average_loss else loss
 
         return synchronised
@@ -423,7 +420,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return engine.current_runtime().allreduce_(tensor, "loss", average, self._options.process_set_id)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """The base one, guarded against gradients whose reduction is under way."""
+        """Zero the gradients; raises AssertionError while they are being reduced."""
         if self._backward_seen_since_step():
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
@@ -436,35 +433,35 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         super().zero_grad(*args, **kwargs)
 
     def _backward_seen_since_step(self) -> bool:
-        """Return whether gradients are being reduced. What a world that is gone was doing is over."""
+        """Return whether gradients are being reduced in the current world."""
         return self._step.backward_began > 0.0 and not self._world_changed()
 
     def _world_changed(self) -> bool:
         return engine.is_initialized() and not self._runtime.is_current
 
     def _make_whole(self) -> None:
-        """Have the reduced gradients in `.grad` now; the next `step` will neither reduce again nor warn."""
+        """Put the reduced gradients into `.grad` now; the next `step` neither reduces again nor warns."""
         if self._step.reduced != "whole":
             self.synchronize()
         self._step.synchronized = False
 
     def _prepare_to_clip(self) -> None:
-        """Reduce now, as `_make_whole` does. A sharded optimizer needs no more than its slices."""
+        """Reduce now, as `_make_whole` does. A sharded optimizer needs only its slices."""
         self._make_whole()
 
     def _shard_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> SliceNorm | None:
-        """None: gradients are whole on every rank. A sharded optimizer has slices of them."""
+        """Return None: gradients are whole on every rank. A sharded optimizer overrides this."""
         return None
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Reduce on every `passes`-th backward from now on."""
+        """Reduce on every `passes`-th backward pass from now on."""
         if passes <= 0:
             raise ValueError(f"backward_passes_per_step must be > 0, but it is {passes}")
         self.backward_passes_per_step = passes
         self._step = StepState()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The base one; with `Compression.powersgd` also its steps, its factors, and this rank's own error memory."""
+        """Return the base state; with `Compression.powersgd` also its step count, factors and this rank's residual."""
         state: dict[str, Any] = super().state_dict(*args, **kwargs)
         memory = self._options.memory if self._active else None
         if memory is not None:
@@ -472,7 +469,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return state
 
     def after_broadcast(self) -> None:
-        """All ranks have the root's state: with `Compression.powersgd` they agree anew on steps and factors."""
+        """Start over with `Compression.powersgd`: the ranks agree on steps and factors again."""
         if self._active and self._options.memory is not None:
             self._start_over()
 
@@ -480,9 +477,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return self._runtime.world.rank, self._runtime.world.size
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """The base one; reductions under way are forgotten."""
-        # Between steps there is nothing to forget, and what the ranks agreed on must stay: often one rank alone loads a
-        # checkpoint, and broadcast_optimizer_state brings the others up to it.
+        """Load a state and forget reductions in flight."""
+        # Between steps the ranks' agreements must stay: often only one rank loads a checkpoint, and
+        # broadcast_optimizer_state updates the others.
         if self._active and (self._step.backward_began or self._world_changed()):
             self._start_over()
         memory, kept = (self._options.memory if self._active else None), state_dict.get("powersgd")
@@ -491,7 +488,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict, *args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The base one; the new parameters are reduced too."""
+        """Add a parameter group, whose gradients are reduced too."""
         super().add_param_group(param_group)
         if not hasattr(self, "_parameter_names"):
             return
@@ -503,7 +500,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
 
 def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[_DistributedOptimizer]:
-    """The distributed optimizers that reduce any of these parameters' gradients."""
+    """Return the distributed optimizers that reduce a gradient of these parameters."""
     wanted = set(parameters)
     return [optimizer for optimizer in _live.values() if not wanted.isdisjoint(optimizer._requires_update)]
 
@@ -516,8 +513,8 @@ def takes_part(process_set: ProcessSet) -> bool:
 
 
 def bare_copy(optimizer: torch.optim.Optimizer, wanted: type) -> Any:
-    """An object of class `wanted` with the attributes of `optimizer`, made without a constructor."""
+    """Return an object of class `wanted` with the attributes of `optimizer`, without calling a constructor."""
     result: Any = object.__new__(wanted)
-    # A scheduler that was made first has put its own `step` into the old object; that one belongs to it.
+    # An existing scheduler has patched `step` of the old object; leave it there.
     result.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     return result

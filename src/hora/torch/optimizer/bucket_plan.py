@@ -1,7 +1,7 @@
-"""The assignment of gradients to buckets: a pure function of what the ranks have agreed on.
+"""Assignment of gradients to buckets: a pure function of the order that the ranks agreed on.
 
-`BucketOrder` collects the facts (in which order gradients really arrive, on all ranks) and calls `plan_buckets`; every
-rank computes the same plan.
+`BucketOrder` collects the order in which gradients arrive on all ranks and calls `plan_buckets`. Every rank computes
+the same plan.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 
 __all__ = ["BUCKET_BYTES", "BucketSpec", "plan_buckets"]
 
-# Big enough that a request costs little per byte, small enough that reduction starts early and ends soon after
+# Large enough that a request costs little per byte, small enough that reduction starts early and ends soon after
 # backward.
 BUCKET_BYTES = 4 * 2**20
-# Gradients start on cache lines: vector loads are aligned.
+# Gradients start on cache lines so that vector loads are aligned.
 _ALIGNMENT = 16
 
 
 class _Format(NamedTuple):
-    """The common properties of one bucket's gradients."""
+    """Properties shared by the gradients of a bucket."""
 
     wire_dtype: torch.dtype
     dtype: torch.dtype
@@ -31,7 +31,7 @@ class _Format(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """A bucket: its gradients in order of arrival, where each starts, and its length with one control element."""
+    """A bucket: its gradients in order of arrival, their offsets, and its length including one control element."""
 
     name: str
     parameters: tuple[torch.Tensor, ...]
@@ -41,7 +41,7 @@ class BucketSpec:
     device: torch.device
 
     def gaps(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of `flat` between the gradients and behind the last one."""
+        """Return views of the gaps in `flat` between the gradients and after the last one."""
         ends = [offset + p.numel() for offset, p in zip(self.offsets, self.parameters, strict=True)]
         found = [flat[end:begin] for end, begin in zip(ends, (*self.offsets[1:], self.num_elements), strict=True)]
         return [gap for gap in found if gap.numel()]
@@ -68,7 +68,7 @@ def plan_buckets(
 ) -> list[BucketSpec]:
     """Fill buckets in the given order, one per dtype and device at a time; a new one starts at indices in `breaks`.
 
-    Inside a bucket parameters of one group (`group_of`) lie together. Lengths are multiples of `granularity`.
+    Inside a bucket, parameters of one group (`group_of`) are adjacent. Lengths are multiples of `granularity`.
     """
     specs: list[BucketSpec] = []
     filling: dict[_Format, list[torch.Tensor]] = {}

@@ -1,10 +1,9 @@
-"""Gradient buckets: many gradients in one flat buffer, reduced as one request while backward goes on.
+"""Gradient buckets: many gradients in one flat buffer, reduced as one request while backward continues.
 
-A gradient is copied into its bucket when it is ready (with the cast of the compression, in the same pass), the bucket's
-last one starts its reduction, and `.grad` becomes a view of the bucket, so that nothing is copied back. Where the
-members share memory the buckets lie in it and are reduced in place. The last bucket is reduced by `finish`, in the
-thread that then waits for it. Which gradient goes where was agreed on by `order`; the optimizer calls `ready` and
-`finish`.
+Each gradient is copied into its bucket (and cast by the compression) when it is ready. The last gradient of a bucket
+starts the reduction. `.grad` becomes a view of the bucket, so results are not copied back. If the members share memory,
+the buckets lie in it and are reduced in place. `finish` reduces the last bucket on the thread that waits for it.
+`order` agrees on the layout; the optimizer calls `ready` and `finish`.
 
 States of a bucket: filling --last gradient--> full, and started if it may overlap --finish--> filling.
 """
@@ -38,14 +37,14 @@ __all__ = [
     "view_like",
 ]
 
-# Gradients smaller than this are copied together when the bucket is complete: a call costs more than the bytes.
+# Smaller gradients are copied together when the bucket is complete: a call costs more than the bytes.
 SMALL_BYTES = 16 * 1024
-# Up to this many bytes of all members together every member reduces everything: waiting for slices would take longer.
+# Up to this many bytes over all members, every member reduces everything: waiting for slices would take longer.
 _DIRECT_BYTES = 256 * 1024
 
 
 def view_like(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
-    """`parameter.numel()` elements of `flat` from `offset`, in the shape and, if possible, strides of `parameter`."""
+    """Return a view of `flat` from `offset` with the parameter's shape and, if possible, its strides."""
     elements = flat[offset : offset + parameter.numel()]
     if not parameter.is_contiguous() and (
         (parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last))
@@ -56,15 +55,15 @@ def view_like(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch
 
 
 def release_all(bound: Sequence[PersistentReduction]) -> None:
-    """Let the engine forget these reductions."""
+    """Release these reductions in the engine."""
     for reduction in bound:
         reduction.release()
 
 
 class Bucket:
-    """One flat buffer and the gradients in it. One more element than they need tells the peers about a changed order.
+    """One flat buffer and its gradients, plus one control element that signals a changed order to the peers.
 
-    `flat` is where results are; gradients are multiplied with `scale` when they are copied.
+    Results are in `flat`. Gradients are multiplied by `scale` when they are copied.
     """
 
     def __init__(
@@ -83,34 +82,34 @@ class Bucket:
         self.num_ready = 0
         self._scale = scale
         self._casts = spec.dtype is not spec.parameters[0].dtype
-        self.converts = self._casts  # or a gradient is sparse: `.grad` is not where its result is
+        self.converts = self._casts  # or a gradient is sparse: `.grad` is not a view of the result
         self._views = _views_of(flat, spec)
-        # Where gradients are put: into the buffer itself, or where a direct reduction wants them in this turn.
+        # Where gradients are written: the buffer itself, or this turn's input of a direct reduction.
         self.places = [(flat, self._views)]
         if isinstance(reduction, SharedMemoryReduction) and reduction.out is not None:
             mine = [views[options.member] for views in reduction.places]
             self.places = [(place, _views_of(place, spec)) for place in mine]
-        # Numbers there would reach the gradients of their block, where a block has one scale.
+        # Values in the gaps would affect the scale of the gradients in their block.
         self.gaps = [spec.gaps(place[:-1]) for place, _ in self.places]
         feeds_back = self._casts and isinstance(options.compression, ErrorFeedback)
         self._residuals = [torch.zeros_like(p) for p in spec.parameters] if feeds_back else None
-        self.small: list[int] = []  # gradients that came and have still to be copied
+        self.small: list[int] = []  # gradients that arrived and are not copied yet
 
     @property
     def turn(self) -> int:
-        """Return the index of the place that takes the gradients of this step."""
+        """Return the index of the buffer that takes this step's gradients."""
         reduction = self.reduction
         return reduction.turn if isinstance(reduction, SharedMemoryReduction) and len(self.places) > 1 else 0
 
     def complete(self) -> None:
-        """Copy what has not been copied yet, and zero the gaps: everything is in its place then, to be reduced."""
+        """Copy the remaining gradients and zero the gaps: the bucket is ready to be reduced."""
         if self.small:
             self.fill(self.small)
             self.small = []
         torch._foreach_zero_(self.gaps[self.turn])
 
     def fill(self, indices: Sequence[int]) -> None:
-        """Put gradients where they are reduced. Unless the bucket casts, `.grad` is where the result will be."""
+        """Copy gradients into the reduction's input. Unless the bucket casts, `.grad` becomes a view of the result."""
         places = self.places[self.turn][1]
         targets, sources = [], []
         for index in indices:
@@ -120,7 +119,7 @@ class Bucket:
                 place.zero_()
                 parameter.grad = torch.zeros_like(parameter) if self._casts else self._views[index]
                 continue
-            if gradient.is_sparse:  # and stays so until `give_back`
+            if gradient.is_sparse:  # stays sparse until `give_back`
                 self.converts = True
                 torch.mul(gradient.detach().to_dense(), self._scale, out=place)
                 continue
@@ -151,14 +150,14 @@ class Bucket:
     def _note_residuals(
         self, indices: Sequence[int], places: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor]
     ) -> None:
-        """Keep the cast's rounding error for the next step; values that are not finite reach the ranks in this one."""
+        """Keep the cast's rounding error for the next step; non-finite values are sent but kept out of the residual."""
         for index in indices:
             gradient = self.parameters[index].grad
             if gradient is not None and not gradient.is_sparse:
                 torch.sub(gradient, places[index], out=residuals[index]).nan_to_num_(0.0, 0.0, 0.0)
 
     def give_back(self) -> None:
-        """Copy results to gradients that are not where the results are, if it converts."""
+        """Copy results to gradients that are not views of them."""
         for parameter, view in zip(self.parameters, self._views, strict=True):
             gradient = parameter.grad
             if gradient is None:
@@ -175,7 +174,7 @@ def _views_of(flat: torch.Tensor, spec: BucketSpec) -> list[torch.Tensor]:
 
 
 def make_buckets(runtime: engine.Runtime, options: ReduceOptions, specs: Sequence[BucketSpec]) -> list[Bucket]:
-    """Empty buckets, in shared memory where the members have some in common (collective)."""
+    """Create empty buckets, in shared memory if the members have some (collective)."""
     memory = _shared_memory(runtime, options, specs)
     if memory is not None:
         schedule = runtime.schedule(memory, options.process_set_id)
@@ -190,12 +189,12 @@ def make_buckets(runtime: engine.Runtime, options: ReduceOptions, specs: Sequenc
         schedule = runtime.schedule(memory, options.process_set_id, near)
         link = runtime.host_link(schedule)
         buckets = [_host_bucket(schedule, link, options, spec, memory) for spec in specs]
-    runtime.barrier(options.process_set_id)  # a reduction may start only when all members have made it
+    runtime.barrier(options.process_set_id)  # a reduction may start only once all members have created it
     return buckets
 
 
 def _shared_memory(runtime: engine.Runtime, options: ReduceOptions, specs: Sequence[BucketSpec]) -> SharedMemory | None:
-    """Room for all members' buckets and their schedule."""
+    """Allocate shared memory for all members' buckets and their schedule."""
     if any(spec.device.type != "cpu" for spec in specs):
         return None
     size = options.num_members
@@ -208,9 +207,11 @@ def _shared_memory(runtime: engine.Runtime, options: ReduceOptions, specs: Seque
 def host_memory(
     runtime: engine.Runtime, options: ReduceOptions, num_bytes: int, *, in_order: bool = False
 ) -> tuple[SharedMemory, list[int]] | None:
-    """So many bytes for each member on this host, and two schedules, where the set spans hosts; and which members these
-    are (collective). None where it does not, or there is too little memory on some host. `in_order`: see
-    `spans_hosts`."""
+    """Allocate shared memory on this host for a set that spans hosts (collective).
+
+    Returns room for `num_bytes` per member and two schedules, and the members on this host. None if the set does not
+    span hosts or some host has too little memory. `in_order`: see `spans_hosts`.
+    """
     set_id = options.process_set_id
     if not runtime.spans_hosts(set_id, in_order=in_order):
         return None
@@ -224,11 +225,10 @@ def host_memory(
 def make_reductions(
     runtime: engine.Runtime, options: ReduceOptions, layouts: Sequence[tuple[str, int, torch.dtype, torch.device, str]]
 ) -> tuple[list[torch.Tensor], list[PersistentReduction] | list[RequestedReduction]]:
-    """Zeroed tensors and the sum of each over the members, in place, to be made in this order in every step
-    (collective).
+    """Create zeroed tensors and their sums over the members, in place, to run in this order in every step (collective).
 
-    A layout: the name, elements, dtype, device, and the code between hosts. On CPUs of several hosts nothing is
-    announced.
+    A layout is the name, number of elements, dtype, device, and encoding between hosts. On CPUs of several hosts the
+    sums need no announcement.
     """
     num_bytes = sum(SharedMemory.space(count, dtype) for _, count, dtype, _, _ in layouts)
     on_cpu = all(device.type == "cpu" for *_, device, _ in layouts)
@@ -249,7 +249,7 @@ def make_reductions(
         places = [memory.take(count, dtype, copied=m == schedule.member) for m in range(len(schedule.ranks))]
         flats.append(places[schedule.member])
         made.append(HostReduction(schedule, link, places, name=name, reduce=reduce))
-    runtime.barrier(options.process_set_id)  # a reduction may start only when all members have made it
+    runtime.barrier(options.process_set_id)  # a reduction may start only once all members have created it
     return flats, made
 
 
@@ -273,7 +273,7 @@ def _host_bucket(
 
 
 def _num_turns(options: ReduceOptions, spec: BucketSpec) -> int:
-    """Two for a direct reduction, which each member makes of all data; one for a sliced one."""
+    """Return 2 for a direct reduction, in which each member reduces all data, and 1 for a sliced one."""
     if options.gradient_predivide_factor != 1.0:
         return 1  # scaling changes the data itself, which all members read in a direct reduction
     return 2 if spec.num_elements * spec.dtype.itemsize * options.num_members <= _DIRECT_BYTES else 1
@@ -298,7 +298,7 @@ def _shared_bucket(
     schedule: ReductionSchedule, options: ReduceOptions, spec: BucketSpec, memory: SharedMemory
 ) -> Bucket:
     num_turns = _num_turns(options, spec)
-    places = [  # a forked child sees its parent's gradients alone
+    places = [  # a forked child sees only its parent's gradients
         [memory.take(spec.num_elements, spec.dtype, copied=m == options.member) for m in range(options.num_members)]
         for _ in range(num_turns)
     ]
@@ -312,9 +312,9 @@ def _shared_bucket(
 
 
 class Buckets:
-    """Reduces dense gradients in buckets, and what does not fit in (`others`) one by one.
+    """Reduces dense gradients in buckets, and all others (`others`) one by one.
 
-    `overlap`: during backward, each bucket when it is full; otherwise all are reduced by `finish`.
+    With `overlap` each bucket is reduced during backward once it is full, otherwise in `finish`.
     """
 
     def __init__(
@@ -327,7 +327,7 @@ class Buckets:
     ) -> None:
         self.specs = tuple(specs)
         self.overlap = overlap
-        self.change_wanted = False  # some rank has seen another order
+        self.change_wanted = False  # a rank has seen another order
         self._others = others
         self._where: dict[int, tuple[Bucket, int, int, bool]] = {}  # by the parameter's id
         for number, bucket in enumerate(buckets):
@@ -356,7 +356,7 @@ class Buckets:
             bucket.fill((index,))
         bucket.num_ready += 1
         if bucket.num_ready == len(bucket.parameters):
-            # What arrives in an unexpected order is still right, only slower: note it, and agree on a better one later.
+            # An unexpected order is correct but slower: note it, and agree on a better one later.
             if number != self._next:
                 self._in_order = False
             self._next += 1
@@ -366,7 +366,7 @@ class Buckets:
                     bucket.reduction.start(background=True)
 
     def note_missing(self) -> None:
-        """Some gradient did not arrive by itself: its bucket could not be reduced during backward."""
+        """Note that a gradient is missing: its bucket could not be reduced during backward."""
         self._in_order = False
 
     def finish(self) -> None:
@@ -381,7 +381,7 @@ class Buckets:
             bucket.num_ready = 0
             try:
                 bucket.reduction.wait()
-            except Exception as error:  # every reduction must be waited for, whatever becomes of the others
+            except Exception as error:  # every reduction must be waited for, even if another fails
                 first_error = first_error or error
         if self._others is not None:
             self._others.finish()
@@ -396,12 +396,12 @@ class Buckets:
                 bucket.give_back()
 
     def _tell(self, value: float) -> None:
-        """Put the control element beside the gradients, unless it is there. Other turns' places may still be read."""
+        """Write the control element unless it is already there. Peers may still read the buffers of other turns."""
         turn = self._last.turn
         if self._told[turn] != value:
             self._told[turn] = value
             self._last.places[turn][0][-1] = value
 
     def release(self) -> None:
-        """Forget the bound reductions; gradients that look into the buckets keep the memory."""
+        """Release the reductions; gradients that are views of the buckets keep the memory alive."""
         self._finalizer()

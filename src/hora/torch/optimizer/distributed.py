@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: checks its arguments and makes an optimizer of `base`, `adasum` or `sharded`."""
+"""`DistributedOptimizer`: validates its arguments and creates an optimizer of `base`, `adasum` or `sharded`."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ __all__ = ["DeltaOptimizer", "DistributedOptimizer", "clip_grad_norm_", "of_clas
 
 
 class DeltaOptimizer(_DistributedOptimizer):
-    """Mixed in before the user's optimizer class, like the class it extends."""
+    """Mixin before the user's optimizer class, like its base class."""
 
     _deltas: dict[torch.Tensor, tuple[int, Any]]
-    _states_before: dict[torch.Tensor, dict[str, Any]]  # this step's, if it may have to be taken back
+    _states_before: dict[torch.Tensor, dict[str, Any]]  # of this step, in case it is rolled back
 
     def _register_hooks(self) -> None:
         self._deltas, self._states_before = {}, {}
@@ -50,7 +50,7 @@ class DeltaOptimizer(_DistributedOptimizer):
         self._bucket_order.possible = False
 
     def ready(self, parameter: torch.Tensor) -> None:
-        """Step `parameter` alone and start reducing its change; the parameter itself is put back."""
+        """Step `parameter` alone, restore it, and start reducing its change."""
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         if self._watcher is not None:
@@ -72,7 +72,7 @@ class DeltaOptimizer(_DistributedOptimizer):
         self._deltas[parameter] = (handle, context)
 
     def finish(self) -> None:
-        """Wait for the reduced changes, and apply them when all are there."""
+        """Wait for all reduced changes, then apply them."""
         deltas, self._deltas = self._deltas, {}
         runtime = engine.current_runtime()
         reduced = {parameter: runtime.synchronize(handle)[0] for parameter, (handle, _) in deltas.items()}
@@ -85,17 +85,17 @@ class DeltaOptimizer(_DistributedOptimizer):
         self._tell_step_ended()
 
     def discard_step(self) -> None:
-        """The base one; and the state that was changed while backward ran is as it was before."""
+        """Discard the step and restore the state that was changed during backward."""
         super().discard_step()
         before, self._states_before, self._deltas = self._states_before, {}, {}
         for parameter, state in before.items():
             self.state[parameter] = state
 
     def note_missing(self) -> None:
-        """Nothing to arrange: changes travel one by one."""
+        """Do nothing: changes are reduced one by one."""
 
     def synchronize(self) -> None:
-        """Nothing to do: the changes are reduced by `step`."""
+        """Do nothing: `step` reduces the changes."""
 
     def _make_whole(self) -> None:
         raise ValueError(
@@ -139,10 +139,10 @@ def DistributedOptimizer(
     *,
     sharded: bool = False,
 ) -> Any:
-    """The same optimizer (hyper-parameters, groups and state kept), with gradients reduced over `process_set`.
+    """Return the same optimizer (hyperparameters, groups and state kept) that reduces gradients over `process_set`.
 
-    `sharded=True` divides optimizer work and state over the ranks, and on one host keeps parameters once in shared
-    memory.
+    `sharded=True` shards optimizer work and state over the ranks. On one host it also keeps one copy of the parameters
+    in shared memory.
     """
     if isinstance(optimizer, _DistributedOptimizer):
         raise ValueError(f"{type(optimizer).__name__} is a DistributedOptimizer already; wrap the plain optimizer once")
@@ -166,7 +166,7 @@ def DistributedOptimizer(
     names = parameter_names(optimizer, named_parameters)
     hooked = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     grouped = parameter_groups(groups, hooked)
-    # In an elastic world newcomers make their optimizers while the others train and would not answer.
+    # In an elastic world newcomers create their optimizers while the others train and would not answer.
     if isinstance(groups, int) and takes_part(process_set) and not engine.current_runtime().world.elastic:
         grouped = parameter_groups(groups, in_common_order(hooked, names, process_set))
     options = ReduceOptions(
@@ -212,7 +212,7 @@ def _kind_of_optimizer(
 
 
 def of_class(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
-    """Return an object of a new class that shares groups and state with `optimizer`, without its constructor."""
+    """Return an object of a new class that shares groups and state with `optimizer`; no constructor runs."""
     base = type(optimizer)
     names = {"__module__": "horovod.torch.optimizer", "__qualname__": base.__qualname__, "_base_class": base}
     return bare_copy(optimizer, type(base.__name__, (mixin, base), names))
@@ -225,10 +225,10 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Scale the gradients so that their total norm is at most `max_norm`; returns the norm before.
+    """Scale the gradients so that their total norm is at most `max_norm`; returns the norm before scaling.
 
-    `parameters` may be an optimizer. Gradients that a `DistributedOptimizer` has still to reduce are reduced first, and
-    the following `step()` does not reduce them again. `foreach` is torch's, and decided here.
+    `parameters` may be an optimizer. Pending gradients of a `DistributedOptimizer` are reduced first, and the following
+    `step()` does not reduce them again. `foreach` exists for torch's signature and is ignored.
     """
     if isinstance(parameters, torch.optim.Optimizer):
         parameters = [p for group in parameters.param_groups for p in group["params"]]

@@ -1,15 +1,14 @@
-"""Optimizers whose hosts talk only now and then: `LocalSGD`, `DiLoCo` and `DESLOC`.
+"""Optimizers that communicate between hosts only now and then: `LocalSGD`, `DiLoCo` and `DESLOC`.
 
-The host is the worker. Inside it gradients are reduced in every step, as by `DistributedOptimizer`; between hosts no
-gradient travels. Instead each fragment of the parameters has an anchor, equal everywhere. Every so many steps the hosts
-average how far they have moved away from it (the pseudo-gradient), an outer optimizer moves the anchor by that, and the
-parameters follow. A fragment may stay under way for some steps (`overlap`): what the host has learnt meanwhile is kept
-on top.
+The host is the worker. Ranks of a host reduce gradients in every step, as with `DistributedOptimizer`; no gradient is
+sent between hosts. Instead, each fragment of the parameters has an anchor, equal on all hosts. Every few steps the
+hosts average their distance from the anchor (the pseudo-gradient), an outer optimizer moves the anchor by it, and the
+parameters follow. With `overlap` a fragment is in flight for some steps; the host's progress meanwhile is kept on top.
 
-    at rest --its turn--> under way --`overlap` steps later--> the anchor moves, at rest
+    at rest --its turn--> in flight --`overlap` steps later--> the anchor moves, at rest
 
-The three differ in settings alone. A fragment that is lost on its way, with a world, costs nothing but time: the next
-pseudo-gradient is reckoned from the anchor again.
+The three optimizers differ only in their settings. A fragment lost with a world costs only time: the next
+pseudo-gradient starts from the anchor again.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def LocalSGD(
     compression: type[Compressor] | Compressor = Compression.none,
     backward_passes_per_step: int = 1,
 ) -> Any:
-    """The same optimizer, whose hosts train apart and average their parameters every `every` steps."""
+    """Return the same optimizer; hosts train independently and average their parameters every `every` steps."""
     settings = _Settings("LocalSGD", every=every, overlap=overlap, compression=compression)
     return _made(optimizer, named_parameters, settings, backward_passes_per_step)
 
@@ -68,11 +67,11 @@ def DiLoCo(
     compression: type[Compressor] | Compressor = Compression.bf16,
     backward_passes_per_step: int = 1,
 ) -> Any:
-    """The same optimizer, as the inner one of DiLoCo (arXiv 2311.08105, by fragments: 2501.18512).
+    """Return the same optimizer as the inner optimizer of DiLoCo (arXiv 2311.08105, by fragments: 2501.18512).
 
-    `outer` makes the outer optimizer of a list of tensors. Of `fragments` parts of the parameters each has its turn
-    every `every` steps, in between the others, and `overlap` steps to travel (default: half the time until the next
-    one's turn).
+    `outer` creates the outer optimizer from a list of tensors. Each of `fragments` parts of the parameters has a turn
+    every `every` steps, evenly spaced, and is in flight for `overlap` steps (default: half the time until the next
+    turn).
     """
     if overlap is None:
         overlap = every // (2 * fragments) if _is_count(every) and _is_count(fragments) else 0
@@ -92,9 +91,9 @@ def DESLOC(
     compression: type[Compressor] | Compressor = Compression.none,
     backward_passes_per_step: int = 1,
 ) -> Any:
-    """The same optimizer, whose hosts average parameters and moments each at their own period (arXiv 2505.22549).
+    """Return the same optimizer; hosts average parameters and moments, each at its own period (arXiv 2505.22549).
 
-    `moments`: the period of each entry of the optimizer's state (default: Adam's, 3 and 6 times as long as `every`).
+    `moments` maps an entry of the optimizer's state to its period (default: Adam's, 3 and 6 times `every`).
     """
     if moments is None:
         moments = {"exp_avg": 3 * every, "exp_avg_sq": 6 * every} if _is_count(every) else {}
@@ -108,7 +107,7 @@ def _is_count(value: object) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    """The user's settings, checked."""
+    """Validated settings of the user."""
 
     method: str
     _: dataclasses.KW_ONLY
@@ -127,23 +126,23 @@ class _Settings:
                 raise ValueError(f"{self.method}'s {name} must be an integer of at least 1, but it is {value!r}")
         if self.fragments > self.every:
             raise ValueError(
-                f"{self.method} has one fragment's turn at a time: fragments ({self.fragments}) must not be more than "
+                f"{self.method} sends one fragment at a time: fragments ({self.fragments}) must not be more than "
                 f"every ({self.every})"
             )
         shortest = min((self.every, *self.moments.values()))
         if isinstance(self.overlap, bool) or not isinstance(self.overlap, int) or not 0 <= self.overlap < shortest:
             raise ValueError(
-                f"{self.method}'s overlap must be an integer from 0 to {shortest - 1}, so that a fragment is back "
+                f"{self.method}'s overlap must be an integer from 0 to {shortest - 1}, so that a fragment arrives "
                 f"before its next turn, but it is {self.overlap!r}"
             )
         if isinstance(self.compression, PowerSGD) or self.compression is PowerSGD or not _is_known(self.compression):
             raise ValueError(
-                f"{self.method} sends with Compression.none, fp16, bf16 or int8, but compression is "
+                f"{self.method} supports Compression.none, fp16, bf16 or int8, but compression is "
                 f"{described(self.compression)}"
             )
         if not callable(self.outer):
             raise ValueError(
-                "DiLoCo's outer must make an optimizer of a list of tensors, such as "
+                "DiLoCo's outer must create an optimizer from a list of tensors, such as "
                 "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True), but it is "
                 f"{self.outer!r:.100}"
             )
@@ -162,8 +161,8 @@ def _made(
     if isinstance(optimizer, _DistributedOptimizer):
         raise ValueError(
             f"hvd.{settings.method} reduces gradients inside each host by itself: give it the plain optimizer, not "
-            "one of hvd.DistributedOptimizer; sharded=True is not supported, since no rank has whole parameters and "
-            "moments then"
+            "one of hvd.DistributedOptimizer; sharded=True is not supported, because then no rank has whole "
+            "parameters and moments"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(f"hvd.{settings.method} does not support LBFGS, which compares losses of all ranks")
@@ -193,7 +192,7 @@ def _check_real(method: str, names: Mapping[torch.Tensor, str]) -> None:
 
 
 class _Alone:
-    """The reducer of a host with one rank."""
+    """Reducer of a host with a single rank: does nothing."""
 
     def ready(self, parameter: torch.Tensor) -> None:
         pass
@@ -208,9 +207,9 @@ class _Alone:
 class _Fragment:
     """Tensors of the model or of the optimizer's state that the hosts average together, and their anchors.
 
-    With `outer` their averaged distance is the gradient of the anchors; without it the anchors become the average. The
-    anchors are of one dtype, in host memory, whatever and wherever the tensors are. A tensor that is None, because the
-    optimizer has no state of its parameter yet, counts as zeros.
+    With `outer` the averaged distance is the gradient of the anchors; without it the anchors become the average.
+    Anchors have one dtype and lie in host memory, independent of the tensors. A tensor that is None, because the
+    optimizer has no state for its parameter yet, counts as zeros.
     """
 
     def __init__(
@@ -233,13 +232,13 @@ class _Fragment:
         if average is not None:
             average.bind(self._flat)
         self._sent: list[torch.Tensor] = []
-        self.due_at = 0  # the step after which it is taken in; 0: it is at rest
+        self.due_at = 0  # the step after which it is merged; 0: at rest
 
     def has_turn(self, step: int) -> bool:
         return step > 0 and step % self._every == self._offset
 
     def send(self, due_at: int, progress: _Progress, *, keep_progress: bool) -> None:
-        """Start averaging how far the tensors are from their anchors. `progress`: of this rank, now."""
+        """Start averaging the distance between the tensors and their anchors. `progress` is this rank's."""
         self.due_at = due_at
         values = [_on_host(v, a) for v, a in zip(self._values(), self._anchors, strict=True)]
         for distance, anchor, value in zip(self._distances, self._anchors, values, strict=True):
@@ -249,7 +248,7 @@ class _Fragment:
             self._average.start(progress)
 
     def take_in(self) -> None:
-        """Wait for the average, move the anchors, and let the tensors follow."""
+        """Wait for the average, move the anchors, and update the tensors."""
         self.due_at = 0
         if self._average is not None:
             self._average.wait()
@@ -268,7 +267,7 @@ class _Fragment:
         self._sent = []
 
     def give_up(self) -> None:
-        """Forget what is under way. Only a world that is gone makes that an error, which is no news."""
+        """Discard the fragment in flight. It can fail only because the world is gone, which is known already."""
         if self.due_at and self._average is not None:
             with contextlib.suppress(HorovodInternalError):
                 self._average.wait()
@@ -276,14 +275,14 @@ class _Fragment:
 
 
 class _Progress(NamedTuple):
-    """Number of steps of a host, and of those that were reduced and left out."""
+    """Number of a host's steps, and of those that were reduced but skipped."""
 
     num_steps: int
     num_left_out: int
 
 
 class _Average:
-    """The average of a fragment's tensor over all ranks, with each rank's progress beside it, which must be equal."""
+    """Average of a fragment's tensor over all ranks, sent with each rank's progress, which must be equal."""
 
     def __init__(
         self, runtime: engine.Runtime, method: str, compression: type[Compressor] | Compressor, name: str
@@ -291,7 +290,7 @@ class _Average:
         self._runtime, self._method, self._compression, self._name = runtime, method, compression, name
 
     def bind(self, flat: torch.Tensor) -> None:
-        """Average this tensor, in place."""
+        """Average this tensor in place."""
         code = code_for(self._compression, [flat], op=ReduceOp.AVERAGE)
         self._reduction = RequestedReduction(
             self._runtime,
@@ -318,7 +317,7 @@ class _Average:
         self._reduction.start(background=True)
 
     def wait(self) -> None:
-        """Return when the average is there. HorovodInternalError names the ranks that have made other steps."""
+        """Wait for the average. Raises HorovodInternalError with the ranks that have made other steps."""
         progress = self._progress.wait().view(-1, 2).tolist()
         self._reduction.wait()
         other = next((rank for rank, theirs in enumerate(progress) if theirs != progress[0]), None)
@@ -335,10 +334,10 @@ def _on_host(value: torch.Tensor | None, anchor: torch.Tensor) -> torch.Tensor:
 
 
 class LocalOptimizer(_DistributedOptimizer):
-    """Mixed in before the user's optimizer class, like the class it extends."""
+    """Mixin before the user's optimizer class, like its base class."""
 
     keeps_outer_state = True
-    outer: torch.optim.Optimizer  # from the first step on
+    outer: torch.optim.Optimizer  # set by the first step
     _settings: _Settings
     _num_steps = 0
     _num_left_out = 0
@@ -352,7 +351,7 @@ class LocalOptimizer(_DistributedOptimizer):
     # --- inside the host ---------------------------------------------------------------------------------------------
 
     def _start_over(self) -> None:
-        """The sets of the hosts are made in the next backward: newcomers make their optimizers while others train."""
+        """Reset; the next backward creates the hosts' process sets, because newcomers start while others train."""
         self._give_up_fragments()
         self._runtime = engine.current_runtime()
         self._step = StepState()
@@ -360,14 +359,14 @@ class LocalOptimizer(_DistributedOptimizer):
         self._entered = False
 
     def _give_up_fragments(self) -> None:
-        """Forget fragments, also those under way: the next distance is reckoned from the anchor again."""
+        """Discard fragments, including those in flight: the next distance starts from the anchor again."""
         for fragment in self._fragments:
             if not self._world_changed():
                 fragment.give_up()
         self._fragments = ()
 
     def agreed_order(self) -> None:
-        """None: the buckets are those of a host's set, which is made anew in every world."""
+        """Return None: the buckets belong to a host's process set, which is created anew in every world."""
 
     def _begin_backward(self) -> None:
         self._enter_world()
@@ -383,7 +382,7 @@ class LocalOptimizer(_DistributedOptimizer):
         super()._step_left_out()
 
     def _enter_world(self) -> None:
-        """Agree on the settings, and find the ranks of this host (collective, once in a world)."""
+        """Agree on the settings and find the ranks of this host (collective, once per world)."""
         if self._entered and engine.current_runtime() is self._runtime:
             return
         self._start_over()
@@ -407,7 +406,7 @@ class LocalOptimizer(_DistributedOptimizer):
             f"outer={outer}",
         ]
         told += [f"parameters of {self._shapes()}"]
-        # With a number that is another one for each optimizer and world, so that no two exchanges share a name.
+        # With a number unique per optimizer and world, so that no two exchanges share a name.
         found = allgather_object((settings.method, told, new_number()), name="optimizer.local_settings")
         self._label = f"optimizer.{sum(number for *_, number in found)}"
         of_all = [(method, theirs) for method, theirs, _ in found]
@@ -416,8 +415,8 @@ class LocalOptimizer(_DistributedOptimizer):
                 differing = [(a, b) for a, b in zip(of_all[0][1], theirs, strict=True) if a != b]
                 here, there = differing[0] if differing else ("", "")
                 raise HorovodInternalError(
-                    f"Mismatched settings: rank 0 has {of_all[0][0]} {here}, rank {rank} has {method} {there}; give "
-                    "the same to all ranks"
+                    f"Mismatched settings: rank 0 has {of_all[0][0]} {here}, rank {rank} has {method} {there}; use "
+                    "the same settings on all ranks"
                 )
 
     def _shapes(self) -> str:
@@ -429,7 +428,7 @@ class LocalOptimizer(_DistributedOptimizer):
     # --- between the hosts -------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step inside the host; then send and take in the fragments whose turn it is."""
+        """Step inside the host, then send and merge the fragments that are due."""
         if self._active:
             self._enter_world()
             if self._runtime.num_joins != self._num_joins:
@@ -441,7 +440,7 @@ class LocalOptimizer(_DistributedOptimizer):
             self._make_fragments()
         result = super().step(closure)
         self._num_steps += 1
-        if not self._fragments:  # parameters have thawed in this step
+        if not self._fragments:  # parameters were thawed in this step
             if self._active:
                 self._enter_world()
             self._make_fragments()
@@ -460,7 +459,7 @@ class LocalOptimizer(_DistributedOptimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def exchange(self) -> None:
-        """Average all hosts' parameters now (collective): for the end of a training, or before an evaluation."""
+        """Average all hosts' parameters now (collective): at the end of training, or before an evaluation."""
         if self._active:
             self._enter_world()
         if not self._fragments:
@@ -476,7 +475,7 @@ class LocalOptimizer(_DistributedOptimizer):
                 fragment.take_in()
 
     def _make_fragments(self) -> None:
-        """Divide the parameters, whose values, equal before the first step, are the first anchors."""
+        """Divide the parameters into fragments. Their values, equal before the first step, are the first anchors."""
         settings, parameters = self._settings, self._parameters()
         self._make_anchors(parameters)
         if self._loaded is not None:
@@ -506,7 +505,7 @@ class LocalOptimizer(_DistributedOptimizer):
         offset: int,
         outer: torch.optim.Optimizer | None,
     ) -> list[_Fragment]:
-        """Fragments with these anchors, one for each of their dtypes."""
+        """Return fragments with these anchors, one per dtype."""
         made = []
         for dtype in dict.fromkeys(anchor.dtype for anchor in anchors):
             pairs = [pair for pair in zip(parameters, anchors, strict=True) if pair[1].dtype is dtype]
@@ -516,7 +515,7 @@ class LocalOptimizer(_DistributedOptimizer):
         return made
 
     def _make_anchors(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Give an anchor to each parameter that has none: all at first, later those of an added group."""
+        """Create an anchor for each parameter that has none: at first for all, later for an added group."""
         new = [
             p.detach().to("cpu", working_dtype(p), copy=True, memory_format=torch.contiguous_format)
             for p in parameters[len(self._anchors) :]
@@ -528,27 +527,27 @@ class LocalOptimizer(_DistributedOptimizer):
         self._anchors = [*self._anchors, *new]
 
     def _moments(self, name: str, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Return this entry of the state of each parameter; None where the optimizer keeps no state yet."""
+        """Return this state entry of each parameter; None where the optimizer has no state yet."""
         found = []
         for parameter in parameters:
             state = self.state.get(parameter, {})
             if state and not isinstance(state.get(name), torch.Tensor):
                 raise ValueError(
-                    f"hvd.DESLOC is to average {name!r}, but {self._base_class.__name__} keeps {sorted(state)} of "
+                    f"hvd.DESLOC averages {name!r}, but {self._base_class.__name__} keeps {sorted(state)} for "
                     f"{self._parameter_names[parameter]}; name others in moments={{…}}"
                 )
             found.append(state.get(name))
         return found
 
     def _average_over_hosts(self, name: str) -> _Average | None:
-        """The average over all ranks; None where there are no other hosts: all ranks of a host have the same."""
+        """Return the average over all ranks; None on a single host, whose ranks have equal values."""
         settings = self._settings
         if not self._active or not self._runtime.spans_hosts(0):
             return None
         return _Average(self._runtime, settings.method, settings.compression, f"{self._label}.{settings.method} {name}")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The base one; the new parameters, equal on all hosts before the next step, are their own anchors."""
+        """Add a parameter group. Its parameters, equal on all hosts before the next step, become their own anchors."""
         super().add_param_group(param_group)
         if hasattr(self, "_settings"):
             _check_real(self._settings.method, self._parameter_names)
@@ -556,9 +555,9 @@ class LocalOptimizer(_DistributedOptimizer):
     # --- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The inner optimizer's, with the outer one's: anchors and state, and the number of steps.
+        """Return the inner optimizer's state with the outer one's: anchors, state and step count.
 
-        Any number of hosts can load it, also with other settings, and a plain optimizer its part.
+        It can be loaded on any number of hosts and with other settings; a plain optimizer can load its part.
         """
         state = super().state_dict(*args, **kwargs)
         if self._loaded is not None:
@@ -572,7 +571,7 @@ class LocalOptimizer(_DistributedOptimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Load a state, on all ranks; what is under way is forgotten."""
+        """Load a state on all ranks and discard fragments in flight."""
         self._give_up_fragments()
         super().load_state_dict(state_dict, *args, **kwargs)
         kept = state_dict.get("outer")
@@ -584,14 +583,14 @@ class LocalOptimizer(_DistributedOptimizer):
 
     def _load_outer(self, kept: Mapping[str, Any]) -> None:
         if [a.shape for a in kept["anchors"]] != [a.shape for a in self._anchors]:
-            raise ValueError("the outer state that was loaded is of a model with other parameters")
+            raise ValueError("the loaded outer state belongs to a model with other parameters")
         for anchor, loaded in zip(self._anchors, kept["anchors"], strict=True):
             anchor.copy_(loaded)
         self.outer.load_state_dict(kept["optimizer"])
 
 
 def _near_even(sizes: Sequence[int], num_parts: int) -> list[int]:
-    """Return the ends of consecutive parts whose sums are near one another."""
+    """Return the ends of consecutive parts with similar sums."""
     total, passed = sum(sizes), 0
     ends: list[int] = []
     for index, size in enumerate(sizes):

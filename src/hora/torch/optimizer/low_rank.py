@@ -1,14 +1,14 @@
-"""Gradient reduction by low-rank factors: `Compression.powersgd`, between hosts, from its first step on.
+"""Gradient reduction by low-rank factors: `Compression.powersgd` between hosts, after its warm-up.
 
-The factors P of a bucket, with whatever travels as it is behind them, are sent when its last gradient is there, while
-backward goes on. `finish` makes each bucket's part of the factors Q when its P are back, and sends all Q together. So
-two trips follow the last gradient. Gradients are not copied: the error memory takes them up, and the product of the
-factors is written over them.
+A bucket's factors P, followed by its uncompressed gradients, are sent once its last gradient is ready, while backward
+continues. `finish` computes each bucket's factors Q when its P are reduced and sends all Q together. So two round trips
+follow the last gradient. Gradients are not copied: they are added to the residual, and the product of the factors
+overwrites them.
 
-    idle --all gradients are there--> P under way --finish--> Q under way --> idle
+    idle --all gradients are ready--> P in flight --finish--> Q in flight --> idle
 
-Like gradient buckets, factors on CPUs lie in the memory of each host, and their order is fixed: nothing is announced,
-and a trip is one way through the link.
+Like gradient buckets, factors on CPUs lie in the memory of each host and are sent in a fixed order, without
+announcements.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction
 
 __all__ = ["BUCKET_BYTES", "LowRankReducer"]
 
-# Of what travels. Buckets follow one another, each a trip through the link, so that smaller ones would make a long link
-# slow.
+# Of the data sent. Each bucket is a round trip, so smaller ones would be slow on a link with high latency.
 BUCKET_BYTES = 512 * 2**10
 
 
 class _Flat:
-    """Layout of one buffer: a matrix of each of these shapes, and then room for some parameters as they are."""
+    """Layout of one buffer: a matrix for each shape, followed by uncompressed parameters."""
 
     def __init__(
         self, name: str, shapes: Sequence[tuple[int, int]], rest: Sequence[torch.Tensor] = (), *, like: torch.Tensor
@@ -46,35 +45,35 @@ class _Flat:
         self.count = sum(self._sizes)
 
     def divide(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the matrices and the room behind them, as views."""
+        """Return the matrices and the uncompressed part as views."""
         parts = flat.split(self._sizes)
         matrices = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=False)]
         return matrices, [part.view(p.shape) for part, p in zip(parts[len(self._shapes) :], self._rest, strict=True)]
 
 
 class _Sum:
-    """The sum of one buffer over the members, in place, once in every step."""
+    """Sum of one buffer over the members, in place, once per step."""
 
     def __init__(self, reduction: PersistentReduction | RequestedReduction) -> None:
         self._reduction = reduction
         self._due = False
 
     def expect(self) -> None:
-        """A step begins, in which all members make this sum."""
+        """Begin a step, in which all members compute this sum."""
         self._due = True
 
     def start(self, *, background: bool) -> None:
         self._reduction.start(background=background)
 
     def wait(self) -> None:
-        """Wait for it; start it if that has not happened. Once in a step: again it does nothing."""
+        """Wait for the sum, starting it if needed. Further calls in the same step do nothing."""
         if self._due:
             self._due = False
             self._reduction.wait()
 
 
 class _Bucket:
-    """Some parameters whose factors P travel together. `second`: room for their factors Q, transposed."""
+    """Parameters whose factors P are sent together. `second` holds their factors Q, transposed."""
 
     def __init__(
         self,
@@ -92,18 +91,18 @@ class _Bucket:
         self._rest = [p for p in parameters if not memory.rank_of(p)]
         self.sum, self._flat = made, flat
         self._first, self._places = layout.divide(flat)
-        # By id: of a matrix its index, of the others' places the complement of theirs.
+        # By id: the index of a matrix, or the complement of the index of an uncompressed parameter.
         self._index = {id(p): index for index, p in enumerate(self.matrices)}
         self._index |= {id(p): ~index for index, p in enumerate(self._rest)}
         self._factors: list[torch.Tensor] = []
         self.num_ready = 0
 
     def take(self, factors: list[torch.Tensor]) -> None:
-        """Go on with these factors Q."""
+        """Use these factors Q."""
         self._factors = factors
 
     def fill(self, parameter: torch.Tensor) -> None:
-        """The gradient of one of them is there: make its P, or put it into its place."""
+        """Compute P from a parameter's gradient, or copy an uncompressed gradient into the buffer."""
         index = self._index[id(parameter)]
         gradient = parameter.grad
         if index >= 0:
@@ -124,23 +123,23 @@ class _Bucket:
         return self.num_ready == len(self.parameters)
 
     def make_second(self) -> None:
-        """Wait for P, and make this rank's Q."""
+        """Wait for P and compute this rank's Q."""
         self.num_ready = 0
         self.sum.wait()
-        # An infinity on one rank is in the sum on all, which makes them decide alike: their gradients are then not
-        # finite either, as a GradScaler wants it, and what the ranks still had to send is lost.
+        # An infinity on one rank makes the sum infinite on all, so they decide alike. Gradients then become non-finite,
+        # as a GradScaler expects, and the residuals are lost.
         finite = bool(torch.isfinite(self._flat.sum()))
         for parameter, p, q in zip(self.matrices, self._first, self._second, strict=True):
             if finite:
                 orthonormalise_(p)
-                # Transposed: Pᵀ M takes half the time of Mᵀ P, whose reads of M jump from row to row.
+                # Transposed: Pᵀ M takes half the time of Mᵀ P, which reads M across rows.
                 torch.mm(p.t(), _matrix(self._memory.error(parameter)), out=q)
             else:
                 p.fill_(torch.nan)
                 q.fill_(torch.nan)
 
     def write_back(self) -> None:
-        """The sum of all Q is there: the gradients are the products of the factors."""
+        """Write the products of the factors into the gradients, once the sum of all Q is complete."""
         size = self._options.num_members
         times = 1.0 if self._options.op == ReduceOp.AVERAGE else float(size)
         for parameter, p, new, q in zip(self.matrices, self._first, self._second, self._factors, strict=True):
@@ -186,7 +185,7 @@ def _plan(parameters: Sequence[torch.Tensor], memory: PowerSGDMemory) -> list[li
 
 
 class LowRankReducer:
-    """Reduces dense gradients as factors, and sparse ones (`others`) one by one (made by all members together)."""
+    """Reduces dense gradients as factors and sparse ones (`others`) one by one; all members create it together."""
 
     def __init__(
         self,
@@ -240,12 +239,12 @@ class LowRankReducer:
             self._others.ready(parameter)
         else:
             bucket.fill(parameter)
-            if bucket.complete:  # the last one is sent by `finish`, in the thread that then waits for it
+            if bucket.complete:  # `finish` sends the last bucket on the thread that waits for it
                 bucket.sum.start(background=bucket is not self._buckets[-1])
 
     def _begin_step(self) -> None:
         self._in_step = self._memory.amid = True
-        if self._runtime.num_joins != self._memory.num_joins:  # ranks that had joined have missed the others' factors
+        if self._runtime.num_joins != self._memory.num_joins:  # joined ranks have missed the others' factors
             self._memory.num_joins = self._runtime.num_joins
             self._memory.forget()
         for made in self._sums:
@@ -274,7 +273,7 @@ class LowRankReducer:
         except BaseException:
             for bucket in self._buckets:
                 bucket.num_ready = 0
-            for made in self._sums:  # the other members make all of them; the first error is on its way to the user
+            for made in self._sums:  # the other members compute all sums; the first error is already being raised
                 with contextlib.suppress(Exception):
                     made.wait()
             self._memory.forget()

@@ -1,8 +1,8 @@
-"""The order of gradients in buckets: the ranks agree on the one in which gradients really arrive.
+"""The order of gradients in buckets: ranks agree on the order in which gradients arrive.
 
-After the first step, and again when any rank has seen another order, every member contributes the places at which its
-gradients arrived; the sum orders them for all. It travels as an allreduce, so that ranks that have joined do no harm:
-then a member is missing from the count and everything stays as it is.
+After the first step, and whenever a rank has seen another order, every member contributes the arrival positions of its
+gradients; the sum defines the order. An allreduce carries it, so joined ranks do no harm: a member is then missing from
+the count, and the order stays.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from hora.torch.process_sets import ProcessSet
 
 __all__ = ["AgreedOrder", "BucketOrder", "agree_on_order", "in_common_order", "new_number"]
 
-# Steps between two agreements on a changing order; doubles each time, so that an alternating graph costs next to
-# nothing.
+# Steps between two agreements on a changing order; doubles each time, so that an alternating graph costs little.
 _FIRST_PAUSE = 8
 _NUM_HEADER = 3
 
@@ -38,21 +37,21 @@ _numbers = itertools.count()
 
 
 class AgreedOrder(NamedTuple):
-    """The order agreed by the members: parameters by arrival, how many of them all members had, the sparse ones."""
+    """Order that the members agreed on: parameters by arrival, how many all members had, and the sparse ones."""
 
-    label: str  # another one for every agreement of the set
+    label: str  # unique for every agreement of the set
     parameters: list[torch.Tensor]
     num_everywhere: int
     sparse: list[torch.Tensor]
 
     def digest(self, names: dict[torch.Tensor, str]) -> bytes:
-        """Equal where members have the same parameters in the same order."""
+        """Return bytes that are equal for members with the same parameters in the same order."""
         told = [(names[p], tuple(p.shape), str(p.dtype)) for p in (*self.parameters, *self.sparse)]
         return repr((self.num_everywhere, len(self.sparse), told)).encode()
 
 
 class BucketOrder:
-    """Decides, equally on all members, which reducer the next step uses: buckets in the order agreed last."""
+    """Chooses the reducer of the next step, equally on all members: buckets in the order agreed last."""
 
     def __init__(
         self,
@@ -88,18 +87,18 @@ class BucketOrder:
 
     @property
     def agreed(self) -> AgreedOrder | None:
-        """The order of the buckets that are in use, if another world can use it as it is."""
+        """The order of the buckets in use, if another world can reuse it."""
         options = self._options
         plain = self.possible and options.memory is None and not options.code_for(self._parameters)
         return self._order if plain and self._tuner is None else None
 
     def buckets_in(self, order: AgreedOrder, current: Reducer) -> Reducer:
-        """The reducer with which to begin, where every member has this order from an earlier world (collective)."""
+        """Return the reducer to start with; every member has this order from an earlier world (collective)."""
         self._sparse |= set(order.sparse)
         return self._reducer_for(order, current) if self.possible else current
 
     def next_reducer(self, current: Reducer, arrivals: Sequence[torch.Tensor]) -> Reducer:
-        """The reducer of the next step, after a step in which gradients arrived in this order."""
+        """Return the reducer of the next step, after a step in which gradients arrived in this order."""
         if not self.possible:
             return current
         if self._options.memory is not None and self._low_rank_is_due(current):
@@ -123,13 +122,13 @@ class BucketOrder:
         return self._reducer_for(order, current)
 
     def _low_rank_is_due(self, current: Reducer) -> bool:
-        """Count a step; return whether the next one is the first compressed one (between hosts only)."""
+        """Count a step; return whether the next step is the first compressed one (between hosts only)."""
         memory, runtime = self._options.memory, engine.current_runtime()
         assert memory is not None
         memory.num_steps += 1
         if not isinstance(current, Buckets) or not runtime.spans_hosts(self._options.process_set_id):
             return False
-        if memory.num_joins != runtime.num_joins:  # whoever joined has counted less
+        if memory.num_joins != runtime.num_joins:  # a rank that joined has counted fewer steps
             memory.num_joins = runtime.num_joins
             self._agree_on_memory()
         return memory.due
@@ -143,11 +142,11 @@ class BucketOrder:
         return tuner.setting == self._setting
 
     def _tuned(self, tuner: Autotuner, current: Buckets) -> Reducer:
-        """The reducer with the setting that is to be tried next, or was found to be the best."""
+        """Return the reducer for the setting to try next, or for the best one."""
         now, before = time.perf_counter(), self._step_ended
         self._step_ended = now
         if not tuner.done and engine.current_runtime().num_joins != self._num_joins:
-            tuner.end()  # a rank that joined has missed steps and would go on at another time than the others
+            tuner.end()  # a rank that joined has missed steps and would be out of phase
         mine = tuner.step(now - before) if before and not tuner.done else None
         if mine is not None:
             tuner.take(
@@ -155,8 +154,8 @@ class BucketOrder:
             )
         if self._is_tuned(tuner) or self._order is None:
             return current
-        # A new agreement on the same order: its label is a new one, so that no two reductions have the same name. Where
-        # it fails, a rank has joined once more, and the others try again.
+        # Agree again on the same order, for a new label: no two reductions may share a name. If it fails, a rank has
+        # joined again, and the others retry.
         arrivals = self._order.parameters[: self._order.num_everywhere]
         order = agree_on_order(self._options, self._names, self._parameters, arrivals, self._sparse)
         return current if order is None else self._reducer_for(order, current)
@@ -220,11 +219,11 @@ def agree_on_order(
     arrivals: Sequence[torch.Tensor],
     sparse: set[torch.Tensor],
 ) -> AgreedOrder | None:
-    """The order of all members together; None when not every member took part (some have joined)."""
-    # By name, as all reductions match: the order in which a rank's optimizer has them may be its own.
+    """Return the order over all members; None unless every member took part (some have joined)."""
+    # By name, like all reductions: ranks may list their parameters in different orders.
     parameters = sorted(parameters, key=names.__getitem__)
     count, size = len(parameters), options.num_members
-    never = count * size  # later than any sum of real places
+    never = count * size  # later than any sum of real positions
     places = {parameter: place for place, parameter in enumerate(arrivals)}
     digest = _digest(names, parameters, options)
     ballot = torch.tensor(
@@ -250,14 +249,14 @@ def agree_on_order(
 
 
 def new_number() -> int:
-    """Return this rank's part of the number of an agreement, which is the sum of those of the members."""
+    """Return this rank's part of an agreement's number, which is the sum over the members."""
     return next(_numbers)
 
 
 def in_common_order(
     parameters: Sequence[torch.Tensor], names: dict[torch.Tensor, str], process_set: ProcessSet
 ) -> Sequence[torch.Tensor]:
-    """The parameters in the order in which the set's first member has them (collective)."""
+    """Return the parameters in the order of the set's first member (collective)."""
     from hora.torch.functions import allgather_object
 
     mine = {names[parameter]: parameter for parameter in parameters}

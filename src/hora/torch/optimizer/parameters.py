@@ -1,4 +1,4 @@
-"""The user's names and groups of parameters, checked: pure, and possible before `hvd.init()`."""
+"""Validation of the user's parameter names and groups; pure, and usable before `hvd.init()`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["parameter_groups", "parameter_names", "unnamed"]
 def parameter_names(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
 ) -> dict[torch.Tensor, str]:
-    """A unique name for every parameter of the optimizer, equal on all ranks."""
+    """Return a unique name for every parameter of the optimizer, equal on all ranks."""
     if named_parameters is None:
         return {
             parameter: unnamed(group_index, index)
@@ -43,14 +43,14 @@ def parameter_names(
 
 
 def unnamed(group_index: int, index: int) -> str:
-    """The name of a parameter that the user has not named."""
+    """Return the name of an unnamed parameter."""
     return f"allreduce.noname.{group_index}.{index}"
 
 
 def parameter_groups(
     groups: int | Sequence[Sequence[torch.Tensor]] | None, parameters: Sequence[torch.Tensor]
 ) -> list[list[torch.Tensor]]:
-    """The groups as lists of parameters; none for None. `parameters` are those that take part, in order."""
+    """Return the groups as lists of parameters; empty for None. `parameters` are the active ones, in order."""
     if groups is None:
         return []
     if isinstance(groups, bool) or not isinstance(groups, (int, list, tuple)):

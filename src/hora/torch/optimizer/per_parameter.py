@@ -1,7 +1,7 @@
-"""Gradient reduction, one request per parameter or per group: the way that always works.
+"""Gradient reduction with one request per parameter or group: the general path.
 
-The first step of every optimizer, groups, sparse gradients, user compressors and unusual reduce ops go this way.
-`Buckets` and `Shards` are faster ways for the common cases.
+It handles the first step of every optimizer, groups, sparse gradients, user compressors and unusual reduce ops.
+`Buckets` and `Shards` are faster for the common cases.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Parameter = torch.Tensor
 
 @dataclass(slots=True)
 class _Unit:
-    """Parameters that are reduced together, and how far they are in this step."""
+    """Parameters that are reduced together, and their progress in this step."""
 
     name: str
     parameters: Sequence[Parameter]
@@ -34,7 +34,7 @@ class _Unit:
 
 @dataclass(slots=True)
 class _InFlight:
-    """A reduction in flight, with what turns its result back into a gradient."""
+    """A reduction in flight, and the context that turns its result back into a gradient."""
 
     parameter: Parameter
     tensor: torch.Tensor
@@ -44,10 +44,10 @@ class _InFlight:
 
 
 class PerParameterReducer:
-    """One request per parameter; with `groups`, one grouped request per group.
+    """Sends one request per parameter; with `groups`, one grouped request per group.
 
-    A rank that misses a gradient cannot see whether the others' is sparse. So until every parameter's layout is agreed
-    on, what is sparse or missing here waits for the agreement in `finish`. With `sparse` it was agreed on before.
+    A rank without a gradient cannot tell whether the others' gradient is sparse. Until the ranks agree on every layout,
+    sparse and missing gradients wait for the agreement in `finish`. With `sparse` the layouts are already agreed on.
     """
 
     def __init__(
@@ -102,31 +102,31 @@ class PerParameterReducer:
             assert finish is not None, unit.name
             try:
                 finish()
-            except Exception as error:  # every handle must be collected, whatever becomes of the others
+            except Exception as error:  # every handle must be collected, even if another fails
                 first_error = first_error or error
         if first_error is not None:
             raise first_error
 
     def _agree_on_layouts(self) -> None:
-        """Find out which gradients are sparse on any rank (collective), and submit those that waited for it."""
+        """Find the gradients that are sparse on any rank (collective), and submit those that waited for it."""
         parameters = sorted(self._units, key=self._names.__getitem__)
         gradients = [parameter.grad for parameter in parameters]
         size = self._options.num_members
-        # Sums of: every member 1, then a gradient that is missing 0, a dense one 1, a sparse one more than all dense
+        # Each member adds 1 to the count; a missing gradient adds 0, a dense one 1, a sparse one more than all dense
         # ones.
         ballot = torch.tensor(
             [1] + [0 if g is None else size + 1 if g.is_sparse else 1 for g in gradients], device="cpu"
         )
-        name = "optimizer.layouts (1 + number of parameters)"  # what a mismatch error shows
+        name = "optimizer.layouts (1 + number of parameters)"  # shown by a mismatch error
         num_members, *sums = summed(ballot, self._options, name)
         self.sparse |= {parameter for parameter, total in zip(parameters, sums, strict=True) if total > size}
-        self._layouts_agreed = num_members == size and all(sums)  # a rank may have joined, and heard nothing
+        self._layouts_agreed = num_members == size and all(sums)  # a joined rank has no layouts yet
         waiting, self._waiting = self._waiting, []
         for unit in waiting:
             self._submit(unit)
 
     def _forget(self) -> None:
-        """Give up this step's reductions: ranks that could not agree would wait for one another."""
+        """Discard this step's reductions: ranks that disagree would wait for one another."""
         for unit in (*self._submitted, *self._waiting):
             unit.finish, unit.num_ready = None, 0
         self._submitted, self._waiting = [], []
@@ -208,7 +208,7 @@ class PerParameterReducer:
 
 
 def _submit_sparse(parameter: Parameter, name: str, options: ReduceOptions) -> Callable[[], None]:
-    from hora.torch.ops import sparse_allreduce_async  # only models with sparse gradients need it
+    from hora.torch.ops import sparse_allreduce_async  # only needed for sparse gradients
 
     gradient = parameter.grad
     assert gradient is not None, name

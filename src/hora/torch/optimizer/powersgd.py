@@ -1,9 +1,9 @@
-"""PowerSGD's arithmetic and memory: low-rank factors of gradients, and what they have lost so far (arXiv 1905.13727).
+"""PowerSGD: low-rank factors of gradients and the residual they leave (arXiv 1905.13727).
 
-A gradient M of n rows and m columns travels as P = M Q (n x rank) and Q = Mᵀ P (m x rank), each summed over the ranks;
-P is made orthonormal between them, and P Qᵀ is what every rank takes for the gradient. Both products are linear in M.
-So the sum of the factors of a host's ranks is the factor of the host's sum: adding them up inside the host, as every
-allreduce does, compresses once per host. Nothing here communicates; `low_rank` does.
+A gradient M of n rows and m columns is sent as P = M Q (n x rank) and Q = Mᵀ P (m x rank), each summed over the ranks.
+P is orthonormalized in between, and every rank uses P Qᵀ as the gradient. Both products are linear in M. So summing the
+factors of a host's ranks, as every allreduce does, compresses once per host. This module only computes; `low_rank`
+communicates.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ __all__ = ["PowerSGDMemory", "orthonormalise_", "working_dtype"]
 
 
 def working_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype of factors and errors: float32 also for half precision."""
+    """Return the dtype of factors and residuals: float32 also for half precision."""
     return torch.float64 if parameter.dtype is torch.float64 else torch.float32
 
 
 def orthonormalise_(matrix: torch.Tensor) -> None:
-    """Replace the columns by an orthonormal basis of what they span; a column of zeros becomes a unit vector."""
+    """Replace the columns with an orthonormal basis of their span; a column of zeros becomes a unit vector."""
     matrix.copy_(torch.linalg.qr(matrix)[0])
 
 
 class PowerSGDMemory:
-    """State per parameter: the factor Q of the last step, equal on all ranks, and this rank's error."""
+    """State per parameter: the factor Q of the last step, equal on all ranks, and this rank's residual."""
 
     def __init__(self, settings: PowerSGD) -> None:
         self.settings = settings
         self.num_steps = 0
         self.num_joins = 0
-        self.amid = False  # a step: errors have taken up gradients that were not applied yet
+        self.amid = False  # inside a step: residuals include gradients that are not applied yet
         self._factors: dict[torch.Tensor, torch.Tensor] = {}
         self._errors: dict[torch.Tensor, torch.Tensor] = {}
 
     @property
     def due(self) -> bool:
-        """Return whether the next step is to be compressed."""
+        """Return whether the next step is compressed."""
         return self.num_steps >= self.settings.start_step
 
     def rank_of(self, parameter: torch.Tensor) -> int:
-        """The rank of a parameter's factors; 0 for one that travels as it is."""
+        """Return the rank of a parameter's factors; 0 if it is sent uncompressed."""
         if parameter.dim() < 2 or not parameter.numel():
             return 0
         rows, columns = parameter.shape[0], parameter.numel() // parameter.shape[0]
@@ -55,7 +55,7 @@ class PowerSGDMemory:
         return rank if worth_it else 0
 
     def factors(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The factors Q of these parameters, which are all that are compressed; drawn anew unless all have one."""
+        """Return the factors Q of these parameters (all compressed ones); draws new ones unless all have one."""
         shapes = {p: (p.numel() // p.shape[0], self.rank_of(p)) for p in parameters}
         if any(p not in self._factors or self._factors[p].shape != shapes[p] for p in parameters):
             generator = torch.Generator("cpu").manual_seed(self.settings.seed)
@@ -70,7 +70,7 @@ class PowerSGDMemory:
         return [self._factors[parameter] for parameter in parameters]
 
     def error(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the part of this rank's gradients of a parameter that has not been sent so far."""
+        """Return the part of this rank's gradients of a parameter that has not been sent yet."""
         if parameter not in self._errors:
             self._errors[parameter] = torch.zeros(
                 parameter.shape, dtype=working_dtype(parameter), device=parameter.device
@@ -78,7 +78,7 @@ class PowerSGDMemory:
         return self._errors[parameter]
 
     def forget(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
-        """Set errors to zero and draw new factors in the next step, of all parameters or of these."""
+        """Zero the residuals and draw new factors in the next step, for all or the given parameters."""
         for parameter in list(self._errors) if parameters is None else parameters:
             self._errors[parameter].zero_()
             self._factors.pop(parameter, None)
@@ -86,10 +86,10 @@ class PowerSGDMemory:
     def agree(self, summed: Callable[[torch.Tensor], list[int]], num_members: int, names: Mapping[Any, str]) -> None:
         """Agree with the other members on the number of steps and on whether all have the same factors (collective).
 
-        A newcomer has made one step, and no factors; survivors of a reset go on with their count and draw new factors
-        with it.
+        A newcomer has made one step and has no factors. Survivors of a reset keep their count and draw new factors with
+        the newcomer.
         """
-        if self.amid:  # the world ended in a step, which will be made again
+        if self.amid:  # the world ended inside a step, which will be repeated
             self.amid = False
             self.forget()
         digest = self._digest(names)
@@ -110,7 +110,7 @@ class PowerSGDMemory:
         return int.from_bytes(content.digest()[:5], "little")
 
     def state_dict(self, names: Mapping[Any, str], place: tuple[int, int]) -> dict[str, Any]:
-        """Steps and factors, and this rank's errors with its place (rank and size), without which they mean nothing."""
+        """Return step count, factors, and this rank's residuals with its rank and world size, which they depend on."""
         return {
             "num_steps": self.num_steps,
             "factors": {names[p]: factor for p, factor in self._factors.items()},
@@ -119,7 +119,7 @@ class PowerSGDMemory:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], names: Mapping[Any, str], place: tuple[int, int]) -> None:
-        """Take over a state; errors only where they were this rank's own, in a world of the same size."""
+        """Load a state; residuals only if they are this rank's own, from a world of the same size."""
         self.num_steps = int(state["num_steps"])
         parameters = {name: parameter for parameter, name in names.items()}
         self._factors = _taken(state["factors"], parameters)

@@ -1,8 +1,7 @@
-"""Base of all gradient reducers: the user's options, what the optimizer asks of a reducer, and a reduction
-that is requested anew in each step.
+"""Interface of gradient reducers, the user's options, and a reduction that is requested anew in each step.
 
-`PerParameterReducer`, `Buckets` and `Shards` are the reducers. Where the members of the set share memory, a bucket
-holds the engine's `PersistentReduction`; elsewhere it holds a `RequestedReduction`, which is used in the same way.
+`PerParameterReducer`, `Buckets` and `Shards` are the reducers. If the members share memory, a bucket holds the engine's
+`PersistentReduction`, otherwise a `RequestedReduction` with the same interface.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ __all__ = ["ReduceOptions", "Reducer", "RequestedReduction", "summed"]
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceOptions:
-    """Reduction settings of one optimizer's gradients."""
+    """Reduction settings of one optimizer."""
 
     process_set: ProcessSet
     op: int = ReduceOp.AVERAGE
     compression: type[Compressor] | Compressor = NoneCompressor
     gradient_predivide_factor: float = 1.0
     sparse_as_dense: bool = False
-    memory: PowerSGDMemory | None = None  # of the compression, where it has one
+    memory: PowerSGDMemory | None = None  # of the compression, if it has one
 
     @property
     def process_set_id(self) -> int:
@@ -51,47 +50,48 @@ class ReduceOptions:
 
     @property
     def reduce(self) -> Reduce:
-        """Return the reduction of every gradient."""
+        """The reduction of every gradient."""
         factor = float(self.gradient_predivide_factor)
         return Reduce(self.op, 1.0 / factor, factor)
 
     def code_for(self, tensors: Sequence[torch.Tensor]) -> str:
-        """The engine's code for transfers between hosts; empty if the compressor does it itself, or there is none."""
+        """Return the engine's encoding between hosts; empty if there is none or the compressor does the cast itself."""
         code = code_for(self.compression, tensors, op=self.op)
         return code if code and engine.current_runtime().spans_hosts(self.process_set_id) else ""
 
     def early_scale(self, dtype: torch.dtype) -> float:
-        """Return the factor applied to gradients when they are copied, so that a sum gives the average; 1.0: nothing.
+        """Return the factor applied when gradients are copied, so that a sum yields the average; 1.0 for none.
 
-        Only where it saves a pass and changes a bit of nothing but the smallest numbers (below 2^-126): Average over a
-        power of two of members, without compression, and not of half precision, where gradients are that small.
+        Used only where it saves a pass and changes no bits except of numbers below 2^-126: Average over a power of two
+        of members, without compression, and not in half precision, whose gradients are that small.
         """
         size = self.num_members
         plain = self.compression is NoneCompressor and self.gradient_predivide_factor == 1.0 and dtype not in HALVES
         return 1.0 / size if plain and self.op == ReduceOp.AVERAGE and size & (size - 1) == 0 else 1.0
 
     def reduce_after_early_scale(self, dtype: torch.dtype) -> Reduce:
-        """`reduce` for gradients that were multiplied with `early_scale`."""
+        """Return the reduction for gradients that were multiplied by `early_scale`."""
         return self.reduce if self.early_scale(dtype) == 1.0 else self.reduce._replace(op=int(ReduceOp.SUM))
 
 
 class Reducer(Protocol):
-    """The interface that the optimizer uses: told which gradients are ready, it gives back the reduced ones."""
+    """Interface to the optimizer: takes gradients as they become ready and returns the reduced ones."""
 
     def ready(self, parameter: torch.Tensor) -> None:
-        """The gradient of `parameter` is complete on this rank (None: it takes part with zeros)."""
+        """Take the complete gradient of `parameter` (None contributes zeros)."""
 
     def note_missing(self) -> None:
-        """Some gradients have not arrived during backward; `ready` is about to be called for them."""
+        """Note that gradients did not arrive during backward; `ready` follows for them."""
 
     def finish(self) -> None:
-        """Wait for all reductions; every parameter was `ready` before. Results are in `.grad` afterwards."""
+        """Wait for all reductions, after `ready` for every parameter. Results are in `.grad` afterwards."""
 
 
 class RequestedReduction:
-    """A reduction of the same tensor in every step; an allreduce works in place. To be used as a `PersistentReduction`.
+    """A reduction of the same tensor in every step, with the interface of `PersistentReduction`; an allreduce is in
+    place.
 
-    `keeps_losses`: what the code of `reduce` loses in one step is added in the next.
+    `keeps_losses`: the encoding error of one step is added in the next.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class RequestedReduction:
         keeps_losses: bool = False,
     ) -> None:
         self._runtime = runtime
-        self._residuals = [torch.zeros_like(tensor)] if keeps_losses else []  # of what this rank sends for its host
+        self._residuals = [torch.zeros_like(tensor)] if keeps_losses else []  # of this rank's slice of its host
         self._kind = kind
         self._tensor = tensor
         self._name = name
@@ -144,7 +144,7 @@ class RequestedReduction:
 
 
 def summed(ballot: torch.Tensor, options: ReduceOptions, name: str) -> list[int]:
-    """The members' ballots added up (collective): how the ranks agree on something about gradients."""
+    """Return the sum of the members' ballots (collective), by which ranks agree on something about gradients."""
     set_id = options.process_set_id
     result: list[int] = engine.current_runtime().allreduce_(ballot, name, set_id=set_id).tolist()
     return result

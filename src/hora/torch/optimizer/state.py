@@ -1,9 +1,9 @@
-"""Bringing the optimizers of all ranks to the root's state, whatever their state was before.
+"""Broadcast of the root's optimizer state to all ranks, independent of their own state.
 
-The root describes its state (values, and in the place of tensors their shapes, dtypes and device types); every other
-rank builds what is described, reusing its own tensors where they fit; then the tensors are broadcast. So it
-does not matter whether a rank had no state, or another one, for instance because only the root loaded a
-checkpoint. A root without state gives the others none: training goes on as without the call.
+The root describes its state: values, and a spec of shape, dtype and device type for each tensor. Every other rank
+builds that state, reusing its own tensors where they fit; then the tensors are broadcast. So a rank may have no state
+or a different one, for instance because only the root loaded a checkpoint. If the root has no state, the other ranks
+get none, and training continues as without the call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["broadcast_optimizer_state"]
 
 @dataclass(frozen=True)
 class _TensorSpec:
-    """Stands for a tensor in the description of a state."""
+    """Placeholder for a tensor in the description of a state."""
 
     index: int
     shape: tuple[int, ...]
@@ -33,11 +33,11 @@ class _TensorSpec:
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: torch.nn.Module | None = None) -> None:
-    """Give all ranks the root's optimizer state and options. `model` tells which SGD gradients are sparse."""
+    """Send the root's optimizer state and options to all ranks. `model` shows which SGD gradients are sparse."""
     if isinstance(optimizer, LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state; it has no fixed structure, use another optimizer")
     _check_same_groups(optimizer)
-    # No rank has the whole state, or there is more than the parameters': let the optimizer bring it about.
+    # The state is sharded, or it is more than the parameters' state: let the optimizer load it.
     if getattr(optimizer, "is_sharded", False) or getattr(optimizer, "keeps_outer_state", False):
         state = optimizer.state_dict()
         optimizer.load_state_dict(broadcast_object(state, root_rank, "broadcast_optimizer_state"))
@@ -58,7 +58,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: torch
 
 
 def _check_same_groups(optimizer: Optimizer) -> None:
-    """Raise ValueError on all ranks if their parameters differ, instead of waiting for tensors the root lacks."""
+    """Raise ValueError on all ranks if their parameters differ, instead of waiting for tensors that the root lacks."""
     mine = [len(group["params"]) for group in optimizer.param_groups]
     of_all = allgather_object(mine, "broadcast_optimizer_state.groups")
     for other, counts in enumerate(of_all):
@@ -70,7 +70,7 @@ def _check_same_groups(optimizer: Optimizer) -> None:
 
 
 def _fill_missing_gradients(optimizer: Optimizer, model: torch.nn.Module | None) -> None:
-    """Give zeros to parameters without a gradient, as Horovod does."""
+    """Set missing gradients to zero, as Horovod does."""
     sparse = _sparse_parameters(optimizer, model)
     for p in _parameters(optimizer):
         if not p.requires_grad or p.grad is not None:
@@ -83,7 +83,7 @@ def _fill_missing_gradients(optimizer: Optimizer, model: torch.nn.Module | None)
 
 
 def _sparse_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> set[int]:
-    """The ids of the parameters whose gradients are sparse."""
+    """Return the ids of the parameters with sparse gradients."""
     if isinstance(optimizer, SparseAdam):
         return {id(p) for group in optimizer.param_groups for p in group["params"]}
     if isinstance(optimizer, SGD) and model is not None:
@@ -97,7 +97,7 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _snapshot(optimizer: Optimizer) -> dict[str, Any]:
-    """State by parameter number (other keys as they are) and group options, with the optimizer's tensors."""
+    """Return state by parameter number (other keys unchanged) and group options, with the optimizer's tensors."""
     number = {id(p): i for i, p in enumerate(_parameters(optimizer))}
     return {
         "state": {number.get(id(key), key): values for key, values in optimizer.state.items()},
@@ -106,7 +106,7 @@ def _snapshot(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The value with a spec in the place of every tensor; the tensors are appended to `tensors`."""
+    """Replace every tensor with a spec; the tensors are appended to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _TensorSpec(len(tensors) - 1, tuple(value.shape), value.dtype, value.device.type)
@@ -135,7 +135,7 @@ def _build(optimizer: Optimizer, description: dict[str, Any]) -> list[torch.Tens
 
 
 def _fill(value: Any, old: Any, device: torch.device, received: dict[int, torch.Tensor]) -> Any:
-    """The described value with tensors in the place of specs: the old one where it fits, else a new one."""
+    """Replace specs with tensors: the old one where it fits, else a new one."""
     if isinstance(value, _TensorSpec):
         fits = isinstance(old, torch.Tensor) and tuple(old.shape) == value.shape and old.dtype == value.dtype
         where = device if value.device_type == device.type else torch.device("cpu")

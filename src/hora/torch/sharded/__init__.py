@@ -1,3 +1,1 @@
-"""`DistributedOptimizer(..., sharded=True)`: one copy of parameters and optimizer state on a host, a slice for each
-rank.
-"""
+"""`DistributedOptimizer(..., sharded=True)`: one copy of parameters and state per host, one slice per rank."""

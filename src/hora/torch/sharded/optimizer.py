@@ -1,11 +1,13 @@
 """`DistributedOptimizer(..., sharded=True)`: every rank steps a slice of the parameters with a slice of the state.
 
-On one host parameters and optimizer state lie once in shared memory; across hosts and on GPUs gradients are
-reduce-scattered and parameters all-gathered. Only for optimizers that treat every element by itself. The first step
-reduces as always, then the members agree on a layout (`shards.Shards`) in the order in which gradients arrived.
+On one host, parameters and optimizer state lie once in shared memory. Across hosts and on GPUs, gradients are
+reduce-scattered and parameters all-gathered. Works only for optimizers that treat elements independently. The first
+step reduces whole gradients; then the members agree on a layout (`shards.Shards`) in the order in which gradients
+arrived.
 
-Between backward and `synchronize()` a parameter's `.grad` is None: gradients are whole only after an explicit
-`synchronize()`, which costs what the unsharded reduction costs; `step()` and `hora.torch.clip_grad_norm_` do without.
+Between backward and `synchronize()` a parameter's `.grad` is None. Gradients are whole only after an explicit
+`synchronize()`, which costs as much as the unsharded reduction; `step()` and `hora.torch.clip_grad_norm_` do not need
+it.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ from hora.torch.sharded.state import ShardState, kinds_of
 __all__ = ["ELEMENTWISE", "ShardedOptimizer", "SliceCopies", "Slices", "check_shardable"]
 
 _VALUES = ""  # the parameters themselves, among the entries of the state
-# Of one member: (bucket, entry) -> its elements. And of several: (member, number of steps) -> those.
+# Of one member: (bucket, entry) -> its elements. Of several: (member, number of steps) -> those.
 _Slice = dict[tuple[int, str], torch.Tensor]
 Slices = dict[tuple[int, int], _Slice]
-# Each compared with its unsharded self in the tests.
+# The tests compare each with its unsharded counterpart.
 ELEMENTWISE = (
     "ASGD",
     "Adadelta",
@@ -55,12 +57,12 @@ ELEMENTWISE = (
 
 
 class SliceCopies:
-    """Copies of this rank's slices and, where memory is not shared, of another rank's. Counts steps of this world."""
+    """Copies of this rank's slices and, without shared memory, of another rank's. Counts steps of this world."""
 
     def __init__(self, shards: Shards, state: ShardState, memory: SharedMemory | None) -> None:
         self._shards, self._state = shards, state
         self._begun = self._ended = 0
-        self._kinds: list[dict[str, Any]] | None = None  # of the state, before the step that has begun
+        self._kinds: list[dict[str, Any]] | None = None  # of the state, before the current step
         self._apart: Slices = {}
         self._copies: list[dict[str, torch.Tensor]] = []
         self._all_begun: torch.Tensor | None = None
@@ -78,13 +80,13 @@ class SliceCopies:
 
     @property
     def is_shared(self) -> bool:
-        """Return whether every rank finds all copies by itself."""
+        """Return whether every rank can read all copies by itself."""
         return self._all_begun is not None
 
     # --- while all goes well --------------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """Keep this rank's slices as they are. In the first step the optimizer has them, whole."""
+        """Copy this rank's slices. In the first step the optimizer still has them whole."""
         if self._begun:
             self._kinds = self._state.kinds()
             if self._all_begun is None:
@@ -98,7 +100,7 @@ class SliceCopies:
             self._all_begun[self._shards.member] = self._begun
 
     def after_step(self) -> None:
-        """Have another rank keep this rank's slices, if they are nowhere else (collective)."""
+        """Send this rank's slices to another rank unless they are shared (collective)."""
         if self._all_begun is not None or self._shards.num_members == 1:
             return
         shards, mine = self._shards, self._views()
@@ -114,7 +116,7 @@ class SliceCopies:
         self._apart[(shards.member - away) % size, self._begun] = copy
 
     def step_ended(self) -> None:
-        """All ranks have stepped: forget what was before."""
+        """Drop the copies from before the step: all ranks have stepped."""
         self._ended = self._begun
         self._kinds = None
         self._apart = {(member, number): its for (member, number), its in self._apart.items() if number == self._ended}
@@ -122,17 +124,16 @@ class SliceCopies:
     # --- when the world has broken --------------------------------------------------------------------------------
 
     def slices(self) -> Slices:
-        """Everything that other ranks cannot find by themselves, on the CPU."""
+        """Return everything that other ranks cannot read by themselves, on the CPU."""
         if self._all_begun is not None:
             return {}
         everything = {**self._apart, (self._shards.member, self._begun): self._mine()}
         return {which: {place: part.cpu() for place, part in its.items()} for which, its in everything.items()}
 
     def united(self, slices: Slices) -> tuple[dict[torch.Tensor, torch.Tensor], dict[torch.Tensor, dict[str, Any]]]:
-        """The whole parameters and their state, as the last step has left them that has ended here. `slices`: of all
-        ranks.
+        """Return the whole parameters and their state after the last step that ended here. `slices`: of all ranks.
 
-        In shared memory only when those who are left have met again: by then they have let go of it.
+        With shared memory, call this only once the survivors have met again: by then they no longer write to it.
         """
         kinds = self._kinds if self._kinds is not None else self._state.kinds()
         values: dict[torch.Tensor, torch.Tensor] = {}
@@ -151,7 +152,7 @@ class SliceCopies:
         if self._all_begun is not None:
             whole = self._live(index)[key].clone()
             parts = whole.chunk(size), self._copies[index][key].chunk(size)
-            # Looked at after reading: a rank that was given up may have begun to write in between.
+            # Read after the copy: a rank that was given up may have begun to write in between.
             for begun, part, copy in zip(self._all_begun.tolist(), *parts, strict=True):
                 if begun > self._ended:
                     part.copy_(copy)
@@ -159,19 +160,19 @@ class SliceCopies:
         lost = [member for member in range(size) if (member, self._ended) not in slices]
         if lost:
             raise RuntimeError(
-                f"the slices of ranks {lost} of the sharded optimizer are lost: the ranks that kept copies of them "
-                "died as well. Start the job again; with state.persist() and per_step=False it goes on from the last "
+                f"the slices of ranks {lost} of the sharded optimizer are lost: the ranks with their copies "
+                "died as well. Start the job again; with state.persist() and per_step=False it continues from the last "
                 "commit on disk"
             )
         found = [slices[member, self._ended][index, key] for member in range(size)]
         return torch.cat(found).to(bucket.values.device)
 
     def _live(self, index: int) -> Mapping[str, torch.Tensor]:
-        """The bucket's parameters and state in shared memory."""
+        """Return the bucket's parameters and state in shared memory."""
         return {_VALUES: self._shards.buckets[index].values, **self._state.flats(index)}
 
     def _views(self) -> _Slice:
-        """This rank's slices, where they lie."""
+        """Return views of this rank's slices."""
         found: _Slice = {}
         for index, bucket in enumerate(self._shards.buckets):
             found[index, _VALUES] = bucket.values[bucket.begin : bucket.end]
@@ -190,12 +191,12 @@ def _copied(value: Any) -> Any:
 def check_shardable(
     options: ReduceOptions, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[torch.Tensor]]
 ) -> None:
-    """ValueError for what cannot be sharded."""
+    """Raise ValueError if the optimizer cannot be sharded."""
     kind = type(optimizer)
     if kind.__name__ not in ELEMENTWISE or getattr(torch.optim, kind.__name__, None) is not kind:
         raise ValueError(
-            "sharded=True needs an optimizer that treats every element by itself, and "
-            f"{kind.__module__}.{kind.__name__} is not known to; use one of torch.optim's {', '.join(ELEMENTWISE)}, "
+            "sharded=True needs an optimizer that treats every element by itself, but "
+            f"{kind.__module__}.{kind.__name__} may not; use one of torch.optim's {', '.join(ELEMENTWISE)}, "
             "or sharded=False"
         )
     if options.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
@@ -212,21 +213,21 @@ _Whole = tuple[list[tuple[torch.Tensor, torch.Tensor]], dict[torch.Tensor, dict[
 
 
 class ShardedOptimizer(_DistributedOptimizer):
-    """Mixed in before the user's optimizer class, like the class it extends."""
+    """Mixin before the user's optimizer class, like its base class."""
 
     _shards: Shards | None = None
     _shard_state: ShardState
     _inner: Any = None
     _inner_origin: Sequence[int] = ()  # the user's parameter group of each group of the inner optimizer
-    _copies: SliceCopies | None = None  # with a watcher of steps, as the next
+    _copies: SliceCopies | None = None  # with a step watcher, like the next
     _before: _Whole | None = None  # until the first step has ended
-    # A parameter, its gradient of the first step and that gradient's version: do later passes add to it?
+    # A parameter, its gradient of the first step and that gradient's version, to detect passes that add to it.
     _left: tuple[torch.Tensor, torch.Tensor, int] | None = None
-    _uncleared = ""  # the name of a parameter to whose last gradient this step's was added
+    _uncleared = ""  # the name of a parameter whose gradient was not cleared before this step
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether parameters and state are divided already, which happens in the first step."""
+        """Return whether parameters and state are sharded already, which happens in the first step."""
         return self._shards is not None
 
     # --- reduction ------------------------------------------------------------------------------------------------
@@ -241,12 +242,13 @@ class ShardedOptimizer(_DistributedOptimizer):
         if self._left is not None and self._left[0] is parameter:
             self._watch_clearing(*self._left)
             if self._left is None:
-                give_back_freed_memory()  # it may have been a large one
+                give_back_freed_memory()  # it may have been large
         super()._hand_over(parameter)
 
     def _watch_clearing(self, parameter: torch.Tensor, left: torch.Tensor, version: int) -> None:
-        """Notice a user who does not clear gradients. Steps leave no whole gradients to add to, except for a single
-        one of the first step, which shows it.
+        """Detect a user who does not clear gradients.
+
+        Steps keep no whole gradients to add to, except for a single gradient of the first step, which reveals it.
         """
         if parameter.grad is left and left._version == version + self.backward_passes_per_step:
             self._left, self._uncleared = (parameter, left, left._version), self._parameter_names[parameter]
@@ -262,19 +264,19 @@ class ShardedOptimizer(_DistributedOptimizer):
             )
 
     def _reduce_slices(self) -> None:
-        """Reduce what has not been reduced yet, and wait until this rank has its slices."""
+        """Reduce the remaining gradients and wait for this rank's slices."""
         if not self._step.reduced:
             self._finish_reduction()
             self._step.reduced = "slices"
 
     def _materialise(self) -> None:
-        """Give every rank the whole reduced gradients, in `.grad`."""
+        """Write the whole reduced gradients to `.grad` on every rank."""
         assert self._shards is not None
         self._shards.materialise()
         self._step.reduced = "whole"
 
     def synchronize(self) -> None:
-        """As in the unsharded optimizer: afterwards `.grad` holds the whole reduced gradients, on every rank."""
+        """Reduce as the unsharded optimizer does: afterwards `.grad` holds the whole gradients on every rank."""
         if self._active and engine.current_runtime() is not self._runtime:
             self._start_over()
         if self._shards is None:
@@ -297,7 +299,7 @@ class ShardedOptimizer(_DistributedOptimizer):
         shards = self._shards
         if shards is None or self._step.reduced != "slices":
             return None
-        if not self._requires_update <= set(parameters):  # only some are to be clipped: do it the plain way
+        if not self._requires_update <= set(parameters):  # only some are clipped: use whole gradients
             self._materialise()
             return None
         return SliceNorm(shards.gradient_norm(norm_type), self._requires_update, shards.scale_gradients)
@@ -305,7 +307,7 @@ class ShardedOptimizer(_DistributedOptimizer):
     # --- the step -------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduce (unless that has been done), step this rank's slice, and give it to all ranks."""
+        """Reduce (if needed), step this rank's slice, and send it to all ranks."""
         if not self._active:
             return super().step(closure)
         loss = None
@@ -322,7 +324,7 @@ class ShardedOptimizer(_DistributedOptimizer):
         if is_first and self._watcher is not None:
             self._before = [(p, p.data) for p in self._hooked], dict(self.state)
         if is_first and not self._shard():
-            self._base_step()  # a rank has joined: this step as if unsharded, and another attempt in the next
+            self._base_step()  # a rank has joined: step unsharded now, and try again in the next step
             self._step_ended()
             return loss
         assert self._shards is not None
@@ -350,7 +352,7 @@ class ShardedOptimizer(_DistributedOptimizer):
         if self._should_synchronize and self._frozen and self._thawed():
             self.synchronize()
         if self._step.reduced:
-            # Gradients were reduced before this call: others may still be looking at the parameters.
+            # Gradients were reduced before this call: other ranks may still read the parameters.
             if self._shards is not None:
                 self._shards.meet()
         elif not self._should_synchronize:
@@ -365,7 +367,7 @@ class ShardedOptimizer(_DistributedOptimizer):
         assert shards is not None
         for mine, origin in zip(inner.param_groups, self._inner_origin, strict=True):
             members = mine["params"]
-            mine.update(self.param_groups[origin])  # what schedulers and users have changed
+            mine.update(self.param_groups[origin])  # changes by schedulers and users
             mine["params"] = members
         began = time.perf_counter()
         if self._copies is not None:
@@ -389,14 +391,14 @@ class ShardedOptimizer(_DistributedOptimizer):
     def _shard(self) -> bool:
         """Agree on a layout and move parameters and state into it (collective).
 
-        False when not every member took part.
+        Returns False if not every member took part.
         """
         hooked = self._hooked
         for parameter in hooked:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 name = self._parameter_names[parameter]
                 raise ValueError(
-                    f"sharded=True does not support sparse gradients, and {name} has one; use sharded=False"
+                    f"sharded=True does not support sparse gradients, but {name} has one; use sharded=False"
                 )
         order = agree_on_order(self._options, self._parameter_names, hooked, self._last_arrivals, set())
         if order is None or not hooked:
@@ -430,29 +432,27 @@ class ShardedOptimizer(_DistributedOptimizer):
         return True
 
     def _trial(self, groups: list[dict[str, Any]]) -> Any:
-        """A plain optimizer like the user's, with these groups, without hooks or state."""
+        """Return a plain optimizer like the user's, with these groups, without hooks or state."""
         trial = bare_copy(self, self._base_class)
         trial.param_groups, trial.state = groups, defaultdict(dict)
         trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = {}, {}
         return trial
 
     def _unshard(self) -> None:
-        """Private whole parameters and state again."""
+        """Go back to private whole parameters and state."""
         shards = self._shards
         assert shards is not None
         if self._runtime is engine.current_runtime() or shards.shared:
             self._shard_state.unite()
         else:
             warnings.warn(
-                "the world changed and took its slices of the optimizer state along; load a state that was saved",
+                "the world changed and its slices of the optimizer state are lost; load a saved state",
                 stacklevel=3,
             )
         self._leave_shards()
 
     def leave_world(self) -> None:
-        """The world is gone and the slices of other ranks with it: private whole parameters again, to be loaded
-        anew.
-        """
+        """Go back to private whole parameters, to be loaded again: other ranks' slices are gone."""
         if self._shards is not None:
             self._leave_shards()
 
@@ -469,7 +469,7 @@ class ShardedOptimizer(_DistributedOptimizer):
     def watch_steps(self, watcher: StepWatcher) -> None:
         super().watch_steps(watcher)
         if self._shards is not None and self._copies is None:
-            self._start_over()  # divided without copies: once more, with them
+            self._start_over()  # sharded without copies: do it again with them
 
     @property
     def has_slices_apart(self) -> bool:
@@ -477,15 +477,15 @@ class ShardedOptimizer(_DistributedOptimizer):
         return self._copies is not None and not self._copies.is_shared
 
     def slices(self) -> Slices:
-        """Return what this rank has of a world that is gone, for the others to make a whole of (`unite`)."""
+        """Return this rank's slices of a world that is gone; `unite` assembles those of all ranks."""
         return {} if self._copies is None or self._before is not None else self._copies.slices()
 
     def unite(self, slices: Slices) -> None:
-        """Have private whole parameters and state again, as the last step has left them that has ended here.
+        """Restore private whole parameters and state as they were after the last step that ended here.
 
         `slices`: those of all ranks of the new world.
         """
-        if self._before is not None:  # nothing was divided then
+        if self._before is not None:  # nothing was sharded yet
             values, state = self._before
         elif self._copies is not None:
             united, state = self._copies.united(slices)
@@ -504,16 +504,16 @@ class ShardedOptimizer(_DistributedOptimizer):
     # --- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The whole state, as an unsharded optimizer has it.
+        """Return the whole state, as an unsharded optimizer has it.
 
-        Where state lies in shared memory any rank may call alone, between its steps; otherwise all ranks must call.
+        With shared memory any rank may call this alone between its steps; otherwise all ranks must call it.
         """
         if self._shards is not None:
             self._shard_state.present()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load a whole state, saved by any number of ranks or by a plain optimizer; on all ranks."""
+        """Load a whole state, saved by any number of ranks or by a plain optimizer; call it on all ranks."""
         if self._shards is None or self._runtime is not engine.current_runtime():
             super().load_state_dict(*args, **kwargs)
             return
@@ -521,7 +521,7 @@ class ShardedOptimizer(_DistributedOptimizer):
         if self._shard_state.fits() and not self._step.backward_began:
             self._shard_state.load()
         else:
-            # Other counts of steps, other entries, or gradients on their way: arrange everything anew in the next step.
+            # Other step counts, other entries, or gradients in flight: shard again in the next step.
             self._leave_shards()
             super()._start_over()
             self._bucket_order.possible = False

@@ -1,12 +1,12 @@
-"""Shards: the parameters, gradients and optimizer state of a sharded optimizer, and this rank's slice of them.
+"""Shards: parameters, gradients and optimizer state of a sharded optimizer, and this rank's slice of them.
 
-Buckets are flat, as in `buckets.py`; member m owns slice m of every bucket. Where all members share memory (`shared`),
-parameters lie in it once, every member's gradients beside them, and so does the optimizer state: each member reduces
-and steps its slice, and nothing is sent. Otherwise gradients are reduce-scattered and parameters all-gathered, between
-hosts in schedules, where members are numbered host by host. Called by `ShardedOptimizer`.
+Buckets are flat, as in `buckets.py`; member m owns slice m of every bucket. If all members share memory (`shared`), it
+holds one copy of the parameters and optimizer state, and every member's gradients: each member reduces and steps its
+slice, and nothing is sent. Otherwise gradients are reduce-scattered and parameters all-gathered, between hosts by
+schedules, with members numbered host by host. `ShardedOptimizer` uses this class.
 
-A step: filling --ready of all--> reduced (`finish`) --`step`--> filling. No rank may look at the parameters between the
-last `ready` and the end of `step`, which is why the last bucket is reduced by `finish` and `step` ends with a meeting.
+A step: filling --ready of all--> reduced (`finish`) --`step`--> filling. No rank may read the parameters between the
+last `ready` and the end of `step`. So `finish` reduces the last bucket, and `step` ends with a barrier.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction
 
 __all__ = ["GradientPlaces", "NUM_PLACES", "Shard", "ShardBucket", "Shards", "in_memory_order"]
 
-# One bucket is being filled and one reduced; two more keep backward from waiting for ranks that are a little behind.
+# One bucket is filled while one is reduced; two more keep backward from waiting for ranks that are a little behind.
 NUM_PLACES = 4
 
 
 class GradientPlaces:
-    """Bucket i lies in place i modulo `NUM_PLACES`, in the memory of every member; few buckets have a place each."""
+    """Bucket i uses place i modulo `NUM_PLACES` in the memory of every member; few buckets have a place each."""
 
     def __init__(self, specs: Sequence[BucketSpec], num_members: int, memory: SharedMemory) -> None:
         self._specs = specs
@@ -53,20 +53,20 @@ class GradientPlaces:
         return num_members * sum(SharedMemory.space(num_bytes, torch.uint8) for num_bytes in _place_bytes(specs))
 
     def of(self, index: int) -> list[torch.Tensor]:
-        """Every member's place for this bucket."""
+        """Return every member's place for this bucket."""
         spec = self._specs[index]
         place = self._places[index % NUM_PLACES]
         return [memory[: spec.num_elements * spec.dtype.itemsize].view(spec.dtype) for memory in place]
 
 
 def _place_bytes(specs: Sequence[BucketSpec]) -> list[int]:
-    """The size of each place: that of the largest bucket that uses it."""
+    """Return the size of each place: that of its largest bucket."""
     sizes = [spec.num_elements * spec.dtype.itemsize for spec in specs]
     return [max(sizes[place::NUM_PLACES]) for place in range(min(NUM_PLACES, len(sizes)))]
 
 
 class ShardBucket:
-    """This rank owns the elements from `begin` to `end`. Gradients are multiplied with `scale` when they are put in."""
+    """This rank owns the elements from `begin` to `end`. Gradients are multiplied by `scale` when they are copied."""
 
     def __init__(
         self,
@@ -80,18 +80,18 @@ class ShardBucket:
         scale: float,
     ) -> None:
         self.spec = spec
-        self.values = values  # parameters: the same memory on all members when shared
+        self.values = values  # parameters: the same memory on all members if shared
         self.begin, self.end = begin, end
         self.bound = reduction if isinstance(reduction, PersistentReduction) else None
         self.before: ShardBucket | None = None
-        self.held: list[tuple[int, torch.Tensor | None]] = []  # gradients that came while the place was in use
+        self.held: list[tuple[int, torch.Tensor | None]] = []  # gradients that arrived while the place was in use
         self.num_ready = 0
         self._views = [view_like(gradients, offset, p) for offset, p in zip(spec.offsets, spec.parameters, strict=True)]
         self._is_small = [view.nbytes < SMALL_BYTES for view in self._views]
-        # Places and their gradients, which are copied when all have come.
+        # Places and their gradients, which are copied once all have arrived.
         self._small: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._scale = scale  # not 1.0 only where gradients are not cast
-        self.gaps = spec.gaps(gradients)  # numbers there would count in a norm
+        self._scale = scale  # differs from 1.0 only if gradients are not cast
+        self.gaps = spec.gaps(gradients)  # values there would count in a norm
         self._reduction = reduction
         self._reduced: torch.Tensor | None = None
 
@@ -105,11 +105,11 @@ class ShardBucket:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether all gradients of this step have come."""
+        """Return whether all gradients of this step have arrived."""
         return self.num_ready == len(self.spec.parameters)
 
     def comes_after(self, before: ShardBucket | None) -> None:
-        """The place of the gradients is used by other buckets too, in this step by `before`."""
+        """Share the place of the gradients with other buckets; `before` uses it earlier in this step."""
         self.before = before
 
     def is_free(self) -> bool:
@@ -118,7 +118,7 @@ class ShardBucket:
         return before is None or before._reduced is not None or before._reduction.done
 
     def put(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Copy a gradient in, None for one that is missing here."""
+        """Copy a gradient into the bucket; None for a missing one."""
         view = self._views[index]
         if gradient is None:
             view.zero_()
@@ -130,19 +130,19 @@ class ShardBucket:
             view.copy_(gradient.detach())
 
     def start(self) -> None:
-        """All gradients have come: reduce them in the background."""
+        """Start reducing in the background; all gradients have arrived."""
         self._complete()
         self._reduction.start(background=True)
 
     def wait(self) -> None:
-        """Return when this rank's slice is reduced; reduce it if that has not been started."""
+        """Wait for this rank's reduced slice; reduces it here if it was not started."""
         if self._reduced is None:
             if not self._reduction.in_flight:
                 self._complete()
             self._reduced = self._reduction.wait()
 
     def take(self) -> torch.Tensor | None:
-        """The reduced slice, None if the reduction failed; the bucket is empty again."""
+        """Return the reduced slice (None if the reduction failed) and empty the bucket."""
         reduced, self._reduced = self._reduced, None
         self.num_ready = 0
         self.held.clear()
@@ -159,13 +159,13 @@ class ShardBucket:
         self.clear_gaps()
 
     def clear_gaps(self) -> None:
-        """Zero what lies between the gradients."""
+        """Zero the gaps between the gradients."""
         torch._foreach_zero_(self.gaps)
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """A run of elements of one bucket that this rank owns, all of one kind, as a parameter to step."""
+    """A run of elements of one bucket and one kind that this rank owns, as a parameter to step."""
 
     parameter: torch.nn.Parameter
     kind: int
@@ -194,7 +194,7 @@ class Shards:
         self.buckets: list[ShardBucket] = []
         self._schedule = None if memory is None else runtime.schedule(memory, self._set_id)
         places = None if memory is None else GradientPlaces(specs, self.num_members, memory)
-        self._gathers: list[HostReduction] = []  # of the parameters, where hosts have memory and schedules of their own
+        self._gathers: list[HostReduction] = []  # of the parameters, if hosts have their own memory and schedules
         if hosts is not None:
             self._make_host_buckets(specs, *hosts)
         for index, spec in enumerate(specs if hosts is None else ()):
@@ -203,7 +203,7 @@ class Shards:
             else:
                 self.buckets.append(self._shared_bucket(spec, index, memory, places, self._schedule))
         self.owned = [shard for index in range(len(specs)) for shard in self._divide(index, kind_of)]
-        # Those whose reduced gradient has to be copied to where it is stepped with.
+        # Shards whose reduced gradient must be copied before the step.
         self._copied = [shard for shard in self.owned if self._reduced_place(self.buckets[shard.bucket]) is None]
         self.locations = {
             parameter: (bucket, index)
@@ -213,11 +213,11 @@ class Shards:
         self._locations_by_id = {id(parameter): location for parameter, location in self.locations.items()}
         bound = [bucket.bound for bucket in self.buckets if bucket.bound is not None]
         self._finalizer = weakref.finalize(self, release_all, [*bound, *self._gathers])
-        self._holding: list[ShardBucket] = []  # buckets whose place was in use when their gradients came
+        self._holding: list[ShardBucket] = []  # buckets whose place was in use when their gradients arrived
         self._move_parameters()
 
     def _private_bucket(self, spec: BucketSpec) -> ShardBucket:
-        """Parameters and gradients in this rank's own memory."""
+        """Create a bucket in this rank's own memory."""
         values = torch.zeros(spec.num_elements, dtype=spec.parameters[0].dtype, device=spec.device)
         gradients = torch.zeros(spec.num_elements, dtype=spec.dtype, device=spec.device)
         reduction = RequestedReduction(
@@ -234,15 +234,15 @@ class Shards:
     def _shared_bucket(
         self, spec: BucketSpec, index: int, memory: SharedMemory, places: GradientPlaces, schedule: ReductionSchedule
     ) -> ShardBucket:
-        """Parameters once in shared memory, every member's gradients in a place there."""
+        """Create a bucket with one copy of the parameters in shared memory and a place for every member's gradients."""
         values = memory.take(spec.num_elements, spec.parameters[0].dtype)
         of_all = places.of(index)
         mine = of_all[self.member]
         begin, end = self._slice_of(spec)
-        # No other member reads the own slice of the own gradients: the reduced slice can lie there, if it can stay
-        # there.
+        # No other member reads this rank's slice of its own gradients, so the reduced slice can overwrite it, if the
+        # place is not reused.
         out = torch.zeros(end - begin, dtype=spec.dtype, device="cpu") if places.in_turn else mine[begin:end]
-        # Where gradients are small they are copied together, so to scale them on the way would be a call more.
+        # Small gradients are copied together, so scaling them on the way would cost an extra call.
         scale, reduce = self._options.early_scale(spec.dtype), self._options.reduce_after_early_scale(spec.dtype)
         if all(parameter.numel() * spec.dtype.itemsize < SMALL_BYTES for parameter in spec.parameters):
             scale, reduce = 1.0, self._options.reduce
@@ -261,9 +261,7 @@ class Shards:
         return bucket
 
     def _make_host_buckets(self, specs: Sequence[BucketSpec], memory: SharedMemory, near: Sequence[int]) -> None:
-        """Each member's own parameters and gradients, in places that all members of its host can write to
-        (collective).
-        """
+        """Create buckets with each member's parameters and gradients in memory that its host shares (collective)."""
         runtime, options = self.runtime, self._options
         reducing, giving = (runtime.schedule(memory, self._set_id, near) for _ in range(2))
         links = runtime.host_link(reducing), runtime.host_link(giving)
@@ -282,18 +280,16 @@ class Shards:
             scale = options.early_scale(spec.dtype)
             self.buckets.append(ShardBucket(spec, values[me], gradients[me], begin, end, scatter, scale=scale))
             self._gathers.append(gather)
-        runtime.barrier(self._set_id)  # a reduction may start only when all members have made it
+        runtime.barrier(self._set_id)  # a reduction may start only once all members have created it
 
     @property
     def num_apart(self) -> int:
-        """Return the distance to the member that keeps a copy of this one's slices: on another host, if there are
-        several.
-        """
+        """Distance to the member that keeps a copy of this member's slices: on another host, if there are several."""
         most = max(len(host) for host in self.runtime.hosts)
         return most if most < self.num_members else 1
 
     def _slice_of(self, spec: BucketSpec) -> tuple[int, int]:
-        """The elements of a bucket that this rank owns: begin and end."""
+        """Return begin and end of this rank's slice of a bucket."""
         share = spec.num_elements // self.num_members
         return self.member * share, (self.member + 1) * share
 
@@ -306,12 +302,12 @@ class Shards:
 
     @staticmethod
     def num_bytes_in_hosts(specs: Sequence[BucketSpec]) -> int:
-        """Return the bytes that one member's parameters and gradients need of its host's memory."""
+        """Return the bytes of its host's memory that one member's parameters and gradients need."""
         dtypes = [(spec.num_elements, dtype) for spec in specs for dtype in (spec.dtype, spec.parameters[0].dtype)]
         return sum(SharedMemory.space(count, dtype) for count, dtype in dtypes)
 
     def _divide(self, index: int, kind_of: Callable[[torch.Tensor], int]) -> list[Shard]:
-        """This rank's slice of a bucket, divided where the kind changes."""
+        """Divide this rank's slice of a bucket where the kind changes."""
         bucket = self.buckets[index]
         starts = [(offset, kind_of(p)) for offset, p in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True)]
         edges = [start for k, start in enumerate(starts) if k == 0 or start[1] != starts[k - 1][1]]
@@ -331,12 +327,12 @@ class Shards:
 
     @staticmethod
     def _reduced_place(bucket: ShardBucket) -> torch.Tensor | None:
-        """Return the place of the reduced slice, if it can be stepped with there."""
+        """Return the memory of the reduced slice, if the optimizer can step with it in place."""
         same_dtype = bucket.spec.dtype is bucket.parameter_dtype
         return bucket.bound.out if bucket.bound is not None and same_dtype else None
 
     def _move_parameters(self) -> None:
-        """Parameters become views of the buckets. Shared: the first member's values are those of all."""
+        """Make parameters views of the buckets. In shared memory the first member's values apply."""
         for bucket in self.buckets:
             for offset, parameter in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True):
                 view = view_like(bucket.values, offset, parameter)
@@ -348,7 +344,7 @@ class Shards:
             parameter.data = view
 
     def values(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Every parameter and the view of its bucket that holds it."""
+        """Return every parameter with its view of a bucket."""
         return [
             (parameter, view_like(bucket.values, offset, parameter))
             for bucket in self.buckets
@@ -358,9 +354,7 @@ class Shards:
     # --- gradients ------------------------------------------------------------------------------------------------
 
     def ready(self, parameter: torch.Tensor) -> None:
-        """Take the gradient of `parameter`, which is None afterwards: whole gradients exist after `materialise`
-        only.
-        """
+        """Take the gradient of `parameter` and set it to None; whole gradients exist only after `materialise`."""
         bucket, index = self._locations_by_id[id(parameter)]
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse:
@@ -370,7 +364,7 @@ class Shards:
             self._put_held()
         bucket.num_ready += 1
         if bucket.held or not bucket.is_free():
-            # Never wait here: the others may need a gradient of ours that comes later.
+            # Never wait here: the others may need a later gradient of this rank.
             if not bucket.held:
                 self._holding.append(bucket)
             bucket.held.append((index, gradient))
@@ -379,10 +373,10 @@ class Shards:
         self._start_if_complete(bucket)
 
     def note_missing(self) -> None:
-        """The layout is fixed: a late gradient costs overlap, nothing else."""
+        """Do nothing: the layout is fixed, so a late gradient costs only overlap."""
 
     def finish(self) -> None:
-        """Reduce what is left and wait: every shard has its reduced gradient then. All parameters were `ready`."""
+        """Reduce the rest and wait, so that every shard has its reduced gradient. All parameters were `ready`."""
         first_error: Exception | None = None
         try:
             for bucket in self.buckets:
@@ -393,7 +387,7 @@ class Shards:
             first_error = error
         for bucket in self.buckets:
             try:
-                if first_error is None or bucket.in_flight:  # whatever becomes of the others
+                if first_error is None or bucket.in_flight:  # even if another fails
                     bucket.wait()
             except Exception as error:
                 first_error = first_error or error
@@ -409,7 +403,7 @@ class Shards:
             gradient.copy_(result[shard.begin - bucket.begin : shard.end - bucket.begin])
 
     def _put_held(self) -> None:
-        """Put the gradients that were held back where they belong, if that is free now."""
+        """Copy held gradients into their bucket if its place is free now."""
         for bucket in list(self._holding):
             if bucket.is_free():
                 self._holding.remove(bucket)
@@ -423,7 +417,7 @@ class Shards:
             bucket.start()
 
     def materialise(self) -> None:
-        """Give every parameter its whole reduced gradient, on all ranks (collective)."""
+        """Write the whole reduced gradient of every parameter, on all ranks (collective)."""
         handles = []
         for index, bucket in enumerate(self.buckets):
             mine = torch.zeros(bucket.end - bucket.begin, dtype=bucket.parameter_dtype, device=bucket.values.device)
@@ -440,7 +434,7 @@ class Shards:
                 parameter.grad = view_like(whole, offset, parameter)
 
     def take_whole(self) -> None:
-        """Take this rank's slices of the parameters' whole gradients, which the user may have changed."""
+        """Copy this rank's slices of the whole gradients, which the user may have changed."""
         for shard in self.owned:
             bucket = self.buckets[shard.bucket]
             assert shard.parameter.grad is not None
@@ -455,7 +449,7 @@ class Shards:
 
     @staticmethod
     def overlaps(bucket: ShardBucket, shard: Shard) -> list[tuple[torch.Tensor, slice, slice]]:
-        """Parameters that lie in a shard: (parameter, which of its elements, where in the shard)."""
+        """Return the parameters in a shard: (parameter, slice of its elements, slice of the shard)."""
         found = []
         for offset, parameter in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True):
             begin, end = max(offset, shard.begin), min(offset + parameter.numel(), shard.end)
@@ -467,7 +461,7 @@ class Shards:
     # --- after the step -------------------------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Give the stepped slices to all members: meet where memory is shared, otherwise all-gather them."""
+        """Send the stepped slices to all members: a barrier with shared memory, otherwise an all-gather."""
         if self._schedule is not None:
             self.meet()
             return
@@ -491,18 +485,18 @@ class Shards:
             bucket.values.copy_(whole)
 
     def meet(self) -> None:
-        """Return when every member is here: needed before stepping when gradients were reduced earlier."""
+        """Wait for every member: needed before stepping if gradients were reduced earlier."""
         if self._schedule is not None and self._schedule.meet("optimizer.step"):
             raise HorovodInternalError(
                 "a sharded optimizer is not supported with Join: every rank has to step its slice"
             )
 
     def release(self) -> None:
-        """Forget the reductions."""
+        """Release the reductions."""
         self._finalizer()
 
     def gradient_norm(self, norm_type: float) -> torch.Tensor:
-        """The norm of all members' slices together (collective)."""
+        """Return the norm over all members' slices (collective)."""
         gradients = [shard.parameter.grad for shard in self.owned if shard.parameter.grad is not None]
         found = total_norm(gradients, norm_type)
         norm = found.double().reshape(1)
@@ -514,17 +508,17 @@ class Shards:
         return total.to(found.dtype if found.dtype is torch.float64 else torch.float32).squeeze(0)
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
-        """Multiply this rank's reduced slices."""
+        """Multiply this rank's reduced slices by a factor."""
         for shard in self.owned:
             assert shard.parameter.grad is not None
             shard.parameter.grad.mul_(factor.to(shard.parameter.grad.device))
-        for bucket in self.buckets:  # a factor that is not finite makes numbers of zeros
+        for bucket in self.buckets:  # a non-finite factor turns zeros into NaN
             bucket.clear_gaps()
 
     def inner_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """A parameter group for each kind, with the options given for it and this rank's shards.
+        """Return a parameter group for each kind, with its options and this rank's shards.
 
-        A rank without a shard of some kind steps one idle element instead, to know the scalars of its state.
+        A rank without a shard of some kind steps one dummy element instead, to track the scalars of its state.
         """
         result = []
         for kind, group in enumerate(groups):
@@ -539,7 +533,7 @@ class Shards:
 
 
 def in_memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The elements of `tensor` in the order in which `like` lies in its bucket."""
+    """Return the elements of `tensor` in the memory order of `like` in its bucket."""
     if like.is_contiguous():
         return tensor.reshape(-1)
     flat = torch.empty(like.numel(), dtype=tensor.dtype, device=tensor.device)

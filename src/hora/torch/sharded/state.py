@@ -1,8 +1,8 @@
-"""The optimizer state of a sharded optimizer: divided among the ranks, and whole again when asked for.
+"""Optimizer state of a sharded optimizer: sharded over the ranks, and assembled on request.
 
-State tensors that have the shape of their parameter are divided like it; in shared memory they lie once, and every rank
+State tensors with the shape of their parameter are sharded like it. In shared memory they exist once, and every rank
 sees all of them as `optimizer.state[parameter]`. Everything else ("step" and other scalars) is the same for all
-elements of a group and every rank keeps its own. Called by `ShardedOptimizer`.
+elements of a group, and every rank keeps its own. `ShardedOptimizer` uses this class.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["ParameterKinds", "ShardState", "kinds_of"]
 
 @dataclass(frozen=True)
 class ParameterKinds:
-    """Parameters that can lie in one shard: of one group, and with the same scalars ("step") in their state."""
+    """Parameters that can share a shard: of one group, and with the same scalars ("step") in their state."""
 
     of: dict[torch.Tensor, int]
     groups: list[int]  # the parameter group of each kind
 
 
 def kinds_of(optimizer: Any, parameters: Sequence[torch.Tensor]) -> ParameterKinds:
-    """The kinds of these parameters, as the state is now."""
+    """Return the kinds of these parameters for the current state."""
     group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     found: dict[tuple[int, object], int] = {}
     of = {p: found.setdefault((group_of[p], _scalar_values(optimizer.state.get(p))), len(found)) for p in parameters}
@@ -45,16 +45,16 @@ def _scalar_values(state: dict[str, Any] | None) -> object:
 
 
 class ShardState:
-    """The location of each element's optimizer state.
+    """Location of each element's optimizer state.
 
-    `optimizer` is the user's, `inner` the one that steps the shards.
+    `optimizer` is the user's; `inner` steps the shards.
     """
 
     def __init__(self, optimizer: Any, specs: Sequence[BucketSpec], kinds: ParameterKinds) -> None:
         self._optimizer = optimizer
         self.specs = specs
         self._kinds = kinds
-        # Of each bucket: what the groups of its parameters keep for every element.
+        # Per bucket: the state entries that exist for every element.
         self.entries: list[dict[str, torch.dtype]] = []
         for spec in specs:
             keys: dict[str, torch.dtype] = {}
@@ -65,7 +65,7 @@ class ShardState:
         self._adopted = False
 
     def num_bytes(self) -> int:
-        """Return its size in shared memory."""
+        """Return the size in shared memory."""
         return sum(
             SharedMemory.space(spec.num_elements, dtype)
             for spec, keys in zip(self.specs, self.entries, strict=True)
@@ -73,7 +73,7 @@ class ShardState:
         )
 
     def divide(self, shards: Shards, inner: Any, memory: SharedMemory | None) -> None:
-        """Give the shards the state that the whole parameters have so far."""
+        """Shard the current state of the whole parameters."""
         self._shards, self._inner = shards, inner
         if memory is not None:
             for spec, keys, flats in zip(self.specs, self.entries, self._flats, strict=True):
@@ -82,10 +82,10 @@ class ShardState:
         self.load(own_slices_only=True)
 
     def load(self, *, own_slices_only: bool = False) -> None:
-        """Divide the whole state that lies in `optimizer.state` now.
+        """Shard the whole state in `optimizer.state`.
 
-        Between steps every rank writes all of it into shared memory, so that it is enough if one has loaded a
-        checkpoint; within a step others may be stepping their slices already.
+        Between steps every rank writes all of it to shared memory, so it is enough if one rank has loaded a checkpoint.
+        Inside a step others may already step their slices.
         """
         managed = self._shards.locations
         whole = {p: state for p, state in self._optimizer.state.items() if p in managed}
@@ -127,7 +127,7 @@ class ShardState:
         self._inner.state[shard.parameter] = state
 
     def fits(self) -> bool:
-        """Return whether the whole state that lies in `optimizer.state` now can be divided in the present layout."""
+        """Return whether the whole state in `optimizer.state` fits the current layout."""
         wanted = kinds_of(self._optimizer, list(self._kinds.of))
         pairs = {(self._kinds.of[p], wanted.of[p]) for p in wanted.of}
         keys = all(
@@ -152,7 +152,7 @@ class ShardState:
         return {}
 
     def adopt(self, inner: Any) -> None:
-        """After a step: state that the optimizer has just made moves into shared memory."""
+        """Move state that the optimizer created in a step to shared memory."""
         if self._adopted or not self._shards.shared:
             return
         for shard in self._shards.owned:
@@ -167,7 +167,7 @@ class ShardState:
         self.present()
 
     def present(self) -> None:
-        """Show the whole state in `optimizer.state`: views of shared memory, or gathered (collective then)."""
+        """Put the whole state into `optimizer.state`: views of shared memory, or gathered (then collective)."""
         flats = self._flats if self._shards.shared else self._gathered()
         for index, bucket in enumerate(self._shards.buckets):
             for offset, parameter in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True):
@@ -179,7 +179,7 @@ class ShardState:
                     flat = flats[index].get(key)
                     if flat is not None:
                         state[key] = view_like(flat, offset, parameter)
-                    else:  # a copy each: a plain optimizer that loads this counts every parameter's steps by itself
+                    else:  # one copy each: a plain optimizer counts the steps of every parameter separately
                         state[key] = value.clone() if isinstance(value, torch.Tensor) else value
 
     def _inner_state(self, kind: int) -> dict[str, Any] | None:
@@ -190,11 +190,11 @@ class ShardState:
         return None
 
     def flats(self, index: int) -> dict[str, torch.Tensor]:
-        """A bucket's state in shared memory, by its entries."""
+        """Return a bucket's state in shared memory, by entry."""
         return self._flats[index]
 
     def slice_of(self, index: int, key: str) -> torch.Tensor:
-        """This rank's slice of an entry of a bucket's state: a view of shared memory, or a copy."""
+        """Return this rank's slice of a state entry of a bucket: a view of shared memory, or a copy."""
         bucket = self._shards.buckets[index]
         if self._shards.shared:
             return self._flats[index][key][bucket.begin : bucket.end]
@@ -210,7 +210,7 @@ class ShardState:
         return self._kinds.of[parameter]
 
     def kinds(self) -> list[dict[str, Any]]:
-        """The state of each kind's parameters: what is the same for all elements, and ... for what is divided."""
+        """Return the state of each kind's parameters: values common to all elements, and ... for sharded entries."""
         found: list[dict[str, Any]] = []
         for group in self._inner.param_groups:
             states = ((p, self._inner.state.get(p)) for p in group["params"])
@@ -233,7 +233,7 @@ class ShardState:
         return result
 
     def unite(self) -> None:
-        """Private whole state again, in `optimizer.state`."""
+        """Copy the whole state to private memory, in `optimizer.state`."""
         self.present()
         for parameter in self._shards.locations:
             state = self._optimizer.state.get(parameter)
@@ -249,9 +249,9 @@ def _copied(value: Any) -> Any:
 
 
 def _elementwise_keys(whole: dict[torch.Tensor, dict[str, Any]], parameters: Sequence[torch.Tensor]) -> list[str]:
-    """Return the entries of the state that have the parameter's shape.
+    """Return the state entries that have the parameter's shape.
 
-    Scalars ("step") have none, whatever the parameter.
+    Scalars ("step") are excluded, also for parameters that are scalars.
     """
     return sorted(
         {
@@ -263,12 +263,12 @@ def _elementwise_keys(whole: dict[torch.Tensor, dict[str, Any]], parameters: Seq
     )
 
 
-# Entries without dimensions even for parameters that have none themselves.
+# Scalar entries, even for parameters without dimensions.
 _SCALARS = frozenset(("step", "mu_product", "eta", "mu"))
 
 
 def _elementwise_state(optimizer: Any, group: int, like: torch.Tensor) -> dict[str, torch.dtype]:
-    """The entries a group's state has for every element, and their dtypes: seen, or found out by stepping a dummy."""
+    """Return a group's per-element state entries and dtypes: from its state, or by stepping a dummy."""
     members = optimizer.param_groups[group]["params"]
     state = {p: optimizer.state[p] for p in members if optimizer.state.get(p)}
     keys = _elementwise_keys(state, members)
