@@ -106,10 +106,10 @@ def on_two_nodes(folder: Path) -> float:
 def in_pods(folder: Path) -> float:
     from kubernetes_standin import kubernetes
 
-    from hora.launch.providers.kubernetes import Request, manifests
+    from hora.launch.providers.kubernetes import ManifestRequest, manifests
     from waiting import wait_until
 
-    request = Request(name="empty", image="any", command=tuple(RANK))
+    request = ManifestRequest(name="empty", image="any", command=tuple(RANK))
     with kubernetes(folder) as (cluster, _):
         cluster.apply("secrets", {"metadata": {"name": request.secret}, "data": {"secret": "c2VjcmV0" * 8}})
         began = time.perf_counter()

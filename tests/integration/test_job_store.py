@@ -25,7 +25,7 @@ from namespaces import Host
 
 from hora.launch.ha.etcd import Etcd as EtcdStore
 from hora.launch.ha.store import StoreError
-from hora.launch.providers.kubernetes import Request, manifests
+from hora.launch.providers.kubernetes import ManifestRequest, manifests
 from hora.watch.address import find_pages
 from waiting import wait_until
 
@@ -205,7 +205,7 @@ def store(request, tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
         yield request.getfixturevalue("etcd").url, {}
         return
     certificates(tmp_path)
-    request = Request(name="train", image="i", command=("true",), min_nodes=1, any_leader=True)
+    request = ManifestRequest(name="train", image="i", command=("true",), min_nodes=1, any_leader=True)
     with lease_server(tmp_path, manifests("job", request)) as server:
         yield server.url(request.state), server.environment
 

@@ -17,11 +17,11 @@ from hora.launch.ha.kubernetes import LeaseStore
 from hora.launch.ha.leadership import Leadership, open_store
 from hora.launch.ha.store import StoreError
 from hora.launch.job import LeadershipLostError
-from hora.launch.providers.kubernetes import Request, manifests
+from hora.launch.providers.kubernetes import ManifestRequest, manifests
 from waiting import wait_until
 
 needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian: etcd-server)")
-REQUEST = Request(name="train", image="i", command=("true",), min_nodes=1, any_leader=True)
+REQUEST = ManifestRequest(name="train", image="i", command=("true",), min_nodes=1, any_leader=True)
 
 
 @pytest.fixture(scope="module")

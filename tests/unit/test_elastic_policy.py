@@ -16,7 +16,7 @@ from hora.launch.controller.elastic_policy import (
     Limits,
     Notify,
     Publish,
-    Start,
+    StartWorkers,
     WriteOff,
 )
 from hora.launch.controller.hosts import Blacklist, ElasticSpec, Hosts, parse_discovered
@@ -24,10 +24,10 @@ from hora.launch.controller.policy import (
     LINGER_LIMIT_S,
     Begin,
     Decision,
+    EndJob,
     Facts,
     Fail,
     Failure,
-    Finish,
     GiveUp,
     Wait,
     Worker,
@@ -128,7 +128,7 @@ def test_too_few_survivors_wait_for_a_slot_to_come_back():
     assert decide(short, 10) == Wait(65, short=True)
     assert isinstance(decide(short, 65), GiveUp)
     back = replace(short, hosts=hosts("a:0-1"))
-    assert decide(back, 10) == Start((("a", 1),))
+    assert decide(back, 10) == StartWorkers((("a", 1),))
     booting = replace(back, workers=[*back.workers, Worker(number=3, host="a", slot=1, state=STARTING)])
     assert decide(booting, 10) == Wait(65, short=True)
     arrived = replace(back, workers=[*back.workers, Worker(number=3, host="a", slot=1, state=READY)])
@@ -268,7 +268,7 @@ def test_nobody_is_stuck_as_long_as_nobody_waits():
 def test_one_success_is_enough_once_nobody_works():
     assert isinstance(decide(facts(workers(SUCCEEDED, WORKING)), 0), Wait)
     for other in (SUCCEEDED, READY, FAILED):
-        assert decide(facts(workers(SUCCEEDED, other)), 0) == Finish()
+        assert decide(facts(workers(SUCCEEDED, other)), 0) == EndJob()
 
 
 def test_a_process_that_lingers_after_its_success_does_not_keep_the_results():
@@ -276,13 +276,13 @@ def test_a_process_that_lingers_after_its_success_does_not_keep_the_results():
         members = [replace(worker, since=5.0) for worker in workers(SUCCEEDED, other)]
         members[0] = replace(members[0], exited=False)
         assert decide(facts(members), 6) == Wait(5 + LINGER_LIMIT_S)
-        assert decide(facts(members), 5 + LINGER_LIMIT_S) == Finish()
+        assert decide(facts(members), 5 + LINGER_LIMIT_S) == EndJob()
 
 
 def test_which_decisions_let_the_patience_with_too_few_workers_run_on():
-    patient = (Wait(1.0, short=True), Start((("a", 0),)), End((1,), "gone", failed=False), WriteOff((1,)))
+    patient = (Wait(1.0, short=True), StartWorkers((("a", 0),)), End((1,), "gone", failed=False), WriteOff((1,)))
     assert all(decision.waits_for_more for decision in patient)
-    others = (Wait(1.0), Begin(()), Publish(()), Notify(ADDED), Finish(), Fail(None), GiveUp(""))
+    others = (Wait(1.0), Begin(()), Publish(()), Notify(ADDED), EndJob(), Fail(None), GiveUp(""))
     assert not any(decision.waits_for_more for decision in others)
 
 
@@ -295,7 +295,7 @@ def test_nobody_is_started_when_somebody_has_succeeded():
 
 def test_newcomers_boot_first_then_the_others_are_told_once():
     members = workers(WORKING, WORKING)
-    assert decide(facts(members, where="a:0-1 b:0-1"), 0) == Start((("b", 0), ("b", 1)))
+    assert decide(facts(members, where="a:0-1 b:0-1"), 0) == StartWorkers((("b", 0), ("b", 1)))
     booting = [*members, *workers(STARTING, STARTING, host="b", first=2)]
     assert decide(facts(booting, where="a:0-1 b:0-1"), 0) == Wait(None)
     one = [*booting[:3], replace(booting[3], state=READY)]
@@ -363,7 +363,7 @@ def test_newcomers_of_a_host_that_vanished_are_sent_away():
 
 def test_no_more_than_the_limit():
     limits = {"max_num_proc": 3}
-    assert decide(facts(workers(WORKING, WORKING), where="a:0-1 b:0-3", limits=limits), 0) == Start((("b", 0),))
+    assert decide(facts(workers(WORKING, WORKING), where="a:0-1 b:0-3", limits=limits), 0) == StartWorkers((("b", 0),))
     assert decide(facts(workers(WORKING, WORKING, WORKING), where="a:0-3", limits=limits), 0) == Wait(None)
 
 
@@ -507,7 +507,7 @@ class History:
             self.now += 1
             decision = decide(self.facts, self.now)
             match decision:
-                case Begin(places) | Start(places):
+                case Begin(places) | StartWorkers(places):
                     self.start(places, begin=isinstance(decision, Begin))
                 case Publish(numbers):
                     self.publish(numbers)
@@ -520,7 +520,7 @@ class History:
                 case End(numbers):
                     for number in numbers:
                         self.update(number, state=LEFT)
-                case Finish() | Fail() | GiveUp():
+                case EndJob() | Fail() | GiveUp():
                     return decision
                 case Wait(until):
                     assert until is None or until > self.now
@@ -561,7 +561,7 @@ class History:
 
 def test_in_any_history_rank_0_has_the_state_and_the_limits_hold():
     ends = {type(History(seed).play()) for seed in range(100)}
-    assert ends >= {Finish, Fail}
+    assert ends >= {EndJob, Fail}
 
 
 def test_a_worker_that_is_silent_for_ever_is_not_waited_for_when_another_one_has_died():

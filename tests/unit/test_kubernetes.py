@@ -9,12 +9,12 @@ import yaml
 
 from hora.cli import kubernetes as command
 from hora.launch.options import About, Options, build_parser
-from hora.launch.providers.join import Machine, find_place
-from hora.launch.providers.kubernetes import KINDS, Request, manifests, secret_command
+from hora.launch.providers.join import NodeFacts, find_place
+from hora.launch.providers.kubernetes import KINDS, ManifestRequest, manifests, secret_command
 
 models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
 
-REQUEST = Request(
+REQUEST = ManifestRequest(
     name="train",
     image="registry.example.com/train:1",
     command=("python", "train.py", "--epochs", "3"),
@@ -36,7 +36,7 @@ SCHEMAS = {
 }
 
 
-def by_kind(kind: str, request: Request = REQUEST) -> dict:
+def by_kind(kind: str, request: ManifestRequest = REQUEST) -> dict:
     return {manifest["kind"]: manifest for manifest in manifests(kind, request)}
 
 
@@ -87,7 +87,7 @@ def test_an_unknown_field_is_noticed():
 @pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
 @pytest.mark.parametrize("changes", [{}, {"min_nodes": None}, {"any_leader": True}])
 def test_manifests_fit_their_schemas(kind, changes):
-    request = Request(**{**REQUEST.__dict__, **changes})
+    request = ManifestRequest(**{**REQUEST.__dict__, **changes})
     for manifest in manifests(kind, request):
         if manifest["kind"] not in ("Lease", "Role", "RoleBinding"):  # of which no package has the schemas
             assert_known(manifest, SCHEMAS[manifest["kind"]])
@@ -96,7 +96,7 @@ def test_manifests_fit_their_schemas(kind, changes):
 
 @pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
 def test_pods_that_may_lead_have_an_account_for_their_lease_and_secret_alone(kind):
-    request = Request(**{**REQUEST.__dict__, "any_leader": True})
+    request = ManifestRequest(**{**REQUEST.__dict__, "any_leader": True})
     made = by_kind(kind, request)
     own = {"resourceNames": ["train-hora-state"], "verbs": ["get", "update"]}
     assert made["Role"]["rules"] == [
@@ -108,7 +108,7 @@ def test_pods_that_may_lead_have_an_account_for_their_lease_and_secret_alone(kin
     text = yaml.safe_dump_all(manifests(kind, request))
     assert "serviceAccountName: train-hora-state" in text
     assert "value: kubernetes://train-hora-state\n" in text
-    many = Request(**{**REQUEST.__dict__, "any_leader": True, "num_nodes": 200})
+    many = ManifestRequest(**{**REQUEST.__dict__, "any_leader": True, "num_nodes": 200})
     assert "value: kubernetes://train-hora-state?ttl=25\n" in yaml.safe_dump_all(manifests(kind, many))
     assert "train-hora-state" not in yaml.safe_dump_all(manifests(kind, REQUEST))
 
@@ -132,7 +132,7 @@ def test_pods_have_no_more_rights_than_they_need(kind):
 
 
 def test_a_command_may_write_into_its_container_if_the_user_wants_it():
-    text = yaml.safe_dump_all(manifests("job", Request(**{**REQUEST.__dict__, "writable_root": True})))
+    text = yaml.safe_dump_all(manifests("job", ManifestRequest(**{**REQUEST.__dict__, "writable_root": True})))
     assert "readOnlyRootFilesystem" not in text
     assert "emptyDir" not in text
     assert "runAsNonRoot: true" in text
@@ -191,7 +191,9 @@ def test_an_mpi_job_has_what_the_operator_knows_and_its_pods_fit_the_schema_of_p
 @pytest.mark.parametrize("elastic", [True, False])
 def test_an_mpi_job_has_only_fields_that_its_predecessor_knew_too(elastic):
     known = pytest.importorskip("kubeflow.training.models", reason="kubeflow-training is not installed")
-    spec = by_kind("mpijob", Request(**{**REQUEST.__dict__, "min_nodes": 2 if elastic else None}))["MPIJob"]["spec"]
+    spec = by_kind("mpijob", ManifestRequest(**{**REQUEST.__dict__, "min_nodes": 2 if elastic else None}))["MPIJob"][
+        "spec"
+    ]
     parts = [(known.KubeflowOrgV1MPIJobSpec, spec), (known.KubeflowOrgV1RunPolicy, spec["runPolicy"])]
     parts += [(known.KubeflowOrgV1ReplicaSpec, replica) for replica in spec["mpiReplicaSpecs"].values()]
     for model, part in parts:
@@ -213,7 +215,7 @@ def test_the_pods_run_agents_that_find_the_first_one(kind, first):
     options = read_line(container["command"])
     assert options.command == REQUEST.command
     assert (options.num_proc, options.min_num_proc, options.slots) == (6, 4, 2)
-    machine = Machine(hostname="h", num_cores=1, num_gpus=0)
+    machine = NodeFacts(hostname="h", num_cores=1, num_gpus=0)
     place = find_place({}, machine, num_nodes=options.num_nodes, index=options.node_rank, meet=options.meet)
     assert (place.num_nodes, place.index, place.host, place.port) == (3, 1, first, 29500)
     assert spec["terminationGracePeriodSeconds"] > 25
@@ -251,7 +253,9 @@ def test_the_command_prints_what_can_be_applied(kind, capsys):
     line = ["manifest", kind, "--name", "train", "--image", "i", "--nodes", "4", "--", "python", "train.py"]
     assert command.main(line) == 0
     made = list(yaml.safe_load_all(capsys.readouterr().out))
-    assert made == manifests(kind, Request(name="train", image="i", num_nodes=4, command=("python", "train.py")))
+    assert made == manifests(
+        kind, ManifestRequest(name="train", image="i", num_nodes=4, command=("python", "train.py"))
+    )
 
 
 @pytest.mark.parametrize(
@@ -266,8 +270,8 @@ def test_the_command_prints_what_can_be_applied(kind, capsys):
 )
 def test_what_cannot_be_meant_is_said(changes, words, capsys):
     with pytest.raises(ValueError, match=words):
-        Request(**{**REQUEST.__dict__, **changes})
+        ManifestRequest(**{**REQUEST.__dict__, **changes})
     assert command.main(["manifest", "job", "--name", "Train", "--image", "i", "--", "x"]) == 2
     assert "small letters" in capsys.readouterr().err
     with pytest.raises(ValueError, match="an MPIJob has a launcher"):
-        manifests("mpijob", Request(**{**REQUEST.__dict__, "any_leader": True}))
+        manifests("mpijob", ManifestRequest(**{**REQUEST.__dict__, "any_leader": True}))

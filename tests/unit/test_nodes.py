@@ -14,7 +14,7 @@ from hora.launch.agent.protocol import Join, Output, Refused, Welcome, pack, unp
 from hora.launch.agent.session import join
 from hora.launch.controller.agents import Agents, credentials
 from hora.launch.options import Options
-from hora.launch.providers.join import Machine, find_place
+from hora.launch.providers.join import NodeFacts, find_place
 from hora.launch.providers.slurm import allocation
 from hora.launch.slots import HostInfo, NodeSpec
 from hora.net.connection import connect
@@ -23,7 +23,7 @@ from hora.net.wire import new_secret
 from hora.version import version
 from waiting import wait_until
 
-MACHINE = Machine(hostname="node7.cluster", num_cores=8, num_gpus=0)
+MACHINE = NodeFacts(hostname="node7.cluster", num_cores=8, num_gpus=0)
 SECRET = new_secret()
 JOIN = Join(1, "b", 2, version(), [], [])
 

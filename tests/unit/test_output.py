@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from hora.launch.controller.output import MAX_LINE_BYTES, LogFile, Output, Tail
+from hora.launch.controller.output import MAX_LINE_BYTES, LogFile, OutputWriter, Tail
 from hora.launch.job import OutputOptions
 
 
 def collect(chunks: list[tuple[int, str, bytes]], **options) -> bytes:
     sink = io.BytesIO()
-    output = Output(OutputOptions(stdout=sink, stderr=sink, **options), {0: 0, 1: 1})
+    output = OutputWriter(OutputOptions(stdout=sink, stderr=sink, **options), {0: 0, 1: 1})
     for worker, stream, data in chunks:
         output.feed(worker, stream, data)
     for worker in (0, 1):
@@ -47,7 +47,7 @@ def test_carriage_returns_end_lines_too(cut: int):
 
 def test_a_progress_bar_is_shown_before_its_line_ends():
     sink = io.BytesIO()
-    output = Output(OutputOptions(stdout=sink), {0: 0})
+    output = OutputWriter(OutputOptions(stdout=sink), {0: 0})
     output.feed(0, "stdout", b"10%\r")
     assert sink.getvalue() == b"[0]<stdout>:10%\r"
 
@@ -70,7 +70,7 @@ def test_a_file_keeps_the_last_state_of_a_line_that_was_written_over(tmp_path: P
     collect(chunks, directory=str(tmp_path))
     assert (tmp_path / "rank.0/stderr").read_bytes() == wanted
     with (tmp_path / "log").open("wb") as log:  # horovodrun … 2> log
-        output = Output(OutputOptions(stderr=log), {0: 0})
+        output = OutputWriter(OutputOptions(stderr=log), {0: 0})
         for worker, stream, piece in chunks:
             output.feed(worker, stream, piece)
         output.end(0)
@@ -80,7 +80,7 @@ def test_a_file_keeps_the_last_state_of_a_line_that_was_written_over(tmp_path: P
 @pytest.mark.parametrize("cut", range(1, 9))
 def test_split_utf8_survives_on_text_streams(cut: int):
     data, sink = "grüße €\n".encode(), io.StringIO()
-    output = Output(OutputOptions(stdout=sink), {0: 0})
+    output = OutputWriter(OutputOptions(stdout=sink), {0: 0})
     output.feed(0, "stdout", data[:cut])
     output.feed(0, "stdout", data[cut:])
     assert sink.getvalue() == "[0]<stdout>:grüße €\n"
@@ -89,7 +89,7 @@ def test_split_utf8_survives_on_text_streams(cut: int):
 def test_bytes_that_are_no_utf8_pass_unchanged_or_replaced():
     assert collect([(0, "stdout", b"\xff\xfe\n")]) == b"[0]<stdout>:\xff\xfe\n"
     sink = io.StringIO()
-    Output(OutputOptions(stdout=sink), {0: 0}).feed(0, "stdout", b"\xff!\n")
+    OutputWriter(OutputOptions(stdout=sink), {0: 0}).feed(0, "stdout", b"\xff!\n")
     assert sink.getvalue() == "[0]<stdout>:\N{REPLACEMENT CHARACTER}!\n"
 
 
@@ -124,7 +124,7 @@ def test_files_hold_the_same_lines(tmp_path: Path):
 
 @pytest.mark.parametrize(("num_proc", "name"), [(1, "rank.0"), (10, "rank.9"), (11, "rank.05"), (101, "rank.005")])
 def test_directories_are_padded_to_the_digits_of_the_last_rank(tmp_path: Path, num_proc: int, name: str):
-    Output(OutputOptions(directory=str(tmp_path)), {rank: rank for rank in range(num_proc)}).close()
+    OutputWriter(OutputOptions(directory=str(tmp_path)), {rank: rank for rank in range(num_proc)}).close()
     assert (tmp_path / name / "stdout").exists()
 
 
@@ -146,7 +146,7 @@ def test_a_full_disk_costs_the_log_but_not_the_job(tmp_path: Path, caplog: pytes
 
 def test_without_a_console_files_are_still_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.stdout", None)
-    output = Output(OutputOptions(directory=str(tmp_path)), {0: 0})
+    output = OutputWriter(OutputOptions(directory=str(tmp_path)), {0: 0})
     output.feed(0, "stdout", b"a\n")
     output.close()
     assert (tmp_path / "rank.0/stdout").read_bytes() == b"[0]<stdout>:a\n"
@@ -154,7 +154,7 @@ def test_without_a_console_files_are_still_written(tmp_path: Path, monkeypatch: 
 
 def test_a_closed_console_does_not_stop_the_job(caplog: pytest.LogCaptureFixture):
     sink = io.BytesIO()
-    output = Output(OutputOptions(stdout=sink), {0: 0})
+    output = OutputWriter(OutputOptions(stdout=sink), {0: 0})
     sink.close()
     output.feed(0, "stdout", b"a\n")
     output.feed(0, "stdout", b"b\n")
@@ -163,7 +163,7 @@ def test_a_closed_console_does_not_stop_the_job(caplog: pytest.LogCaptureFixture
 
 
 def test_the_tail_is_the_end_of_both_streams_and_stays_small():
-    output = Output(OutputOptions(console=False), {0: 0})
+    output = OutputWriter(OutputOptions(console=False), {0: 0})
     for number in range(20000):
         output.feed(0, "stdout", b"line %d\n" % number)
     output.feed(0, "stderr", b"Traceback\n")

@@ -12,10 +12,10 @@ from hora.launch.controller.policy import (
     ROOT_CAUSE_WAIT_S,
     Begin,
     Decision,
+    EndJob,
     Facts,
     Fail,
     Failure,
-    Finish,
     FixedSize,
     GiveUp,
     Wait,
@@ -93,7 +93,7 @@ def test_a_command_that_is_over_already_is_not_missing():
 
 
 def test_finishes_when_all_workers_have_ended_well():
-    assert decide(but(RUNNING, {0: SUCCESS, 1: SUCCESS, 2: SUCCESS}), 5.0) == Finish()
+    assert decide(but(RUNNING, {0: SUCCESS, 1: SUCCESS, 2: SUCCESS}), 5.0) == EndJob()
     assert decide(but(RUNNING, {0: SUCCESS, 1: SUCCESS}), 5.0) == Wait(None)
 
 
@@ -102,7 +102,7 @@ def test_a_process_that_lingers_after_the_last_result_does_not_keep_the_results(
     returned = but(RUNNING, {n: {"state": WorkerState.SUCCEEDED, "since": since} for n, since in at.items()})
     returned = but(returned, {0: {"exited": True}})
     assert decide(returned, 6.0) == Wait(5.0 + LINGER_LIMIT_S)
-    assert decide(returned, 5.0 + LINGER_LIMIT_S) == Finish()
+    assert decide(returned, 5.0 + LINGER_LIMIT_S) == EndJob()
 
 
 def failure(worker: int, at: float, *, consequence: bool = False, blames: int | None = None) -> Failure:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hora.torch.plan import NetworkLink, Work, advice, predict, table
+from hora.torch.plan import NetworkLink, StepWork, advice, predict, table
 
-WIDE = Work(
+WIDE = StepWork(
     step_s=0.1,
     backward_s=0.05,
     shapes=((2048, 2048), (2048,), (2048, 2048), (2048,), (10, 2048), (10,)),
@@ -21,7 +21,7 @@ def link(megabits: float, latency_s: float, num_hosts: int = 2) -> NetworkLink:
     )
 
 
-def by_name(link: NetworkLink, work: Work = WIDE) -> dict[str, float]:
+def by_name(link: NetworkLink, work: StepWork = WIDE) -> dict[str, float]:
     return {row.name: row.step_s for row in predict(link, work)}
 
 

@@ -90,7 +90,7 @@ def test_odd_facts_are_shown_or_left_out(tmp_path, facts):
 
 
 def test_a_title_moves_no_cursor(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("hora.watch.server.Server.join", lambda server: server.close())
+    monkeypatch.setattr("hora.watch.server.PageServer.join", lambda server: server.close())
     write_recording(tmp_path / "r", b'{"title": "a\\ud800\\u001b[2J\\nb"}', [])
     assert hora_view([str(tmp_path / "r")]) == 0
     assert capsys.readouterr().out.startswith("a??[2J?b: http://")

@@ -15,7 +15,7 @@ from hora.watch import address, server
 from hora.watch.access import Access, new_token
 from hora.watch.address import Page, parse_address
 from hora.watch.model import Entry, Run
-from hora.watch.server import Server
+from hora.watch.server import PageServer
 from hora.watch.terminal import choose_page, page_from_url, snapshots
 from simulated_run import Simulation
 from waiting import wait_until
@@ -49,7 +49,7 @@ def served():
     sock = address.bind("127.0.0.1", 0)
     url, hosts = address.urls_of("127.0.0.1", sock.getsockname()[1])
     access, wishes = Access(new_token(), hosts), _Wishes()
-    one = Server(run, access, controls=wishes, bundle=lambda: b"PK")
+    one = PageServer(run, access, controls=wishes, bundle=lambda: b"PK")
     one.start([sock])
     yield one, Page(url, access.token, "t", 0), wishes
     one.close()
@@ -325,7 +325,7 @@ def test_a_recorded_run_has_nothing_to_stop():
     run = Run({"id": "x", "began": 0.0})
     sock = address.bind("127.0.0.1", 0)
     url, hosts = address.urls_of("127.0.0.1", sock.getsockname()[1])
-    one = Server(run, Access("secret", hosts), live=False)
+    one = PageServer(run, Access("secret", hosts), live=False)
     one.start([sock])
     page = Page(url, "secret", "", 0)
     try:

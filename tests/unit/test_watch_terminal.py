@@ -18,7 +18,7 @@ from hora.watch.address import Page
 from hora.watch.model import Entry
 from hora.watch.recording import Recorder
 from hora.watch.replay import open_recording
-from hora.watch.server import Server
+from hora.watch.server import PageServer
 from hora.watch.terminal import show
 from simulated_run import Simulation, Slowness
 from waiting import wait_until
@@ -32,7 +32,7 @@ def record(path: Path, simulation: Simulation, *more: Entry) -> None:
 
 
 @pytest.fixture
-def slow(tmp_path: Path) -> Iterator[tuple[Server, Page]]:
+def slow(tmp_path: Path) -> Iterator[tuple[PageServer, Page]]:
     """Rank 1 of 4 is half slower, and prints what a terminal would obey."""
     simulation = Simulation(num_ranks=4, slow=[Slowness(1, 1.5)], total_steps=5000)
     line = Entry(simulation.began + 40.0, "line", 1, b"o\x1b]0;renamed\x07\x1b[2Jplain words")
@@ -111,7 +111,7 @@ def test_the_commands(slow, tmp_path, monkeypatch, capsys):
     def interrupted(server):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Server, "join", interrupted)
+    monkeypatch.setattr(PageServer, "join", interrupted)
     assert view([str(tmp_path / "run.hora")]) == 0
     assert capsys.readouterr().out.startswith("train.py: http://127.0.0.1:")
     (tmp_path / "other").write_text("no run")

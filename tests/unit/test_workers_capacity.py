@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hora.workers.capacity import Capacity, Refused
+from hora.workers.capacity import Capacity, CapacityError
 from hora.workers.main import expand_shell_lines
 
 MACHINE = Capacity(cores=(0, 1, 2, 3), memory_gib=16.0, gpus=("0", "1"))
@@ -18,7 +18,7 @@ def test_grants_never_share_a_gpu():
     first = MACHINE.grant("a", cpu=1, memory_gib=1, num_gpus=1)
     second = first.grant("b", cpu=1, memory_gib=1, num_gpus=1)
     assert second.grants["a"].gpus != second.grants["b"].gpus
-    with pytest.raises(Refused, match="1 GPUs were requested, but 0 of 2 are free"):
+    with pytest.raises(CapacityError, match="1 GPUs were requested, but 0 of 2 are free"):
         second.grant("c", cpu=1, memory_gib=1, num_gpus=1)
     again = second.release("a").grant("c", cpu=1, memory_gib=1, num_gpus=1)
     assert again.grants["c"].gpus == ("0",)
@@ -37,7 +37,7 @@ def test_grants_never_share_a_gpu():
     ],
 )
 def test_what_does_not_fit_is_refused_in_words(request_, words):
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(CapacityError, match=words):
         MACHINE.grant("a", **request_)
 
 
@@ -61,9 +61,9 @@ def test_cores_that_are_in_use_are_shared_from_one_core_on():
 
 
 def test_memory_and_gpus_are_never_shared():
-    with pytest.raises(Refused, match="17 GiB"):
+    with pytest.raises(CapacityError, match="17 GiB"):
         MACHINE.grant("a", cpu=100, memory_gib=17, num_gpus=0, share_cores=True)
-    with pytest.raises(Refused, match="3 GPUs"):
+    with pytest.raises(CapacityError, match="3 GPUs"):
         MACHINE.grant("a", cpu=100, memory_gib=1, num_gpus=3, share_cores=True)
 
 
@@ -74,7 +74,7 @@ def test_nothing_is_ever_given_twice(requests):
         try:
             capacity = capacity.grant(str(number), cpu=cpu, memory_gib=2, num_gpus=gpus)
             names.append(str(number))
-        except Refused:
+        except CapacityError:
             pass
         if release and names:
             capacity = capacity.release(names.pop(0))
@@ -108,10 +108,13 @@ def test_gpus_of_other_sessions_are_left_alone():
         asked.append(gpu)
         return "GPU 0: process 7 of user 8" if gpu == "0" else ""
 
-    with pytest.raises(Refused, match="99 CPU"):
+    with pytest.raises(CapacityError, match="99 CPU"):
         MACHINE.grant("a", cpu=99, memory_gib=1, num_gpus=1, claim=claim)
     assert asked == []
     granted = MACHINE.grant("a", cpu=1, memory_gib=1, num_gpus=1, claim=claim)
     assert granted.grants["a"].gpus == ("1",)
-    with pytest.raises(Refused, match=r"2 GPUs .* but 1 of 2 are free; 1 are in use .* \(GPU 0: process 7 of user 8\)"):
+    with pytest.raises(
+        CapacityError,
+        match=r"2 GPUs .* but 1 of 2 are free; 1 are in use .* \(GPU 0: process 7 of user 8\)",
+    ):
         MACHINE.grant("b", cpu=1, memory_gib=1, num_gpus=2, claim=claim)

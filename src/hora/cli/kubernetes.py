@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hora.launch.providers.kubernetes import KINDS, Request, manifests, secret_command
+from hora.launch.providers.kubernetes import KINDS, ManifestRequest, manifests, secret_command
 
 __all__ = ["main", "make_parser"]
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     end = argv.index("--") if "--" in argv else len(argv)
     arguments, command = make_parser().parse_args(list(argv[:end])), argv[end + 1 :]
     try:
-        request = Request(
+        request = ManifestRequest(
             name=arguments.name,
             image=arguments.image,
             command=tuple(command),

@@ -13,7 +13,7 @@ import hora.torch as hvd
 from hora.keras.values import assign_values, broadcast_variables, optimizer_variables, read_values
 from hora.telemetry.meters import meter
 
-__all__ = ["BestModel", "Broadcast", "MetricAverage", "Schedule", "Warmup"]
+__all__ = ["BestModel", "Broadcast", "MetricAverage", "LearningRateSchedule", "Warmup"]
 
 Logs = MutableMapping[str, Any] | None
 
@@ -75,7 +75,7 @@ class MetricAverage:
         meter.restart_step()
 
 
-class Schedule:
+class LearningRateSchedule:
     """Sets the learning rate to `initial_lr * multiplier(epoch)` between two epochs."""
 
     model: Any
@@ -158,7 +158,7 @@ class Schedule:
             self.model.optimizer.momentum = momentum * new / old
 
 
-class Warmup(Schedule):
+class Warmup(LearningRateSchedule):
     """Raises the learning rate from `initial_lr / size` to `initial_lr` over the first epochs, batch by batch."""
 
     def __init__(

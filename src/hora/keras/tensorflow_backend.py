@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from hora.keras.values import StartCheck
-from hora.tensorflow.gradients import LocalAggregation, Reduction, check_options
+from hora.tensorflow.gradients import GradientReduction, LocalAggregation, check_options
 from hora.torch.basics import rank
 
 __all__ = ["TensorFlowAggregation"]
@@ -20,7 +20,7 @@ class TensorFlowAggregation:
 
     def __init__(self, options: dict[str, Any], passes: int, average: bool, scale_local: bool) -> None:
         check_options(options["op"], options["gradient_predivide_factor"], passes)
-        self._reduce = Reduction(**options, scale_local_gradients=scale_local)
+        self._reduce = GradientReduction(**options, scale_local_gradients=scale_local)
         self.adding = None if passes == 1 else LocalAggregation(self._reduce_sums, passes, average)
         self.local: dict[int, Any] = {}
         self.process_set = self._reduce.process_set

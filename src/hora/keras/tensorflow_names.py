@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hora.keras import optimizer as keras_optimizer
 from hora.tensorflow.compression import Compression
-from hora.tensorflow.gradients import GraphOptimizer, Reduction
+from hora.tensorflow.gradients import GradientReduction, GraphOptimizer
 from hora.tensorflow.ops import allreduce
 from hora.torch.process_sets import ProcessSet, global_process_set
 from hora.torch.reduce_op import Average, Sum
@@ -40,7 +40,7 @@ def DistributedOptimizer(
     An optimizer of `tf.compat.v1` is wrapped in another one, which does so in `compute_gradients`.
     """
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        reduction = Reduction(
+        reduction = GradientReduction(
             op=op,
             compression=compression,
             sparse_as_dense=sparse_as_dense,

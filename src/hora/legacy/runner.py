@@ -21,7 +21,7 @@ from typing import IO, Any, NoReturn, TypeVar
 import cloudpickle
 
 from hora.launch.controller.launcher import HostLauncher
-from hora.launch.controller.output import Output
+from hora.launch.controller.output import OutputWriter
 from hora.launch.environment import variables
 from hora.launch.job import OutputOptions, WorkerExit, WorkerSpec
 from hora.launch.options import LOG_LEVELS, Options, all_options, check
@@ -409,7 +409,7 @@ def execute(
     options = OutputOptions(
         prefix=index is not None, timestamp=prefix_output_with_timestamp, stdout=stdout, stderr=stderr
     )
-    running = _Running(Output(options, {0: index or 0}))
+    running = _Running(OutputWriter(options, {0: index or 0}))
     launcher = HostLauncher()
     argv = ("/bin/sh", "-c", command)
     worker = WorkerSpec(
@@ -454,7 +454,7 @@ def execute_quietly(command: str, env: Mapping[str, str] | None = None) -> tuple
 class _Running:
     """Events of the command, as the launcher reports them. See `job.LaunchEvents`."""
 
-    def __init__(self, output: Output) -> None:
+    def __init__(self, output: OutputWriter) -> None:
         self._output = output
         self.ended = threading.Event()
         self.code = 1

@@ -38,7 +38,7 @@ __all__ = [
     "GraphOptimizer",
     "LocalAggregation",
     "PartialDistributedGradientTape",
-    "Reduction",
+    "GradientReduction",
     "check_options",
     "local_variables",
 ]
@@ -60,7 +60,13 @@ class GraphOptimizer(_V1Optimizer):
     """Reduces gradients over the ranks when it computes them, and leaves the rest to the given optimizer."""
 
     def __init__(
-        self, optimizer: Any, name: str | None, use_locking: bool, reduction: Reduction, passes: int, average: bool
+        self,
+        optimizer: Any,
+        name: str | None,
+        use_locking: bool,
+        reduction: GradientReduction,
+        passes: int,
+        average: bool,
     ) -> None:
         check_options(reduction.op, reduction.gradient_predivide_factor, passes)
         if isinstance(optimizer, GraphOptimizer):
@@ -215,7 +221,7 @@ def check_options(op: int, gradient_predivide_factor: float, backward_passes_per
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reduction:
+class GradientReduction:
     """The settings of a reduction of gradients; call it with gradients and their variables."""
 
     op: int = Average
@@ -431,7 +437,7 @@ def _single_process() -> bool:
 class _DistributedTape:
     """The methods of a distributed tape; mixed with the class of the given one, whose state it shares."""
 
-    _reduction: Reduction
+    _reduction: GradientReduction
     _local: dict[int, Any]
 
     def register_local_source(self, source: Any) -> None:
@@ -470,7 +476,7 @@ def DistributedGradientTape(
     tape: Any = object.__new__(type(base.__name__, (_DistributedTape, base), {}))
     tape.__dict__ = gradtape.__dict__  # shared: what either records, both have
     tape._local = {}
-    tape._reduction = Reduction(
+    tape._reduction = GradientReduction(
         op=op,
         compression=compression,
         sparse_as_dense=sparse_as_dense,

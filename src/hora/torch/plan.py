@@ -32,7 +32,7 @@ __all__ = [
     "NetworkLink",
     "CompressionPlanner",
     "StepPrediction",
-    "Work",
+    "StepWork",
     "advice",
     "measure_link",
     "plan",
@@ -71,7 +71,7 @@ class NetworkLink:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class StepWork:
     """A step without a network: its time, the backward time, the gradients' shapes, and the time to factor them.
 
     `factor_s` maps a PowerSGD rank to seconds.
@@ -114,7 +114,7 @@ _LOW_RANK = "as plain at rank 2 to 4 (1905.13727)"
 _APART = "depends on the period (2311.08105)"
 
 
-def predict(link: NetworkLink, work: Work) -> list[StepPrediction]:
+def predict(link: NetworkLink, work: StepWork) -> list[StepPrediction]:
     """Return the step of every setting, ordered by how much the setting changes training."""
     found = [
         _by_bucket("plain", link, work, link.byte_s, 1.0, "compression=hvd.Compression.none", _SAME),
@@ -127,21 +127,21 @@ def predict(link: NetworkLink, work: Work) -> list[StepPrediction]:
 
 
 def _by_bucket(
-    name: str, link: NetworkLink, work: Work, byte_s: float, share: float, line: str, accuracy: str
+    name: str, link: NetworkLink, work: StepWork, byte_s: float, share: float, line: str, accuracy: str
 ) -> StepPrediction:
     """Buckets are sent one after another while backward computes the next; the last starts when backward ends."""
     waiting_s = _behind_backward_s(work, link.latency_s, byte_s)
     return _prediction(name, link, work, waiting_s, share * work.num_bytes, line, accuracy)
 
 
-def _behind_backward_s(work: Work, latency_s: float, byte_s: float) -> float:
+def _behind_backward_s(work: StepWork, latency_s: float, byte_s: float) -> float:
     num_buckets = max(-(-work.num_bytes // BUCKET_BYTES), 1)
     travel_s = num_buckets * latency_s + work.num_bytes * byte_s
     hidden_s = work.backward_s * (num_buckets - 1) / num_buckets
     return max(travel_s - hidden_s, travel_s / num_buckets)
 
 
-def _low_rank(rank: int, link: NetworkLink, work: Work) -> StepPrediction:
+def _low_rank(rank: int, link: NetworkLink, work: StepWork) -> StepPrediction:
     memory = PowerSGDMemory(PowerSGD(rank=rank))
     num_bytes = 0
     for shape in work.shapes:
@@ -152,7 +152,7 @@ def _low_rank(rank: int, link: NetworkLink, work: Work) -> StepPrediction:
     return _prediction(f"PowerSGD {rank}", link, work, waiting_s, num_bytes, line, _LOW_RANK, own_s=work.factor_s[rank])
 
 
-def _apart(every: int, link: NetworkLink, work: Work) -> StepPrediction:
+def _apart(every: int, link: NetworkLink, work: StepWork) -> StepPrediction:
     """Hosts reduce gradients locally; a fragment is sent in the background until it is merged."""
     inside_s = _behind_backward_s(work, 0.0, link.host_byte_s)
     fragment_s = _ANNOUNCED * link.latency_s + work.num_bytes * link.bf16_byte_s / _FRAGMENTS
@@ -166,7 +166,7 @@ def _apart(every: int, link: NetworkLink, work: Work) -> StepPrediction:
 def _prediction(
     name: str,
     link: NetworkLink,
-    work: Work,
+    work: StepWork,
     waiting_s: float,
     sent: float,
     line: str,
@@ -180,7 +180,7 @@ def _prediction(
     )
 
 
-def table(link: NetworkLink, work: Work, predictions: Sequence[StepPrediction]) -> str:
+def table(link: NetworkLink, work: StepWork, predictions: Sequence[StepPrediction]) -> str:
     """Format the plan as text."""
     lines = [
         f"{link.num_hosts} hosts: {link.bandwidth / 1e6:.0f} Mbit/s, {1e3 * link.latency_s:.1f} ms for the smallest "
@@ -303,8 +303,8 @@ def _factor_s(parameters: Sequence[torch.Tensor], rank: int) -> float:
     return _slowest(best)
 
 
-def _work(parameters: Sequence[torch.Tensor], step_s: float, backward_s: float) -> Work:
-    return Work(
+def _work(parameters: Sequence[torch.Tensor], step_s: float, backward_s: float) -> StepWork:
+    return StepWork(
         step_s=_slowest(step_s),
         backward_s=_slowest(backward_s),
         shapes=tuple(tuple(p.shape) for p in parameters),
@@ -350,7 +350,7 @@ def _default_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(model(inputs), classes)
 
 
-def _shown(link: NetworkLink, work: Work) -> list[StepPrediction]:
+def _shown(link: NetworkLink, work: StepWork) -> list[StepPrediction]:
     found = predict(link, work)
     meter.link_bytes_per_s = link.bandwidth / 8
     if rank() == 0:

@@ -16,7 +16,7 @@ __all__ = [
     "MAX_HEAD_BYTES",
     "Answer",
     "BadRequest",
-    "Request",
+    "HttpRequest",
     "finish",
     "head_of",
     "read_request",
@@ -36,7 +36,7 @@ class BadRequest(Exception):  # noqa: N818 - it is the name of status 400
 
 
 @dataclass(frozen=True)
-class Request:
+class HttpRequest:
     method: str
     path: str
     headers: Mapping[str, str]  # names in lower case
@@ -51,12 +51,12 @@ class Answer:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-async def read_request(reader: asyncio.StreamReader) -> Request | None:
+async def read_request(reader: asyncio.StreamReader) -> HttpRequest | None:
     """Return the request; None if the peer closed without one. Raises BadRequest, TimeoutError."""
     return await asyncio.wait_for(_read(reader), _READ_LIMIT_S)
 
 
-async def _read(reader: asyncio.StreamReader) -> Request | None:
+async def _read(reader: asyncio.StreamReader) -> HttpRequest | None:
     try:
         head = await reader.readuntil(b"\r\n\r\n")
     except asyncio.IncompleteReadError:
@@ -73,10 +73,10 @@ async def _read(reader: asyncio.StreamReader) -> Request | None:
         body = await reader.readexactly(int(length))
     except asyncio.IncompleteReadError:
         return None
-    return Request(request.method, request.path, request.headers, body)
+    return HttpRequest(request.method, request.path, request.headers, body)
 
 
-def _parse(head: bytes) -> Request:
+def _parse(head: bytes) -> HttpRequest:
     try:
         first, *rest = head.decode("ascii").split("\r\n")[:-2]
         method, target, version = first.split(" ")
@@ -91,7 +91,7 @@ def _parse(head: bytes) -> Request:
         if not colon or not name or name != name.strip() or (name in headers and name in _SINGLE):
             raise BadRequest("a header is invalid")
         headers[name] = value.strip()
-    return Request(method, unquote(target.partition("?")[0]), headers)
+    return HttpRequest(method, unquote(target.partition("?")[0]), headers)
 
 
 def head_of(answer: Answer, extra: Mapping[str, str], *, length: int | None) -> bytes:

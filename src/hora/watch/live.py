@@ -22,7 +22,7 @@ from hora.watch.access import Access, new_token
 from hora.watch.kubeflow import Controller, Reports
 from hora.watch.model import MAX_LINE_CHARS, Entry, Run
 from hora.watch.recording import Recorder
-from hora.watch.server import Server
+from hora.watch.server import PageServer
 
 __all__ = ["Dashboard"]
 
@@ -34,7 +34,7 @@ _MAX_PARTIAL = 64 * 1024
 _log = logging.getLogger("hora.watch")
 
 
-class Job(Protocol):
+class JobControl(Protocol):
     """Operations of the page on the job. Thread-safe."""
 
     def ask(self, question: Mapping[str, Any], worker: int | None = None) -> None:
@@ -56,7 +56,7 @@ class Dashboard:
     def __init__(
         self,
         facts: Mapping[str, Any],
-        job: Job,
+        job: JobControl,
         *,
         listen: str = "",
         record: str | None = None,
@@ -78,7 +78,7 @@ class Dashboard:
         url, hosts = address.urls_of(host, sockets[0].getsockname()[1] if sockets else 0)
         access = Access(new_token(), hosts, framed=notebook)
         self.page = address.Page(url, access.token, str(facts.get("title", "")), os.getpid())
-        self._server = Server(
+        self._server = PageServer(
             self._run, access, controls=self, bundle=self._bundle, on_entry=self._recorder.take, on_tick=self._look
         )
         self._server.start(sockets)

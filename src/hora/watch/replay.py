@@ -15,12 +15,12 @@ from hora.watch.access import Access, new_token
 from hora.watch.address import Page
 from hora.watch.model import Run
 from hora.watch.recording import read_run
-from hora.watch.server import Server
+from hora.watch.server import PageServer
 
 __all__ = ["is_timeline", "open_recording", "read_timeline"]
 
 
-def open_recording(path: str | Path, *, listen: str = "") -> tuple[Server, Page]:
+def open_recording(path: str | Path, *, listen: str = "") -> tuple[PageServer, Page]:
     """Serve a recording or a timeline. Raises ValueError if the file is neither."""
     timeline = read_timeline(path) if is_timeline(path) else None
     run = read_run(path) if timeline is None else Run({"title": Path(path).name, "began": timeline["began"]})
@@ -28,7 +28,7 @@ def open_recording(path: str | Path, *, listen: str = "") -> tuple[Server, Page]
     sock = address.bind(host, port)
     url, hosts = address.urls_of(host, sock.getsockname()[1])
     access = Access(new_token(), hosts)
-    server = Server(run, access, timeline=timeline, live=False)
+    server = PageServer(run, access, timeline=timeline, live=False)
     server.start([sock])
     title = str(run.facts.get("title", "") or Path(path).name)
     plain = "".join(letter if letter.isprintable() else "?" for letter in title[:200])  # for display in a terminal

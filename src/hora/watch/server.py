@@ -26,7 +26,7 @@ from hora.watch.http import (
     MAX_HEAD_BYTES,
     Answer,
     BadRequest,
-    Request,
+    HttpRequest,
     finish,
     head_of,
     read_request,
@@ -35,7 +35,7 @@ from hora.watch.http import (
 )
 from hora.watch.model import Entry, Run
 
-__all__ = ["Controls", "Server"]
+__all__ = ["Controls", "PageServer"]
 
 MAX_VIEWERS = 32
 _TICK_S = 1.0
@@ -62,7 +62,7 @@ class Controls(Protocol):
         """End a rank's process; an elastic job continues without it."""
 
 
-class Server:
+class PageServer:
     """Serves a run or a `timeline`.
 
     `controls`: None for a recorded run. `on_tick(run)` runs every second, on its thread.
@@ -255,7 +255,7 @@ class Server:
             _log.error("the live page failed to answer a request (logged once)", exc_info=error)
 
     async def _answer(
-        self, sock: socket.socket, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, sock: socket.socket, request: HttpRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         extra = self._access.headers()
         refusal = self._access.check_place(request.headers)
@@ -273,7 +273,7 @@ class Server:
         else:
             await write_answer(writer, self._respond(request), extra)
 
-    def _respond(self, request: Request) -> Answer:
+    def _respond(self, request: HttpRequest) -> Answer:
         self._take_in()
         if request.method == "GET":
             if request.path == "/api/run":

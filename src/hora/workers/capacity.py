@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from hora.memory import total_bytes
 from hora.net import sockets
 
-__all__ = ["Capacity", "GpuClaims", "Grant", "Refused", "measure"]
+__all__ = ["Capacity", "GpuClaims", "Grant", "CapacityError", "measure"]
 
 
-class Refused(ValueError):  # noqa: N818 - an answer, not a crash
+class CapacityError(ValueError):
     """The request does not fit. The message has the requested, the free and the total amount."""
 
 
@@ -54,16 +54,16 @@ class Capacity:
         share_cores: bool = False,
         claim: Callable[[str], str] = lambda gpu: "",
     ) -> Capacity:
-        """Return the capacity after granting this much to `worker`. Raises Refused if it does not fit.
+        """Return the capacity after granting this much to `worker`. Raises CapacityError if it does not fit.
 
         `share_cores`: other workers may use the cores too. `claim` takes a GPU that is free here and returns its other
         holder, or "". It is called only if everything else fits, and only until there are enough GPUs.
         """
         for name, value in (("cpu", cpu), ("memory", memory_gib)):
             if not value > 0 or not math.isfinite(value):
-                raise Refused(f"{name} must be a positive number, but it is {value}")
+                raise CapacityError(f"{name} must be a positive number, but it is {value}")
         if num_gpus < 0:
-            raise Refused(f"nvidia_gpu must not be negative, but it is {num_gpus}")
+            raise CapacityError(f"nvidia_gpu must not be negative, but it is {num_gpus}")
         used = list(self.grants.values())
         free_memory = self.memory_gib - sum(grant.memory_gib for grant in used)
         for what, wanted, free, there_is in (
@@ -72,7 +72,7 @@ class Capacity:
             ("GPUs", num_gpus, len(self._free_gpus()), len(self.gpus)),
         ):
             if wanted > free + 1e-9:
-                raise Refused(f"{wanted:g} {what} were requested, but {free:g} of {there_is:g} are free")
+                raise CapacityError(f"{wanted:g} {what} were requested, but {free:g} of {there_is:g} are free")
         gpus = self._claimed(num_gpus, claim)
         grant = Grant(cpu=cpu, memory_gib=memory_gib, cores=self._cores(cpu), gpus=gpus)
         return Capacity(
@@ -104,7 +104,7 @@ class Capacity:
                 others += [holder] if holder else []
                 gpus += [] if holder else [gpu]
         if len(gpus) < num_gpus:
-            raise Refused(
+            raise CapacityError(
                 f"{num_gpus} GPUs were requested, but {len(gpus)} of {len(self.gpus)} are free; {len(others)} are in "
                 f"use by workers of other sessions ({', '.join(others)})"
             )

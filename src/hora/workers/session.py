@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hora.launch.controller.output import LogFile, Output
+from hora.launch.controller.output import LogFile, OutputWriter
 from hora.launch.job import OutputOptions, WorkerExit
 from hora.workers.backend import GRACE_S, ORDER_VARIABLE, LocalBackend, PlannedWorker, Record, WorkerBackend, new_id
-from hora.workers.capacity import Capacity, Refused
+from hora.workers.capacity import Capacity, CapacityError
 
 __all__ = ["WorkerSession"]
 
@@ -66,7 +66,7 @@ class WorkerSession:
         self._holders: dict[object, set[str]] = {}  # jobs -> the workers on whose addresses their ranks run
         self._changed = threading.Condition()
         self._numbers = itertools.count(1)
-        self._output = Output(output or OutputOptions(), {})
+        self._output = OutputWriter(output or OutputOptions(), {})
         self._logs: dict[int, LogFile] = {}
         self._local = LocalBackend(capacity, inherited, self)
         self._spark: list[tuple[object, WorkerBackend]] = []  # by cluster; the last one is in use
@@ -113,7 +113,7 @@ class WorkerSession:
             try:
                 backend.reserve(engine, request)
                 launched.append(self._admit(engine, index, request, backend))
-            except Refused as refusal:
+            except CapacityError as refusal:
                 answers.append({"engineId": engine, "index": index, "message": str(refusal)})
             except BaseException:
                 self._undo(launched, backend)

@@ -27,7 +27,7 @@ from hora.launch.providers.spark.cluster import (
 from hora.launch.providers.spark.driver import StageDriver
 from hora.launch.providers.spark.launcher import SparkLauncher
 from hora.workers.backend import GRACE_S, PlannedWorker, order_file
-from hora.workers.capacity import Refused
+from hora.workers.capacity import CapacityError
 
 __all__ = ["SparkWorkerBackend", "TaskSlots", "spark_cluster"]
 
@@ -71,9 +71,9 @@ class TaskSlots:
             ("GPUs", request["nvidia_gpu"], "spark.task.resource.gpu.amount", "0"),
         ):
             if wanted > (has := float(conf.get(setting, default))):
-                raise Refused(f"{wanted:g} {what} were requested, but a Spark task here has {has:g} ({setting})")
+                raise CapacityError(f"{wanted:g} {what} were requested, but a Spark task here has {has:g} ({setting})")
         if len(self._held) >= slots:
-            raise Refused(f"a Spark task slot was requested, but {slots - len(self._held)} of {slots} are free")
+            raise CapacityError(f"a Spark task slot was requested, but {slots - len(self._held)} of {slots} are free")
         self._held.add(worker)
 
 

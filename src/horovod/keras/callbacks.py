@@ -15,8 +15,8 @@ class MetricAverageCallback(_methods.MetricAverage, keras.callbacks.Callback):
     __doc__ = _methods.MetricAverage.__doc__
 
 
-class LearningRateScheduleCallback(_methods.Schedule, keras.callbacks.Callback):
-    __doc__ = _methods.Schedule.__doc__
+class LearningRateScheduleCallback(_methods.LearningRateSchedule, keras.callbacks.Callback):
+    __doc__ = _methods.LearningRateSchedule.__doc__
 
 
 class LearningRateWarmupCallback(_methods.Warmup, keras.callbacks.Callback):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hora.labs.penguins.training import PenguinRun
     from hora.workflow import ModelFile
 
-__all__ = ["NEW_PENGUIN", "Report", "main", "make_parser"]
+__all__ = ["NEW_PENGUIN", "LabReport", "main", "make_parser"]
 
 _STYLE = """
 body { font: 16px/1.55 system-ui, sans-serif; color: #1f2430; max-width: 62rem; margin: 2.5rem auto;
@@ -38,7 +38,7 @@ NEW_PENGUIN = {"Island": "Biscoe", "CulmenLength": 50.4, "CulmenDepth": 15.3, "F
 
 
 @dataclass
-class Report:
+class LabReport:
     """Collects paragraphs, tables and pictures; `write` makes the file."""
 
     title: str
@@ -234,7 +234,7 @@ def _weights_text(model: ModelFile) -> str:
 
 def _write_report(data: Penguins, rows: list[tuple[str, str, str]], model: ModelFile, folder: Path) -> None:
 
-    report = Report("Which penguin is it?")
+    report = LabReport("Which penguin is it?")
     report.text(
         f"{data.num_train_birds} birds to learn from, {len(data.test)} to be tested on. Every training bird is "
         f"repeated (oversampling), so an epoch has {len(data.train)} rows."

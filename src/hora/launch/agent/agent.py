@@ -55,7 +55,7 @@ from hora.launch.agent.protocol import (
 )
 from hora.launch.environment import variables
 
-__all__ = ["LEFT", "Agent", "Link", "LocalLink", "guarded", "serve_locally"]
+__all__ = ["LEFT", "Agent", "ControllerLink", "LocalLink", "guarded", "serve_locally"]
 
 LEFT = 75  # the exit status of ranks that have left, and of their agent: EX_TEMPFAIL, start it again
 
@@ -68,7 +68,7 @@ _DEFAULT_GRACE_S = 5.0
 _LEAVE_LIMIT_S = 600.0  # what asked the agent to end will not wait longer than it wants to
 
 
-class Link(Protocol):
+class ControllerLink(Protocol):
     """An agent's way to its controller. Never waits.
 
     `gone`: the controller will not come back. `backlog`: bytes that it has not taken yet. `wants_write`: call `flush`
@@ -157,7 +157,9 @@ class Agent:
     machine. `execute`: becomes a worker, in its forked process.
     """
 
-    def __init__(self, link: Link, *, controller_pid: int | None = None, execute: Execute = os.execvpe) -> None:
+    def __init__(
+        self, link: ControllerLink, *, controller_pid: int | None = None, execute: Execute = os.execvpe
+    ) -> None:
         self._link = link
         self._selector = selectors.DefaultSelector()
         self._pids: dict[int, int] = {}  # worker -> pid of its first process, until that is reaped

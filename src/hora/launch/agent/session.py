@@ -28,7 +28,7 @@ from hora.net.session import ClientSession
 from hora.net.wire import Credentials
 from hora.version import version
 
-__all__ = ["MALFORMED", "SessionLink", "join", "on_this_node", "serve"]
+__all__ = ["MALFORMED", "QueuedLink", "SessionLink", "join", "on_this_node", "serve"]
 
 _RETRY_S = 0.5
 _AGAIN_S = 0.05
@@ -37,36 +37,17 @@ _CLOSE_LIMIT_S = 5.0
 MALFORMED = (EOFError, OSError, AuthenticationError, ValueError, struct.error)
 
 
-class SessionLink:
-    """The link of an agent whose controller is reached through a session. See `agent.Link`.
-
-    The session's threads fill and empty two queues, so the agent's loop never waits for the network.
-    """
+class QueuedLink:
+    """A link whose orders arrive in other threads: the agent's loop polls `fileno` and never waits for the network."""
 
     wants_write = False
 
-    def __init__(self, session: ClientSession, welcome: Welcome) -> None:
+    def __init__(self) -> None:
         self.gone = False
-        self.silence_limit_s: float | None = welcome.silence_s
-        self.elastic = welcome.elastic
-        self.controller = str(session.connection.sock.getpeername()[0])
-        self._session, self._executable = session, welcome.executable
-        self._ahead, self._lock = 0, threading.Lock()
-        self._inbox: deque[Message | None] = deque()  # None: the controller is gone
-        self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._inbox: deque[Message | None] = deque()  # None: the link has ended for good
         self._wake_in, self._wake_out = os.pipe()
         os.set_blocking(self._wake_in, False)
         os.set_blocking(self._wake_out, False)
-        self._threads = [
-            threading.Thread(target=target, name=f"hora-agent-{name}", daemon=True)
-            for name, target in (("receive", self._receive), ("send", self._send))
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def backlog(self) -> int:
-        return self._ahead
 
     def fileno(self) -> int:
         return self._wake_in
@@ -79,21 +60,50 @@ class SessionLink:
             message = self._inbox.popleft()
             if message is None:
                 self.gone = True
-            elif isinstance(message, Start):
-                meeting = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": self.controller}
-                found.append(on_this_node(message, meeting, self._executable))
             else:
                 found.append(message)
         return found
+
+    def flush(self) -> None:
+        return None
+
+    def _put(self, message: Message | None) -> None:
+        """Pass an order to the agent's loop. From any thread."""
+        self._inbox.append(message)
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: a wake-up is pending
+            os.write(self._wake_out, b"\0")
+
+
+class SessionLink(QueuedLink):
+    """The link of an agent whose controller is reached through a session. See `agent.ControllerLink`."""
+
+    def __init__(self, session: ClientSession, welcome: Welcome) -> None:
+        super().__init__()
+        self.silence_limit_s: float | None = welcome.silence_s
+        self.elastic = welcome.elastic
+        self.controller = str(session.connection.sock.getpeername()[0])
+        self._session, self._executable = session, welcome.executable
+        self._ahead, self._lock = 0, threading.Lock()
+        self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=target, name=f"hora-agent-{name}", daemon=True)
+            for name, target in (("receive", self._receive), ("send", self._send))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def backlog(self) -> int:
+        return self._ahead
 
     def send(self, message: Message) -> None:
         if isinstance(message, Output):
             with self._lock:
                 self._ahead += len(message.data)
         self._outbox.put(message)
-
-    def flush(self) -> None:
-        return None
 
     def close(self) -> None:
         """Send what is left, and say that this agent will not come back."""
@@ -105,24 +115,22 @@ class SessionLink:
     # ---- in threads of their own ----------------------------------------------------------------------------
 
     def _receive(self) -> None:
+        meeting = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": self.controller}
         try:
             while True:
                 message = unpack(*self._session.receive())
                 if isinstance(message, Taken):
                     with self._lock:
                         self._ahead -= message.num_bytes
+                    self._wake()
+                elif isinstance(message, Start):
+                    self._put(on_this_node(message, meeting, self._executable))
                 else:
-                    self._inbox.append(message)
-                self._wake()
+                    self._put(message)
         except MALFORMED:
             with self._lock:
                 self._ahead = 0
-            self._inbox.append(None)
-            self._wake()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: a wake-up is pending
-            os.write(self._wake_out, b"\0")
+            self._put(None)
 
     def _send(self) -> None:
         while (message := self._outbox.get()) is not None:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from hora.errors import JobFailedError
 from hora.launch.controller.observer import REPORTING, STOPPED, Observation, StallStacks, facts_of
-from hora.launch.controller.output import Output
+from hora.launch.controller.output import OutputWriter
 from hora.launch.controller.rendezvous import ErrorReport, Rendezvous
 from hora.launch.environment import module_command
 from hora.launch.job import Job, Launcher, LeadershipLostError, Succession, WorkerExit, WorkerSpec
@@ -72,7 +72,7 @@ class JobContext:
     """
 
     def __init__(
-        self, job: Job, launcher: Launcher, out: Output, events: WorkerEvents, *, preload: tuple[str, ...] | None
+        self, job: Job, launcher: Launcher, out: OutputWriter, events: WorkerEvents, *, preload: tuple[str, ...] | None
     ) -> None:
         self.id = job.id or secrets.token_hex(8)
         self.out = out

@@ -18,9 +18,9 @@ from hora.launch.controller.policy import (
     LOST,
     Begin,
     Decision,
+    EndJob,
     Facts,
     Fail,
-    Finish,
     GiveUp,
     HostSlot,
     Wait,
@@ -29,7 +29,16 @@ from hora.launch.controller.policy import (
     root_cause,
 )
 
-__all__ = ["RESET_LIMIT_EXCEEDED_MESSAGE", "ElasticPolicy", "End", "Limits", "Notify", "Publish", "Start", "WriteOff"]
+__all__ = [
+    "RESET_LIMIT_EXCEEDED_MESSAGE",
+    "ElasticPolicy",
+    "End",
+    "Limits",
+    "Notify",
+    "Publish",
+    "StartWorkers",
+    "WriteOff",
+]
 
 # Horovod's words, which programs look for.
 RESET_LIMIT_EXCEEDED_MESSAGE = "Horovod was shutdown because number of resets during elastic job exceeded limit: {}"
@@ -83,7 +92,7 @@ class WriteOff(_Interim):
 
 
 @dataclass(frozen=True)
-class Start(_Interim):
+class StartWorkers(_Interim):
     """Start newcomers in these places."""
 
     places: tuple[HostSlot, ...]
@@ -203,7 +212,7 @@ class ElasticPolicy:
         newcomers = _newcomers(facts)
         free = _free(facts, limits, len(staying) + len(newcomers))
         if free:
-            return Start(free)
+            return StartWorkers(free)
         joining = _joining(newcomers, now)
         if newcomers and not joining:
             deadlines += [w.since + NEWCOMER_BATCH_WAIT_S for w in newcomers if w.state is WorkerState.READY]
@@ -222,7 +231,7 @@ class ElasticPolicy:
         if succeeded:
             linger_until = max(worker.since for worker in current) + LINGER_LIMIT_S
             done = now >= linger_until or all(worker.exited for worker in succeeded)
-            return Finish() if done else Wait(linger_until)
+            return EndJob() if done else Wait(linger_until)
         usable = _slots(facts)
         ready = [w for w in current if w.state is WorkerState.READY]
         if not ready:
@@ -246,7 +255,7 @@ class ElasticPolicy:
             return Publish(tuple(w.number for w in by_age(chosen)))
         free = _free(facts, limits, len(survivors) + len(newcomers))
         if free:
-            return Start(free)
+            return StartWorkers(free)
         have = f"{len(chosen)} workers are left, but --min-np is {limits.min_num_proc}"
         if not facts.may_grow and all(w.state is WorkerState.READY for w in newcomers):
             return Fail(root_cause(facts.failures), f"{have}, and no further slots can be expected")

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, NoReturn
 from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch.agent.agent import LEFT
 from hora.launch.controller.context import JobContext
-from hora.launch.controller.output import Output
+from hora.launch.controller.output import OutputWriter
 from hora.launch.controller.policy import (
     Begin,
     Decision,
+    EndJob,
     Facts,
     Fail,
     Failure,
-    Finish,
     FixedSize,
     GiveUp,
     HostSlot,
@@ -163,7 +163,7 @@ def run_job(job: Job, launcher: Launcher, elastic: ElasticSpec | None = None) ->
             stack.callback(job.lease.close)
         stack.callback(launcher.close)
         signals = stack.enter_context(ended_by_signals())
-        output = Output(job.output, {slot.rank: slot.rank for slot in job.slots})
+        output = OutputWriter(job.output, {slot.rank: slot.rank for slot in job.slots})
         stack.callback(output.close)
         controller = _Controller(job, launcher, output, elastic)
         stack.enter_context(controller.run.observed(elastic=elastic is not None))
@@ -196,7 +196,7 @@ def _raise_lost() -> NoReturn:
 class _Controller:
     """Implements WorkerEvents: takes note of what happens to workers."""
 
-    def __init__(self, job: Job, launcher: Launcher, output: Output, elastic: ElasticSpec | None) -> None:
+    def __init__(self, job: Job, launcher: Launcher, output: OutputWriter, elastic: ElasticSpec | None) -> None:
         self._job = job
         self._roster = Roster()
         self._places: dict[int, Slot] = {}  # of the current generation
@@ -243,7 +243,7 @@ class _Controller:
                         self._begin(places, now)
                     case Wait(until):
                         self._wait(until)
-                    case Finish():
+                    case EndJob():
                         return self._finish()
                     case Fail(failure, message):
                         self._fail(failure, message)
@@ -254,10 +254,10 @@ class _Controller:
 
     def _change(self, decision: Decision, now: float) -> None:
         """Carry out decisions of elastic jobs."""
-        from hora.launch.controller.elastic_policy import End, Notify, Publish, Start, WriteOff
+        from hora.launch.controller.elastic_policy import End, Notify, Publish, StartWorkers, WriteOff
 
         match decision:
-            case Start(places):
+            case StartWorkers(places):
                 self._start_newcomers(places, now)
             case Notify(change):
                 self._notify(change)

@@ -130,7 +130,7 @@ class Watching:
             return None
         return cls(page=page, listen=listen or "", record=record, controller=controller)
 
-    def open(self, facts: Mapping[str, Any], job: live.Job) -> live.Dashboard:
+    def open(self, facts: Mapping[str, Any], job: live.JobControl) -> live.Dashboard:
         """Begin to observe a job. `facts`: what it is; `job`: what may be done to it. OSError: the address is taken."""
         from hora.watch.live import Dashboard
 

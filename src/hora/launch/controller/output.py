@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from hora.launch.job import OutputOptions
 
-__all__ = ["LogFile", "Output", "Tail"]
+__all__ = ["LogFile", "OutputWriter", "Tail"]
 
 MAX_LINE_BYTES = 256 * 1024  # a longer line leaves in pieces
 _LINE_WITH_END = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+")
@@ -57,7 +57,7 @@ class Tail:
         return kept.decode(errors="replace")
 
 
-class Output:
+class OutputWriter:
     """Takes what the workers print. `ranks`: each worker's number in the prefixes and directory names.
 
     Workers that are no ranks get names instead (`set_name`), for the prefixes.

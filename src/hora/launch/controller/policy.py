@@ -25,7 +25,7 @@ __all__ = [
     "Facts",
     "Fail",
     "Failure",
-    "Finish",
+    "EndJob",
     "FixedSize",
     "GiveUp",
     "HostSlot",
@@ -282,7 +282,7 @@ class Wait(Decision):
 
 
 @dataclass(frozen=True)
-class Finish(Decision):
+class EndJob(Decision):
     """The workers have done their part."""
 
 
@@ -330,11 +330,11 @@ class FixedSize:
         if facts.failures:
             return self._judge(facts, now)
         if all(worker.exited for worker in facts.workers):
-            return Finish()
+            return EndJob()
         if all(worker.state is WorkerState.SUCCEEDED for worker in facts.workers):
             # A thread or a child that the function left behind must not keep the caller from the results.
             limit = max(worker.since for worker in facts.workers) + LINGER_LIMIT_S
-            return Finish() if now >= limit else Wait(limit)
+            return EndJob() if now >= limit else Wait(limit)
         lost = [
             (w.lost_at, w.number) for w in facts.workers if w.lost_at is not None and w.alive and self._needs_results
         ]

@@ -44,11 +44,11 @@ from hora.launch.agent.protocol import (
     pack,
     unpack,
 )
-from hora.launch.agent.session import MALFORMED, on_this_node
+from hora.launch.agent.session import MALFORMED, QueuedLink, on_this_node
 from hora.launch.controller.agents import credentials
 from hora.launch.environment import variables
 from hora.launch.ha.leadership import open_store, own_address
-from hora.launch.ha.store import AuthenticatedStore, Store, StoreError
+from hora.launch.ha.store import AuthenticatedStore, JobStore, StoreError
 from hora.net import sockets
 from hora.net.acceptor import Acceptor, Arrival
 from hora.net.connection import Connection, connect
@@ -180,8 +180,8 @@ async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter, copi
         copied()
 
 
-class LeaderLink:
-    """The link to one leader after another. See `agent.Link`.
+class LeaderLink(QueuedLink):
+    """The link to one leader after another. See `agent.ControllerLink`.
 
     `node`: its number, name and slots. `orphaned`: tells whether the process of the node is gone. `claim`: names of
     local sockets, of which one agent of this machine has one at a time; an agent that is started on a node where an
@@ -190,13 +190,12 @@ class LeaderLink:
 
     silence_limit_s: float | None = None
     elastic = True
-    wants_write = False
 
     def __init__(
         self,
         node: Mapping[str, Any],
         secret: bytes,
-        store: Store,
+        store: JobStore,
         *,
         leaderless_s: float,
         orphaned_s: float,
@@ -205,10 +204,10 @@ class LeaderLink:
         claim: Sequence[str] = (),
         former: str = "",
     ) -> None:
+        super().__init__()
         self._node, self._secret, self._store = dict(node), secret, store
         self._leaderless_s, self._orphaned_s, self._poll_s = leaderless_s, orphaned_s, poll_s
         self._orphaned, self._claim, self._former = orphaned, claim, former
-        self.gone = False
         self._relay, self._address = Relay(), own_address(store.members)
         self._lock = threading.Lock()
         self._run = ""  # the job's run whose workers are here
@@ -222,10 +221,6 @@ class LeaderLink:
         self._unclaimed = False
         self._over = threading.Event()
         self._leaving = False
-        self._inbox: deque[Message | None] = deque()  # None: the job is over, or no process leads it
-        self._wake_in, self._wake_out = os.pipe()
-        os.set_blocking(self._wake_in, False)
-        os.set_blocking(self._wake_out, False)
         self._thread = threading.Thread(target=self._follow, name="hora-agent-leaders", daemon=True)
 
     def start(self) -> None:
@@ -239,21 +234,6 @@ class LeaderLink:
         """Return what a leader that is connected has not taken; output is lost, not waited for, while none is."""
         session = self._session
         return self._ahead if session is not None and session.connected else 0
-
-    def fileno(self) -> int:
-        return self._wake_in
-
-    def receive(self) -> list[Message]:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wake_in, 4096)
-        found: list[Message] = []
-        while self._inbox:
-            message = self._inbox.popleft()
-            if message is None:
-                self.gone = True
-            else:
-                found.append(message)
-        return found
 
     def send(self, message: Message) -> None:
         with self._lock:
@@ -274,9 +254,6 @@ class LeaderLink:
         while sum(len(one.data) for one in self._held) > _HELD_BYTES:
             self._held.popleft()
 
-    def flush(self) -> None:
-        return None
-
     def close(self) -> None:
         self._over.set()
         session = self._session
@@ -289,11 +266,6 @@ class LeaderLink:
             self._claimed.close()
 
     # ---- in the link's thread -------------------------------------------------------------------------------
-
-    def _order(self, message: Message | None) -> None:
-        self._inbox.append(message)
-        with contextlib.suppress(BlockingIOError):  # full: a wake-up is pending
-            os.write(self._wake_out, b"\0")
 
     def _follow(self) -> None:
         """Serve leaders until the job is over, or until no process leads it."""
@@ -315,7 +287,7 @@ class LeaderLink:
                 print(f"hora: node {name}: nobody has led the job for {limit_s:g} s", file=sys.stderr)
                 break
             self._over.wait(_TURN_S)
-        self._order(None)
+        self._put(None)
 
     def _holds_claim(self) -> bool:
         """Take a name, which goes with its process, unless an earlier agent of this user has one of them.
@@ -357,7 +329,7 @@ class LeaderLink:
         return found.term, str(where["host"]), int(where["port"])
 
     def _end(self, status: int) -> None:
-        self._order(Bye(status))
+        self._put(Bye(status))
         self._over.set()
 
     def _serve(self, term: int, host: str, port: int) -> bool:
@@ -416,7 +388,7 @@ class LeaderLink:
         """End the workers of a run that is over."""
         running = [number for number, state in self._workers.items() if isinstance(state, Started)]
         if running:
-            self._order(Terminate(running, 0.0))
+            self._put(Terminate(running, 0.0))
         deadline = time.monotonic() + _CLEAR_LIMIT_S
         while any(isinstance(self._workers[number], Started) for number in running) and time.monotonic() < deadline:
             self._over.wait(_TURN_S)
@@ -448,17 +420,17 @@ class LeaderLink:
                     "HORA_RELAY": self._relay.name,
                     "HORA_LAUNCHER_TIMEOUT": str(int(self._leaderless_s)),
                 }
-                self._order(on_this_node(message, meeting, self._welcome.executable))
+                self._put(on_this_node(message, meeting, self._welcome.executable))
             case MeetAt(port):
                 self._relay.set_target((host, port))
             case Taken(num_bytes):
                 with self._lock:
                     self._ahead -= num_bytes
-                self._order(Taken(0))  # the agent may read its workers' pipes again
+                self._put(Taken(0))  # the agent may read its workers' pipes again
             case Bye(status):
                 self._end(status)
             case _:
-                self._order(message)
+                self._put(message)
 
 
 def _receive(session: ClientSession, messages: queue.SimpleQueue[Message | None]) -> None:

@@ -30,7 +30,7 @@ from hora.launch.controller.loop import ended_by_signals
 from hora.launch.environment import module_command
 from hora.launch.ha.etcd import Etcd
 from hora.launch.ha.kubernetes import LeaseStore
-from hora.launch.ha.store import AuthenticatedStore, LeaderTerm, Store, StoreError
+from hora.launch.ha.store import AuthenticatedStore, JobStore, LeaderTerm, StoreError
 from hora.launch.job import LaunchEvents, LeadershipLostError, exit_status
 from hora.launch.options import Options
 from hora.launch.slots import NodeSpec
@@ -53,7 +53,7 @@ def now_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def open_store(url: str, environ: Mapping[str, str]) -> Store:
+def open_store(url: str, environ: Mapping[str, str]) -> JobStore:
     """Open the store that `HORA_STORE` names. ValueError, without the password, if the URL is invalid.
 
     `etcd://user:password@host:2379,host2:2379/prefix`; `etcds://`, or `?ca=FILE&cert=FILE&key=FILE`, is TLS. Inside
@@ -105,7 +105,7 @@ class Leadership:
     `lost`: called, in a thread of its own, when it is lost.
     """
 
-    def __init__(self, store: Store, office: LeaderTerm, *, since_s: float) -> None:
+    def __init__(self, store: JobStore, office: LeaderTerm, *, since_s: float) -> None:
         self.store, self.term = store, office.term
         self.state: dict[str, Any] | None = None
         self.run, self.followed = "", False
@@ -116,7 +116,7 @@ class Leadership:
         self._thread = threading.Thread(target=self._renew, name="hora-leadership", daemon=True)
 
     @classmethod
-    def won(cls, store: Store, name: str) -> Leadership | None:
+    def won(cls, store: JobStore, name: str) -> Leadership | None:
         """Stand for election; None if another one leads. StoreError."""
         since_s = now_s()
         office = store.lead(name)

@@ -18,7 +18,16 @@ from typing import Any, Protocol
 
 from hora.net.wire import derived_secret
 
-__all__ = ["AuthenticatedStore", "Contents", "LeaderTerm", "Store", "StoreError", "decoded", "exchange", "lease_time"]
+__all__ = [
+    "AuthenticatedStore",
+    "Contents",
+    "LeaderTerm",
+    "JobStore",
+    "StoreError",
+    "decoded",
+    "exchange",
+    "lease_time",
+]
 
 _ANSWER_S = 2.0  # for one server; and no longer than until the next renewal of a lease, so that another can be asked
 
@@ -43,7 +52,7 @@ class Contents:
     values: Mapping[str, Mapping[str, Any]]
 
 
-class Store(Protocol):
+class JobStore(Protocol):
     """Interface of stores. All methods raise StoreError, and may be called from several threads."""
 
     @property
@@ -54,7 +63,7 @@ class Store(Protocol):
     def ttl_s(self) -> int:
         """Seconds after which a leader that does not renew its lease is replaced."""
 
-    def below(self, name: str) -> Store:
+    def below(self, name: str) -> JobStore:
         """The part of a job."""
 
     def read(self) -> Contents:
@@ -123,9 +132,9 @@ _log = logging.getLogger("hora.launch")
 
 
 class AuthenticatedStore:
-    """A store of one job. `secret`: held by its nodes alone. See `Store`."""
+    """A store of one job. `secret`: held by its nodes alone. See `JobStore`."""
 
-    def __init__(self, store: Store, secret: bytes) -> None:
+    def __init__(self, store: JobStore, secret: bytes) -> None:
         self._store, self._secret = store, secret
         self._key = derived_secret(secret, "values of the store")
         self._complained: set[str] = set()

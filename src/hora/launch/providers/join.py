@@ -29,13 +29,13 @@ from hora.world import slurm_nodes
 if TYPE_CHECKING:
     from hora.launch.ha.leadership import Leadership
 
-__all__ = ["Machine", "find_node", "find_place", "open_nodes", "read_secret", "serve_node"]
+__all__ = ["NodeFacts", "find_node", "find_place", "open_nodes", "read_secret", "serve_node"]
 
 _RETURN_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class NodeFacts:
     """Facts about this machine that the platform may leave to us to find out."""
 
     hostname: str
@@ -45,7 +45,7 @@ class Machine:
 
 def find_place(
     environ: Mapping[str, str],
-    machine: Machine,
+    machine: NodeFacts,
     *,
     num_nodes: int | None = None,
     index: int | None = None,
@@ -114,7 +114,7 @@ def _number(environ: Mapping[str, str], name: str, platform: str) -> int:
     return int(text)
 
 
-def _kubeflow(environ: Mapping[str, str], machine: Machine) -> NodeSpec:
+def _kubeflow(environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
     wanted = environ.get("PET_NPROC_PER_NODE", "auto")
     by_word = {"cpu": machine.num_cores, "gpu": machine.num_gpus, "auto": machine.num_gpus or machine.num_cores}
     if wanted not in by_word and not wanted.isdecimal():
@@ -129,7 +129,7 @@ def _kubeflow(environ: Mapping[str, str], machine: Machine) -> NodeSpec:
     )
 
 
-def _skypilot(environ: Mapping[str, str], machine: Machine) -> NodeSpec:
+def _skypilot(environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
     gpus = environ.get("SKYPILOT_NUM_GPUS_PER_NODE", "0")
     return NodeSpec(
         num_nodes=_number(environ, "SKYPILOT_NUM_NODES", "SkyPilot"),
@@ -140,7 +140,7 @@ def _skypilot(environ: Mapping[str, str], machine: Machine) -> NodeSpec:
     )
 
 
-def _slurm(environ: Mapping[str, str], machine: Machine) -> NodeSpec:
+def _slurm(environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
     if "SLURM_NODEID" not in environ:
         raise ValueError(
             "--join inside a Slurm job is for `srun --ntasks-per-node=1 hora run --join …`; leave --join out"
@@ -171,7 +171,7 @@ def _listed(names: list[str], own: str, platform: str) -> NodeSpec:
     )
 
 
-def _lsf(environ: Mapping[str, str], machine: Machine) -> NodeSpec:
+def _lsf(environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
     words = _text(environ, "LSB_MCPU_HOSTS", "LSF").split()
     pairs = list(zip(words[::2], map(int, words[1::2]), strict=False))
     launch_node = len(pairs) > 1 and pairs[0][1] == 1 and all(slots > 1 for _, slots in pairs[1:])
@@ -179,7 +179,7 @@ def _lsf(environ: Mapping[str, str], machine: Machine) -> NodeSpec:
     return _listed(names, machine.hostname, "LSF")
 
 
-def _pbs(environ: Mapping[str, str], machine: Machine) -> NodeSpec:
+def _pbs(environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
     path = _text(environ, "PBS_NODEFILE", "PBS")
     try:
         with open(path, encoding="utf-8") as file:
@@ -189,17 +189,17 @@ def _pbs(environ: Mapping[str, str], machine: Machine) -> NodeSpec:
     return _listed(names, machine.hostname, "PBS")
 
 
-def _sagemaker(environ: Mapping[str, str], machine: Machine) -> NodeSpec:
+def _sagemaker(environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
     hosts = json.loads(_text(environ, "SM_HOSTS", "SageMaker"))
     place = _listed(hosts, _text(environ, "SM_CURRENT_HOST", "SageMaker"), "SageMaker")
     gpus = environ.get("SM_NUM_GPUS", "0")
     return NodeSpec(**{**place.__dict__, "slots": int(gpus) if gpus.isdecimal() and int(gpus) else None})
 
 
-def _mpi(rank: str, size: str, local: str, platform: str) -> Callable[[Mapping[str, str], Machine], NodeSpec]:
+def _mpi(rank: str, size: str, local: str, platform: str) -> Callable[[Mapping[str, str], NodeFacts], NodeSpec]:
     """One process of an MPI launcher on each node. It does not say where they meet, unless all are on this machine."""
 
-    def read(environ: Mapping[str, str], machine: Machine) -> NodeSpec:
+    def read(environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
         num_nodes = _number(environ, size, platform)
         here = environ.get(local) == str(num_nodes)
         index = _number(environ, rank, platform)
@@ -208,7 +208,7 @@ def _mpi(rank: str, size: str, local: str, platform: str) -> Callable[[Mapping[s
     return read
 
 
-_PLATFORMS: dict[str, Callable[[Mapping[str, str], Machine], NodeSpec]] = {
+_PLATFORMS: dict[str, Callable[[Mapping[str, str], NodeFacts], NodeSpec]] = {
     "PET_NNODES": _kubeflow,
     "SKYPILOT_NODE_RANK": _skypilot,
     "OMPI_COMM_WORLD_SIZE": _mpi(
@@ -318,7 +318,7 @@ def serve_node(
 def find_node(options: Options, environ: Mapping[str, str]) -> NodeSpec:
     place = find_place(
         environ,
-        Machine(hostname=socket.gethostname(), num_cores=len(os.sched_getaffinity(0)), num_gpus=_count_gpus(environ)),
+        NodeFacts(hostname=socket.gethostname(), num_cores=len(os.sched_getaffinity(0)), num_gpus=_count_gpus(environ)),
         num_nodes=options.num_nodes,
         index=options.node_rank,
         meet=options.meet,

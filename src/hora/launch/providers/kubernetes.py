@@ -13,7 +13,7 @@ from typing import Any
 
 from hora.launch.slots import DEFAULT_PORT
 
-__all__ = ["KINDS", "Request", "manifests", "secret_command"]
+__all__ = ["KINDS", "ManifestRequest", "manifests", "secret_command"]
 
 KINDS = ("job", "jobset", "trainjob", "mpijob")
 Manifest = dict[str, Any]
@@ -26,7 +26,7 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ManifestRequest:
     """Request of the user. `slots`: processes of each node; `min_nodes`: fewest to go on with, for an elastic job.
 
     `any_leader`: the job's state is in a Lease and a Secret, so that any pod may lead it. `writable_root`: the command
@@ -84,7 +84,7 @@ class Request:
         return flags
 
 
-def secret_command(request: Request) -> str:
+def secret_command(request: ManifestRequest) -> str:
     """The shell command that makes the Secret without showing it to anybody."""
     where = f" --namespace {request.namespace}" if request.namespace else ""
     return (
@@ -92,7 +92,7 @@ def secret_command(request: Request) -> str:
     )
 
 
-def manifests(kind: str, request: Request) -> list[Manifest]:
+def manifests(kind: str, request: ManifestRequest) -> list[Manifest]:
     """Return the manifests to apply, in order."""
     if kind not in KINDS:
         raise ValueError(f"the kind of manifest must be one of {', '.join(KINDS)}, but it is {kind!r}")
@@ -106,7 +106,7 @@ def manifests(kind: str, request: Request) -> list[Manifest]:
     return made
 
 
-def _resources(request: Request) -> Manifest:
+def _resources(request: ManifestRequest) -> Manifest:
     wanted: Manifest = {}
     for name, value in (("cpu", request.cpu), ("memory", request.memory), ("nvidia.com/gpu", request.gpus or None)):
         if value is not None:
@@ -114,7 +114,7 @@ def _resources(request: Request) -> Manifest:
     return {"limits": dict(wanted), "requests": dict(wanted)} if wanted else {}
 
 
-def _state(request: Request) -> list[Manifest]:
+def _state(request: ManifestRequest) -> list[Manifest]:
     """The Lease and the Secret, empty, and an account that may read and change these two and nothing else."""
     rules = [
         {"apiGroups": [group], "resources": [kind], "resourceNames": [request.state], "verbs": ["get", "update"]}
@@ -132,7 +132,7 @@ def _state(request: Request) -> list[Manifest]:
     return [{**manifest, "metadata": {"name": request.state}} for manifest in made]
 
 
-def _variables(request: Request) -> list[Manifest]:
+def _variables(request: ManifestRequest) -> list[Manifest]:
     # Each pod asks the API server some four times in a third of the lease's time: a hundred times a second in all.
     lease = f"?ttl={request.num_nodes // 8}" if request.num_nodes >= 32 else ""
     store = [{"name": "HORA_STORE", "value": f"kubernetes://{request.state}{lease}"}] if request.any_leader else []
@@ -140,7 +140,7 @@ def _variables(request: Request) -> list[Manifest]:
     return [{"name": "HORA_SECRET_FILE", "value": f"{_FOLDER}/{_FILE}"}, *home, *store]
 
 
-def _account(request: Request) -> Manifest:
+def _account(request: ManifestRequest) -> Manifest:
     """The account whose token the pods need, or none."""
     return {"serviceAccountName": request.state} if request.any_leader else {"automountServiceAccountToken": False}
 
@@ -151,29 +151,29 @@ def _pod_limits() -> Manifest:
     return {"runAsNonRoot": True, "runAsUser": _USER, "runAsGroup": _USER, "fsGroup": _USER, "seccompProfile": seccomp}
 
 
-def _container_limits(request: Request) -> Manifest:
+def _container_limits(request: ManifestRequest) -> Manifest:
     limits: Manifest = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     return limits if request.writable_root else {**limits, "readOnlyRootFilesystem": True}
 
 
-def _mounts(request: Request) -> list[Manifest]:
+def _mounts(request: ManifestRequest) -> list[Manifest]:
     secret = {"name": "hora-secret", "mountPath": _FOLDER, "readOnly": True}
     return [secret] if request.writable_root else [secret, {"name": "tmp", "mountPath": "/tmp"}]
 
 
-def _volumes(request: Request) -> list[Manifest]:
+def _volumes(request: ManifestRequest) -> list[Manifest]:
     # 0440: for root, and for the group that a pod with an fsGroup gives it to.
     secret = {"name": "hora-secret", "secret": {"secretName": request.secret, "defaultMode": 0o440}}
     return [secret] if request.writable_root else [secret, {"name": "tmp", "emptyDir": {}}]
 
 
-def _agent_command(request: Request, first_node: str) -> list[str]:
+def _agent_command(request: ManifestRequest, first_node: str) -> list[str]:
     place = ["--nnodes", str(request.num_nodes), "--meet", f"{first_node}:{DEFAULT_PORT}"]
     slots = ["--slots-per-host", str(request.slots), "--start-timeout", str(_START_LIMIT_S)]
     return ["hora", "run", *place, *slots, *request.size_flags(), *request.command]
 
 
-def _pods(request: Request, command: Sequence[str]) -> Manifest:
+def _pods(request: ManifestRequest, command: Sequence[str]) -> Manifest:
     """The specification of an indexed Job: one pod for each node, which knows its number."""
     container: Manifest = {
         "name": "node",
@@ -207,7 +207,7 @@ def _pods(request: Request, command: Sequence[str]) -> Manifest:
     }
 
 
-def _job(request: Request) -> list[Manifest]:
+def _job(request: ManifestRequest) -> list[Manifest]:
     spec = _pods(request, _agent_command(request, f"{request.name}-0.{request.name}"))
     spec["template"]["spec"]["subdomain"] = request.name
     service = {
@@ -225,7 +225,7 @@ def _job(request: Request) -> list[Manifest]:
     return [service, job]
 
 
-def _job_set(request: Request) -> list[Manifest]:
+def _job_set(request: ManifestRequest) -> list[Manifest]:
     spec = _pods(request, _agent_command(request, f"{request.name}-node-0-0.{request.name}"))
     job_set = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -239,7 +239,7 @@ def _job_set(request: Request) -> list[Manifest]:
     return [job_set]
 
 
-def _train_job(request: Request) -> list[Manifest]:
+def _train_job(request: ManifestRequest) -> list[Manifest]:
     """The runtime's PET_ variables say which node a pod is."""
     trainer: Manifest = {
         "image": request.image,
@@ -277,7 +277,7 @@ def _train_job(request: Request) -> list[Manifest]:
     return [*made, job]
 
 
-def _mpi_job(request: Request) -> list[Manifest]:
+def _mpi_job(request: ManifestRequest) -> list[Manifest]:
     """mpi-operator brings root's ssh keys and `discover_hosts.sh`; its workers run the image's sshd as root."""
     hosts = ["--slots-per-host", str(request.slots), "--start-timeout", str(_START_LIMIT_S)]
     minimum = str((request.min_nodes or request.num_nodes) * request.slots)

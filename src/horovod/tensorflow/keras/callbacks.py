@@ -15,8 +15,8 @@ class MetricAverageCallback(_methods.MetricAverage, tf.keras.callbacks.Callback)
     __doc__ = _methods.MetricAverage.__doc__
 
 
-class LearningRateScheduleCallback(_methods.Schedule, tf.keras.callbacks.Callback):
-    __doc__ = _methods.Schedule.__doc__
+class LearningRateScheduleCallback(_methods.LearningRateSchedule, tf.keras.callbacks.Callback):
+    __doc__ = _methods.LearningRateSchedule.__doc__
 
 
 class LearningRateWarmupCallback(_methods.Warmup, tf.keras.callbacks.Callback):
