@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import importlib
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,8 @@ ALSO = {
 EXPLAINED = ("hora", "horovod.torch", "horovod.torch.elastic", "sparkdl", "sparkdl.horovod", "horovod.spark")
 # Classes that a module's __getattr__ makes: the function that makes them, and the class beside it with their text.
 MADE = {"LogCallback": ("log_callback_class", "ProgressLog")}
+SHIM = "https://unpkg.com/iframe-worker/shim"
+TABS = re.compile(r"<!-- tabs -->\n(.*?)<!-- end of tabs -->", re.DOTALL)
 # Files of the repository's root that pages link to.
 ROOT_FILES = ("ARCHITECTURE.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md")
 
@@ -75,6 +78,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for stem, (title, modules) in PAGES.items():
         text = "\n".join([f"# {title}\n", *(part for name in modules for part in _module(loader, name, seen))])
         files.append(File.generated(config, f"reference/{stem}.md", content=text))
+    files.append(File.generated(config, "reference/tasks.md", content="\n".join(_tasks(loader))))
     files.append(File.generated(config, "reference/commands.md", content="\n".join(_commands())))
     files.append(File.generated(config, "reference/environment.md", content="\n".join(_environment())))
     files.append(File.generated(config, "reference/old_names.md", content="\n".join(_old_names())))
@@ -88,17 +92,34 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     """Take the shim for search from files out of this site, not from elsewhere (called by mkdocs)."""
-    here = "../" * page.url.count("/") + "reference/worker.js"
-    return output.replace("https://unpkg.com/iframe-worker/shim", here)
+    return output.replace(SHIM, "../" * page.url.count("/") + "reference/worker.js")
+
+
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    """Leave the shim out of pages that only a web server shows, such as 404.html (called by mkdocs)."""
+    return output_content.replace(f'<script src="{SHIM}"></script>', "")
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links to files of the repository to their copies on the site (called by mkdocs)."""
+    """Make tabs, and lead links to files of the repository to their copies on the site (called by mkdocs)."""
+    install = TABS.search((ROOT / "docs" / "install.md").read_text())
+    markdown = TABS.sub(_tabs, markdown.replace("<!-- tabs of install.md -->", install[0] if install else ""))
     return (
         markdown.replace("](../examples/", "](examples/").replace("](../", "](")
         if "/" not in page.file.src_uri
         else markdown
     )
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let long names in code break after a dot or an underscore, and not elsewhere (called by mkdocs)."""
+    return re.sub(r"(?<=<code>)[^<]{14,}(?=</code>)", lambda code: re.sub(r"[._/=,(:]", r"\g<0><wbr>", code[0]), html)
+
+
+def _tabs(blocks: re.Match[str]) -> str:
+    """Return blocks with a bold line above each as tabs."""
+    named = re.findall(r"^\*\*([^*\n]+)\*\*\n\n(```.*?^```)$", blocks[1], re.MULTILINE | re.DOTALL)
+    return "\n".join(f'=== "{name}"\n\n{textwrap.indent(block, "    ")}\n' for name, block in named)
 
 
 def _module(loader: griffe.GriffeLoader, name: str, seen: dict[str, str]) -> Iterator[str]:
@@ -156,6 +177,29 @@ def _entry(loader: griffe.GriffeLoader, module: str, name: str, target: Any) -> 
         raise SystemExit(f"docs: nobody explains {', '.join(unknown)} of {module}.{name}: see {__file__}")
     yield from (f"- `{item}`: {ARGUMENTS[item]}" for item in left if item in ARGUMENTS)
     yield ""
+
+
+def _tasks(loader: griffe.GriffeLoader) -> Iterator[str]:
+    tasks: dict[str, dict[str, list[str]]] = yaml.safe_load((Path(__file__).parent / "tasks.yml").read_text())
+    yield "# Python by task\n\nThe names that you need for a task. Each leads to its signature.\n"
+    for task, modules in tasks.items():
+        yield f"\n## {task}\n"
+        for module, names in modules.items():
+            members = loader.modules_collection[module].members
+            targets = [members[name].final_target if members[name].is_alias else members[name] for name in names]
+            links = (f"[`{name}`][{target.path}]" for name, target in zip(names, targets, strict=True))
+            yield f"`{module}`: {', '.join(links)}\n"
+    named = {name for modules in tasks.values() for name in modules.get("horovod.torch", ())}
+    members = loader.modules_collection["horovod.torch"]
+    callables = {str(name) for name in members.exports or () if not str(name).startswith("_")}
+    left = {name for name in callables - named if _is_callable(members.members.get(name))}
+    if left - {"HorovodInternalError"}:
+        raise SystemExit(f"docs: {', '.join(sorted(left))} of horovod.torch has no task in reference/tasks.yml")
+
+
+def _is_callable(member: Any) -> bool:
+    target = member.final_target if member is not None and member.is_alias else member
+    return target is not None and (target.is_function or target.is_class)
 
 
 def _old_names() -> Iterator[str]:

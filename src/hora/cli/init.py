@@ -1,4 +1,4 @@
-"""The command `hora init`: a commented training script to begin with, which runs as it is."""
+"""The command `hora init`: a commented training script to begin with, or your own script made distributed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from hora.cli.convert import convert
 
 __all__ = ["main", "make_parser", "training_script"]
 
@@ -150,9 +152,14 @@ def training_script(name: str, *, elastic: bool = False, sharded: bool = False) 
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="hora init", description="Write a commented training script that runs as it is."
+        prog="hora init",
+        description="Write a distributed training script: a commented one that runs as it is, or your own one "
+        "with the lines that distribute it.",
     )
-    parser.add_argument("file", type=Path, help="the script, for example train.py")
+    parser.add_argument("file", type=Path, help="the file to write, for example train.py; it must not exist")
+    parser.add_argument(
+        "--from", dest="source", metavar="SCRIPT", type=Path, help="your training script for one process, in PyTorch"
+    )
     parser.add_argument("--elastic", action="store_true", help="a script that goes on when ranks die or join")
     parser.add_argument(
         "--sharded", action="store_true", help="a script whose optimizer state is divided over the ranks"
@@ -162,8 +169,20 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Write a script to a file that is not there yet."""
-    arguments = make_parser().parse_args(argv)
-    text = training_script(arguments.file.name, elastic=arguments.elastic, sharded=arguments.sharded)
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    notes: list[str] = []
+    if arguments.source is None:
+        text = training_script(arguments.file.name, elastic=arguments.elastic, sharded=arguments.sharded)
+    elif arguments.elastic or arguments.sharded:
+        parser.error("--from writes a plain distributed script: leave --elastic and --sharded out")
+    else:
+        try:
+            converted = convert(arguments.source.read_text())
+        except (OSError, ValueError, SyntaxError) as error:
+            print(f"hora init: {arguments.source}: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
+            return 1
+        text, notes = converted.text, converted.notes
     try:
         with arguments.file.open("x") as file:
             file.write(text)
@@ -174,4 +193,6 @@ def main(argv: Sequence[str]) -> int:
         return 1
     command = f"hora run -np 2 {'--min-np 1 ' if arguments.elastic else ''}python {arguments.file}"
     print(f"wrote {arguments.file}; run it: {command}")
+    for note in notes:
+        print(f"  {arguments.source}, {note}")
     return 0

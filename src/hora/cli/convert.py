@@ -1,0 +1,238 @@
+"""Turns the text of a one-process training script into a distributed one; `hora init --from` calls it.
+
+Only edits that are right in every script are made. Notes name the lines that the author has to look at.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+__all__ = ["Converted", "convert"]
+
+_INIT = ["hvd.init()  # learns this process's place in the job; alone it is rank 0 of 1"]
+_GPU = [
+    "if torch.cuda.is_available():  # one GPU for each process of a machine",
+    "    torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())",
+]
+
+
+@dataclass
+class Converted:
+    """The text of the distributed script, and what its author should check, one line each."""
+
+    text: str
+    notes: list[str] = field(default_factory=list)
+
+
+def convert(text: str) -> Converted:
+    """Return the script for several ranks; ValueError where there is no optimizer to distribute."""
+    return _Script(text).converted()
+
+
+class _Script:
+    def __init__(self, text: str) -> None:
+        self._lines = text.splitlines(keepends=True)
+        self._tree = ast.parse(text)
+        self._names = dict(_imports(self._tree))
+        self._notes: list[str] = []
+        self._edits: list[tuple[int, int, int, int, str]] = []  # from line and byte to line and byte, and the new text
+        self._needs_sampler = False
+
+    def converted(self) -> Converted:
+        if any(name.startswith(("horovod", "hora", "torch.distributed")) for name in self._names.values()):
+            raise ValueError("the script is distributed already: it imports horovod or torch.distributed")
+        for scope in self._scopes(self._tree):
+            for statement in _statements(scope):
+                self._look_at(statement, scope)
+        if not any("DistributedOptimizer" in edit[-1] for edit in self._edits):
+            raise ValueError(
+                "no line such as `optimizer = torch.optim.SGD(model.parameters(), lr=0.1)` was found; "
+                "docs/migration.md has the steps to take by hand"
+            )
+        if not any("manual_seed" in line for line in self._lines):
+            self._notes.append(
+                "no torch.manual_seed: rows that torch draws (random_split, made-up data) differ between the ranks; "
+                "call torch.manual_seed(0) before them"
+            )
+        self._notes.append(
+            "learning rate: the ranks together take hvd.size() times the batch; "
+            "multiply the rate by hvd.size() unless your optimizer adapts it"
+        )
+        self._start()
+        text = self._edited()
+        compile(text, "script", "exec")
+        return Converted(text, self._notes)
+
+    def _look_at(self, statement: ast.stmt, scope: ast.AST) -> None:
+        value = getattr(statement, "value", None)
+        if isinstance(statement, ast.Assign) and isinstance(value, ast.Call):
+            name, target = self._name(value.func), ast.unparse(statement.targets[0])
+            if re.fullmatch(r"torch\.optim\.(\w+\.)?[A-Z]\w+", name) and "lr_scheduler" not in name:
+                self._wrap_optimizer(statement, value, target)
+            elif name in ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"):
+                self._share_rows(value, target, scope)
+        if isinstance(value, ast.Call) and self._name(value.func) == "torch.nn.utils.clip_grad_norm_":
+            self._edit(value.func, "hvd.clip_grad_norm_")  # it averages first
+        if isinstance(statement, ast.Expr) and isinstance(value, ast.Call):
+            name = self._name(value.func)
+            if name == "torch.save":
+                self._on_rank_0(statement)
+            elif name == "torch.nn.utils.clip_grad_value_":
+                self._note(
+                    statement, "clips gradients before they are averaged; call optimizer.synchronize() before it"
+                )
+        for node in ast.walk(statement) if not hasattr(statement, "body") else ():
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.match(r"cuda:\d", node.value):
+                self._note(node, f'names one GPU for all ranks: write "cuda" instead of "{node.value}"')
+
+    def _wrap_optimizer(self, statement: ast.stmt, call: ast.Call, target: str) -> None:
+        first = call.args[0] if call.args else None
+        named, lines = "", []
+        if isinstance(first, ast.Call) and isinstance(first.func, ast.Attribute) and first.func.attr == "parameters":
+            model = ast.unparse(first.func.value)
+            named = f", named_parameters={model}.named_parameters()"
+            lines = [f"hvd.broadcast_parameters({model}.state_dict(), root_rank=0)  # all ranks start from rank 0's"]
+        else:
+            self._note(statement, "add hvd.broadcast_parameters(model.state_dict(), root_rank=0) for your model")
+        lines.insert(0, f"{target} = hvd.DistributedOptimizer({target}{named})  # averages the gradients")
+        self._insert_after(statement, [*lines, f"hvd.broadcast_optimizer_state({target}, root_rank=0)"])
+
+    def _share_rows(self, call: ast.Call, loader: str, scope: ast.AST) -> None:
+        given = {keyword.arg: keyword for keyword in call.keywords}
+        shuffle, dataset = given.get("shuffle"), call.args[0] if call.args else None
+        if shuffle is None or dataset is None or {"sampler", "batch_sampler"} & set(given):
+            self._note(call, f"every rank reads all rows of {loader}; give it a DistributedSampler if it trains")
+            return
+        if isinstance(shuffle.value, ast.Constant) and not shuffle.value.value:
+            return  # a loader for validation: each rank sees all rows
+        rows = ast.unparse(dataset)
+        if not isinstance(dataset, ast.Name | ast.Attribute):  # made here: give it a name
+            rows = re.sub(r"\W+", "_", loader) + "_rows"
+            self._edit(dataset, f"({rows} := {ast.unparse(dataset)})")
+        order = "" if isinstance(shuffle.value, ast.Constant) else f", shuffle={ast.unparse(shuffle.value)}"
+        sampler = f"DistributedSampler({rows}, num_replicas=hvd.size(), rank=hvd.rank(){order})"
+        self._edit(shuffle, f"sampler={sampler}")
+        self._needs_sampler = True
+        epochs = list(_epoch_loops(scope, loader))
+        if not epochs:
+            self._note(call, f"call {loader}.sampler.set_epoch(epoch) at the start of every epoch")
+        for loop in epochs:
+            epoch = ast.unparse(loop.target)
+            self._insert_before(loop.body[0], [f"{loader}.sampler.set_epoch({epoch})  # another order of rows"])
+
+    def _on_rank_0(self, statement: ast.stmt) -> None:
+        if self._indent(statement) is None:
+            self._note(statement, "let rank 0 alone save: if hvd.rank() == 0:")
+            return
+        self._insert_before(statement, ["if hvd.rank() == 0:  # one rank writes"])
+        for line in range(statement.lineno, (statement.end_lineno or statement.lineno) + 1):
+            self._edits.append((line, 0, line, 0, "    "))
+
+    def _start(self) -> None:
+        body = self._tree.body
+        last = next(item for item in body if isinstance(item, ast.Import | ast.ImportFrom))
+        for item in body[body.index(last) :]:
+            if not isinstance(item, ast.Import | ast.ImportFrom):
+                break
+            last = item
+        lines = ["import torch"] if self._names.get("torch") != "torch" else []
+        if self._needs_sampler:
+            lines.append("from torch.utils.data.distributed import DistributedSampler")
+        lines += ["", "import horovod.torch as hvd"]
+        init = _INIT + (_GPU if any("cuda" in line for line in self._lines) else [])
+        main = next((item for item in body if _is_main(item)), None)
+        plain = [item for item in body if not isinstance(item, ast.FunctionDef | ast.ClassDef) and item is not main]
+        if isinstance(main, ast.If) and not any(
+            item.lineno <= edit[0] <= (item.end_lineno or 0) for item in plain for edit in self._edits
+        ):
+            self._insert_before(main.body[0], init)
+        else:
+            lines += ["", *init]
+        self._insert_after(last, lines)
+
+    def _scopes(self, tree: ast.AST) -> Iterator[ast.AST]:
+        yield tree
+        yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+    def _name(self, node: ast.expr) -> str:
+        """Return the full name of a function, as its module calls it."""
+        head, _, rest = ast.unparse(node).partition(".")
+        return ".".join(part for part in (self._names.get(head, head), rest) if part)
+
+    def _note(self, node: ast.stmt | ast.expr, words: str) -> None:
+        self._notes.append(f"line {node.lineno}: {words}")
+
+    def _indent(self, statement: ast.stmt) -> str | None:
+        """Return the blanks before a statement, or None if it shares its line with another one."""
+        before = self._lines[statement.lineno - 1].encode()[: statement.col_offset].decode()
+        return before if not before.strip() else None
+
+    def _edit(self, node: ast.expr | ast.keyword, text: str) -> None:
+        end = node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
+        self._edits.append((node.lineno, node.col_offset, *end, text))
+
+    def _insert_before(self, statement: ast.stmt, lines: list[str]) -> None:
+        indent = self._indent(statement)
+        if indent is None:
+            self._note(statement, f"put before it: {lines[0]}")
+            return
+        self._edits.append((statement.lineno, 0, statement.lineno, 0, "".join(f"{indent}{line}\n" for line in lines)))
+
+    def _insert_after(self, statement: ast.stmt, lines: list[str]) -> None:
+        indent = self._indent(statement) or ""
+        after = (statement.end_lineno or statement.lineno) + 1
+        self._edits.append((after, 0, after, 0, "".join(f"{indent}{line}".rstrip() + "\n" for line in lines)))
+
+    def _edited(self) -> str:
+        if self._lines and not self._lines[-1].endswith("\n"):
+            self._lines[-1] += "\n"
+        starts = [0]
+        for line in self._lines:
+            starts.append(starts[-1] + len(line.encode()))
+        text = "".join(self._lines).encode()
+        places = [(starts[edit[0] - 1] + edit[1], starts[edit[2] - 1] + edit[3], edit[4]) for edit in self._edits]
+        places.reverse()  # the last edit of a place first, so that its edits end up in order
+        for begin, end, new in sorted(places, key=lambda place: place[0], reverse=True):
+            text = text[:begin] + new.encode() + text[end:]
+        return text.decode()
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield each imported name, and the full name of what it stands for."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for item in node.names:
+                yield (item.asname, item.name) if item.asname else (item.name.partition(".")[0],) * 2
+        elif isinstance(node, ast.ImportFrom):
+            for item in node.names:
+                yield item.asname or item.name, f"{node.module}.{item.name}"
+
+
+def _statements(scope: ast.AST) -> Iterator[ast.stmt]:
+    """Yield the statements of a function or module, without those of the functions inside it."""
+    for child in ast.iter_child_nodes(scope):
+        if isinstance(child, ast.stmt):
+            yield child
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _statements(child)
+
+
+def _epoch_loops(scope: ast.AST, loader: str) -> Iterator[ast.For]:
+    """Yield the innermost loops around the loops over a loader."""
+    loops = [item for item in _statements(scope) if isinstance(item, ast.For) and not _mentions(item.iter, loader)]
+    loops = [loop for loop in loops if any(_mentions(item, loader) for item in loop.body)]
+    for loop in loops:
+        inner = [other for other in loops if other is not loop and other in ast.walk(loop)]
+        if isinstance(loop.target, ast.Name) and not inner:
+            yield loop
+
+
+def _mentions(node: ast.AST, name: str) -> bool:
+    return any(isinstance(item, ast.Name | ast.Attribute) and ast.unparse(item) == name for item in ast.walk(node))
+
+
+def _is_main(item: ast.stmt) -> bool:
+    return isinstance(item, ast.If) and ast.unparse(item.test) == "__name__ == '__main__'"
