@@ -23,7 +23,7 @@ help:
 	@echo "make test-ray                   horovod.ray on a real Ray cluster of two nodes, which it installs first"
 	@echo "make test-tensorflow            horovod.tensorflow and horovod.keras on TensorFlow, Keras 2 and 3, which it installs first"
 	@echo "make test-torch-distributed     torch's own tests of a distributed backend, on 2, 3 and 4 ranks; as long as an hour"
-	@echo "make test-hosts                 two to eight hosts: every collective, strangers, deaths; needs root and namespaces"
+	@echo "make test-hosts                 two to eight hosts: every collective, intruders, deaths; needs root and namespaces"
 	@echo "make test-habits                optimizers and the habits of users: each cell of the matrix against one process; poisoned memory"
 	@echo "make test-store                 leaders that die, are stopped or lose their etcd; needs etcd (etcd-server)"
 	@echo "make test-containers            builds the images and trains in them; needs root, buildah and mmdebstrap"
@@ -161,7 +161,7 @@ test-spark: $(STAMP)
 test-spark-protected: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m protected_spark -rfER tests/integration/protected_spark.py
 
-# Ray takes 240 MB and minutes to install: not everybody's, so `make test` leaves these tests out where Ray is not there.
+# Ray takes 240 MB and minutes to install: so `make test` leaves these tests out where Ray is not there.
 test-ray: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,ray]' 'ray[client,train]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfER tests/unit/test_ray_params.py tests/integration/test_ray*.py

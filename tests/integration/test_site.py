@@ -26,15 +26,15 @@ pytestmark = pytest.mark.slow
 SITE_URL = "https://hora.example.org/"
 WIDE, PHONE = 1280, 414
 # On a phone a wide table scrolls in a box of its own; code wraps everywhere.
-CUT_OFF = """(phone) => [...document.querySelectorAll("article pre > code, article img, article .md-typeset__scrollwrap")]
+CUT_OFF = """(phone) => [...document.querySelectorAll("article :is(pre > code, img, .md-typeset__scrollwrap)")]
     .filter((e) => e.scrollWidth > e.clientWidth + 2 || e.getBoundingClientRect().right > innerWidth + 1)
     .filter((e) => !(phone && getComputedStyle(e).overflowX === "auto" && e.matches(".md-typeset__scrollwrap")))
     .map((e) => e.textContent.slice(0, 60))"""
 LOOKED_AT = ("index", "first_script", "install", "reference/tasks")
 THUMBNAILS = Path(__file__).parent / "site_thumbnails.png"
 THUMBNAIL = (96, 120)
-# Of 255, averaged over a thumbnail. Other fonts and frames of the moving picture stay below; a lost style sheet, picture
-# or column does not.
+# Of 255, averaged over a thumbnail. Other fonts and frames of the moving picture stay below it; the loss of a style
+# sheet, a picture or a column does not.
 MOST_DIFFERENCE = 12.0
 
 
