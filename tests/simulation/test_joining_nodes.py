@@ -175,11 +175,10 @@ class Run(JobRun):
         threads = SimpleNamespace(Condition=Condition, Event=Event, Thread=Thread, Lock=threading.Lock)
         queues = SimpleNamespace(SimpleQueue=SimpleQueue, Empty=queue.Empty)
         replaced = {
-            agents: {"time": times, "threading": threads, "queue": queues, "Server": NodesServer}
-            | {"LocalProcess": OwnProcess},
+            agents: {"time": times, "threading": threads, "Server": NodesServer},
             agent_session: {"time": times, "threading": threads, "queue": queues, "os": nodes.descriptors}
             | {"connect": connect, "Agent": SimulatedAgent},
-            launcher: {"time": times},
+            launcher: {"time": times, "threading": threads, "queue": queues, "LocalProcess": OwnProcess},
             session: {"time": times, "threading": threads},
         }
         with super()._in_this_world(), contextlib.ExitStack() as stack:

@@ -31,7 +31,7 @@ from simulator import Link, Message, Network, Simulation, VirtualServer, played
 
 from hora.launch.agent import session as agent_session
 from hora.launch.agent.protocol import Bye, Start
-from hora.launch.controller import agents
+from hora.launch.controller import agents, launcher
 from hora.launch.controller.agents import Agents
 from hora.launch.ha import following, leadership
 from hora.launch.ha.etcd import Etcd as EtcdStore
@@ -389,7 +389,8 @@ class Run:
         replaced: dict[Any, dict[str, Any]] = {
             leadership: common | {"ended_by_signals": lambda: contextlib.nullcontext(SimpleNamespace(first=None))},
             session: common,
-            agents: common | {"queue": queues, "Server": LeadersServer},
+            agents: common | {"Server": LeadersServer},
+            launcher: common | {"queue": queues},
             following: common | {"queue": queues, "connect": connect, "Relay": lambda: relay, "own_address": str},
             agent_session: {"os": pipes},
             sys: {"stderr": io.StringIO()},

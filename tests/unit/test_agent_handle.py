@@ -99,7 +99,7 @@ def test_a_host_that_does_not_answer_is_named_and_dropped(opened):
 def test_a_host_that_answers_is_kept(opened):
     events = Events()
     far = opened(events, answers=True)
-    wait_until("many beats", lambda: far.num_pings > 5 * agents._BEATS or events.ends)
+    wait_until("many beats", lambda: far.num_pings > 5 * agents.BEATS or events.ends)
     assert events.ends == []
 
 
@@ -107,7 +107,7 @@ def test_a_host_whose_output_waits_for_a_slow_console_is_kept_and_knows_it(opene
     events = Events()
     far = opened(events, answers=True)
     far.session.send(*pack(Output(0, "stdout", b"words")))
-    wait_until("many beats", lambda: far.num_pings > 4 * agents._BEATS or events.ends)
+    wait_until("many beats", lambda: far.num_pings > 4 * agents.BEATS or events.ends)
     assert events.ends == []
     assert far.num_taken == 0
     events.console_is_free.set()

@@ -43,7 +43,7 @@ def start(folder: str) -> tuple[str, str]:
         line = process.stdout.readline() if ready else b""  # it says that it is ready, or ends
     found = find(folder)
     if found is None:
-        from hora.launch.controller.agents import wait_or_kill
+        from hora.launch.controller.launcher import wait_or_kill
 
         status = wait_or_kill(process, _LEAVE_LIMIT_S)
         if runs(name_of(folder)):

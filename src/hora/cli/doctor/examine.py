@@ -15,7 +15,7 @@ from typing import Any
 
 from hora.cli.doctor.findings import Finding, agreement, host_findings, reach_findings, summary
 from hora.cli.doctor.probe import MARK
-from hora.launch.controller.agents import wait_or_kill
+from hora.launch.controller.launcher import wait_or_kill
 from hora.launch.environment import module_command, variables
 from hora.launch.ha.leadership import open_store
 from hora.launch.ha.store import StoreError

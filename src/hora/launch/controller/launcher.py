@@ -1,24 +1,387 @@
-"""The launcher for hosts: workers under an agent on each of them, this machine or others.
+"""The launcher for hosts: an agent on each of them starts the workers, forwards their output and ends them.
 
-Without `agents` all workers run on this machine, under one agent, and nothing listens off loopback.
+`AgentHandle` sends orders to one agent and passes its reports on to the job's events; the messages are in
+`agent.protocol`. `LocalAgent` is the agent of this machine: a child process at the other end of a socket. Agents on
+other nodes connect by themselves (`agents`). Without them all workers run on this machine, under one agent, and nothing
+listens off loopback.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import queue
 import re
+import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import IO, Protocol
 
-from hora.launch.controller.agents import AgentHandle, AgentProcess, Agents, LocalAgent
+from hora.launch.agent.protocol import (
+    Bye,
+    Exited,
+    Finish,
+    Finished,
+    Frames,
+    Join,
+    Message,
+    Output,
+    Ping,
+    Start,
+    Started,
+    Taken,
+    Terminate,
+    frame,
+    pack,
+)
+from hora.launch.controller.output import Tail
 from hora.launch.environment import variables
-from hora.launch.job import LaunchEvents, WorkerSpec
+from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
+from hora.net.session import SessionPeer
 
-__all__ = ["HostLauncher"]
+__all__ = ["BEATS", "AgentHandle", "AgentProcess", "HostLauncher", "LocalAgent", "LocalProcess", "wait_or_kill"]
 
-_CLOSE_SLACK_S = 15.0
-# What another machine must not get: functions of our shell, our directories and devices, a foreign job's secret.
+BEATS = 6  # in the time after which a silent node is dropped
+_CLOSE_SLACK_S = 15.0  # after SIGKILL everything is a matter of milliseconds, even on a busy machine
+_READ_BYTES, _TAIL_BYTES = 256 * 1024, 4096
+# Variables that another machine must not get: functions of our shell, our directories and devices, a foreign secret.
 _PRIVATE = re.compile(r"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|_HOROVOD_SECRET_KEY")
+
+# Isolated and without site-packages, which is faster.
+_RUN_AGENT = """
+import sys
+sys.path.append(sys.argv.pop(1))
+from hora.launch.agent.agent import serve_locally
+sys.exit(serve_locally())
+"""
+
+
+class Child(Protocol):
+    """A process that can be waited for: `subprocess.Popen`, or something like it."""
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+def wait_or_kill(process: Child, limit_s: float) -> int:
+    """Return the exit status of a process that is about to end; one that has not ended in time is killed."""
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait(_CLOSE_SLACK_S)
+
+
+class AgentHandle:
+    """One agent. Expected (orders wait) -> joined -> over.
+
+    `workers`: those that it had before it joined. `inherit_env`: its workers' environment is added to its own.
+    """
+
+    inherit_env = True
+    lost_exit_code = 255  # of workers whose agent is gone
+
+    def __init__(self, name: str, slots: int = 1, workers: Collection[int] = ()) -> None:
+        self.name, self.slots, self.workers = name, slots, frozenset(workers)
+        self.leaving = False
+        self.complaints = Tail(_TAIL_BYTES)
+        self.peer: SessionPeer | None = None
+        self.starter: subprocess.Popen[bytes] | None = None  # the process that starts the agent
+        self.status: int | None = None  # once it is over
+        self._events: LaunchEvents | None = None
+        self._lock = threading.Lock()
+        self._running: set[int] = set()
+        self._own = set(workers)  # workers that were ever started here: the agent reports on no other
+        self._unsent: list[Message] = []
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._has_fork_server = False
+        self._ended: str | None = None  # why nothing can be started here any more
+        self._finished = threading.Event()
+        self._reported = threading.Event()
+        self._num_heard = self._num_seen = self._unanswered = 0
+
+    # ---- orders ---------------------------------------------------------------------------------------------
+
+    def look_after(self, events: LaunchEvents, ours: Collection[int] = ()) -> None:
+        """Report to these events from now on. `ours`: workers that run there already, for this controller."""
+        self._events, self._running = events, set(ours)
+        threading.Thread(target=self._deliver, name=f"hora-agent {self.name}", daemon=True).start()
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the agent is gone or out of reach; exits may still be reported."""
+        return self.status is not None or self._ended is not None
+
+    @property
+    def over(self) -> bool:
+        """Return whether the agent is gone and everything that it reported has been passed on."""
+        return self._reported.is_set()
+
+    def start(self, workers: Sequence[WorkerSpec]) -> None:
+        assert self._events is not None
+        # One worker alone is not worth a fork server, but an elastic job's newcomer may come from the one there is.
+        self._has_fork_server = self._has_fork_server or len(workers) > 1
+        with self._lock:
+            ended = self._ended
+            if ended is None:
+                self._running |= {spec.worker for spec in workers}
+                self._own |= self._running
+        for spec in workers:
+            if ended is not None:
+                self._events.exited(WorkerExit(worker=spec.worker, code=255, reason=ended))
+            else:
+                self.send(self._order(spec))
+
+    def _order(self, spec: WorkerSpec) -> Start:
+        return Start(
+            worker=spec.worker,
+            argv=list(spec.argv),
+            env=dict(spec.env),
+            inherit_env=self.inherit_env,
+            cwd=spec.cwd,
+            private_files={name: data.hex() for name, data in spec.private_files.items()},
+            preload=list(spec.preload) if spec.preload is not None and self._has_fork_server else None,
+        )
+
+    def terminate(self, workers: Iterable[int], *, grace_s: float) -> None:
+        with self._lock:
+            chosen = sorted(self._running.intersection(workers))
+        if chosen:
+            self.send(Terminate(chosen, grace_s))
+
+    def clear_up(self, worker: int, *, grace_s: float) -> None:
+        """End what a worker that has ended has left running. Does not wait."""
+        self.send(Terminate([worker], grace_s))
+
+    def finish(self, *, grace_s: float) -> None:
+        """End every worker and descendant that is left. Does not wait. Idempotent."""
+        self.send(Finish(grace_s))
+
+    def abandon(self) -> None:
+        """Report nothing any more: another controller looks after this node."""
+        with self._lock:
+            self._running.clear()
+            self._events = _NoEvents()
+        self._finished.set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until no process is left there; after the time limit, hang up, which ends the agent."""
+        if self._events is not None and not self._finished.wait(timeout_s):
+            self.kill()
+
+    def kill(self) -> None:
+        if self.peer is not None:
+            self.peer.close()
+        if self.starter is not None:
+            self.starter.kill()
+
+    def send(self, message: Message) -> None:
+        """Tell the agent something, as soon as it has joined. Dropped if it is gone."""
+        with self._lock:
+            if self.peer is None:
+                self._unsent.append(message)
+            else:
+                self.peer.send(*pack(message))
+
+    def beat(self, silence_limit_s: float) -> None:
+        """Send a sign of life; drop an agent that has answered none for so long. Beats are counted, not seconds: time
+        in which this process did not run is nobody's silence.
+        """
+        answered = self._num_heard != self._num_seen or self.peer is None or self._events is None
+        self._unanswered, self._num_seen = 0 if answered else self._unanswered + 1, self._num_heard
+        if self._unanswered > BEATS and self._ended is None:
+            self._ended = (
+                f"host {self.name} has not answered for {silence_limit_s:g} s and was given up; raise "
+                "--silence-timeout (HORA_SILENCE_TIMEOUT) if it may be so busy"
+            )
+            self.kill()
+        elif self.peer is not None and self._events is not None:
+            self.send(Ping())
+
+    # ---- as `Agents` see it -----------------------------------------------------------------------------------
+
+    def join(self, peer: SessionPeer) -> None:
+        with self._lock:
+            self.peer = peer
+            for message in self._unsent:
+                peer.send(*pack(message))
+            self._unsent.clear()
+
+    def take(self, message: Message) -> None:
+        """Something that the agent reports."""
+        self._num_heard += 1
+        self._inbox.put(message)
+
+    def lost(self, status: int) -> None:
+        """The agent is gone."""
+        if self.status is None:
+            self.status = status
+            self._inbox.put(None)
+
+    # ---- in a thread of its own: a console may be slow --------------------------------------------------------
+
+    def _deliver(self) -> None:
+        try:
+            while (message := self._inbox.get()) is not None:
+                self._report(message)
+                if isinstance(message, Output):
+                    self.send(Taken(len(message.data)))
+        except ValueError as error:
+            self.blame(error)
+        self._report_end(255 if self.status is None else self.status, joined=self.peer is not None)
+
+    def blame(self, error: Exception) -> None:
+        """Drop a node that may have been taken over: it must not hold up the controller, nor fill its memory."""
+        self.complaints.add(f"it sent what no agent sends ({error})".encode())
+        self.kill()
+
+    def _report(self, message: Message) -> None:
+        events = self._events
+        assert events is not None
+        if isinstance(message, Started | Output | Exited) and message.worker not in self._own:
+            raise ValueError(f"a message about worker {message.worker}, which is not there")
+        match message:
+            case Started(worker):
+                events.started(worker)
+            case Output(worker, stream, data):
+                events.output(worker, "stdout" if stream == "stdout" else "stderr", data)
+            case Exited(worker, code, reason):
+                with self._lock:
+                    ours = worker in self._running
+                    self._running.discard(worker)
+                if ours:
+                    events.exited(WorkerExit(worker=worker, code=code, reason=reason))
+            case Finished():
+                self._finished.set()
+
+    def _report_end(self, status: int, *, joined: bool) -> None:
+        why = self._ended or self._why_ended(status, joined=joined)
+        with self._lock:
+            self._ended = why
+            orphans, self._running = sorted(self._running), set()
+            events = self._events
+        assert events is not None
+        for worker in orphans:
+            events.exited(WorkerExit(worker=worker, code=self.lost_exit_code, reason=why))
+        self._finished.set()
+        self._reported.set()
+
+    def _why_ended(self, status: int, *, joined: bool) -> str:
+        complaints = bytes(self.complaints).decode(errors="replace").strip()
+        happened = "ended unexpectedly" if joined else "did not start"
+        return f"the agent on host {self.name} {happened} (exit status {status})" + f": {complaints}" * bool(complaints)
+
+
+class _NoEvents:
+    """Implements LaunchEvents for nobody."""
+
+    def output(self, worker: int, stream: str, data: bytes) -> None: ...
+    def started(self, worker: int) -> None: ...
+    def exited(self, ended: WorkerExit) -> None: ...
+
+
+class AgentProcess(Child, Protocol):
+    """An agent's process on this machine, and the socket that is its standard input."""
+
+    sock: socket.socket
+    stderr: IO[bytes] | None
+
+
+class LocalProcess:
+    """A new one. Its own session: Ctrl-C in a terminal reaches the controller only, which ends the workers in order."""
+
+    def __init__(self) -> None:
+        source = str(Path(__file__).resolve().parents[3])
+        self.sock, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _RUN_AGENT, source],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                bufsize=0,
+            )
+        self.stderr = self._process.stderr
+        self.wait, self.kill = self._process.wait, self._process.kill
+
+
+class LocalAgent(AgentHandle):
+    """An agent on this machine. `process`: one that runs already; else one is started."""
+
+    inherit_env = False
+
+    def __init__(self, name: str, process: AgentProcess | None = None) -> None:
+        super().__init__(name)
+        self._process: AgentProcess = process or LocalProcess()
+        self._sending = threading.Lock()
+
+    @property
+    def ended(self) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0)
+            return True
+        return self._ended is not None
+
+    def send(self, message: Message) -> None:
+        # When the agent is gone the reader knows, and reports all its workers as ended.
+        with contextlib.suppress(OSError), self._sending:
+            self._process.sock.sendall(frame(message))
+
+    def finish(self, *, grace_s: float) -> None:
+        super().finish(grace_s=grace_s)
+        self.send(Bye(0))
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all is over; after the time limit, kill the agent, which takes its workers with it."""
+        wait_or_kill(self._process, timeout_s)
+        if self._events is not None:
+            self._reported.wait(_CLOSE_SLACK_S)
+        self._process.sock.close()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+
+    def _deliver(self) -> None:
+        frames, joined = Frames(), False
+        try:
+            while data := self._read():
+                for message in frames.feed(data):
+                    joined = joined or isinstance(message, Join)
+                    self._report(message)
+        except ValueError as error:
+            self.blame(error)
+        status = self._process.wait()
+        if self._process.stderr is not None:
+            os.set_blocking(self._process.stderr.fileno(), False)
+            with contextlib.suppress(BlockingIOError):
+                self.complaints.add(self._process.stderr.read(_TAIL_BYTES) or b"")
+        self._report_end(status, joined=joined)
+
+    def _read(self) -> bytes:
+        with contextlib.suppress(OSError):
+            return self._process.sock.recv(_READ_BYTES)
+        return b""
+
+
+class RemoteAgents(Protocol):
+    """The agents of other nodes. `brings_environment`: their workers start with the environment of their agent."""
+
+    brings_environment: bool
+
+    def is_own(self, hostname: str) -> bool:
+        """Return whether this host is the machine where we run, which has no agent."""
+
+    def agent(self, hostname: str) -> AgentHandle:
+        """The agent of a node. One that is gone has ended already."""
 
 
 class HostLauncher:
@@ -30,7 +393,7 @@ class HostLauncher:
     def __init__(
         self,
         *,
-        agents: Agents | None = None,
+        agents: RemoteAgents | None = None,
         listen: str = "127.0.0.1",
         process: AgentProcess | None = None,
     ) -> None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hora.launch.agent.agent import LEFT
-from hora.launch.controller.agents import wait_or_kill
+from hora.launch.controller.launcher import wait_or_kill
 from hora.launch.controller.loop import ended_by_signals
 from hora.launch.environment import module_command
 from hora.launch.ha.etcd import Etcd

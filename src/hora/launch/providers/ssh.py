@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hora.launch.agent.protocol import Join
-from hora.launch.controller.agents import AgentHandle, Agents, credentials, end_starter, start_agent
+from hora.launch.controller.agents import Agents, credentials, end_starter, start_agent
+from hora.launch.controller.launcher import AgentHandle
 from hora.launch.controller.loop import ended_by_signals
 from hora.launch.environment import module_command
 from hora.net import address

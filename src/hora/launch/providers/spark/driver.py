@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
 from hora.launch.agent.protocol import Bye, Join, pack
-from hora.launch.controller.agents import AgentHandle, Agents
+from hora.launch.controller.agents import Agents
+from hora.launch.controller.launcher import AgentHandle
 from hora.launch.providers.spark.cluster import (
     TaskPlace,
     allocates_dynamically,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hora.errors import JobFailedError, StartTimeoutError
-from hora.launch.controller.agents import AgentHandle
+from hora.launch.controller.launcher import AgentHandle
 from hora.launch.controller.loop import run_job
 from hora.launch.controller.observer import Watching
 from hora.launch.job import Job, JobResult, LaunchEvents, OutputOptions, WorkerExit, WorkerSpec

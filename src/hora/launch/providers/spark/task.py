@@ -35,7 +35,8 @@ from hora.launch.agent.protocol import (
     pack,
     unpack,
 )
-from hora.launch.controller.agents import AgentProcess, LocalProcess, credentials, wait_or_kill
+from hora.launch.controller.agents import credentials
+from hora.launch.controller.launcher import AgentProcess, LocalProcess, wait_or_kill
 from hora.launch.controller.output import Tail
 from hora.launch.environment import first_variables, variables
 from hora.launch.providers.spark import warm_pool

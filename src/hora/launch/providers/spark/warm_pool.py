@@ -31,7 +31,7 @@ from typing import IO, Any, NoReturn
 from hora.launch.agent.agent import serve_locally
 from hora.launch.agent.fork_server import OWN, ForkServer, differ_only_in, fork, run_forked, serve
 from hora.launch.agent.processes import exit_code, name_process
-from hora.launch.controller.agents import AgentProcess
+from hora.launch.controller.launcher import AgentProcess
 from hora.launch.environment import first_variables, module_command
 from hora.launch.worker import work
 
