@@ -44,9 +44,8 @@ from hora.engine.status import StallLimits, TimelineRecorder, WorldStatus
 from hora.engine.transport.base import LocalTransport
 from hora.engine.transport.host_reduction import HostLink, HostReduction
 from hora.launch.controller.rendezvous import Rendezvous
-from hora.net.connection import Connection, connect
 from hora.net.keys import RankKeys, rank_keys, worker_credentials
-from hora.net.wire import cut_parts, join_parts, new_secret
+from hora.net.wire import Connection, connect, cut_parts, join_parts, new_secret
 from hora.world import RendezvousEndpoint, World
 
 LIMIT_S = 600.0

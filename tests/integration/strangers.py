@@ -17,8 +17,7 @@ from typing import Any
 from two_hosts_rank import enter
 
 from hora.errors import AuthenticationError
-from hora.net.connection import connect
-from hora.net.wire import ClientHandshake, Credentials, new_secret
+from hora.net.wire import ClientHandshake, Credentials, connect, new_secret
 
 NOBODY = 65534
 NUM_SILENT = 2000

@@ -10,8 +10,7 @@ from test_security_local import Victim, attacks, reaction
 
 import other_user
 from hora.errors import AuthenticationError
-from hora.net.connection import connect
-from hora.net.wire import REFUSAL, Credentials, new_secret
+from hora.net.wire import REFUSAL, Credentials, connect, new_secret
 
 # Starts its two ranks as mpirun does it: with variables, and nothing else.
 JOB = """

@@ -18,9 +18,8 @@ from elastic_job import ElasticJob
 import horovod
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.client import ControlClient
-from hora.net.connection import connect
 from hora.net.keys import HeldSecret, RankKeys
-from hora.net.wire import Credentials
+from hora.net.wire import Credentials, connect
 from hora.world import RendezvousEndpoint, World
 from waiting import wait_until
 

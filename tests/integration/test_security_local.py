@@ -16,8 +16,7 @@ import psutil
 import pytest
 from job_process import JobProcess
 
-from hora.net.connection import connect
-from hora.net.wire import REFUSAL, ClientHandshake, Credentials, new_secret
+from hora.net.wire import REFUSAL, ClientHandshake, Credentials, connect, new_secret
 
 # The ranks meet again and again while the attack goes on, and return what they got once the file is there.
 JOB = """

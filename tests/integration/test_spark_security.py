@@ -24,8 +24,7 @@ from job_process import JobProcess
 
 import other_user
 from hora.errors import AuthenticationError
-from hora.net.connection import connect
-from hora.net.wire import REFUSAL, ClientHandshake, Credentials, new_secret
+from hora.net.wire import REFUSAL, ClientHandshake, Credentials, connect, new_secret
 from sparkdl import HorovodRunner
 
 pytestmark = pytest.mark.spark

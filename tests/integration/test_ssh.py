@@ -227,7 +227,7 @@ LIAR = """#!{python}
 import json, struct, sys
 if '-G' in sys.argv: print('hostname 127.0.0.1'); sys.exit()
 from hora.launch.agent.protocol import Join, Start, Welcome, pack, unpack
-from hora.net.connection import connect
+from hora.net.wire import connect
 from hora.net.session import ClientSession
 from hora.net.wire import Credentials
 from hora.version import version

@@ -22,9 +22,8 @@ from job_process import wait_until_gone
 
 import other_user
 from hora.launch.job import OutputOptions
-from hora.net.connection import connect
 from hora.net.sockets import open_socket
-from hora.net.wire import REFUSAL, ClientHandshake, Credentials
+from hora.net.wire import REFUSAL, ClientHandshake, Credentials, connect
 from hora.workers import daemon, directory
 from hora.workers.capacity import GpuClaims, measure
 from hora.workers.gateway import Gateway, ask, server_pid

@@ -7,8 +7,8 @@ import socket
 
 from hora.engine.transport.group import PeerGroup, connect
 from hora.engine.transport.stream import StreamGroup, Streams
-from hora.net.connection import Stream
 from hora.net.noise import Records
+from hora.net.wire import Stream
 
 KINDS = ["tcp", "encrypted"]
 SECRET = b"s" * 32

@@ -130,7 +130,7 @@ class NodesServer(VirtualServer):
 
 
 class SimulatedConnection:
-    """A client's end of a connection, as `hora.net.connection.Connection`."""
+    """A client's end of a connection, as `hora.net.wire.Connection`."""
 
     def __init__(self, server: VirtualServer, name: str, address: str) -> None:
         self._inbox: list[Message | None] = []
@@ -186,7 +186,7 @@ class NodeConnection(SimulatedConnection):
 
 
 def connect(where: tuple[str, int], credentials: Credentials, *, timeout_s: float) -> NodeConnection:
-    """Stands for `hora.net.connection.connect`: a round trip, or an error."""
+    """Stands for `hora.net.wire.connect`: a round trip, or an error."""
     assert Process.current is not None
     machine = Process.current.machine  # type: ignore[attr-defined]
     clock = machine.simulation

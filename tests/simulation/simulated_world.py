@@ -2,7 +2,7 @@
 processes.
 
 What is played: sockets (`ControlServer` stands for `hora.net.server.Server`, `connect` for
-`hora.net.connection.connect`), threads (`fibers`), the driver of a queue, and the transport, in which an operation is
+`hora.net.wire.connect`), threads (`fibers`), the driver of a queue, and the transport, in which an operation is
 executed when all members have come to it.
 """
 
@@ -154,7 +154,7 @@ class ControlServer:
 
 
 def connect(where: str, credentials: Rank, *, timeout_s: float, silence_limit_s: int) -> End:
-    """Stands for `hora.net.connection.connect`: a round trip, or an error."""
+    """Stands for `hora.net.wire.connect`: a round trip, or an error."""
     rank = credentials
     server = ControlServer.listening[where]
     other, clock = server._rank, rank.simulation

@@ -17,9 +17,8 @@ import pytest
 
 from hora.launch.ha.following import Relay
 from hora.net import acceptor, sockets
-from hora.net.connection import connect
 from hora.net.server import Peer, Server
-from hora.net.wire import Credentials, new_secret
+from hora.net.wire import Credentials, connect, new_secret
 from waiting import wait_until
 
 LIMIT_S = 20.0

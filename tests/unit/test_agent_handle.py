@@ -16,9 +16,8 @@ from hora.launch.controller.agents import Agents, credentials
 from hora.launch.controller.launcher import HostLauncher
 from hora.launch.job import WorkerSpec
 from hora.launch.slots import Slot
-from hora.net.connection import connect
 from hora.net.session import ClientSession
-from hora.net.wire import new_secret
+from hora.net.wire import connect, new_secret
 from hora.version import version
 from waiting import wait_until
 

@@ -16,7 +16,7 @@ from hora.launch.options import Options, all_options
 from hora.launch.providers.ssh import Ssh
 from hora.legacy import check_build
 from hora.legacy.env import get_env_rank_and_size
-from hora.net import address
+from hora.net import sockets
 from hora.version import horovod_version
 from horovod.runner import _HorovodArgs
 from horovod.runner import launch as old_launch
@@ -189,13 +189,13 @@ def test_the_doctor_refuses_bad_input_in_words(capsys, monkeypatch):
 
 
 def test_own_addresses_are_local_and_others_are_not():
-    assert address.is_local("localhost")
-    assert address.is_local("127.0.0.2")
-    assert not address.is_local("192.0.2.1")  # reserved for documentation
-    assert address.source_address("127.0.0.9").startswith("127.")
-    assert address.interface_address({"lo"}) == "127.0.0.1"
+    assert sockets.is_local("localhost")
+    assert sockets.is_local("127.0.0.2")
+    assert not sockets.is_local("192.0.2.1")  # reserved for documentation
+    assert sockets.source_address("127.0.0.9").startswith("127.")
+    assert sockets.interface_address({"lo"}) == "127.0.0.1"
     with pytest.raises(ValueError, match=r"none of the network interfaces nic7, nic8 .* it has .*lo"):
-        address.interface_address({"nic8", "nic7"})
+        sockets.interface_address({"nic8", "nic7"})
 
 
 def test_ssh_gets_options_host_port_key_and_one_quoted_command():

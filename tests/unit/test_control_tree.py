@@ -10,9 +10,8 @@ import pytest
 
 from hora.engine.control_tree import ControlEvents, ControlTree, Tree
 from hora.errors import AuthenticationError, HorovodInternalError
-from hora.net.connection import Connection, connect
 from hora.net.keys import RankKeys, rank_keys
-from hora.net.wire import Credentials, cut_parts, join_parts, new_secret
+from hora.net.wire import Connection, Credentials, connect, cut_parts, join_parts, new_secret
 from waiting import wait_until
 
 LIMIT_S = 60.0

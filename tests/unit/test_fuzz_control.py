@@ -16,14 +16,15 @@ import pytest
 
 from hora.errors import AuthenticationError
 from hora.launch.controller.rendezvous import Rendezvous
-from hora.net.connection import Connection, connect
 from hora.net.wire import (
     MAX_FRAME_BYTES,
     ClientHandshake,
+    Connection,
     Credentials,
     Opener,
     Sealer,
     ServerHandshake,
+    connect,
     new_secret,
 )
 

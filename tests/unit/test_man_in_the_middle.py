@@ -20,10 +20,9 @@ import torch
 from hora.engine.transport.stream import StreamGroup, Streams
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net import acceptor
-from hora.net.connection import Stream, connect
 from hora.net.noise import Records
 from hora.net.server import Peer, Server
-from hora.net.wire import REFUSAL, Credentials, Header, new_secret
+from hora.net.wire import REFUSAL, Credentials, Header, Stream, connect, new_secret
 
 LIMIT_S = 60.0
 CREDENTIALS = Credentials(new_secret(), "job", 3)

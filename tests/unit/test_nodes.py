@@ -17,9 +17,8 @@ from hora.launch.options import Options
 from hora.launch.providers.join import NodeFacts, find_place
 from hora.launch.providers.slurm import allocation
 from hora.launch.slots import HostInfo, NodeSpec
-from hora.net.connection import connect
 from hora.net.session import ClientSession
-from hora.net.wire import new_secret
+from hora.net.wire import connect, new_secret
 from hora.version import version
 from waiting import wait_until
 

@@ -16,9 +16,8 @@ import pytest
 
 from hora.errors import AuthenticationError
 from hora.net import acceptor, sockets
-from hora.net.connection import connect
 from hora.net.server import Peer, Server
-from hora.net.wire import Credentials, new_secret
+from hora.net.wire import Credentials, connect, new_secret
 
 LIMIT_S = 20.0
 

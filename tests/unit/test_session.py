@@ -8,10 +8,9 @@ import threading
 
 import pytest
 
-from hora.net.connection import connect
 from hora.net.server import Server
 from hora.net.session import ClientSession, Sessions
-from hora.net.wire import Credentials, new_secret
+from hora.net.wire import Credentials, connect, new_secret
 from waiting import wait_until
 
 LIMIT_S = 30.0

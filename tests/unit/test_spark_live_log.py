@@ -12,8 +12,7 @@ import pytest
 from hora.errors import AuthenticationError
 from hora.launch.job import OutputOptions
 from hora.launch.providers.spark.live_log import ClientLogSink, Invitation, LiveLog, LogStream
-from hora.net.connection import connect
-from hora.net.wire import Credentials, new_secret
+from hora.net.wire import Credentials, connect, new_secret
 from waiting import wait_until
 
 

@@ -15,8 +15,8 @@ import torch
 from hora.engine.transport.stream import StreamGroup, Streams
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net import noise
-from hora.net.connection import Stream
 from hora.net.noise import Records
+from hora.net.wire import Stream
 
 KEY = bytes(range(32))
 NUM_BYTES = 700_000  # three records

@@ -14,9 +14,8 @@ import pytest
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.launch.controller.rendezvous import Rendezvous
 from hora.net.client import FUNCTION_KEY, ControlClient
-from hora.net.connection import Connection, connect
 from hora.net.keys import HeldSecret, RankKeys, worker_credentials, worker_key
-from hora.net.wire import Credentials, new_secret
+from hora.net.wire import Connection, Credentials, connect, new_secret
 from hora.world import RendezvousEndpoint, World
 from waiting import wait_until
 

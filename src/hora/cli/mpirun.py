@@ -24,7 +24,7 @@ from hora.launch.job import Job, OutputOptions
 from hora.launch.mpirun import MpiCommand, parse
 from hora.launch.options import Options
 from hora.launch.slots import place_ranks
-from hora.net import address
+from hora.net import sockets
 
 __all__ = ["main"]
 
@@ -99,7 +99,7 @@ def _say(text: str) -> None:
 def _options(parsed: MpiCommand, placed: Sequence[str]) -> Options:
     hosts = {name: placed.count(name) for name in placed}
     # Processes of this machine alone talk over loopback, whatever interface the line names.
-    elsewhere = any(not address.is_local(name) for name in hosts)
+    elsewhere = any(not sockets.is_local(name) for name in hosts)
     nics = _interfaces(parsed.interface) if parsed.interface and elsewhere else None
     return Options(
         command=parsed.command,
@@ -122,7 +122,7 @@ def _interfaces(text: str) -> frozenset[str]:
         network = ipaddress.ip_network(item, strict=False)
         for name in names:
             try:
-                own = address.interface_address([name])
+                own = sockets.interface_address([name])
             except ValueError:
                 continue
             if ipaddress.ip_address(own) in network:

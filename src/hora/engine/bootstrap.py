@@ -29,11 +29,10 @@ from hora.engine.shm.segment import Segment
 from hora.engine.transport.factory import Topology
 from hora.engine.transport.stream import Streams, encrypts_natively
 from hora.errors import HorovodInternalError
-from hora.net.address import interface_address, source_address
 from hora.net.client import RankGroup
-from hora.net.connection import Stream
 from hora.net.keys import RankKeys
-from hora.net.sockets import Where
+from hora.net.sockets import Where, interface_address, source_address
+from hora.net.wire import Stream
 from hora.world import World
 
 __all__ = ["Bootstrap", "host_fingerprint"]

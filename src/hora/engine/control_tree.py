@@ -43,11 +43,10 @@ from typing import Any
 from hora.engine.request import Key
 from hora.engine.shm.segment import Segment
 from hora.errors import HorovodInternalError
-from hora.net.connection import Connection, Stream, connect
 from hora.net.keys import RankKeys
 from hora.net.server import Peer, Server
 from hora.net.sockets import Where
-from hora.net.wire import Header, cut_parts, join_parts
+from hora.net.wire import Connection, Header, Stream, connect, cut_parts, join_parts
 
 __all__ = ["FANOUT", "ControlEvents", "ControlTree", "Handoff", "News", "Rounds", "Tree"]
 

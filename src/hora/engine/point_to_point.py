@@ -30,7 +30,7 @@ from hora.engine.shm.segment import Segment
 from hora.engine.status import WorldStatus
 from hora.engine.transport.stream import Incoming, Outgoing
 from hora.errors import HorovodInternalError
-from hora.net.connection import Stream
+from hora.net.wire import Stream
 
 __all__ = ["ANY_SOURCE", "Message", "Messages"]
 

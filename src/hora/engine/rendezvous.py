@@ -23,10 +23,10 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from hora.config import accept_risk
 from hora.engine.control_tree import FANOUT
 from hora.errors import AuthenticationError, HorovodInternalError
-from hora.net.address import listening_address
 from hora.net.client import ControlClient, RankGroup
 from hora.net.key_value_store import KeyValueStore
 from hora.net.keys import HeldSecret, RankKeys, read_secret_file, world_secret
+from hora.net.sockets import listening_address
 from hora.net.wire import Credentials, derived_secret
 from hora.world import RendezvousEndpoint, World
 

@@ -43,8 +43,7 @@ from hora.engine.transport.base import AliveCheck, LocalTransport, Transport
 from hora.engine.transport.factory import between_hosts, make_transport
 from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.host_reduction import HostLink
-from hora.net.connection import Stream
-from hora.net.wire import Header, derived_secret, new_secret
+from hora.net.wire import Header, Stream, derived_secret, new_secret
 from hora.telemetry.meters import meter
 from hora.telemetry.stacks import current_line
 from hora.world import World

@@ -24,8 +24,8 @@ from hora.config import EngineConfig, accept_risk
 from hora.engine.bootstrap import host_fingerprint
 from hora.engine.rendezvous import join_store, open_store_at
 from hora.errors import HorovodInternalError
-from hora.net.address import interface_address
 from hora.net.keys import read_secret_file
+from hora.net.sockets import interface_address
 from hora.net.wire import derived_secret
 from hora.world import RendezvousEndpoint, World, master_address, user_secret_file
 

@@ -1,7 +1,7 @@
 """Hosts and slots: reading them from text and giving every rank its place. Pure: no network, no clock.
 
 `place_ranks` is the one builder of placements: for jobs of a fixed size (`get_host_assignments`), for the generations
-of elastic ones and for Spark tasks. Not here: whether a host is this machine (`net.address`), how to reach it
+of elastic ones and for Spark tasks. Not here: whether a host is this machine (`net.sockets`), how to reach it
 (`providers.ssh`), which hosts a job may use (`controller.policy`).
 """
 

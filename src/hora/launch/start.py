@@ -21,7 +21,7 @@ from hora.launch.controller.observer import Watching
 from hora.launch.job import Job, JobResult, Launcher, OutputOptions
 from hora.launch.options import Options
 from hora.launch.slots import HostInfo, get_host_assignments, parse_host_files, parse_hosts
-from hora.net import address
+from hora.net import sockets
 
 if TYPE_CHECKING:
     from hora.launch.controller.agents import Agents
@@ -155,7 +155,7 @@ def make_job(
         num_proc = sum(host.slots for host in hosts)
     slots = tuple(get_host_assignments(hosts, num_proc, num_proc))
     env = {**environ, "PYTHONUNBUFFERED": "1", **options.worker_env()}
-    if not options.nics and nodes is None and all(address.is_local(name) for name in {slot.hostname for slot in slots}):
+    if not options.nics and nodes is None and all(sockets.is_local(name) for name in {slot.hostname for slot in slots}):
         env.setdefault("HOROVOD_GLOO_IFACE", "lo")
         env.setdefault("NCCL_SOCKET_IFNAME", "lo")
         # All ranks share this machine's cores, whatever names its addresses go by.
@@ -193,7 +193,7 @@ def open_launcher(
     """The launcher for these hosts, all of them there: this machine's processes, or agents that ssh starts or that came
     by themselves.
     """
-    remote = [name for name in dict.fromkeys(hostnames) if not address.is_local(name)]
+    remote = [name for name in dict.fromkeys(hostnames) if not sockets.is_local(name)]
     if nodes is not None:
         yield HostLauncher(agents=nodes, listen=nodes.address)
     elif not remote and not options.nics:
@@ -202,7 +202,7 @@ def open_launcher(
         from hora.launch.providers.ssh import Ssh, open_hosts, reachable_address  # local jobs start faster without
 
         ssh = Ssh.from_environ(environ, port=options.ssh_port, identity_file=options.ssh_identity_file)
-        listen = address.interface_address(options.nics) if options.nics else reachable_address(remote, ssh)
+        listen = sockets.interface_address(options.nics) if options.nics else reachable_address(remote, ssh)
         limits = {"limit_s": float(options.effective("start_timeout")), **options.silence_limits()}
         with open_hosts(remote, ssh, listen, verbose=bool(options.verbose), **limits) as agents:
             yield HostLauncher(agents=agents, listen=listen)

@@ -26,7 +26,7 @@ from hora.launch.environment import variables
 from hora.launch.job import OutputOptions, WorkerExit, WorkerSpec
 from hora.launch.options import LOG_LEVELS, Options, all_options, check
 from hora.launch.slots import place_ranks
-from hora.net.address import interface_address, is_local, resolve, source_address
+from hora.net.sockets import interface_address, is_local, resolve, source_address
 
 __all__ = [
     "BaseSettings",

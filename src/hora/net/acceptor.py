@@ -1,4 +1,4 @@
-"""The acceptor: the only place that accepts connections, with one set of limits (`admission`) for all servers.
+"""The acceptor: the only place that accepts connections, with one set of limits for all servers.
 
 It runs in its server's event loop and survives shortages. Without file descriptors it drops an unauthenticated
 connection, or leaves the next ones in the backlog for a moment; any other error of `accept` is logged.

@@ -22,9 +22,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hora.errors import AuthenticationError, HorovodInternalError
-from hora.net.connection import Connection, connect
 from hora.net.keys import read_held_secret
-from hora.net.wire import Credentials, Header, cut_parts
+from hora.net.wire import Connection, Credentials, Header, connect, cut_parts
 from hora.world import RendezvousEndpoint, World
 
 __all__ = ["FUNCTION_KEY", "PATH_KEY", "ControlClient", "RankGroup"]

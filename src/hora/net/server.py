@@ -20,12 +20,12 @@ from typing import Any, Protocol
 from hora.errors import AuthenticationError
 from hora.net import acceptor, sockets
 from hora.net.acceptor import Acceptor, Arrival
-from hora.net.connection import Connection
 from hora.net.sockets import Where
 from hora.net.wire import (
     ANYBODY,
     MAX_PAYLOAD_BYTES,
     REFUSAL,
+    Connection,
     Credentials,
     CredentialsOf,
     Header,

@@ -24,9 +24,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from hora.errors import AuthenticationError
-from hora.net.connection import Connection
 from hora.net.server import Peer, Server
-from hora.net.wire import Header
+from hora.net.wire import Connection, Header
 
 __all__ = ["ClientSession", "SessionHandler", "SessionPeer", "Sessions"]
 

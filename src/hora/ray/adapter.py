@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from hora.net.address import interface_address, is_local
+from hora.net.sockets import interface_address, is_local
 
 __all__ = ["Adapter", "BaseParams", "detect_nics", "map_blocking", "nics_to_env_var"]
 

@@ -18,7 +18,7 @@ from hora.launch.controller.observer import REPORTING, NullObserver, Observation
 from hora.launch.controller.rendezvous import ErrorReport, OnlyLines, Rendezvous
 from hora.launch.environment import variables
 from hora.launch.slots import Slot, place_ranks
-from hora.net.address import interface_address
+from hora.net.sockets import interface_address
 from hora.net.wire import new_secret
 from hora.world import RendezvousEndpoint
 

@@ -25,9 +25,9 @@ import tensorflow as tf
 import hora.torch as hvd
 from hora import engine
 from hora.errors import AuthenticationError
-from hora.net.address import source_address
 from hora.net.client import ControlClient
 from hora.net.key_value_store import KeyValueStore
+from hora.net.sockets import source_address
 from hora.net.wire import Credentials, new_secret
 from hora.tensorflow.bridge import init
 from hora.world import RendezvousEndpoint

@@ -24,7 +24,7 @@ from hora.launch.providers.spark.cluster import count_slots, forwarded_variables
 from hora.launch.providers.spark.connect import Query, check_protection, rows, server_host
 from hora.launch.providers.spark.live_log import ClientLogSink, Invitation, LiveLog, LogStream
 from hora.launch.providers.spark.task import gpu_addresses
-from hora.net.address import source_address
+from hora.net.sockets import source_address
 from hora.workers.backend import GRACE_S, SLOT, PlannedWorker, order_file
 from hora.workers.spark_backend import TaskSlots
 

@@ -14,9 +14,8 @@ from typing import Any
 
 from hora.errors import AuthenticationError
 from hora.net import sockets
-from hora.net.connection import Connection, connect
 from hora.net.server import Peer, Server
-from hora.net.wire import Credentials, Header
+from hora.net.wire import Connection, Credentials, Header, connect
 from hora.workers.session import WorkerSession
 
 __all__ = ["Gateway", "ask", "exchange", "open_connection", "server_pid"]

@@ -21,7 +21,7 @@ from hora.launch.ha.leadership import open_store
 from hora.launch.ha.store import StoreError
 from hora.launch.providers.ssh import Ssh, reachable_address
 from hora.launch.slots import parse_host_files, parse_hosts_and_slots
-from hora.net import address
+from hora.net import sockets
 
 __all__ = ["main", "make_parser"]
 
@@ -119,7 +119,7 @@ class _Patient:
 
 
 def _examine(names: list[str], ssh: Ssh) -> int:
-    remote = [name for name in names if not address.is_local(name)]
+    remote = [name for name in names if not sockets.is_local(name)]
     own = reachable_address(remote, ssh)
     patients = [_patient(name, ssh, remote=name in remote, listen=own) for name in names]
     findings: list[Finding] = []
@@ -187,7 +187,7 @@ def _unreachable(text: str, name: str, remote: bool, ssh: Ssh) -> Finding:
 
 
 def _address(name: str, ssh: Ssh) -> str:
-    return (address.resolve(name) or address.resolve(ssh.real_name(name)) or [name])[0]
+    return (sockets.resolve(name) or sockets.resolve(ssh.real_name(name)) or [name])[0]
 
 
 def _reach(

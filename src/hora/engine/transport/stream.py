@@ -36,8 +36,8 @@ from hora.engine.transport.group import SLICE, PeerGroup, Work
 from hora.engine.transport.packing import copy, spread
 from hora.errors import HorovodInternalError
 from hora.net import sockets
-from hora.net.connection import Stream
 from hora.net.noise import Records
+from hora.net.wire import Stream
 
 __all__ = ["Incoming", "Outgoing", "RecordsOfOneDirection", "StreamGroup", "Streams", "encrypts_natively"]
 

@@ -23,9 +23,8 @@ from hora.launch.agent.agent import Agent, guarded
 from hora.launch.agent.protocol import Join, Message, Output, Refused, Start, Taken, Welcome, pack, unpack
 from hora.launch.environment import variables
 from hora.launch.slots import NodeSpec
-from hora.net.connection import Connection, connect
 from hora.net.session import ClientSession
-from hora.net.wire import Credentials
+from hora.net.wire import Connection, Credentials, connect
 from hora.version import version
 
 __all__ = ["MALFORMED", "QueuedLink", "SessionLink", "join", "on_this_node", "serve"]

@@ -27,9 +27,9 @@ from hora.launch.controller.rendezvous import ErrorReport, Rendezvous
 from hora.launch.environment import module_command
 from hora.launch.job import Job, Launcher, LeadershipLostError, Succession, WorkerExit, WorkerSpec
 from hora.launch.slots import Slot
-from hora.net.address import is_local
 from hora.net.client import FUNCTION_KEY, PATH_KEY
 from hora.net.keys import worker_key
+from hora.net.sockets import is_local
 from hora.net.wire import new_secret
 from hora.world import RendezvousEndpoint, World
 

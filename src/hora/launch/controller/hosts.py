@@ -16,7 +16,7 @@ from hora.config import EngineConfig
 from hora.launch.controller.elastic_policy import Limits
 from hora.launch.controller.policy import Worker
 from hora.launch.slots import HostInfo, Slot
-from hora.net import address
+from hora.net import sockets
 
 __all__ = ["Blacklist", "DiscoveryScript", "ElasticSpec", "HostWatch", "Hosts", "parse_discovered"]
 
@@ -245,7 +245,7 @@ class Hosts:
 
     def change(self, hosts: Sequence[HostInfo]) -> list[str]:
         """These are the hosts from now on; returns what to tell the user of it."""
-        reachable = [host for host in hosts if not self._spec.local_only or address.is_local(host.hostname)]
+        reachable = [host for host in hosts if not self._spec.local_only or sockets.is_local(host.hostname)]
         messages = [
             f"host {host.hostname} cannot be used: the job began on this machine alone and listens nowhere "
             "else. Name the network with --network-interfaces, or begin with another host"

@@ -51,9 +51,8 @@ from hora.launch.ha.leadership import open_store, own_address
 from hora.launch.ha.store import AuthenticatedStore, JobStore, StoreError
 from hora.net import sockets
 from hora.net.acceptor import Acceptor, Arrival
-from hora.net.connection import Connection, connect
 from hora.net.session import ClientSession
-from hora.net.wire import derived_secret
+from hora.net.wire import Connection, connect, derived_secret
 from hora.version import version
 
 __all__ = ["LeaderLink", "Relay"]

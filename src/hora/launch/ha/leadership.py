@@ -34,7 +34,7 @@ from hora.launch.ha.store import AuthenticatedStore, JobStore, LeaderTerm, Store
 from hora.launch.job import LaunchEvents, LeadershipLostError, exit_status
 from hora.launch.options import Options
 from hora.launch.slots import NodeSpec
-from hora.net import address
+from hora.net import sockets
 from hora.net.wire import derived_secret, new_secret
 
 if TYPE_CHECKING:
@@ -66,9 +66,9 @@ def open_store(url: str, environ: Mapping[str, str]) -> JobStore:
 def own_address(hosts: Iterable[tuple[str, int]]) -> str:
     """Return this machine's address that the other nodes reach: the one from which it reaches these."""
     for host, _ in hosts:
-        for found in address.resolve(host):
+        for found in sockets.resolve(host):
             with contextlib.suppress(OSError):
-                return address.source_address(found)
+                return sockets.source_address(found)
     return "127.0.0.1"
 
 

@@ -21,7 +21,7 @@ from hora.launch.job import LeadershipLostError, exit_status
 from hora.launch.options import Options
 from hora.launch.providers.slurm import allocation, start_agents
 from hora.launch.slots import DEFAULT_PORT, HostInfo, NodeSpec
-from hora.net import address
+from hora.net import sockets
 from hora.net.keys import read_secret_file
 from hora.net.wire import new_secret
 from hora.world import slurm_nodes
@@ -353,7 +353,7 @@ def _meeting_address(place: NodeSpec) -> tuple[str, int]:
 
     A name that is this machine's only to itself (127.0.1.1) is none that others reach.
     """
-    own = [found for found in address.resolve(place.host) if address.is_local(found)]
+    own = [found for found in sockets.resolve(place.host) if sockets.is_local(found)]
     literal = place.host in own
     usable = [found for found in own if literal or not found.startswith("127.")]
     if place.num_nodes == 1 and own:

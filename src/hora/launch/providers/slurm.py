@@ -18,7 +18,7 @@ from hora.launch.controller.agents import Agents, credentials, end_starter, star
 from hora.launch.environment import module_command
 from hora.launch.options import Options
 from hora.launch.slots import HostInfo
-from hora.net import address
+from hora.net import sockets
 from hora.world import slurm_counts, slurm_nodes
 
 __all__ = ["Allocation", "allocation", "start_agents"]
@@ -68,9 +68,9 @@ class Allocation:
     def address(self) -> str:
         """Our address that its nodes reach."""
         for host in self.hosts:
-            for target in address.resolve(host.hostname) or _node_addresses(host.hostname):
+            for target in sockets.resolve(host.hostname) or _node_addresses(host.hostname):
                 with contextlib.suppress(OSError):
-                    return address.source_address(target)
+                    return sockets.source_address(target)
         raise RuntimeError(
             f"there is no way from here to the nodes of Slurm job {self.job}; do their names have addresses?"
         )
@@ -152,7 +152,7 @@ def _node_addresses(name: str) -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     words = [word.partition("=")[2] for word in shown.stdout.split() if word.startswith("NodeAddr=")]
-    return [found for word in words for found in address.resolve(word)]
+    return [found for word in words for found in sockets.resolve(word)]
 
 
 @contextlib.contextmanager

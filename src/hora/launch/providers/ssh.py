@@ -24,7 +24,7 @@ from hora.launch.controller.agents import Agents, credentials, end_starter, star
 from hora.launch.controller.launcher import AgentHandle
 from hora.launch.controller.loop import ended_by_signals
 from hora.launch.environment import module_command
-from hora.net import address
+from hora.net import sockets
 from hora.net.session import SessionPeer
 from hora.net.wire import ANYBODY, Credentials, new_secret
 
@@ -144,7 +144,7 @@ class SshHosts(Agents):
         super().__init__((listen, 0), new_secret(), num_nodes=0, **limits)
 
     def is_own(self, hostname: str) -> bool:
-        return address.is_local(hostname)
+        return sockets.is_local(hostname)
 
     def reach(self, hostnames: Iterable[str]) -> None:
         """Have an agent on every one of these hosts, started all at once; RuntimeError says what failed where."""
@@ -264,8 +264,8 @@ def reachable_address(hostnames: Iterable[str], ssh: Ssh) -> str:
     """
     sources: list[str] = []
     for hostname in hostnames:
-        found = address.resolve(hostname) or address.resolve(ssh.real_name(hostname))
+        found = sockets.resolve(hostname) or sockets.resolve(ssh.real_name(hostname))
         with contextlib.suppress(OSError):
-            sources += [address.source_address(target) for target in found[:1]]
+            sources += [sockets.source_address(target) for target in found[:1]]
     # A host that is reached through loopback (a tunnel, a test) can often use another address too.
     return next((source for source in sources if not source.startswith("127.")), (*sources, "127.0.0.1")[0])

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from typing import IO, Any, Protocol
 
 from hora.launch.job import OutputOptions
-from hora.net.address import resolve, source_address
-from hora.net.connection import Connection, connect
 from hora.net.server import Peer, Server
-from hora.net.wire import Credentials, Header, new_secret
+from hora.net.sockets import resolve, source_address
+from hora.net.wire import Connection, Credentials, Header, connect, new_secret
 
 __all__ = ["ClientLogSink", "LogStream", "Invitation", "LiveLog", "Sink"]
 

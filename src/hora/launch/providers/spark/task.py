@@ -40,9 +40,9 @@ from hora.launch.controller.launcher import AgentProcess, LocalProcess, wait_or_
 from hora.launch.controller.output import Tail
 from hora.launch.environment import first_variables, variables
 from hora.launch.providers.spark import warm_pool
-from hora.net.connection import Connection, connect
 from hora.net.keys import read_held_secret
 from hora.net.session import ClientSession
+from hora.net.wire import Connection, connect
 from hora.version import version
 
 __all__ = ["SparkTask", "gpu_addresses", "host_hash", "python_path"]
