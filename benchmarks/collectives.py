@@ -71,11 +71,12 @@ def work(arguments: argparse.Namespace) -> None:
     hvd.init()
     join_gloo(dist, hvd)
     results = []
+    agreed = lambda seconds: hvd.broadcast_object(seconds, root_rank=0)  # noqa: E731
     for case in arguments.cases:
         sizes = [MANY[0] * MANY[1]] if case == "many" else [num_bytes(size) for size in arguments.sizes.split(",")]
         for size in sizes:
             contenders, clear = contenders_of(case, size, torch, dist, hvd)
-            rows = measured(contenders, clear, arguments.rounds, lambda: dist.barrier(), hvd)
+            rows = measured(contenders, clear, arguments.rounds, lambda: dist.barrier(), agreed)
             results.append({"case": case, "bytes": size, "ranks": hvd.size(), **summary(rows)})
             if hvd.rank() == 0:
                 print(line(results[-1]), flush=True)
@@ -159,15 +160,15 @@ def contenders_of(case: str, size: int, torch, dist, hvd) -> tuple[Contenders, C
     return contenders, tensor.zero_
 
 
-def measured(contenders: Contenders, clear, num_rounds: int, barrier, hvd) -> dict[str, list[list[float]]]:
-    """Seconds of each call, by contender and round."""
+def measured(contenders: Contenders, clear, num_rounds: int, barrier, agreed) -> dict[str, list[list[float]]]:
+    """Seconds of each call, by contender and round. `agreed` gives all ranks the first one's number."""
     num_calls = {}
     for name, call in contenders.items():
         call()
         barrier()
         begin = time.perf_counter()
         call()
-        took = hvd.broadcast_object(time.perf_counter() - begin, root_rank=0)
+        took = agreed(time.perf_counter() - begin)
         num_calls[name] = max(3, min(300, int(BLOCK_S / took)))
     rows: dict[str, list[list[float]]] = {name: [] for name in contenders}
     for _ in range(num_rounds):
@@ -184,20 +185,20 @@ def measured(contenders: Contenders, clear, num_rounds: int, barrier, hvd) -> di
     return rows
 
 
+def ratios_of(peer: list[list[float]], own: list[list[float]]) -> list[float]:
+    """The peer's time divided by the own one, round by round."""
+    return [statistics.median(theirs) / statistics.median(ours) for theirs, ours in zip(peer, own, strict=True)]
+
+
 def summary(rows: dict[str, list[list[float]]]) -> dict[str, object]:
-    ratios = [
-        statistics.median(gloo) / statistics.median(own) for gloo, own in zip(rows["gloo"], rows["hvd"], strict=True)
-    ]
+    ratios = ratios_of(rows["gloo"], rows["hvd"])
     found: dict[str, object] = {
         "times": statistics.median(ratios),
         "times_least": min(ratios),
         "times_most": max(ratios),
     }
     if "float32" in rows:
-        against = zip(rows["float32"], rows["hvd"], strict=True)
-        found["times_float32"] = statistics.median(
-            [statistics.median(plain) / statistics.median(own) for plain, own in against]
-        )
+        found["times_float32"] = statistics.median(ratios_of(rows["float32"], rows["hvd"]))
     for name, rounds in rows.items():
         calls = sorted(call for one in rounds for call in one)
         found[f"{name}_us"] = statistics.median(calls) * 1e6

@@ -258,6 +258,56 @@ def test_threads_may_use_groups_of_their_own(rank, size):
 
 
 @in_group
+def test_repeated_collectives_move_what_the_first_one_moved(rank, size):
+    """The first call goes by agreement, the others by the path of repeated calls; some of them in place."""
+    for count in (5, 30_001, 300_001):  # a slot, several, and large ones
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+            check_repeated_collectives(rank, size, count, dtype)
+
+
+def check_repeated_collectives(rank, size, count, dtype):
+    parts = [(value(peer, (count,), torch.int64) % 2).to(dtype) for peer in range(size)]
+    rows = [torch.stack([parts[(peer + other) % size] for other in range(size)]) for peer in range(size)]
+    name = "MAX" if dtype is torch.bool else "SUM"
+    op = getattr(dist.ReduceOp, name)
+    for step in range(4):
+        gathered, mine = torch.zeros(size * count, dtype=dtype), parts[rank].clone()
+        if step == 3:
+            mine = gathered[rank * count : (rank + 1) * count].copy_(mine)
+        dist.all_gather_into_tensor(gathered, mine)
+        assert torch.equal(gathered, torch.cat(parts))
+        tensor = parts[rank].clone()
+        dist.broadcast(tensor, size - 1)
+        assert torch.equal(tensor, parts[size - 1])
+        whole, part = rows[rank].clone(), torch.zeros(count, dtype=dtype)
+        dist.all_to_all_single(gathered, whole.view(-1))
+        assert torch.equal(gathered.view(size, count), torch.stack([rows[peer][rank] for peer in range(size)]))
+        if step == 3:
+            part = whole[rank]
+        dist.reduce_scatter_tensor(part, whole, op)
+        assert torch.equal(part, reduced([rows[peer][rank] for peer in range(size)], name))
+        dist.all_reduce(tensor, op)
+        assert torch.equal(tensor, reduced([parts[size - 1]] * size, name))
+
+
+@in_group
+def test_repeated_collectives_of_ranks_that_differ_are_errors_everywhere(rank, size):
+    for _ in range(3):
+        dist.all_gather_into_tensor(torch.zeros(size * 2), torch.ones(2))
+        dist.all_gather_into_tensor(torch.zeros(size * 3), torch.ones(3))
+        dist.broadcast(torch.ones(2), 0)
+        dist.broadcast(torch.ones(2), 1)
+    count = 2 + (rank == 1)
+    with pytest.raises(HorovodInternalError, match="ALLGATHER tensor shapes"):
+        dist.all_gather_into_tensor(torch.zeros(size * count), torch.ones(count))
+    with pytest.raises(HorovodInternalError, match="Mismatched .*root"):
+        dist.broadcast(torch.ones(2), int(rank == 1))
+    gathered = torch.zeros(size * 2)
+    dist.all_gather_into_tensor(gathered, torch.ones(2))
+    assert gathered.tolist() == [1.0] * (2 * size)
+
+
+@in_group
 def test_ranks_that_differ_get_an_error_on_every_rank(rank, size):
     with pytest.raises(HorovodInternalError, match=r"Mismatched .*rank 0 has .*rank 1 has"):
         dist.all_reduce(torch.ones(2 + (rank == 1)))

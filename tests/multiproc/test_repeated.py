@@ -18,7 +18,7 @@ import torch
 
 import horovod.torch as hvd
 from hora import engine
-from hora.engine.repeated import RepeatedAllreduce
+from hora.engine.repeated import RepeatedCalls
 from hora.engine.shm.native import absence, library
 from hora.errors import HorovodInternalError
 from waiting import wait_until
@@ -48,7 +48,7 @@ def running(**options):
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RepeatedAllreduce, "_settle", counted(RepeatedAllreduce._settle))
+        patch.setattr(RepeatedCalls, "_settle", counted(RepeatedCalls._settle))
         hvd.init(**options)
         try:
             yield counts

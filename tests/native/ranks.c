@@ -112,7 +112,7 @@ static void test_allreduce(struct member *member, int64_t number) {
                       .first_step = member->step + 1, .lag = it.direct ? 0 : pieces > AHEAD ? LAG : pieces,
                       .dtype = it.dtype, .finish = it.finish, .direct = it.direct, .stage = it.stage,
                       .prescale = it.prescale, .factor = it.factor};
-    while (!hora_allreduce(&job, SLICE_NS)) continue;
+    while (!hora_collective(&job, SLICE_NS)) continue;
     member->step += pieces + job.lag;
     begin = 0;
     for (int p = 0; p < it.num_parts; begin += it.counts[p++]) {
@@ -161,6 +161,52 @@ static void test_repeated(struct member *member, int64_t number) {
     free(source);
 }
 
+/* What a member gives to, or all members get, at this place: other numbers for each pair. */
+static void test_draw_part(void *to, const struct operation *it, int64_t number, int from, int part) {
+    test_draw(to, it->dtype, number, from, part * it->total, it->total);
+}
+
+/* The collectives that move, or reduce a part for each member, by repeated calls. */
+static void test_moves(struct member *member, int64_t number) {
+    struct operation it = test_operation_of(number, 0);
+    it.total = it.counts[0], it.stage = it.prescale = it.factor = 1.0, it.finish = NOTHING;
+    int kind = 1 + (int)(test_random_of((uint64_t)number) % 4), own = member->number, root = (int)(number % num_members);
+    int divided = kind == ALL_TO_ALL || kind == REDUCE_SCATTER, spread = kind == ALL_TO_ALL || kind == ALL_GATHER;
+    size_t part = (size_t)it.total * item_bytes[it.dtype];
+    char *source = test_room(part * (size_t)(divided ? num_members : 1)), *wanted = test_room(part);
+    char *out = kind == BROADCAST ? source : test_room(part * (size_t)(spread ? num_members : 1));
+    for (int m = 0; m < (divided ? num_members : 1); m++) test_draw_part(source + m * part, &it, number, own, m);
+    struct spec spec = {.ring = &member->ring, .count = it.total, .digest = {(uint8_t)it.dtype, (uint8_t)kind},
+                        .dtype = it.dtype, .direct = 1, .kind = kind, .root = root, .stage = 1.0, .prescale = 1.0, .factor = 1.0};
+    struct job job = {.ring = spec.ring, .total = it.total, .dtype = it.dtype, .kind = kind};
+    int64_t pieces = (it.total + most(&job) - 1) / most(&job);
+    spec.staged = pieces == 1;
+    struct repeated *call = &member->repeated;
+    call->spec = &spec, call->source = source, call->out = out, call->step = member->step + 1;
+    call->record.ticket = ++member->ticket, call->record.instance = number, call->published = 0, call->state = WAITING;
+    int state;
+    while ((state = hora_repeated(call, SLICE_NS)) == WAITING || state == MOVING) continue;
+    if (state != DONE) test_fail("equal records differ", own, number);
+    member->step += pieces;
+    for (int m = 0; m < num_members && kind != REDUCE_SCATTER; m++) {
+        test_draw_part(wanted, &it, number, kind == BROADCAST ? root : m, kind == ALL_TO_ALL ? own : 0);
+        if (memcmp(wanted, out + (spread ? m : 0) * part, part)) test_fail("a member got other numbers", own, number);
+    }
+    if (kind == REDUCE_SCATTER && (it.dtype == I32 || it.dtype == F32)) {
+        for (int64_t i = 0; i < it.total; i++) {
+            float sum = 0, mine;
+            uint32_t whole = 0, next;
+            for (int m = 0; m < num_members; m++) {
+                test_draw(&mine, it.dtype, number, m, own * it.total + i, 1), memcpy(&next, &mine, 4);
+                sum = m ? sum + mine : mine, whole += next;
+            }
+            if (memcmp(out + i * 4, it.dtype == F32 ? (void *)&sum : (void *)&whole, 4)) test_fail("a part is wrong", own, number);
+        }
+    }
+    if (out != source) free(out);
+    free(source), free(wanted);
+}
+
 static void test_encode(struct member *member, int64_t number) {
     int64_t count = 1 + (int64_t)(test_random_of((uint64_t)number) % MOST), blocks = (count + CODE_BLOCK - 1) / CODE_BLOCK;
     float *numbers = test_room((size_t)count * 4), *residual = test_room((size_t)count * 4), *decoded = test_room((size_t)count * 4);
@@ -182,11 +228,12 @@ static void *test_work(void *which) {
             struct timespec pause = {0, 200000};
             nanosleep(&pause, NULL);
         }
-        switch ((r >> 16) % 8) {
+        switch ((r >> 16) % 10) {
         case 0: case 1: case 2: test_allreduce(member, number); break;
         case 3: test_in_place(member, number); break;
         case 4: test_meet(member); break;
         case 5: case 6: test_repeated(member, number); break;
+        case 7: case 8: test_moves(member, number); break;
         default: test_encode(member, number);
         }
     }

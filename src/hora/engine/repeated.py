@@ -1,14 +1,14 @@
-"""The repeated allreduce: a blocking one of one tensor, on a host whose members do the same one after the other.
+"""Repeated calls: blocking collectives of one tensor, on a host whose members do the same one after the other.
 
 Nothing is put in flight, nothing is announced and no thread is woken: the native part publishes a record
-(`negotiation.shared_memory`), and when all members' records are equal each member reduces. Whatever is not as simple as
+(`negotiation.shared_memory`), and when all members' records are equal each member does its part. Whatever is not as simple as
 that (another request in flight, news of another kind, a rank that has joined, a timeline that is written, what the
 native part does not know) goes the ordinary way.
 
 CUDA tensors of members that share a GPU come by pinned memory, where the device's transport would do the same
 (`PinnedStage`).
 
-What the calls with one signature have in common is put together once, in an `AllreducePlan`; a call makes no object.
+What the calls with one signature have in common is put together once, in a `CallPlan`; a call makes no object.
 
 A published record whose call is interrupted by Ctrl-C is left to whoever drives the queue next
 (`OperationQueue.leave_unfinished`).
@@ -24,9 +24,9 @@ import torch
 
 from hora.engine.negotiation.shared_memory import SharedMemoryNegotiation
 from hora.engine.queue import OperationQueue
-from hora.engine.request import DTYPES, ITEM_BYTES, Request, Signature
+from hora.engine.request import DTYPES, ITEM_BYTES, KINDS, Kind, Request, Signature
 from hora.engine.shm.counters import SLICE_NS
-from hora.engine.shm.native import CALL, CALL_AT, SHORT_BYTES, AllreduceSpec, Repeated, library
+from hora.engine.shm.native import CALL, CALL_AT, DTYPE_NUMBERS, NOTHING, SHORT_BYTES, Repeated, Spec, Sum, library
 from hora.engine.transport.arithmetic import arithmetic_of, staged
 from hora.engine.transport.cuda import CudaTransport
 from hora.engine.transport.cuda_staging import PinnedStage, copy_to_gpu
@@ -34,50 +34,65 @@ from hora.engine.transport.shm import ShmTransport
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
 
-__all__ = ["AllreducePlan", "RepeatedAllreduce"]
+__all__ = ["CallPlan", "RepeatedCalls"]
 
 _WAITING, _DONE, _MOVING = 0, 1, 2  # enum state of repeated.h
 _pack = CALL.pack_into
 _clock = time.perf_counter
+_MOVE = Sum(DTYPE_NUMBERS[torch.uint8], 1.0, NOTHING, 1.0)  # of bytes that nothing is added to
 
 
-class AllreducePlan:
+class CallPlan:
     """The common part of all requests with one signature."""
 
-    def __init__(self, path: RepeatedAllreduce, signature: Signature, transport: ShmTransport) -> None:
+    def __init__(self, path: RepeatedCalls, signature: Signature, transport: ShmTransport) -> None:
         (name,), (shape,) = signature.dtypes, signature.shapes
         self.path = path
         self.signature = signature
         self.transport = transport
         self.unnamed = signature.name is None
         self.digest = signature.digest()
-        self.count = prod(shape)
-        self.num_bytes = ITEM_BYTES[name] * self.count
+        self.kind = KINDS[signature.kind]
+        count, size, dtype = prod(shape), path.num_members, DTYPES[name]
+        self.num_bytes = ITEM_BYTES[name] * count
         # A short call keeps the GIL, so it must not sleep.
         short = self.num_bytes <= SHORT_BYTES
         self.call, self.slice_ns = (path.short_call, 0) if short else (path.call, SLICE_NS)
-        dtype, size = DTYPES[name], path.num_members
-        self.stage = None if signature.device == "cpu" else PinnedStage(self.count, dtype)
-        arithmetic = arithmetic_of(staged(signature.reduce, dtype, size), dtype, size)
-        found = arithmetic.sum, arithmetic.stage
-        self._what = None if found[0] is None or found[1] is None or not self.count else (found[0], found[1])
+        self.stage = None if signature.device == "cpu" else PinnedStage(count, dtype)
+        self._root = path.member_of(signature.root)
+        self._count = count // size if self.kind in (Kind.ALLTOALL, Kind.REDUCESCATTER) else count
+        self._item_bytes = ITEM_BYTES[name]
+        self._what: tuple[Sum, float] | None = None
+        if self.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER):
+            arithmetic = arithmetic_of(staged(signature.reduce, dtype, size), dtype, size)
+            if arithmetic.sum is not None and arithmetic.stage is not None:
+                self._what = arithmetic.sum, arithmetic.stage
+        else:
+            self._what = _MOVE, 1.0
+            self._count, self._item_bytes = self._count * self._item_bytes, 1
         self.prepare()
 
     def prepare(self) -> None:
         """Describe it to the native part, with the slots that are in use now."""
         transport = self.transport
         self.num_rings = transport.num_rings
-        self._spec: AllreduceSpec | None = None
+        self._spec: Spec | None = None
         self.address = self.num_steps = 0  # 0: it goes the ordinary way
-        if self._what is not None and transport.has_room(self.num_bytes):
-            what, stage = self._what
-            item_bytes, direct = self.num_bytes // self.count, transport.is_direct(self.num_bytes)
-            spec = transport.ring.repeated_spec(self.count, item_bytes, self.digest, what, stage, direct)
-            self._spec, self.num_steps = spec
+        if self._what is not None and self._count and transport.has_room(self.num_bytes):
+            direct = self.kind is not Kind.ALLREDUCE or transport.is_direct(self.num_bytes)
+            self._spec, self.num_steps = transport.ring.spec(
+                self.kind,
+                self._root,
+                self._count,
+                self.digest,
+                *self._what,
+                item_bytes=self._item_bytes,
+                direct=direct,
+            )
             self.address = ctypes.addressof(self._spec)
 
 
-class RepeatedAllreduce:
+class RepeatedCalls:
     """Of one queue, whose members share a host and have the native part."""
 
     def __init__(self, queue: OperationQueue, negotiation: SharedMemoryNegotiation) -> None:
@@ -91,12 +106,21 @@ class RepeatedAllreduce:
         negotiation.describe_to(self._job)
         self._job_at = ctypes.addressof(self._job)
 
-    def plan(self, signature: Signature) -> AllreducePlan | None:
-        """Return a plan for an allreduce of one tensor; None while the transport for it has not been made."""
+    def member_of(self, rank: int) -> int:
+        """Return the number of a member among the queue's; -1 for no rank."""
+        return self._queue.ranks.index(rank) if rank >= 0 else -1
+
+    def plan(self, signature: Signature) -> CallPlan | None:
+        """Return a plan for a collective of one tensor; None while the transport for it has not been made, and where
+        members give different amounts."""
         transport = self._queue.made_transport()
         if not isinstance(transport, ShmTransport) or not self._passes_host_memory(signature):
             return None
-        return AllreducePlan(self, signature, transport)
+        rows = signature.shapes[0][0] if signature.shapes[0] else 1
+        splits = signature.extra or ((rows // self.num_members,) if signature.kind == Kind.REDUCESCATTER else ())
+        if splits and (len(set(splits)) > 1 or splits[0] * self.num_members != rows):
+            return None
+        return CallPlan(self, signature, transport)
 
     def _passes_host_memory(self, signature: Signature) -> bool:
         if signature.device == "cpu":
@@ -105,8 +129,8 @@ class RepeatedAllreduce:
         device = self._queue.made_transport(signature.device)
         return isinstance(device, CudaTransport) and device.stages(ITEM_BYTES[name] * prod(shape))
 
-    def allreduce(self, plan: AllreducePlan, tensor: torch.Tensor, out: torch.Tensor) -> bool:
-        """Reduce a contiguous tensor into another one, or into itself. False if it has to go the ordinary way."""
+    def carry_out(self, plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor) -> bool:
+        """Do it with a contiguous tensor, into another one or in place. False if it has to go the ordinary way."""
         queue, negotiation = self._queue, self._negotiation
         if plan.num_rings != plan.transport.num_rings:
             plan.prepare()
@@ -115,19 +139,19 @@ class RepeatedAllreduce:
         try:
             if negotiation.ticket == negotiation.void:
                 return False
-            done, instance = self._reduce(plan, tensor, out)
+            done, instance = self._try(plan, tensor, out)
         finally:
             queue.end_exclusive()
         if not done:
-            request = Request(plan.signature, [tensor], [out])
+            request = _request(plan, tensor, out)
             if plan.stage is not None:
                 request.device_event = torch.cuda.current_stream(tensor.device).record_event()
             queue.submit(request, background=False, instance=instance)
             queue.result(request)
         return True
 
-    def _reduce(self, plan: AllreducePlan, tensor: torch.Tensor, out: torch.Tensor) -> tuple[bool, int]:
-        """Reduce while no other thread uses the queue; return whether that was possible, and the running number."""
+    def _try(self, plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor) -> tuple[bool, int]:
+        """Do it while no other thread uses the queue; return whether that was possible, and the running number."""
         queue, negotiation = self._queue, self._negotiation
         ticket, instance, source, target = negotiation.ticket, 0, tensor, out
         if plan.unnamed:
@@ -147,7 +171,7 @@ class RepeatedAllreduce:
             copy_to_gpu(target, out)
         return done, instance
 
-    def _settle(self, plan: AllreducePlan, ticket: int, instance: int, state: int, began: float) -> bool:
+    def _settle(self, plan: CallPlan, ticket: int, instance: int, state: int, began: float) -> bool:
         """Wait, if the first call has not been enough, and take note of how it has ended."""
         waited_s = 0.0
         if state in (_WAITING, _MOVING):
@@ -171,7 +195,7 @@ class RepeatedAllreduce:
         meter.num_bytes += plan.num_bytes
         return True
 
-    def _wait(self, plan: AllreducePlan, instance: int, state: int) -> int:
+    def _wait(self, plan: CallPlan, instance: int, state: int) -> int:
         """Call again, with time to sleep, until there is something else to say than that a member has not
         come.
         """
@@ -194,7 +218,7 @@ class RepeatedAllreduce:
     def _interrupted(
         self,
         error: BaseException,
-        plan: AllreducePlan,
+        plan: CallPlan,
         tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         ticket: int,
         instance: int,
@@ -218,4 +242,12 @@ class RepeatedAllreduce:
                     copy_to_gpu(target, out)
             return done
 
-        self._queue.leave_unfinished(Request(plan.signature, [tensor], [out]), instance, go_on)
+        self._queue.leave_unfinished(_request(plan, tensor, out), instance, go_on)
+
+
+def _request(plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor) -> Request:
+    """The same for the ordinary way."""
+    source = tensor.view(plan.signature.shapes[0])
+    request = Request(plan.signature, [source], [source if out is tensor else out])
+    request.results = [out]
+    return request

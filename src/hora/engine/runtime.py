@@ -34,7 +34,7 @@ from hora.engine.negotiation.tree import TreeNegotiation
 from hora.engine.plan import Batch, BatchPlanner
 from hora.engine.point_to_point import Messages
 from hora.engine.queue import OperationQueue, QueueWorld
-from hora.engine.repeated import AllreducePlan, RepeatedAllreduce
+from hora.engine.repeated import CallPlan, RepeatedCalls
 from hora.engine.request import CollectiveCall, Key, Kind, Reduce, ReduceOp, Request, Signature
 from hora.engine.schedule import ReductionSchedule
 from hora.engine.shm.segment import Segment, SharedMemory
@@ -65,7 +65,7 @@ class _Set(NamedTuple):
     ranks: tuple[int, ...]
     serial: int
     queue: OperationQueue | None = None  # where this rank is a member
-    repeated: RepeatedAllreduce | None = None  # where the members share a host
+    repeated: RepeatedCalls | None = None  # where the members share a host
 
 
 class Runtime:
@@ -269,8 +269,8 @@ class Runtime:
         self.barrier()  # no rank may go on in one of them before all have come back to it
         return int(requests[0][1].answer)
 
-    def repeated_plan(self, queue: OperationQueue, signature: Signature) -> AllreducePlan | None:
-        """The fast path for an allreduce of one tensor; None where the members of the set share no host."""
+    def repeated_plan(self, queue: OperationQueue, signature: Signature) -> CallPlan | None:
+        """The fast path for a collective of one tensor; None where the members of the set share no host."""
         found = self._sets.get(queue.process_set_id)
         return None if found is None or found.repeated is None else found.repeated.plan(signature)
 
@@ -378,7 +378,7 @@ class Runtime:
         if self.world.rank in ranks:
             queue = self._make_queue(number, ranks, serial)
             if isinstance(queue.negotiation, SharedMemoryNegotiation):
-                repeated = RepeatedAllreduce(queue, queue.negotiation)
+                repeated = RepeatedCalls(queue, queue.negotiation)
         # The control tree's thread must neither drop a message now nor deliver one before early ones.
         with self._messages_lock:
             if serial < _FIRST_GROUP:

@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 
 from hora import engine
 from hora.engine.queue import OperationQueue
-from hora.engine.repeated import AllreducePlan
+from hora.engine.repeated import CallPlan
 from hora.engine.request import Kind, Reduce, ReduceOp, Request, Signature
 from hora.errors import HorovodInternalError
 from hora.torch.process_sets import ProcessSet, global_process_set, registered_id
@@ -113,8 +113,8 @@ def repeated_allreduce(
             return None
     if not in_place:
         out = empty_like(tensor)
-        return out if plan.path.allreduce(plan, tensor, out) else None
-    if not plan.path.allreduce(plan, tensor, tensor):
+        return out if plan.path.carry_out(plan, tensor, out) else None
+    if not plan.path.carry_out(plan, tensor, tensor):
         return None
     increment_version(tensor)  # the engine wrote the bytes without autograd
     return tensor
@@ -127,7 +127,7 @@ class _KnownAllreduce:
         self.queue, self.signature = queue, signature
         op, prescale, postscale, _ = signature.reduce
         self.collective = Collective(Kind.ALLREDUCE, signature.name, process_set, op, prescale, postscale)
-        self.plan: AllreducePlan | None = None  # of the fast path, once it exists
+        self.plan: CallPlan | None = None  # of the fast path, once it exists
 
 
 def _known(

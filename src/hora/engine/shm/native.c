@@ -184,10 +184,14 @@ int hora_meet(struct group *group, int64_t value, int32_t *late, long slice_ns) 
     return all_have(group, value, late, slice_ns);
 }
 
-/* An allreduce through the slots of a ring (ring.py has the rules: steps, depth, how far ahead a member may be).
- * Several tensors are one row of elements; a piece of the row goes through a slot at a time. `direct`: each member reduces
- * all slots into its own output. Else member m reduces slice m into a common result, which all copy out `lag` steps later.
+/* A collective through the slots of a ring (ring.py has the rules: steps, depth, how far ahead a member may be).
+ * The tensors of an allreduce are one row of elements; a piece of the row goes through a slot at a time. `direct`: each member
+ * reduces all slots into its own output. Else member m reduces slice m into a common result, which all copy out `lag` steps
+ * later. The other kinds have one tensor, of which `total` elements go to each member, or come from each, and are direct.
  */
+enum { LINE = 64 };
+enum collective { ALL_REDUCE, ALL_GATHER, BROADCAST, ALL_TO_ALL, REDUCE_SCATTER }; /* the numbers are request.py's */
+
 struct ring {
     char *slots, *results; /* of member 0 for step 0; the common results */
     int64_t slot_bytes;
@@ -203,6 +207,7 @@ struct job {
     int64_t total, first_step, lag;
     int64_t filled, drained; /* how many steps so far: a job that was interrupted goes on from here */
     int32_t dtype, finish, direct, late; /* `late`: the member that was last waited for in vain */
+    int32_t kind, root;                  /* `root`: the member that a broadcast comes from */
     double stage, prescale, factor; /* `stage`: times this, on the way into a slot */
     int64_t put_part, put_offset, take_part, take_offset; /* how far into the tensors both ends are */
 };
@@ -211,9 +216,20 @@ static char *slot(const struct ring *ring, int member, int64_t step) {
     return ring->slots + ((int64_t)member * ring->depth + step % ring->depth) * ring->slot_bytes;
 }
 
+/* Whether a slot is divided, because each member gets something else. */
+static int divides(const struct job *job) { return job->kind == ALL_TO_ALL || job->kind == REDUCE_SCATTER; }
+
+static int64_t share_bytes(const struct job *job) {
+    const struct ring *ring = job->ring;
+    return divides(job) ? ring->slot_bytes / ring->group.num_members / LINE * LINE : ring->slot_bytes;
+}
+
+/* The elements of a piece that is not the last. */
+static int64_t most(const struct job *job) { return share_bytes(job) / (int64_t)item_bytes[job->dtype]; }
+
 static int64_t piece(const struct job *job, int64_t index) {
-    int64_t most = job->ring->slot_bytes / (int64_t)item_bytes[job->dtype], left = job->total - index * most;
-    return left < most ? left : most;
+    int64_t full = most(job), left = job->total - index * full;
+    return left < full ? left : full;
 }
 
 static void put(struct job *job, char *to, int64_t count) {
@@ -253,6 +269,56 @@ static void take(struct job *job, int64_t step, int64_t count) {
     }
 }
 
+static const char *input_at(const struct job *job, int64_t element) {
+    return (const char *)job->inputs[0] + element * (int64_t)item_bytes[job->dtype];
+}
+
+/* Put a piece into the own slot: as much of it as others read. */
+static void fill_slot(struct job *job, int64_t index) {
+    const struct ring *ring = job->ring;
+    int own = ring->group.member, num_members = ring->group.num_members;
+    int64_t count = piece(job, index), at = index * most(job), share = share_bytes(job);
+    char *to = slot(ring, own, job->first_step + index);
+    if (job->kind == ALL_REDUCE) {
+        put(job, to, count);
+    } else if (!divides(job)) {
+        if (job->kind != BROADCAST || own == job->root)
+            memcpy(to, input_at(job, at), (size_t)count * item_bytes[job->dtype]);
+    } else {
+        int all = job->kind == REDUCE_SCATTER &&
+                  !sums_source((enum dtype)job->dtype, num_members, job->stage, (enum finish)job->finish);
+        for (int m = 0; m < num_members; m++)
+            if (m != own || all)
+                stage((enum dtype)job->dtype, input_at(job, m * job->total + at), to + m * share, (size_t)count, job->stage);
+    }
+}
+
+/* Bring a piece from all members' slots to the output. */
+static void empty_slots(struct job *job, int64_t index) {
+    const struct ring *ring = job->ring;
+    int own = ring->group.member, num_members = ring->group.num_members;
+    int64_t step = job->first_step + index, count = piece(job, index), size = (int64_t)item_bytes[job->dtype];
+    if (job->kind == ALL_REDUCE) {
+        take(job, step, count);
+        return;
+    }
+    int64_t at = index * most(job), own_at = divides(job) ? own * job->total + at : at;
+    int64_t in_slot = divides(job) ? own * share_bytes(job) : 0;
+    char *out = (char *)job->outputs[0] + at * size;
+    const void *from[num_members];
+    for (int m = 0; m < num_members; m++) from[m] = slot(ring, m, step) + in_slot;
+    if (job->kind == REDUCE_SCATTER) {
+        sum_with_own((enum dtype)job->dtype, num_members, from, own, input_at(job, own_at), out, (size_t)count, job->stage,
+                     job->prescale, (enum finish)job->finish, job->factor);
+    } else if (job->kind == BROADCAST) {
+        if (own != job->root) memcpy(out, from[job->root], (size_t)(count * size));
+    } else {
+        from[own] = input_at(job, own_at);
+        for (int m = 0; m < num_members; m++, out += job->total * size)
+            if (from[m] != out) memcpy(out, from[m], (size_t)(count * size));
+    }
+}
+
 /* As `shared_slice` of reduction.py: two members never write to one cache line. */
 static void own_slice(const struct ring *ring, int64_t count, int64_t *begin, int64_t *end) {
     int64_t share = ((count + ring->group.num_members - 1) / ring->group.num_members + 63) / 64 * 64;
@@ -272,21 +338,20 @@ static void reduce_own_slice(struct job *job, int64_t step, int64_t count) {
 }
 
 /* Whether it is done; if not, a slice has passed in vain: look around and call again. */
-int hora_allreduce(struct job *job, long slice_ns) {
+int hora_collective(struct job *job, long slice_ns) {
     struct ring *ring = job->ring;
-    int64_t most = ring->slot_bytes / (int64_t)item_bytes[job->dtype], pieces = (job->total + most - 1) / most;
+    int64_t pieces = (job->total + most(job) - 1) / most(job);
     int64_t lag = job->direct ? 0 : job->lag, steps = pieces + lag;
     int64_t ahead = lag && pieces <= ring->ahead ? 0 : ring->ahead;
     for (; job->drained < steps; job->drained++) {
         for (; job->filled < steps && job->filled <= job->drained + ahead; job->filled++) {
-            if (job->filled < pieces)
-                put(job, slot(ring, ring->group.member, job->first_step + job->filled), piece(job, job->filled));
+            if (job->filled < pieces) fill_slot(job, job->filled);
             publish(&ring->group, job->first_step + job->filled);
         }
         int64_t step = job->first_step + job->drained;
         if (!all_have(&ring->group, step, &job->late, slice_ns)) return 0;
         if (job->direct)
-            take(job, step, piece(job, job->drained));
+            empty_slots(job, job->drained);
         else if (job->drained < pieces)
             reduce_own_slice(job, step, piece(job, job->drained));
         if (!job->direct && job->drained >= lag) take(job, step - lag, piece(job, job->drained - lag));
@@ -321,10 +386,10 @@ static const int32_t layouts[][36] = {
      AT(ring, group)},
     {sizeof(struct job), AT(job, ring), AT(job, inputs), AT(job, outputs), AT(job, counts), AT(job, total),
      AT(job, first_step), AT(job, lag), AT(job, filled), AT(job, drained), AT(job, dtype), AT(job, finish),
-     AT(job, direct), AT(job, late), AT(job, stage), AT(job, prescale), AT(job, factor), AT(job, put_part),
+     AT(job, direct), AT(job, late), AT(job, kind), AT(job, root), AT(job, stage), AT(job, prescale), AT(job, factor), AT(job, put_part),
      AT(job, put_offset), AT(job, take_part), AT(job, take_offset)},
     {sizeof(struct spec), AT(spec, ring), AT(spec, count), AT(spec, digest), AT(spec, dtype), AT(spec, finish),
-     AT(spec, direct), AT(spec, staged), AT(spec, lag), AT(spec, stage), AT(spec, prescale), AT(spec, factor)},
+     AT(spec, direct), AT(spec, staged), AT(spec, kind), AT(spec, root), AT(spec, lag), AT(spec, stage), AT(spec, prescale), AT(spec, factor)},
     {sizeof(struct repeated), AT(repeated, group), AT(repeated, heads), AT(repeated, round), AT(repeated, fed),
      AT(repeated, head_bytes), AT(repeated, late), AT(repeated, spec), AT(repeated, source), AT(repeated, out),
      AT(repeated, rounds), AT(repeated, step), AT(repeated, record.ticket), AT(repeated, record.digest),

@@ -31,13 +31,13 @@ __all__ = [
     "MULTIPLY",
     "NOTHING",
     "SHORT_BYTES",
-    "Allreduce",
-    "AllreduceSpec",
     "GroupStruct",
+    "Job",
     "Library",
-    "SpinPolicy",
     "Repeated",
     "RingStruct",
+    "Spec",
+    "SpinPolicy",
     "Sum",
     "absence",
     "addresses",
@@ -118,34 +118,34 @@ class RingStruct(ctypes.Structure):
     )
 
 
-class Allreduce(ctypes.Structure):
-    """An allreduce through a ring, and how far it has come: `struct job`."""
+class Job(ctypes.Structure):
+    """A collective through a ring, and how far it has come: `struct job`."""
 
     _fields_ = (
         ("ring", ctypes.POINTER(RingStruct)),
         *fields("pointer inputs outputs counts"),
         *fields("int64 total first_step lag filled drained"),
-        *fields("int32 dtype finish direct late"),
+        *fields("int32 dtype finish direct late kind root"),
         *fields("double stage prescale factor"),
         *fields("int64 put_part put_offset take_part take_offset"),
     )
 
 
-class AllreduceSpec(ctypes.Structure):
-    """The common part of all allreduces with one signature: `struct spec`."""
+class Spec(ctypes.Structure):
+    """The common part of all collectives with one signature: `struct spec`."""
 
     _fields_ = (
         ("ring", ctypes.POINTER(RingStruct)),
         *fields("int64 count"),
         ("digest", ctypes.c_uint8 * 16),
-        *fields("int32 dtype finish direct staged"),
+        *fields("int32 dtype finish direct staged kind root"),
         *fields("int64 lag"),
         *fields("double stage prescale factor"),
     )
 
 
 class Repeated(ctypes.Structure):
-    """Repeated allreduces of one tensor, one after the other: `struct repeated`."""
+    """Repeated collectives of one tensor, one after the other: `struct repeated`."""
 
     _fields_ = (
         ("group", GroupStruct),
@@ -158,7 +158,7 @@ class Repeated(ctypes.Structure):
         ("digest", ctypes.c_uint8 * 16),
         *fields("int64 instance"),
         *fields("int32 published state"),
-        ("job", Allreduce),
+        ("job", Job),
     )
 
 
@@ -192,7 +192,7 @@ class Library:
         if int(long.hora_source_checksum()) & 0xFFFFFFFF != _source_checksum():
             raise OSError(f"{path.name} was built from another source: build it anew with `pip install -e .`")
         self.long = long  # for callers with structures of their own
-        self.check(GroupStruct, RingStruct, Allreduce, AllreduceSpec, Repeated)
+        self.check(GroupStruct, RingStruct, Job, Spec, Repeated)
         self.has_float16 = bool(long.hora_has_f16())
         for reduce in (long.hora_reduce, short.hora_reduce):
             reduce.argtypes = (
@@ -201,8 +201,8 @@ class Library:
             )
             reduce.restype = None
         self._long_reduce, self._short_reduce = long.hora_reduce, short.hora_reduce
-        self._allreduce = long.hora_allreduce
-        self._allreduce.argtypes = (ctypes.POINTER(Allreduce), ctypes.c_long)
+        self._collective = long.hora_collective
+        self._collective.argtypes = (ctypes.POINTER(Job), ctypes.c_long)
         self._everywhere = long.hora_reduce_everywhere
         self._everywhere.argtypes = (
             *(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
@@ -255,9 +255,9 @@ class Library:
         number, prescale, how, factor = what
         return partial(self._everywhere, number, len(members), pointers, begin, end - begin, prescale, how, factor)
 
-    def allreduce(self, job: Allreduce, slice_ns: int) -> bool:
-        """Go on with an allreduce. False when it has waited for a slice of time in vain; then call again."""
-        return bool(self._allreduce(job, slice_ns))
+    def collective(self, job: Job, slice_ns: int) -> bool:
+        """Go on with a collective. False when it has waited for a slice of time in vain; then call again."""
+        return bool(self._collective(job, slice_ns))
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:

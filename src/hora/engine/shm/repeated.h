@@ -1,4 +1,4 @@
-/* A repeated allreduce (negotiation/shared_memory.py has the rules): publish a record, wait for the others' equal ones, reduce. What fits a
+/* A repeated call (negotiation/shared_memory.py has the rules): publish a record, wait for the others' equal ones, do it. What fits a
  * slot is staged there before the record is published; anything else goes through the ring when all records are there.
  * Each member has four lines: its ticket and its sleep word (`struct group`), and four records. Included by native.c alone.
  *
@@ -6,7 +6,7 @@
  * for whose record (1 + that member), and whoever has something for it clears the word and wakes it (`rouse`): that it does
  * between the sleeper's last look and its sleep is not lost, because the kernel finds another word than the sleeper wrote.
  */
-enum { LINE = 64, KEPT = 4 };
+enum { KEPT = 4 };
 enum state { DIFFERENT = -1, WAITING, DONE, MOVING }; /* MOVING: all members have agreed, and are in the ring */
 
 struct record {
@@ -19,7 +19,7 @@ struct spec { /* what all requests with one signature have in common */
     struct ring *ring;
     int64_t count;
     uint8_t digest[16];
-    int32_t dtype, finish, direct, staged;
+    int32_t dtype, finish, direct, staged, kind, root;
     int64_t lag;
     double stage, prescale, factor;
 };
@@ -37,7 +37,7 @@ struct repeated {
     int64_t rounds, step;
     struct record record; /* native.py leaves the digest to `spec` */
     int32_t published, state;
-    struct job job; /* what is not staged */
+    struct job job;
 };
 
 static struct record *record_of(const struct repeated *it, int member) {
@@ -71,12 +71,18 @@ void hora_nudge(const struct group *group) {
     rouse(group, 0);
 }
 
+static struct job job_of(const struct repeated *it) {
+    const struct spec *spec = it->spec;
+    return (struct job){.ring = spec->ring, .inputs = &it->source, .outputs = &it->out, .counts = &spec->count,
+                        .total = spec->count, .first_step = it->step, .lag = spec->lag, .dtype = spec->dtype,
+                        .finish = spec->finish, .direct = spec->direct, .kind = spec->kind, .root = spec->root,
+                        .stage = spec->stage, .prescale = spec->prescale, .factor = spec->factor};
+}
+
 static void publish_record(struct repeated *it) {
     const struct spec *spec = it->spec;
-    const struct ring *ring = spec->ring;
-    if (spec->staged)
-        stage((enum dtype)spec->dtype, it->source, slot(ring, ring->group.member, it->step), (size_t)spec->count,
-              spec->stage);
+    it->job = job_of(it);
+    if (spec->staged) fill_slot(&it->job, 0);
     memcpy(it->record.digest, spec->digest, sizeof spec->digest);
     *record_of(it, it->group.member) = it->record;
     it->published = 1;
@@ -127,24 +133,6 @@ static int agree(struct repeated *it, long slice_ns) {
     return MOVING;
 }
 
-static void reduce_staged(const struct repeated *it) {
-    const struct spec *spec = it->spec;
-    const struct ring *ring = spec->ring;
-    const void *operands[ring->group.num_members];
-    for (int m = 0; m < ring->group.num_members; m++) operands[m] = slot(ring, m, it->step);
-    sum_with_own((enum dtype)spec->dtype, ring->group.num_members, operands, ring->group.member, it->source, it->out,
-                 (size_t)spec->count, spec->stage, spec->prescale, (enum finish)spec->finish, spec->factor);
-    __atomic_store_n(counter_of(&ring->group, ring->group.member), it->step, __ATOMIC_SEQ_CST);
-}
-
-static struct job job_of(const struct repeated *it) {
-    const struct spec *spec = it->spec;
-    return (struct job){.ring = spec->ring, .inputs = &it->source, .outputs = &it->out, .counts = &spec->count,
-                        .total = spec->count, .first_step = it->step, .lag = spec->lag, .dtype = spec->dtype,
-                        .finish = spec->finish, .direct = spec->direct, .stage = spec->stage,
-                        .prescale = spec->prescale, .factor = spec->factor};
-}
-
 /* The state: without a slice of time to sleep in, or when one has passed, it may be WAITING or MOVING; call again then. */
 int hora_repeated(struct repeated *it, long slice_ns) {
     if (!it->published) {
@@ -155,12 +143,13 @@ int hora_repeated(struct repeated *it, long slice_ns) {
         it->state = agree(it, slice_ns);
         if (it->state != MOVING) return it->state;
         if (it->spec->staged) {
-            reduce_staged(it);
+            const struct group *members = &it->spec->ring->group;
+            empty_slots(&it->job, 0);
+            __atomic_store_n(counter_of(members, members->member), it->step, __ATOMIC_SEQ_CST);
             return it->state = DONE;
         }
-        it->job = job_of(it);
     }
-    if (!hora_allreduce(&it->job, slice_ns)) {
+    if (!hora_collective(&it->job, slice_ns)) {
         it->late = it->job.late;
         return MOVING;
     }

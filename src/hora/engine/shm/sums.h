@@ -228,6 +228,11 @@ static void sum(enum dtype dtype, int k, const void *const *operands, void *out,
     }
 }
 
+/* Whether `sum_with_own` takes the own numbers from where they were, not from the slot. */
+static int sums_source(enum dtype dtype, int k, double stage, enum finish how) {
+    return stage == 1.0 || (k == 2 && how == NOTHING && (dtype == F32 || dtype == F64));
+}
+
 /* The same of all members' slots, in which the own member has put `source`. That has to come into the cache anyway if it is
  * overwritten, so it is taken from there where that can be done.
  */

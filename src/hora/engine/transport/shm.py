@@ -20,7 +20,7 @@ from functools import partial
 
 import torch
 
-from hora.engine.request import Reduce
+from hora.engine.request import Kind, Reduce
 from hora.engine.shm import native
 from hora.engine.shm.counters import LINE_BYTES, MEMBER_BYTES, SLICE_NS, Counters
 from hora.engine.shm.segment import PAGE_BYTES, Segment, aligned
@@ -146,7 +146,7 @@ class Ring:
         counts = (ctypes.c_int64 * len(inputs))(*[tensor.numel() for tensor in inputs])
         num_pieces = -(-count * inputs[0].itemsize // self.slot_bytes)
         lag = _lag(num_pieces, direct)
-        job = native.Allreduce(
+        job = native.Job(
             ring=ctypes.pointer(self.description),
             first_step=self.step + 1,
             inputs=ctypes.addressof(sources),
@@ -163,20 +163,31 @@ class Ring:
         )
         self.step += num_pieces + lag
         begin = 0.0
-        while not library.allreduce(job, SLICE_NS):
+        while not library.collective(job, SLICE_NS):
             self._check_alive()
             now = time.monotonic()
             begin = begin or now
             if now - begin > self._limit_s:
                 raise TimeoutError(f"waited {self._limit_s:g} s for member {job.late} in shared memory")
 
-    def repeated_spec(
-        self, count: int, item_bytes: int, digest: bytes, what: native.Sum, stage: float, direct: bool
-    ) -> tuple[native.AllreduceSpec, int]:
-        """The common part of repeated allreduces of one kind, and how many steps of the ring each of them takes."""
-        num_pieces = -(-count * item_bytes // self.slot_bytes)
+    def spec(
+        self,
+        kind: Kind,
+        root: int,
+        count: int,
+        digest: bytes,
+        what: native.Sum,
+        stage: float,
+        *,
+        item_bytes: int,
+        direct: bool,
+    ) -> tuple[native.Spec, int]:
+        """The common part of repeated collectives of one kind, and how many steps of the ring each of them takes."""
+        divided = kind in (Kind.ALLTOALL, Kind.REDUCESCATTER)
+        share_bytes = share_of(self.slot_bytes, self._num_members) if divided else self.slot_bytes
+        num_pieces = -(-count // (share_bytes // item_bytes))
         lag = _lag(num_pieces, direct)
-        spec = native.AllreduceSpec(
+        spec = native.Spec(
             ring=ctypes.pointer(self.description),
             count=count,
             digest=(ctypes.c_uint8 * 16)(*digest),
@@ -184,6 +195,8 @@ class Ring:
             finish=what.how,
             direct=direct,
             staged=direct and num_pieces == 1,
+            kind=kind,
+            root=root,
             lag=lag,
             stage=stage,
             prescale=what.prescale,
@@ -215,6 +228,11 @@ class Ring:
         self._notes.clear()
         self._counters.close()
         self._segment.close()
+
+
+def share_of(slot_bytes: int, num_members: int) -> int:
+    """Return each member's share of a slot that is divided among them: `share_bytes` of native.c."""
+    return slot_bytes // num_members // LINE_BYTES * LINE_BYTES
 
 
 def _lag(num_pieces: int, direct: bool) -> int:
@@ -400,8 +418,7 @@ class ShmTransport:
             self._exchange(ring, sent, received, num_steps)
 
     def _share_bytes(self, ring: Ring) -> int:
-        """Return each member's share of a slot that is divided among them."""
-        return ring.slot_bytes // self._num_members // LINE_BYTES * LINE_BYTES
+        return share_of(ring.slot_bytes, self._num_members)
 
     def _exchange(self, ring: Ring, sent: Tensors, received: Tensors, num_steps: int) -> None:
         """Send the first `num_steps` pieces of `sent[m]` to each other member m."""

@@ -32,7 +32,7 @@ from hora.torch.distributed.work import DONE, Operation, Work
 
 __all__ = ["HoraProcessGroup"]
 
-_NO_TIMEOUT = timedelta(milliseconds=-1)
+_ZERO, _NO_TIMEOUT = timedelta(0), timedelta(milliseconds=-1)
 _KEPT = 4096
 _SUM = Reduce()
 # A torch with `BackendBase` has a backend for each device of a group; before, a group of Python's is a whole group.
@@ -311,46 +311,35 @@ class HoraProcessGroup(_BASE):
         finally_: Callable[[], None] | None = None,
     ) -> Work:
         timeout = getattr(opts, "timeout", _NO_TIMEOUT)
-        limit_s = timeout.total_seconds() if timeout > timedelta(0) else self._limit_s
+        limit_s = timeout.total_seconds() if timeout > _ZERO else self._limit_s
         operation = _Requests(self, requests, finally_, limit_s)
         if _waits(opts):
             operation.finish(None)
             return DONE
         return Work(operation, tensors)
 
-    # Reductions.
+    # Calls like one before.
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
-        if not isinstance(tensors, (list, tuple)):
-            tensors = [tensors]
-        if len(tensors) == 1 and self._allreduce_again(tensors[0], opts):
-            return DONE
-        return self._allreduce("all_reduce", tensors, opts)
-
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        return self._allreduce("all_reduce_coalesced", tensors, opts)
-
-    def _allreduce_again(self, tensor: Tensor, opts: Any) -> bool:
-        """Reduce a tensor like one before by the path for repeated calls; False where that cannot be."""
-        if opts is None or not _waits(opts) or not self._runtime.is_current:
-            return False
-        key = tensor.shape, tensor.dtype, hash(opts.reduceOp)
+    def _again(self, key: object, source: Tensor, target: Tensor, opts: Any, shift: int = 0) -> bool:
+        """Do what was done before by the path for repeated calls; False where that cannot be. `shift`: by how many
+        bytes the target may begin behind the source, if they share memory."""
         plan = self._known.get(key)
+        if plan is None or not _waits(opts) or not self._runtime.is_current or opts.timeout > _ZERO:
+            return False
         if (
-            plan is None
-            or type(tensor) is not Tensor
-            or not tensor.is_cpu
-            or tensor.requires_grad
-            or not tensor.is_contiguous()
-            or tensor.is_inference()
+            not _is_plain(target)
+            or (source is not target and not _is_plain(source))
             or torch.is_inference_mode_enabled()
-            or opts.timeout > timedelta(0)
         ):
             return False
+        if source is not target:
+            distance = target.data_ptr() - source.data_ptr()
+            if -target.nbytes < distance < source.nbytes and distance != shift:
+                return False
         queue = self._queue
         queue.deadline = time.monotonic() + self._limit_s
         try:
-            done: bool = plan.path.allreduce(plan, tensor, tensor)
+            done: bool = plan.path.carry_out(plan, source, target)
         except DeadlineError:
             request = Request(plan.signature)
             request.key = plan.signature.key(queue.numbers[plan.signature.operation] - 1)
@@ -359,13 +348,38 @@ class HoraProcessGroup(_BASE):
             queue.deadline = math.inf
         if done:
             self._num_calls += 1
-            increment_version(tensor)  # the engine wrote the bytes without autograd
+            increment_version(target)  # the engine wrote the bytes without autograd
         return done
 
-    def _allreduce(self, operation: str, tensors: Sequence[Tensor], opts: Any) -> Work:
+    def _remember(self, key: object, request: Request, tensor: Tensor) -> None:
+        """Keep the plan for calls like this one of a CPU tensor, where the engine has one."""
+        if key not in self._known and tensor.is_cpu and request.tensors[0].dtype == tensor.dtype:
+            if len(self._known) >= _KEPT:
+                self._known.clear()
+            plan = self._runtime.repeated_plan(self._queue, request.signature)
+            if plan is not None:
+                self._known[key] = plan
+
+    # Reductions.
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
+        if not isinstance(tensors, (list, tuple)):
+            tensors = [tensors]
+        if len(tensors) == 1 and opts is not None:
+            tensor = tensors[0]
+            key = "all_reduce", tensor.shape, tensor.dtype, hash(opts.reduceOp)
+            if self._again(key, tensor, tensor, opts):
+                return DONE
+            return self._allreduce("all_reduce", tensors, opts, key)
+        return self._allreduce("all_reduce", tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        return self._allreduce("all_reduce_coalesced", tensors, opts)
+
+    def _allreduce(self, operation: str, tensors: Sequence[Tensor], opts: Any, key: object = None) -> Work:
         if any(tensor.layout != torch.strided for tensor in tensors):
             return self._allreduce_sparse(operation, tensors, opts)
-        wait, first = _waits(opts), tensors[0]
+        wait = _waits(opts)
         reductions = [reduction_of(opts, tensor.dtype, operation) for tensor in tensors]
         if any(one.folded for one in reductions):
             return self._allreduce_folded(operation, tensors, reductions, opts)
@@ -378,21 +392,9 @@ class HoraProcessGroup(_BASE):
             return self._work(requests, tensors, opts)
         reduce, many = reductions[0].reduce, len(tensors) > 1
         request = self._submit(operation, Kind.ALLREDUCE, views, views, reduce=reduce, grouped=many, wait=wait)
-        if not many and views[0] is first:
-            self._remember(first, opts, request)
+        if key is not None and hash(opts.reduceOp) != _PREMUL_SUM:
+            self._remember(key, request, tensors[0])
         return self._work([request], tensors, opts)
-
-    def _remember(self, tensor: Tensor, opts: Any, request: Request) -> None:
-        """Keep the plan for calls like this one, where the engine has one."""
-        if opts is None or not tensor.is_cpu or hash(opts.reduceOp) == _PREMUL_SUM:
-            return
-        key = tensor.shape, tensor.dtype, hash(opts.reduceOp)
-        if key not in self._known:
-            if len(self._known) >= _KEPT:
-                self._known.clear()
-            plan = self._runtime.repeated_plan(self._queue, request.signature)
-            if plan is not None:
-                self._known[key] = plan
 
     def _allreduce_folded(
         self, operation: str, tensors: Sequence[Tensor], reductions: Sequence[Reduction], opts: Any
@@ -443,7 +445,12 @@ class HoraProcessGroup(_BASE):
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Reduce the input, and keep this rank's part of it."""
-        return self._reduce_scatter("reduce_scatter_tensor", [output], [input], opts)
+        key = None
+        if opts is not None:
+            key = "reduce_scatter", input.shape, output.shape, input.dtype, output.dtype, hash(opts.reduceOp)
+            if self._again(key, input, output, opts, self._rank * output.nbytes):
+                return DONE
+        return self._reduce_scatter("reduce_scatter_tensor", [output], [input], opts, key)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
@@ -461,7 +468,9 @@ class HoraProcessGroup(_BASE):
                 self._scatter_parts("reduce_scatter", parts, output, one, scattering)
         return self._work(scattering.requests, outputs, opts, scattering.finish)
 
-    def _reduce_scatter(self, operation: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Work:
+    def _reduce_scatter(
+        self, operation: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, key: object = None
+    ) -> Work:
         scattering = _Scattering()
         for output, input_ in zip(outputs, inputs, strict=True):
             if output.numel() * self._size != input_.numel() or output.dtype != input_.dtype:
@@ -473,6 +482,9 @@ class HoraProcessGroup(_BASE):
             one = reduction_of(opts, output.dtype, operation)
             rows = one.view(input_.detach()).reshape(self._size, -1)
             self._scatter_rows(operation, rows, output, one, scattering, wait=_waits(opts) and len(outputs) == 1)
+        kind = scattering.requests[0].signature.kind
+        if key is not None and kind == Kind.REDUCESCATTER and hash(opts.reduceOp) != _PREMUL_SUM:
+            self._remember(key, scattering.requests[0], inputs[0])
         return self._work(scattering.requests, outputs, opts, scattering.finish)
 
     def _scatter_rows(
@@ -519,9 +531,14 @@ class HoraProcessGroup(_BASE):
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         root = self._ranks[0 if opts is None else opts.rootRank]
+        many = len(tensors) > 1
+        key = "broadcast", tensors[0].shape, tensors[0].dtype, root
+        if not many and self._again(key, tensors[0], tensors[0], opts):
+            return DONE
         views = [moved(tensor) for tensor in tensors]
-        many = len(views) > 1
         request = self._submit("broadcast", Kind.BROADCAST, views, views, root=root, grouped=many, wait=_waits(opts))
+        if not many:
+            self._remember(key, request, tensors[0])
         return self._work([request], tensors, opts)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
@@ -563,14 +580,19 @@ class HoraProcessGroup(_BASE):
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Gather the members' tensors of one size into one."""
-        return self._allgather_single("all_gather_into_tensor", [output], [input], opts)
+        key = "all_gather", input.shape, output.shape, input.dtype, output.dtype
+        if self._again(key, input, output, opts, -self._rank * input.nbytes):
+            return DONE
+        return self._allgather_single("all_gather_into_tensor", [output], [input], opts, key)
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
         return self._allgather_single("all_gather_into_tensor_coalesced", outputs, inputs, opts)
 
-    def _allgather_single(self, operation: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Work:
+    def _allgather_single(
+        self, operation: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, key: object = None
+    ) -> Work:
         for output, input_ in zip(outputs, inputs, strict=True):
             if output.numel() != input_.numel() * self._size:
                 raise ValueError(
@@ -585,6 +607,8 @@ class HoraProcessGroup(_BASE):
         rows, targets = [moved(tensor).reshape(1, -1) for tensor in inputs], [moved(tensor) for tensor in outputs]
         many = len(rows) > 1
         request = self._submit(operation, Kind.ALLGATHER, rows, targets, grouped=many, wait=_waits(opts))
+        if key is not None:
+            self._remember(key, request, inputs[0])
         return self._work([request], outputs, opts)
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Work:
@@ -612,10 +636,15 @@ class HoraProcessGroup(_BASE):
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
     ) -> Work:
+        key = "all_to_all", input.shape, output.shape, input.dtype, output.dtype, (*output_splits,), (*input_splits,)
+        if self._again(key, input, output, opts):
+            return DONE
         row, target = moved(input), moved(output)
         send = self._elements("input", row, input_splits)
         receive = self._elements("output", target, output_splits)
         request = self._submit("all_to_all_single", Kind.ALLTOALL, [row.reshape(-1)], splits=send, wait=_waits(opts))
+        if send == receive:
+            self._remember(key, request, input)
 
         def finish() -> None:
             whole, sent = _outputs(request)
@@ -770,6 +799,17 @@ _SUM_OF_TORCH, _PREMUL_SUM = hash(dist.ReduceOp.SUM), hash(dist.ReduceOp.PREMUL_
 _BARRIER_TAG = -(2**31)  # of monitored_barrier's messages: no user's tag
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES.values())}
 _SCATTERED = (0, 1)  # what the engine's reducescatter does: average and sum
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether bytes can be moved to and from a tensor's memory as they are."""
+    return (
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and not tensor.requires_grad
+        and tensor.is_contiguous()
+        and not tensor.is_inference()
+    )
 
 
 def _waits(opts: Any) -> bool:
