@@ -5,11 +5,13 @@ stream for each direction, opened with the first message. A message is a header 
 room and goes on when the receiver has made some; the receiver puts what comes where a receive waits for it, or keeps it
 until one does. So messages of a pair with one tag arrive in the order in which they were sent.
 
-Progress is made by whichever thread waits, on everything that is pending here, so that two ranks may send to each other
-and wait for that first. Without such a thread a background thread goes on.
+Bytes of one host are moved by the native part (`messages.h`). A message whose ring has room is sent at once, and one
+that is there received at once. A thread that waits while nothing else is pending stays in the native part. Else the
+thread that waits makes progress on everything that is pending here, so that two ranks may send to each other and wait
+for that first. What no thread waits for is moved by a background thread, after a moment in which one may come.
 
-Waiting in shared memory: each rank has a bell, which a peer sets to a number that was never there before, after it has
-moved bytes; a rank says that it sleeps, looks once more at its rings, and sleeps while the bell is as it was
+Waiting in shared memory: each rank has a bell, to which a peer adds one after it has moved bytes; a rank notes what it
+says, looks at its rings, says that it sleeps, looks once more, and sleeps while the bell is as it was
 (`verify/messages.pml`).
 """
 
@@ -17,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import select
 import struct
 import threading
@@ -25,7 +26,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from hora.engine.shm.counters import LINE_BYTES, Counter
+from hora.engine.shm.counters import LINE_BYTES, SLICE_NS, Counter
+from hora.engine.shm.native import SHORT_BYTES, MessageCall, Pipe, library, new_spin_policy
 from hora.engine.shm.segment import Segment
 from hora.engine.status import WorldStatus
 from hora.engine.transport.stream import Incoming, Outgoing
@@ -41,6 +43,9 @@ _MOST_RING_BYTES, _LEAST_RING_BYTES = 2**20, 16 * 2**10
 _PAIR_LINES = 4  # of a pair, before its bytes: how much was written, how much was read
 _RANK_LINES = 4  # of a rank: its bell, and whether it sleeps
 _POLL_MS = 1
+_LEAST_LOOKS = 2400  # before a thread sleeps, where that has been worth while: an answer takes the peer's Python
+_GRACE_S = 0.002  # in which a thread may come to wait for a message
+_LONGEST_IDLE = 250  # such moments in which the background thread has nothing to do, before it sleeps
 
 
 class Message:
@@ -60,6 +65,7 @@ class Message:
         self.error: HorovodInternalError | None = None
         self.on_done: Callable[[], None] | None = None
         self.num_moved = 0  # of header and bytes
+        self.ordinary = False  # another message came first
 
     def finish(self, error: HorovodInternalError | None = None) -> None:
         self.error, self.done, self.keep = error, True, None
@@ -79,40 +85,47 @@ class _Arrival:
 
 
 class _Ring:
-    """The bytes of one ordered pair, at `offset` of the host's segment."""
+    """One end of the bytes of one ordered pair, at `offset` of the host's segment. `bell`: the other end's."""
 
-    def __init__(self, segment: Segment, offset: int, num_bytes: int) -> None:
-        self.written = Counter(segment.memory, offset)
-        self.read = Counter(segment.memory, offset + 2 * LINE_BYTES)
-        self._start = self.written.address + _PAIR_LINES * LINE_BYTES
-        self._num_bytes = num_bytes
+    def __init__(self, segment: Segment, offset: int, num_bytes: int, bell: tuple[Counter, Counter]) -> None:
+        native = library()
+        assert native is not None
+        self._native = native
+        self._counters = (written, read) = (
+            Counter(segment.memory, offset),
+            Counter(segment.memory, offset + 2 * LINE_BYTES),
+        )
+        start = written.address + _PAIR_LINES * LINE_BYTES
+        self._pipe = Pipe(written.address, read.address, start, num_bytes, bell[0].address, bell[1].address)
+        self.address = ctypes.addressof(self._pipe)
+        self.busy = threading.Lock()  # of the thread that moves bytes
 
     def write(self, address: int, count: int) -> int:
         """Write what has room; returns how many bytes."""
-        written = self.written.value
-        count = min(count, self._num_bytes - (written - self.read.value))
-        if count:
-            self._copy(written, address, count, inwards=True)
-            self.written.store(written + count)
-        return count
+        return self._move(self._native.pipe_write, address, count)
 
     def take(self, address: int, count: int) -> int:
         """Take what is there; returns how many bytes."""
-        read = self.read.value
-        count = min(count, self.written.value - read)
-        if count:
-            self._copy(read, address, count, inwards=False)
-            self.read.store(read + count)
-        return count
+        return self._move(self._native.pipe_read, address, count)
 
-    def _copy(self, at: int, address: int, count: int, *, inwards: bool) -> None:
-        begin = at % self._num_bytes
-        first = min(count, self._num_bytes - begin)
-        for place, other, some in ((begin, address, first), (0, address + first, count - first)):
-            if some and inwards:
-                ctypes.memmove(self._start + place, other, some)
-            elif some:
-                ctypes.memmove(other, self._start + place, some)
+    def _move(self, move: Callable[[int, int, int], int], address: int, count: int) -> int:
+        if not self.busy.acquire(blocking=False):
+            return 0
+        try:
+            return move(self.address, address, count)
+        finally:
+            self.busy.release()
+
+    def move_now(
+        self, move: Callable[..., int], group: int, tag: int, kind: int, memory: tuple[int, int], *more: int
+    ) -> bool:
+        """Move a whole message, or nothing of it."""
+        if not self.busy.acquire(blocking=False):
+            return False
+        try:
+            return move(self.address, group, tag, memory[1], kind, memory[0], *more) == 1
+        finally:
+            self.busy.release()
 
 
 class _Far:
@@ -164,13 +177,17 @@ class Messages:
         self._out: dict[int, _Ring] = {}
         self._in: dict[int, _Ring] = {}
         self._bells: dict[int, tuple[Counter, Counter]] = {}
-        self._numbers = itertools.count(1)
-        self._num_near = len(near)
-        self._num_waiting = self._num_asleep = 0
+        self._num_waiting = self._num_direct = 0
         self._closed = ""
+        self._parked = False
         self._background: threading.Thread | None = None
         self._idle = threading.Condition(self._lock)
-        if segment is not None:
+        self._patience = new_spin_policy(len(near))
+        self._patience.many = max(self._patience.many, _LEAST_LOOKS)
+        self._patience_at = ctypes.addressof(self._patience)
+        native = library()
+        if segment is not None and native is not None:
+            self._native = native
             self._lay_out(list(near), segment)
 
     @staticmethod
@@ -185,15 +202,33 @@ class Messages:
         pair_bytes, pairs_at = ring_bytes + _PAIR_LINES * LINE_BYTES, size * _RANK_LINES * LINE_BYTES
         for index, rank in enumerate(near):
             at = index * _RANK_LINES * LINE_BYTES
-            self._bells[rank] = (
-                Counter(segment.memory, at),
-                Counter(segment.memory, at + 2 * LINE_BYTES),
-            )
+            bell = self._bells[rank] = (Counter(segment.memory, at), Counter(segment.memory, at + 2 * LINE_BYTES))
             if rank != self._rank:
-                self._out[rank] = _Ring(segment, pairs_at + (mine * size + index) * pair_bytes, ring_bytes)
-                self._in[rank] = _Ring(segment, pairs_at + (index * size + mine) * pair_bytes, ring_bytes)
+                self._out[rank] = _Ring(segment, pairs_at + (mine * size + index) * pair_bytes, ring_bytes, bell)
+                self._in[rank] = _Ring(segment, pairs_at + (index * size + mine) * pair_bytes, ring_bytes, bell)
 
     # Sending and receiving.
+
+    def send_now(self, peer: int, group: int, tag: int, kind: int, memory: tuple[int, int]) -> bool:
+        """Send a message to a rank of this host whose ring has room for it; False where it has to be begun."""
+        ring = self._out.get(peer)
+        if ring is None or self._sending.get(peer) or self._closed or not self._status.is_open:
+            return False
+        move = self._native.short_try_send if memory[1] <= SHORT_BYTES else self._native.try_send
+        return ring.move_now(move, group, tag, kind, memory)
+
+    def receive_now(self, peer: int, group: int, tag: int, kind: int, memory: tuple[int, int]) -> bool:
+        """Receive a message that is in the ring of a rank of this host, or comes in a moment; False where it has to be
+        begun."""
+        ring = self._in.get(peer)
+        if ring is None or self._receives or self._closed or not self._is_between_messages(peer):
+            return False
+        return ring.move_now(self._native.try_receive, group, tag, kind, memory, self._patience_at)
+
+    def _is_between_messages(self, peer: int) -> bool:
+        """Return whether nothing of this source was read that is not done."""
+        header = self._headers.get(peer)
+        return not self._arrivals.get(peer) and (header is None or not header[1][0])
 
     def send(self, message: Message) -> None:
         """Begin to send. It is done when all of it is on its way."""
@@ -202,6 +237,7 @@ class Messages:
             queue = self._sending.setdefault(message.peer, deque())
             queue.append(message)
             self._progress()
+        self._call_direct_waiter()
 
     def receive(self, message: Message) -> None:
         """Begin to receive."""
@@ -209,10 +245,19 @@ class Messages:
             if self._closed:
                 raise HorovodInternalError(self._closed)
             self._receives.append(message)
+            if self._status.is_open and message.peer in self._in and self._is_alone(message):
+                return  # it was not there a moment ago
             self._progress()  # what came before its sender left is received, too
             if not message.done and not self._status.is_open:
                 self._receives.remove(message)
                 raise self._status.error()
+        self._call_direct_waiter()
+
+    def _call_direct_waiter(self) -> None:
+        """A thread that waits in the native part, for one message alone, has to see that there is another one."""
+        if self._num_direct:
+            self._native.add(self._bells[self._rank][0].address, 1)
+            self.interrupt()
 
     def _check(self) -> None:
         if self._closed:
@@ -225,14 +270,66 @@ class Messages:
             self._num_waiting += 1
         try:
             while not message.done:
-                self._turn()
+                if not self._move_alone(message):
+                    self._turn()
                 if not message.done and time.monotonic() > deadline:
                     return False
         finally:
             with self._lock:
                 self._num_waiting -= 1
-                self._idle.notify_all()
+                if self._parked and self._pending():
+                    self._idle.notify_all()
         return True
+
+    def _move_alone(self, message: Message) -> bool:
+        """Wait in the native part for the one message that is pending; False where there is more to do, or it was in
+        vain for a moment."""
+        receives = bool(message.sources)
+        ring = (self._in if receives else self._out).get(message.peer)
+        with self._lock:
+            if ring is None or message.ordinary or message.done or not self._is_alone(message):
+                return False
+            if not ring.busy.acquire(blocking=False):
+                return False
+            self._num_direct += 1
+        bell, asleep = self._bells[self._rank]
+        head, own = (message.group, message.tag, message.num_bytes, message.kind), (bell.address, asleep.address)
+        call = MessageCall(ring.address, *head, message.address, message.num_moved, *own, self._patience_at, receives)
+        state = 0
+        try:
+            state = self._native.message(ctypes.addressof(call), SLICE_NS)
+        finally:
+            with self._lock:
+                self._num_direct -= 1
+                ring.busy.release()
+                message.num_moved = call.moved
+                self._take_note(message, state)
+        return state == 1
+
+    def _is_alone(self, message: Message) -> bool:
+        """Return whether nothing else is pending."""
+        num_sending = sum(map(len, self._sending.values()))
+        if message.sources:
+            return not num_sending and self._receives == [message] and self._is_between_messages(message.peer)
+        return not self._receives and num_sending == 1 and message in self._sending[message.peer]
+
+    def _take_note(self, message: Message, state: int) -> None:
+        """Take note of what the native part has moved. Under the lock."""
+        if message.done:  # failed meanwhile
+            return
+        if not message.sources:
+            if state == 1:
+                self._sending[message.peer].popleft().finish()
+            return
+        message.ordinary = state == -1
+        if message.num_moved:
+            self._receives.remove(message)
+        if state == 1:
+            message.finish()
+        elif message.num_moved:
+            arrival = _Arrival(message.group, message.tag, message.num_bytes, message.kind, message)
+            arrival.num_moved = message.num_moved - _HEADER.size
+            self._arrivals.setdefault(message.peer, deque()).append(arrival)
 
     def cancel(self, message: Message, error: HorovodInternalError) -> None:
         """Give up a message that nobody has answered."""
@@ -244,19 +341,28 @@ class Messages:
 
     def go_on(self) -> None:
         """Make progress in the background with what no thread waits for."""
-        with self._lock:
-            if self._background is None and not self._closed:
-                self._background = threading.Thread(target=self._run, name="hora-messages", daemon=True)
-                self._background.start()
-            self._idle.notify_all()
+        if self._background is None or self._parked:
+            with self._lock:
+                if self._background is None and not self._closed:
+                    self._background = threading.Thread(target=self._run, name="hora-messages", daemon=True)
+                    self._background.start()
+                self._idle.notify_all()
 
     def _run(self) -> None:
+        idle = 0
         while True:
+            time.sleep(_GRACE_S)  # most messages are waited for at once
             with self._lock:
-                while not self._closed and (self._num_waiting or not self._pending()):
-                    self._idle.wait(1.0)
                 if self._closed:
                     return
+                if self._num_waiting or not self._pending():
+                    idle += 1
+                    if idle > _LONGEST_IDLE:
+                        idle, self._parked = 0, True
+                        self._idle.wait()
+                        self._parked = False
+                    continue
+            idle = 0
             with contextlib.suppress(HorovodInternalError):
                 self._turn()
 
@@ -286,17 +392,14 @@ class Messages:
             self._poll(far)
             return
         bell, asleep = mine
-        with self._lock:
-            self._num_asleep += 1
-            asleep.store_fenced(1)
-            moved = self._progress()
+        self._native.add(asleep.address, 1)
         try:
+            with self._lock:
+                moved = self._progress()
             if not moved:
                 bell.wait_beyond(seen)
         finally:
-            with self._lock:
-                self._num_asleep -= 1
-                asleep.store(int(self._num_asleep > 0))
+            self._native.add(asleep.address, -1)
 
     def _poll(self, far: Sequence[_Far]) -> None:
         poll = select.poll()
@@ -347,8 +450,6 @@ class Messages:
                 moved += some
         except OSError as error:
             raise HorovodInternalError(f"rank {peer} cannot be reached: {error}") from error
-        if moved:
-            self._ring_bell(peer)
         return bool(moved)
 
     def _pull(self, peer: int) -> bool:
@@ -368,8 +469,6 @@ class Messages:
                 last.num_moved += moved
         except OSError as error:
             raise HorovodInternalError(f"rank {peer} cannot be reached: {error}") from error
-        if moved:
-            self._ring_bell(peer)
         if arrivals and _whole(arrivals[-1]) and arrivals[-1].receive is not None:
             arrival = arrivals.pop()
             assert arrival.receive is not None
@@ -424,13 +523,6 @@ class Messages:
             )
         )
         return False
-
-    def _ring_bell(self, peer: int) -> None:
-        bells = self._bells.get(peer)
-        if bells is not None:
-            bell, asleep = bells
-            bell.store(next(self._numbers) * self._num_near * 2 + self._rank)  # a number that was never there
-            bell.wake_if(asleep)
 
     def _way(self, peer: int, *, outwards: bool) -> _Ring | _Far:
         near = (self._out if outwards else self._in).get(peer)

@@ -1,9 +1,9 @@
 """Repeated calls: blocking collectives of one tensor, on a host whose members do the same one after the other.
 
 Nothing is put in flight, nothing is announced and no thread is woken: the native part publishes a record
-(`negotiation.shared_memory`), and when all members' records are equal each member does its part. Whatever is not as simple as
-that (another request in flight, news of another kind, a rank that has joined, a timeline that is written, what the
-native part does not know) goes the ordinary way.
+(`negotiation.shared_memory`), and when all members' records are equal each member does its part. Whatever is
+not as simple as that (another request in flight, news of another kind, a rank that has joined, a timeline that is
+written, what the native part does not know) goes the ordinary way.
 
 CUDA tensors of members that share a GPU come by pinned memory, where the device's transport would do the same
 (`PinnedStage`).

@@ -1,6 +1,6 @@
 /* The fast path of one host, and sums and codes between hosts: copy in, wait, reduce, encode. Called through ctypes by
  * `native.py`; libc only, nothing of Python's. Without it ranks use sockets and torch's arithmetic, which gives the same bits
- * (`sums.h`, `codes.h`, `repeated.h`, `records.h`, `hosts.h`).
+ * (`sums.h`, `codes.h`, `repeated.h`, `messages.h`, `records.h`, `hosts.h`).
  * Built with -ffp-contract=off: a multiplication and an addition that became one would give other bits.
  */
 #define _GNU_SOURCE
@@ -373,6 +373,8 @@ void hora_reduce_everywhere(int dtype, int k, char *const *data, int64_t begin, 
 
 #include "repeated.h"
 
+#include "messages.h"
+
 #include "records.h"
 
 #include "hosts.h"
@@ -394,6 +396,11 @@ static const int32_t layouts[][36] = {
      AT(repeated, head_bytes), AT(repeated, late), AT(repeated, spec), AT(repeated, source), AT(repeated, out),
      AT(repeated, rounds), AT(repeated, step), AT(repeated, record.ticket), AT(repeated, record.digest),
      AT(repeated, record.instance), AT(repeated, published), AT(repeated, state), AT(repeated, job)},
+    {sizeof(struct pipe), AT(pipe, written), AT(pipe, read), AT(pipe, bytes), AT(pipe, num_bytes), AT(pipe, bell),
+     AT(pipe, asleep)},
+    {sizeof(struct message), AT(message, pipe), AT(message, header.group), AT(message, header.tag),
+     AT(message, header.num_bytes), AT(message, header.kind), AT(message, data), AT(message, moved), AT(message, bell),
+     AT(message, asleep), AT(message, patience), AT(message, receives)},
     {sizeof(struct records), AT(records, context), AT(records, begin), AT(records, update), AT(records, end),
      AT(records, control), AT(records, room), AT(records, number)},
     {sizeof(struct stream), AT(stream, records), AT(stream, num_queued), AT(stream, num_moved), AT(stream, at),

@@ -34,6 +34,8 @@ __all__ = [
     "GroupStruct",
     "Job",
     "Library",
+    "MessageCall",
+    "Pipe",
     "Repeated",
     "RingStruct",
     "Spec",
@@ -162,6 +164,25 @@ class Repeated(ctypes.Structure):
     )
 
 
+class Pipe(ctypes.Structure):
+    """One direction between two ranks: `struct pipe`."""
+
+    _fields_ = (*fields("pointer written read bytes"), *fields("int64 num_bytes"), *fields("pointer bell asleep"))
+
+
+class MessageCall(ctypes.Structure):
+    """A message that a thread waits for: `struct message`."""
+
+    _fields_ = (
+        *fields("pointer pipe"),
+        *fields("int64 group tag num_bytes kind"),
+        *fields("pointer data"),
+        *fields("int64 moved"),
+        *fields("pointer bell asleep patience"),
+        *fields("int32 receives"),
+    )
+
+
 # Spec, source, out, rounds, step, ticket, instance: one call of `struct.pack_into` instead of a store for each.
 CALL = struct.Struct("<QQQqqq16xqii")
 CALL_AT = Repeated.spec.offset
@@ -192,7 +213,7 @@ class Library:
         if int(long.hora_source_checksum()) & 0xFFFFFFFF != _source_checksum():
             raise OSError(f"{path.name} was built from another source: build it anew with `pip install -e .`")
         self.long = long  # for callers with structures of their own
-        self.check(GroupStruct, RingStruct, Job, Spec, Repeated)
+        self.check(GroupStruct, RingStruct, Job, Spec, Repeated, Pipe, MessageCall)
         self.has_float16 = bool(long.hora_has_f16())
         for reduce in (long.hora_reduce, short.hora_reduce):
             reduce.argtypes = (
@@ -221,9 +242,24 @@ class Library:
         self.repeated, self.short_repeated = long.hora_repeated, short.hora_repeated
         for repeated in (self.repeated, self.short_repeated):
             repeated.argtypes = (ctypes.c_void_p, ctypes.c_long)
+        self._declare_messages(long, short)
         self.nudge = short.hora_nudge
         self.nudge.argtypes = (ctypes.c_void_p,)
         self.nudge.restype = None
+
+    def _declare_messages(self, long: ctypes.CDLL, short: ctypes.PyDLL) -> None:
+        self.pipe_write, self.pipe_read, self.message = long.hora_pipe_write, long.hora_pipe_read, long.hora_message
+        for move in (self.pipe_write, self.pipe_read):
+            move.argtypes, move.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64
+        self.message.argtypes = (ctypes.c_void_p, ctypes.c_long)
+        self.add = short.hora_add
+        self.add.argtypes, self.add.restype = (ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64
+        # The short one keeps the GIL.
+        self.try_send, self.short_try_send = long.hora_try_send, short.hora_try_send
+        self.try_receive = long.hora_try_receive
+        for one in (self.try_send, self.short_try_send, self.try_receive):
+            one.argtypes = (ctypes.c_void_p, *[ctypes.c_int64] * 4, ctypes.c_void_p)
+        self.try_receive.argtypes = (*self.try_send.argtypes, ctypes.c_void_p)
 
     def check(self, *kinds: type[ctypes.Structure], first: int = 0) -> None:
         """Compare structures with those of native.c's `layouts` from number `first` on; OSError if they differ."""

@@ -146,7 +146,7 @@ class _Job(ctypes.Structure):
 @lru_cache(maxsize=1)
 def _function(compiled: Library) -> Callable[[_Job, int], int]:
     """`hora_between_hosts`, when its structures are those of this file."""
-    compiled.check(RecordsOfOneDirection, _Stream, _Hosts, _SumStruct, _Job, first=5)
+    compiled.check(RecordsOfOneDirection, _Stream, _Hosts, _SumStruct, _Job, first=7)
     compiled.long.hora_between_hosts.argtypes = (ctypes.POINTER(_Job), ctypes.c_long)
     run: Callable[[_Job, int], int] = compiled.long.hora_between_hosts
     return run

@@ -50,8 +50,6 @@ def make_group(store: Any, rank: int, size: int, timeout: timedelta, global_rank
         else (runtime.new_group_number())
     )
     queue = runtime.add_group(ranks, number)
-    if not global_ranks:
-        runtime.start_messages()
     return HoraProcessGroup(store, rank, size, runtime, queue, timeout, _end_engine if owns else _do_nothing)
 
 

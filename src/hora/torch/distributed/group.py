@@ -28,7 +28,7 @@ from hora.engine.queue import DeadlineError, OperationQueue
 from hora.engine.request import DTYPES, CollectiveCall, Kind, Reduce, Request, Signature
 from hora.errors import HorovodInternalError
 from hora.torch.distributed.reductions import Reduction, fold, moved, reduction_of
-from hora.torch.distributed.work import DONE, Operation, Work
+from hora.torch.distributed.work import DONE, Operation, Work, completed
 
 __all__ = ["HoraProcessGroup"]
 
@@ -167,6 +167,7 @@ class HoraProcessGroup(_BASE):
         self._known: dict[object, Any] = {}
         self._num_calls = 0
         self._labels: dict[str, str] = {}
+        self._messages: Messages = runtime.start_messages()
 
     # What torch asks of a group.
 
@@ -687,6 +688,8 @@ class HoraProcessGroup(_BASE):
     def send(self, tensors: Sequence[Tensor], destination: int, tag: int = 0) -> Work:
         (tensor,) = tensors
         self._check_peer("destination", destination)
+        if self._move_now(self._messages.send_now, tensor, destination, tag):
+            return DONE
         data = moved(tensor.detach()).cpu().contiguous()
         message = self._message(data, self._ranks[destination], tag, [])
         self._messages.send(message)
@@ -694,7 +697,17 @@ class HoraProcessGroup(_BASE):
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Work:
         self._check_peer("source", source)
+        if self._move_now(self._messages.receive_now, tensors[0], source, tag):
+            increment_version(tensors[0])
+            return completed(tensors)
         return self._receive(tensors, [self._ranks[source]], tag)
+
+    def _move_now(self, move: Callable[..., bool], tensor: Tensor, member: int, tag: int) -> bool:
+        """Send or receive a message in one go, where there is room for it, or it is there already."""
+        kind = DTYPE_CODES.get(tensor.dtype)
+        if kind is None or not self._runtime.is_current or not _is_plain(tensor):
+            return False
+        return move(self._ranks[member], self._queue.process_set_id, tag, kind, (tensor.data_ptr(), tensor.nbytes))
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
         others = [rank for member, rank in enumerate(self._ranks) if member != self._rank]
@@ -714,10 +727,6 @@ class HoraProcessGroup(_BASE):
         memory = data.data_ptr(), data.nbytes
         number = self._queue.process_set_id
         return Message(peer, number, tag, memory, DTYPE_CODES[data.dtype], data, sources)
-
-    @property
-    def _messages(self) -> Messages:
-        return self._runtime.start_messages()
 
     def _check_peer(self, what: str, member: int) -> None:
         if not 0 <= member < self._size or member == self._rank:

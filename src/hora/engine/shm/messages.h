@@ -1,0 +1,166 @@
+/* Messages between two ranks of a host (point_to_point.py has the rules): a ring of bytes for each ordered pair of ranks, and a bell
+ * for each rank. Whoever has moved bytes rings the other's bell; a rank notes what its bell says, looks at the ring, says that it
+ * sleeps, looks again, and sleeps while the bell is as it was (verify/messages.pml). Included by native.c alone.
+ */
+struct pipe { /* one direction, at one end of it */
+    int64_t *written, *read;
+    char *bytes;
+    int64_t num_bytes;
+    int64_t *bell, *asleep; /* the other end's */
+};
+
+struct header {
+    int64_t group, tag, num_bytes, kind;
+};
+
+struct message {
+    const struct pipe *pipe;
+    struct header header;
+    char *data;
+    int64_t moved; /* of header and bytes */
+    int64_t *bell, *asleep; /* the own ones */
+    struct spin_policy *patience;
+    int32_t receives;
+};
+
+enum { HEAD_BYTES = sizeof(struct header), MOST_AT_ONCE = 131072 }; /* the other end goes on with a part of a long message */
+
+int64_t hora_add(int64_t *word, int64_t by) { return __atomic_add_fetch(word, by, __ATOMIC_SEQ_CST); }
+
+static void ring_bell(const struct pipe *pipe) {
+    hora_add(pipe->bell, 1);
+    if (value_of(pipe->asleep)) wake(pipe->bell);
+}
+
+static int64_t available(const struct pipe *pipe) { return value_of(pipe->written) - value_of(pipe->read); }
+
+static int64_t space(const struct pipe *pipe) { return pipe->num_bytes - available(pipe); }
+
+static void copy_in(const struct pipe *pipe, int64_t at, const char *from, int64_t count) {
+    int64_t begin = at % pipe->num_bytes, first = pipe->num_bytes - begin < count ? pipe->num_bytes - begin : count;
+    memcpy(pipe->bytes + begin, from, (size_t)first);
+    memcpy(pipe->bytes, from + first, (size_t)(count - first));
+}
+
+static void copy_out(const struct pipe *pipe, int64_t at, char *to, int64_t count) {
+    int64_t begin = at % pipe->num_bytes, first = pipe->num_bytes - begin < count ? pipe->num_bytes - begin : count;
+    memcpy(to, pipe->bytes + begin, (size_t)first);
+    memcpy(to + first, pipe->bytes, (size_t)(count - first));
+}
+
+static void advance(const struct pipe *pipe, int64_t *counter, int64_t to) {
+    __atomic_store_n(counter, to, __ATOMIC_SEQ_CST);
+    ring_bell(pipe);
+}
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Write what has room; how many bytes. */
+int64_t hora_pipe_write(const struct pipe *pipe, const char *from, int64_t count) {
+    int64_t done = 0, some;
+    while ((some = least(least(count - done, space(pipe)), MOST_AT_ONCE)) > 0) {
+        int64_t at = *pipe->written;
+        copy_in(pipe, at, from + done, some);
+        advance(pipe, pipe->written, at + some);
+        done += some;
+    }
+    return done;
+}
+
+/* Take what is there; how many bytes. */
+int64_t hora_pipe_read(const struct pipe *pipe, char *to, int64_t count) {
+    int64_t done = 0, some;
+    while ((some = least(least(count - done, available(pipe)), MOST_AT_ONCE)) > 0) {
+        int64_t at = *pipe->read;
+        copy_out(pipe, at, to + done, some);
+        advance(pipe, pipe->read, at + some);
+        done += some;
+    }
+    return done;
+}
+
+/* Send all of a message, or nothing of it; whether it was sent. */
+int hora_try_send(const struct pipe *pipe, int64_t group, int64_t tag, int64_t num_bytes, int64_t kind, const char *data) {
+    struct header header = {group, tag, num_bytes, kind};
+    int64_t at = *pipe->written;
+    if (space(pipe) < HEAD_BYTES + num_bytes) return 0;
+    copy_in(pipe, at, (const char *)&header, HEAD_BYTES);
+    copy_in(pipe, at + HEAD_BYTES, data, num_bytes);
+    advance(pipe, pipe->written, at + HEAD_BYTES + num_bytes);
+    return 1;
+}
+
+/* Whether the next message is there (1), and is this one; -1: it is another one. */
+static int comes_next(const struct pipe *pipe, const struct header *header) {
+    struct header found;
+    if (available(pipe) < HEAD_BYTES) return 0;
+    copy_out(pipe, *pipe->read, (char *)&found, HEAD_BYTES);
+    return memcmp(&found, header, sizeof found) ? -1 : 1;
+}
+
+/* Look for a while whether the other end has moved on. */
+static int spin(struct spin_policy *patience, const int64_t *word, int64_t was) {
+    begin_spinning(patience);
+    for (int i = 0; i < patience->looks; i++) {
+        if (value_of(word) != was) {
+            if (patience->looks == patience->many) patience->tally = 0;
+            return 1;
+        }
+        CPU_RELAX();
+    }
+    return 0;
+}
+
+/* Receive all of a message, or nothing of it; whether it was received. With `patience` it may come in a moment. */
+int hora_try_receive(const struct pipe *pipe, int64_t group, int64_t tag, int64_t num_bytes, int64_t kind, char *data,
+                     struct spin_policy *patience) {
+    struct header header = {group, tag, num_bytes, kind};
+    int64_t at = *pipe->read;
+    if (patience && value_of(pipe->written) == at && !spin(patience, pipe->written, at)) {
+        if (patience->looks == patience->many) learn(patience, 0);
+        return 0;
+    }
+    if (comes_next(pipe, &header) != 1 || available(pipe) < HEAD_BYTES + num_bytes) return 0;
+    copy_out(pipe, at + HEAD_BYTES, data, num_bytes);
+    advance(pipe, pipe->read, at + HEAD_BYTES + num_bytes);
+    return 1;
+}
+
+/* Move some of a message; how many bytes, -1 when another message comes first. */
+static int64_t move_some(struct message *it) {
+    int64_t before = it->moved;
+    if (it->moved < HEAD_BYTES) {
+        if (it->receives) {
+            int next = comes_next(it->pipe, &it->header);
+            if (next != 1) return next;
+            advance(it->pipe, it->pipe->read, *it->pipe->read + HEAD_BYTES);
+            it->moved = HEAD_BYTES;
+        } else {
+            it->moved += hora_pipe_write(it->pipe, (const char *)&it->header + it->moved, HEAD_BYTES - it->moved);
+        }
+    }
+    int64_t done = it->moved - HEAD_BYTES, left = it->header.num_bytes - done;
+    if (done >= 0 && left > 0)
+        it->moved += it->receives ? hora_pipe_read(it->pipe, it->data + done, left)
+                                  : hora_pipe_write(it->pipe, it->data + done, left);
+    return it->moved - before;
+}
+
+/* 1: it was moved; -1: another message comes first; 0: a slice has passed, or this thread was woken to look around. */
+int hora_message(struct message *it, long slice_ns) {
+    const int64_t *word = it->receives ? it->pipe->written : it->pipe->read;
+    for (;;) {
+        int64_t seen = value_of(it->bell), was = value_of(word), moved = move_some(it);
+        if (moved < 0) return -1;
+        if (it->moved == HEAD_BYTES + it->header.num_bytes) return 1;
+        if (moved || spin(it->patience, word, was)) continue;
+        hora_add(it->asleep, 1);
+        if (value_of(word) == was) {
+            int64_t begin = now_ns();
+            sleep_on(it->bell, seen, slice_ns);
+            learn(it->patience, now_ns() - begin);
+        }
+        hora_add(it->asleep, -1);
+        if (value_of(word) == was) return 0;
+    }
+}
