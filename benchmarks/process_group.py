@@ -6,7 +6,7 @@
 
 One thread a rank, float32. Bytes are those that a rank gives: of a gather its part, of a reduce-scatter its whole input
 divided by the ranks. "times" is gloo's time divided by ours, the median over the rounds, with the smallest and largest
-round in brackets. `python` is the part of a call that is not the native part's, measured in a group of one.
+round in brackets.
 """
 
 from __future__ import annotations
@@ -105,8 +105,7 @@ def tensor_parallel(group: Group) -> Call:
 
 def step(model: nn.Module, optimizer: Any, workload: Any) -> Call:
     """One training step, of data that is always the same."""
-    x, y = torch.rand(32 if workload is None else workload.shape[0], *workload.shape[1:]), None
-    y = torch.randint(0, workload.classes, (len(x),))
+    x, y = torch.rand(workload.shape), torch.randint(0, workload.classes, workload.shape[:1])
 
     def train() -> None:
         optimizer.zero_grad()

@@ -1,8 +1,8 @@
-/* The bell of src/hora/engine/point_to_point.py: N ranks write OPS messages each into rings of their own to one rank, which sleeps
+/* The bell of src/hora/engine/point_to_point.py and shm/messages.h: N ranks write OPS messages each into rings of their own to one rank, which sleeps
  * when there is nothing to read. It must never sleep while there is, however late a writer is: then all end, and nothing blocks.
  *
  * MUTANT breaks one rule: 1 the reader notes the bell after it has looked, 2 a writer rings before it has written, 3 a writer adds
- * to what the bell says, so that an old number comes back.
+ * to what the bell says in two steps, so that an old number comes back.
  */
 #ifndef N
 #define N 2
@@ -15,7 +15,7 @@
 #endif
 
 byte written[N], taken[N];
-byte bell, numbers;
+byte bell;
 bool asleep, sleeping;
 
 inline ring_bell() {
@@ -23,13 +23,12 @@ inline ring_bell() {
     old = bell;
     bell = old + 1;
 #else
-    d_step { numbers++; number = numbers }
-    bell = number; /* a number that was never there before */
+    bell++ /* in one step: a number that was never there before */
 #endif
 }
 
 proctype writer(byte me) {
-    byte count, number, old;
+    byte count, old;
     do
     :: count == OPS -> break
     :: else ->

@@ -14,7 +14,7 @@ import pytest
 LIMIT_S = 280
 
 
-def start_by_hand(script: str, size: int, secret: Path) -> list[subprocess.Popen]:
+def start_by_hand(script: str, size: int, secret: Path, *arguments: str) -> list[subprocess.Popen]:
     """The script as `size` ranks with nothing but variables and a secret, as a foreign launcher would start it."""
     secret.write_text(token_hex(32))
     secret.chmod(0o600)
@@ -25,7 +25,7 @@ def start_by_hand(script: str, size: int, secret: Path) -> list[subprocess.Popen
     place["HORA_SECRET_FILE"] = str(secret)
     return [
         subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", script],
+            [sys.executable, "-W", "error", "-c", script, *arguments],
             env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -57,6 +57,33 @@ except hvd.HorovodInternalError as error:
 """
 
 
+DIES_IN_A_GROUP = """
+import os, signal, sys, time, torch, torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group("hora", timeout=timedelta(seconds=250))
+small, large = torch.ones(10), torch.ones(3_000_000)
+for _ in range(3):
+    dist.all_reduce(small)
+    dist.all_reduce(large)
+if dist.get_rank() == 1:
+    dist.recv(small, 0)
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.send(small, 1)
+try:
+    if sys.argv[1] == "receive":
+        dist.recv(small, 1)
+    elif sys.argv[1] == "send":
+        dist.send(large, 1)
+    else:
+        for work in [dist.all_reduce(tensor, async_op=True) for tensor in (small, large)]:
+            work.wait()
+except RuntimeError as error:
+    print("stopped:", error)
+dist.destroy_process_group()
+"""
+
+
 def finish(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
     """Exit code, output and errors of each."""
     try:
@@ -79,3 +106,11 @@ def test_a_rank_that_ends_early_stops_the_others(tmp_path):
     assert early == 3
     assert (code, errors) == (0, "")
     assert "stopped: Horovod has been shut down by rank 1" in output
+
+
+@pytest.mark.parametrize("call", ["receive", "send", "calls in flight"])
+def test_a_rank_that_is_killed_ends_a_process_groups_calls_by_name(call, tmp_path):
+    (code, output, errors), (killed, _, _) = finish(start_by_hand(DIES_IN_A_GROUP, 2, tmp_path / "secret", call))
+    assert killed == -9
+    assert (code, errors) == (0, "")
+    assert output.startswith("stopped: rank 1 (process")

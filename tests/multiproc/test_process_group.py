@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -291,6 +292,30 @@ def check_repeated_collectives(rank, size, count, dtype):
 
 
 @in_group
+def test_repeated_calls_in_flight_are_done_in_their_order(rank, size):
+    for step in range(5):
+        tensors = [torch.full((count,), float(rank + step)) for count in (3, 70_000, 5, 400_000)]
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        gathered = torch.zeros(size * 7)
+        works.append(dist.all_gather_into_tensor(gathered, torch.full((7,), float(rank)), async_op=True))
+        if step % 2:
+            behind = torch.ones(3)
+            dist.all_reduce(behind)
+            assert behind.tolist() == [float(size)] * 3
+        while step == 4 and not all(work.is_completed() for work in works):
+            time.sleep(0.001)
+        for work in works[:: -1 if step % 2 else 1]:
+            work.wait()
+        for tensor in tensors:
+            assert torch.equal(tensor, torch.full_like(tensor, sum(range(size)) + step * size))
+        assert torch.equal(gathered, torch.arange(size).repeat_interleave(7).float())
+    with pytest.raises(HorovodInternalError, match=r"Mismatched .*rank 0 has .*rank 1 has"):
+        dist.all_reduce(torch.ones(5 if rank == 1 else 3), async_op=True).wait()
+    future = dist.all_reduce(tensors[0].fill_(1.0), async_op=True).get_future()
+    assert torch.equal(future.wait()[0], torch.full((3,), float(size)))
+
+
+@in_group
 def test_repeated_collectives_of_ranks_that_differ_are_errors_everywhere(rank, size):
     for _ in range(3):
         dist.all_gather_into_tensor(torch.zeros(size * 2), torch.ones(2))
@@ -300,7 +325,7 @@ def test_repeated_collectives_of_ranks_that_differ_are_errors_everywhere(rank, s
     count = 2 + (rank == 1)
     with pytest.raises(HorovodInternalError, match="ALLGATHER tensor shapes"):
         dist.all_gather_into_tensor(torch.zeros(size * count), torch.ones(count))
-    with pytest.raises(HorovodInternalError, match="Mismatched .*root"):
+    with pytest.raises(HorovodInternalError, match=r"Mismatched .*root"):
         dist.broadcast(torch.ones(2), int(rank == 1))
     gathered = torch.zeros(size * 2)
     dist.all_gather_into_tensor(gathered, torch.ones(2))
@@ -334,11 +359,11 @@ def test_bad_input_is_refused_with_the_rank_and_the_remedy(rank, size):
 
 def test_groups_can_be_made_again(place):
     torch_backend.register()
-    for time in range(3):
+    for number in range(3):
         dist.init_process_group("hora", store=place.store, rank=place.rank, world_size=place.size)
-        tensor = torch.full((4,), float(time))
+        tensor = torch.full((4,), float(number))
         dist.all_reduce(tensor)
-        assert tensor.tolist() == [float(time * place.size)] * 4
+        assert tensor.tolist() == [float(number * place.size)] * 4
         assert dist.get_backend() == "hora"
         dist.destroy_process_group()
         assert not dist.is_initialized()

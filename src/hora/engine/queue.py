@@ -7,12 +7,14 @@ derives the same batches; a batch is executed, and its requests are done. One th
 (`ProgressEngine`).
 
 A thread may have the queue to itself for a repeated call (`repeated`), which puts nothing in flight: meanwhile it is
-the driver, and what others submit is announced afterwards. If it is interrupted (Ctrl-C) while it waits for the other
-members, what it has begun is left in flight as an ordinary blocking request would be, and whoever drives the queue next
-goes on with it:
+the driver, and what others submit is announced afterwards. Repeated calls that no thread waits in stand in the lane, in
+flight and in their order, and the driver does them one after the other; so does a call whose thread was interrupted
+(Ctrl-C) while it waited for the other members. What is submitted meanwhile is announced when the lane is empty. When
+the first one is void, all that stand in the lane are announced.
 
     free --begin_exclusive--> exclusive --end_exclusive--> free
-                              exclusive --leave_unfinished--> unfinished --the next driver--> free
+                              exclusive --leave_unfinished--> lane
+    free --start_repeated--> lane --the last one is done, or the first is void--> free
 
 Gradient buckets need no agreement in a step: they go through a schedule (`schedule`), not through here.
 
@@ -29,6 +31,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
 from threading import get_ident
@@ -40,7 +43,7 @@ from hora.engine.execute import deliver, execute, execute_on_device, write_back
 from hora.engine.negotiation.base import Negotiation
 from hora.engine.plan import Batch, BatchPlanner, Part
 from hora.engine.request import NUM_INSTANCES, Key, Kind, Request, Signature, Validator, full_names
-from hora.engine.shm.counters import interrupt_waits
+from hora.engine.shm.counters import SLICE_NS, interrupt_waits
 from hora.engine.shm.segment import Segment
 from hora.engine.status import StallLimits, StallWatch, TimelineRecorder, WorldStatus
 from hora.engine.transport.base import Transport
@@ -48,7 +51,7 @@ from hora.engine.transport.cuda import CudaTransport
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
 
-__all__ = ["DeadlineError", "ExecuteBound", "OperationQueue", "ProgressEngine", "QueueWorld"]
+__all__ = ["DeadlineError", "ExecuteBound", "GoOn", "OperationQueue", "ProgressEngine", "QueueWorld"]
 
 log = logging.getLogger("hora")
 
@@ -248,9 +251,10 @@ class QueueWorld(NamedTuple):
     core: int | None
 
 
-# A repeated call in which a thread was interrupted, with its running number; `go_on` says whether all members have
-# agreed on it, and then it is done.
-_Unfinished = tuple[Request, int, Callable[[], bool]]
+# A repeated call that no thread waits in, with its running number. `go_on(slice_ns)` says whether all members have
+# agreed on it, and then it is done; None: that is not known yet.
+GoOn = Callable[[int], bool | None]
+_LaneCall = tuple[Request, int, GoOn]
 
 
 class OperationQueue(ProgressEngine):
@@ -258,7 +262,6 @@ class OperationQueue(ProgressEngine):
     point of the agreed order."""
 
     _exclusive = False  # a thread has it to itself
-    _unfinished: _Unfinished | None = None
     _farewell = ""  # why the set ends, when its end has been announced
     _retired = ""  # the same, when all members have agreed on it
     waited_for: Key | None = None  # what this rank has waited for to its deadline
@@ -289,6 +292,7 @@ class OperationQueue(ProgressEngine):
         self.schedules: weakref.WeakSet[ProgressEngine] = weakref.WeakSet()  # what goes without agreement (`schedule`)
         self.lock = threading.Lock()  # of submission
         self.numbers: dict[str, int] = {}  # the next running number of unnamed requests, by operation
+        self._lane: deque[_LaneCall] = deque()
         self._kept_back: list[tuple[Signature, int]] = []  # announcements, while a thread has the queue to itself
         self._stalls = StallWatch(stall, ranks, self.member, world.status)
         self._make_transport = make_transport
@@ -386,8 +390,8 @@ class OperationQueue(ProgressEngine):
             super().drive(until)
 
     def _step(self) -> None:
-        if self._unfinished is not None:
-            self._finish_unfinished(self._unfinished)
+        if self._lane:
+            self._go_on_with_first(SLICE_NS)
             return
         try:
             worked = self._execute_round()
@@ -515,6 +519,7 @@ class OperationQueue(ProgressEngine):
 
     def _fail(self, error: HorovodInternalError) -> None:
         """Give every request in flight this error. Any thread."""
+        self._lane.clear()
         self._finish(self.in_flight.copy().values(), error)
         self.notify_waiters(all_threads=True)
 
@@ -535,8 +540,7 @@ class OperationQueue(ProgressEngine):
 
     def end_exclusive(self) -> None:
         """Stop to be the driver, and announce what other threads have submitted meanwhile."""
-        if self._unfinished is None:
-            self._announce_kept_back()
+        self._announce_kept_back()
         self.driver = 0
         self.release()
         if self.in_flight or self.num_waiters:
@@ -544,25 +548,70 @@ class OperationQueue(ProgressEngine):
         if self.status.closing:
             self.idle_if_closing()
 
-    def leave_unfinished(self, request: Request, instance: int, go_on: Callable[[], bool]) -> None:
+    def leave_unfinished(self, request: Request, instance: int, go_on: GoOn) -> None:
         """The thread has been interrupted after its record was published. `end_exclusive` comes next."""
         self._hold(request, request.signature.key(instance))
-        self._unfinished = request, instance, go_on
+        self._lane.append((request, instance, go_on))
 
-    def _finish_unfinished(self, unfinished: _Unfinished) -> None:
-        """Go on with what was left unfinished."""
-        request, instance, go_on = unfinished
-        done = go_on()
-        self._unfinished = None
-        self._announce_kept_back()
-        if done:
-            self._finish([request], None)
-            return
+    def start_repeated(self, request: Request, make: Callable[[int], GoOn]) -> bool:
+        """Put a repeated call in the lane, and go on with it without waiting; `make` gets its running number. False
+        where it has to be announced. The caller sees to it that a thread drives it."""
+        signature = request.signature
         with self.lock:
-            self._announce(request.signature, instance)
+            self.check_open()
+            busy = self._kept_back or len(self.in_flight) != len(self._lane) or self.recorder.timeline is not None
+            if busy or self.stopping or signature.name is not None:
+                return False
+            instance = self.next_instance(signature)
+            self._hold(request, signature.key(instance))
+            if self._exclusive and not self._lane:  # a thread has the queue to itself, or is about to find this request
+                del self.in_flight[request.key]
+                self.numbers[signature.operation] = instance
+                return False
+            self._exclusive = True
+            self._lane.append((request, instance, make(instance)))
+        self.go_on_now()
+        return True
+
+    def go_on_now(self) -> None:
+        """Go on with the lane as far as that takes no waiting."""
+        if self._lane and self.driving.acquire(blocking=False):
+            self.driver = get_ident()
+            try:
+                while self._lane and self._go_on_with_first(0):
+                    pass
+            except HorovodInternalError as error:
+                self._fail(error)
+            finally:
+                self.driver = 0
+                self.release()
+                self.notify_waiters()
+
+    def stands_first(self, request: Request) -> bool:
+        """Return whether a request is the first of the lane."""
+        return any(call[0] is request for call in list(self._lane)[:1])
+
+    def _go_on_with_first(self, slice_ns: int) -> bool:
+        """Go on with the first call of the lane; returns whether it is settled."""
+        call = self._lane[0]
+        done = call[2](slice_ns)
+        if done is None or not self._lane or self._lane[0] is not call:  # failed meanwhile
+            return False
+        if done:
+            self._lane.popleft()
+            self._announce_kept_back()
+            self._finish([call[0]], None)
+            return True
+        with self.lock:
+            self._kept_back[:0] = [(request.signature, instance) for request, instance, _ in self._lane]
+            self._lane.clear()
+        self._announce_kept_back()
+        return True
 
     def _announce_kept_back(self) -> None:
         with self.lock:
+            if self._lane:
+                return
             self._exclusive = False
             if self._kept_back:
                 kept_back, self._kept_back = self._kept_back, []

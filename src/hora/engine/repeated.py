@@ -1,4 +1,4 @@
-"""Repeated calls: blocking collectives of one tensor, on a host whose members do the same one after the other.
+"""Repeated calls: collectives of one tensor, on a host whose members do the same one after the other.
 
 Nothing is put in flight, nothing is announced and no thread is woken: the native part publishes a record
 (`negotiation.shared_memory`), and when all members' records are equal each member does its part. Whatever is
@@ -10,8 +10,8 @@ CUDA tensors of members that share a GPU come by pinned memory, where the device
 
 What the calls with one signature have in common is put together once, in a `CallPlan`; a call makes no object.
 
-A published record whose call is interrupted by Ctrl-C is left to whoever drives the queue next
-(`OperationQueue.leave_unfinished`).
+A call that no thread waits in stands in the queue's lane (`OperationQueue.start_repeated`), and so does one whose
+thread was interrupted by Ctrl-C after its record was published: the driver of the queue goes on with it.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ class CallPlan:
         self.num_rings = transport.num_rings
         self._spec: Spec | None = None
         self.address = self.num_steps = 0  # 0: it goes the ordinary way
+        self.is_staged = False  # all of it is in the slots when its record is published
         if self._what is not None and self._count and transport.has_room(self.num_bytes):
             direct = self.kind is not Kind.ALLREDUCE or transport.is_direct(self.num_bytes)
             self._spec, self.num_steps = transport.ring.spec(
@@ -89,7 +90,7 @@ class CallPlan:
                 item_bytes=self._item_bytes,
                 direct=direct,
             )
-            self.address = ctypes.addressof(self._spec)
+            self.address, self.is_staged = ctypes.addressof(self._spec), bool(self._spec.staged)
 
 
 class RepeatedCalls:
@@ -132,9 +133,7 @@ class RepeatedCalls:
     def carry_out(self, plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor) -> bool:
         """Do it with a contiguous tensor, into another one or in place. False if it has to go the ordinary way."""
         queue, negotiation = self._queue, self._negotiation
-        if plan.num_rings != plan.transport.num_rings:
-            plan.prepare()
-        if not plan.address or not queue.begin_exclusive():
+        if not self._is_ready(plan) or not queue.begin_exclusive():
             return False
         try:
             if negotiation.ticket == negotiation.void:
@@ -149,6 +148,12 @@ class RepeatedCalls:
             queue.submit(request, background=False, instance=instance)
             queue.result(request)
         return True
+
+    def _is_ready(self, plan: CallPlan) -> bool:
+        """Return whether the native part can do it, with the slots that are in use now."""
+        if plan.num_rings != plan.transport.num_rings:
+            plan.prepare()
+        return bool(plan.address)
 
     def _try(self, plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor) -> tuple[bool, int]:
         """Do it while no other thread uses the queue; return whether that was possible, and the running number."""
@@ -233,16 +238,78 @@ class RepeatedCalls:
             self._queue.status.interrupted(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
             return
         tensor, target, out = tensors
-        began, stream = _clock(), None if target is out else torch.cuda.current_stream(out.device)
+        stream = None if target is out else torch.cuda.current_stream(out.device)
+        call = _LaneCall(self, plan, (tensor, out), instance, ticket)
 
-        def go_on() -> bool:
-            done = self._settle(plan, ticket, instance, self._job.state, began)
+        def go_on(slice_ns: int) -> bool | None:
+            done = call.go_on(slice_ns)
             if done and stream is not None:
                 with torch.cuda.stream(stream):
                     copy_to_gpu(target, out)
             return done
 
         self._queue.leave_unfinished(_request(plan, tensor, out), instance, go_on)
+
+    def start(self, plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor) -> Request | None:
+        """Begin to do it with tensors of the CPU, for a caller that goes on; None if it has to go the ordinary way.
+
+        Where the other members find all that they need of it, no thread is woken to drive it.
+        """
+        queue, request = self._queue, _request(plan, tensor, out)
+        if not self._is_ready(plan):
+            return None
+        if not queue.start_repeated(request, lambda number: _LaneCall(self, plan, (tensor, out), number).go_on):
+            return None
+        if not request.done and not (plan.is_staged and queue.stands_first(request)):
+            queue.wake_background()
+        return request
+
+    def publish(self, plan: CallPlan, source: torch.Tensor, target: torch.Tensor, instance: int) -> int:
+        """Prepare the native part for a call of the lane, whose record it publishes; returns the ticket, 0 where that
+        cannot be. On the driver's thread."""
+        queue, negotiation = self._queue, self._negotiation
+        void = negotiation.ticket == negotiation.void or queue.recorder.timeline is not None
+        if void or not self._is_ready(plan) or not queue.planner.idle:
+            return 0
+        ticket, at = negotiation.ticket, (source.data_ptr(), target.data_ptr())
+        step = plan.transport.ring.step + 1
+        _pack(self._job, CALL_AT, plan.address, *at, negotiation.rounds, step, ticket, instance, 0, 0)
+        return ticket
+
+    def go_on(self, plan: CallPlan, ticket: int, instance: int, slice_ns: int) -> bool | None:
+        """Go on with a call of the lane: whether all have agreed on it, and it is done; None if that is not known."""
+        queue, began, closing = self._queue, _clock(), self._queue.status.closing
+        state = self.call(self._job_at, slice_ns)
+        if state == _WAITING:
+            if slice_ns:
+                queue.look_around(closing)
+            return None
+        if state == _MOVING:  # agreed on: carried out also while the world closes
+            queue.status.check_alive()
+            return None
+        return self._settle(plan, ticket, instance, state, began)
+
+
+class _LaneCall:
+    """A repeated call in the lane of the queue. `ticket`: of a record that is published."""
+
+    def __init__(
+        self,
+        path: RepeatedCalls,
+        plan: CallPlan,
+        tensors: tuple[torch.Tensor, torch.Tensor],
+        instance: int,
+        ticket: int = 0,
+    ) -> None:
+        self._path, self._plan, self._tensors = path, plan, tensors
+        self._instance, self._ticket = instance, ticket
+
+    def go_on(self, slice_ns: int) -> bool | None:
+        if not self._ticket:
+            self._ticket = self._path.publish(self._plan, *self._tensors, self._instance)
+            if not self._ticket:
+                return False
+        return self._path.go_on(self._plan, self._ticket, self._instance, slice_ns)
 
 
 def _request(plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor) -> Request:

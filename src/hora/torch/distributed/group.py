@@ -62,6 +62,9 @@ class _Requests(Operation):
         self._lock = threading.Lock()
 
     def done(self) -> bool:
+        if all(request.done for request in self._requests):
+            return True
+        self._group.go_on_now()
         return all(request.done for request in self._requests)
 
     def finish(self, limit_s: float | None) -> None:
@@ -90,6 +93,7 @@ class _Requests(Operation):
             request.on_done = lambda index=index: one_is_done(index)
             if request.done:
                 one_is_done(index)
+        self._group.go_on_in_background()
 
 
 class MessageOperation(Operation):
@@ -261,6 +265,15 @@ class HoraProcessGroup(_BASE):
         self._queue.give_up(text)
         return HorovodInternalError(text)
 
+    def go_on_now(self) -> None:
+        """Go on with calls in flight as far as that takes no waiting."""
+        self._queue.go_on_now()
+
+    def go_on_in_background(self) -> None:
+        """Have calls in flight driven while no thread waits for them."""
+        if self._queue.in_flight:
+            self._queue.wake_background()
+
     # Submitting.
 
     def _label(self, operation: str) -> str:
@@ -321,22 +334,24 @@ class HoraProcessGroup(_BASE):
 
     # Calls like one before.
 
-    def _again(self, key: object, source: Tensor, target: Tensor, opts: Any, shift: int = 0) -> bool:
-        """Do what was done before by the path for repeated calls; False where that cannot be. `shift`: by how many
+    def _again(self, key: object, source: Tensor, target: Tensor, opts: Any, shift: int = 0) -> Work | None:
+        """Do what was done before by the path for repeated calls; None where that cannot be. `shift`: by how many
         bytes the target may begin behind the source, if they share memory."""
         plan = self._known.get(key)
-        if plan is None or not _waits(opts) or not self._runtime.is_current or opts.timeout > _ZERO:
-            return False
-        if (
-            not _is_plain(target)
-            or (source is not target and not _is_plain(source))
-            or torch.is_inference_mode_enabled()
-        ):
-            return False
+        if plan is None or opts is None or not self._runtime.is_current or opts.timeout > _ZERO:
+            return None
+        if not _is_plain(target) or torch.is_inference_mode_enabled():
+            return None
         if source is not target:
             distance = target.data_ptr() - source.data_ptr()
-            if -target.nbytes < distance < source.nbytes and distance != shift:
-                return False
+            if not _is_plain(source) or (-target.nbytes < distance < source.nbytes and distance != shift):
+                return None
+        if not _waits(opts):
+            request = plan.path.start(plan, source, target)
+            if request is None:
+                return None
+            self._num_calls += 1
+            return Work(_Requests(self, [request], None, self._limit_s), [target])
         queue = self._queue
         queue.deadline = time.monotonic() + self._limit_s
         try:
@@ -347,10 +362,11 @@ class HoraProcessGroup(_BASE):
             raise self._timed_out(request, self._limit_s) from None
         finally:
             queue.deadline = math.inf
-        if done:
-            self._num_calls += 1
-            increment_version(target)  # the engine wrote the bytes without autograd
-        return done
+        if not done:
+            return None
+        self._num_calls += 1
+        increment_version(target)  # the engine wrote the bytes without autograd
+        return DONE
 
     def _remember(self, key: object, request: Request, tensor: Tensor) -> None:
         """Keep the plan for calls like this one of a CPU tensor, where the engine has one."""
@@ -369,8 +385,9 @@ class HoraProcessGroup(_BASE):
         if len(tensors) == 1 and opts is not None:
             tensor = tensors[0]
             key = "all_reduce", tensor.shape, tensor.dtype, hash(opts.reduceOp)
-            if self._again(key, tensor, tensor, opts):
-                return DONE
+            work = self._again(key, tensor, tensor, opts)
+            if work is not None:
+                return work
             return self._allreduce("all_reduce", tensors, opts, key)
         return self._allreduce("all_reduce", tensors, opts)
 
@@ -449,8 +466,9 @@ class HoraProcessGroup(_BASE):
         key = None
         if opts is not None:
             key = "reduce_scatter", input.shape, output.shape, input.dtype, output.dtype, hash(opts.reduceOp)
-            if self._again(key, input, output, opts, self._rank * output.nbytes):
-                return DONE
+            work = self._again(key, input, output, opts, self._rank * output.nbytes)
+            if work is not None:
+                return work
         return self._reduce_scatter("reduce_scatter_tensor", [output], [input], opts, key)
 
     def reduce_scatter_single_coalesced(
@@ -534,8 +552,9 @@ class HoraProcessGroup(_BASE):
         root = self._ranks[0 if opts is None else opts.rootRank]
         many = len(tensors) > 1
         key = "broadcast", tensors[0].shape, tensors[0].dtype, root
-        if not many and self._again(key, tensors[0], tensors[0], opts):
-            return DONE
+        work = None if many else self._again(key, tensors[0], tensors[0], opts)
+        if work is not None:
+            return work
         views = [moved(tensor) for tensor in tensors]
         request = self._submit("broadcast", Kind.BROADCAST, views, views, root=root, grouped=many, wait=_waits(opts))
         if not many:
@@ -582,8 +601,9 @@ class HoraProcessGroup(_BASE):
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Gather the members' tensors of one size into one."""
         key = "all_gather", input.shape, output.shape, input.dtype, output.dtype
-        if self._again(key, input, output, opts, -self._rank * input.nbytes):
-            return DONE
+        work = self._again(key, input, output, opts, -self._rank * input.nbytes)
+        if work is not None:
+            return work
         return self._allgather_single("all_gather_into_tensor", [output], [input], opts, key)
 
     def all_gather_single_coalesced(
@@ -638,8 +658,9 @@ class HoraProcessGroup(_BASE):
         self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
     ) -> Work:
         key = "all_to_all", input.shape, output.shape, input.dtype, output.dtype, (*output_splits,), (*input_splits,)
-        if self._again(key, input, output, opts):
-            return DONE
+        work = self._again(key, input, output, opts)
+        if work is not None:
+            return work
         row, target = moved(input), moved(output)
         send = self._elements("input", row, input_splits)
         receive = self._elements("output", target, output_splits)
