@@ -1,19 +1,26 @@
-"""Versions: of Hora, of the Horovod whose interface it keeps, and the oldest of other packages that it works with."""
+"""Versions of Hora, of the Horovod whose interface it keeps, and of other packages; a foreign Horovod beside Hora."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
 import sys
+import warnings
+from pathlib import Path
 
 __all__ = [
     "FLOORS",
     "HOROVOD_BASELINE",
     "advisories",
+    "foreign_conflict",
+    "foreign_message",
     "horovod_version",
     "require",
     "require_gil",
     "too_old",
     "version",
+    "warn_if_foreign_horovod",
 ]
 
 HOROVOD_BASELINE = "0.28.1"  # the Horovod release whose interface is kept
@@ -81,3 +88,46 @@ def require_gil() -> None:
 def _numbers(text: str) -> tuple[int, ...]:
     """Return the numbers of a version's first two parts: `(2, 3)` of `2.3.1+cpu`."""
     return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:2])
+
+
+def _foreign_horovod() -> str | None:
+    """Return `horovod <version>` if that distribution is installed beside Hora, else None."""
+    # importlib.metadata would do it too, and takes longer to import than a job's launch may wait.
+    for folder in sys.path:
+        try:
+            names = os.listdir(folder or ".")
+        except OSError:  # an archive, a folder that is not there, or one that others may not read
+            continue
+        for name in names:
+            if name.startswith("horovod-") and name.endswith((".dist-info", ".egg-info")):
+                return f"horovod {name.removesuffix('-info').rpartition('.')[0].split('-')[1]}"
+    return None
+
+
+def foreign_conflict() -> tuple[str, str] | None:
+    """Describe the conflict of two distributions that claim `horovod`, and its remedy; None if Hora is the only one."""
+    found = _foreign_horovod()
+    if found is None:
+        return None
+    spec = importlib.util.find_spec("horovod")
+    path = Path(spec.origin) if spec is not None and spec.origin else None
+    ours = path is not None and (path.parent / "_modules.py").exists() and "hora" in path.read_text()
+    problem = (
+        f"{found} is installed beside Hora, and both own the import name `horovod`. In use now: "
+        f"{'Hora' if ours else found}'s {path}"
+    )
+    # Uninstalling the other one deletes the files that both have.
+    return problem, "run `pip uninstall -y horovod`, then `pip install --force-reinstall --no-deps hora`"
+
+
+def foreign_message() -> str | None:
+    """Return `foreign_conflict` as one text."""
+    found = foreign_conflict()
+    return None if found is None else f"{found[0]}. Their files overwrite one another: {found[1]}."
+
+
+def warn_if_foreign_horovod() -> None:
+    """Warn with `foreign_message`, if there is one."""
+    message = foreign_message()
+    if message is not None:
+        warnings.warn(message, stacklevel=3)

@@ -29,7 +29,7 @@ pytestmark = [
     ),
 ]
 
-MOST_FILES_TO_THE_USERS_CODE = 37
+MOST_FILES_TO_THE_USERS_CODE = 30
 MOST_FILES_OF_A_DEATH = 21
 ROOT = str(Path(hora.__file__).parent)
 

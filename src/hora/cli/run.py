@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hora.errors import JobFailedError
 from hora.launch import environment
 from hora.launch.options import About, Options, all_options, build_parser, parse
-from hora.legacy.foreign import foreign_message
+from hora.version import foreign_message
 
 if TYPE_CHECKING:
     from hora.launch.job import Job

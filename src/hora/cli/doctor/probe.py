@@ -35,7 +35,7 @@ _TOOL_LIMIT_S = 30.0
 def facts() -> dict[str, Any]:
     """Everything about this host that a finding may need."""
     from hora.legacy.check_build import probe_build
-    from hora.legacy.foreign import foreign_conflict
+    from hora.version import foreign_conflict
 
     return {
         "hostname": socket.gethostname(),
