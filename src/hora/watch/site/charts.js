@@ -3,7 +3,7 @@
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const two = (n) => String(n).padStart(2, "0");
 const clock = (t, seconds = true) => { const d = new Date(t * 1000); return `${two(d.getHours())}:${two(d.getMinutes())}${seconds ? ":" + two(d.getSeconds()) : ""}`; };
-const AXIS = 56, RIGHT = 26;
+const AXIS = 56, RIGHT = 26, BAND = 0.25; // the band of the peaks, as a share of the rest
 
 // A chart that can be built anew (another theme, other series) and takes new data cheaply.
 class Chart {
@@ -26,10 +26,10 @@ class Chart {
     const options = {
       ...this.size(), padding: [10, RIGHT, 0, 0], legend: { show: false },
       cursor: { points: { show: false }, sync: { key: "hora", setSeries: false, scales: ["x", null] }, y: false, drag: { x: true, y: false } },
-      scales: { x: { time: true }, y: { range: (u, low, high) => this.range(low, high) } },
+      scales: { x: { time: true }, y: { distr: 100, fwd: (v) => this.folded(v), bwd: (v) => this.unfolded(v), range: (u, low, high) => this.range(low, high) } },
       axes: [
         { ...axis, space: 70, size: 26, values: (u, splits, i, space, step) => splits.map((t) => clock(t, step < 60)) },
-        { ...axis, size: AXIS, space: 34, values: (u, splits) => splits.map((v) => pretty(v) + this.unit) },
+        { ...axis, size: AXIS, space: 34, splits: (u, i, low, high, step) => this.ticks(low, high, step), filter: (u, splits) => splits, values: (u, splits) => splits.map((v) => pretty(v) + this.unit) },
       ],
       series: [{}, ...this.series.map((one) => ({ points: { show: false }, spanGaps: false, ...one }))],
       hooks: {
@@ -41,22 +41,32 @@ class Chart {
     };
     this.plot = new uPlot(options, this.data, this.element);
   }
-  // One checkpoint that takes ten times a step must not flatten everything else: it goes beyond the top, and its value is
-  // written there (drawPeaks).
+  // One checkpoint that takes ten times a step must not flatten everything else: values above the cut share a band at the
+  // top of the chart, on a scale of its own.
   range(low, high) {
     this.cut = Infinity;
     if (low === null || high === null) return [0, 1];
     const values = [];
     for (let s = 1; s < this.data.length; s++) for (const v of this.data[s]) if (v !== null && v !== undefined) values.push(v);
-    if (values.length > 30) {
-      values.sort((a, b) => a - b);
-      const most = values[Math.floor(values.length * 0.96)];
-      if (high > 2.5 * most) { high = 1.5 * most; this.cut = high * 1.12; }
-      if (!this.zero) low = Math.max(low, values[Math.floor(values.length * 0.002)]);
+    values.sort((a, b) => a - b);
+    const most = values[Math.floor(values.length * 0.96)];
+    if (this.zero) low = 0;
+    if (values.length > 30 && most > low && high - low > 2.5 * (most - low)) {
+      this.cut = low + 1.5 * (most - low); this.top = high;
+      this.fold = (BAND * (this.cut - low)) / (high - this.cut);
+      return [low, high];
     }
-    if (this.zero) return [0, high * 1.12 || 1];
-    const room = (high - low || Math.abs(high) || 1) * 0.08;
-    return [low - room, high + room];
+    const room = (high - low || Math.abs(high) || 1) * (this.zero ? 0.12 : 0.08);
+    return [this.zero ? 0 : low - room, high + room];
+  }
+  folded(v) { return v <= this.cut ? v : this.cut + (v - this.cut) * this.fold; }
+  unfolded(v) { return v <= this.cut ? v : this.cut + (v - this.cut) / this.fold; }
+  // Ticks at round values below the cut, and one for the greatest value.
+  ticks(low, high, step) {
+    const end = Math.min(high, this.cut), ticks = [];
+    if (this.cut !== Infinity) { const rough = (end - low) / 4, ten = 10 ** Math.floor(Math.log10(rough)); step = [1, 2, 5, 10].find((n) => n * ten >= rough) * ten; }
+    for (let v = Math.ceil(low / step) * step; v <= end + step / 1e6; v += step) ticks.push(Number(v.toPrecision(12)));
+    return this.cut === Infinity ? ticks : [...ticks, high];
   }
   set(data) {
     this.data = data;
@@ -79,19 +89,18 @@ class Chart {
     }
     ctx.restore();
   }
-  // Values beyond the top: a triangle, and the greatest of neighbours in figures.
+  // A line where the scale changes, and the greatest of neighbouring peaks in figures.
   drawPeaks(u) {
     if (this.cut === Infinity) return;
-    const { ctx, bbox } = u, ratio = devicePixelRatio, xs = this.data[0], tops = new Map();
+    const { ctx, bbox } = u, ratio = devicePixelRatio, xs = this.data[0], tops = new Map(), edge = Math.round(u.valToPos(this.cut, "y", true)) + 0.5;
     for (let s = 1; s < this.data.length; s++) this.data[s].forEach((v, i) => { if (v > this.cut && v > (tops.get(i) || 0)) tops.set(i, v); });
-    ctx.save(); ctx.fillStyle = css("--quiet"); ctx.font = `${11 * ratio}px system-ui, sans-serif`; ctx.textAlign = "left";
+    ctx.save(); ctx.fillStyle = ctx.strokeStyle = css("--quiet"); ctx.font = `${11 * ratio}px system-ui, sans-serif`; ctx.textAlign = "left";
+    ctx.setLineDash([2 * ratio, 3 * ratio]); ctx.beginPath(); ctx.moveTo(bbox.left, edge); ctx.lineTo(bbox.left + bbox.width, edge); ctx.stroke();
     let end = -1;
     for (const [i, v] of [...tops].sort((a, b) => b[1] - a[1]).slice(0, 12).sort((a, b) => a[0] - b[0])) {
-      const x = u.valToPos(xs[i], "x", true), y = bbox.top + 2 * ratio;
-      if (x < bbox.left || x > bbox.left + bbox.width) continue;
-      ctx.beginPath(); ctx.moveTo(x, y); ctx.lineTo(x - 4 * ratio, y + 7 * ratio); ctx.lineTo(x + 4 * ratio, y + 7 * ratio); ctx.fill();
-      const words = pretty(v) + this.unit, wide = ctx.measureText(words).width;
-      if (x > end && x + wide + 8 * ratio < bbox.left + bbox.width) { ctx.fillText(words, x + 7 * ratio, y + 9 * ratio); end = x + wide + 16 * ratio; }
+      const x = u.valToPos(xs[i], "x", true), y = u.valToPos(v, "y", true), words = pretty(v) + this.unit, wide = ctx.measureText(words).width;
+      if (x < bbox.left || x <= end || x + wide + 8 * ratio > bbox.left + bbox.width) continue;
+      ctx.fillText(words, x + 6 * ratio, y + 10 * ratio); end = x + wide + 16 * ratio;
     }
     ctx.restore();
   }

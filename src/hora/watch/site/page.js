@@ -367,18 +367,22 @@ function showPending() {
   if (!ops.length) { $("pending").replaceChildren(h("p", { className: "none" }, "Nothing.")); return; }
   const chips = (ranks, kind) => h("span", { className: "chips" }, ...ranks.slice(0, 40).map((r) => h("span", { className: `chip ${kind}` }, String(r))));
   $("pending").replaceChildren(...ops.slice(0, 6).map((op) => h("div", { className: "op" }, h("code", {}, op.name), h("span", { className: "quiet" }, `  ${duration(op.waited_s)}`),
-    h("div", { className: "row" }, h("span", {}, "there"), chips(op.there, "good")), h("div", { className: "row" }, h("span", {}, "missing"), op.missing.length ? chips(op.missing, "bad") : h("span", {}, "nobody: data is moving")))));
+    h("div", { className: "row" }, h("span", {}, "there"), chips(op.there, "good")), h("div", { className: "row" }, h("span", {}, "missing"), op.missing.length ? chips(op.missing, "bad") : h("span", {}, "none: data is moving")))));
 }
 
+const GAUGES = {
+  cpu: "Busy share of all cores, of every program on the host.", memory: "Memory in use on the host, without caches.", gpu: "Busy share of the GPU, and its memory in use.",
+  shm: "Shared memory in use on the host.", link: "Bytes sent, as a share of the speed of the network link.",
+};
 function showHosts() {
-  const gauge = (name, share, words) => { const i = h("i"); i.style.width = `${Math.min(100 * share, 100)}%`; return [h("span", { className: "quiet" }, name), h("div", { className: `gauge${share > 0.93 ? " hot" : ""}` }, i), h("span", { className: "v" }, words)]; };
+  const gauge = (name, share, words) => { const i = h("i"), title = GAUGES[name.split(" ")[0]]; i.style.width = `${Math.min(100 * share, 100)}%`; return [h("span", { className: "quiet", title }, name), h("div", { className: `gauge${share > 0.93 ? " hot" : ""}`, title }, i), h("span", { className: "v", title }, words)]; };
   $("hosts").replaceChildren(...Object.entries(run.head.hosts).map(([name, f]) => {
     const rows = [];
     if (f.cpu !== undefined) rows.push(...gauge("cpu", f.cpu, `${Math.round(100 * f.cpu)} % of ${f.num_cpus}`));
     if (f.memory_total) rows.push(...gauge("memory", f.memory / f.memory_total, `${bytes(f.memory)} of ${bytes(f.memory_total)}`));
     (f.gpus || []).slice(0, 16).forEach((g, i) => rows.push(...gauge(`gpu ${i}`, g.busy, `${Math.round(100 * g.busy)} % · ${bytes(g.memory)}`)));
     if (f.shm_total) rows.push(...gauge("shm", f.shm / f.shm_total, `${bytes(f.shm)} of ${bytes(f.shm_total)}`));
-    if (f.net_in !== undefined) rows.push(h("span", { className: "quiet" }, "network"), h("span", { className: "quiet" }, ""), h("span", { className: "v" }, `↓ ${bytes(f.net_in)}/s ↑ ${bytes(f.net_out)}/s${f.net_step ? ` · ${bytes(f.net_step)} a step` : ""}`));
+    if (f.net_in !== undefined) rows.push(h("span", { className: "quiet" }, "network"), h("span", { className: "quiet" }, ""), h("span", { className: "v", title: "Bytes received and sent in a second, by every program on the host." }, `↓ ${bytes(f.net_in)}/s ↑ ${bytes(f.net_out)}/s${f.net_step ? ` · ${bytes(f.net_step)} a step` : ""}`));
     if (f.link && f.net_out !== undefined) rows.push(...gauge("link", f.net_out / f.link, `${Math.round(100 * f.net_out / f.link)} % of ${bytes(f.link)}/s`));
     const who = f.ranks.length > 6 ? `${plural(f.ranks.length, "rank")}: ${f.ranks[0]} … ${f.ranks[f.ranks.length - 1]}` : `rank${f.ranks.length === 1 ? "" : "s"} ${f.ranks.join(", ")}`;
     return h("div", { className: "host" }, h("div", {}, h("b", {}, name), h("div", { className: "quiet" }, who)), rows.length ? h("div", { className: "gauges" }, ...rows) : h("span", { className: "none" }, "no news yet"));
@@ -408,7 +412,7 @@ function showStacks() {
 // Where profiled ranks were found, the newest profile first.
 function showProfiles() {
   const known = Object.entries(run.stacks.profiles).filter(([, p]) => p.num_samples).sort((a, b) => b[1].at - a[1].at).slice(0, 4);
-  $("profiles").replaceChildren(...(known.length ? [h("h3", {}, "Profiles ", h("small", {}, "where a rank was found when it was looked at again and again"))] : []), ...known.map(([rank, p]) =>
+  $("profiles").replaceChildren(...(known.length ? [h("h3", { title: "Samples of the training thread, a hundred in a second or fewer." }, "Profiles ", h("small", {}, "where a rank was found when it was looked at again and again"))] : []), ...known.map(([rank, p]) =>
     h("div", { className: "group" }, h("div", { className: "who" }, h("b", {}, `rank ${rank}`), h("div", { className: "quiet" }, `${trim(p.seconds)} s until ${clock(p.at)}`)),
       h("div", { className: "founds" }, ...p.stacks.slice(0, 3).map(([count, frames]) => h("div", {}, h("small", {}, `${Math.round((100 * count) / p.num_samples)} % of the time`), frameRows(frames, 4, lateRanks().has(Number(rank)))))))));
 }
