@@ -29,7 +29,7 @@ help:
 	@echo "make test-containers            builds the images and trains in them; needs root, buildah and mmdebstrap"
 	@echo "make test-perfetto              a timeline in Perfetto's own page, which it installs first (16 MB)"
 	@echo "make test-spark-protected       jobs on a Spark cluster with authentication, encryption and TLS"
-	@echo "make lint     ruff (lint, format) and mypy only"
+	@echo "make lint     ruff (lint, format), the plain English of the pages, and mypy"
 	@echo "make docs     the documentation's site, in out/site: guides, API reference, options of the commands"
 	@echo "make coverage the lines that the unit and multi-process tests reach, their ranks included, and a floor"
 	@echo "make bench    side-by-side measurements against gloo, DDP and torchrun"
@@ -81,6 +81,7 @@ lint: style
 style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python docs/reference/prose.py
 	$(BIN)/zizmor --offline --quiet .github
 	@if command -v actionlint >/dev/null; then actionlint; else echo "no actionlint: workflows are checked by zizmor alone"; fi
 
