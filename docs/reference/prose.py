@@ -1,6 +1,6 @@
 """Check the plain English of the pages: long sentences, long table cells, and words for which there is a better one.
 
-    python docs/reference/prose.py        # prints FILE:LINE: and the finding; part of `make style`
+python docs/reference/prose.py        # prints FILE:LINE: and the finding; part of `make style`
 """
 
 from __future__ import annotations
