@@ -81,6 +81,10 @@ class Etcd:
     def put(self, key: str, value: bytes) -> None:
         self.ask("put", key=base64.b64encode(key.encode()).decode(), value=base64.b64encode(value).decode())
 
+    def value(self, key: str) -> bytes:
+        found = self.ask("range", key=base64.b64encode(key.encode()).decode())
+        return base64.b64decode(found["kvs"][0]["value"]) if "kvs" in found else b""
+
 
 @pytest.fixture
 def etcd(tmp_path: Path) -> Iterator[Etcd]:
@@ -137,6 +141,24 @@ def test_entries_of_others_in_the_store_end_no_job(tmp_path: Path, etcd: Etcd):
     for key in ("stray", "over", "where"):
         job.job.wait_for_text(f"the entry '{key}' in the store")
     assert "was not written by a node of this job" in job.finish()
+
+
+@pytest.mark.security
+@needs_etcd
+def test_a_forged_leader_in_the_store_delays_an_election_by_no_more_than_a_lease(tmp_path: Path, etcd: Etcd):
+    """Over the entry of one that leads, which restores it; and where none leads, which the next job removes."""
+    (port,) = free_ports(1)
+    first = StoreJob(tmp_path / "first", etcd, port=port).begun()
+    (key,) = [name for name in etcd.names() if name.endswith("/leader")]
+    own, forged = etcd.value(key), json.dumps({"name": "another"}).encode()
+    etcd.put(key, forged)
+    wait_until("the leader has restored its entry", lambda: etcd.value(key) == own, 60)
+    first.finish()
+    wait_until("the entry is gone with its leader", lambda: etcd.value(key) == b"", 60)
+    etcd.put(key, forged)
+    text = StoreJob(tmp_path / "second", etcd, port=port).begun().finish()
+    assert "the entry 'leader' in the store" in text
+    assert etcd.value(key) != forged
 
 
 @pytest.mark.security

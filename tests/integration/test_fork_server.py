@@ -120,6 +120,30 @@ def test_a_fork_server_that_dies_while_it_loads_is_done_without():
     assert killed
 
 
+@pytest.mark.parametrize("where", ["server", "fork"])
+def test_workers_are_executed_where_the_fork_server_cannot_fork(tmp_path: Path, monkeypatch, capfd, where: str):
+    (tmp_path / "no_more_processes.py").write_text(
+        "import errno, os\n"
+        "fork, server = os.fork, os.getpid()\n"
+        "def fail():\n"
+        f"    if {where!r} == 'server' or os.getpid() != server:\n"
+        "        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))\n"
+        "    return fork()\n"
+        "if open('/proc/self/comm').read() == 'hora-forks\\n':\n"
+        "    os.fork = fail\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def work() -> tuple[str, int]:
+        import no_more_processes
+
+        return no_more_processes.__name__, int(os.environ["HOROVOD_RANK"])
+
+    assert horovod.run(work, num_proc=2) == [("no_more_processes", 0), ("no_more_processes", 1)]
+    assert ("cannot fork" in capfd.readouterr().err) is (where == "server")
+
+
 def test_workers_survive_the_fork_server(tmp_path: Path):
     flag, here = tmp_path / "go on", tmp_path / "here"
 

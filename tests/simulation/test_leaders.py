@@ -33,7 +33,7 @@ from hora.launch.agent import session as agent_session
 from hora.launch.agent.protocol import Bye, Start
 from hora.launch.controller import agents, launcher
 from hora.launch.controller.agents import Agents
-from hora.launch.ha import following, leadership
+from hora.launch.ha import following, leadership, store
 from hora.launch.ha.etcd import Etcd as EtcdStore
 from hora.launch.ha.following import LeaderLink
 from hora.launch.ha.leadership import ElectionLoop, Leadership
@@ -54,7 +54,7 @@ class Etcd:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self._revision = 1
-        self._keys: dict[str, tuple[str, int, int]] = {}  # key -> value, revision, lease
+        self._keys: dict[str, tuple[str, int, int, int]] = {}  # key -> value, revision, lease, revision of the last put
         self._leases: dict[int, tuple[float, float]] = {}  # lease -> seconds, when it expires
         self.saved: list[tuple[int, dict[str, Any]]] = []  # by which term, what
 
@@ -73,7 +73,8 @@ class Etcd:
             case "kv/range":
                 first, end = (base64.b64decode(question[name]) for name in ("key", "range_end"))
                 found = [item for item in self._keys.items() if first <= base64.b64decode(item[0]) < end]
-                return {"kvs": [{"key": k, "value": v, "create_revision": str(r)} for k, (v, r, _) in found]}
+                names = ("value", "create_revision", "lease", "mod_revision")
+                return {"kvs": [{"key": k} | dict(zip(names, map(str, kv), strict=True)) for k, kv in found]}
             case "kv/txn":
                 return self._transaction(question)
             case "lease/grant":
@@ -91,21 +92,31 @@ class Etcd:
                 return {}
         raise AssertionError(path)
 
+    def forge_leader(self, name: str) -> None:
+        """Write as a client that is no node of the job: the entry then belongs to no lease."""
+        key = next((key for key in self._keys if base64.b64decode(key).endswith(b"/leader")), None)
+        if key is not None:
+            self._revision += 1
+            value = base64.b64encode(json.dumps({"name": name}).encode()).decode()
+            self._keys[key] = value, self._keys[key][1], 0, self._revision
+
     def _transaction(self, question: Any) -> dict[str, Any]:
-        (compare,), (then,) = question["compare"], question["success"]
-        revision = self._keys.get(compare["key"], ("", 0, 0))[1]
-        if revision != int(compare["create_revision"]):
+        (compare,), then = question["compare"], question["success"][0] if question["success"] else {}
+        _, revision, _, last = self._keys.get(compare["key"], ("", 0, 0, 0))
+        asked, value = ("mod_revision", last) if compare["target"] == "MOD" else ("create_revision", revision)
+        if value != int(compare[asked]):
             return {"succeeded": False, "header": {"revision": str(self._revision)}}
-        self._revision += 1
+        self._revision += bool(then)
         if "requestPut" in then:
             put = then["requestPut"]
             lease = int(put.get("lease", 0))
             assert not lease or lease in self._leases, "a key under a lease that is over"
             before = self._keys.get(put["key"])
-            self._keys[put["key"]] = put["value"], self._revision if before is None else before[1], lease
+            made = self._revision if before is None else before[1]
+            self._keys[put["key"]] = put["value"], made, lease, self._revision
             if base64.b64decode(put["key"]).endswith(b"/state"):
                 self.saved.append((revision, json.loads(json.loads(base64.b64decode(put["value"]))["text"])))
-        else:
+        elif then:
             self._keys.pop(then["requestDeleteRange"]["key"], None)
         return {"succeeded": True, "header": {"revision": str(self._revision)}}
 
@@ -345,7 +356,7 @@ class Run:
         leaders = [node for node in alive if node.index in self.leading]
         node, kind = (
             rng.choice(leaders if leaders and rng.random() < 0.6 else alive),
-            rng.choice(["kill", "stop", "cut"]),
+            rng.choice(["kill", "stop", "cut", "forge"]),
         )
         self.simulation.log(f"fault: {kind} {node.name}")
         match kind:
@@ -353,6 +364,8 @@ class Run:
                 node.kill()
             case "stop":
                 node.stopped_until = max(node.stopped_until, now + rng.choice([1.0, 4.0, 30.0]))
+            case "forge":
+                self.etcd.forge_leader(node.name)
             case "cut":
                 node.cut_until = max(node.cut_until, now + rng.choice([0.5, 2.0, 5.0, 40.0]))
 
@@ -388,6 +401,7 @@ class Run:
         common = {"time": times, "threading": threads}
         replaced: dict[Any, dict[str, Any]] = {
             leadership: common | {"ended_by_signals": lambda: contextlib.nullcontext(SimpleNamespace(first=None))},
+            store: {"time": times},
             session: common,
             agents: common | {"Server": LeadersServer},
             launcher: common | {"queue": queues},

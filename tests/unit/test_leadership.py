@@ -140,16 +140,19 @@ def test_names_that_others_hold_keep_no_agent_from_its_work(capsys):
 class OneStore:
     """A store in memory, in which others write, too."""
 
-    members, ttl_s = (("127.0.0.1", 1),), 3
+    members, ttl_s = (("127.0.0.1", 1),), 600
 
     def __init__(self):
-        self.values, self.term = {}, 0
+        self.values, self.term, self.version, self.evicted = {}, 0, "", []
 
     def __str__(self):
         return "memory"
 
     def read(self):
-        return Contents(self.term, self.values)
+        return Contents(self.term, self.values, self.version)
+
+    def evict(self, leader_version):
+        self.evicted.append(leader_version)
 
     def put(self, key, value, *, term, lasting_s=0):
         self.values[key] = json.loads(json.dumps(value))
@@ -178,8 +181,12 @@ def test_what_no_node_wrote_into_the_store_is_named_and_ignored(forged, caplog):
     for key in ("over", "where", "stray"):
         assert caplog.text.count(f"the entry '{key}' in the store (HORA_STORE: memory) was not written") == 1
     raw.values["leader"] = {"name": "me"}
-    with pytest.raises(StoreError, match=r"the entry 'leader' in the store .* remove it"):
-        store.read()
+    for raw.version in ("2", "2", "3"):  # no leader has restored its own entry yet
+        with pytest.raises(StoreError, match=r"the entry 'leader' in the store .* remove it"):
+            store.read()
+    raw.ttl_s = 0
+    assert store.read().term == 0
+    assert raw.evicted == ["3"]
 
 
 def test_a_node_that_is_new_to_the_next_leader_has_a_new_name():

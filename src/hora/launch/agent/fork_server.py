@@ -8,7 +8,8 @@ nothing is computed here. Both ask over the socket that is the server's standard
 `serve` is the process, `ForkServer` the asker's end, `WorkerForks` the one of an agent.
 
 Request: {"load": modules, "fork": None or what the role needs}, and the descriptors that the fork gets. A worker is
-asked for by {"worker", "env", "unset", "cwd", "agent"} with stdout and stderr; the answer is {"worker", "pid"}.
+asked for by {"worker", "env", "unset", "cwd", "agent"} with stdout and stderr; the answer is {"worker", "pid"}, with 0
+for a worker that could not be forked. A server that cannot fork at all ends, and its client does without it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,11 @@ def serve(name: str, modules: Iterable[str], role: Role) -> None:
             request = json.loads(data)
             if request["load"]:
                 _load_and_share(name, request["load"])
-            if request["fork"] is not None and fork() == 0:
+            try:
+                is_fork = request["fork"] is not None and fork() == 0
+            except OSError as error:
+                sys.exit(f"hora: the fork server cannot fork ({error.strerror}); see `ulimit -u`")
+            if is_fork:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 role(request["fork"], descriptors, asker)
             for descriptor in descriptors:
@@ -87,7 +92,11 @@ def _be_worker(
 ) -> NoReturn:
     """Fork once more, so that the agent, a subreaper, becomes the parent and sees the end; then work."""
     middle = os.getpid()
-    pid = fork()
+    try:
+        pid = fork()
+    except OSError:
+        agent.send(json.dumps({"worker": request["worker"], "pid": 0}).encode())
+        os._exit(1)
     if pid:
         agent.send(json.dumps({"worker": request["worker"], "pid": pid}).encode())
         os._exit(0)
@@ -155,7 +164,7 @@ class WorkerForks:
         return same and differ_only_in(env, self._env, OWN)
 
     def ask(self, worker: int, env: Mapping[str, str], cwd: str | None) -> None:
-        """Ask for a worker."""
+        """Ask for a worker. OSError if no descriptor is left for its output."""
         request = {
             "worker": worker,
             "env": {name: value for name, value in env.items() if self._env.get(name) != value},
@@ -164,21 +173,34 @@ class WorkerForks:
             "agent": os.getpid(),
         }
         self._waiting.append(request)
-        self._ask_next()
+        try:
+            self._ask_next()
+        except OSError:
+            self._waiting.pop()
+            raise
 
     def _ask_next(self) -> None:
         # One at a time: the server may be busy loading, and the socket holds only so much.
         if not self._waiting or self._output:
             return
+        out = os.pipe2(os.O_CLOEXEC)
+        try:
+            err = os.pipe2(os.O_CLOEXEC)
+        except OSError:
+            os.close(out[0])
+            os.close(out[1])
+            raise
         request = self._waiting.popleft()
-        out, err = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
         self._output[request["worker"]] = out[0], err[0]
         self._server.ask(request, [out[1], err[1]])
         os.close(out[1])
         os.close(err[1])
 
-    def forked(self) -> Iterator[tuple[int, Spawned]]:
-        """Yield the workers that run now. Ends with EOFError when the server is gone."""
+    def forked(self) -> Iterator[tuple[int, Spawned | None]]:
+        """Yield the workers that run now, with None those that could not be forked.
+
+        Ends with EOFError when the server is gone.
+        """
         while True:
             try:
                 data = self._server.socket.recv(4096)
@@ -191,9 +213,13 @@ class WorkerForks:
             answer = json.loads(data)
             output = self._output.pop(answer["worker"])
             for descriptor in output:
-                os.set_blocking(descriptor, False)
-            self._ask_next()
-            yield answer["worker"], Spawned(answer["pid"], *output)
+                os.set_blocking(descriptor, False) if answer["pid"] else os.close(descriptor)
+            yield answer["worker"], Spawned(answer["pid"], *output) if answer["pid"] else None
+            while self._waiting and not self._output:
+                try:
+                    self._ask_next()
+                except OSError:  # no descriptor is left
+                    yield self._waiting.popleft()["worker"], None
 
     def close(self) -> None:
         self._server.close()

@@ -11,7 +11,7 @@ import http.client
 import json
 import ssl
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -75,13 +75,15 @@ class Etcd:
         end = base64.b64encode(f"{self.prefix[:-1]}0".encode()).decode()  # '0' follows '/'
         found = self._ask("kv/range", {"key": self._key(""), "range_end": end}).get("kvs", [])
         names = [base64.b64decode(one["key"]).decode(errors="replace").removeprefix(self.prefix) for one in found]
-        terms = [int(one["create_revision"]) for name, one in zip(names, found, strict=True) if name == "leader"]
+        leaders = [one for name, one in zip(names, found, strict=True) if name == "leader"]
         values = {
             name: decoded(base64.b64decode(one.get("value", "")))
             for name, one in zip(names, found, strict=True)
             if "/" not in name
         }
-        return Contents(terms[0] if terms else 0, values)
+        if not leaders:
+            return Contents(0, values)
+        return Contents(int(leaders[0]["create_revision"]), values, str(leaders[0]["mod_revision"]))
 
     def put(self, key: str, value: Mapping[str, Any], *, term: int, lasting_s: int = 0) -> bool:
         """Set a value in the name of a leader; False if another one leads, or none."""
@@ -95,28 +97,46 @@ class Etcd:
     def lead(self, name: str) -> LeaderTerm | None:
         """Become the leader, unless there is one."""
         lease = self._grant(self.ttl_s)
-        put = {"requestPut": {"key": self._key("leader"), "value": _encode({"name": name}), "lease": lease}}
-        answer = self._led(0, put)
+        answer = self._led(0, self._leader_entry(name, lease))
         if not answer:
             self.resign(LeaderTerm(0, lease))
             return None
-        return LeaderTerm(answer, lease)
+        return LeaderTerm(answer, lease, name)
 
     def renew(self, office: LeaderTerm) -> bool:
-        """Return whether the leader's lease still exists, which then begins anew."""
+        """Return whether this leader still leads; its lease then begins anew.
+
+        A write of another client has taken the entry from the lease, and it would outlive this leader: it is restored.
+        """
         answer = self._ask("lease/keepalive", {"ID": office.lease})
-        return int(answer.get("result", {}).get("TTL", 0)) > 0
+        if int(answer.get("result", {}).get("TTL", 0)) <= 0:
+            return False
+        if self._conditionally("MOD", "mod_revision", office.term, []):
+            return True
+        return bool(self._led(office.term, self._leader_entry(office.name, office.lease)))
 
     def resign(self, office: LeaderTerm) -> None:
         self._ask("lease/revoke", {"ID": office.lease})
+
+    def evict(self, leader_version: str) -> None:
+        """Remove the leader's entry, unless it has another version."""
+        remove = {"requestDeleteRange": {"key": self._key("leader")}}
+        self._conditionally("MOD", "mod_revision", int(leader_version), [remove])
+
+    def _leader_entry(self, name: str, lease: str) -> Mapping[str, Any]:
+        return {"requestPut": {"key": self._key("leader"), "value": _encode({"name": name}), "lease": lease}}
 
     def _grant(self, ttl_s: int) -> str:
         return str(self._ask("lease/grant", {"TTL": str(ttl_s)})["ID"])
 
     def _led(self, term: int, then: Mapping[str, Any]) -> int:
         """Do this if the leader of that term leads (0: nobody); the revision in which it was done, or 0."""
-        led = {"key": self._key("leader"), "target": "CREATE", "result": "EQUAL", "create_revision": str(term)}
-        answer = self._ask("kv/txn", {"compare": [led], "success": [then]})
+        return self._conditionally("CREATE", "create_revision", term, [then])
+
+    def _conditionally(self, target: str, field: str, revision: int, then: Sequence[Mapping[str, Any]]) -> int:
+        """Do this if that revision of the leader's entry is this one; the revision in which it was done, or 0."""
+        condition = {"key": self._key("leader"), "target": target, "result": "EQUAL", field: str(revision)}
+        answer = self._ask("kv/txn", {"compare": [condition], "success": list(then)})
         return int(answer["header"]["revision"]) if answer.get("succeeded") else 0
 
     # ---- the wire -------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from hora.launch.ha.store import Contents, LeaderTerm, StoreError, decoded, exchange, lease_time
+from hora.launch.ha.store import LONGEST_TTL_S, Contents, LeaderTerm, StoreError, decoded, exchange, lease_time
 
 __all__ = ["LeaseStore"]
 
@@ -83,8 +83,13 @@ class LeaseStore:
 
     def read(self) -> Contents:
         """The leader's term, and the values as of then or later."""
-        term = self._leader(self._get(_LEASE))
-        return Contents(term, self._values(self._get(_SECRET)))
+        lease = self._get(_LEASE)
+        term, values = self._leader(lease), self._values(self._get(_SECRET))
+        values.pop("leader", None)
+        if term:
+            holder = str(lease["spec"]["holderIdentity"])
+            values["leader"] = {"name": holder.removeprefix(f"{self.job}.").rpartition(".")[0]}
+        return Contents(term, values, str(lease["metadata"]["resourceVersion"]))
 
     def put(self, key: str, value: Mapping[str, Any], *, term: int, lasting_s: int = 0) -> bool:
         """Set a value in the name of a leader; False if a later one leads. It lasts until the next run."""
@@ -117,6 +122,12 @@ class LeaseStore:
         """Lead no more."""
         self._hold(office, {"holderIdentity": ""})
 
+    def evict(self, leader_version: str) -> None:
+        """Remove the leader's name from the Lease, unless the Lease has another version."""
+        lease = self._get(_LEASE)
+        if str(lease["metadata"]["resourceVersion"]) == leader_version:
+            self._replace(_LEASE, {**lease, "spec": {**(lease.get("spec") or {}), "holderIdentity": ""}})
+
     # ---- the Lease ------------------------------------------------------------------------------------------
 
     def _leader(self, lease: Mapping[str, Any]) -> int:
@@ -127,7 +138,7 @@ class LeaseStore:
                 self._seen["lease"] = version, now
             since = self._seen["lease"][1]
         holder = spec.get("holderIdentity") or ""
-        if not holder or now >= since + float(spec.get("leaseDurationSeconds") or 0):
+        if not holder or now >= since + min(float(spec.get("leaseDurationSeconds") or 0), LONGEST_TTL_S):
             return 0
         if self.job and not holder.startswith(f"{self.job}."):
             raise StoreError(f"another job uses the Lease {self.name}; give each job its own (HORA_STORE)")

@@ -1,7 +1,11 @@
 """The store: where the state of a job lives that its leader must not take along when it dies.
 
 Here are the interface of stores, what they return, and JSON over HTTP, in which they answer; `etcd` and `kubernetes`
-implement it. Values are small and hold no secret.
+implement it. Values are small and hold no secret. `AuthenticatedStore` authenticates them with the nodes' secret: each
+carries a MAC over its key and its text. An entry without a right one is logged once, as the StoreError that it is, and
+the job goes on as if it were not there. A `leader` that no node of the job wrote cannot be ignored, because the store
+itself honours it: `read` raises the error, and removes the entry if no leader has restored its own within the time of
+a lease.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import http.client
 import json
 import logging
 import ssl
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +24,7 @@ from typing import Any, Protocol
 from hora.net.wire import derived_secret
 
 __all__ = [
+    "LONGEST_TTL_S",
     "AuthenticatedStore",
     "Contents",
     "LeaderTerm",
@@ -29,6 +35,7 @@ __all__ = [
     "lease_time",
 ]
 
+LONGEST_TTL_S = 600
 _ANSWER_S = 2.0  # for one server; and no longer than until the next renewal of a lease, so that another can be asked
 
 
@@ -42,14 +49,19 @@ class LeaderTerm:
 
     term: int
     lease: str
+    name: str = ""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """State of a job in the store. `term`: its leader's, 0 where nobody leads; `values`: by key."""
+    """State of a job in the store. `term`: its leader's, 0 where nobody leads; `values`: by key.
+
+    `leader_version`: changes with every write of the leader's entry.
+    """
 
     term: int
     values: Mapping[str, Mapping[str, Any]]
+    leader_version: str = ""
 
 
 class JobStore(Protocol):
@@ -84,6 +96,9 @@ class JobStore(Protocol):
     def resign(self, office: LeaderTerm) -> None:
         """Lead no more."""
 
+    def evict(self, leader_version: str) -> None:
+        """Remove the leader's entry, unless it has another version."""
+
 
 def decoded(text: str | bytes) -> Mapping[str, Any]:
     """Return the value of an entry; an empty one for bytes that no node of a job writes."""
@@ -96,8 +111,8 @@ def decoded(text: str | bytes) -> Mapping[str, Any]:
 
 def lease_time(text: str) -> int:
     """Read the seconds after which a leader that does not renew its lease is replaced."""
-    if not text.isdecimal() or not 1 <= int(text) <= 600:
-        raise ValueError(f"HORA_STORE: ttl= must lie in 1..600 seconds, but it is {text!r}")
+    if not text.isdecimal() or not 1 <= int(text) <= LONGEST_TTL_S:
+        raise ValueError(f"HORA_STORE: ttl= must lie in 1..{LONGEST_TTL_S} seconds, but it is {text!r}")
     return int(text)
 
 
@@ -138,6 +153,7 @@ class AuthenticatedStore:
         self._store, self._secret = store, secret
         self._key = derived_secret(secret, "values of the store")
         self._complained: set[str] = set()
+        self._forged_leader: tuple[str, float] | None = None  # the version of the entry, and since when it is known
 
     @property
     def members(self) -> tuple[tuple[str, int], ...]:
@@ -152,17 +168,22 @@ class AuthenticatedStore:
 
     def read(self) -> Contents:
         found, values = self._store.read(), {}
+        term = found.term
         for key, sealed in found.values.items():
             try:
                 values[key] = self._opened(key, sealed)
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 error = self._forged(key)
-                if key == "leader" and found.term:
-                    raise error from None
+                if key == "leader" and term:
+                    if not self._evicted(found.leader_version):
+                        raise error from None
+                    _log.warning("%s; it was removed", error)
+                    term = 0
+                    continue
                 if key not in self._complained:
                     self._complained.add(key)
                     _log.warning("%s; it is ignored", error)
-        return Contents(found.term, values)
+        return Contents(term, values, found.leader_version)
 
     def put(self, key: str, value: Mapping[str, Any], *, term: int, lasting_s: int = 0) -> bool:
         text = json.dumps(value)
@@ -179,6 +200,18 @@ class AuthenticatedStore:
 
     def resign(self, office: LeaderTerm) -> None:
         self._store.resign(office)
+
+    def evict(self, leader_version: str) -> None:
+        self._store.evict(leader_version)
+
+    def _evicted(self, version: str) -> bool:
+        """Return whether this forged entry of a leader was there for the time of a lease, and has been removed."""
+        if self._forged_leader is None or self._forged_leader[0] != version:
+            self._forged_leader = version, time.monotonic()
+        if time.monotonic() < self._forged_leader[1] + self.ttl_s:
+            return False
+        self.evict(version)
+        return True
 
     def _opened(self, key: str, sealed: Mapping[str, Any]) -> Any:
         if key == "leader":
