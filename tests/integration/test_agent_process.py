@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from hora.launch.agent.protocol import Bye, Exited, Finish, Frames, Join, Message, Output, Start, Started, frame
+from waiting import wait_until
 
 NUM_WORKERS = 12
 _PTRACE_CONT, _PTRACE_SEIZE, _PTRACE_O_TRACEEXIT, _PTRACE_EVENT_EXIT, _WALL = 7, 0x4206, 0x40, 6, 0x40000000
@@ -77,6 +78,32 @@ def test_a_workers_private_files_go_with_it():
         found = [outcome(worker) for worker in range(NUM_WORKERS)]
     assert [said for said, _ in found] == [f"{secret}\n32\n" for secret in own]
     assert {num for _, num in found} == {found[0][1]}
+
+
+@pytest.mark.parametrize("killed", ["worker", "agent", "guardian"])
+def test_temporary_files_of_a_worker_go_with_it(tmp_path, monkeypatch, killed: str):
+    """As an estimator's rank makes them, in which a training writes its checkpoints."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    program = (
+        "import os, time; from hora.spark.estimator.store import temporary_folder;"
+        "folder = temporary_folder('run-'); open(folder.name + '/checkpoint', 'w').close();"
+        "os.write(1, b'here'); time.sleep(600)"
+    )
+    agent = LocalProcess()
+    reports = agent.reports()
+    agent.start(0, [sys.executable, "-c", program], {})
+    pid = next(report.pid for report in reports if isinstance(report, Started))
+    assert next(report.data for report in reports if isinstance(report, Output)) == b"here"
+    (made,) = tmp_path.glob("hora-*/0/run-*/checkpoint")
+    assert made.parents[1].stat().st_mode & 0o777 == 0o700
+    (process,) = psutil.Process(agent.process.pid).children()
+    os.kill({"worker": pid, "agent": process.pid, "guardian": agent.process.pid}[killed], signal.SIGKILL)
+    wait_until("the files are gone", lambda: not made.parents[1].exists())
+    if killed == "worker":
+        agent.sock.sendall(frame(Finish(1.0)) + frame(Bye(0)))
+    agent.process.wait(60)
+    wait_until("nothing is left", lambda: not list(tmp_path.iterdir()))
+    agent.sock.close()
 
 
 def test_a_death_is_reported_before_the_dead_process_closes_its_connections():

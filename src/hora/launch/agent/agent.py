@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 from collections import deque
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from hora import lifeline
 from hora.launch.agent.fork_server import WorkerForks
@@ -33,6 +33,7 @@ from hora.launch.agent.processes import (
     environment_value,
     exit_code,
     guard,
+    remove_folder,
     send_signal,
     spawn,
 )
@@ -154,8 +155,11 @@ class Agent:
     """Running -> (link gone, Finish, Bye, SIGTERM, guardian or controller dead) -> ending -> finished -> out.
 
     A first SIGTERM in an elastic job: leaving, until the workers have left -> ending. `controller_pid`: of one on this
-    machine. `execute`: becomes a worker, in its forked process.
+    machine. `execute`: becomes a worker, in its forked process. `scratch`: a folder in which each worker may make its
+    own (`HORA_SCRATCH`) for temporary files, which goes with the worker, whatever ends that.
     """
+
+    scratch: ClassVar[str] = ""  # set by `guarded`
 
     def __init__(
         self, link: ControllerLink, *, controller_pid: int | None = None, execute: Execute = os.execvpe
@@ -207,6 +211,7 @@ class Agent:
         while self._link.wants_write and time.monotonic() < limit:
             self._turn()
         self._link.close()
+        remove_folder(self.scratch)
         return LEFT if self._status is None and self._leaving_until is not None else self._status
 
     def _over(self) -> bool:
@@ -300,7 +305,10 @@ class Agent:
             self._heard = time.monotonic()
             match message:
                 case Start():
-                    self._start(message)
+                    try:
+                        self._start(message)
+                    except OSError as error:  # no descriptor is left, say
+                        self._exited(message.worker, 127, f"cannot start a worker: {error}; see `ulimit -n`")
                 case Terminate(workers, grace_s):
                     self._terminate(workers, grace_s)
                 case Finish(grace_s):
@@ -339,6 +347,8 @@ class Agent:
         files = {name: self._private_file(data, worker) for name, data in order.private_files.items()}
         self._lifelines[worker] = lifeline.Lifeline(lambda: self._on_death(worker))
         env |= order.env | files | {"HORA_LIFELINE": self._lifelines[worker].path}
+        if self.scratch:
+            env["HORA_SCRATCH"] = f"{self.scratch}/{worker}"
         # N ranks that each start a thread per core would fight for the cores.
         env.setdefault("OMP_NUM_THREADS", _fair_share(env))
         if order.preload is None or not self._ask_to_fork(order, order.preload, env):
@@ -383,7 +393,10 @@ class Agent:
         assert self._forks is not None
         try:
             for worker, spawned in self._forks.forked():
-                if worker in self._requested:
+                if spawned is None:
+                    if worker in self._requested:
+                        self._execute(*self._requested.pop(worker))
+                elif worker in self._requested:
                     del self._requested[worker]
                     self._adopt(worker, spawned)
                     if spawned.pid in self._strays:
@@ -480,6 +493,7 @@ class Agent:
         self._requested.pop(worker, None)
         self._forget_private_files(worker)
         self._link.send(Exited(worker, code, reason))
+        remove_folder(f"{self.scratch}/{worker}")
 
     def _family(self, worker: int, processes: Processes) -> list[int]:
         """The worker's processes, and orphans of its that became ours."""
@@ -532,10 +546,13 @@ def _fair_share(env: dict[str, str]) -> str:
 def guarded() -> None:
     """Fork: this process becomes the guardian and ends with the agent's status; the agent, its child, returns."""
     guardian = os.getpid()
+    Agent.scratch = f"{variables().get('TMPDIR') or '/tmp'}/hora-{os.urandom(8).hex()}"
     adopt_orphans()
     pid = os.fork()
     if pid:
-        os._exit(guard(pid))
+        status = guard(pid)
+        remove_folder(Agent.scratch)
+        os._exit(status)
     if not die_with_parent(guardian, signal.SIGTERM):
         os._exit(128 + signal.SIGTERM)
     adopt_orphans()

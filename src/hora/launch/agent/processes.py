@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ __all__ = [
     "exit_code",
     "family",
     "guard",
+    "remove_folder",
     "name_process",
     "send_signal",
     "spawn",
@@ -152,8 +154,16 @@ def spawn(
     execute: Execute = os.execvpe,
 ) -> Spawned:
     """Start a process. OSError, with a text for users, if it cannot be executed."""
-    out, err, trouble = (os.pipe2(os.O_CLOEXEC) for _ in range(3))
-    pid = os.fork()
+    pipes: list[tuple[int, int]] = []
+    try:
+        for _ in range(3):
+            pipes.append(os.pipe2(os.O_CLOEXEC))
+        pid = os.fork()
+    except OSError as error:
+        for descriptor in itertools.chain(*pipes):
+            os.close(descriptor)
+        raise OSError(f"cannot start {argv[0]!r}: {error.strerror}; see `ulimit -n` and `ulimit -u`") from None
+    out, err, trouble = pipes
     if pid == 0:
         _become(argv, env, cwd, (stdin, out[1], err[1]), trouble[1], execute)
     for _, write_end in (out, err, trouble):
@@ -217,6 +227,14 @@ def _advice(program: str) -> str:
     if not os.access(program, os.X_OK):
         return f"; make it executable (chmod +x {program}) or put its interpreter in front"
     return "; does its first line name an interpreter that is there, as in #!/bin/sh?"
+
+
+def remove_folder(path: str) -> None:
+    """Remove a folder of temporary files, if it is there."""
+    if os.path.isdir(path):
+        import shutil  # slow to import, and hardly ever needed
+
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def guard(agent: int) -> int:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hora.config import on_databricks
+from hora.launch.environment import variables
 
 __all__ = ["DBFSLocalStore", "FilesystemStore", "HDFSStore", "LocalStore", "RemoteStore", "Store"]
 
@@ -300,13 +301,21 @@ class DBFSLocalStore(FilesystemStore):
         return self.get_full_path(path).removeprefix("file://")
 
 
+def temporary_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
+    """Make a folder for temporary files; in a rank one that its agent removes, whatever ends the rank."""
+    scratch = variables().get("HORA_SCRATCH")
+    if scratch:
+        os.makedirs(scratch, mode=0o700, exist_ok=True)
+    return tempfile.TemporaryDirectory(prefix=prefix, dir=scratch)
+
+
 @dataclass(frozen=True)
 class _TemporaryDirectory:
     run_id: str
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[str]:
-        with tempfile.TemporaryDirectory(prefix=f"{posixpath.basename(self.run_id)}-") as folder:
+        with temporary_folder(f"{posixpath.basename(self.run_id)}-") as folder:
             yield folder
 
     def __call__(self) -> LocalDirectory:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import base64
 import importlib
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from hora.spark.estimator.store import temporary_folder
 
 __all__ = ["TFKerasUtil", "keras_of", "pack", "pack_model", "unpack", "unpack_model"]
 
@@ -27,7 +28,7 @@ def keras_of(model: Any) -> str:
 
 def pack_model(model: Any) -> bytes:
     """Serialize the model's architecture and weights, without its optimizer."""
-    with tempfile.TemporaryDirectory(prefix="hora-keras-") as folder:
+    with temporary_folder("hora-keras-") as folder:
         path = Path(folder, "model.keras")
         model.save(path, include_optimizer=False)
         return path.read_bytes()
@@ -36,7 +37,7 @@ def pack_model(model: Any) -> bytes:
 def unpack_model(package: str, packed: bytes, custom_objects: Mapping[str, Any] | None = None) -> Any:
     """Return the model, not compiled."""
     keras = importlib.import_module(package)
-    with tempfile.TemporaryDirectory(prefix="hora-keras-") as folder:
+    with temporary_folder("hora-keras-") as folder:
         path = Path(folder, "model.keras")
         path.write_bytes(packed)
         return keras.models.load_model(path, custom_objects=dict(custom_objects or {}), compile=False)
