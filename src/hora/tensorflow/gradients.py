@@ -285,17 +285,20 @@ class GradientReduction:
         """Yield positions of dense gradients and what they were reduced to."""
         if not dense:
             return
+        present = [number for number, gradient in enumerate(gradients) if gradient is not None]
         if self.groups or tf.executing_eagerly():
             due = first() if first is not None and tf.executing_eagerly() else None
             if due is not None:
                 due()
+            if tf.executing_eagerly() and len(present) < len(gradients):
+                self._check_present(present, variables)
             for members in self._grouped(dense, variables):
                 yield members, self._grouped_allreduce([gradients[i] for i in members])
             return
         dense = dense[::-1]  # backward makes the gradients of the last layers first
 
         def overlapped(*tensors: Any) -> Any:
-            return self._overlapped(tensors, first)
+            return self._overlapped(tensors, first, present, variables)
 
         yield dense, list(tf.custom_gradient(overlapped)(*[gradients[i] for i in dense]))
 
@@ -324,7 +327,22 @@ class GradientReduction:
             groups.setdefault(group_of.get(id(variables[i]), -1 - i), []).append(i)
         return list(groups.values())
 
-    def _overlapped(self, gradients: Sequence[Any], first: First | None) -> tuple[list[Any], Any]:
+    def _check_present(self, present: list[int], variables: Sequence[Any]) -> None:
+        """HorovodInternalError if other ranks have gradients for other variables: theirs would be added to these.
+
+        A rank that has all gradients has more of them, or another shape here, which the engine tells.
+        """
+        flags = tf.scatter_nd([[number] for number in present], tf.ones(len(present)), [len(variables)])
+        shape = [len(variables), *[1] * 7]  # of no gradient
+        (means,) = self._grouped_allreduce([tf.reshape(flags, shape)])
+        means = means.numpy().reshape(-1) / (self.process_set.size() if self.op == hvd.Sum else 1)
+        odd = [number for number, mean in enumerate(means.tolist()) if 0.001 < mean < 0.999]
+        if odd:
+            raise HorovodInternalError(_missing_text(odd, present, variables))
+
+    def _overlapped(
+        self, gradients: Sequence[Any], first: First | None, present: list[int], variables: Sequence[Any]
+    ) -> tuple[list[Any], Any]:
         check_no_xla()
         factor = self.gradient_predivide_factor
         collective = Collective(Kind.ALLREDUCE, None, self.process_set, self.op, 1.0 / factor, factor, grouped=True)
@@ -332,7 +350,7 @@ class GradientReduction:
         buckets = _buckets([tensor for tensor, _ in pairs])
         flat = len(buckets) == 1 and _fit_side_by_side(buckets[0], self.op)
         shapes = [tuple(tensor.shape.as_list()) for tensor in buckets[0]] if flat else []
-        with tf.control_dependencies([_begin(first, shapes, self.process_set)]):
+        with tf.control_dependencies([_begin(first, shapes, present, variables, self.process_set)]):
             outputs = _side_by_side(collective, buckets[0]) if flat else []
             for bucket in [] if flat else buckets:
                 outputs += _reduced(collective, bucket)
@@ -340,22 +358,37 @@ class GradientReduction:
         return results, lambda *upstream: self._grouped_allreduce(upstream)
 
 
-def _begin(first: First | None, shapes: Sequence[tuple[int, ...]], process_set: ProcessSet) -> Any:
-    """Add an operation that precedes a reduction: what is due `first`, and once a comparison of shapes, if given."""
+def _missing_text(odd: Collection[int], present: Collection[int], variables: Sequence[Any]) -> str:
+    names = {number: str(getattr(variables[number], "path", getattr(variables[number], "name", "?"))) for number in odd}
+    lacking = [name for number, name in names.items() if number not in present]
+    having = [name for number, name in names.items() if number in present]
+    said = [f"rank {hvd.rank()} has no gradient for {', '.join(lacking)}, but others have"] if lacking else []
+    said += [f"rank {hvd.rank()} has a gradient for {', '.join(having)}, but others have no gradient"] if having else []
+    return "; ".join(said) + ": use the same variables in the same step on all ranks, say by adding 0 times their sum"
+
+
+def _begin(
+    first: First | None,
+    shapes: Sequence[tuple[int, ...]],
+    present: Sequence[int],
+    variables: Sequence[Any],
+    process_set: ProcessSet,
+) -> Any:
+    """Add an operation that precedes a reduction: what is due `first`, and once a comparison of gradients."""
 
     def work(name: str) -> Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]]:
         meter.step_done()
         answer = [torch.zeros((), dtype=torch.int32, device="cpu")]
         compared = _compared.setdefault(engine.current_runtime(), set())
-        due, key = None if first is None else first(), (name, tuple(shapes))
-        if due is None and (not shapes or key in compared):
+        due, key = None if first is None else first(), (name, tuple(present), tuple(shapes))
+        if due is None and key in compared:
             return answer
 
         def wait() -> Sequence[torch.Tensor]:
             if due is not None:
                 due()
-            if shapes and key not in compared:
-                _compare(shapes, name, process_set)
+            if key not in compared:
+                _compare(shapes, present, variables, name, process_set)
                 compared.add(key)
             return answer
 
@@ -364,9 +397,19 @@ def _begin(first: First | None, shapes: Sequence[tuple[int, ...]], process_set: 
     return call(work, [], [tf.int32], [[]], name="HorovodStep")[0]
 
 
-def _compare(shapes: Sequence[tuple[int, ...]], name: str, process_set: ProcessSet) -> None:
-    """HorovodInternalError if the gradients of a member have other shapes."""
-    found = hvd.allgather_object(list(shapes), name=name, process_set=process_set)
+def _compare(
+    shapes: Sequence[tuple[int, ...]],
+    present: Sequence[int],
+    variables: Sequence[Any],
+    name: str,
+    process_set: ProcessSet,
+) -> None:
+    """HorovodInternalError if the gradients of a member have other shapes, or are for other variables."""
+    gathered = hvd.allgather_object((list(shapes), list(present)), name=name, process_set=process_set)
+    found = [theirs for theirs, _ in gathered]
+    odd = set().union(*({*theirs} ^ {*present} for _, theirs in gathered))
+    if odd and max(odd) < len(variables) and all(len(theirs) == len(found[0]) for theirs in found):
+        raise HorovodInternalError(_missing_text(sorted(odd), present, variables))
     for member, theirs in zip(process_set.ranks or (), found, strict=True):
         if theirs != found[0]:
             raise HorovodInternalError(
