@@ -39,8 +39,8 @@ help:
 	@echo "              three that may all lead, with an etcd (etcd-server, etcd-client)"
 	@echo "make soak     elastic training under random faults for MINUTES=120: memory and descriptors stay flat"
 	@echo "make simulate ten thousand elastic jobs under random faults in virtual time, each from a seed that replays it"
-	@echo "make fuzz     two thousand random programs of collectives against a reference, a million malformed messages,"
-	@echo "              then coverage-guided: SECONDS=3600 for each format that comes from others (atheris)"
+	@echo "make fuzz     two thousand random programs of collectives and a thousand trainings against a reference (as root"
+	@echo "              also on two hosts), a million malformed messages, then coverage-guided: SECONDS=3600 for each format that comes from others (atheris)"
 	@echo "make sanitize the native part under ThreadSanitizer, ASan, UBSan and valgrind, and on 64-bit ARM under qemu"
 	@echo "make verify   the wait protocols of one host, model-checked with spin"
 	@echo "make native   build the native part anew (make setup has built it, where there is a compiler)"
@@ -168,7 +168,7 @@ test-ray: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfER tests/unit/test_ray_params.py tests/integration/test_ray*.py
 
 # TensorFlow takes 600 MB, and seconds to import in every rank: `make test` leaves these tests out where it is not there.
-TF_POOLS := tests/multiproc/test_tf_ops.py tests/multiproc/test_tf_graphs.py tests/multiproc/test_tf_training.py
+TF_POOLS := tests/multiproc/test_tf_ops.py tests/multiproc/test_tf_graphs.py tests/multiproc/test_tf_training.py tests/multiproc/test_tf_habits.py
 TF_OTHERS := tests/unit/test_tf_contract.py tests/multiproc/test_tf_keras_flavours.py tests/integration/test_tf_*.py tests/integration/test_docs.py
 test-tensorflow: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,tensorflow]' tf_keras
@@ -190,7 +190,7 @@ test-store: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfERs --durations 12 tests/integration/test_job_store.py tests/integration/test_store_client.py
 
 # The whole matrix, two hosts included (as root), then the tests of optimizers and collectives with NaN in all memory that nothing may be read from.
-POISONED := optimizer optimizer_models sharded powersgd local_sgd grad_scaler ops_allreduce ops_reducescatter host_lane network_engine
+POISONED := optimizer optimizer_models sharded powersgd local_sgd grad_scaler ops_allreduce ops_reducescatter host_schedule network_engine
 test-habits: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfER tests/multiproc/test_habits.py tests/multiproc/test_optimizer_habits.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfER tests/integration/test_two_hosts.py -k habits
@@ -234,6 +234,7 @@ SECONDS ?= 3600
 fuzz: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt atheris
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/engine.py --programs 2000
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/trainings.py --programs 1000
 	$(BIN)/python -m pytest $(PARSERS) --cases 200000 --timeout 0
 	$(BIN)/python tests/fuzz/parsers.py --seconds $(SECONDS)
 

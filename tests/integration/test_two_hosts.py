@@ -149,8 +149,10 @@ def test_a_cut_cable_is_noticed_on_both_sides(hosts, secret):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", ["plain"])
-def test_habits_of_users_on_two_hosts(hosts, secret, columns):
-    """The column "two hosts" of the matrix (`tests/multiproc/habits.py`): two ranks on each."""
-    for rank, wrong in enumerate(run_ranks(hosts, secret, f"habits: {columns}", address=ADDRESSES[0])):
+@pytest.mark.parametrize(
+    "column", ["plain", "sharded", "per step", "int8", "PowerSGD", "LocalSGD", "DiLoCo", "DES-LOC"]
+)
+def test_habits_of_users_on_two_hosts(hosts, secret, column):
+    """A column of the matrix (`tests/multiproc/habits.py`), with two ranks on each host."""
+    for rank, wrong in enumerate(run_ranks(hosts, secret, f"habits: {column}", address=ADDRESSES[0])):
         assert not wrong, f"rank {rank}: " + "\n".join(f"{cell}\n{text}" for cell, text in wrong.items())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import json
 import os
 import signal
 import socket
@@ -428,10 +429,18 @@ def habits(columns: Sequence[str]) -> dict[str, object]:
     for column in columns:
         for row in ROWS:
             try:
-                compare(row, COLUMNS[column], [[0, 1], [2, 3]])
+                compare(ROWS[row], COLUMNS[column], [[0, 1], [2, 3]])
             except Exception:  # the other cells are worth a look, too
                 wrong[f"{column}, {row}"] = traceback.format_exc(limit=-3)
     return wrong
+
+
+def fuzzed_trainings(texts: list[str]) -> dict[str, object]:
+    """Random trainings of `tests/fuzz/trainings.py` that are wrong, and how."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "fuzz"))
+    from trainings import play_on_two_hosts
+
+    return play_on_two_hosts(texts)
 
 
 def run(namespace: str, env: dict[str, str], mode: str, answer: Any) -> None:
@@ -454,6 +463,8 @@ def done(mode: str, answer: Any) -> dict[str, object]:
         return everything() | describe()
     if mode.startswith("habits: "):
         return habits(mode.removeprefix("habits: ").split(", "))
+    if mode.startswith("trainings: "):
+        return fuzzed_trainings(json.loads(mode.removeprefix("trainings: ")))
     if mode == "slow links":
         return slow_links()
     if mode == "memory":

@@ -34,6 +34,8 @@ class Row:
     """Overridden in part by each row. `ranks`: whose losses are averaged in this process."""
 
     dtype = torch.float32
+    steps = STEPS
+    passes = 1  # of backward, in a step
 
     def __init__(self, wrap: Wrap, *, is_one_rank: bool = False) -> None:
         self.wrap = wrap
@@ -356,7 +358,7 @@ class Schedulers(Row):
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
 
     def finish_setup(self):
-        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, [0.1, 0.2], total_steps=2 * STEPS)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, [0.1, 0.2], total_steps=2 * self.steps)
 
     def iterate(self, number, ranks, after_backward):
         super().iterate(number, ranks, after_backward)
@@ -400,11 +402,14 @@ ROWS: dict[str, type[Row]] = {
 
 @dataclass(frozen=True)
 class Column:
-    """A mode. `apart`: hosts train apart. `tolerance`: what its compression documents. `refused`: rows and words."""
+    """A mode. `apart`: hosts train apart, and average after `every` steps. `tolerance`: what its compression documents.
+    `refused`: rows and words.
+    """
 
     make: Callable[..., Any]
     between_hosts: bool = False
     apart: bool = False
+    every: int = 1
     fails: bool = False  # a step fails in the middle, and is made again
     tolerance: float = 1e-5
     refused: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -444,8 +449,8 @@ COLUMNS: dict[str, Column] = {
 }
 
 
-def wrapper(column: Column, row: str) -> Wrap:
-    more = {"backward_passes_per_step": Accumulation.passes} if row == "Accumulation" else {}
+def wrapper(column: Column, row: type[Row]) -> Wrap:
+    more = {} if row.passes == 1 else {"backward_passes_per_step": row.passes}
 
     def wrap(optimizer, named):
         known = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -454,13 +459,13 @@ def wrapper(column: Column, row: str) -> Wrap:
     return wrap
 
 
-def distributed(row: str, column: Column) -> Row:
+def distributed(row: type[Row], column: Column) -> Row:
     """Train on this rank's data."""
-    made = ROWS[row](wrapper(column, row))
+    made = row(wrapper(column, row))
     if column.fails:
         _train_with_a_failure(made)
     else:
-        for number in range(STEPS):
+        for number in range(row.steps):
             made.iterate(number, [hvd.rank()], lambda: None)
             made.end_step()
     return made
@@ -482,7 +487,7 @@ def _train_with_a_failure(row: Row) -> None:
             raise hvd.HorovodInternalError("injected")
 
     def train(state):
-        while state.number < STEPS:
+        while state.number < row.steps:
             row.iterate(state.number, [hvd.rank()], fail)
             row.end_step()
             state.number += 1
@@ -491,29 +496,34 @@ def _train_with_a_failure(row: Row) -> None:
     hvd.elastic.run(train)(state)
 
 
-def alone(row: str, column: Column, hosts: list[list[int]]) -> Row:
+def alone(row: type[Row], column: Column, hosts: list[list[int]]) -> Row:
     """Train on the data of all ranks, in this process; where hosts train apart, a replica for each."""
     if not column.apart:
-        made = ROWS[row](unwrapped)
-        for number in range(STEPS):
+        made = row(unwrapped)
+        for number in range(row.steps):
             made.iterate(number, [rank for ranks in hosts for rank in ranks], lambda: None)
             made.end_step()
         return made
-    replicas = [ROWS[row](unwrapped, is_one_rank=len(ranks) == 1) for ranks in hosts]
-    for number in range(STEPS):
+    replicas = [row(unwrapped, is_one_rank=len(ranks) == 1) for ranks in hosts]
+    for number in range(row.steps):
         for ranks, replica in zip(hosts, replicas, strict=True):
             replica.iterate(number, ranks, lambda: None)
-        with torch.no_grad():
-            for alike in zip(*(replica.averaged() for replica in replicas), strict=True):
-                _make_mean(alike)
-                if "DESLOC" in str(column.make):
-                    kept = [r.optimizer.state.get(p, {}) for r, p in zip(replicas, alike, strict=True)]
-                    buffers = [one.get("momentum_buffer") for one in kept]
-                    if any(buffer is not None for buffer in buffers):
-                        _make_mean(buffers)
+        if (number + 1) % column.every == 0:
+            _exchange(replicas, moments="DESLOC" in str(column.make))
         for replica in replicas:
             replica.end_step()
     return next(replica for ranks, replica in zip(hosts, replicas, strict=True) if hvd.rank() in ranks)
+
+
+@torch.no_grad()
+def _exchange(replicas: list[Row], *, moments: bool) -> None:
+    for alike in zip(*(replica.averaged() for replica in replicas), strict=True):
+        _make_mean(alike)
+        kept = [r.optimizer.state.get(p, {}) for r, p in zip(replicas, alike, strict=True)] if moments else []
+        for name in sorted({name for one in kept for name in one} & {"momentum_buffer", "exp_avg", "exp_avg_sq"}):
+            buffers = [one.get(name) for one in kept]
+            if any(buffer is not None for buffer in buffers):
+                _make_mean(buffers)
 
 
 def _make_mean(tensors: Any) -> None:
@@ -526,9 +536,9 @@ def _make_mean(tensors: Any) -> None:
             tensor.copy_(mean)
 
 
-def compare(row: str, column: Column, hosts: list[list[int]] | None = None) -> None:
+def compare(row: type[Row], column: Column, hosts: list[list[int]] | None = None) -> None:
     """A cell: equal, or refused with an explanation. `hosts`: the ranks of each; they are all one's own by default."""
-    words = column.refused.get(row)
+    words = column.refused.get(row.__name__)
     if words is not None:
         said = "nothing: it was not refused"
         try:
@@ -538,9 +548,12 @@ def compare(row: str, column: Column, hosts: list[list[int]] | None = None) -> N
         assert all(word in said for word in words), f"it should say {words}, but it said {said}"
         return
     of_hosts = hosts or [[rank] for rank in range(hvd.size())]
-    got, wanted = distributed(row, column), alone(row, column, of_hosts)
-    tolerance = max(column.tolerance, 0.02 if ROWS[row].dtype is torch.bfloat16 else 0.0)
-    if ROWS[row].dtype is torch.float64 and column.tolerance == 1e-5:
+    assert_alike(distributed(row, column), alone(row, column, of_hosts), column)
+
+
+def assert_alike(got: Row, wanted: Row, column: Column) -> None:
+    tolerance = max(column.tolerance, 0.02 if got.dtype is torch.bfloat16 else 0.0)
+    if got.dtype is torch.float64 and column.tolerance == 1e-5:
         tolerance = 1e-12
     for index, (mine, theirs) in enumerate(zip(got.result(), wanted.result(), strict=True)):
         torch.testing.assert_close(

@@ -31,7 +31,7 @@ def cells(*, between_hosts: bool):
 def check(column: str, row: str) -> None:
     hvd.init()
     try:
-        compare(row, COLUMNS[column])
+        compare(ROWS[row], COLUMNS[column])
         hvd.barrier()
     finally:
         hvd.shutdown()

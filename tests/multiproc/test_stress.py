@@ -1,4 +1,5 @@
 """Fifty random programs of collectives, from several threads, against a plain reference; in five of them a rank dies.
+Some random trainings against one process.
 
 A program that fails here is shrunk by the command that the failure names. `make fuzz` plays many more.
 """
@@ -6,10 +7,13 @@ A program that fails here is shrunk by the command that the failure names. `make
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 from stress.generate import generate
 from stress.player import play_and_judge
+from trainings import generate as generate_training
+from trainings import play
 
 LIMIT_S = 120.0
 
@@ -40,3 +44,10 @@ def test_rank_0_dies_on_the_way(seed, tmp_path):
 @pytest.mark.ranks(3, lost=(2,))
 def test_rank_2_dies_on_the_way(seed, tmp_path):
     _play(seed, tmp_path, victim=2)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.ranks(3)
+def test_training(seed):
+    """The first of the random trainings of `tests/fuzz/trainings.py` that fit on three ranks of one host."""
+    play(replace(generate_training(seed, ("one host",)), num_ranks=3).to_text())
