@@ -285,17 +285,16 @@ class GradientReduction:
         """Yield positions of dense gradients and what they were reduced to."""
         if not dense:
             return
-        present = [number for number, gradient in enumerate(gradients) if gradient is not None]
         if self.groups or tf.executing_eagerly():
             due = first() if first is not None and tf.executing_eagerly() else None
             if due is not None:
                 due()
-            if tf.executing_eagerly() and len(present) < len(gradients):
-                self._check_present(present, variables)
+            if tf.executing_eagerly() and len(dense) < len(gradients):
+                self._check_present(dense, variables)
             for members in self._grouped(dense, variables):
                 yield members, self._grouped_allreduce([gradients[i] for i in members])
             return
-        dense = dense[::-1]  # backward makes the gradients of the last layers first
+        present, dense = dense, dense[::-1]  # backward makes the gradients of the last layers first
 
         def overlapped(*tensors: Any) -> Any:
             return self._overlapped(tensors, first, present, variables)
