@@ -196,7 +196,7 @@ class TwoOptimizers(Plain):
 
 
 class Complex(Plain):
-    refused = ("complex64", "not supported")
+    refused = ("complex64", "cannot carry")
 
     def set_up(self):
         self.own, self.weight = self.wrapped(), keras.Variable(tf.ones([3], tf.complex64), dtype="complex64")
