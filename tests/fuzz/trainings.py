@@ -32,7 +32,11 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), *(str(HERE.parent / name) for name in ("", "multiproc", "integration"))]
+sys.path[:0] = [
+    str(HERE),
+    *(str(HERE.parent / name) for name in ("", "multiproc", "integration")),
+    str(HERE.parents[1]),
+]
 
 import torch  # noqa: E402
 from habits import COLUMNS, Column, Row, assert_alike, compare, inputs, unwrapped, wrapper  # noqa: E402

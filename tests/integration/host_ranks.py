@@ -16,7 +16,7 @@ LIMIT_S = 180
 def _context() -> Any:
     """A fork server that has torch loaded: it is loaded once for all processes."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+    context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "numpy"])
     return context
 
 
