@@ -55,7 +55,7 @@ OPTIMIZERS: dict[str, Any] = {
     "Adagrad": partial(torch.optim.Adagrad, lr=0.01, eps=1e-2),
 }
 MOMENTS = {"momentum": ("momentum_buffer",), "Nesterov": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq")}
-HABITS = ("tied", "unused", "branches", "scalar", "checkpointing", "clipping", "scaler", "scheduler", "extra")
+HABITS = ("tied", "unused", "branches", "scalar", "checkpointing", "clipping", "scaler", "scheduler", "extra", "late")
 EXACT = ("plain", "sharded", "per step")
 
 
@@ -171,6 +171,14 @@ class Played(Row):
     def plain_optimizer(self) -> torch.optim.Optimizer:
         return OPTIMIZERS[self.training.optimizer](self.net.parameters())
 
+    def prepare(self, number: int = 0) -> None:
+        """A parameter that is trained when the optimizer is wrapped, or later, counts as zero where it has no
+        gradient. Layers are frozen before that, or too late.
+        """
+        if not self.has("late"):
+            self.freeze(number)
+        self.trained = {parameter for parameter in self.net.parameters() if parameter.requires_grad}
+
     def finish_setup(self) -> None:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=self.has("scaler"))
         self.scheduler = torch.optim.lr_scheduler.StepLR(
@@ -194,7 +202,7 @@ class Played(Row):
     def iterate(self, number: int, ranks: list[int], after_backward: Any) -> None:
         training = self.training
         if training.resumes and number == training.resumes:
-            self.resume()
+            self.resume(number)
         self.freeze(number)
         self.optimizer.zero_grad()
         factor = float("inf") if number == 2 and set(ranks) & set(training.infinity) else 1.0
@@ -220,20 +228,18 @@ class Played(Row):
             body[-2].requires_grad_(number < self.training.freezes)
 
     def fill_missing(self) -> None:
-        """A parameter that was reduced before counts as zero where it has no gradient."""
         for parameter in self.net.parameters() if self.zeros_missing else ():
             if parameter.grad is None and (parameter.requires_grad or parameter in self.trained):
                 parameter.grad = torch.zeros_like(parameter)
 
-    def resume(self) -> None:
+    def resume(self, number: int) -> None:
         file = io.BytesIO()
         kept = {name: part.state_dict() for name, part in self.parts().items()}
         torch.save(kept, file)
         file.seek(0)
         kept = torch.load(file, weights_only=True)
-        trained = [p in self.trained for p in self.net.parameters()]
         self.net = self.model().to(self.dtype)
-        self.trained = {p for p, was in zip(self.net.parameters(), trained, strict=True) if was}
+        self.prepare(number)
         self.optimizer = self.wrap(self.plain_optimizer(), list(self.net.named_parameters()))
         self.finish_setup()
         for name, part in self.parts().items():

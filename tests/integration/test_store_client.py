@@ -120,6 +120,19 @@ def test_one_of_many_that_stand_at_once_leads(url):
     stores[0].resign(offices[0])
 
 
+def test_an_entry_of_a_leader_is_removed_unless_it_has_changed(url):
+    first, second = (open_store(*with_ttl(url, 60)).below("job") for _ in range(2))
+    office = first.lead("a")
+    assert office is not None
+    second.evict("1")
+    assert second.read().term == office.term
+    assert first.renew(office)
+    second.evict(second.read().leader_version)
+    assert second.read().term == 0
+    assert not first.renew(office)
+    assert second.lead("b") is not None
+
+
 # ---- Kubernetes ---------------------------------------------------------------------------------------------------
 
 
@@ -129,7 +142,7 @@ def test_writers_of_a_secret_wait_for_one_another_and_lose_nothing(api):
     assert office is not None
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(lambda number: store.put(f"key{number}", {"x": number}, term=office.term), range(8)))
-    assert store.read().values == {f"key{number}": {"x": number} for number in range(8)}
+    assert store.read().values == {"leader": {"name": "a"}} | {f"key{number}": {"x": number} for number in range(8)}
 
 
 def test_a_leader_that_was_stopped_between_reading_and_writing_is_refused(api, monkeypatch):
@@ -161,7 +174,7 @@ def test_a_lease_of_another_job_is_not_taken(api):
         second.read()
     first.resign(office)
     assert second.lead("b") is not None
-    assert second.read().values == {}
+    assert second.read().values == {"leader": {"name": "b"}}
 
 
 def test_what_an_api_server_refuses_is_said(api, tmp_path):

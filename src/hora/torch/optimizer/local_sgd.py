@@ -487,7 +487,8 @@ class LocalOptimizer(_DistributedOptimizer):
             name, offset = f"fragment {number} of {settings.fragments}", number * settings.every // settings.fragments
             made += self._by_dtype(name, some, anchors, list, every=settings.every, offset=offset, outer=self.outer)
             begin = end
-        trained = [p for p in parameters if p.requires_grad or self.state.get(p)]
+        # Frozen before the first step, say, and thawed later: what was trained once may be again.
+        trained = [p for p in parameters if p.requires_grad or p in self._requires_update or self.state.get(p)]
         for name, every in settings.moments.items():
             anchors = [torch.zeros(p.shape, dtype=working_dtype(p), device="cpu") for p in trained]
             values = partial(self._moments, name)
