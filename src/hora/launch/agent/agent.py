@@ -1,14 +1,14 @@
-"""The agent: the process on each node that starts a job's workers there and sees to it that none outlives it.
+"""The agent: the process on each node that starts a job's workers and ensures that none outlives it.
 
 It obeys a controller through a link: a socket that is its standard input, for an agent on the controller's own machine
 (`LocalLink`, below), or an authenticated session (`session`). It runs as two processes:
 
-    guardian   inherits whatever the agent leaves behind, should that be killed, and ends it
+    guardian   ends the processes that the agent leaves behind if it is killed
     agent      starts workers in their own sessions, forwards their output, ends them and their descendants
 
-Both are subreapers, so double-forked grandchildren stay in sight; workers die with the agent (PDEATHSIG); the agent
-takes the guardian's death for an order to end. It also holds the workers' private files (the job's secret above all) in
-memfds, which they read through /proc. It must start fast and imports accordingly.
+Both are subreapers, so double-forked grandchildren stay visible. Workers die with the agent (PDEATHSIG), and the agent
+ends if the guardian dies. It holds the workers' private files (such as the job's secret) in memfds, which they read
+through /proc. It must start fast, so it imports little.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ __all__ = ["LEFT", "Agent", "ControllerLink", "LocalLink", "guarded", "serve_loc
 LEFT = 75  # the exit status of ranks that have left, and of their agent: EX_TEMPFAIL, start it again
 
 _READ_BYTES = 64 * 1024
-_BACKLOG_BYTES = 1024 * 1024  # of output that the controller has not taken, above which workers' pipes are left unread
+_BACKLOG_BYTES = 1024 * 1024  # of output not yet taken by the controller; above it the workers' pipes are not read
 _FLUSH_LIMIT_S = 2.0
-_LONGEST_WAIT_S = 3600.0  # the selector takes no more than 24 days, and a limit may be longer
+_LONGEST_WAIT_S = 3600.0  # the selector accepts at most 24 days, and a limit may be longer
 _SWEEP_S = 0.02
 _DEFAULT_GRACE_S = 5.0
-_LEAVE_LIMIT_S = 600.0  # what asked the agent to end will not wait longer than it wants to
+_LEAVE_LIMIT_S = 600.0  # the sender of the SIGTERM has its own limit
 
 
 class ControllerLink(Protocol):
-    """An agent's way to its controller. Never waits.
+    """An agent's link to its controller. Never blocks.
 
-    `gone`: the controller will not come back. `backlog`: bytes that it has not taken yet. `wants_write`: call `flush`
-    when `fileno()` can be written to. `silence_limit_s`: of the controller, after which the agent ends. `elastic`: an
+    `gone`: the controller will not reconnect. `backlog`: bytes that it has not taken yet. `wants_write`: call `flush`
+    when `fileno()` is writable. `silence_limit_s`: of the controller, after which the agent ends. `elastic`: an
     agent that is asked to end lets its workers leave first.
     """
 
@@ -99,7 +99,7 @@ class ControllerLink(Protocol):
 
 
 class LocalLink:
-    """The link to a controller on this machine: a socket, whose end means that the controller is gone."""
+    """The link to a controller on this machine: a socket. End of file means that the controller is gone."""
 
     silence_limit_s: float | None = None
     elastic = False
@@ -142,7 +142,7 @@ class LocalLink:
                 sent = os.write(self._descriptor, self._unsent[:_READ_BYTES])
                 del self._unsent[:sent]
         except BlockingIOError:
-            pass  # the controller is slow: the selector tells when it takes more
+            pass  # the controller is slow: the selector reports when the socket is writable
         except OSError:
             self.gone = True
             self._unsent.clear()
@@ -194,14 +194,14 @@ class Agent:
         self._selector.register(self._link, selectors.EVENT_READ)
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._drain_wake)
         if controller_pid is not None:
-            # The end of the link tells that the controller is gone, unless a process that it forked holds on to the
-            # socket: so watch the controller itself too.
+            # End of file means that the controller is gone, unless a process that it forked keeps the socket open: so
+            # watch the controller itself too.
             with contextlib.suppress(OSError, AttributeError):
                 controller = os.pidfd_open(controller_pid)
                 self._selector.register(controller, selectors.EVENT_READ, lambda: self._controller_died(controller))
 
     def _on_signal(self, number: int, *_: object) -> None:
-        self._signal = number  # a handler may run anywhere, even half-way through a start: only take note
+        self._signal = number  # a handler may run anywhere, even in the middle of a start: only record the signal
 
     def run(self) -> int | None:
         """Obey the controller to the end. Return the job's status; None: the controller is gone."""
@@ -266,7 +266,7 @@ class Agent:
         return min(max(min(times) - time.monotonic(), _SWEEP_S), _LONGEST_WAIT_S) if times else None
 
     def _adjust_to_link(self) -> None:
-        """Watch the link for what it can do next, and the workers' pipes unless the controller is far behind."""
+        """Update what the selector watches: the link, and the workers' pipes unless the controller is far behind."""
         if self._link.gone:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(self._link)
@@ -290,7 +290,7 @@ class Agent:
         self._link.gone = True
 
     def _on_request(self, number: int) -> None:
-        """Somebody wants this agent to end: the workers may leave first, where they can, unless it is said again."""
+        """Handle a request to end: elastic workers may leave first; a second request ends them at once."""
         if self._link.elastic and self._leaving_until is None and number == signal.SIGTERM:
             self._leaving_until = time.monotonic() + _LEAVE_LIMIT_S
             self._link.send(Leaving())
@@ -320,7 +320,7 @@ class Agent:
                     self._end(_DEFAULT_GRACE_S)
 
     def _private_file(self, data: str, worker: int) -> str:
-        """The path under which a worker reads this, as long as it lives, which is nowhere on a disk."""
+        """Return a path under which a worker can read this data during its life; it is never on a disk."""
         if data not in self._private_files:
             descriptor = os.memfd_create("hora-private", os.MFD_CLOEXEC)
             os.write(descriptor, bytes.fromhex(data))
@@ -349,7 +349,7 @@ class Agent:
         env |= order.env | files | {"HORA_LIFELINE": self._lifelines[worker].path}
         if self.scratch:
             env["HORA_SCRATCH"] = f"{self.scratch}/{worker}"
-        # N ranks that each start a thread per core would fight for the cores.
+        # N ranks with one thread per core each would compete for the cores.
         env.setdefault("OMP_NUM_THREADS", _fair_share(env))
         if order.preload is None or not self._ask_to_fork(order, order.preload, env):
             self._execute(order, env)
@@ -371,11 +371,11 @@ class Agent:
     # ---- forked workers --------------------------------------------------------------------------
 
     def _ask_to_fork(self, order: Start, modules: list[str], env: dict[str, str]) -> bool:
-        """Have the fork server fork this worker. False if it has to be executed instead."""
+        """Ask the fork server for this worker. Return False if it must be executed instead."""
         executable, worker = order.argv[0], order.worker
         if self._forks is None:
             try:
-                # Not this worker's number: nothing that descends from the server shall be taken for its own.
+                # Without this worker's number: descendants of the server must not count as its own.
                 shared = {name: value for name, value in env.items() if name != "HORA_WORKER"}
                 self._forks = WorkerForks(executable, modules, shared, order.cwd)
             except OSError:  # executing the worker fails for the same reason, and reports it
@@ -424,7 +424,7 @@ class Agent:
             self._selector.register(descriptor, selectors.EVENT_READ)
 
     def _forward(self, descriptor: int) -> bool:
-        """Forward what is there; False at the end of the pipe or when it is empty."""
+        """Forward available output; return False at end of file or if the pipe is empty."""
         worker, stream = self._pipes[descriptor]
         try:
             data = os.read(descriptor, _READ_BYTES)
@@ -441,7 +441,7 @@ class Agent:
 
     def _drain_pipes(self, worker: int | None = None) -> None:
         for descriptor, (owner, _) in list(self._pipes.items()):
-            # A pipe holds 64 KiB by default; a process that goes on writing must not keep us here.
+            # A pipe holds 64 KiB by default; a process that keeps writing must not block the loop.
             for _ in range(32):
                 if (worker is None or owner == worker) and not self._forward(descriptor):
                     break
@@ -449,7 +449,7 @@ class Agent:
     # ---- endings ------------------------------------------------------------------------------------------
 
     def _reap(self) -> bool:
-        """Take note of ended children; True while there are any left."""
+        """Reap ended children; return True while any are left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -461,7 +461,7 @@ class Agent:
             if worker is not None:
                 self._ended(worker, status)
             elif self._requested:
-                self._strays[pid] = status  # perhaps a worker of whose fork we have not heard yet
+                self._strays[pid] = status  # perhaps a worker whose fork is not reported yet
 
     def _on_death(self, worker: int) -> None:
         """In a lifeline's thread."""
@@ -470,7 +470,7 @@ class Agent:
             os.write(self._wake_out, b"\0")
 
     def _report_dying(self) -> None:
-        """Report the ends of workers that Linux is still freeing the memory of, unless they were ended from here."""
+        """Report the death of workers whose memory Linux is still freeing, unless the agent ended them."""
         while self._dead:
             worker = self._dead.popleft()
             pid = self._pids.get(worker)
@@ -496,7 +496,7 @@ class Agent:
         remove_folder(f"{self.scratch}/{worker}")
 
     def _family(self, worker: int, processes: Processes) -> list[int]:
-        """The worker's processes, and orphans of its that became ours."""
+        """Return the worker's processes, including orphans that this process inherited."""
         first = self._pids.get(worker)
         roots = [] if first is None else [first]
         for child in processes.children(os.getpid()):
@@ -539,12 +539,12 @@ class Agent:
 
 
 def _fair_share(env: dict[str, str]) -> str:
-    """This host's cores, divided among its ranks."""
+    """Return the number of this host's cores per rank."""
     return str(max(len(os.sched_getaffinity(0)) // int(env.get("HOROVOD_LOCAL_SIZE", "1")), 1))
 
 
 def guarded() -> None:
-    """Fork: this process becomes the guardian and ends with the agent's status; the agent, its child, returns."""
+    """Fork: this process becomes the guardian and exits with the agent's status; the child, the agent, returns."""
     guardian = os.getpid()
     Agent.scratch = f"{variables().get('TMPDIR') or '/tmp'}/hora-{os.urandom(8).hex()}"
     adopt_orphans()
@@ -559,7 +559,7 @@ def guarded() -> None:
 
 
 def serve_locally(*, execute: Execute = os.execvpe) -> int:
-    """Be the agent of a controller on this machine, this process's parent, through standard input. To the end."""
+    """Run the agent of a controller on this machine: the parent process, connected to standard input."""
     controller_pid = os.getppid()
     guarded()
     link = LocalLink()

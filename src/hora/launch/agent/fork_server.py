@@ -1,11 +1,11 @@
-"""The fork server: a process that loads, once, what ranks import anyway, and forks the requested processes from there.
+"""The fork server: a process that imports a rank's modules once and forks the requested processes.
 
-Sixteen ranks on a host then import torch once instead of sixteen times and share its memory. An agent has one for
-the workers that run a function (commands are executed), `hora.launch.worker --fork-server module …`; a Python worker of
-Spark has one for its agents (`warm_pool`). Importing does not start threads that a fork would lose, and
-nothing is computed here. Both ask over the socket that is the server's standard input.
+Sixteen ranks on a host then import torch once instead of sixteen times and share its memory. An agent has a fork server
+for workers that run a function (commands are executed), `hora.launch.worker --fork-server module …`; a Python worker of
+Spark has one for its agents (`warm_pool`). Importing starts no threads that a fork would lose, and nothing is computed
+here. Requests arrive at the socket that is the server's standard input.
 
-`serve` is the process, `ForkServer` the asker's end, `WorkerForks` the one of an agent.
+`serve` is the server, `ForkServer` the client, `WorkerForks` the client of an agent.
 
 Request: {"load": modules, "fork": None or what the role needs}, and the descriptors that the fork gets. A worker is
 asked for by {"worker", "env", "unset", "cwd", "agent"} with stdout and stderr; the answer is {"worker", "pid"}, with 0
@@ -44,7 +44,7 @@ def serve(name: str, modules: Iterable[str], role: Role) -> None:
 
     `name`: of this process, as `ps -o comm` shows it.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the forks end when they like
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forked processes end independently
     _load_and_share(name, modules)
     with socket.socket(fileno=os.dup(0)) as asker:
         while True:
@@ -67,22 +67,22 @@ def serve(name: str, modules: Iterable[str], role: Role) -> None:
 
 def _load_and_share(name: str, modules: Iterable[str]) -> None:
     name_process(name)
-    load(modules)  # where that fails, a worker says it better
+    load(modules)  # on failure, the worker's own error is clearer
     name_process(name)  # torch 2.3 renames the process at import
     gc.collect()
-    gc.freeze()  # what is loaded stays in pages that the forks share
+    gc.freeze()  # keep loaded objects in pages that the forks share
 
 
 def fork() -> int:
     """Fork."""
     with warnings.catch_warnings():
-        # Newer Pythons warn of threads, and NumPy's BLAS has some, which take care of themselves in a fork.
+        # Newer Pythons warn about threads; those of NumPy's BLAS handle a fork correctly.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
 
 def serve_workers(modules: list[str], work: Callable[[], NoReturn]) -> None:
-    """Be the fork server of an agent. `work` is `worker.work`."""
+    """Run the fork server of an agent. `work` is `worker.work`."""
     del sys.argv[1:]  # they are no arguments of the user's function
     serve("hora-forks", modules, lambda request, descriptors, agent: _be_worker(request, descriptors, agent, work))
 
@@ -90,7 +90,7 @@ def serve_workers(modules: list[str], work: Callable[[], NoReturn]) -> None:
 def _be_worker(
     request: dict[str, Any], descriptors: list[int], agent: socket.socket, work: Callable[[], NoReturn]
 ) -> NoReturn:
-    """Fork once more, so that the agent, a subreaper, becomes the parent and sees the end; then work."""
+    """Fork again, so that the agent, a subreaper, becomes the parent and reaps it; then work."""
     middle = os.getpid()
     try:
         pid = fork()
@@ -100,7 +100,7 @@ def _be_worker(
     if pid:
         agent.send(json.dumps({"worker": request["worker"], "pid": pid}).encode())
         os._exit(0)
-    while os.getppid() == middle:  # it has nothing left to do but to end
+    while os.getppid() == middle:  # it has nothing left to do
         os.sched_yield()
     agent.close()
     os.setsid()
@@ -125,7 +125,7 @@ class ForkServer:
             start(theirs.fileno())
 
     def ask(self, fork: Mapping[str, Any] | None, descriptors: Sequence[int], modules: Sequence[str] = ()) -> None:
-        """Have it load these modules and fork what is described; if it has ended, the descriptors are closed."""
+        """Ask the server to load these modules and fork; the descriptors are closed if the server has ended."""
         with contextlib.suppress(OSError):
             request = {"load": list(modules), "fork": fork}
             socket.send_fds(self.socket, [json.dumps(request).encode()], descriptors)
@@ -135,7 +135,7 @@ class ForkServer:
         self.socket.close()
 
 
-# Variables of a worker's own, by which its environment may differ from the one that the server started with.
+# Variables that may differ between a worker's environment and the server's.
 OWN = ("HOROVOD_", "HORA_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -159,7 +159,7 @@ class WorkerForks:
         return self._server.socket.fileno()
 
     def suits(self, executable: str, modules: Sequence[str], env: Mapping[str, str]) -> bool:
-        """Return whether a worker with this environment can come from here."""
+        """Return whether a worker with this environment can be forked here."""
         same = (executable, tuple(modules)) == (self._executable, self._modules)
         return same and differ_only_in(env, self._env, OWN)
 
@@ -232,7 +232,7 @@ _ALWAYS = ("hora.launch.pickling", "hora.net.noise")  # every worker of a functi
 
 
 def load(modules: Iterable[str]) -> bool:
-    """Load what a worker imports anyway, and these modules. False if that failed; the worker will say it better."""
+    """Load a worker's own imports and these modules. Return False on failure; the worker's own error is clearer."""
     loaded = True
     for name in (*_ALWAYS, *modules):
         try:
@@ -252,7 +252,7 @@ def differ_only_in(one: Mapping[str, str], other: Mapping[str, str], prefixes: t
 
 
 def run_forked(env: Mapping[str, str], work: Callable[[], NoReturn]) -> NoReturn:
-    """In a fork that has its streams: be a worker with this environment, by `worker.work`, which never returns."""
+    """Run a worker with this environment in a fork that has its streams, by `worker.work`. Never returns."""
     name_process(f"hora-rank-{env['HORA_WORKER']}")
     replace_variables(env)
     _reseed_generators()
@@ -260,7 +260,7 @@ def run_forked(env: Mapping[str, str], work: Callable[[], NoReturn]) -> NoReturn
 
 
 def _reseed_generators() -> None:
-    """Seed NumPy's and torch's generators, which would be the same in every fork; Python reseeds its own."""
+    """Reseed NumPy's and torch's generators, which would be identical in every fork; Python reseeds its own."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:

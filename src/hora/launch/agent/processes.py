@@ -1,10 +1,9 @@
-"""The processes of this machine, as an agent needs them: how they are started, who descends from whom, how they
-end.
+"""Processes of this machine, for agents: starting them, finding descendants, ending them.
 
-`spawn` forks and executes a worker: a session of its own, dead when its parent dies, its output in two pipes. `guard`
-makes this process the parent of an agent, which ends what the agent leaves behind should it be killed.
+`spawn` forks and executes a worker in its own session, with PDEATHSIG and its output in two pipes. `guard` makes this
+process the guardian of an agent: it ends the processes that a killed agent leaves behind.
 
-Linux only: /proc and prctl. Imports nothing heavy, because agents do.
+Linux only: /proc and prctl. Agents import this module, so it imports little.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parents end become this process's children (instead of init's)."""
+    """Become the parent of orphaned descendants, instead of init."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent: int, number: int) -> bool:
-    """Get this signal when the parent's forking thread ends. False if the parent is gone already."""
+    """Request this signal for when the parent's forking thread ends. Return False if the parent is already gone."""
     _prctl(_PR_SET_PDEATHSIG, number)
     return os.getppid() == parent
 
@@ -73,8 +72,8 @@ def exit_code(status: int) -> int:
 def family(pid: int) -> list[int]:
     """A process and its descendants, from its own list of children.
 
-    Cheap, so that a worker's memory can be watched all the time, but a child may be missed while others end: to end
-    processes, look at all of them with `Processes`.
+    Cheap enough for watching a worker's memory, but it may miss a child while others end: use `Processes` to end
+    processes.
     """
     found = [pid]
     with contextlib.suppress(OSError):  # it ended just now
@@ -189,7 +188,7 @@ def _become(
     trouble: int,
     execute: Execute,
 ) -> NoReturn:
-    """In the forked child: turn into the worker, or say why not."""
+    """In the forked child: execute the worker, or report why that failed."""
     parent = os.getppid()
     try:
         os.setsid()
@@ -217,7 +216,7 @@ def _become(
 
 
 def _advice(program: str) -> str:
-    """Advise about a file that exists and yet cannot be run."""
+    """Return advice about an existing file that cannot be executed."""
     if not os.path.isfile(program):
         return ""
     if program.endswith(".py") and not os.access(program, os.X_OK):
@@ -238,7 +237,7 @@ def remove_folder(path: str) -> None:
 
 
 def guard(agent: int) -> int:
-    """Wait for the agent, then for the end of all its orphans; returns the agent's status."""
+    """Wait for the agent, then for all its orphans; return the agent's status."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: send_signal(agent, signal.SIGTERM))
     for descriptor in (0, 1):

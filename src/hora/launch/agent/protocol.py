@@ -1,4 +1,4 @@
-"""The protocol between the controller of a job and the agents on its nodes: typed messages, the same for all of them.
+"""The protocol between a job's controller and the agents on its nodes: typed messages.
 
 A message is a named tuple. On an authenticated session (`hora.net.session`) its name, and the other fields of one that
 carries `data`, are the header; the data, or else the fields as JSON, are the payload. On the socket between a
@@ -8,7 +8,7 @@ ValueError.
     agent:       Join -> Started, Output, Exited … -> Finished
     controller:  Welcome or Refused -> Start, Terminate … -> Finish -> Bye
 
-Local agents import this module when they start, so it is made of what Python has loaded by then: no dataclasses.
+Local agents import this module at start, so it only uses modules that Python has already loaded: no dataclasses.
 """
 
 from __future__ import annotations
@@ -125,17 +125,17 @@ class MeetAt(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """So many bytes of output have been passed on: an agent that is far ahead leaves its workers' pipes unread."""
+    """This many bytes of output were delivered. An agent that is far ahead stops reading its workers' pipes."""
 
     num_bytes: int
 
 
 class Ping(NamedTuple):
-    """A sign of life of the controller."""
+    """A heartbeat of the controller."""
 
 
 class Pong(NamedTuple):
-    """The answer to it."""
+    """The answer to a heartbeat."""
 
 
 class Started(NamedTuple):
@@ -223,7 +223,7 @@ def pack(message: Message) -> tuple[dict[str, Any], bytes]:
 
 
 def unpack(header: Mapping[str, Any], payload: bytes) -> Message:
-    """Return the message of a header and a payload. ValueError for anything that is none."""
+    """Return the message of a header and a payload. Raises ValueError if they are invalid."""
     kind = _BY_NAME.get(str(header.get("op")))
     if kind is None:
         raise ValueError(f"no message is called {str(header.get('op'))[:100]!r}")
@@ -252,7 +252,7 @@ def frame(message: Message) -> bytes:
 
 
 class Frames:
-    """Takes frames apart as their bytes come."""
+    """Parses frames from a stream of bytes."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()

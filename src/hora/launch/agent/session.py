@@ -1,8 +1,8 @@
-"""The agent of a node that is not the controller's own: joins the controller and obeys it through a session.
+"""The agent of a node other than the controller's: it joins the controller through a session.
 
-Started on every node by the platform (`hora run --join …`), or by `srun` or `ssh` (this module as a program, which
-reads where the controller is, and a key, from its standard input, and needs neither of them any more once it has
-joined). The agent ends, with its workers, when the controller does.
+The platform starts it on every node (`hora run --join …`), or `srun` or `ssh` runs this module, which reads the
+controller's address and a key from standard input and does not need srun or ssh once it has joined. The agent and its
+workers end with the controller.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class SessionLink(QueuedLink):
         self._outbox.put(message)
 
     def close(self) -> None:
-        """Send what is left, and say that this agent will not come back."""
+        """Send what is left, then close the session for good."""
         self._outbox.put(None)
         self._threads[1].join(_CLOSE_LIMIT_S)
         self._session.shutdown()
@@ -137,7 +137,7 @@ class SessionLink(QueuedLink):
 
 
 def on_this_node(order: Start, meeting: dict[str, str], controllers_python: str) -> Start:
-    """Complete an order with what is so only here: where workers reach the rendezvous, and our Python."""
+    """Adapt an order to this node: the rendezvous address for its workers, and this node's Python."""
     program, *arguments = order.argv
     return order._replace(
         argv=[sys.executable if program == controllers_python else program, *arguments], env=order.env | meeting
@@ -145,10 +145,10 @@ def on_this_node(order: Start, meeting: dict[str, str], controllers_python: str)
 
 
 def serve(place: NodeSpec, credentials: Credentials, *, limit_s: float, listening: bool = False) -> int:
-    """Be the agent of this node until the job is over; its exit status, as the controller tells it.
+    """Run the agent of this node until the job is over; return the job's exit status.
 
-    TimeoutError when no controller comes in time; RuntimeError when it refuses, or is lost. `listening`: it is there
-    already.
+    Raises TimeoutError if no controller answers in time, RuntimeError if it refuses or is lost. `listening`: the
+    controller is already listening.
     """
     link = SessionLink(*join(place, credentials, limit_s=limit_s, listening=listening))
     status = Agent(link).run()
@@ -160,7 +160,7 @@ def serve(place: NodeSpec, credentials: Credentials, *, limit_s: float, listenin
 def join(
     place: NodeSpec, credentials: Credentials, *, limit_s: float, listening: bool = False
 ) -> tuple[ClientSession, Welcome]:
-    """Connect, as soon as the controller is there, and introduce this node; what the controller answered."""
+    """Connect as soon as the controller listens, introduce this node, and return the controller's answer."""
     deadline, where = time.monotonic() + limit_s, f"{place.host}:{place.port}"
 
     def reach(left_s: float) -> Connection:
@@ -176,7 +176,7 @@ def join(
         except AuthenticationError:
             why = f"the process at {where} does not hold this job's secret; give every node the same file"
             raise RuntimeError(why) from None
-        except (EOFError, OSError) as error:  # not there yet, or its name is not known yet
+        except (EOFError, OSError) as error:  # it does not listen yet, or its name does not resolve yet
             late = deadline - time.monotonic() <= _RETRY_S
             if session is not None:
                 session.close()
@@ -192,12 +192,14 @@ def join(
                     f"the first node did not answer at {where} within {limit_s:g} s (--start-timeout): {error}. Is the "
                     "same command running there, with the same secret file?"
                 ) from None
-            # A crowd of strangers can push a node out whose proof has not been read yet: come again.
+            # Many unauthenticated connections can displace a node before its handshake is read: retry.
             time.sleep(_RETRY_S if session is None else _AGAIN_S)
 
 
 def _introduce(session: ClientSession, place: NodeSpec) -> Welcome:
-    """Return the controller's welcome. RuntimeError when it refuses; EOFError, ConnectionError when it hangs up."""
+    """Return the controller's welcome. Raises RuntimeError if it refuses, EOFError or ConnectionError if it
+    disconnects.
+    """
     name = place.name or socket.gethostname()
     session.send(*pack(Join(place.index, name, place.slots or 1, version(), [], [])))
     try:
@@ -234,7 +236,7 @@ def main() -> int:
     try:
         credentials = Credentials(bytes.fromhex(given["key"]), "nodes", given["speaker"])
         serve(place, credentials, limit_s=given["limit_s"], listening=True)
-        return 0  # how the job has ended is the launcher's to say
+        return 0  # the launcher reports how the job ended
     except (RuntimeError, OSError) as error:
         with contextlib.suppress(OSError):  # ssh has gone
             print(f"hora: node {name}: {error}", file=sys.stderr, flush=True)

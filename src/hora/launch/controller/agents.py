@@ -39,14 +39,14 @@ __all__ = ["Agents", "credentials", "end_starter", "start_agent"]
 
 Nodes = Mapping[str, tuple[int, int]]  # number and slots by name
 
-_CUT_LIMIT_S = 30  # a node beyond a cut cable, of which its kernel would tell
+_CUT_LIMIT_S = 30  # until the kernel reports a connection whose cable was cut
 _MAX_NAME_CHARS = 255
 _BYE_LIMIT_S, _KILL_LIMIT_S = 20.0, 30.0
 
 
 def credentials(secret: bytes, speaker: int = ANYBODY) -> Credentials:
-    """Return the credentials that an agent and the controller prove to one another: of all nodes, or of one that was
-    given a key of its own.
+    """Return the credentials for the mutual handshake of an agent and the controller: shared by all nodes, or of one
+    node with its own key.
     """
     purpose = "hora nodes" if speaker == ANYBODY else f"hora node {speaker}"
     return Credentials(derived_secret(secret, purpose), "nodes", speaker)
@@ -55,9 +55,9 @@ def credentials(secret: bytes, speaker: int = ANYBODY) -> Credentials:
 def start_agent(
     command: Sequence[str], where: tuple[str, int], key: Credentials, nodes: Nodes, *, limit_s: float, **rest: Any
 ) -> subprocess.Popen[bytes]:
-    """Run a command that starts `agent.session` somewhere, and tell that on its standard input where to go.
+    """Run a command that starts `agent.session` on a node, and send it the controller's address on its standard input.
 
-    `nodes`: those that the command may start.
+    `nodes`: the nodes that the command may start.
     """
     process = subprocess.Popen(list(command), stdin=subprocess.PIPE, start_new_session=True, **rest)
     order = {"where": where, "key": key.secret.hex(), "speaker": key.speaker, "nodes": nodes, "limit_s": limit_s}
@@ -77,14 +77,14 @@ def end_starter(process: subprocess.Popen[bytes], limit_s: float) -> None:
 
 
 class Agents:
-    """Takes agents at `where` (port 0: any) until closed. `num_nodes`: how many to expect, ourselves not counted.
+    """Accepts agents at `where` (port 0: any) until closed. `num_nodes`: how many to expect, without this machine.
 
-    `own`: this machine's name and slots, if the job may use it too, as its first host. `silence_limit_s`: after so long
-    a silence of ours a node ends its workers. `elastic`: an agent that is asked to end lets its ranks commit and leave
-    first. `return_s`: how long one that was cut off may take to come back. `nonce`, `term` and `names`: of a job whose
-    leaders change, and of all nodes that ever joined one of them.
+    `own`: this machine's name and slots, if the job may use it too, as its first host. `silence_limit_s`: a node ends
+    its workers if the controller is silent this long. `elastic`: an agent that is asked to end lets its ranks commit
+    and leave first. `return_s`: how long a disconnected agent may take to reconnect. `nonce`, `term` and `names`: of a
+    job whose leader can change, with the names of all nodes that ever joined.
 
-    `brings_environment`: a node's workers have the environment and the folder of its agent.
+    `brings_environment`: a node's workers inherit the environment and working directory of its agent.
     """
 
     brings_environment = True
@@ -109,7 +109,7 @@ class Agents:
         self._elastic, self._silence_limit_s, self._return_s = elastic, silence_limit_s, return_s
         self._first_index = 0 if own is None else 1
         self._nodes: dict[int, AgentHandle] = {}
-        self._names = set(names)  # of all that have ever joined
+        self._names = set(names)  # of all nodes that have ever joined
         self._changed = threading.Condition()
         self._refused = ""
         self._starter_ended: Callable[[], str] = lambda: ""
@@ -131,11 +131,11 @@ class Agents:
 
     @property
     def address(self) -> str:
-        """Our address under which the agents have reached us."""
+        """Return the address at which the agents reach this process."""
         return self._own_address or "127.0.0.1"
 
     def hosts(self) -> list[HostInfo]:
-        """The nodes that are there, ours first, in their order."""
+        """Return the nodes that have joined, in order, this machine first."""
         with self._changed:
             nodes = [node for _, node in sorted(self._nodes.items()) if not node.leaving]
         return ([] if self._own is None else [self._own]) + [HostInfo(node.name, node.slots) for node in nodes]
@@ -145,7 +145,8 @@ class Agents:
         return self._own is not None and hostname == self._own.hostname
 
     def wait(self, limit_s: float, *, num_slots: int | None = None) -> None:
-        """Wait until all nodes have joined, or as many as have `num_slots`; StartTimeoutError says which have not."""
+        """Wait until all nodes have joined, or enough for `num_slots`; StartTimeoutError names those that are missing.
+        """
         deadline = time.monotonic() + limit_s
         with self._changed:
             while not self._enough(num_slots):
@@ -171,17 +172,17 @@ class Agents:
         )
 
     def wait_for(self, names: Collection[str], limit_s: float) -> None:
-        """Wait until these nodes are there; those that do not come in time are gone."""
+        """Wait until these nodes have joined; nodes that miss the time limit count as lost."""
         with self._changed:
             self._changed.wait_for(lambda: {node.name for node in self._nodes.values()} >= set(names), limit_s)
 
     def workers_at(self, hostname: str) -> Collection[int]:
-        """The workers that a node had before it joined us, those that have ended included."""
+        """Return the workers that a node had before it joined, including those that have ended."""
         with self._changed:
             return next((node.workers for node in self._nodes.values() if node.name == hostname), ())
 
     def meet_at(self, port: int) -> None:
-        """Tell the nodes, those too that join later, where our rendezvous is."""
+        """Send the port of the rendezvous to all nodes, including those that join later."""
         with self._changed:
             self._meeting = port
             nodes = list(self._nodes.values())
@@ -189,7 +190,7 @@ class Agents:
             node.send(MeetAt(port))
 
     def abandon(self) -> None:
-        """Another one leads the job: let go of the nodes, whose workers live on."""
+        """Release the nodes because another process leads the job; their workers keep running."""
         with self._changed:
             nodes = list(self._nodes.values())
         self._server.close()
@@ -197,11 +198,12 @@ class Agents:
             node.lost(255)
 
     def watch_starter(self, ended: Callable[[], str]) -> None:
-        """Have `wait` ask whether what starts the agents has ended: then it says how, else nothing."""
+        """Register a check for `wait`: it returns a message if the process that starts the agents has ended, else "".
+        """
         self._starter_ended = ended
 
     def agent(self, hostname: str) -> AgentHandle:
-        """The agent of a node. One that is gone has ended already."""
+        """Return the agent of a node; for a lost node, a handle that has ended."""
         with self._changed:
             there = (node for node in self._nodes.values() if node.name == hostname and not node.ended)
             return next(there, None) or self._absent(hostname)
@@ -212,7 +214,7 @@ class Agents:
         return node
 
     def _beat(self) -> None:
-        """In the server's thread: signs of life, to all."""
+        """Send a heartbeat to all agents. Runs in the server's thread."""
         with self._changed:
             nodes = list(self._nodes.values())
         for node in nodes:
@@ -229,11 +231,11 @@ class Agents:
             changed(hosts)
 
     def close(self) -> None:
-        """Tell of changes no more. The nodes stay."""
+        """Stop reporting changes. The nodes stay."""
         self._listener = None
 
     def dismiss(self, status: int) -> None:
-        """The job is over: the agents end with this status. Returns when they have gone, or should have."""
+        """End the agents with the job's status. Return when they have disconnected, or after a time limit."""
         with self._changed:
             nodes = list(self._nodes.values())
         for node in nodes:
@@ -312,8 +314,7 @@ class Agents:
         return AgentHandle(name, joining.slots, joining.workers if known else ())
 
     def _new_name(self, name: str, index: int) -> str:
-        """A host's name of its own, for two nodes of one name, and for one that comes back: its old name may be
-        barred.
+        """Return a unique host name. Two nodes may share a name, and the old name of a node that rejoins may be barred.
         """
         choices = itertools.chain([name, f"{name}-{index}"], (f"{name}-{index}-{turn}" for turn in itertools.count(2)))
         return next(choice for choice in choices if choice not in self._names and not self.is_own(choice))

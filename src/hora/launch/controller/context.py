@@ -1,7 +1,7 @@
-"""The context of a job that runs: its secret, its rendezvous, its output and its processes.
+"""The context of a running job: its secret, rendezvous, output and processes.
 
-Launcher and rendezvous report events here, in threads of theirs. The observer hears of them at once; then they are
-queued, and the controller handles them, in order and in its own thread, while it waits.
+The launcher and the rendezvous report events here from their own threads. An event goes to the observer at once and
+into a queue. The controller handles the queue, in order, in its own thread.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FIRST_PORT, _NUM_PORTS = 20000, 12000
 
 
 class WorkerEvents(Protocol):
-    """Events of a worker. The controller implements it; called in its own thread, while it waits."""
+    """Events of a worker. The controller implements them; they are called in its thread while it waits."""
 
     def started(self, worker: int) -> None:
         """Its process runs."""
@@ -60,15 +60,15 @@ class WorkerEvents(Protocol):
         """It waits for a world later than this generation."""
 
     def lost(self, worker: int) -> None:
-        """Its connection ended without a good-bye."""
+        """Its connection ended without a closing message."""
 
     def exited(self, ended: WorkerExit) -> None:
         """Its process has ended."""
 
 
 class JobContext:
-    """Implements LaunchEvents and RendezvousEvents. Workers have numbers for life, which in a job of a fixed size are
-    their ranks. `preload`: what to load once for all of them, before they are forked.
+    """Implements LaunchEvents and RendezvousEvents. A worker keeps its number for life; in a job of fixed size it is
+    its rank. `preload`: modules to load once, before workers are forked.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class JobContext:
         self._stop_reason = ""
         self._master: dict[str, str] = {}  # where torch's env:// meets
         self.observation = Observation()
-        self._reasons: dict[int, str] = {}  # why workers will end, of those for which the job knows it before
+        self._reasons: dict[int, str] = {}  # reasons for exits that the job itself causes
         term = 0 if job.succession is None else job.succession.term
         self.rendezvous = Rendezvous(launcher.bind_address, secret=self._secret, job=self.id, events=self, term=term)
-        # A console may block; the thread in which stacks come may not.
+        # A console may block; the thread that receives stacks may not.
         self._stall_stacks = StallStacks(self.rendezvous.ask, lambda text: self.call(lambda: self.log(text)))
         self.endpoint = RendezvousEndpoint(
             kind="hora", address=launcher.advertised_address, port=self.rendezvous.port, job=self.id
@@ -95,7 +95,7 @@ class JobContext:
         self._argv = self._lay_out()
 
     def _lay_out(self) -> tuple[str, ...]:
-        """Lay out what the workers will fetch; returns their argv."""
+        """Publish what the workers will fetch and return their argv."""
         job = self._job
         if job.function is None:
             return job.command
@@ -131,7 +131,7 @@ class JobContext:
         self.observation.tell("ended", "done", "")
 
     def publish(self, generation: int, worlds: Mapping[int, World]) -> None:
-        """Workers get their places, and the observer hears of them."""
+        """Publish the workers' worlds and tell the observer."""
         self._stall_stacks.worlds = worlds
         self.observation.tell_world(generation, worlds)
         self.rendezvous.publish(generation, worlds)
@@ -171,19 +171,19 @@ class JobContext:
             return
         if all(is_local(slot.hostname) for slot, _ in worlds):
             self._master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-        else:  # a port of another host, below those that hosts give out by themselves
+        else:  # a port on another host, below the ephemeral range
             self._master = {
                 "MASTER_ADDR": hosts[0],
                 "MASTER_PORT": str(_FIRST_PORT + zlib.crc32(self.id.encode()) % _NUM_PORTS),
             }
 
     def adopt(self, succession: Succession, workers: Mapping[str, Collection[int]]) -> set[int]:
-        """Look after workers that an earlier leader has started; returns those of which their hosts know."""
+        """Supervise workers that an earlier leader started; return those that their hosts still know."""
         return succession.adopt(workers, self)
 
     def wait(self, until: float | None) -> None:
-        """Take note of what happens next, and of everything that has happened by then."""
-        # A wait without an end could not be interrupted from a notebook or by a signal on every platform.
+        """Wait for the next event, then handle all queued events."""
+        # On some platforms a notebook or a signal cannot interrupt a wait without a limit.
         limit_s = _INTERRUPTIBLE_S if until is None else max(until - time.monotonic(), 0.0)
         try:
             self._happened.get(timeout=limit_s)()
@@ -201,23 +201,23 @@ class JobContext:
         self._launcher.terminate(workers, grace_s=grace_s)
 
     def end(self, workers: Iterable[int], why: str = "") -> None:
-        """End these for good; returns when all have ended, or when even SIGKILL should have done it."""
+        """End these workers; return when all have ended, or after the time that SIGKILL needs."""
         self.ending = True
         left = set(workers) - self.exits.keys()
         self._launcher.terminate(sorted(left), grace_s=self._job.grace_s)
-        if why:  # afterwards: a console that is not read must not keep the workers alive
+        if why:  # last: a blocked console must not keep the workers alive
             self.log(why)
         limit = time.monotonic() + self._job.grace_s + _KILL_SLACK_S
         while left - self.exits.keys() and time.monotonic() < limit:
             self.wait(limit)
 
     def leaving(self, why: str) -> None:
-        """Mark the job as ending: from now on exits of its workers are no failures."""
+        """Mark the job as ending: from now on the exit of a worker is not a failure."""
         self.ending, self._stop_reason = True, why
         self.log(why)
 
     def log(self, text: str) -> None:
-        """A line of the launcher's own."""
+        """Write one of the launcher's own lines."""
         self.out.say(f"hora: {text}", stream="stderr")
         self.observation.tell_line(-1, "stderr", text)
 
@@ -251,7 +251,7 @@ class JobContext:
             self.call(lambda: self._events.raised(worker, report))
 
     def _runs_a_function(self, worker: int) -> bool:
-        """Unpickle results and exceptions, only of workers that run the caller's own function."""
+        """Return whether this worker runs the caller's function: results of other workers are never unpickled."""
         return self._job.function is not None and worker >= 0
 
     def on_log_line(self, worker: int, text: str) -> None:
@@ -269,7 +269,7 @@ class JobContext:
         self._events.exited(ended)
 
     def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
-        """Telemetry is the observer's business. Of a stall the user hears in any case where the late ranks are."""
+        """Pass telemetry to the observer. Stalls are also reported to the user, with the stacks of the late ranks."""
         self.observation.tell("on_telemetry", worker, kind, data)
         self._stall_stacks.on_telemetry(worker, kind, data)
 
@@ -291,7 +291,7 @@ class JobContext:
         self.terminate([worker], grace_s=self._job.grace_s)
 
     def _or_raise_there(self, write: Callable[[], None]) -> None:
-        """An error of a stream that the caller gave us is raised where the caller is, not in this thread."""
+        """Raise an error of the caller's own stream in the controller's thread, not in this one."""
         try:
             write()
         except Exception as error:

@@ -1,11 +1,10 @@
-"""Policy of a job whose workers come and go. Pure, like `policy`, where facts and states are explained.
+"""Policy of an elastic job. Pure, like `policy`, which explains facts and states.
 
-Newcomers boot while the others train on. Only when they are ready are the others notified, which then interrupt their
-training at the next commit and become ready too. After a failure the next generation begins as soon as no worker is
-working any more.
+New workers start while the others keep training. When they are ready the others are notified, stop at their next commit
+and become ready too. After a failure the next generation begins as soon as no worker is working.
 
-A host that is no longer named is not dead. When none of those that are named has the state of the training, its workers
-train on, take newcomers in, and leave one generation later: at a commit, by which the newcomers have the state.
+A host that discovery no longer lists is not dead. If no listed host has the training state, the workers of the removed
+host keep training, admit new workers, and leave one generation later, at a commit, when the new workers have the state.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ __all__ = [
 RESET_LIMIT_EXCEEDED_MESSAGE = "Horovod was shutdown because number of resets during elastic job exceeded limit: {}"
 
 REMOVED, ADDED = 1, 2  # what a notice tells, as flags
-# A newcomer that is ready waits so long for others that are still loading.
+# How long a new worker that is ready waits for others that are still loading.
 NEWCOMER_BATCH_WAIT_S = 10.0
 
 
@@ -69,7 +68,7 @@ class Limits:
     stall_shutdown_s: float | None = None
 
     def worker_env(self) -> dict[str, str]:
-        """The limits for workers, which must not give up before the launcher does."""
+        """Return the limits as variables for the workers, which must not time out before the launcher."""
         return {
             "HOROVOD_ELASTIC_TIMEOUT": str(int(2 * self.elastic_timeout_s + 60)),
             "HORA_LAUNCHER_TIMEOUT": str(int(self.lost_s)),
@@ -77,7 +76,7 @@ class Limits:
 
 
 class _Interim(Decision):
-    """A step on the way to enough workers."""
+    """A decision on the way to enough workers."""
 
     @property
     def waits_for_more(self) -> bool:
@@ -86,7 +85,7 @@ class _Interim(Decision):
 
 @dataclass(frozen=True)
 class WriteOff(_Interim):
-    """These workers have failed: bar their places and go on without them."""
+    """Continue without these failed workers and bar their places."""
 
     workers: tuple[int, ...]
 
@@ -160,7 +159,7 @@ class ElasticPolicy:
         )
 
     def _dismiss(self, facts: Facts, now: float) -> End | None:
-        """Workers that have no business here any more."""
+        """Return the decisions for workers that have no place any more."""
         lost_s = self.limits.lost_s
         lost = [w for w in facts.workers if w.alive and w.lost_at is not None and now >= w.lost_at + lost_s]
         if lost:
@@ -177,7 +176,7 @@ class ElasticPolicy:
         return End(_numbers(idle), "its host is barred or gone", failed=False) if idle else None
 
     def _stuck_at(self, facts: Facts, worker: Worker) -> float | None:
-        """When this worker's silence, or its going on alone, will no longer be tolerated."""
+        """Return when this worker times out, because of its silence or because others wait for it."""
         limits, silent = self.limits, worker.silent_since
         if not worker.alive:
             return None
@@ -196,12 +195,12 @@ class ElasticPolicy:
         others = [w.since for w in facts.workers if w.needs_the_others(facts.generation)]
         if others and silent is not None:
             deadlines.append(max(min(others), silent) + limits.stuck_s)
-        if not worker.joined and (others or self._needs_results):  # nothing was ever heard of it
+        if not worker.joined and (others or self._needs_results):  # it never connected
             deadlines.append(max(min(others, default=0.0), worker.since) + limits.elastic_timeout_s)
         return min(deadlines, default=None)
 
     def _meanwhile(self, facts: Facts, current: Sequence[Worker], now: float) -> Decision:
-        """Some are working: prepare the next generation if there is to be one."""
+        """Decide while workers are working: prepare the next generation if one is due."""
         limits = self.limits
         deadlines = [limit for w in facts.workers if (limit := self._stuck_at(facts, w)) is not None]
         deadlines += [w.lost_at + limits.lost_s for w in facts.workers if w.alive and w.lost_at is not None]
@@ -225,7 +224,7 @@ class ElasticPolicy:
         return Wait(min(deadlines, default=None))
 
     def _between(self, facts: Facts, current: Sequence[Worker], now: float) -> Decision:
-        """None is working: the next generation, or the end."""
+        """Decide while no worker is working: begin the next generation, or end the job."""
         limits = self.limits
         succeeded = [worker for worker in current if worker.state is WorkerState.SUCCEEDED]
         if succeeded:
@@ -248,7 +247,7 @@ class ElasticPolicy:
         loaded = [w for w in newcomers if w.state is WorkerState.READY]
         if survivors:
             chosen = [*survivors, *loaded][: limits.max_num_proc]
-        else:  # those who leave pass the state on, for which it takes two
+        else:  # leaving workers hand the state over, which needs a second worker
             oldest, *others = by_age(ready)
             chosen = [oldest, *loaded, *others][: limits.max_num_proc and max(limits.max_num_proc, 2)]
         if len(chosen) >= limits.min_num_proc:
@@ -269,7 +268,7 @@ class ElasticPolicy:
 
 
 def by_age(workers: Sequence[Worker]) -> list[Worker]:
-    """In order of rank: hosts by their oldest worker, and so the ranks of a host. So rank 0 has seen the most."""
+    """Return the workers in rank order: hosts by their oldest worker, then workers by age. Rank 0 is the oldest."""
     oldest: dict[str, tuple[bool, int, int]] = {}
     for worker in workers:
         oldest[worker.host] = min(oldest.get(worker.host, _age(worker)), _age(worker))
@@ -277,7 +276,7 @@ def by_age(workers: Sequence[Worker]) -> list[Worker]:
 
 
 def _age(worker: Worker) -> tuple[bool, int, int]:
-    """The smaller, the older: a newcomer that took long to boot is younger than one that was started later."""
+    """Return a sort key, smaller for older workers. Age counts from being ready, not from the start of the process."""
     return worker.first_generation < 0, worker.first_generation, worker.number
 
 
@@ -287,7 +286,7 @@ def _newcomers(facts: Facts) -> list[Worker]:
 
 
 def _joining(newcomers: Sequence[Worker], now: float) -> list[Worker]:
-    """The newcomers to let in now: all of them together, unless one of them takes very long."""
+    """Return the new workers to admit now: all together, unless one takes too long."""
     ready = [w for w in newcomers if w.state is WorkerState.READY]
     if len(ready) == len(newcomers) or any(now >= w.since + NEWCOMER_BATCH_WAIT_S for w in ready):
         return ready
@@ -295,12 +294,12 @@ def _joining(newcomers: Sequence[Worker], now: float) -> list[Worker]:
 
 
 def _slots(facts: Facts) -> list[HostSlot]:
-    """The places that may be used, host by host."""
+    """Return the usable places, host by host."""
     return [(host, slot) for host, slots in facts.hosts.items() for slot in slots]
 
 
 def _free(facts: Facts, limits: Limits, num_alive: int) -> tuple[HostSlot, ...]:
-    """Places for newcomers, as many as the limit allows."""
+    """Return places for new workers, up to the limit."""
     taken = {(worker.host, worker.slot) for worker in facts.workers if worker.alive}
     free = [place for place in _slots(facts) if place not in taken]
     most = limits.max_num_proc

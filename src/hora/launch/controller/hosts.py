@@ -1,4 +1,4 @@
-"""State of a job whose size changes: its limits, and hosts that come, go, or are out for a while."""
+"""Hosts of an elastic job: discovery by a script, limits, and hosts or slots that are barred for a while."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _Barred = tuple[str, int | None]  # a host, and one of its slots (None: the whol
 
 
 def parse_discovered(text: str, default_slots: int | None) -> list[HostInfo]:
-    """Reads the script's output. ValueError for a host without slots when there is no default."""
+    """Parse the script's output. Raises ValueError for a host without slots if there is no default."""
     found: dict[str, HostInfo] = {}
     for line in text.splitlines():
         content = line.strip()
@@ -57,7 +57,7 @@ class HostWatch(Protocol):
         """Call `changed`, in any thread, with each list of hosts that differs from the one before."""
 
     def close(self) -> None:
-        """Call it no more."""
+        """Stop calling it."""
 
 
 class DiscoveryScript:
@@ -101,7 +101,7 @@ class DiscoveryScript:
                 changed(found)
 
     def ask(self) -> list[HostInfo]:
-        """Run the script and return its hosts. RuntimeError when it fails, ValueError when it cannot be understood."""
+        """Run the script and return its hosts. Raises RuntimeError if it fails, ValueError if its output is invalid."""
         with self._lock:
             if self._stop.is_set():
                 return []
@@ -142,12 +142,12 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticSpec:
-    """`hosts`: where workers may run; `script` tells of changes.
+    """Hosts and limits of an elastic job. `hosts`: where workers may run; `script` reports changes.
 
     `local_only`: the launcher starts workers on this machine only. `leave_s`: how long a job waits after SIGTERM
-    for its ranks' next commit. `forgiven`: so many failures bar no place of a host, because a process that fails says
-    little about a machine that a cluster manager looks after. `on_places`: called with the places, by the workers'
-    numbers, of every generation.
+    for its ranks' next commit. `forgiven`: the number of failures that bar no place of a host, because a failed process
+    says little about a machine that a cluster manager supervises. `on_places`: called with the places of every
+    generation, by worker.
     """
 
     limits: Limits
@@ -169,7 +169,7 @@ class ElasticSpec:
 
 
 class Blacklist:
-    """Places where workers failed, and for how long none is started there. Pure: clock and chance are given.
+    """Places where workers failed, and for how long they stay unused. Pure: time and randomness are arguments.
 
     A place is a host, or one slot of a host where the job has no other host.
 
@@ -182,7 +182,7 @@ class Blacklist:
         self._until: dict[_Barred, float | None] = {}
 
     def bar(self, place: _Barred, now: float) -> float | None:
-        """Bar a place; returns until when (None: for ever). Each time lasts about twice as long as the one before."""
+        """Bar a place; return until when (None: forever). Each cooldown is about twice as long as the last."""
         times = self._times[place] = self._times.get(place, 0) + 1
         self._until[place] = None if self._range is None else now + self._delay_s(*self._range, times)
         return self._until[place]
@@ -213,7 +213,7 @@ class Blacklist:
         return self._out((host, None), now)
 
     def next_return(self, now: float) -> float | None:
-        """When the next place comes back; None: none ever does."""
+        """Return when the next place becomes usable again; None: never."""
         times = [until for until in self._until.values() if until is not None and until > now]
         return min(times, default=None)
 
@@ -244,7 +244,7 @@ class Hosts:
             self._spec.script.close()
 
     def change(self, hosts: Sequence[HostInfo]) -> list[str]:
-        """These are the hosts from now on; returns what to tell the user of it."""
+        """Replace the hosts; return a message for the user."""
         reachable = [host for host in hosts if not self._spec.local_only or sockets.is_local(host.hostname)]
         messages = [
             f"host {host.hostname} cannot be used: the job began on this machine alone and listens nowhere "
@@ -268,15 +268,15 @@ class Hosts:
         return self._blacklist.usable(self._num_slots, now)
 
     def barred(self, now: float) -> frozenset[str]:
-        """The hosts that are out as a whole."""
+        """Return the hosts that are barred as a whole."""
         return frozenset(host for host in self._num_slots if self._blacklist.is_host_barred(host, now))
 
     def may_grow(self, now: float) -> bool:
-        """Return whether further slots may turn up by themselves."""
+        """Return whether discovery may find more slots."""
         return self._spec.script is not None or self.next_return(now) is not None
 
     def next_return(self, now: float) -> float | None:
-        """When a barred place comes back; None: none ever does."""
+        """Return when a barred place becomes usable again; None: never."""
         return self._blacklist.next_return(now)
 
     def num_slots(self, hostname: str) -> int:
@@ -292,7 +292,7 @@ class Hosts:
         failures = self._failures[worker.host] = self._failures.get(worker.host, 0) + 1
         if failures <= self._spec.forgiven:
             return
-        # With one host, barring it would end the job: bar the slot. A newcomer's failure says nothing of others there.
+        # Barring the only host would end the job, so bar the slot. One worker's failure says nothing about other slots.
         whole = len(self._num_slots) > 1 and worker.generation >= 0
         self._blacklist.bar((worker.host, None if whole else worker.slot), now)
 

@@ -46,7 +46,7 @@ from hora.net.session import SessionPeer
 
 __all__ = ["BEATS", "AgentHandle", "AgentProcess", "HostLauncher", "LocalAgent", "LocalProcess", "wait_or_kill"]
 
-BEATS = 6  # in the time after which a silent node is dropped
+BEATS = 6  # heartbeats within the time after which a silent node is dropped
 _CLOSE_SLACK_S = 15.0  # after SIGKILL everything is a matter of milliseconds, even on a busy machine
 _READ_BYTES, _TAIL_BYTES = 256 * 1024, 4096
 # Variables that another machine must not get: functions of our shell, our directories and devices, a foreign secret.
@@ -70,7 +70,7 @@ class Child(Protocol):
 
 
 def wait_or_kill(process: Child, limit_s: float) -> int:
-    """Return the exit status of a process that is about to end; one that has not ended in time is killed."""
+    """Return the exit status of a process that is about to end. Kill it after the time limit."""
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -79,9 +79,9 @@ def wait_or_kill(process: Child, limit_s: float) -> int:
 
 
 class AgentHandle:
-    """One agent. Expected (orders wait) -> joined -> over.
+    """One agent. States: expected (orders are queued) -> joined -> over.
 
-    `workers`: those that it had before it joined. `inherit_env`: its workers' environment is added to its own.
+    `workers`: those that it had before it joined. `inherit_env`: workers inherit the agent's environment.
     """
 
     inherit_env = True
@@ -97,7 +97,7 @@ class AgentHandle:
         self._events: LaunchEvents | None = None
         self._lock = threading.Lock()
         self._running: set[int] = set()
-        self._own = set(workers)  # workers that were ever started here: the agent reports on no other
+        self._own = set(workers)  # workers that were ever started here: reports about others are invalid
         self._unsent: list[Message] = []
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._has_fork_server = False
@@ -109,7 +109,7 @@ class AgentHandle:
     # ---- orders ---------------------------------------------------------------------------------------------
 
     def look_after(self, events: LaunchEvents, ours: Collection[int] = ()) -> None:
-        """Report to these events from now on. `ours`: workers that run there already, for this controller."""
+        """Report to these events from now on. `ours`: workers that already run there for this controller."""
         self._events, self._running = events, set(ours)
         threading.Thread(target=self._deliver, name=f"hora-agent {self.name}", daemon=True).start()
 
@@ -120,12 +120,12 @@ class AgentHandle:
 
     @property
     def over(self) -> bool:
-        """Return whether the agent is gone and everything that it reported has been passed on."""
+        """Return whether the agent is gone and all its reports have been delivered."""
         return self._reported.is_set()
 
     def start(self, workers: Sequence[WorkerSpec]) -> None:
         assert self._events is not None
-        # One worker alone is not worth a fork server, but an elastic job's newcomer may come from the one there is.
+        # A single worker is not worth a fork server, but a new worker of an elastic job may use an existing one.
         self._has_fork_server = self._has_fork_server or len(workers) > 1
         with self._lock:
             ended = self._ended
@@ -164,7 +164,7 @@ class AgentHandle:
         self.send(Finish(grace_s))
 
     def abandon(self) -> None:
-        """Report nothing any more: another controller looks after this node."""
+        """Stop reporting: another controller supervises this node."""
         with self._lock:
             self._running.clear()
             self._events = _NoEvents()
@@ -182,7 +182,7 @@ class AgentHandle:
             self.starter.kill()
 
     def send(self, message: Message) -> None:
-        """Tell the agent something, as soon as it has joined. Dropped if it is gone."""
+        """Send a message once the agent has joined. Dropped if the agent is gone."""
         with self._lock:
             if self.peer is None:
                 self._unsent.append(message)
@@ -190,8 +190,8 @@ class AgentHandle:
                 self.peer.send(*pack(message))
 
     def beat(self, silence_limit_s: float) -> None:
-        """Send a sign of life; drop an agent that has answered none for so long. Beats are counted, not seconds: time
-        in which this process did not run is nobody's silence.
+        """Send a heartbeat; drop an agent that has answered none within the limit. Heartbeats are counted, not seconds:
+        time in which this process was stopped does not count as the agent's silence.
         """
         answered = self._num_heard != self._num_seen or self.peer is None or self._events is None
         self._unanswered, self._num_seen = 0 if answered else self._unanswered + 1, self._num_heard
@@ -214,7 +214,7 @@ class AgentHandle:
             self._unsent.clear()
 
     def take(self, message: Message) -> None:
-        """Something that the agent reports."""
+        """Queue a report of the agent."""
         self._num_heard += 1
         self._inbox.put(message)
 
@@ -237,7 +237,9 @@ class AgentHandle:
         self._report_end(255 if self.status is None else self.status, joined=self.peer is not None)
 
     def blame(self, error: Exception) -> None:
-        """Drop a node that may have been taken over: it must not hold up the controller, nor fill its memory."""
+        """Drop a node that sends invalid messages: it may be compromised and must not block the controller or fill its
+        memory.
+        """
         self.complaints.add(f"it sent what no agent sends ({error})".encode())
         self.kill()
 
@@ -279,7 +281,7 @@ class AgentHandle:
 
 
 class _NoEvents:
-    """Implements LaunchEvents for nobody."""
+    """Implements LaunchEvents and ignores them."""
 
     def output(self, worker: int, stream: str, data: bytes) -> None: ...
     def started(self, worker: int) -> None: ...
@@ -294,7 +296,8 @@ class AgentProcess(Child, Protocol):
 
 
 class LocalProcess:
-    """A new one. Its own session: Ctrl-C in a terminal reaches the controller only, which ends the workers in order."""
+    """A new agent process in its own session: Ctrl-C in a terminal reaches only the controller, which ends the workers.
+    """
 
     def __init__(self) -> None:
         source = str(Path(__file__).resolve().parents[3])
@@ -313,7 +316,7 @@ class LocalProcess:
 
 
 class LocalAgent(AgentHandle):
-    """An agent on this machine. `process`: one that runs already; else one is started."""
+    """An agent on this machine. `process`: a running agent to use; None starts one."""
 
     inherit_env = False
 
@@ -330,7 +333,7 @@ class LocalAgent(AgentHandle):
         return self._ended is not None
 
     def send(self, message: Message) -> None:
-        # When the agent is gone the reader knows, and reports all its workers as ended.
+        # If the agent is gone, the reader notices and reports all its workers as ended.
         with contextlib.suppress(OSError), self._sending:
             self._process.sock.sendall(frame(message))
 
@@ -385,9 +388,10 @@ class RemoteAgents(Protocol):
 
 
 class HostLauncher:
-    """Starts workers on this machine, or on any hosts that have `agents`, this one included.
+    """Starts workers on this machine, or on all hosts of `agents`, this machine included.
 
-    `listen`: our address that all of them reach. `process`: an agent for this machine that runs already, to use first.
+    `listen`: the address at which all of them reach this process. `process`: a running agent of this machine to use
+    first.
     """
 
     def __init__(
@@ -424,9 +428,9 @@ class HostLauncher:
         for spec in workers:
             by_host.setdefault("localhost" if self.local_only else spec.slot.hostname, []).append(spec)
         remote = {name for name in by_host if self._is_remote(name)}
-        # First all connections, then the workers: an agent's start takes its time, and so the hosts take it together.
+        # Open all connections before starting workers, so that the agents start in parallel.
         for name in by_host:
-            if name in self._hosts and self._hosts[name].ended:  # it was cut off, or killed; it may be back
+            if name in self._hosts and self._hosts[name].ended:  # it was disconnected or killed and may be back
                 self._retire(self._hosts.pop(name))
             if name not in self._hosts:
                 self._hosts[name] = self._reach(name, events) if name in remote else self._open(name, events)
@@ -434,32 +438,33 @@ class HostLauncher:
             self._hosts[name].start([self._for_elsewhere(spec) for spec in specs] if name in remote else specs)
 
     def adopt(self, workers: Mapping[str, Collection[int]], events: LaunchEvents) -> None:
-        """Look after workers that run already, by host, for a leader before us. Those that have ended are reported."""
+        """Supervise workers, by host, that an earlier leader started. Workers that have ended are reported."""
         for name, numbers in workers.items():
             self._hosts[name] = self._reach(name, events, frozenset(numbers))
 
     def abandon(self) -> None:
-        """Let go of all workers: another leader looks after them."""
+        """Release all workers: another leader supervises them."""
         hosts, self._hosts, self._former = [*self._former, *self._hosts.values()], {}, []
         for host in hosts:
             host.abandon()
 
     def _retire(self, host: AgentHandle) -> None:
-        """Keep it until its workers' ends are reported; not waited for, because the caller may hold up the reports."""
+        """Keep the agent until its workers' exits are reported. Do not wait for it: the caller may block the reports.
+        """
         for over in [former for former in self._former if former.over]:
             self._former.remove(over)
             over.wait(_CLOSE_SLACK_S)
         self._former.append(host)
 
     def _open(self, name: str, events: LaunchEvents) -> AgentHandle:
-        """This machine, by an agent that runs already or a new one."""
+        """Return this machine's agent: a running one, or a new one."""
         running, self._process = self._process, None
         agent = LocalAgent(name, running)
         agent.look_after(events)
         return agent
 
     def _reach(self, name: str, events: LaunchEvents, ours: Collection[int] = ()) -> AgentHandle:
-        """Another machine. `ours`: workers that run there already, for us."""
+        """Return another machine's agent. `ours`: workers that already run there for this process."""
         assert self._agents is not None
         agent = self._agents.agent(name)
         agent.look_after(events, ours)
@@ -487,6 +492,6 @@ class HostLauncher:
         env = {name: value for name, value in spec.env.items() if not _PRIVATE.fullmatch(name)}
         if self._agents is None or not self._agents.brings_environment:
             return replace(spec, env=env)
-        # Of our environment only what the job adds to it.
+        # Of this process's environment, pass only what the job adds.
         inherited = variables()
         return replace(spec, env={n: value for n, value in env.items() if inherited.get(n) != value}, cwd=None)

@@ -1,7 +1,7 @@
-"""The controller: carries a job out. Poll what happened, ask the policy, act, until the job is over.
+"""The controller runs a job: it polls events, asks the policy and acts, until the job is over.
 
-One for all jobs: whether the size is fixed or workers come and go is a matter of the policy (`policy`,
-`elastic_policy`). Processes are started by a `Launcher`. Called by `start` and by the Spark side.
+All jobs use it: the policy (`policy`, `elastic_policy`) handles fixed and changing sizes. A `Launcher` starts the
+processes. SIGTERM and SIGHUP become exceptions, so that every `finally` runs.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _ENDED = 128 + signal.SIGTERM
 
 
 def signal_text(code: int) -> str:
-    """A death by signal, in words; empty for other exit codes."""
+    """Describe a death by signal; return "" for other exit codes."""
     try:
         name = signal.Signals(code - 128).name
     except ValueError:
@@ -106,7 +106,7 @@ def _message(name: str, failure: Failure, report: ErrorReport | None, tail: list
 
 
 def _cause(report: ErrorReport | None) -> BaseException | None:
-    """The worker's own exception: of a function that the caller sent there, and so trusts. Commands report none."""
+    """Return the worker's own exception. The caller sent the function and trusts it; commands report no exception."""
     if report is None or not report.pickled:
         return None
     import cloudpickle
@@ -119,7 +119,7 @@ def _cause(report: ErrorReport | None) -> BaseException | None:
 
 
 class Signals:
-    """`first`: called, in the signal handler, instead of ending everything when the first SIGTERM comes."""
+    """Signal handler. `first`: called instead of ending the job when the first SIGTERM arrives."""
 
     first: Callable[[], None] | None = None
 
@@ -134,8 +134,8 @@ class Signals:
 def ended_by_signals() -> Iterator[Signals]:
     """Within it, SIGTERM and SIGHUP raise SystemExit (128 + signal) in the main thread.
 
-    Handlers that the program has installed itself stay, and elsewhere than in the main thread nothing
-    changes. There the default applies: the process dies, and the agents of its workers notice.
+    Handlers of the program itself stay, and nothing changes outside the main thread: there the process dies by default,
+    and the agents of its workers notice.
     """
     signals = Signals()
     if threading.current_thread() is not threading.main_thread():
@@ -152,7 +152,7 @@ def ended_by_signals() -> Iterator[Signals]:
 
 
 def run_job(job: Job, launcher: Launcher, elastic: ElasticSpec | None = None) -> JobResult:
-    """Run the job to its end, end everything that was started however it ends, and close the launcher.
+    """Run the job to its end, end all its processes whatever the outcome, and close the launcher.
 
     `elastic`: its workers may come and go; the results are those of the last generation, by rank. Raises JobFailedError
     naming the first failing worker, its traceback as it sent it (or the end of its output) and, where it could be
@@ -181,7 +181,7 @@ def run_job(job: Job, launcher: Launcher, elastic: ElasticSpec | None = None) ->
 
 @contextlib.contextmanager
 def _letting_go(succession: Succession) -> Iterator[None]:
-    """Let go of the workers, instead of ending them, when this process does not lead any more."""
+    """Release the workers, instead of ending them, when this process no longer leads."""
     try:
         yield
     except LeadershipLostError:
@@ -194,7 +194,7 @@ def _raise_lost() -> NoReturn:
 
 
 class _Controller:
-    """Implements WorkerEvents: takes note of what happens to workers."""
+    """Implements WorkerEvents: records the state of the workers."""
 
     def __init__(self, job: Job, launcher: Launcher, output: OutputWriter, elastic: ElasticSpec | None) -> None:
         self._job = job
@@ -203,7 +203,7 @@ class _Controller:
         self._failures: list[Failure] = []  # of the current generation
         self._results: dict[int, bytes] = {}
         self._reports: dict[int, ErrorReport] = {}
-        self._gone: set[int] = set()  # workers of which the others need not expect anything any more
+        self._gone: set[int] = set()  # workers that the others no longer wait for
         self._generation, self._num_resets = -1, 0
         self._notified, self._last_notice = False, 0
         self._begun_at = self._short_since = time.monotonic()
@@ -271,7 +271,7 @@ class _Controller:
     # ---- succession ---------------------------------------------------------------------------------------
 
     def _save(self, now: float) -> None:
-        """Save what the next leader must know, before anybody hears of it."""
+        """Save the state for the next leader before any worker acts on it."""
         if self._job.succession is not None:
             assert self._hosts is not None
             self._job.succession.save(
@@ -286,7 +286,7 @@ class _Controller:
             )
 
     def _take_over(self, succession: Succession) -> None:
-        """Go on where the leader before this one was: its workers have never stopped."""
+        """Continue from the state of the previous leader, whose workers never stopped."""
         state, now = succession.state, time.monotonic()
         if state is not None:
             assert self._hosts is not None
@@ -320,7 +320,7 @@ class _Controller:
                 reason = f"its node, {worker.host}, has not come to the new leader"
                 self.run.exited(WorkerExit(worker=worker.number, code=255, reason=reason))
                 continue
-            # The leader before has died between its decision and the order.
+            # The previous leader died between its decision and the order.
             newcomer = worker.number not in self._places
             slot = self._places.get(worker.number) or provisional(
                 worker.host, worker.slot, worker.slot + 1, num_ranks=len(self._places)
@@ -380,7 +380,7 @@ class _Controller:
         self.run.wait(min((t for t in times if t is not None), default=None))
         woken = time.monotonic()
         if self._ping_at and woken > now + 2 * _PING_S:
-            self._ping_at = woken  # the launcher itself did not run: no worker's silence in that time counts
+            self._ping_at = woken  # this process was stopped: silence of workers in that time does not count
 
     # ---- actions ------------------------------------------------------------------------------------------
 
@@ -422,7 +422,7 @@ class _Controller:
 
     def _notify(self, change: int) -> None:
         self._notified = True
-        # Whole seconds, as Horovod has them, but no two the same: a worker ignores what is not newer.
+        # Horovod uses whole seconds. Make each one greater than the last: a worker ignores a notice that is not newer.
         self._last_notice = max(int(time.time()), self._last_notice + 1)
         self.run.rendezvous.notify(
             {
@@ -439,7 +439,7 @@ class _Controller:
         self._save(time.monotonic())
         for number in numbers:
             if number not in self.run.exits:
-                # The function is over on this worker, even if a thread or a child of its keeps the process from ending.
+                # The function has ended on this worker, even if a thread or child keeps the process alive.
                 self._tell_the_others(number, f"raised {self._reports[number].headline}", failed=True)
                 self.run.terminate([number], grace_s=self._job.grace_s)
 
@@ -458,7 +458,7 @@ class _Controller:
         self.run.terminate(numbers, grace_s=min(_STUCK_GRACE_S, self._job.grace_s))
 
     def _bar_the_place_of(self, number: int) -> None:
-        """A worker has failed, and the job goes on elsewhere."""
+        """Bar the place of a failed worker; the job continues elsewhere."""
         assert self._hosts is not None
         self._roster.write_off(number)
         failure = next(failure for failure in self._failures if failure.worker == number)
@@ -481,8 +481,8 @@ class _Controller:
         )
 
     def leave(self, limit_s: float) -> NoReturn:
-        """A scheduler wants its machines back (SIGTERM): the ranks end at their next commit, and so does the job, with
-        `LEFT` if all of them came to it in time, so that it can be resumed.
+        """End the job on SIGTERM from a scheduler: the ranks end at their next commit. The exit status is `LEFT`, for
+        "resume me", if all of them reach it in time.
         """
         run, workers = self.run, [worker.number for worker in self._roster]
         run.leaving(f"end requested: the ranks commit and leave, within {limit_s:g} s (--leave-timeout)")
@@ -499,7 +499,7 @@ class _Controller:
         raise SystemExit(_ENDED)
 
     def end_host(self, host: str, why: str) -> Callable[[], bool]:
-        """End the processes on a host that is taken away, and tell whether they have ended. From any thread."""
+        """End the processes on a removed host; return a check of whether they have ended. Thread-safe."""
         found: list[int] | None = None
 
         def end() -> None:
@@ -585,7 +585,7 @@ class _Controller:
         self.run.rendezvous.give_up(number)
 
     def _judge_exit(self, worker: Worker, ended: WorkerExit) -> bool:
-        """Take note of how a process has ended; whether that tells of a failure."""
+        """Record the exit of a process; return whether it is a failure."""
         code, reason = ended.code, ended.reason
         if worker.state in (WorkerState.FAILED, WorkerState.LEFT):
             return False
@@ -597,7 +597,7 @@ class _Controller:
             code, reason = 1, reason or f"it ended with status 0 {early}: did it call exit?"
         if code == 0:
             return False
-        # Of a command we have only the output to tell whether its last words are that another worker is lost.
+        # Only the output of a command shows whether it ended because another worker was lost.
         words = self.run.out.tail(worker.number).rstrip().rpartition("\n")[2]
         complaint = words if "HorovodInternalError" in words else ""
         self._note_failure(worker.number, code, reason or signal_text(code), complaint)
@@ -615,7 +615,7 @@ class _Controller:
         )
 
     def _tell_the_others(self, number: int, how: str, *, failed: bool) -> None:
-        """Ranks that wait for this worker need not wait any longer. They hear of it once."""
+        """Tell the ranks, once, not to wait for this worker any longer."""
         if number not in self._gone:
             self._gone.add(number)
             self.run.rendezvous.worker_exited(number, how, failed=failed)

@@ -1,4 +1,4 @@
-"""An observer of a job: notified of its events, in any thread, while the job goes on; the live page is one.
+"""An observer of a job gets its events, in any thread, while the job runs. The live page is one.
 
 The job does not know its observers and never waits for them: `Job.watching` names one. A job without one has a
 `NullObserver`.
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 __all__ = ["REPORTING", "STOPPED", "NullObserver", "Observation", "Observer", "StallStacks", "Watching", "facts_of"]
 
-# What the workers of an observed job get: they report once a second.
+# Variables for the workers of an observed job: they report once a second.
 REPORTING = {"HORA_TELEMETRY_S": "1.0"}
 _AGAIN_S = 30.0
-STOPPED = 143  # the exit status of a job that its observer has stopped
+STOPPED = 143  # the exit status of a job that its observer stopped
 
 _log = logging.getLogger("hora.launch")
 
 
 class Observer(Protocol):
-    """Interface of an observer. Called in any thread: implementations only take note."""
+    """Interface of an observer. Called in any thread: implementations must not block."""
 
     def world(self, generation: int, places: list[tuple[int, int, str]]) -> None:
-        """A world was formed: (worker, rank, host) of everybody in it."""
+        """A world was formed: (worker, rank, host) of its members."""
 
     def joined(self, worker: int) -> None:
         """A worker has connected."""
@@ -69,7 +69,7 @@ class NullObserver:
 
 
 class Observation:
-    """The observer of a job. One that fails gets no more events."""
+    """The observer of a job. An observer that fails gets no more events."""
 
     def __init__(self) -> None:
         self.observer: Observer = NullObserver()
@@ -78,12 +78,12 @@ class Observation:
         """Call this method of the observer."""
         try:
             getattr(self.observer, event)(*arguments)
-        except Exception:  # whatever an observer does wrong, the training goes on
+        except Exception:  # an observer's error must not end the training
             _log.exception("the job is not observed any more")
             self.observer = NullObserver()
 
     def tell_line(self, worker: int, stream: str, text: str) -> None:
-        """Tell of a line that did not come through a worker's output."""
+        """Report a line that did not come from a worker's output."""
         self.tell("output", worker, stream, text.encode(errors="replace") + b"\n")
 
     def tell_world(self, generation: int, worlds: Mapping[int, World]) -> None:
@@ -96,8 +96,8 @@ class Observation:
 class Watching:
     """`page`: live, at `listen` (host:port; loopback and a free port unless given). `record`: a file for `hora view`.
 
-    `controller`: Kubeflow's, which wants to know how far the job is. `browser`: open the page there. `demo`: the page
-    offers to kill ranks.
+    `controller`: Kubeflow's, which gets the job's progress. `browser`: open the page in a browser. `demo`: the page can
+    kill ranks.
     """
 
     page: bool = False
@@ -131,7 +131,7 @@ class Watching:
         return cls(page=page, listen=listen or "", record=record, controller=controller)
 
     def open(self, facts: Mapping[str, Any], job: live.JobControl) -> live.Dashboard:
-        """Begin to observe a job. `facts`: what it is; `job`: what may be done to it. OSError: the address is taken."""
+        """Start observing a job. `facts` describe it; `job` controls it. Raises OSError if the address is taken."""
         from hora.watch.live import Dashboard
 
         dashboard = Dashboard(
@@ -156,7 +156,7 @@ def _controller(environ: Mapping[str, str]) -> Controller | None:
 
 
 class StallStacks:
-    """Stacks of the ranks that keep others waiting: requested when a rank reports a stall, and shown to the user.
+    """Stacks of late ranks: requested when a rank reports a stall, and shown to the user.
 
     `ask(question, worker)` queries a worker, `say(text)` tells the user. `worlds`: the present one, by worker.
     """
@@ -168,7 +168,7 @@ class StallStacks:
         self._to_show: set[int] = set()
 
     def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
-        """Take a worker's message; only stalls, and the answers to our own questions, matter here."""
+        """Handle a worker's message: a stall, or an answer to one of our questions. Others are ignored."""
         if kind == "stall":
             ranks = json.loads(data)
             for number, world in self.worlds.items():

@@ -25,7 +25,7 @@ from hora.launch.job import OutputOptions
 
 __all__ = ["LogFile", "OutputWriter", "Tail"]
 
-MAX_LINE_BYTES = 256 * 1024  # a longer line leaves in pieces
+MAX_LINE_BYTES = 256 * 1024  # a longer line is written in pieces
 _LINE_WITH_END = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+")
 
 _log = logging.getLogger("hora.launch")
@@ -42,7 +42,7 @@ class Tail:
     def add(self, data: bytes) -> None:
         self._kept += data[-self._max_bytes :]
         self._complete = self._complete and len(data) <= self._max_bytes >= len(self._kept)
-        if len(self._kept) > 2 * self._max_bytes:  # not at every byte: what is kept has to be moved
+        if len(self._kept) > 2 * self._max_bytes:  # not for every byte, because it moves the kept bytes
             del self._kept[: -self._max_bytes]
 
     def __bytes__(self) -> bytes:
@@ -58,7 +58,7 @@ class Tail:
 
 
 class OutputWriter:
-    """Takes what the workers print. `ranks`: each worker's number in the prefixes and directory names.
+    """Writes the workers' output. `ranks`: each worker's number in the prefixes and directory names.
 
     Workers that are no ranks get names instead (`set_name`), for the prefixes.
     """
@@ -89,7 +89,7 @@ class OutputWriter:
                     self._files[rank, stream] = _open_file(place / stream)
 
     def set_ranks(self, ranks: Mapping[int, int]) -> None:
-        """These workers have other numbers from now on."""
+        """Change the numbers of these workers."""
         with self._lock:
             self._ranks |= ranks
             self._open_files()
@@ -100,7 +100,7 @@ class OutputWriter:
             self._names[worker] = name
 
     def feed(self, worker: int, stream: str, data: bytes) -> None:
-        """Some bytes of a worker's stdout or stderr."""
+        """Add bytes of a worker's stdout or stderr."""
         with self._lock:
             self._tails.setdefault(worker, Tail()).add(data)
             key = worker, stream
@@ -109,19 +109,19 @@ class OutputWriter:
             self._write(key, self._streams[key].feed(data))
 
     def end(self, worker: int) -> None:
-        """The worker is gone: its last line is as complete as it will ever be."""
+        """The worker has ended: write its last line even if it is incomplete."""
         with self._lock:
             for stream in ("stdout", "stderr"):
                 if (worker, stream) in self._streams:
                     self._write((worker, stream), self._streams[worker, stream].end(), last=True)
 
     def say(self, text: str, *, stream: str = "stdout") -> None:
-        """A line of the launcher's own, or one that a worker wants shown as it is."""
+        """Write a line of the launcher, or a worker's line without a prefix."""
         with self._lock:
             self._consoles[stream].write(text.encode(errors="replace") + b"\n")
 
     def tail(self, worker: int) -> str:
-        """The end of what the worker printed."""
+        """Return the end of the worker's output."""
         with self._lock:
             return self._tails[worker].text if worker in self._tails else ""
 
@@ -156,8 +156,8 @@ class _Lines:
     def __init__(self, prefix: Callable[[], bytes]) -> None:
         self._prefix = prefix
         self._partial = b""
-        self._inside = False  # part of the current line is out already
-        self._after_return = False  # the last byte out was \r: a \n now belongs to it
+        self._inside = False  # part of the current line has been written
+        self._after_return = False  # the last byte written was \r: a \n now belongs to it
 
     def feed(self, data: bytes) -> bytes:
         head = b""
@@ -190,7 +190,7 @@ class _Lines:
         return text
 
     def _dress_returns(self, text: bytes, prefix: bytes) -> bytes:
-        """Prefix every line but a bare carriage return, with which many progress bars begin."""
+        """Prefix every line except a bare carriage return, with which many progress bars begin."""
         pieces = _LINE_WITH_END.findall(text)
         bare = [piece == b"\r" or (number == 0 and self._inside) for number, piece in enumerate(pieces)]
         return b"".join(piece if is_bare else prefix + piece for piece, is_bare in zip(pieces, bare, strict=True))
@@ -206,7 +206,7 @@ class _Settled:
     """Lines as they were when they ended: what `\\r` brought back to its beginning and wrote over is left out."""
 
     def __init__(self) -> None:
-        self._held = b""  # a line that was returned from, and may be written over yet
+        self._held = b""  # a line after its `\r`, which may still be overwritten
 
     def feed(self, data: bytes, *, last: bool = False) -> bytes:
         data, self._held = self._held + data, b""
@@ -217,7 +217,7 @@ class _Settled:
         if last and rest:
             lines.append(_last_state(rest) + b"\n")
         elif b"\r" in rest and len(rest) < MAX_LINE_BYTES:
-            # The \r stays at its end: what comes now writes over it, or a \n leaves it as it is.
+            # The \r stays at its end: the next bytes overwrite the line, or a \n keeps it.
             self._held = _last_state(rest) + (b"\r" if rest.endswith(b"\r") else b"")
         else:
             lines.append(rest)
@@ -236,9 +236,9 @@ def _open_file(path: Path) -> LogFile:
 
 
 class LogFile:
-    """A file that is written as the output comes. A full disk costs the rest of the log, not the job.
+    """A log file. If the disk is full, the rest of the log is lost and the job continues.
 
-    For its owner alone: what a training prints is not everybody's business. Raises OSError if it cannot be made.
+    Readable by its owner only. Raises OSError if it cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -270,7 +270,7 @@ class LogFile:
 
 
 class _Console:
-    """A stream for people: an unfinished line is closed before another worker's; its rest gets a prefix again."""
+    """A console: an unfinished line is closed before a line of another worker; its rest gets a prefix again."""
 
     def __init__(self, stream: IO[Any] | None) -> None:
         # None: a process that was started without a console.
@@ -298,7 +298,7 @@ class _Console:
             else:
                 self._write_text(data, key)
             self._stream.flush()
-        except (OSError, ValueError) as error:  # a closed pipe or stream; a training does not end for that
+        except (OSError, ValueError) as error:  # a closed pipe or stream does not end the training
             self._broken = True
             _log.warning("the workers' output cannot be shown any more: %s", error)
 
@@ -314,7 +314,7 @@ class _Console:
 
 
 def _is_file(stream: IO[Any]) -> bool:
-    """Return whether what is written stays as it is, in a file on a disk: no terminal, no notebook, no pipe to one."""
+    """Return whether the stream is a regular file: not a terminal, a notebook, or a pipe to one."""
     try:
         return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
     except (OSError, ValueError, AttributeError):

@@ -1,13 +1,13 @@
 """Policy of a job: the facts, the decisions, and the policy of a job that never changes size.
 
 Pure: no process, no clock, no socket. The controller collects the facts, asks its policy and acts. A worker keeps its
-number for life; a generation gives some of them ranks. Jobs of a fixed size have one generation; what jobs do whose
-workers come and go is decided in `elastic_policy`. A worker's states:
+number for life; a generation gives ranks to some workers. Jobs of fixed size have one generation; `elastic_policy`
+decides for elastic jobs. A worker's states:
 
     starting --asks for a place--> ready --a generation has one for it--> working --+--> succeeded
                                      ^                                              +--> failed
                                      +----------- the world broke or changed -------+
-    left: dismissed (no place any more, its host is barred); the job does not care for its end
+    left: dismissed (no place any more, or its host is barred); the job ignores its exit
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _LOADED_IN_ADVANCE = {
 
 # How long a process may take to end after the function has returned on every rank.
 LINGER_LIMIT_S = 30.0
-# How long to wait, after a rank complained that another one is lost, for news of the one that was lost.
+# How long to wait for the cause after a rank reports that another rank is lost.
 ROOT_CAUSE_WAIT_S = 2.0
-# A process whose connection ended normally ends too, at once: longer than that means that it was cut off.
-# One that was cut off may come back before this.
+# A process that closes its connection exits at once: one that lives longer was disconnected.
+# It may reconnect within this time.
 LOST_LIMIT_S = 10.0
 LOST = "its connection to the launcher was lost"
 
@@ -101,7 +101,7 @@ class Worker:
     silent_since: float | None = None
 
     def needs_the_others(self, generation: int) -> bool:
-        """Return whether members of a generation that work on are waited for: by this worker, or because it is dead."""
+        """Return whether this worker waits for the working members of its generation, or is dead and stops them."""
         if self.state is WorkerState.FAILED:
             return self.generation == generation
         return self.state in (WorkerState.READY, WorkerState.SUCCEEDED)
@@ -112,7 +112,7 @@ class Worker:
 
 
 class Roster:
-    """The members of a job, all workers ever, by number. Reports on unknown numbers, from the network, are ignored."""
+    """All workers that a job ever had, by number. Reports from the network about unknown numbers are ignored."""
 
     def __init__(self) -> None:
         self._workers: dict[int, Worker] = {}
@@ -127,14 +127,14 @@ class Roster:
         return iter(list(self._workers.values()))
 
     def saved(self) -> list[list[Any]]:
-        """The workers, for a leader after this one."""
+        """Return the workers as data for the next leader."""
         return [
             [w.number, w.host, w.slot, w.state.name, w.generation, w.first_generation, w.joined, w.written_off]
             for w in self
         ]
 
     def restore(self, saved: Sequence[Sequence[Any]], now: float) -> None:
-        """Take over the workers of the leader before: those that were connected are cut off until they are again."""
+        """Take over the previous leader's workers: those that were connected count as lost until they reconnect."""
         for number, host, slot, state, generation, first, joined, written_off in saved:
             worker = Worker(
                 number=number,
@@ -164,7 +164,7 @@ class Roster:
         self._workers[number] = replace(self._workers[number], started=True)
 
     def joined(self, number: int) -> None:
-        """It has connected, perhaps again."""
+        """The worker has connected or reconnected."""
         if number in self._workers:
             self._workers[number] = replace(self._workers[number], joined=True, lost_at=None)
 
@@ -175,7 +175,7 @@ class Roster:
             self._workers[number] = replace(worker, lost_at=now)
 
     def waits(self, number: int, generation: int, now: float) -> None:
-        """It asks for a place after this generation; old questions are no news."""
+        """The worker asks for a place after this generation. Old requests are ignored."""
         worker = self._workers.get(number)
         if worker is not None and worker.alive and worker.generation == generation:
             self.set(number, WorkerState.READY, now)
@@ -184,11 +184,11 @@ class Roster:
         self._workers[number] = replace(self._workers[number], exited=True)
 
     def write_off(self, number: int) -> None:
-        """The job goes on without this one, which failed."""
+        """Continue the job without this failed worker."""
         self._workers[number] = replace(self._workers[number], written_off=True)
 
     def begin(self, generation: int, members: Collection[int], now: float) -> None:
-        """A generation begins: its members work, and those of the one before who have no place in it leave."""
+        """Begin a generation: its members work; earlier members without a place in it leave."""
         for worker in self:
             if worker.number in members:
                 first = generation if worker.generation < 0 else worker.first_generation
@@ -200,14 +200,14 @@ class Roster:
 
 
 def assign(workers: Sequence[Worker]) -> dict[int, Slot]:
-    """Ranks in the order given. Local ranks follow the slots, so that a worker's device stays its own."""
+    """Assign ranks in the given order. Local ranks follow the slots, so that a worker keeps its device."""
     slots = place_ranks([worker.host for worker in workers], local_order=[worker.slot for worker in workers])
     return {worker.number: slot for worker, slot in zip(workers, slots, strict=True)}
 
 
 def provisional(host: str, slot: int, num_slots: int, *, num_ranks: int) -> Slot:
-    """Return a newcomer's place before a generation has one for it: the device that will be its own, and the rank after
-    those that there are.
+    """Return a new worker's place until a generation includes it: its future device, and the rank after the existing
+    ones.
     """
     return Slot(
         hostname=host,
@@ -234,12 +234,12 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Events of a job so far. `workers` in order of their numbers; `failures` of this generation in the order in which
-    they were seen, one for each worker at most. `begun_at`: when the first generation was started.
+    """State of a job. `workers`: ordered by number. `failures`: of this generation, in the order seen, at most one per
+    worker. `begun_at`: when the first generation was started.
 
-    Only elastic jobs have the rest. `hosts`: slots that may be used now, by host; `barred`: hosts that are out for a
-    while or for ever; `may_grow`: further slots may turn up by themselves; `notified`: the workers know that the next
-    commit is a good moment to stop; `short_since`: since when there have been too few workers.
+    The rest is for elastic jobs. `hosts`: usable slots by host; `barred`: hosts that are unusable, for a while or
+    forever; `may_grow`: discovery may find more slots; `notified`: the workers were told to stop at the next commit;
+    `short_since`: since when there are too few workers.
     """
 
     generation: int = -1
@@ -255,7 +255,8 @@ class Facts:
 
 
 class Decision:
-    """Orders for the controller. `waits_for_more`: too few workers still, and the time limit runs on."""
+    """Orders for the controller. `waits_for_more`: there are still too few workers, and the time limit keeps running.
+    """
 
     @property
     def waits_for_more(self) -> bool:
@@ -264,14 +265,14 @@ class Decision:
 
 @dataclass(frozen=True)
 class Begin(Decision):
-    """Start workers in these places: the first generation."""
+    """Start the first generation's workers in these places."""
 
     places: tuple[HostSlot, ...]
 
 
 @dataclass(frozen=True)
 class Wait(Decision):
-    """Nothing to do before that time or the next event. `short`: there are too few workers to go on."""
+    """Wait until that time or the next event. `short`: there are too few workers to continue."""
 
     until: float | None
     short: bool = False
@@ -283,12 +284,12 @@ class Wait(Decision):
 
 @dataclass(frozen=True)
 class EndJob(Decision):
-    """The workers have done their part."""
+    """The job has succeeded."""
 
 
 @dataclass(frozen=True)
 class Fail(Decision):
-    """The job cannot go on: because of this failure, the root cause, or of what the message says, or both."""
+    """The job cannot continue: because of this failure (the root cause), the message's reason, or both."""
 
     failure: Failure | None
     message: str = ""
@@ -332,13 +333,13 @@ class FixedSize:
         if all(worker.exited for worker in facts.workers):
             return EndJob()
         if all(worker.state is WorkerState.SUCCEEDED for worker in facts.workers):
-            # A thread or a child that the function left behind must not keep the caller from the results.
+            # A thread or child that the function leaves behind must not delay the results.
             limit = max(worker.since for worker in facts.workers) + LINGER_LIMIT_S
             return EndJob() if now >= limit else Wait(limit)
         lost = [
             (w.lost_at, w.number) for w in facts.workers if w.lost_at is not None and w.alive and self._needs_results
         ]
-        if lost and now >= min(lost)[0] + LOST_LIMIT_S:  # it may run on for ever, but its result cannot come any more
+        if lost and now >= min(lost)[0] + LOST_LIMIT_S:  # it may run forever, but its result can no longer arrive
             lost_at, number = min(lost)
             return Fail(Failure(worker=number, at=lost_at, code=1, reason=LOST))
         missing = [worker.number for worker in facts.workers if not self._arrived(worker)]
@@ -363,7 +364,7 @@ class FixedSize:
                         f"it was done, with status 0, while rank {cause.worker} still needed it: did it leave early?"
                     )
                     return Fail(Failure(worker=worker.number, at=worker.since, code=1, reason=reason))
-            # A complaint about a lost peer tends to arrive before the news of the peer's end.
+            # A report of a lost peer often arrives before the peer's own exit.
             limit = cause.at + ROOT_CAUSE_WAIT_S
             if now < limit and not all(worker.exited for worker in facts.workers):
                 return Wait(limit)
@@ -375,14 +376,13 @@ class FixedSize:
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure | None:
-    """The first failure that is not the consequence of another, or the first of all; None if there is none."""
+    """Return the first failure that is not the consequence of another, else the first one, else None."""
     return next((failure for failure in failures if not failure.consequence), next(iter(failures), None))
 
 
 def modules_to_preload(function: bytes) -> tuple[str, ...] | None:
-    """Name the modules to load once for all workers of a host, before they are forked: what the pickled function
-    names, so that it will import it anyway. None: they have to be started afresh, because the function sets
-    variables that are read while torch is being loaded.
+    """Return the modules to load once per host before workers are forked: those that the pickled function names and
+    will import anyway. None: workers must be executed, because the function sets variables that torch reads at import.
     """
     if any(name in function for name in _READ_WHILE_LOADING):
         return None

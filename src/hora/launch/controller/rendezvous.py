@@ -1,11 +1,11 @@
 """The rendezvous: where the workers of a job meet and report. The server side of `hora.net.client`.
 
-It is a table (`hora.net.key_value_store`) that knows which ranks are lost, hands out worlds generation by generation,
-and passes results, errors and log lines on to the controller (`RendezvousEvents`). It starts nothing and decides
-nothing. A worker that asks for more than a table gives may also be answered `removed` or `refused`.
+It is a key-value store (`hora.net.key_value_store`) that knows which ranks are lost, publishes worlds generation by
+generation, and passes results, errors and log lines to the controller (`RendezvousEvents`). It makes no decisions. A
+worker's request may also be answered with `removed` or `refused`.
 
-Every worker has a key of its own (`hora.net.keys`), so the sender is known: each reports on itself alone, comes
-to a meeting as the rank that it is, and gets the keys of the generation in which it has a place.
+Every worker has its own key (`hora.net.keys`), so the sender is known: it reports only on itself, takes part in
+barriers only as its own rank, and gets only the keys of generations in which it has a place.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["ErrorReport", "OnlyLines", "Rendezvous", "RendezvousEvents"]
 
 _LINE_BYTES, _TELEMETRY_BYTES = 64 * 1024, 1024 * 1024
 _KEYS_BYTES = 256 * 1024
-_LAUNCHERS_KEYS = "hora/"  # keys of the table that begin so are set by the launcher alone
+_LAUNCHERS_KEYS = "hora/"  # only the launcher sets keys with this prefix
 _READING, _WRITING = {"get", "check", "keys"}, {"set", "add", "delete", "gather"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorReport:
-    """An exception as its worker described it. `consequence`: it only says that another rank was lost.
+    """An exception as described by its worker. `consequence`: it only reports that another rank was lost.
 
     `pickled` is the cloudpickled exception (empty where it could not be pickled).
     """
@@ -50,7 +50,7 @@ class ErrorReport:
 
 
 class RendezvousEvents(Protocol):
-    """Interface to which the rendezvous reports. Called in its thread: implementations only take note."""
+    """Interface to which the rendezvous reports. Called in its thread: implementations must not block."""
 
     def joined(self, worker: int) -> None:
         """A worker has connected and identified itself."""
@@ -68,7 +68,7 @@ class RendezvousEvents(Protocol):
         """The worker waits for a world later than this generation."""
 
     def lost(self, worker: int) -> None:
-        """The worker's connection ended without a good-bye."""
+        """The worker's connection ended without a closing message."""
 
     def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
         """A worker's telemetry (`hora.telemetry`), or its answer to a question."""
@@ -89,9 +89,9 @@ class OnlyLines:
 
 
 class Rendezvous(KeyValueStore):
-    """The server. `set` what workers will `get`, publish worlds, and tell it when workers' processes end.
+    """The server. The controller sets values for the workers, publishes worlds and reports exits of processes.
 
-    `term`: of the leader of a job whose leaders change; workers take no word of an earlier one.
+    `term`: of the leader, in a job whose leader can change; workers ignore earlier leaders.
     """
 
     def __init__(self, bind_address: str, *, secret: bytes, job: str, events: RendezvousEvents, term: int = 0) -> None:
@@ -103,8 +103,8 @@ class Rendezvous(KeyValueStore):
         self._heard: dict[int, float] = {}  # worker -> when
         self._named: WeakValueDictionary[tuple[int, str], Peer] = WeakValueDictionary()  # by worker and its own name
         self._notices: list[Header] = []  # of this generation
-        self._given_up: set[int] = set()  # workers that have no place ever again, should they turn up
-        self._reporting: dict[int, Peer] = {}  # worker -> the connection over which it tells how it does
+        self._given_up: set[int] = set()  # workers that are dismissed for good
+        self._reporting: dict[int, Peer] = {}  # worker -> the connection of its telemetry
         super().__init__((bind_address, 0), self._credentials_of, name="hora-rendezvous")
 
     def _credentials_of(self, worker: int) -> Credentials:
@@ -115,23 +115,23 @@ class Rendezvous(KeyValueStore):
         self._server.call(lambda: self._broadcast(notice))
 
     def worker_exited(self, worker: int, how: str, *, failed: bool) -> None:
-        """A worker's process has ended: ranks that wait for it need not wait any longer."""
+        """A worker's process has ended: release the ranks that wait for it."""
         self._server.call(lambda: self._worker_gone(worker, how, failed))
 
     def ping(self) -> None:
-        """Ask every connected worker for a sign of life; `heard_at` tells of it."""
+        """Send a heartbeat to every connected worker; see `heard_at`."""
         self._server.call(lambda: self._broadcast({"notice": "ping"}))
 
     def heard_at(self, worker: int) -> float | None:
-        """When a message of this worker came last."""
+        """Return when this worker last sent a message."""
         return self._heard.get(worker)
 
     def give_up(self, worker: int) -> None:
-        """Have nothing to do with this worker any more, should it still be alive somewhere."""
+        """Reject this worker from now on, even if it is still alive."""
         self._server.call(lambda: self._dismiss(worker))
 
     def ask(self, question: Header, worker: int | None = None) -> None:
-        """Put a question to one worker, or to all that tell how they do; the answer comes as `telemetry`."""
+        """Send a question to one worker, or to all that send telemetry; the answer arrives as `telemetry`."""
         self._server.call(lambda: self._ask(question, worker))
 
     def publish(self, generation: int, worlds: Mapping[int, World]) -> None:
@@ -159,7 +159,7 @@ class Rendezvous(KeyValueStore):
             self._events.lost(peer.number)
 
     def _objection(self, peer: Peer, header: Header) -> str:
-        """Why this worker may not do that at the table. Who holds the job's secret itself (-1) may."""
+        """Return why this worker may not do that, or "". The holder of the job's secret (-1) may do anything."""
         operation, worker = str(header["op"]), peer.speaker
         if operation in _WRITING and str(header["key"]).startswith(_LAUNCHERS_KEYS):
             return f"{header['key']!r} is set by the launcher alone"
@@ -174,7 +174,7 @@ class Rendezvous(KeyValueStore):
         return ""
 
     def _rank_of(self, worker: int) -> int | None:
-        """Its rank in this generation. In a job that has not announced one yet, numbers are ranks."""
+        """Return its rank in this generation. Before the first generation, numbers are ranks."""
         if not self._worlds:
             return worker
         return self._worlds[worker].rank if worker in self._worlds else None
@@ -205,7 +205,7 @@ class Rendezvous(KeyValueStore):
         if worker >= 0:
             other = self._named.get((worker, name))
             if other is not None and other is not peer:
-                other.number = -1  # it has come back before we noticed that it was cut off: no loss
+                other.number = -1  # it reconnected before the loss was noticed
             self._named[worker, name] = peer
         peer.name, peer.number = name, worker
         peer.send({"re": header["id"], **self._stamp})
@@ -215,7 +215,7 @@ class Rendezvous(KeyValueStore):
                 peer.send(notice)
 
     def _keys(self, peer: Peer, header: Header, payload: bytes) -> None:
-        """Give a rank its keys in its world, which its own connection hides from all others."""
+        """Send a rank the keys of its world over its own encrypted connection."""
         rank, generation, epoch = int(header["rank"]), int(header["generation"]), str(header["epoch"])
         if generation != self.generation or (peer.speaker >= 0 and rank != self._rank_of(peer.speaker)):
             place = f"rank {rank} of generation {generation}"
@@ -262,7 +262,7 @@ class Rendezvous(KeyValueStore):
         generation = int(header["generation"])
         parked = self._park(peer, header, lambda: f"no world after generation {generation} was announced")
         worker = peer.number
-        # A newcomer (its generation is negative) waits until there is a place for it.
+        # A new worker (its generation is negative) waits until there is a place for it.
         known = generation >= 0 or worker in self._worlds or worker in self._given_up
         if self.generation > generation and known:
             self._give_world(parked, peer.number)
@@ -272,7 +272,7 @@ class Rendezvous(KeyValueStore):
             self._events.waiting(peer.number, generation)
 
     def _leave_meetings(self, worker: int, generation: int) -> None:
-        """A rank that waits for the next world comes to no meeting of this one: the others need not wait there."""
+        """A rank that waits for the next world takes part in no barrier of this one: release the others."""
         if generation != self.generation or worker not in self._worlds:
             return
         rank = self._worlds[worker].rank
