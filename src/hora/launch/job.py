@@ -1,8 +1,8 @@
-"""The nouns of launching: what a job is, how it ended, what a launcher can do.
+"""Types of launching: a job, its workers, its outcome, and the launcher's interface.
 
-Nothing here starts a process or opens a socket. `start` and the Spark side build a `Job`; `controller.loop` runs it
-through a `Launcher`: `controller.launcher` for hosts, `providers.spark.launcher` and `providers.ray.launcher` for
-clusters. Where its workers go is in `slots`.
+Nothing here starts a process or opens a socket. `controller.loop` runs a `Job` through a `Launcher`:
+`controller.launcher` for hosts, `providers.spark.launcher` and `providers.ray.launcher` for clusters. `slots` places
+the workers.
 """
 
 from __future__ import annotations
@@ -54,12 +54,11 @@ class Job:
     """Description of a job: a program and its slots. Exactly one of `command` (an argv) and `function` is given.
 
     `function` is the cloudpickle of `(callable, args, kwargs)`; it reaches the workers over the authenticated
-    connection. `env` is what workers get besides their place in the world: local workers get exactly this, remote ones
-    get it on top of their login environment. Secrets never belong in it. `mpi_names`: every rank also gets its place
-    under the names that Open MPI's mpirun gives it, for scripts that look there. `secret`: the job's, where its nodes
-    know it already; otherwise it gets a new one. `id`: its name, if it has one already. `succession`: other processes
-    may take the job over from this one. `host_env`: further variables for the ranks on a host, by its name. `lease`: of
-    hosts that are the job's for as long as somebody else wants.
+    connection. `env`: the workers' variables besides their place in the world. Local workers get exactly these, remote
+    workers in addition to their login environment. It never holds secrets. `mpi_names`: ranks also get the variables of
+    Open MPI's mpirun, for scripts that read them. `secret`: of a job whose nodes already have it; otherwise a new one
+    is made. `id`: the job's id, if it has one. `succession`: other processes may take over the job. `host_env`: more
+    variables for the ranks on a host, by host name. `lease`: of hosts that another process may take back.
     """
 
     slots: tuple[Slot, ...]
@@ -99,11 +98,11 @@ class Job:
 class WorkerSpec:
     """One process for a launcher to start.
 
-    `worker` identifies the process for the whole job (its rank, in a job that never changes size). `private_files`:
-    variables and what the process shall find in the file that each of them names: the worker's own key in
-    `HORA_SECRET_FILE`. The launcher makes these files (memfds in /proc, never on a disk) and adds the variables to
-    `env`; argv and environment never hold what is in them. `preload`: several workers of one host may be forked from a
-    process that has loaded these modules, instead of being executed; None: they may not.
+    `worker` identifies the process for the whole job (its rank, in a job of fixed size). `private_files`: contents of
+    files by the variable that names each file, such as the worker's key in `HORA_SECRET_FILE`. The launcher creates
+    them (memfds in /proc, never on a disk) and adds the variables to `env`; argv and environment never hold their
+    contents. `preload`: workers of one host may be forked from a process that has loaded these modules; None: they must
+    be executed.
     """
 
     worker: int
@@ -135,7 +134,7 @@ class JobResult:
 
 
 class LeadershipLostError(Exception):
-    """This process does not lead the job any more. Its workers live on."""
+    """This process no longer leads the job. Its workers keep running."""
 
 
 def exit_status(error: BaseException) -> int:
@@ -146,10 +145,10 @@ def exit_status(error: BaseException) -> int:
 
 
 class Succession(Protocol):
-    """The means by which a job outlives the process that controls it.
+    """Interface by which a job outlives the process that controls it.
 
-    `state`: what the leader before this one has saved; None for the first. `term`: this one's number, greater than
-    those of all before.
+    `state`: saved by the previous leader; None for the first one. `term`: this leader's number, greater than all
+    before.
     """
 
     @property
@@ -159,33 +158,33 @@ class Succession(Protocol):
     def term(self) -> int: ...
 
     def watch(self, lost: Callable[[], None]) -> None:
-        """Call `lost`, from any thread, when this process does not lead any more."""
+        """Call `lost`, from any thread, when this process no longer leads."""
 
     def check(self) -> None:
-        """LeadershipLostError unless this process leads for certain."""
+        """Raise LeadershipLostError unless this process certainly leads."""
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Save what the next leader must know. LeadershipLostError if this process does not lead any more."""
+        """Save the state for the next leader. Raises LeadershipLostError if this process no longer leads."""
 
     def adopt(self, workers: Mapping[str, Collection[int]], events: LaunchEvents) -> set[int]:
-        """Look after these workers, by host; returns those whose hosts know them."""
+        """Supervise these workers, by host; return those that their hosts know."""
 
     def has_host(self, name: str) -> bool:
-        """Return whether a host of an earlier leader has come to this one."""
+        """Return whether a host of an earlier leader has joined this one."""
 
     def meet_at(self, port: int) -> None:
-        """The workers' meeting place is open."""
+        """Announce the port of the workers' rendezvous."""
 
     def abandon(self) -> None:
-        """Let go of the workers, which another process looks after."""
+        """Release the workers, which another process supervises."""
 
 
 class HostLease(Protocol):
     """Hosts that may be taken away from a job while it runs."""
 
     def watch(self, end_host: Callable[[str, str], Callable[[], bool]]) -> None:
-        """Call `end_host(name, reason)`, from any thread, for each host that is taken away; what it returns tells
-        whether the job's processes there have ended.
+        """Call `end_host(name, reason)`, from any thread, for each removed host; it returns a check of whether the
+        job's processes there have ended.
         """
 
     def close(self) -> None:
@@ -206,7 +205,7 @@ class LaunchEvents(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts processes somewhere, streams their output and ends them. Results do not come through here."""
+    """Starts processes, forwards their output and ends them. Results take another way."""
 
     @property
     def bind_address(self) -> str:

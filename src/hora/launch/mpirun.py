@@ -1,7 +1,7 @@
-"""Reads a command line of `mpirun` (Open MPI's, with what MPICH's, Intel's and HPE's add) as a job of ours. Pure.
+"""Translate a command line of `mpirun` (Open MPI's, with additions of MPICH, Intel and HPE) into a job. Pure.
 
-What has a meaning here is taken over: processes, hosts, variables, directory, output, the interface, ssh's options.
-What tunes MPI's own transports is dropped; everything else that is left out is named once, in `left_out`.
+Supported: processes, hosts, variables, directory, output, network interface, ssh options. Options that tune MPI's
+transports are dropped; all other ignored options are listed in `left_out`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _each(names: str, value: _T) -> dict[str, _T]:
     return dict.fromkeys(names.split(), value)
 
 
-# Every option must be known with its number of values: what follows the first word that is neither is the program.
+# The number of values of every option must be known, because the first other word is the program.
 _NUM_VALUES = {
     **_each("np n c H host hosts hostfile machinefile default-hostfile f", 1),
     **_each("x bind-to map-by rank-by ppn perhost N npernode prefix path wdir wd", 1),
@@ -49,7 +49,7 @@ class MpiCommand:
     num_proc: int | None = None
     hosts: list[HostInfo] = field(default_factory=list)
     per_host: int | None = None
-    by_node: bool = False  # ranks go round the hosts, instead of filling one after the other
+    by_node: bool = False  # assign ranks round-robin over the hosts, instead of filling one after the other
     oversubscribe: bool = False
     set_variables: dict[str, str] = field(default_factory=dict)
     passed_variables: list[str] = field(default_factory=list)
@@ -67,7 +67,7 @@ class MpiCommand:
     left_out: list[str] = field(default_factory=list)
 
     def placed(self, default_slots: int) -> list[str]:
-        """The host of every rank, in order; `default_slots`: of this machine, where no host is named."""
+        """Return the host of every rank, in order. `default_slots`: of this machine, if no host is named."""
         hosts = self.hosts or [HostInfo("localhost", max(default_slots, self.num_proc or 0))]
         if self.per_host is not None:
             hosts = [HostInfo(host.hostname, self.per_host) for host in hosts]
@@ -89,14 +89,14 @@ def _place(slots: Mapping[str, int], num_proc: int, *, by_node: bool) -> list[st
     if by_node:
         most = max(slots.values(), default=0)
         order = [name for turn in range(most) for name, count in slots.items() if turn < count]
-    while order and len(order) < num_proc:  # oversubscribed: once more round
+    while order and len(order) < num_proc:  # oversubscribed: start another round
         order += order
     taken = order[:num_proc]
     return taken if by_node else sorted(taken, key=list(slots).index)
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> MpiCommand:
-    """Reads the words after `mpirun`. ValueError names an option that is not known, or an invalid value."""
+    """Parse the words after `mpirun`. ValueError names an unknown option or an invalid value."""
     parsed = MpiCommand()
     parameters: dict[str, str] = {}
     words = list(argv)
@@ -116,7 +116,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> MpiCommand:
 
 
 def _take_option(words: list[str]) -> tuple[str, str, list[str]]:
-    """Takes the option in front off the words: as it is written, its name, its values."""
+    """Remove the first option from the words; return it as written, its name and its values."""
     flag = words.pop(0)
     name, found, value = flag.lstrip("-").partition("=")
     if name not in _NUM_VALUES:
@@ -145,7 +145,7 @@ def _from_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _take_parameters(parsed: MpiCommand, parameters: Mapping[str, str]) -> None:
-    """Take over the -mca parameters. Keys that tune MPI's own transports, which are not used, are dropped."""
+    """Translate the -mca parameters. Keys that tune MPI's own transports are dropped."""
     for key in _HOSTFILES:
         if key in parameters and not parsed.hosts:
             _hostfile(parsed, parameters[key])

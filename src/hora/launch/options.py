@@ -1,9 +1,8 @@
-"""Everything a user may ask of a launch: one field an option, and with it its flag, YAML key and variable.
+"""Launch options: one field per option, with its flag, YAML key and variable; the command line and the config file.
 
-`Option` says how one option is set from outside, checked, and handed to the workers; `Options` are the values of all.
-Not here: the parser and the config file (`flags`), which are derived from these fields, and what is done with the
-values (`start`). Made by the command line, `run()` and `HorovodRunner`. An unset option is None: nothing is exported
-for it, so that a value inherited from the launcher's environment survives.
+`Option` describes how one option is set, checked and passed to the workers; `Options` holds all values. The parser and
+the config file are derived from these fields; `start` uses the values. An unset option is None: it is not exported, so
+a value inherited from the launcher's environment survives.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """The outside of one field of `Options`.
+    """External names and checks of one field of `Options`.
 
     `off_flags` set a switch to False; `old_flags` are deprecated spellings with the value they set.
     `export_with` names the field that must be set for this one to be exported. `launch_variable` is read by
-    the launcher itself when the flag is missing. `default` is what an unset option means. `idle` says why an option of
-    Horovod's changes nothing here; it is accepted, checked and exported all the same.
+    the launcher itself when the flag is missing. `default` is what an unset option means. `idle`: why an option of
+    Horovod has no effect here; it is still accepted, checked and exported.
     """
 
     flags: tuple[str, ...]
@@ -75,12 +74,12 @@ class Option:
 
     @property
     def name(self) -> str:
-        """The flag by which messages call it."""
+        """Return the flag that messages name."""
         return self.flags[0] if self.flags[0] == "-np" else self.flags[-1]
 
 
 def check(option: Option, value: Any, *, where: str = "") -> Any:
-    """The value as the option's type, or a ValueError that says what `where` (by default the flag) must be."""
+    """Return the value as the option's type. ValueError says what `where` (by default the flag) must be."""
     where = where or option.name
     if option.kind is frozenset:
         names = value.split(",") if isinstance(value, str) else value
@@ -132,7 +131,7 @@ def _option(*flags: str, section: str, kind: type = int, **rest: Any) -> Any:
 
 
 def _worker(flag: str, *, section: str, key: str = "", kind: type = int, **rest: Any) -> Any:
-    """An option of the workers: its YAML key and its variable follow from the flag unless they are given."""
+    """Make an option of the workers: its YAML key and variable default to names derived from the flag."""
     name = flag[2:].replace("-", "_")
     rest.setdefault("variable", "HOROVOD_" + name.upper())
     if kind is bool:
@@ -339,7 +338,7 @@ class Options:
 
     @classmethod
     def from_args(cls, args: object, environ: Mapping[str, str]) -> Options:
-        """Reads a parsed command line, or any object with such attributes; missing ones count as unset."""
+        """Read a parsed command line, or any object with such attributes; missing ones count as unset."""
         values = {name: getattr(args, name, None) for name in all_options()}
         for name, value in values.items():
             if all_options()[name].kind is bool and isinstance(value, int):
@@ -348,7 +347,7 @@ class Options:
 
     @classmethod
     def filled(cls, environ: Mapping[str, str], **values: Any) -> Options:
-        """These values, with the launcher's own variables (HOROVOD_START_TIMEOUT, …) for those that are unset."""
+        """Return these values, with unset ones from the launcher's own variables (HOROVOD_START_TIMEOUT, …)."""
         for name, option in all_options().items():
             if values.get(name) is None and option.launch_variable and environ.get(option.launch_variable):
                 values[name] = check(option, environ[option.launch_variable], where=option.launch_variable)
@@ -365,17 +364,17 @@ class Options:
         return bool(self.join) or self.num_nodes is not None
 
     def effective(self, name: str) -> Any:
-        """The value of an option, or its default when it is unset."""
+        """Return the value of an option, or its default if unset."""
         value = getattr(self, name)
         return all_options()[name].default if value is None else value
 
     def silence_limits(self) -> dict[str, Any]:
-        """Seconds that an agent may be silent, and that one that was cut off may take to come back."""
+        """Return how many seconds an agent may be silent, and may take to reconnect."""
         return_s = float(self.effective("launcher_timeout")) if self.elastic else 0.0
         return {"silence_limit_s": float(self.effective("silence_timeout")), "return_s": return_s}
 
     def without_effect(self) -> list[str]:
-        """List options that were given and change nothing, with the reason, in words for the user."""
+        """List given options that have no effect, with the reason, as messages for the user."""
         found: dict[str, list[str]] = {}
         for name, option in all_options().items():
             why = option.idle
@@ -389,7 +388,7 @@ class Options:
         return [f"{', '.join(names)}: without effect, {why}" for why, names in found.items()]
 
     def worker_env(self) -> dict[str, str]:
-        """The variables that the given options set for the workers."""
+        """Return the variables that the given options set for the workers."""
         env: dict[str, str] = {}
         for name, option in all_options().items():
             value = getattr(self, name)
@@ -406,7 +405,7 @@ _ALL = {f.name: f.metadata["option"] for f in dataclasses.fields(Options) if "op
 
 
 def all_options() -> dict[str, Option]:
-    """The options of `Options` by field name, in the order of the help text."""
+    """Return the options of `Options` by field name, in the order of the help text."""
     return _ALL
 
 
@@ -449,10 +448,10 @@ def parse(
     on_check_build: Callable[[], str],
     about: About,
 ) -> tuple[argparse.Namespace, Options]:
-    """Reads a command line and the config file it names; ValueError for invalid values.
+    """Parse a command line and its config file. Raises ValueError for invalid values.
 
-    The namespace, which Horovod's callers know, has one attribute an option, None where nothing was given; the options
-    are made of it and `environ`. Bad flags end the process with argparse's status 2; `--version` and `--check-build`
+    The namespace, which Horovod's callers use, has one attribute per option, None if not given; the options come from
+    it and `environ`. Bad flags end the process with argparse's status 2; `--version` and `--check-build`
     print what their function returns and end it with 0.
     """
     parser = build_parser(prog=prog, on_version=on_version, on_check_build=on_check_build, about=about)
@@ -473,7 +472,7 @@ def parse(
 def build_parser(
     *, prog: str, on_version: Callable[[], str], on_check_build: Callable[[], str], about: About
 ) -> argparse.ArgumentParser:
-    """A parser with one argument for every flag of every option, and the command as the rest."""
+    """Return a parser with an argument for every flag, and the command as the rest."""
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=f"{prog} -np N [options] command [args ...]",
@@ -551,7 +550,7 @@ def _help_text(option: Option) -> str:
 
 
 def _typed(option: Option) -> Callable[[str], Any]:
-    """The type alone, for argparse's own message and status; ranges are checked with the whole `Options`."""
+    """Convert the type only, for argparse's own message and status; `Options` checks ranges."""
     if option.kind is str:
         return str.upper if option.choices else str
 
@@ -600,7 +599,7 @@ class _Union(argparse.Action):
 
 
 def read_config_file(path: str) -> dict[str, Any]:
-    """The options that a YAML file sets, by field name, checked. ValueError says which key is wrong."""
+    """Return the checked options of a YAML file, by field name. ValueError names the invalid key."""
     import yaml
 
     try:

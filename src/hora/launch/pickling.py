@@ -1,6 +1,6 @@
-"""A call and its outcome on their way between processes: what is pickled, and what to tell when it cannot be.
+"""Pickling of a function call and its outcome, with clear errors for objects that cannot be pickled.
 
-Calls are made by `run`, `HorovodRunner` and the like, outcomes by `worker`. Only members of the job read them.
+Only members of the job unpickle them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ __all__ = ["pickle_call", "pickle_exception", "pickle_result"]
 def pickle_call(
     function: Callable[..., Any], args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> bytes:
-    """The cloudpickle of `(function, args, kwargs)`. TypeError says what cannot travel and what to do about it."""
+    """Return the cloudpickle of `(function, args, kwargs)`. TypeError names what cannot be pickled, and the remedy."""
     if isinstance(args, str | bytes) or not isinstance(args, Iterable):
         raise TypeError(f"args must be a tuple or a list of positional arguments, but it is {args!r}")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise TypeError(f"kwargs must be a dict of keyword arguments, but it is {kwargs!r}")
     try:
         return bytes(cloudpickle.dumps((function, tuple(args), dict(kwargs or {}))))
-    except Exception as error:  # whatever a user's object does when it is pickled
+    except Exception as error:  # a user's object may raise anything
         raise TypeError(
             f"the function and its arguments cannot be sent to the workers: {error}. What cannot be pickled (a lock, "
             "an open file, a connection) has to be made inside the function, not passed to it or used from outside"
@@ -31,7 +31,7 @@ def pickle_call(
 
 
 def pickle_result(result: Any, *, rank: int) -> bytes:
-    """The cloudpickle of what the function returned. TypeError as above."""
+    """Return the cloudpickle of the function's result. TypeError as above."""
     try:
         return bytes(cloudpickle.dumps(result))
     except Exception as error:  # as above
@@ -43,7 +43,7 @@ def pickle_result(result: Any, *, rank: int) -> bytes:
 
 
 def pickle_exception(error: BaseException) -> bytes:
-    """The cloudpickle of an exception, also of one whose `__init__` does not take what it passed on to its base."""
+    """Return the cloudpickle of an exception, even if its `__init__` takes other arguments than its base's."""
     pickled = bytes(cloudpickle.dumps(error))
     try:
         cloudpickle.loads(pickled)
@@ -54,7 +54,7 @@ def pickle_exception(error: BaseException) -> bytes:
 
 
 class _Exhibit:
-    """Unpickles as the exception, made without calling its `__init__`."""
+    """Unpickles as the exception, without calling its `__init__`."""
 
     def __init__(self, error: BaseException) -> None:
         self._parts = type(error), error.args, vars(error)

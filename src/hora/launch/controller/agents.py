@@ -145,7 +145,8 @@ class Agents:
         return self._own is not None and hostname == self._own.hostname
 
     def wait(self, limit_s: float, *, num_slots: int | None = None) -> None:
-        """Wait until all nodes have joined, or enough for `num_slots`; StartTimeoutError names those that are missing.
+        """Wait until all nodes have joined, or enough for `num_slots`; StartTimeoutError names those that are
+        missing.
         """
         deadline = time.monotonic() + limit_s
         with self._changed:
@@ -198,7 +199,8 @@ class Agents:
             node.lost(255)
 
     def watch_starter(self, ended: Callable[[], str]) -> None:
-        """Register a check for `wait`: it returns a message if the process that starts the agents has ended, else "".
+        """Register a check for `wait`: it returns a message if the process that starts the agents has ended,
+        else "".
         """
         self._starter_ended = ended
 
@@ -314,7 +316,8 @@ class Agents:
         return AgentHandle(name, joining.slots, joining.workers if known else ())
 
     def _new_name(self, name: str, index: int) -> str:
-        """Return a unique host name. Two nodes may share a name, and the old name of a node that rejoins may be barred.
+        """Return a unique host name. Two nodes may share a name, and the old name of a node that rejoins may be
+        barred.
         """
         choices = itertools.chain([name, f"{name}-{index}"], (f"{name}-{index}-{turn}" for turn in itertools.count(2)))
         return next(choice for choice in choices if choice not in self._names and not self.is_own(choice))

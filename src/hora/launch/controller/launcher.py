@@ -296,7 +296,8 @@ class AgentProcess(Child, Protocol):
 
 
 class LocalProcess:
-    """A new agent process in its own session: Ctrl-C in a terminal reaches only the controller, which ends the workers.
+    """A new agent process in its own session: Ctrl-C in a terminal reaches only the controller, which ends the
+    workers.
     """
 
     def __init__(self) -> None:
@@ -449,7 +450,8 @@ class HostLauncher:
             host.abandon()
 
     def _retire(self, host: AgentHandle) -> None:
-        """Keep the agent until its workers' exits are reported. Do not wait for it: the caller may block the reports.
+        """Keep the agent until its workers' exits are reported. Do not wait for it: the caller may block the
+        reports.
         """
         for over in [former for former in self._former if former.over]:
             self._former.remove(over)

@@ -255,7 +255,8 @@ class Facts:
 
 
 class Decision:
-    """Orders for the controller. `waits_for_more`: there are still too few workers, and the time limit keeps running.
+    """Orders for the controller. `waits_for_more`: there are still too few workers, and the time limit keeps
+    running.
     """
 
     @property

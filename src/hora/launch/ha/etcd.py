@@ -1,7 +1,7 @@
 """An etcd cluster as the store of a job's state: its v3 API as JSON (its gRPC gateway), with the standard library.
 
-A leader is who holds the key `leader` under a lease that it renews. The revision in which it was made is the leader's
-term, and a write in the name of a term succeeds only while its leader leads.
+The leader holds the key `leader` under a lease that it renews. The revision that created the key is the leader's term.
+A write of a term succeeds only while that leader leads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Etcd:
 
     @classmethod
     def from_url(cls, url: str) -> Etcd:
-        """ValueError, without the password, for an address that cannot be meant."""
+        """Parse an address. Raises ValueError, without the password, if it is invalid."""
         parts = urlsplit(url)
         options = dict(parse_qsl(parts.query))
         if parts.scheme not in ("etcd", "etcds") or not parts.netloc:
@@ -71,7 +71,7 @@ class Etcd:
         return f"etcd, keys below {self.prefix}"
 
     def read(self) -> Contents:
-        """The leader's term and all values, as of one moment."""
+        """Return a consistent snapshot of the leader's term and all values."""
         end = base64.b64encode(f"{self.prefix[:-1]}0".encode()).decode()  # '0' follows '/'
         found = self._ask("kv/range", {"key": self._key(""), "range_end": end}).get("kvs", [])
         names = [base64.b64decode(one["key"]).decode(errors="replace").removeprefix(self.prefix) for one in found]
@@ -86,12 +86,12 @@ class Etcd:
         return Contents(int(leaders[0]["create_revision"]), values, str(leaders[0]["mod_revision"]))
 
     def put(self, key: str, value: Mapping[str, Any], *, term: int, lasting_s: int = 0) -> bool:
-        """Set a value in the name of a leader; False if another one leads, or none."""
+        """Set a value as this leader; return False if it does not lead."""
         lease = self._grant(lasting_s) if lasting_s else "0"
         return bool(self._led(term, {"requestPut": {"key": self._key(key), "value": _encode(value), "lease": lease}}))
 
     def delete(self, key: str, *, term: int) -> bool:
-        """Remove a value in the name of a leader."""
+        """Remove a value as this leader."""
         return bool(self._led(term, {"requestDeleteRange": {"key": self._key(key)}}))
 
     def lead(self, name: str) -> LeaderTerm | None:
@@ -104,9 +104,8 @@ class Etcd:
         return LeaderTerm(answer, lease, name)
 
     def renew(self, office: LeaderTerm) -> bool:
-        """Return whether this leader still leads; its lease then begins anew.
-
-        A write of another client has taken the entry from the lease, and it would outlive this leader: it is restored.
+        """Renew the lease; return whether this leader still leads. If another client's write detached the entry from
+        the lease, it would outlive this leader: restore it.
         """
         answer = self._ask("lease/keepalive", {"ID": office.lease})
         if int(answer.get("result", {}).get("TTL", 0)) <= 0:
@@ -130,11 +129,11 @@ class Etcd:
         return str(self._ask("lease/grant", {"TTL": str(ttl_s)})["ID"])
 
     def _led(self, term: int, then: Mapping[str, Any]) -> int:
-        """Do this if the leader of that term leads (0: nobody); the revision in which it was done, or 0."""
+        """Do this if the leader of that term leads (0: no leader); return the revision, or 0 if it was not done."""
         return self._conditionally("CREATE", "create_revision", term, [then])
 
     def _conditionally(self, target: str, field: str, revision: int, then: Sequence[Mapping[str, Any]]) -> int:
-        """Do this if that revision of the leader's entry is this one; the revision in which it was done, or 0."""
+        """Do this if that revision of the leader's entry matches; return the new revision, or 0 if it was not done."""
         condition = {"key": self._key("leader"), "target": target, "result": "EQUAL", field: str(revision)}
         answer = self._ask("kv/txn", {"compare": [condition], "success": list(then)})
         return int(answer["header"]["revision"]) if answer.get("succeeded") else 0
@@ -145,7 +144,7 @@ class Etcd:
         return base64.b64encode((self.prefix + name).encode()).decode()
 
     def _ask(self, path: str, question: Mapping[str, Any]) -> dict[str, Any]:
-        """One request, of the member that answered last and then of the others. StoreError says what each replied."""
+        """Send one request to the member that answered last, then to the others. StoreError lists all replies."""
         with self._lock:
             first = int(self._mutable.get("member", 0))
         problems = []

@@ -1,12 +1,12 @@
-"""The link of an agent whose job has its state in a store: the agent keeps its workers while leaders come and go.
+"""The link of an agent whose job has its state in a store: the agent keeps its workers while the leader changes.
 
-The process of its node (`hora run --join`, `election`) starts this agent, in a session of its own, and may die: the
-workers stay. The link finds the leader in the store, connects to it, tells it which workers run here and how others
-have ended, and passes on its orders until a later one leads. Between leaders the workers train on; their output waits
-here, up to a limit.
+The process of its node (`hora run --join`, `leadership`) starts this agent in its own session and may die: the workers
+stay. The link finds the leader in the store, connects, reports running and ended workers, and passes on orders until a
+later leader is elected. Between leaders the workers keep training; their output is buffered up to a limit. A `Relay`
+connects the workers with the current leader.
 
-The agent ends, and its workers with it, when a leader says that the job is over, or when no process has led for too
-long: `leaderless_s`, or, when the process of its node is gone, `orphaned_s`.
+The agent and its workers end when the job is over, or when there has been no leader for `leaderless_s`, or for
+`orphaned_s` if the process of its node is gone.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _CLAIM_NAMES = 8
 
 
 class Relay:
-    """Listens at the abstract local socket `name`, in a thread of its own, until closed."""
+    """Forwards connections from the abstract local socket `name` to the leader, in its own thread, until closed."""
 
     def __init__(self) -> None:
         self.name = f"hora-relay-{secrets.token_hex(16)}"
@@ -85,12 +85,12 @@ class Relay:
         self._thread.start()
 
     def set_target(self, target: tuple[str, int] | None) -> None:
-        """Connect to this address from now on (None: wait), and end the connections to any other one."""
+        """Connect to this address from now on (None: wait), and close the connections to any other."""
         with contextlib.suppress(RuntimeError):  # closed
             self._loop.call_soon_threadsafe(self._set_target, target)
 
     def answer(self, listener: socket.socket) -> None:
-        """Accept connections there, too, and end them: they ask the kernel for this process, and for nothing else."""
+        """Also accept connections there and close them: clients only query the peer credentials of this process."""
         with contextlib.suppress(RuntimeError):  # closed
             self._loop.call_soon_threadsafe(self._acceptor.watch, listener, lambda arrival: arrival.sock.close())
 
@@ -144,7 +144,7 @@ class Relay:
         sock.close()
 
     async def _connect(self, sock: socket.socket) -> None:
-        with contextlib.suppress(OSError, TimeoutError, asyncio.TimeoutError):  # the worker comes again
+        with contextlib.suppress(OSError, TimeoutError, asyncio.TimeoutError):  # the worker retries
             await asyncio.wait_for(self._has_target.wait(), _WAIT_S)
             if self._target is None:
                 return
@@ -182,9 +182,9 @@ async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter, copi
 class LeaderLink(QueuedLink):
     """The link to one leader after another. See `agent.ControllerLink`.
 
-    `node`: its number, name and slots. `orphaned`: tells whether the process of the node is gone. `claim`: names of
-    local sockets, of which one agent of this machine has one at a time; an agent that is started on a node where an
-    earlier one holds workers waits until that one has gone. `former`: the run that was over before.
+    `node`: its number, name and slots. `orphaned`: returns whether the process of the node is gone. `claim`: names of
+    local sockets, one per agent of this machine; an agent that finds an earlier one with workers waits until that one
+    has ended. `former`: the last run that ended before this one.
     """
 
     silence_limit_s: float | None = None
@@ -223,14 +223,16 @@ class LeaderLink(QueuedLink):
         self._thread = threading.Thread(target=self._follow, name="hora-agent-leaders", daemon=True)
 
     def start(self) -> None:
-        """Look for the leader, in a thread."""
+        """Start the thread that follows the leader."""
         self._thread.start()
 
     # ---- in the agent's thread ------------------------------------------------------------------------------
 
     @property
     def backlog(self) -> int:
-        """Return what a leader that is connected has not taken; output is lost, not waited for, while none is."""
+        """Return the bytes that a connected leader has not taken; 0 without a leader, so that workers are not
+        blocked.
+        """
         session = self._session
         return self._ahead if session is not None and session.connected else 0
 
@@ -248,7 +250,7 @@ class LeaderLink(QueuedLink):
                 self._hold(message)
 
     def _hold(self, message: Output) -> None:
-        """Keep output for the next leader. Beyond the limit it is lost, oldest first."""
+        """Buffer output for the next leader. Beyond the limit the oldest output is dropped."""
         self._held.append(message)
         while sum(len(one.data) for one in self._held) > _HELD_BYTES:
             self._held.popleft()
@@ -267,12 +269,12 @@ class LeaderLink(QueuedLink):
     # ---- in the link's thread -------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """Serve leaders until the job is over, or until no process leads it."""
+        """Follow leaders until the job is over, or until there has been no leader for too long."""
         alone_since = time.monotonic()
         while not self._over.is_set():
             if self._claim and not self._holds_claim():
                 if self._orphaned():
-                    break  # it has no workers, and no process to get any for
+                    break  # it has no workers and no process to start any for
                 alone_since = time.monotonic()
                 self._leader()  # the job may be over
                 self._over.wait(self._poll_s)
@@ -289,9 +291,9 @@ class LeaderLink(QueuedLink):
         self._put(None)
 
     def _holds_claim(self) -> bool:
-        """Take a name, which goes with its process, unless an earlier agent of this user has one of them.
+        """Bind one of the names, which vanish with the process, unless an earlier agent of this user holds one.
 
-        Another user may hold some of them: they are passed over, and their holders named.
+        Names that another user holds are skipped, and their holders are logged.
         """
         if self._claimed is not None or self._unclaimed:
             return True
@@ -310,11 +312,11 @@ class LeaderLink(QueuedLink):
                 return False
             self._relay.answer(self._claimed)
             return True
-        self._unclaimed = True  # others have all of them: a second agent of this node would not be noticed
+        self._unclaimed = True  # other users hold all of them: a second agent of this node would go unnoticed
         return True
 
     def _leader(self) -> tuple[int, str, int] | None:
-        """Return the present leader's term, and where it listens; None if there is none, or the store is silent."""
+        """Return the current leader's term and address; None if there is no leader or the store does not answer."""
         try:
             found = self._store.read()
         except StoreError:
@@ -332,7 +334,7 @@ class LeaderLink(QueuedLink):
         self._over.set()
 
     def _serve(self, term: int, host: str, port: int) -> bool:
-        """Obey this leader until it has gone or another one leads; whether it has let us join."""
+        """Serve this leader until it is gone or another one leads; return whether it admitted this agent."""
 
         def reach(limit_s: float) -> Connection:
             return connect((host, port), credentials(self._secret), timeout_s=limit_s)
@@ -357,7 +359,7 @@ class LeaderLink(QueuedLink):
             return False
         finally:
             self._relay.set_target(None)
-            session.close()  # first: a sender holds the lock, and a leader that is stopped takes nothing
+            session.close()  # first: a sender may hold the lock while a stopped leader reads nothing
             with self._lock:
                 if self._session is session:
                     unsent = [unpack(header, payload) for header, payload in session.unsent()]
@@ -365,7 +367,7 @@ class LeaderLink(QueuedLink):
                 self._session, self._ahead = None, 0
 
     def _begin(self, session: ClientSession, welcome: Welcome, host: str) -> None:
-        """Tell a leader that has let us join all that it must know, and from then on what happens."""
+        """Report the state of the workers to a new leader, and all events from then on."""
         session.limit_s = welcome.return_s
         if self._run != welcome.run:  # not the leader of the workers that are here
             self._clear()
@@ -446,9 +448,9 @@ def _is_ours(name: str) -> bool:
 
 
 def main() -> int:
-    """`python -m hora.launch.ha.following`: a line of JSON on standard input says what to follow.
+    """`python -m hora.launch.ha.following`: reads its configuration as a line of JSON from standard input.
 
-    What it prints is the job's status.
+    It prints the job's exit status.
     """
     given = json.loads(sys.stdin.readline())
     parent = os.pidfd_open(given["parent"])

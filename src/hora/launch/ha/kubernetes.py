@@ -1,11 +1,11 @@
 """A Lease and a Secret of Kubernetes' API as the store of a job's state.
 
-The Lease tells who leads; its `leaseTransitions` is the leader's term. The Secret has the values and the greatest term
-that has written there. Both change on condition that nobody else has changed them meanwhile (`resourceVersion`): a
-leader raises the Secret's term before it reads anything, and from then on whoever leads in an earlier one is refused.
-Clocks of different machines are not compared: a Lease has expired when it has not changed for its time, as seen here.
+The Lease names the leader; its `leaseTransitions` is the leader's term. The Secret holds the values and the greatest
+term that has written to it. Both are updated with optimistic concurrency (`resourceVersion`): a leader raises the
+Secret's term before it reads anything, and from then on leaders of earlier terms are refused. Clocks of different
+machines are not compared: a Lease expires if this process sees no change for its duration.
 
-The address is that of the pod's API server, and the account the pod's: neither makes the Lease or the Secret.
+The API server and the service account are the pod's. Both objects must exist; they are not created here.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LeaseStore:
 
     @classmethod
     def from_url(cls, url: str, environ: Mapping[str, str]) -> LeaseStore:
-        """ValueError for an address that cannot be meant, or outside a pod."""
+        """Parse an address. Raises ValueError if it is invalid, or outside a pod."""
         parts, options = urlsplit(url), dict(parse_qsl(urlsplit(url).query))
         if not parts.netloc or parts.path.strip("/"):
             raise ValueError(f"HORA_STORE must look like kubernetes://name, but it is {url}")
@@ -75,14 +75,14 @@ class LeaseStore:
         )
 
     def below(self, name: str) -> LeaseStore:
-        """The same for a job. One that another job uses at present is refused."""
+        """Return the store of a job. Refused if another job is using it."""
         return replace(self, job=name, _seen={})
 
     def __str__(self) -> str:
         return f"the Lease and the Secret {self.name} in {self.namespace}"
 
     def read(self) -> Contents:
-        """The leader's term, and the values as of then or later."""
+        """Return the leader's term, and values that are at least as recent."""
         lease = self._get(_LEASE)
         term, values = self._leader(lease), self._values(self._get(_SECRET))
         values.pop("leader", None)
@@ -92,11 +92,11 @@ class LeaseStore:
         return Contents(term, values, str(lease["metadata"]["resourceVersion"]))
 
     def put(self, key: str, value: Mapping[str, Any], *, term: int, lasting_s: int = 0) -> bool:
-        """Set a value in the name of a leader; False if a later one leads. It lasts until the next run."""
+        """Set a value as this leader; return False if a later one leads. It lasts until the next run."""
         return self._write(term, lambda values: values.update({key: value}))
 
     def delete(self, key: str, *, term: int) -> bool:
-        """Remove a value in the name of a leader."""
+        """Remove a value as this leader."""
         return self._write(term, lambda values: values.pop(key, None))
 
     def lead(self, name: str) -> LeaderTerm | None:
@@ -115,11 +115,11 @@ class LeaseStore:
         return office
 
     def renew(self, office: LeaderTerm) -> bool:
-        """Return whether this leader still leads; its lease then begins anew."""
+        """Renew the lease; return whether this leader still leads."""
         return self._hold(office, {"renewTime": _now()})
 
     def resign(self, office: LeaderTerm) -> None:
-        """Lead no more."""
+        """Give up the leadership."""
         self._hold(office, {"holderIdentity": ""})
 
     def evict(self, leader_version: str) -> None:
@@ -131,7 +131,7 @@ class LeaseStore:
     # ---- the Lease ------------------------------------------------------------------------------------------
 
     def _leader(self, lease: Mapping[str, Any]) -> int:
-        """Return the term of who leads, 0 where nobody does. StoreError if that is a leader of another job."""
+        """Return the leader's term, 0 without a leader. Raises StoreError if the leader is of another job."""
         spec, version, now = lease.get("spec") or {}, str(lease["metadata"]["resourceVersion"]), time.monotonic()
         with self._lock:
             if self._seen.get("lease", ("", 0.0))[0] != version:
@@ -158,7 +158,7 @@ class LeaseStore:
     # ---- the Secret -----------------------------------------------------------------------------------------
 
     def _values(self, secret: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of this job; those of another one are not."""
+        """Return the values of this job; values of another job are ignored."""
         entries = (secret.get("data") or {}).items()
         data = {key: base64.b64decode(text).decode(errors="replace") for key, text in entries}
         if data.pop("job", "") != self.job:
@@ -187,7 +187,7 @@ class LeaseStore:
         return self._ask("GET", kind, None)
 
     def _replace(self, kind: tuple[str, str, str], content: Mapping[str, Any]) -> bool:
-        """Return whether nobody else has changed it since it was read."""
+        """Replace the object; return False if it has changed since it was read."""
         return self._ask("PUT", kind, content).get("code") != _CONFLICT
 
     def _ask(self, method: str, kind: tuple[str, str, str], content: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""Leadership of a job whose state is in a store: who leads, for how long that is certain, and what the next leader must
-know.
+"""Leadership of a job whose state is in a store: elections, leases, and the state for the next leader.
 
-The process of every node stands for election (`election`); one wins, for as long as it renews its lease. A leader that
-cannot (the store is out of reach, the process was stopped) must not command any more, and finds out by its own clock:
-`check` is asked before every decision. What must survive is written to the store, which refuses a leader of the past,
-before anybody hears of it.
+The process of every node stands for election (`ElectionLoop`); the winner leads while it renews its lease. A leader
+that cannot renew it (the store is unreachable, the process was stopped) must stop giving orders and detects this by its
+own clock: `check` runs before every decision. State that must survive is written to the store, which refuses former
+leaders, before any worker acts on it.
 
     following --no leader--> standing --won--> leading --lease lost--> following
     any --the job is over--> over
@@ -43,13 +42,13 @@ if TYPE_CHECKING:
 
 __all__ = ["AgentSuccession", "ElectionLoop", "Leadership", "Over", "View", "next_step", "open_store", "own_address"]
 
-_OVER_S = 120  # for so long the other nodes can read how the job has ended
+_OVER_S = 120  # how long the other nodes can read the job's outcome
 
 _log = logging.getLogger("hora.launch")
 
 
 def now_s() -> float:
-    """Seconds, those included in which the machine slept."""
+    """Return seconds of a clock that includes suspend."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -64,7 +63,7 @@ def open_store(url: str, environ: Mapping[str, str]) -> JobStore:
 
 
 def own_address(hosts: Iterable[tuple[str, int]]) -> str:
-    """Return this machine's address that the other nodes reach: the one from which it reaches these."""
+    """Return the address of this machine for other nodes: the one from which it reaches these hosts."""
     for host, _ in hosts:
         for found in sockets.resolve(host):
             with contextlib.suppress(OSError):
@@ -83,7 +82,7 @@ class Over:
 class View:
     """State of the job as a node reads it in the store.
 
-    `over`: the last run of the job that has ended; `former`: the one that had ended already when the node came.
+    `over`: the last run of the job that ended; `former`: the one that had already ended when the node started.
     """
 
     leader: bool
@@ -99,8 +98,8 @@ def next_step(view: View) -> str | Over:
 
 
 class Leadership:
-    """A term as leader, until it is resigned or lost. `run`: names the job's run; `state`: what the leader before has
-    left. `followed`: this process has seen that one lead, so that the run is not one that has ended long ago.
+    """A term as leader, until it is resigned or lost. `run`: the id of the job's run; `state`: saved by the previous
+    leader. `followed`: this process has seen that leader, so the run did not end long ago.
 
     `lost`: called, in a thread of its own, when it is lost.
     """
@@ -117,7 +116,7 @@ class Leadership:
 
     @classmethod
     def won(cls, store: JobStore, name: str) -> Leadership | None:
-        """Stand for election; None if another one leads. StoreError."""
+        """Stand for election; return None if another process leads. Raises StoreError."""
         since_s = now_s()
         office = store.lead(name)
         if office is None:
@@ -127,14 +126,14 @@ class Leadership:
         return leadership
 
     def check(self) -> None:
-        """LeadershipLostError unless this process leads for certain."""
+        """Raise LeadershipLostError unless this process certainly leads."""
         if self._over.is_set() or now_s() >= self._valid_until:
             raise LeadershipLostError
 
     def save(self, key: str, value: Mapping[str, Any], *, lasting_s: int = 0) -> None:
-        """Write what must survive this leader.
+        """Write the state for the next leader.
 
-        LeadershipLostError if it does not lead any more, or cannot write in time.
+        Raises LeadershipLostError if this process no longer leads, or cannot write in time.
         """
         while True:
             self.check()
@@ -155,14 +154,14 @@ class Leadership:
             _log.warning("the other nodes could not be told that the job is over (%s)", error or type(error).__name__)
 
     def resign(self) -> None:
-        """Lead no more. Idempotent."""
+        """Give up the leadership. Idempotent."""
         self._over.set()
         self._thread.join(self._ttl_s + 10.0)
         with contextlib.suppress(StoreError):  # it expires by itself
             self.store.resign(self._office)
 
     def give_up(self) -> None:
-        """Have the controller let go. From any thread."""
+        """Tell the controller that the leadership is lost. Thread-safe."""
         if not self._over.is_set():
             self._over.set()
             self.lost()
@@ -225,11 +224,13 @@ _AGENT_LIMIT_S, _OVER_LIMIT_S = 60.0, 10.0
 
 
 class ElectionLoop:
-    """`place`: this node's. ValueError for a store that cannot be meant."""
+    """The process of a node: follows the leader and stands for election. Raises ValueError if the store's URL is
+    invalid.
+    """
 
     def __init__(self, options: Options, environ: Mapping[str, str], place: NodeSpec, secret: bytes) -> None:
         self._options, self._environ, self._place, self._secret = options, environ, place, secret
-        # All nodes find the same keys, which tell nobody else what they are for.
+        # All nodes derive the same keys, which reveal nothing about the job.
         self._job = derived_secret(secret, f"hora store {place.host}:{place.port}").hex()[:24]
         self._store = AuthenticatedStore(open_store(environ["HORA_STORE"], environ).below(self._job), secret)
         self._poll_s = self._store.ttl_s / 3
@@ -240,9 +241,9 @@ class ElectionLoop:
         self._followed = ""  # the run in which this process has seen a leader
 
     def run(self, lead: Callable[[Leadership], object]) -> int:
-        """Take part in the job until it is over; its status.
+        """Take part in the job until it is over; return its exit status.
 
-        RuntimeError when the store cannot be reached for too long.
+        Raises RuntimeError if the store is unreachable for too long.
         """
         self._former = self._first_look()
         with self._agent() as agent, ended_by_signals() as signals:
@@ -276,7 +277,7 @@ class ElectionLoop:
                 time.sleep(self._poll_s)
 
     def _first_look(self) -> str:
-        """The run that was over before this one. RuntimeError when the store cannot be used."""
+        """Return the run that ended before this one. Raises RuntimeError if the store cannot be used."""
         deadline = time.monotonic() + float(self._options.effective("start_timeout"))
         while True:
             try:
@@ -313,14 +314,14 @@ class ElectionLoop:
                 agent.stdin.write(json.dumps(order).encode() + b"\n")
                 agent.stdin.close()
             yield agent
-            with contextlib.suppress(subprocess.TimeoutExpired):  # one that no leader has taken has nothing to wait for
+            with contextlib.suppress(subprocess.TimeoutExpired):  # an agent without a leader has nothing to wait for
                 agent.wait(_OVER_LIMIT_S)
         finally:
             agent.terminate()
             wait_or_kill(agent, _AGENT_LIMIT_S)
 
     def _leave(self, agent: subprocess.Popen[bytes]) -> None:
-        """Asked to end: the ranks here commit and leave, and then another node leads. In a signal's handler."""
+        """Handle a request to end, in a signal handler: the ranks here commit and leave, then another node leads."""
         self._left = True
         agent.terminate()
         threading.Thread(target=self._hand_over, args=(agent,), name="hora-hand-over", daemon=True).start()
@@ -332,7 +333,7 @@ class ElectionLoop:
             self._leadership.give_up()
 
     def _stand(self, lead: Callable[[Leadership], object]) -> int | None:
-        """Stand for election and, if it is won, lead; the job's status when it is over."""
+        """Stand for election and lead if it is won; return the job's exit status when it is over."""
         try:
             leadership = Leadership.won(self._store, self._place.name)
             if leadership is None:
@@ -362,9 +363,7 @@ class ElectionLoop:
             leadership.resign()
 
     def _without_agent(self, agent: subprocess.Popen[bytes]) -> int:
-        """The agent has ended: because the job is over, as it has heard, because we were asked to end, or it was
-        killed.
-        """
+        """Handle the agent's end: the job is over, this process was asked to end, or the agent was killed."""
         if self._left:
             return LEFT
         assert agent.stdout is not None

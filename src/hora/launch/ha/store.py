@@ -1,11 +1,10 @@
-"""The store: where the state of a job lives that its leader must not take along when it dies.
+"""The store holds the state of a job that must survive its leader.
 
-Here are the interface of stores, what they return, and JSON over HTTP, in which they answer; `etcd` and `kubernetes`
-implement it. Values are small and hold no secret. `AuthenticatedStore` authenticates them with the nodes' secret: each
-carries a MAC over its key and its text. An entry without a right one is logged once, as the StoreError that it is, and
-the job goes on as if it were not there. A `leader` that no node of the job wrote cannot be ignored, because the store
-itself honours it: `read` raises the error, and removes the entry if no leader has restored its own within the time of
-a lease.
+This module has the interface of stores and their common JSON over HTTP; `etcd` and `kubernetes` implement it. Values
+are small and hold no secret. `AuthenticatedStore` authenticates them with the nodes' secret: each has a MAC over its
+key and text. An entry with an invalid MAC is logged once, as a StoreError, and ignored. A forged `leader` cannot be
+ignored, because the store itself honours it: `read` raises the error, and removes the entry if no leader restores its
+own within the lease time.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ __all__ = [
 ]
 
 LONGEST_TTL_S = 600
-_ANSWER_S = 2.0  # for one server; and no longer than until the next renewal of a lease, so that another can be asked
+_ANSWER_S = 2.0  # for one server; never longer than until the next renewal, so that another can be asked
 
 
 class StoreError(OSError):
@@ -45,7 +44,7 @@ class StoreError(OSError):
 
 @dataclass(frozen=True)
 class LeaderTerm:
-    """A leadership that was won. `term`: its number, greater than those before; `lease`: the store's name for it."""
+    """A leadership that was won. `term`: its number, greater than all before; `lease`: the store's id of the lease."""
 
     term: int
     lease: str
@@ -76,32 +75,32 @@ class JobStore(Protocol):
         """Seconds after which a leader that does not renew its lease is replaced."""
 
     def below(self, name: str) -> JobStore:
-        """The part of a job."""
+        """Return the store of one job."""
 
     def read(self) -> Contents:
-        """The leader's term, and all values that were there since."""
+        """Return the leader's term, and values that are at least as recent."""
 
     def put(self, key: str, value: Mapping[str, Any], *, term: int, lasting_s: int = 0) -> bool:
-        """Set a value in the name of a leader; False if a later one leads. `lasting_s`: how long it is needed."""
+        """Set a value as this leader; return False if a later one leads. `lasting_s`: how long it is needed."""
 
     def delete(self, key: str, *, term: int) -> bool:
-        """Remove a value in the name of a leader."""
+        """Remove a value as this leader."""
 
     def lead(self, name: str) -> LeaderTerm | None:
         """Become the leader, unless there is one."""
 
     def renew(self, office: LeaderTerm) -> bool:
-        """Return whether this leader still leads; its lease then begins anew."""
+        """Renew the lease; return whether this leader still leads."""
 
     def resign(self, office: LeaderTerm) -> None:
-        """Lead no more."""
+        """Give up the leadership."""
 
     def evict(self, leader_version: str) -> None:
         """Remove the leader's entry, unless it has another version."""
 
 
 def decoded(text: str | bytes) -> Mapping[str, Any]:
-    """Return the value of an entry; an empty one for bytes that no node of a job writes."""
+    """Return the value of an entry; empty for invalid bytes."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -126,7 +125,9 @@ def exchange(
     *,
     ttl_s: int,
 ) -> tuple[int, dict[str, Any]]:
-    """One request: the status and the answer. OSError, HTTPException or ValueError where there is no sensible one."""
+    """Send one request; return status and answer. Raises OSError, HTTPException or ValueError without a valid
+    answer.
+    """
     connection: http.client.HTTPConnection
     limit_s = min(_ANSWER_S, ttl_s / 3)
     if tls is None:
@@ -147,7 +148,9 @@ _log = logging.getLogger("hora.launch")
 
 
 class AuthenticatedStore:
-    """A store of one job. `secret`: held by its nodes alone. See `JobStore`."""
+    """A store whose values are authenticated: forged or stray entries are ignored. `secret`: held by the job's nodes
+    only.
+    """
 
     def __init__(self, store: JobStore, secret: bytes) -> None:
         self._store, self._secret = store, secret

@@ -1,7 +1,7 @@
-"""The nodes of a job that is started without ssh: by the same command on every node, or inside a Slurm allocation.
+"""Jobs that start without ssh: by the same command on every node, or inside a Slurm allocation.
 
-`open_nodes` is where `start` asks whether this is such a job; `serve_node` is what a node other than the first does
-instead of starting one.
+`open_nodes` accepts the nodes of such a job; `serve_node` runs the agent of every node but the first. `find_place`
+reads the node's place from flags, or from the variables of the platform.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _RETURN_LIMIT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class NodeFacts:
-    """Facts about this machine that the platform may leave to us to find out."""
+    """Facts about this machine that a platform may not provide."""
 
     hostname: str
     num_cores: int
@@ -52,7 +52,7 @@ def find_place(
     meet: str | None = None,
     slots: int | None = None,
 ) -> NodeSpec:
-    """This node's place. ValueError if nothing tells it, or only a part."""
+    """Return this node's place. Raises ValueError if it is unknown or incomplete."""
     found = None
     if num_nodes is None or index is None or meet is None:
         present = (read for name, read in _PLATFORMS.items() if name in environ)
@@ -160,7 +160,7 @@ def _slurm(environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
 
 
 def _listed(names: list[str], own: str, platform: str) -> NodeSpec:
-    """From a list with a name for every slot, in which a node may stand several times."""
+    """Read a list with one name per slot, in which a node may appear several times."""
     nodes = list(dict.fromkeys(names))
     short = [name.partition(".")[0] for name in nodes]
     if own.partition(".")[0] not in short:
@@ -197,7 +197,7 @@ def _sagemaker(environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
 
 
 def _mpi(rank: str, size: str, local: str, platform: str) -> Callable[[Mapping[str, str], NodeFacts], NodeSpec]:
-    """One process of an MPI launcher on each node. It does not say where they meet, unless all are on this machine."""
+    """Return a reader for an MPI launcher with one process per node. It knows the address only on a single machine."""
 
     def read(environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
         num_nodes = _number(environ, size, platform)
@@ -226,9 +226,9 @@ _PLATFORMS: dict[str, Callable[[Mapping[str, str], NodeFacts], NodeSpec]] = {
 def open_nodes(
     options: Options, environ: Mapping[str, str], leadership: Leadership | None = None
 ) -> Iterator[Agents | None]:
-    """The nodes of this job, all of them there, until it is over; None for a job whose hosts are reached otherwise.
+    """Yield the nodes of this job after all have joined; None for a job that reaches its hosts otherwise.
 
-    `leadership`: this process leads a job whose agents outlive their leader, perhaps after another one.
+    `leadership`: of a job whose agents outlive their leader.
     """
     limits = options.silence_limits()
     starting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -276,10 +276,10 @@ def open_nodes(
 
 
 def _wait_for_agents(opened: Agents, leadership: Leadership, return_s: float) -> None:
-    """Wait for the nodes whose workers the leader before this one had.
+    """Wait for the nodes of the previous leader's workers.
 
-    None has any, of a run that this process has not seen: it ended long ago, and a new one begins. LeadershipLostError
-    then: stand for election again.
+    If none has workers of a run that this process has not seen, that run ended long ago and a new one begins: raise
+    LeadershipLostError, to stand for election again.
     """
     assert leadership.state is not None
     alive = {"STARTING", "READY", "WORKING"}
@@ -295,7 +295,7 @@ def _wait_for_agents(opened: Agents, leadership: Leadership, return_s: float) ->
 def serve_node(
     options: Options, environ: Mapping[str, str], lead: Callable[[Leadership], object] | None = None
 ) -> int | None:
-    """Be the agent of a node that is not the first, to the end; its exit status. None on the first node.
+    """Run the agent of a node other than the first; return its exit status. None on the first node.
 
     With a store (`HORA_STORE`) every node may `lead` the job.
     """
@@ -309,7 +309,7 @@ def serve_node(
     if place.index == 0:
         return None
     from hora.launch.agent.agent import guarded
-    from hora.launch.agent.session import serve  # the first node starts faster without
+    from hora.launch.agent.session import serve  # lazy: the first node starts faster
 
     guarded()
     return serve(place, credentials(read_secret(options)), limit_s=float(options.effective("start_timeout")))
