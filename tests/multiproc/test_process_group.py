@@ -292,6 +292,29 @@ def check_repeated_collectives(rank, size, count, dtype):
 
 
 @in_group
+def test_threads_exchange_messages_of_all_lengths(rank, size):
+    """Each thread has a tag of its own; messages fit a ring, or are longer, and come before or after their receive."""
+    after, before, wrong = (rank + 1) % size, (rank - 1) % size, []
+
+    def work(tag):
+        for step in range(12):
+            count = (1, 900, 100_000, 700_000)[(step + tag) % 4]
+            sent = dist.isend(torch.full((count,), float(100 * tag + step)), after, tag=tag)
+            found = torch.zeros(count)
+            dist.recv(found, before, tag=tag)
+            sent.wait()
+            if not torch.equal(found, torch.full((count,), float(100 * tag + step))):
+                wrong.append((tag, step))
+
+    threads = [threading.Thread(target=work, args=(tag,)) for tag in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@in_group
 def test_repeated_calls_in_flight_are_done_in_their_order(rank, size):
     for step in range(5):
         tensors = [torch.full((count,), float(rank + step)) for count in (3, 70_000, 5, 400_000)]
@@ -369,8 +392,15 @@ def test_groups_can_be_made_again(place):
         assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("repeats", [0, 3])  # by the queue, and by the path of repeated calls
-def test_a_rank_that_does_not_come_is_named_with_its_line(place, repeats):
+def reduce_ones(group, in_flight):
+    work = dist.all_reduce(torch.ones(3), group=group, async_op=in_flight)
+    if in_flight:
+        work.wait()
+
+
+# By the queue, and by the path of repeated calls.
+@pytest.mark.parametrize(("repeats", "in_flight"), [(0, False), (3, False), (3, True)])
+def test_a_rank_that_does_not_come_is_named_with_its_line(place, repeats, in_flight):
     torch_backend.register()
     dist.init_process_group("hora", store=place.store, rank=place.rank, world_size=place.size)
     group = dist.new_group(list(range(place.size)), timeout=timedelta(seconds=1))
@@ -381,7 +411,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_line(place, repeats):
     else:
         try:
             with pytest.raises(HorovodInternalError, match=rf"for rank\(s\) \[{place.size - 1}\].*rank_pool.py:\d+"):
-                dist.all_reduce(torch.ones(3), group=group)
+                reduce_ones(group, in_flight)
             with pytest.raises(HorovodInternalError, match="cannot be used any more"):
                 dist.all_reduce(torch.ones(3), group=group)
         finally:

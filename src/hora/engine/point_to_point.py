@@ -43,6 +43,7 @@ _MOST_RING_BYTES, _LEAST_RING_BYTES = 2**20, 16 * 2**10
 _PAIR_LINES = 4  # of a pair, before its bytes: how much was written, how much was read
 _RANK_LINES = 4  # of a rank: its bell, and whether it sleeps
 _POLL_MS = 1
+_MOST_AT_ONCE = 256 * 2**10  # of a longer message the receiver takes the beginning while the end is on its way
 _LEAST_LOOKS = 2400  # before a thread sleeps, where that has been worth while: an answer takes the peer's Python
 _GRACE_S = 0.002  # in which a thread may come to wait for a message
 _LONGEST_IDLE = 250  # such moments in which the background thread has nothing to do, before it sleeps
@@ -212,7 +213,9 @@ class Messages:
     def send_now(self, peer: int, group: int, tag: int, kind: int, memory: tuple[int, int]) -> bool:
         """Send a message to a rank of this host whose ring has room for it; False where it has to be begun."""
         ring = self._out.get(peer)
-        if ring is None or self._sending.get(peer) or self._closed or not self._status.is_open:
+        if ring is None or memory[1] > _MOST_AT_ONCE or self._sending.get(peer):
+            return False
+        if self._closed or not self._status.is_open:
             return False
         move = self._native.short_try_send if memory[1] <= SHORT_BYTES else self._native.try_send
         return ring.move_now(move, group, tag, kind, memory)
@@ -221,7 +224,9 @@ class Messages:
         """Receive a message that is in the ring of a rank of this host, or comes in a moment; False where it has to be
         begun."""
         ring = self._in.get(peer)
-        if ring is None or self._receives or self._closed or not self._is_between_messages(peer):
+        if ring is None or memory[1] > _MOST_AT_ONCE or self._receives or self._closed:
+            return False
+        if not self._is_between_messages(peer):
             return False
         return ring.move_now(self._native.try_receive, group, tag, kind, memory, self._patience_at)
 
