@@ -30,7 +30,7 @@ HORA = str(Path(sys.executable).with_name("hora"))
 RANK = ["true"]
 DOCS = Path(__file__).parents[1] / "docs" / "launchers.md"
 
-# The rows of the table: place, the line to type, what a job there can survive.
+# The rows of the table: place, command, what a job there can survive.
 PLACES = (
     ("this machine", "`hora run -np 4 python train.py`", "elastic (`--min-np`): any worker"),
     (
@@ -47,7 +47,7 @@ PLACES = (
         "the same command on every node",
         "`hora run --join -np 8 python train.py`",
         "elastic: any worker, any node but the first ([with a store](elastic.md#without-a-process-that-must-not-die): "
-        "any node); a node may come back",
+        "any node)",
     ),
     (
         "Slurm",
@@ -70,7 +70,7 @@ def table(seconds: Mapping[str, str]) -> str:
     rows = [
         f"| {place} | {line} | {seconds.get(place, _UNMEASURED)} | {survives} |" for place, line, survives in PLACES
     ]
-    return "\n".join(["| place | the line to type | start | what it can survive |", "|---|---|---|---|", *rows, ""])
+    return "\n".join(["| place | command | start | survives |", "|---|---|---|---|", *rows, ""])
 
 
 def table_in(text: str) -> str:

@@ -69,7 +69,7 @@ def test_what_cannot_travel_is_a_type_error(arguments: dict[str, object], messag
 @pytest.mark.parametrize("name", ["np", "min_np", "max_np"])
 def test_old_argument_names_are_deprecated(name: str):
     with (
-        pytest.warns(DeprecationWarning, match=f"{name} is deprecated, say"),
+        pytest.warns(DeprecationWarning, match=f"{name} is deprecated, use"),
         pytest.raises(ValueError, match="at least 1"),
     ):
         horovod.run(print, **{"num_proc": 2, name: 0})
