@@ -1,5 +1,7 @@
-"""Hora: Horovod code, alive and faster. Import `horovod.torch` as ever; `hora.run` calls a function on ranks,
-and `@hora.distributed(…)` makes one that can be called there."""
+"""Hora runs Horovod code on today's frameworks. Import `horovod.torch` as before.
+
+`hora.run` calls a function on ranks; `@hora.distributed(…)` turns a function into one that runs there.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ __all__ = ["distributed", "plan", "report", "run"]
 
 
 def __getattr__(name: str) -> Any:
-    # Lazily: `import hora` must cost nothing, since every worker process pays for it.
+    # Lazy: `import hora` must cost nothing, because every worker process pays for it.
     if name == "run":
         from hora.launch.run import run
 

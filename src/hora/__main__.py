@@ -1,4 +1,4 @@
-"""`python -m hora` is the command `hora`."""
+"""`python -m hora` runs the command `hora`."""
 
 from hora.cli import main
 

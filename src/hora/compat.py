@@ -1,10 +1,10 @@
-"""Old worker modules under their own names, and a session's variables, where the platform does not provide them.
+"""Compatibility with old worker modules and session variables, on platforms that do not provide them.
 
-    python -m hora.compat script.py [args]     runs a script that says `import cdsw` or `import cml.workers_v1`
+    python -m hora.compat script.py [args]     runs a script that imports `cdsw` or `cml.workers_v1`
     hora.compat.install()                      makes the names importable in this process
 
-`cdsw` and `cml` exist on Cloudera machines, so they are not shipped as packages; a real one is never replaced. The
-script's own commands find this Python first, and a stand-in for `mpirun` (`hora mpirun`) where there is none.
+`cdsw` and `cml` exist on Cloudera machines, so they are not shipped as packages, and a real one is never replaced.
+Commands that the script runs find this Python first, and a substitute for `mpirun` (`hora mpirun`) if there is none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FUNCTIONS = ("launch_workers", "await_workers", "list_workers", "stop_workers")
 def install() -> list[str]:
     """Make `cdsw`, `cml.workers_v1` and `cml.utils_v1` importable; returns the names that were missing.
 
-    Also sets the CDSW_ variables of a session, where they are not set.
+    Also sets the CDSW_ variables of a session unless they are set.
     """
     installed = []
     for name in ("cdsw", "cml", "cml.workers_v1", "cml.utils_v1"):
@@ -46,7 +46,7 @@ def install() -> list[str]:
 
 
 def _session_variables() -> dict[str, str]:
-    """Return the variables that scripts look up in a session's environment. In a worker they are there already."""
+    """Return the variables that scripts read in a session's environment. A worker already has them."""
     return {
         "CDSW_ENGINE_ID": new_id(),
         "CDSW_MASTER_ID": "",
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def _prepare_path() -> None:
-    """Put on the PATH what a session's image has: `python3` and `horovodrun` of this installation, and an `mpirun`."""
+    """Extend the PATH as a session's image does: `python3` and `horovodrun` of this installation, and an `mpirun`."""
     put_first_on_path(os.path.dirname(sys.executable))
     if shutil.which("mpirun") is None:
         put_first_on_path(str(Path(__file__).with_name("bin")))

@@ -1,8 +1,8 @@
-"""The engine's settings: the one place where `HOROVOD_*` run-time variables become values.
+"""The engine's settings: parses the `HOROVOD_*` run-time variables.
 
-Read at `hvd.init()`, not at import, because scripts set these variables in `os.environ` first. Launcher settings are
-not here: `hora.launch.options` turns flags into the same variables. `on_databricks` says where a process runs,
-`accept_risk` whether something unsafe may be done there.
+They are read at `hvd.init()`, not at import, because scripts set these variables in `os.environ` first. Launcher
+settings are elsewhere: `hora.launch.options` turns flags into the same variables. `on_databricks` tells where a process
+runs, `accept_risk` whether an unsafe operation is allowed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _variable(name: str, default: Any, parse: Callable[[str], Any], what: str, m
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Settings of one runtime. Where ranks must agree on a value, rank 0's is used by all."""
+    """Settings of one runtime. If ranks must agree on a value, all use rank 0's."""
 
     fusion_threshold_bytes: int = _variable(
         "HOROVOD_FUSION_THRESHOLD",
@@ -164,7 +164,7 @@ class EngineConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> EngineConfig:
-        """Read the variables. ValueError names the variable, what it may be and what it is."""
+        """Read the variables. Raises ValueError with the variable, its allowed values and its value."""
         env = os.environ if environ is None else environ
         values: dict[str, Any] = {}
         for item in fields(cls):
@@ -177,18 +177,18 @@ class EngineConfig:
             except ValueError:
                 raise ValueError(f"{variable} must be {item.metadata['what']}, but it is {text!r}") from None
         if any(name in env for name in _ALLOCATOR) or "glibc.malloc." in env.get("GLIBC_TUNABLES", ""):
-            values.setdefault("keep_freed_memory", False)  # the user has chosen
+            values.setdefault("keep_freed_memory", False)  # the user has configured the allocator
         return cls(**values)
 
 
 def on_databricks(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether this process runs in a Databricks cluster, whose file system is then mounted at /dbfs."""
+    """Return whether this process runs in a Databricks cluster, which mounts its file system at /dbfs."""
     env = os.environ if environ is None else environ
     return bool(env.get("DATABRICKS_RUNTIME_VERSION"))
 
 
 def accept_risk(text: str, environ: Mapping[str, str] | None = None, *, warn: bool = True) -> None:
-    """Warn (if `warn`) that something is unprotected; with HORA_STRICT=1 raise ValueError instead of doing it."""
+    """Warn (if `warn`) about an unprotected operation; with HORA_STRICT=1 raise ValueError instead."""
     if strict(environ):
         raise ValueError(f"refused because of HORA_STRICT=1: {text}")
     if warn:
@@ -196,12 +196,12 @@ def accept_risk(text: str, environ: Mapping[str, str] | None = None, *, warn: bo
 
 
 def strict(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether the user has every risk refused: HORA_STRICT=1."""
+    """Return whether the user rejects every risk: HORA_STRICT=1."""
     return _switch("HORA_STRICT", environ)
 
 
 def trusts_files(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether the user vouches for files that can run code: HORA_TRUST_FILES=1, and not HORA_STRICT=1."""
+    """Return whether the user trusts files that can run code: HORA_TRUST_FILES=1, and not HORA_STRICT=1."""
     return _switch("HORA_TRUST_FILES", environ) and not strict(environ)
 
 
@@ -214,7 +214,7 @@ def _switch(name: str, environ: Mapping[str, str] | None) -> bool:
 
 @contextmanager
 def changed_environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set these variables inside the block, for libraries configured by the environment alone; restore them after."""
+    """Set these variables inside the block, for libraries that only read the environment; restore them afterwards."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

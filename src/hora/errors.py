@@ -1,4 +1,4 @@
-"""Every exception a user can see. All of them survive pickling: they travel from workers to the caller."""
+"""All exceptions that a user can see. They survive pickling, because workers send them to the caller."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = [
 class HorovodInternalError(RuntimeError):
     """A collective could not complete: a peer is lost, ranks disagree, or the runtime has been shut down.
 
-    Elastic training catches this one, restores the last commit and goes on.
+    Elastic training catches it, restores the last commit and continues.
     """
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
-    """The set of hosts changed; an elastic loop re-initialises. `skip_sync`: only removals, state is current."""
+    """The set of hosts changed; an elastic loop re-initializes. `skip_sync`: only removals, state is current."""
 
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__(skip_sync)
@@ -34,7 +34,7 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
 
 
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
-    """The text of `HorovodVersionMismatchError`."""
+    """Return the text of `HorovodVersionMismatchError`."""
     return (
         f"Framework {name} installed with version {installed_version} but found version {version}.\n"
         f"This can result in unexpected behavior including runtime errors.\n"
@@ -43,7 +43,7 @@ def get_version_mismatch_message(name: str, version: str, installed_version: str
 
 
 class HorovodVersionMismatchError(ImportError):
-    """The framework in use is not the one the package was installed for."""
+    """The framework in use is not the one that the package was installed for."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(get_version_mismatch_message(name, version, installed_version))
@@ -56,7 +56,7 @@ class HorovodVersionMismatchError(ImportError):
 
 
 class BadCallError(TypeError, ValueError):
-    """A function cannot be called with these arguments: Python's own message, raised before anything starts."""
+    """A function cannot be called with these arguments: Python's message, raised before anything starts."""
 
 
 class AuthenticationError(ConnectionError):
@@ -64,7 +64,7 @@ class AuthenticationError(ConnectionError):
 
 
 class ModelFileError(ValueError):
-    """A saved model is damaged, changed, of another kind, or does not fit the network."""
+    """A saved model is damaged, modified, of another kind, or does not fit the network."""
 
 
 class StartTimeoutError(TimeoutError):
@@ -72,7 +72,7 @@ class StartTimeoutError(TimeoutError):
 
 
 class JobFailedError(RuntimeError):
-    """A worker of a job failed. Carries which one, its exit code, its own traceback and the end of its output."""
+    """A worker of a job failed. Has its rank, exit code, traceback and the end of its output."""
 
     def __init__(
         self,

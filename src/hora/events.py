@@ -1,8 +1,8 @@
-"""Per-tensor events: the timeline, a Chrome trace that rank 0 writes.
+"""The timeline: per-tensor events as a Chrome trace that rank 0 writes.
 
-Open the file in `chrome://tracing` or Perfetto. It is a JSON array that is valid at every moment: each write replaces
-the closing bracket. One "process" of the trace is one tensor. The engine's `Recorder` calls this; it knows nothing of
-requests.
+Open the file in `chrome://tracing` or Perfetto. It is a JSON array that is valid at any time: each write replaces the
+closing bracket. Each "process" of the trace is a tensor. The engine's `Recorder` calls this module, which is
+independent of requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger("hora.events")
 
 
 class Timeline:
-    """One trace file. Every method may be called from any thread. A full disk costs its rest, not the training."""
+    """One trace file. Thread-safe. A full disk ends the trace, not the training."""
 
     def __init__(self, path: str, *, mark_cycles: bool = False) -> None:
         self.path = path
@@ -47,7 +47,7 @@ class Timeline:
         )
 
     def arrived(self, names: Iterable[str], operation: str, member: int) -> None:
-        """A rank has announced these tensors."""
+        """Record that a rank has announced these tensors."""
         with self._lock:
             events: list[dict[str, Any]] = []
             for name in names:
@@ -59,7 +59,7 @@ class Timeline:
             self._write(events)
 
     def agreed(self, names: Iterable[str]) -> None:
-        """Every rank has announced these tensors."""
+        """Record that every rank has announced these tensors."""
         with self._lock:
             events: list[dict[str, Any]] = []
             for name in names:
@@ -69,7 +69,7 @@ class Timeline:
             self._write(events)
 
     def begin(self, names: Iterable[str], what: str) -> None:
-        """An operation, or an activity inside it, begins for all these tensors."""
+        """Record the start of an operation, or of an activity inside it, for all these tensors."""
         with self._lock:
             events: list[dict[str, Any]] = []
             for name in names:
@@ -78,7 +78,7 @@ class Timeline:
             self._write(events)
 
     def end(self, names: Sequence[str], facts: Sequence[dict[str, str]] | None = None) -> None:
-        """End the innermost open activity; `facts` (dtype, shape) go with the operation's end."""
+        """End the innermost open activity; `facts` (dtype, shape) belong to the operation's end."""
         with self._lock:
             events: list[dict[str, Any]] = []
             for index, name in enumerate(names):
@@ -89,14 +89,14 @@ class Timeline:
             self._write(events)
 
     def cycle(self) -> None:
-        """A round of agreement begins (only recorded with `mark_cycles`)."""
+        """Record the start of a negotiation round (only with `mark_cycles`)."""
         if self.mark_cycles:
             with self._lock:
                 self._write([{"ph": "i", "name": "CYCLE_START", "ts": self._now(), "s": "g"}])
 
     def close(self) -> None:
         if not self._lock.acquire(timeout=_CLOSE_LIMIT_S):
-            return  # this thread is writing, in the lines that a signal has interrupted; the file is valid as it is
+            return  # a signal interrupted this thread while writing; the file is valid already
         try:
             self._file.close()
         finally:
@@ -128,7 +128,7 @@ class Timeline:
             self._body_end += len(body)
         except OSError as error:
             _log.error(
-                "cannot write the timeline %s: %s. It ends here, the training goes on", self.path, error.strerror
+                "cannot write the timeline %s: %s. It ends here; the training continues", self.path, error.strerror
             )
             self._cut()
 
@@ -139,7 +139,7 @@ class Timeline:
             done += os.pwrite(self._file.fileno(), data[done:], self._body_end + done)
 
     def _cut(self) -> None:
-        """Leave a valid file: the closing bracket goes where the last one was, which needs no space."""
+        """Leave a valid file: the closing bracket overwrites the old one, which needs no space."""
         with self._file, contextlib.suppress(OSError):
             if self._body_end:
                 self._put(_END)

@@ -1,4 +1,4 @@
-"""Files that appear under their name when they are complete and on disk. For checkpoints, commits and model files."""
+"""Atomic file replacement, for checkpoints, commits and model files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["replaced"]
 
 @contextmanager
 def replaced(path: Path, *, unfinished: str) -> Iterator[IO[bytes]]:
-    """A new file, to be written, that takes the place of `path` in a single step. `unfinished`: its name until then.
+    """Yield a new file that replaces `path` atomically once it is complete and on disk.
 
-    One name, so that a killed writer's remains are replaced and do not pile up. A link that another user has put there
-    is not followed.
+    `unfinished` is its name until then: a fixed name, so that the leftovers of a killed writer are replaced and do not
+    accumulate. A link that another user has put there is not followed.
     """
     partial = path.with_name(unfinished)
     partial.unlink(missing_ok=True)
@@ -34,7 +34,7 @@ def replaced(path: Path, *, unfinished: str) -> Iterator[IO[bytes]]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """The rename itself must reach the disk too, or a power cut could take the new name away."""
+    """Sync the directory: without it a power failure could undo the rename."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

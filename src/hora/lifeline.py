@@ -1,15 +1,15 @@
-"""A lifeline: a word in shared memory that tells of a process's death before its memory is freed.
+"""A lifeline: a word in shared memory that reports a process's death before its memory is freed.
 
-Linux closes the connections of a process that was killed, and tells its parent, only when it has freed its memory:
-50 ms for 300 MB. Before that it goes through the robust futexes of each thread (get_robust_list(2)): a word that names
-the thread as its owner is marked, and whoever waits for it is woken. So a thread of the worker owns such a word for as
-long as the process lives, and a thread of its agent waits:
+When a process is killed, Linux closes its connections and notifies its parent only after freeing its memory: 50 ms for
+300 MB. Before that it walks the robust futexes of each thread (get_robust_list(2)): it marks each word owned by the
+thread and wakes the waiters. So a thread of the worker owns such a word as long as the process lives, and a thread of
+its agent waits for it:
 
-    nobody's (0) --own--> the thread's (its number) --the process ends or executes another program--> marked
+    unowned (0) --own--> the thread's (its number) --the process ends or executes another program--> marked
     any of these --close--> over
 
-A process that is stopped owns it still. A forked child does not: it has other threads. Imports nothing heavy, because
-agents do not.
+A stopped process still owns it. A forked child does not, because it has other threads. This module imports nothing
+large, because agents do not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HAS_WAITERS, _OWNER_DIED = 1 << 31, 1 << 30  # bits of a robust futex
 _OVER = _OWNER_DIED - 1  # no thread has this number
 _STOP_LIMIT_S = 1.0
 _libc = ctypes.CDLL(None, use_errno=True)
-_owned: dict[str, mmap.mmap] = {}  # to the end of this process
+_owned: dict[str, mmap.mmap] = {}  # until the end of this process
 
 
 class _RobustList(ctypes.Structure):
@@ -46,7 +46,7 @@ class _RobustList(ctypes.Structure):
 
 
 def own(path: str) -> None:
-    """Own the lifeline at this path from now on, unless it is owned: the agent hears of this process's death."""
+    """Own the lifeline at this path unless it is owned: the agent then notices this process's death."""
     if path in _owned:
         return
     with open(path, "r+b", buffering=0) as file:
@@ -63,11 +63,11 @@ def _own(word: ctypes.c_uint32) -> None:
     if _libc.syscall(_SYS_SET_ROBUST_LIST, ctypes.c_void_p(head), ctypes.c_size_t(_RobustList.entry.offset)) == 0:
         word.value = threading.get_native_id() | _HAS_WAITERS
         _futex(word, _FUTEX_WAKE, 1)
-        threading.Event().wait()  # to the end of this process: that is its whole business
+        threading.Event().wait()  # until the end of this process
 
 
 class Lifeline:
-    """The agent's end, at `path`. `dead` is called once, in a thread of its own, if the owner dies."""
+    """The agent's end, at `path`. `dead` is called once, on a separate thread, if the owner dies."""
 
     def __init__(self, dead: Callable[[], None]) -> None:
         self._dead = dead
@@ -79,11 +79,11 @@ class Lifeline:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, and let go of the memory."""
+        """End the thread and release the memory."""
         self._word.value = _OVER
         _futex(self._word, _FUTEX_WAKE, 1)
         self._thread.join(_STOP_LIMIT_S)
-        del self._word  # and with it the mapping, which has a descriptor of its own
+        del self._word  # and with it the mapping, which has its own descriptor
         os.close(self._descriptor)
 
     def _watch(self) -> None:
@@ -103,7 +103,7 @@ def _futex(word: ctypes.c_uint32, operation: int, value: int) -> int:
 
 
 def status_of_dying(pid: int) -> int:
-    """The status with which a process is ending, as `waitpid` will tell; 0 where that is not known yet."""
+    """Return the status of a process that is ending, as `waitpid` will report it; 0 if it is not known yet."""
     with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/stat", "rb") as file:
         return int(file.read().split()[-1])
     return 0

@@ -1,7 +1,7 @@
-"""The engine's own log lines, as `HOROVOD_LOG_LEVEL` and `HOROVOD_LOG_HIDE_TIME` want them.
+"""Logging of the engine, configured by `HOROVOD_LOG_LEVEL` and `HOROVOD_LOG_HIDE_TIME`.
 
-Lines up to INFO go to standard output, above to standard error, each with the rank that wrote it. Set up by
-`hvd.init()` and never at import; applications that give the logger `hora` a handler of their own keep it.
+Lines up to INFO go to standard output, others to standard error, each with the rank that wrote it. `hvd.init()` sets it
+up, never an import. Applications that give the logger `hora` their own handler keep it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _OWN_FILES = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 class _Handler(logging.Handler):
-    """Finds the stream when a line is written, so that a notebook or a test that replaces it is honoured."""
+    """Looks up the stream for every line, so that a notebook or a test can replace it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stdout if record.levelno <= logging.INFO else sys.stderr
         try:
             print(self.format(record), file=stream, flush=True)
-        except (OSError, ValueError):  # the stream is closed: at exit no stream may be left
+        except (OSError, ValueError):  # closed: at exit there may be no stream
             return
 
 
@@ -56,9 +56,9 @@ def set_up(level: str, *, hide_time: bool, rank: int) -> None:
 
 
 def shorten_tracebacks() -> None:
-    """Leave Hora's own frames out of the traceback of a HorovodInternalError that ends the script.
+    """Omit Hora's own frames from the traceback of a HorovodInternalError that ends the script.
 
-    When a rank fails, the others end with one of these: their own lines tell the user where, ours tell nothing.
+    When a rank fails, the others end with this error: the user's own lines are useful, Hora's are not.
     """
     if getattr(sys.excepthook, "is_shortened", False):
         return

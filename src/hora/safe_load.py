@@ -1,9 +1,9 @@
-"""A reader of pickles and of `torch.save` files that runs no code of the file, on any version of torch.
+"""A safe reader of pickles and of `torch.save` files: runs no code of the file, with any version of torch.
 
-It is a pickle machine of its own: it builds tensors, arrays and plain values, and calls nothing that a file names. Each
-name has one of four meanings: a value (a dtype), an object that this module makes from checked arguments (a tensor), a
-class whose instances get their attributes (`Vocabulary.instances`), or a foreign name, which is noted and never looked
-up. Neither torch.load nor pickle.Unpickler is behind it.
+It is a pickle machine of its own: it builds tensors, arrays and plain values, and calls nothing that a file names. A
+name is a value (a dtype), an object that this module creates from checked arguments (a tensor), a class whose instances
+get attributes (`Vocabulary.instances`), or a foreign name, which is recorded and never looked up. It uses neither
+torch.load nor pickle.Unpickler.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Name = tuple[str, str]  # module and name in it
 
 
 class ForeignError(ValueError):
-    """A file holds something besides data: `names` of classes and functions, without which it cannot be read."""
+    """A file contains more than data: `names` of classes and functions that it needs to be read."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = tuple(dict.fromkeys(names))
@@ -40,7 +40,7 @@ class ForeignError(ValueError):
 
 @dataclass
 class Foreign:
-    """Stands where a file names something unknown, or wants it called."""
+    """Placeholder for an unknown name in a file, or for a call of it."""
 
     module: str
     name: str
@@ -63,10 +63,10 @@ def declared(module: str, name: str) -> Any:
 class Vocabulary:
     """Names that a file may use besides those of plain data and tensors.
 
-    Each function gets a module and a name in it, and returns None for an unknown one. `instance_class`: a class whose
-    instances the file may hold; they are made without its constructor and then given their attributes. `value`:
-    something that the file may refer to. `trusted`: something that the user has declared harmless, and that the file
-    may have called. `rename` leads old names to the present ones.
+    Each function takes a module and a name and returns None for an unknown one. `instance_class`: a class whose
+    instances the file may contain; they are created without its constructor and then given their attributes. `value`:
+    an object that the file may refer to. `trusted`: an object that the user has declared safe and that the file may
+    call. `rename` maps old names to current ones.
     """
 
     instance_class: Callable[[str, str], type | None] = lambda module, name: None
@@ -77,19 +77,19 @@ class Vocabulary:
 
 @dataclass
 class Loaded:
-    """The object of a file, and the foreign names in it: `value` has `Foreign` in their places."""
+    """The object of a file, and the foreign names in it, for which `value` contains `Foreign` objects."""
 
     value: Any
     foreign: list[Foreign] = field(default_factory=list)
 
     def plain(self) -> Any:
-        """Return the object. ForeignError if it is not whole."""
+        """Return the object. Raises ForeignError if it contains foreign names."""
         if self.foreign:
             raise ForeignError(_names(self.foreign))
         return self.value
 
     def without(self, *keys: str) -> Loaded:
-        """The same dictionary without these keys, and with the foreign names that its containers still hold."""
+        """Return the dictionary without these keys, and the foreign names that remain in its containers."""
         if not isinstance(self.value, dict):
             raise ValueError(f"it holds a {type(self.value).__qualname__}, not a dictionary")
         kept = {key: value for key, value in self.value.items() if key not in keys}
@@ -97,13 +97,13 @@ class Loaded:
 
 
 def load_pickle(data: bytes, vocabulary: Vocabulary | None = None, *, encoding: str = "ascii") -> Loaded:
-    """Read a pickle. ValueError if it is none, or malformed. `encoding`: of Python 2's texts (`bytes`: as they are)."""
+    """Read a pickle. Raises ValueError if it is malformed. `encoding`: of Python 2's strings (`bytes`: unchanged)."""
     machine = _Machine(vocabulary or Vocabulary(), encoding=encoding)
     return Loaded(machine.run(io.BytesIO(data)), machine.foreign)
 
 
 def load_torch(file: bytes | IO[bytes], vocabulary: Vocabulary | None = None) -> Loaded:
-    """Read a file of `torch.save`, on the CPU. ValueError if it is none, or malformed."""
+    """Read a file of `torch.save`, on the CPU. Raises ValueError if it is malformed."""
     opened: IO[bytes] = io.BytesIO(file) if isinstance(file, bytes) else file
     if not zipfile.is_zipfile(opened):
         opened.seek(0)
@@ -113,13 +113,13 @@ def load_torch(file: bytes | IO[bytes], vocabulary: Vocabulary | None = None) ->
         with zipfile.ZipFile(opened) as archive:
             return _load_archive(archive, vocabulary or Vocabulary())
     except (zipfile.BadZipFile, KeyError, NotImplementedError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"this is no file of torch.save: {error}") from error
+        raise ValueError(f"this is not a file of torch.save: {error}") from error
 
 
 def _load_archive(archive: zipfile.ZipFile, vocabulary: Vocabulary) -> Loaded:
     entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values()):
-        raise ValueError("this is no file of torch.save: it is compressed")
+        raise ValueError("this is not a file of torch.save: it is compressed")
     order = archive.read(entries["byteorder"]) if "byteorder" in entries else b"little"
     if order != sys.byteorder.encode():
         raise ValueError(f"it was saved on a machine with another byte order ({order!r})")
@@ -127,7 +127,7 @@ def _load_archive(archive: zipfile.ZipFile, vocabulary: Vocabulary) -> Loaded:
 
     def storage(saved: Any) -> _Storage:
         if not isinstance(saved, tuple) or len(saved) != 5 or saved[0] != "storage":
-            raise ValueError("it refers to something that is no storage")
+            raise ValueError("it refers to something that is not a storage")
         _, kind, key, _, num_elements = saved
         dtype = _storage_dtype(kind)
         if key not in flat:
@@ -141,20 +141,20 @@ def _load_archive(archive: zipfile.ZipFile, vocabulary: Vocabulary) -> Loaded:
 
 
 def _load_legacy(file: IO[bytes], vocabulary: Vocabulary) -> Loaded:
-    """Read the format before torch 1.6, in which pickles still hold each tensor's storage."""
+    """Read the format before torch 1.6, in which pickles also contain each tensor's storage."""
     flat: dict[str, torch.Tensor] = {}
     sizes: dict[str, tuple[torch.dtype, int]] = {}
 
     def storage(saved: Any) -> _Storage:
         if not isinstance(saved, tuple) or len(saved) != 6 or saved[0] != "storage" or saved[5] is not None:
-            raise ValueError("it refers to something that is no storage of its own")
+            raise ValueError("it refers to something that is not its own storage")
         _, kind, key, _, num_elements, _ = saved
         dtype = _storage_dtype(kind)
         if key not in flat:
             _check_counts((num_elements,))
             sizes[key] = dtype, num_elements
             if num_elements * dtype.itemsize > _left(file):
-                raise ValueError("a storage has fewer bytes than it says")
+                raise ValueError("a storage has fewer bytes than it declares")
             flat[key] = torch.empty(num_elements, dtype=dtype, device="cpu")
         return _Storage(flat[key])
 
@@ -162,7 +162,7 @@ def _load_legacy(file: IO[bytes], vocabulary: Vocabulary) -> Loaded:
         return Loaded((machine := _Machine(Vocabulary())).run(file), machine.foreign).plain()
 
     if plain() != _LEGACY_MAGIC:
-        raise ValueError("this is no file of torch.save")
+        raise ValueError("this is not a file of torch.save")
     plain()  # the version, then the machine
     if plain().get("little_endian") is not (sys.byteorder == "little"):
         raise ValueError("it was saved on a machine with another byte order")
@@ -173,7 +173,7 @@ def _load_legacy(file: IO[bytes], vocabulary: Vocabulary) -> Loaded:
             raise ValueError("it holds a storage to which nothing refers")
         dtype, num_elements = sizes[key]
         if int.from_bytes(file.read(8), "little") != num_elements:
-            raise ValueError("a storage has another size than it says")
+            raise ValueError("a storage has another size than it declares")
         flat[key].copy_(_flat(file.read(num_elements * dtype.itemsize), dtype, num_elements))
     return loaded
 
@@ -190,7 +190,7 @@ def _left(file: IO[bytes]) -> int:
 
 @dataclass(frozen=True)
 class _StorageKind:
-    dtype: torch.dtype | None  # None: bytes, whose meaning the tensor knows
+    dtype: torch.dtype | None  # None: bytes, interpreted by the tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,13 +221,13 @@ def _flat(data: bytes, dtype: torch.dtype, num_elements: Any) -> torch.Tensor:
 
 def _check_counts(numbers: Any) -> None:
     if not isinstance(numbers, tuple) or len(numbers) > _MAX_DIMENSIONS:
-        raise ValueError("a shape is none")
+        raise ValueError("a shape is invalid")
     if any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers):
-        raise ValueError("a shape holds something else than sizes")
+        raise ValueError("a shape contains something other than sizes")
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, *rest: Any) -> Any:
-    """Make the tensor of `torch._utils._rebuild_tensor_v2`, inside the storage's bounds."""
+    """Build the tensor of `torch._utils._rebuild_tensor_v2`, within the storage's bounds."""
     if not isinstance(storage, _Storage) or any(rest) or hooks:
         raise ValueError("a tensor has no storage, or hooks")
     flat = storage.flat
@@ -244,7 +244,7 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, requires_grad: An
 def _tensor_of_type(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any
 ) -> Any:
-    """Make the tensor of `torch._utils._rebuild_tensor_v3`: the storage holds bytes."""
+    """Build the tensor of `torch._utils._rebuild_tensor_v3`, whose storage holds bytes."""
     if not isinstance(storage, _Storage) or not isinstance(dtype, torch.dtype):
         raise ValueError("a tensor has no storage, or no type")
     flat = storage.flat.view(torch.uint8)
@@ -254,17 +254,17 @@ def _tensor_of_type(
 
 def _parameter(data: Any, requires_grad: Any, hooks: Any, *rest: Any) -> Any:
     if type(data) is not torch.Tensor or hooks or rest:
-        raise ValueError("a parameter is no tensor, or has hooks")
+        raise ValueError("a parameter is not a tensor, or has hooks")
     return torch.nn.Parameter(data, requires_grad=bool(requires_grad))
 
 
 def _storage_from_bytes(data: Any) -> _Storage:
-    """Make what `torch.storage._load_from_bytes` makes of a storage inside a plain pickle."""
+    """Build the storage of `torch.storage._load_from_bytes` inside a plain pickle."""
     if not isinstance(data, bytes):
-        raise ValueError("a storage is not made of bytes")
+        raise ValueError("a storage is not bytes")
     found = load_torch(data, Vocabulary()).plain()
     if not isinstance(found, _Storage):
-        raise ValueError("a storage is none")
+        raise ValueError("a storage is invalid")
     return found
 
 
@@ -295,7 +295,7 @@ def _dtype(code: Any, *rest: Any) -> _DType:
 
 
 class _Array:
-    """Stands for an array of NumPy before its state is known."""
+    """Placeholder for a NumPy array before its state is known."""
 
     number: int | None = None  # in the memo
 
@@ -303,7 +303,7 @@ class _Array:
 def _array(dtype: Any, shape: Any, data: Any, order: str) -> Any:
     _check_counts(shape)
     if not isinstance(dtype, _DType) or not isinstance(data, bytes | bytearray):
-        raise ValueError("an array holds something else than numbers")
+        raise ValueError("an array contains something other than numbers")
     found, num_elements = dtype.numpy(), math.prod(shape)
     if num_elements * found.itemsize != len(data) or len(shape) > 32:
         raise ValueError("an array has another size than its data")
@@ -325,11 +325,11 @@ def _array_from_buffer(data: Any, dtype: Any, shape: Any, order: Any, axes: None
 
 
 def _typed(make: Callable[..., Any], *kinds: tuple[type, ...]) -> Callable[..., Any]:
-    """A constructor that takes at most as many arguments, of these types."""
+    """Return a constructor that takes arguments of these types, at most one of each."""
 
     def made(*args: Any) -> Any:
         if len(args) > len(kinds) or any(type(arg) not in kind for arg, kind in zip(args, kinds, strict=False)):
-            raise ValueError(f"{make.__name__} is given what it is not made of")
+            raise ValueError(f"{make.__name__} is called with invalid arguments")
         return make(*args)
 
     return made
@@ -357,22 +357,22 @@ def _reconstructed(kind: Any, *rest: Any) -> _Array:
 
 
 def _with_attributes(make: Any, kind: Any, args: Any, state: Any) -> Any:
-    """Make what `torch._tensor._rebuild_from_type_v2` makes of a tensor with attributes, without them."""
+    """Build the tensor of `torch._tensor._rebuild_from_type_v2`, without its attributes."""
     if make is not _TENSOR or kind is not torch.Tensor or type(args) is not tuple:
         raise ValueError("a tensor is of another class")
     return _tensor(*args)
 
 
 def _from_latin(text: Any, encoding: Any) -> bytes:
-    """Decode what Python 3 writes for bytes in the protocols of Python 2: `_codecs.encode(text, "latin1")`."""
+    """Decode Python 3's bytes in the protocols of Python 2: `_codecs.encode(text, "latin1")`."""
     if not isinstance(text, str) or encoding != "latin1":
-        raise ValueError("bytes are written in another way than pickle does it")
+        raise ValueError("bytes are encoded in another way than pickle does it")
     return text.encode("latin1")
 
 
 _INTEGERS, _SEQUENCE = (int, type(None)), (list, tuple, set, frozenset)
 
-# Classes that a file may refer to, and have called with these arguments.
+# Classes that a file may refer to, and call with these arguments.
 _CLASSES: dict[type, Callable[..., Any]] = {
     list: _typed(list, _SEQUENCE),
     tuple: _typed(tuple, _SEQUENCE),
@@ -395,7 +395,7 @@ _CLASSES: dict[type, Callable[..., Any]] = {
 
 
 class _Function:
-    """A function that a file names: this module's own `make` takes its place. It cannot be called by others."""
+    """A function that a file names: this module's `make` replaces it. Nothing else can call it."""
 
     def __init__(self, make: Callable[..., Any]) -> None:
         self.make = make
@@ -445,7 +445,7 @@ _MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
 
 
 class _Machine:
-    """The part of pickle's machine that data needs. Its stack and memo hold values; nothing in them is ever called."""
+    """The part of pickle's machine that data needs. Stack and memo hold values, which are never called."""
 
     def __init__(
         self,
@@ -461,7 +461,7 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self, file: IO[bytes]) -> Any:
-        """The object of the pickle that begins here. ValueError for anything else."""
+        """Return the object of the pickle that begins here. Raises ValueError for anything else."""
         try:
             for opcode, arg, _ in pickletools.genops(file):
                 if opcode.name == "STOP":
@@ -550,7 +550,7 @@ class _Machine:
         if type(target) is list:
             target.extend(items)
         elif not isinstance(target, Foreign):
-            raise ValueError("something that is no list is extended")
+            raise ValueError("something other than a list is extended")
 
     def _setitem(self, arg: None) -> None:
         value, key = self._stack.pop(), self._stack.pop()
@@ -564,14 +564,14 @@ class _Machine:
         if type(target) in _MAPPINGS:
             target.update(_pairs(items))
         elif not isinstance(target, Foreign):
-            raise ValueError("something that is no dictionary is filled")
+            raise ValueError("something other than a dictionary is filled")
 
     def _additems(self, arg: None) -> None:
         items, target = self._to_mark(), self._stack[-1]
         if type(target) is set:
             target.update(items)
         elif not isinstance(target, Foreign):
-            raise ValueError("something that is no set is filled")
+            raise ValueError("something other than a set is filled")
 
     def _binpersid(self, arg: None) -> None:
         if self._persistent is None:
@@ -587,7 +587,7 @@ class _Machine:
     def _stack_global(self, arg: None) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         if type(name) is not str or type(module) is not str:
-            raise ValueError("a name is no text")
+            raise ValueError("a name is not a string")
         self._stack.append(self._find(module, name))
 
     def _find(self, module: str, name: str) -> Any:
@@ -608,7 +608,7 @@ class _Machine:
     def _reduce(self, arg: None) -> None:
         args, function = self._stack.pop(), self._stack.pop()
         if type(args) is not tuple:
-            raise ValueError("arguments are no tuple")
+            raise ValueError("arguments are not a tuple")
         self._stack.append(self._called(function, args))
 
     def _called(self, function: Any, args: tuple[Any, ...]) -> Any:
@@ -621,7 +621,7 @@ class _Machine:
             return _CLASSES[function](*args)
         if self._is(function, self._vocabulary.trusted):
             return function(*args)
-        raise ValueError(f"it has {getattr(function, '__qualname__', function)!r} called, which data does not need")
+        raise ValueError(f"it calls {getattr(function, '__qualname__', function)!r}, which data does not need")
 
     def _is(self, value: Any, known: Callable[[str, str], Any]) -> bool:
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
@@ -638,7 +638,7 @@ class _Machine:
 
     def _newobj_ex(self, arg: None) -> None:
         if self._stack.pop() != {}:
-            raise ValueError("an instance is made with named arguments, which data does not need")
+            raise ValueError("an instance is created with keyword arguments, which data does not need")
         self._newobj(None)
 
     def _build(self, arg: None) -> None:
@@ -656,7 +656,7 @@ class _Machine:
                 raise ValueError("a type of arrays has fields")
             target.order = state[1]
         elif type(target) is collections.OrderedDict:
-            # The versions of a state_dict's modules. Nothing else has attributes here.
+            # The versions of a state_dict's modules. No other attributes are needed.
             if type(state) is dict and type(state.get("_metadata")) is collections.OrderedDict:
                 target._metadata = state["_metadata"]  # type: ignore[attr-defined]
         elif self._is(type(target), self._vocabulary.trusted):
@@ -665,7 +665,7 @@ class _Machine:
             _check_state(target, state)
             _set_attributes(target, state)
         else:
-            raise ValueError(f"a {type(target).__qualname__} is given a state, which data does not need")
+            raise ValueError(f"a {type(target).__qualname__} has a state, which data does not need")
 
 
 def _pairs(items: list[Any]) -> Iterable[tuple[Any, Any]]:
@@ -682,10 +682,10 @@ def _array_of_state(state: Any) -> Any:
 
 
 def _check_state(target: Any, state: Any) -> None:
-    """ValueError for a state that is more than attributes of an instance."""
+    """Raise ValueError for a state that is more than attributes of an instance."""
     kind = type(target).__qualname__
     if not isinstance(state, Mapping) or any(type(name) is not str for name in state):
-        raise ValueError(f"the state of a {kind} is no dictionary")
+        raise ValueError(f"the state of a {kind} is not a dictionary")
     if any(callable(getattr(type(target), name, None)) for name in state):
         raise ValueError(f"a {kind} of this file has other methods than its class")
     if any(name.endswith("_hooks") and value for name, value in state.items()):
@@ -693,7 +693,7 @@ def _check_state(target: Any, state: Any) -> None:
 
 
 def _set_attributes(target: Any, state: Any) -> None:
-    """As pickle does. `__setstate__` is the class's own."""
+    """Set the attributes as pickle does. `__setstate__` is the class's own."""
     if hasattr(type(target), "__setstate__"):
         target.__setstate__(state)
     else:
@@ -712,7 +712,7 @@ def _foreign_in(value: Any) -> list[Foreign]:
     return found
 
 
-# Helpers by which cloudpickle rebuilds what a notebook has defined, and where among their arguments its name is.
+# Helpers by which cloudpickle rebuilds a notebook's definitions, and the position of the name in their arguments.
 _BY_VALUE: dict[str, Callable[..., tuple[Any, Any]]] = {
     "_make_skeleton_class": lambda kind, name, bases, members, *rest: (members.get("__module__", "__main__"), name),
     "_make_skeleton_enum": lambda bases, name, qualname, members, module, *rest: (module, name),
@@ -724,7 +724,7 @@ _BY_VALUE: dict[str, Callable[..., tuple[Any, Any]]] = {
 
 
 def _names(foreign: list[Foreign]) -> list[str]:
-    """The names to tell: those that cloudpickle has hidden in arguments before all others."""
+    """Return the names to report: first those that cloudpickle hides in arguments."""
     for one in foreign:
         if "cloudpickle" in one.module.split(".") and one.name in _BY_VALUE and one.args:
             try:

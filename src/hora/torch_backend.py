@@ -1,10 +1,10 @@
-"""The name "hora" among the backends of torch.distributed.
+"""Registration of the backend "hora" in torch.distributed.
 
-torch calls `register` when it is imported (the entry point `torch.backends`), so nothing else is imported here: the
-backend itself, `hora.torch.distributed`, is imported when a process group is made.
+torch calls `register` when it is imported (the entry point `torch.backends`), so this module imports nothing else;
+`hora.torch.distributed` is imported when a process group is created.
 
-`replace_gloo`, or HORA_REPLACE_GLOO=1 in the environment, gives programs Hora whose backend is written into them: a
-group for which only gloo was asked is made with Hora, and keeps gloo's name for code that looks at it.
+`replace_gloo`, or HORA_REPLACE_GLOO=1 in the environment, is for programs with a hard-coded backend: a group that
+requests only gloo is created with Hora, and keeps gloo's name for code that inspects it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _GLOO = "gloo"
 
 
 def register() -> None:
-    """Register the backend, unless it is; harmless in a torch that was built without torch.distributed."""
+    """Register the backend once; does nothing if torch was built without torch.distributed."""
     import torch.distributed as dist
 
     if not dist.is_available() or hasattr(dist.Backend, "HORA"):
@@ -39,7 +39,7 @@ def _create(options: Any, backend_options: Any) -> Any:
 
 
 def replace_gloo() -> None:
-    """Make process groups of this process with Hora where a program asks for gloo."""
+    """Create process groups of this process with Hora if a program requests gloo."""
     import torch.distributed.distributed_c10d as c10d
 
     original = c10d._new_process_group_helper
@@ -73,7 +73,7 @@ def replace_gloo() -> None:
 
 
 def _means_gloo(backend: Any) -> bool:
-    """Return whether gloo is all that was asked for, or all that there can be on this machine."""
+    """Return whether gloo is the only requested backend, or the only one possible on this machine."""
     import torch
     from torch.distributed.distributed_c10d import BackendConfig
 

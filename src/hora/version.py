@@ -23,9 +23,9 @@ __all__ = [
     "warn_if_foreign_horovod",
 ]
 
-HOROVOD_BASELINE = "0.28.1"  # the Horovod release whose interface is kept
+HOROVOD_BASELINE = "0.28.1"  # the Horovod release whose interface is implemented
 
-# The oldest versions that Hora accepts. `pyproject.toml` has the same, `runtimes/oldest.txt` installs them.
+# The oldest versions that Hora accepts. `pyproject.toml` has the same; `runtimes/oldest.txt` installs them.
 FLOORS = {
     "torch": "2.3",
     "numpy": "1.23",
@@ -41,8 +41,8 @@ _TORCH_ADVISORIES = {"CVE-2025-32434": "2.6", "CVE-2026-24747": "2.10"}
 
 
 def version() -> str:
-    """Hora's own version."""
-    import importlib.metadata  # here: it costs 15 ms, which `hora --help` need not pay
+    """Return Hora's version."""
+    import importlib.metadata  # here: it costs 15 ms, which `hora --help` can save
 
     try:
         return importlib.metadata.version("hora")
@@ -71,32 +71,32 @@ def require(package: str, found: str) -> None:
 
 
 def advisories(torch_version: str) -> list[str]:
-    """Name the vulnerabilities of this torch that let a file run code in `torch.load(weights_only=True)`."""
+    """Return the vulnerabilities of this torch that let a file run code in `torch.load(weights_only=True)`."""
     found = _numbers(torch_version)
     return [name for name, fixed in _TORCH_ADVISORIES.items() if found < _numbers(fixed)]
 
 
 def require_gil() -> None:
-    """Raise RuntimeError in a free-threaded Python (3.13t, 3.14t) that runs without its lock."""
+    """Raise RuntimeError in a free-threaded Python (3.13t, 3.14t) that runs without the GIL."""
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         raise RuntimeError(
-            "this Python runs without the global interpreter lock, and Hora was not tested so: set PYTHON_GIL=1 on all "
-            "ranks (or start python with -X gil=1), or use a Python that is not free-threaded"
+            "this Python runs without the global interpreter lock, which Hora does not support; set PYTHON_GIL=1 on "
+            "all ranks (or start python with -X gil=1), or use a Python that is not free-threaded"
         )
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers of a version's first two parts: `(2, 3)` of `2.3.1+cpu`."""
+    """Return the first two numbers of a version: `(2, 3)` of `2.3.1+cpu`."""
     return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:2])
 
 
 def _foreign_horovod() -> str | None:
     """Return `horovod <version>` if that distribution is installed beside Hora, else None."""
-    # importlib.metadata would do it too, and takes longer to import than a job's launch may wait.
+    # importlib.metadata could do it too, but its import is too slow for the launch of a job.
     for folder in sys.path:
         try:
             names = os.listdir(folder or ".")
-        except OSError:  # an archive, a folder that is not there, or one that others may not read
+        except OSError:  # an archive, a missing folder, or an unreadable one
             continue
         for name in names:
             if name.startswith("horovod-") and name.endswith((".dist-info", ".egg-info")):
@@ -105,7 +105,7 @@ def _foreign_horovod() -> str | None:
 
 
 def foreign_conflict() -> tuple[str, str] | None:
-    """Describe the conflict of two distributions that claim `horovod`, and its remedy; None if Hora is the only one."""
+    """Describe the conflict of two distributions that own `horovod`, and its remedy; None if Hora is the only one."""
     found = _foreign_horovod()
     if found is None:
         return None
@@ -116,7 +116,7 @@ def foreign_conflict() -> tuple[str, str] | None:
         f"{found} is installed beside Hora, and both own the import name `horovod`. In use now: "
         f"{'Hora' if ours else found}'s {path}"
     )
-    # Uninstalling the other one deletes the files that both have.
+    # Uninstalling the other distribution deletes the files that both have.
     return problem, "run `pip uninstall -y horovod`, then `pip install --force-reinstall --no-deps hora`"
 
 

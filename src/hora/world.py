@@ -1,8 +1,8 @@
-"""This process's place in a job, read from the environment that some launcher prepared.
+"""This process's place in a job, read from the environment that a launcher prepared.
 
-`World.from_env` understands Hora / Horovod, torchrun, Open MPI / PMI and Slurm variables, in this order; with none of
-them a process is a world of one. This module and `config` are the only ones that read the environment.
-It opens no connection: the engine does that, with the `RendezvousEndpoint` found here.
+`World.from_env` understands Hora / Horovod, torchrun, Open MPI / PMI and Slurm variables, in this order; without any of
+them a process is a world of one. Only this module and `config` read the environment. It opens no connection: the engine
+does, with the `RendezvousEndpoint` found here.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ __all__ = [
 
 _GROUP = re.compile(r"\[([^\[\]]*)\]")
 _MAX_NODES = 1_000_000
-# The meeting place of a program that starts its ranks itself: its name, and the key under which its current plan's
-# number is.
+# Rendezvous of a program that starts its ranks itself: its name, and the key of its current plan's number.
 PLAN_JOB, PLAN_KEY = "a plan of the program's own", "hora/plan"
 
 # (launcher, rank, size, local rank, local size) names, in order of precedence after Hora's own.
@@ -49,7 +48,7 @@ _FOREIGN = (
 
 
 def slurm_counts(text: str) -> list[int]:
-    """`2(x3),1` is 2, 2, 2, 1: how many tasks each node has, in the order of the node list. Empty for no text."""
+    """Parse tasks per node, in the order of the node list: `2(x3),1` is 2, 2, 2, 1. Empty for an empty text."""
     counts: list[int] = []
     for entry in filter(None, text.split(",")):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
@@ -61,7 +60,7 @@ def slurm_counts(text: str) -> list[int]:
 
 
 def slurm_nodes(text: str) -> list[str]:
-    """Every node of a node list, in order: `r[1-2]n[01-03]-ib,login1` has seven."""
+    """Return every node of a node list, in order: `r[1-2]n[01-03]-ib,login1` has seven."""
     names: list[str] = []
     for entry in filter(None, re.split(r",(?![^\[]*\])", text)):
         parts = _GROUP.split(entry.strip())  # text, numbers, text, numbers, …, text
@@ -83,12 +82,14 @@ def _numbers(text: str, whole: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousEndpoint:
-    """Meeting point of a world's ranks.
+    """Rendezvous of a world's ranks.
 
-    `kind` is `hora` (an authenticated rendezvous run by a Hora launcher; the key of worker number `worker` is read from
-    `secret_file`, or, where that is -1, a secret of all), `return_s`: a worker whose connection to it breaks comes back
-    within so long, `tcp` (hosted at `address` by rank 0, or by torchrun if not `host_store`; authenticated if the user
-    gave a `secret_file`) or `none` (a world of one).
+    `kind` is one of:
+    - `hora`: an authenticated rendezvous of a Hora launcher. The key of worker number `worker` is read from
+      `secret_file`; -1 means a secret shared by all. A worker reconnects within `return_s` seconds.
+    - `tcp`: hosted at `address` by rank 0, or by torchrun if not `host_store`; authenticated if the user gave a
+      `secret_file`.
+    - `none`: a world of one.
     """
 
     kind: str = "none"
@@ -97,9 +98,9 @@ class RendezvousEndpoint:
     secret_file: str = ""
     job: str = ""
     worker: int = -1
-    host_store: bool = False  # rank 0 opens the meeting place
+    host_store: bool = False  # rank 0 hosts the rendezvous
     return_s: float = 10.0
-    relay: str = ""  # the local socket of this node's relay, which leads there
+    relay: str = ""  # the local socket of this node's relay to it
 
     @property
     def where(self) -> str | tuple[str, int]:
@@ -108,7 +109,7 @@ class RendezvousEndpoint:
 
     @property
     def planned(self) -> bool:
-        """Return whether a program gives out the places here, plan by plan (`horovod.runner.http.http_server`)."""
+        """Return whether a program assigns the ranks here, plan by plan (`horovod.runner.http.http_server`)."""
         return self.job == PLAN_JOB
 
     @property
@@ -151,7 +152,10 @@ class World:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> World:
-        """This process's world. Raises ValueError, naming the variable, for nonsense in the environment."""
+        """Return this process's world.
+
+        Raises ValueError, naming the variable, for invalid values in the environment.
+        """
         if environ is None:
             keep_secret()
         env = os.environ if environ is None else environ
@@ -165,14 +169,14 @@ class World:
         return cls()
 
     def export(self) -> None:
-        """Make this process's environment tell of this world, for code that reads the variables itself."""
+        """Set this process's environment to this world, for code that reads the variables itself."""
         os.environ.update(self.to_env())
 
     def to_env(self, *, mpi_names: bool = False) -> dict[str, str]:
-        """The variables from which `from_env` rebuilds this world in a worker (the secret itself is not among them).
+        """Return the variables from which `from_env` rebuilds this world in a worker, without the secret itself.
 
-        `mpi_names`: also those under which scripts and wrappers look for their place below Open MPI's mpirun. None by
-        which an MPI library would take itself for started by it.
+        `mpi_names`: also those that scripts and wrappers read below Open MPI's mpirun, but none that would make an MPI
+        library believe that mpirun has started it.
         """
         env = {
             "HOROVOD_RANK": str(self.rank),
@@ -185,7 +189,7 @@ class World:
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
             "HORA_GENERATION": str(self.generation),
-            # torchrun's names, for scripts that were written for it.
+            # torchrun's names, for scripts written for it.
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),
             "LOCAL_RANK": str(self.local_rank),
@@ -200,7 +204,7 @@ class World:
             env["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(self.rendezvous.port)
             env["HORA_JOB"] = self.rendezvous.job
             env["HORA_SECRET_FILE"] = self.rendezvous.secret_file
-            env["HORA_RELAY"] = self.rendezvous.relay  # empty, too: this process may run inside another job
+            env["HORA_RELAY"] = self.rendezvous.relay  # also if empty: this process may run inside another job
         if mpi_names:
             env |= {
                 "OMPI_COMM_WORLD_RANK": str(self.rank),
@@ -214,8 +218,10 @@ class World:
 
 
 def keep_secret() -> None:
-    """Take the job's secret out of this process's environment, where a program has put it by value because it had no
-    other way (Ray Train, which sets variables in processes that run already): from now on it is in a file in memory."""
+    """Move the job's secret from this process's environment to a file in memory.
+
+    Ray Train sets variables in running processes, so it can pass the secret only by value.
+    """
     secret = os.environ.pop("HORA_SECRET", None)
     if secret is not None:
         descriptor = os.memfd_create("hora-secret", os.MFD_CLOEXEC)
@@ -229,12 +235,12 @@ def user_secret_file() -> str:
 
 
 def master_address() -> str:
-    """Return the host of rank 0 as the launcher has named it; empty if it has not."""
+    """Return the host of rank 0 according to the launcher; empty if unknown."""
     return os.environ.get("MASTER_ADDR", "")
 
 
 def place_variables(environ: Mapping[str, str] | None = None) -> tuple[tuple[str, str] | None, tuple[str, str] | None]:
-    """The first rank and the first size variable that are set, by Horovod, Open MPI or PMI, each with its text."""
+    """Return the first rank and the first size variable that Horovod, Open MPI or PMI have set, with their values."""
     env = os.environ if environ is None else environ
 
     def first(*names: str) -> tuple[str, str] | None:
@@ -286,7 +292,7 @@ def _from_horovod(env: Mapping[str, str]) -> World:
         hostname=env.get("HOROVOD_HOSTNAME", "localhost"),
         generation=_integer(env, "HORA_GENERATION", 0),
         worker=_integer(env, "HORA_WORKER", -1),
-        elastic=_integer(env, "HOROVOD_ELASTIC", 0) > 0 and not rendezvous.planned,  # the program itself changes places
+        elastic=_integer(env, "HOROVOD_ELASTIC", 0) > 0 and not rendezvous.planned,  # the program itself changes ranks
         launcher="hora" if rendezvous.kind == "hora" else "horovod",
         rendezvous=rendezvous,
     )
@@ -295,8 +301,8 @@ def _from_horovod(env: Mapping[str, str]) -> World:
 def _planned_endpoint(env: Mapping[str, str]) -> RendezvousEndpoint:
     if not env.get("HORA_SECRET_FILE"):
         raise ValueError(
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT name a meeting place, but there is no secret with which to be "
-            "let in: give the workers HORA_SECRET (the `secret` of the RendezvousServer), or set HORA_SECRET_FILE to "
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT name a rendezvous, but there is no secret to authenticate "
+            "with: give the workers HORA_SECRET (the `secret` of the RendezvousServer), or set HORA_SECRET_FILE to "
             "the same file for the process that starts the RendezvousServer and for the workers; or start the job "
             "with horovodrun"
         )
@@ -318,7 +324,7 @@ def _from_foreign(
     else:
         local_size = _integer(env, local_size_name, size)
         local_rank = _integer(env, local_rank_name, rank % max(local_size, 1))
-        # These launchers place equal blocks of ranks on each host, which makes the host's index a division.
+        # These launchers place equal blocks of ranks on each host, so the host's index is a division.
         cross_rank = _integer(env, "GROUP_RANK", rank // max(local_size, 1))
         cross_size = max(-(-size // max(local_size, 1)), cross_rank + 1)
     return World(
@@ -340,8 +346,11 @@ def _is_slurm_step(env: Mapping[str, str]) -> bool:
 
 
 def _slurm_place(env: Mapping[str, str], rank: int, size: int) -> tuple[int, int, int, int]:
-    """Local rank and size, cross rank and size. What runs on each node is in the tasks per node, in the order of the
-    node list; `SLURM_NTASKS_PER_NODE` is only the limit that the user asked for."""
+    """Return local rank and size, cross rank and size.
+
+    The tasks per node, in the order of the node list, tell what runs on each node; `SLURM_NTASKS_PER_NODE` is only the
+    limit that the user requested.
+    """
     text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(size)
     counts = slurm_counts(text)
     if sum(counts) != size:
@@ -365,7 +374,7 @@ def _tcp_endpoint(env: Mapping[str, str], launcher: str, *, one_host: bool) -> R
             address=address,
             port=_integer(env, "MASTER_PORT"),
             secret_file=env.get("HORA_SECRET_FILE", ""),
-            # torchrun's store outlives the ranks that it restarts, and with it what they wrote there.
+            # torchrun's store, with the values in it, outlives the ranks that it restarts.
             job=f"{env.get('TORCHELASTIC_RUN_ID', launcher)}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
             host_store=not agent_store,
         )

@@ -1,4 +1,4 @@
-"""Horovod's import name, kept alive by Hora. `horovod.torch`, `horovod.run` and `horovodrun` work as ever."""
+"""Horovod's import name, provided by Hora. `horovod.torch`, `horovod.run` and `horovodrun` work as before."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Old modules that are no files here: one table of what each offers and where that lives now, and a finder that serves
-it.
+"""Import hook for old modules that are no files here: a table maps their names to where they are now.
 
-A module is made when it is first imported. It offers the names of its row, `old=new` where they differ, `*` for all
-public ones; a row that is one module's name is that very module under two names, so that what is set in one is seen in
+A module is created when it is first imported. It has the names of its row, `old=new` if they differ, `*` for all public
+ones. A row that is a single module name makes both names refer to the same module, so assignments in one are visible in
 the other.
 """
 
@@ -201,7 +200,7 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
     "horovod.torch.sync_batch_norm": ("hora.torch.sync_batch_norm: SyncBatchNorm _SyncBatchNorm=_Normalise",),
 }
 
-# Modules of Horovod's that have no meaning here, and the reason.
+# Modules of Horovod that have no meaning here, and the reason.
 _GONE = {
     "horovod.common.service": "ranks and launcher speak over authenticated connections (docs/protocol.md)",
     "horovod.mxnet": "MXNet is not supported; horovod.torch, horovod.tensorflow and horovod.keras are",
@@ -222,7 +221,7 @@ _GONE = {
 
 
 class _OldModules(MetaPathFinder, Loader):
-    """Finds and makes the modules of the table."""
+    """Finds and creates the modules of the table."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name in _MODULES:
@@ -243,7 +242,7 @@ class _OldModules(MetaPathFinder, Loader):
             return
         module.__all__ = []  # type: ignore[attr-defined]
         homes = [entry.partition(": ")[::2] for entry in row]
-        module.__doc__ = f"Old name; what it offers is in {', '.join(home for home, _ in homes) or 'its modules'}."
+        module.__doc__ = f"Old name; its contents are in {', '.join(home for home, _ in homes) or 'its modules'}."
         for home, names in homes:
             source = importlib.import_module(home)
             wanted = names.split()
@@ -260,6 +259,6 @@ def _public_names(module: ModuleType) -> list[str]:
 
 
 def install() -> None:
-    """Serve the table, once."""
+    """Install the import hook, once."""
     if not any(isinstance(finder, _OldModules) for finder in sys.meta_path):
         sys.meta_path.append(_OldModules())

@@ -152,7 +152,7 @@ def test_a_dead_worker_ends_the_others_and_is_named(settings):
     with pytest.raises(JobFailedError, match=r"rank 1 died: process \d+ on .* \(Ray node"):
         executor.run(one_is_killed)
     wait_until("the other has ended too", lambda: not any(psutil.pid_exists(pid) for pid in pids))
-    with pytest.raises(RuntimeError, match="cannot go on: rank 1 died"):
+    with pytest.raises(RuntimeError, match="cannot continue: rank 1 died"):
         executor.run(os.getpid)
     executor.shutdown()
     executor.start()
@@ -190,7 +190,7 @@ def test_an_executor_is_watched_on_its_page_and_stopped_there(settings, monkeypa
         with pytest.raises(JobFailedError, match="the job was stopped: a user stopped it on its page") as caught:
             run.result(LIMIT_S)
         assert caught.value.exit_code == 143
-        with pytest.raises(RuntimeError, match="the executor cannot go on: the job was stopped"):
+        with pytest.raises(RuntimeError, match="the executor cannot continue: the job was stopped"):
             executor.run(os.getpid)
     recorded = read_run(tmp_path / "run.hora")
     assert recorded.outcome == "stopped"

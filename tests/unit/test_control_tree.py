@@ -169,7 +169,7 @@ def test_who_does_not_come_is_named(worlds):
     world = worlds(2, 1)
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(world.control_trees[1].gather, "names", b"", limit_s=LIMIT_S)
-        with pytest.raises(HorovodInternalError, match=r"waited 0.5 s for rank\(s\) \[2\] to tell their names"):
+        with pytest.raises(HorovodInternalError, match=r"waited 0.5 s for rank\(s\) \[2\] to send their names"):
             world.control_trees[0].gather("names", b"", limit_s=0.5)
         world.control_trees[1].stop_waiting("rank 2 was lost")
         with pytest.raises(HorovodInternalError, match="rank 2 was lost"):

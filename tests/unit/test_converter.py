@@ -82,5 +82,5 @@ def test_refusals_and_warnings(converter, tmp_path, monkeypatch, caplog):
     with pytest.raises(RuntimeError, match=r"1 of 2 files, .*a\.parquet first"), converter.make_torch_dataloader():
         pass
     monkeypatch.setenv("DATABRICKS_RUNTIME_VERSION", "16.4")
-    with pytest.raises(ValueError, match="lies in DBFS"):
+    with pytest.raises(ValueError, match="must be in DBFS"):
         make_spark_converter(converter.cache_dir_url)

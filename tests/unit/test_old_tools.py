@@ -269,7 +269,7 @@ def test_loaders_read_ahead_go_on_or_keep_everything():
     assert labels(kept) == []
     with pytest.raises(ValueError, match="limit_step_per_epoch"):
         data_loaders.PytorchInmemDataLoader(Reader(batched=True), 4, 2)
-    with pytest.raises(ValueError, match=r"reader of Petastorm.*given a list"):
+    with pytest.raises(ValueError, match=r"Petastorm reader.*got a list"):
         data_loaders.PytorchDataLoader([1, 2], 4, 0)
 
 

@@ -145,7 +145,7 @@ def test_a_tampered_file_runs_nothing(metadata, monkeypatch, tmp_path, hide, str
     _tampered(metadata, hide(pickle.dumps(Exploit(trap))))
     monkeypatch.setenv("HORA_STRICT", strict)
     refusals = (
-        r"holds posix\.system.*HORA_TRUST_FILES=1|no file of torch|no parameters|is not bytes|is not an optimizer"
+        r"holds posix\.system.*HORA_TRUST_FILES=1|not a file of torch|no parameters|is not bytes|is not an optimizer"
     )
     with pytest.raises(ValueError, match=refusals):
         TorchModel.read().session(SESSION).load("model")

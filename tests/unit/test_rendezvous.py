@@ -90,7 +90,7 @@ def test_when_rank_0_is_gone_the_others_are_told_so(world: World, secret: bool):
         world = replace(world, rendezvous=replace(world.rendezvous, secret_file=""))
     _, second = meet(world, world)
     rendezvous._stores.popitem()[1].close()
-    with pytest.raises(HorovodInternalError, match="rank 0, which they meet at, is gone"):
+    with pytest.raises(HorovodInternalError, match="rank 0, which hosts the rendezvous, is gone"):
         second.gather("key", "", b"1", rank=1, size=2, limit_s=LIMIT_S)
 
 

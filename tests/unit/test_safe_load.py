@@ -146,7 +146,7 @@ def test_instances_get_attributes_and_no_methods():
     model._forward_hooks[0] = int
     with pytest.raises(ValueError, match="has hooks"):
         load_pickle(pickle.dumps(model), vocabulary)
-    with pytest.raises(ValueError, match="called, which data does not need"):
+    with pytest.raises(ValueError, match=r"it calls .*, which data does not need"):
         load_pickle(_called("torch.nn.modules.linear Linear", b"K\x02K\x01\x86"), vocabulary)
 
 
@@ -193,7 +193,7 @@ def test_a_tensor_stays_inside_its_storage():
         (3, 0, 3, 1),
         (8, 0, 8, 1),
     ):
-        with pytest.raises(ValueError, match=r"beyond its storage|else than sizes|has 16 bytes"):
+        with pytest.raises(ValueError, match=r"beyond its storage|other than sizes|has 16 bytes"):
             load_torch(_archive(_tensor(*numbers), bytes(16)))
     with pytest.raises(ValueError, match="byte order"):
         load_torch(_archive(_tensor(4, 0, 4, 1), bytes(16), byteorder=b"big"))

@@ -410,8 +410,8 @@ def test_figures(tmp_path):
         (lambda: History([{"loss": 1.0}]).column("los"), "no column 'los' in the history; it has loss"),
         (lambda: History().last("loss"), "no epoch has been trained"),
         (lambda: History().best("loss"), "no epoch has been trained"),
-        (lambda: evaluate(MLP([1, 1]), [], CROSS_ENTROPY), "gave no batch on any rank"),
-        (lambda: evaluate(MLP([1, 1]), [torch.ones(1)], CROSS_ENTROPY), "must give .* but it gave a Tensor"),
+        (lambda: evaluate(MLP([1, 1]), [], CROSS_ENTROPY), "has no batch on any rank"),
+        (lambda: evaluate(MLP([1, 1]), [torch.ones(1)], CROSS_ENTROPY), "must yield .* but it yielded a Tensor"),
     ],
 )
 def test_mistakes_are_explained(make, match):

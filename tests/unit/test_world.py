@@ -233,7 +233,7 @@ def test_a_meeting_place_of_the_programs_own():
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
         "HOROVOD_GLOO_RENDEZVOUS_PORT": "1234",
     }
-    with pytest.raises(ValueError, match="no secret with which to be let in"):
+    with pytest.raises(ValueError, match="no secret to authenticate with"):
         World.from_env(env)
     world = World.from_env({**env, "HORA_SECRET_FILE": "/s"})
     assert (world.rendezvous.kind, world.rendezvous.endpoint, world.rendezvous.planned) == (

@@ -1,4 +1,4 @@
-"""`hora completion`: completion of commands and options for bash, zsh and fish, made from the commands' own parsers."""
+"""`hora completion`: shell completion for bash, zsh and fish, generated from the commands' parsers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from hora.cli.demo import LABS
 __all__ = ["main", "make_parser"]
 
 _SHELLS = ("bash", "zsh", "fish")
-_ENDS_AT_COMMAND = ("run", "plan", "mpirun")  # what follows is another program's
+_ENDS_AT_COMMAND = ("run", "plan", "mpirun")  # the rest belongs to another program
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the script of a shell."""
+    """Print the script for a shell."""
     shell = make_parser().parse_args(argv).shell
     print({"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](), end="")
     return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line's parser."""
     parser = argparse.ArgumentParser(
         prog="hora completion",
         description="Print a script that completes hora's and horovodrun's commands and options.",
@@ -34,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _words() -> dict[str, dict[str, str]]:
-    """By command: its options and subcommands, each with a short text."""
+    """Return the options and subcommands of each command, with a short text."""
     from hora.cli.dispatch import COMMANDS
 
     found: dict[str, dict[str, str]] = {}
@@ -85,7 +85,7 @@ complete -o default -F _hora hora horovodrun
 
 
 def _zsh() -> str:
-    """Descriptions come with `_describe`; without a match zsh completes files."""
+    """Return the zsh script. Descriptions use `_describe`; without a match zsh completes files."""
     lists = []
     for name, options in _words().items():
         rows = " ".join(_quoted(f"{word.replace(':', chr(92) + ':')}:{text}") for word, text in options.items())
@@ -129,5 +129,5 @@ def _fish_word(word: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """For a shell, in single quotes, of which none is left in the text."""
+    """Quote for a shell with single quotes, which are removed from the text."""
     return "'" + re.sub(r"['\\\n]", " ", text)[:100] + "'"

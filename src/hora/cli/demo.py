@@ -1,4 +1,4 @@
-"""`hora demo …`: choose a lab and hand over its arguments. Called by `hora.cli`."""
+"""`hora demo …`: selects a lab and passes its arguments on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LABS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a lab; without one, say which there are."""
+    """Run a lab; without one, list the labs."""
     if not argv or argv[0] in ("-h", "--help") or argv[0] not in LABS:
         listed = "\n".join(f"  {name:<10}{summary}" for name, (_, summary) in LABS.items())
         print(f"usage: hora demo <lab> [arguments …]\n\n{listed}\n\nhora demo <lab> --help shows its arguments.")

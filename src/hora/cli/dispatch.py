@@ -1,7 +1,7 @@
 """The command `hora`: a table of subcommands, each imported only when it is called.
 
-Nothing happens here but dispatch, so `hora --help` needs neither torch nor pyspark. To add a subcommand, add
-a line to `COMMANDS`: its function takes the remaining arguments and returns an exit status (None is 0).
+This module only dispatches, so `hora --help` needs neither torch nor pyspark. To add a subcommand, add a line to
+`COMMANDS`: its function takes the remaining arguments and returns an exit status (None is 0).
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ __all__ = ["COMMANDS", "Command", "main"]
 
 @dataclass(frozen=True)
 class Command:
-    """`target` is `module:function`, `summary` one line for the help text. `parser`: the function beside the target
-    that makes its argparse parser, if it has one.
+    """A subcommand. `target` is `module:function`, `summary` one line of help.
+
+    `parser` names the function in that module that creates its argparse parser, if it has one.
     """
 
     target: str
@@ -33,7 +34,7 @@ class Command:
         return int(getattr(importlib.import_module(module), function)(argv) or 0)
 
     def make_parser(self) -> argparse.ArgumentParser | None:
-        """The command's own parser; None where another program's options are taken, or it only chooses a lab."""
+        """Return the command's parser; None if it takes another program's options or only selects a lab."""
         module = importlib.import_module(self.target.partition(":")[0])
         return getattr(module, self.parser)() if self.parser else None
 
@@ -64,12 +65,12 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console script."""
+    """Run the console script."""
     try:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output (`| head`) has gone; what is left in the buffer goes nowhere
+    except BrokenPipeError:  # the reader of our output (`| head`) is gone; discard the rest of the buffer
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 

@@ -138,7 +138,7 @@ if __name__ == "__main__":
 
 
 def training_script(name: str, *, elastic: bool = False, sharded: bool = False) -> str:
-    """Return the text of a training script that is to be called `name`."""
+    """Return the text of a training script named `name`."""
     command = f"hora run -np 2 {'--min-np 1 ' if elastic else ''}python {name}"
     start = _START.format(
         command=command,
@@ -150,7 +150,7 @@ def training_script(name: str, *, elastic: bool = False, sharded: bool = False) 
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line's parser."""
     parser = argparse.ArgumentParser(
         prog="hora init",
         description="Write a distributed training script: a commented one that runs as it is, or your own one "
@@ -168,7 +168,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write a script to a file that is not there yet."""
+    """Write a script to a file that does not exist yet."""
     parser = make_parser()
     arguments = parser.parse_args(argv)
     notes: list[str] = []

@@ -1,4 +1,4 @@
-"""The command `hora kubernetes`: manifests that a user can apply.
+"""The command `hora kubernetes`: prints manifests for kubectl.
 
 hora kubernetes manifest job --name train --image example.com/train --nodes 2 --slots 4 -- python train.py | kubectl
 apply -f -

@@ -1,7 +1,7 @@
-"""The command `hora mpirun`: an mpirun line, as it stands, started by our launcher where there is no MPI.
+"""The command `hora mpirun`: runs an mpirun command line with Hora's launcher, without MPI.
 
 It is not installed as `mpirun`, which would hide a real one. `python -m hora.compat` puts it on the PATH under that
-name for the script that it runs; `hora mpirun --install DIR` writes `mpirun` and `mpiexec` into a folder of yours.
+name for the script that it runs; `hora mpirun --install DIR` writes `mpirun` and `mpiexec` to a folder.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _run(argv: Sequence[str]) -> None:
 
         print(f"mpirun (Hora {version()}, which takes the command line of Open MPI)")
         return
-    # In a scheduler's allocation (Slurm, LSF) a line without hosts means all of it, as it does to Open MPI.
+    # In a scheduler's allocation (Slurm, LSF) a line without hosts means all of it, as for Open MPI.
     allocated = not parsed.hosts and bool(environ.get("SLURM_JOB_ID") or environ.get("LSB_JOBID"))
     placed = [] if allocated else parsed.placed(len(os.sched_getaffinity(0)))
     if parsed.num_proc is None and not parsed.hosts and not allocated:
@@ -98,7 +98,7 @@ def _say(text: str) -> None:
 
 def _options(parsed: MpiCommand, placed: Sequence[str]) -> Options:
     hosts = {name: placed.count(name) for name in placed}
-    # Processes of this machine alone talk over loopback, whatever interface the line names.
+    # If all processes are on this machine they use loopback, even if the line names an interface.
     elsewhere = any(not sockets.is_local(name) for name in hosts)
     nics = _interfaces(parsed.interface) if parsed.interface and elsewhere else None
     return Options(
@@ -112,7 +112,7 @@ def _options(parsed: MpiCommand, placed: Sequence[str]) -> Options:
 
 
 def _interfaces(text: str) -> frozenset[str]:
-    """The interfaces that a list of names, or of networks as 10.3.0.0/16, means."""
+    """Return the interfaces for a list of names or of networks such as 10.3.0.0/16."""
     names = {name for _, name in socket.if_nameindex()}
     found = set()
     for item in filter(None, text.split(",")):
@@ -157,7 +157,7 @@ def _end_after(limit_s: float) -> None:
 
 
 def _end_with_the_session(pid: str) -> None:
-    """Inside `hora.compat` the job ends when the process that runs the script does, as a session's jobs do."""
+    """Inside `hora.compat`, end the job with the process that runs the script, like a session's jobs."""
     if not pid.isdecimal():
         return
     try:

@@ -1,7 +1,7 @@
-"""The commands `horovodrun` and `hora run`: flags in, exit status out.
+"""The commands `horovodrun` and `hora run`: from flags to an exit status.
 
-Both run the same job and print what went wrong; they differ in how they end. `horovodrun` fails as Horovod's does, with
-status 1; `hora run` exits with the first failing rank's own status, as `hora mpirun` does (`mpirun`).
+Both run the same job and print errors; they differ in their exit status. `horovodrun` fails like Horovod's, with status
+1; `hora run` and `hora mpirun` exit with the first failing rank's own status.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class HorovodArgs:
-    """The launch options as a plain object: every flag's dest is an attribute, None until it is set.
+    """Launch options as a plain object: every flag's dest is an attribute, None until it is set.
 
     `run_func`: a function without arguments to call on every rank instead of the command, by the Python `executable`.
     """
@@ -54,14 +54,14 @@ class HorovodArgs:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse a command line of `horovodrun` (default: this process's own); ValueError for impossible values."""
+    """Parse a command line of `horovodrun` (default: this process's own); raises ValueError for invalid values."""
     return _parse(sys.argv[1:] if argv is None else argv, prog="horovodrun")[0]
 
 
 def run(args: object) -> list[Any] | None:
-    """Runs the job that `args` (from `parse_args`, or any object with such attributes) describe.
+    """Run the job described by `args` (from `parse_args`, or any object with such attributes).
 
-    With a `run_func` every rank calls that; its values, in rank order, are returned.
+    With a `run_func` every rank calls it; returns its values in rank order.
     """
     options = Options.from_args(args, environment.variables())
     function = getattr(args, "run_func", None)
@@ -79,12 +79,12 @@ def run(args: object) -> list[Any] | None:
 
 
 def make_parser(prog: str = "hora run") -> argparse.ArgumentParser:
-    """The command line of `hora run`, `horovodrun` or `hora plan`."""
+    """Return the parser of `hora run`, `horovodrun` or `hora plan`."""
     return build_parser(**_about(prog))
 
 
 def make_plan_parser() -> argparse.ArgumentParser:
-    """The command line of `hora plan`."""
+    """Return the parser of `hora plan`."""
     return make_parser("hora plan")
 
 
@@ -140,14 +140,13 @@ def _run(options: Options, extra: Mapping[str, str] | None = None) -> None:
 
 
 def on_workers(job: Job) -> Job:
-    """Ranks at the addresses of a session's workers (`launch_workers`) use these workers' GPUs and end with them."""
+    """Let ranks at the addresses of a session's workers (`launch_workers`) use the workers' GPUs and end with them."""
     hosts = {slot.hostname for slot in job.slots}
-    # Workers of this machine have loopback addresses of their own; those of a cluster are known by what the environment
-    # says.
+    # Workers of this machine have their own loopback addresses; the environment identifies those of a cluster.
     of_a_session = environment.variables().get("CDSW_API_URL", "").startswith("unix:hora-")
     if not of_a_session and not any(host.startswith("127.") for host in hosts):
         return job
-    from hora.workers.lease import lease_of  # other jobs start faster without
+    from hora.workers.lease import lease_of  # imported only here: other jobs start faster without it
 
     lease = lease_of(hosts)
     if lease is None:
@@ -157,17 +156,17 @@ def on_workers(job: Job) -> Job:
 
 
 def horovodrun() -> int:
-    """The console script. A failed job is status 1, whatever the rank's own was."""
+    """Run the console script. A failed job has status 1, regardless of the rank's own status."""
     return status_of("horovodrun", lambda: _run(_parse(sys.argv[1:], prog="horovodrun")[1]), failed=1)
 
 
 def main(argv: Sequence[str]) -> int:
-    """`hora run`."""
+    """Run `hora run`."""
     return status_of("hora run", lambda: _run(_parse(argv, prog="hora run")[1]))
 
 
 def plan(argv: Sequence[str]) -> int:
-    """`hora plan`: a job whose optimizer measures instead of training, and ends with a table."""
+    """Run `hora plan`: a job whose optimizer measures instead of training, and ends with a table."""
 
     def measure() -> None:
         options = _parse(argv, prog="hora plan")[1]
@@ -178,7 +177,7 @@ def plan(argv: Sequence[str]) -> int:
 
 
 def _check_hosts(options: Options) -> None:
-    """ValueError where all ranks would be on one host, whose memory they share."""
+    """Raise ValueError if all ranks would be on one host, whose memory they share."""
     from hora.launch.start import find_hosts
 
     environ = environment.variables()
@@ -188,8 +187,8 @@ def _check_hosts(options: Options) -> None:
     names = {host.hostname for host in find_hosts(options, environ)}
     if len(names) == 1:
         raise ValueError(
-            f"there is nothing to plan: all ranks are on one host ({names.pop()}), and it is links between hosts "
-            "that a plan is for; name two or more, for example -H a:4,b:4"
+            f"there is nothing to plan: all ranks are on one host ({names.pop()}), but a plan is "
+            "for links between hosts; name two or more, for example -H a:4,b:4"
         )
 
 
@@ -203,16 +202,16 @@ def status_of(prog: str, run_job: Callable[[], None], *, failed: int | None = No
     except JobFailedError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return failed or error.exit_code or 1
-    except (RuntimeError, OSError) as error:  # hosts out of reach, a start that took too long, a full disk
+    except (RuntimeError, OSError) as error:  # unreachable hosts, a start timeout, a full disk
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # the job has been ended on the way here
+    except KeyboardInterrupt:  # the job has already been ended
         return 130
     return 0
 
 
 def set_up_log(options: Options) -> None:
-    """Show the launcher's own messages, and whose they are, from the given level on (default: warnings)."""
+    """Show the launcher's own messages from the given level on (default: warnings)."""
     when = "%(asctime)s " if options.log_level is not None and options.log_with_timestamp is not False else ""
     logging.basicConfig(format=f"{when}hora %(levelname)s: %(message)s")
     if options.log_level is not None:

@@ -1,4 +1,4 @@
-"""`hora view` and `hora top`: look at a recorded run or a timeline in the browser, at a live run in the terminal."""
+"""`hora view` and `hora top`: show a recorded run or a timeline in the browser, a live run in the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["make_top_parser", "make_view_parser", "top", "view"]
 
 
 def make_view_parser() -> argparse.ArgumentParser:
-    """The command line of `hora view`."""
+    """Return the parser of `hora view`."""
     parser = argparse.ArgumentParser(
         prog="hora view", description="Show a recorded run, or a timeline, in the browser."
     )
@@ -23,7 +23,7 @@ def make_view_parser() -> argparse.ArgumentParser:
 
 
 def view(argv: Sequence[str]) -> int:
-    """`hora view FILE`."""
+    """Run `hora view FILE`."""
     arguments = make_view_parser().parse_args(argv)
     from hora.watch.replay import open_recording
 
@@ -45,7 +45,7 @@ def view(argv: Sequence[str]) -> int:
 
 
 def make_top_parser() -> argparse.ArgumentParser:
-    """The command line of `hora top`."""
+    """Return the parser of `hora top`."""
     parser = argparse.ArgumentParser(prog="hora top", description="Show a running job in the terminal.")
     parser.add_argument("url", nargs="?", help="the page's address (default: your newest job with a dashboard)")
     parser.add_argument("--once", action="store_true", help="print one picture and leave")
@@ -54,7 +54,7 @@ def make_top_parser() -> argparse.ArgumentParser:
 
 
 def top(argv: Sequence[str]) -> int:
-    """`hora top`."""
+    """Run `hora top`."""
     arguments = make_top_parser().parse_args(argv)
     from hora.watch.terminal import choose_page
 

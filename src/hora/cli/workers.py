@@ -1,4 +1,4 @@
-"""The command `hora workers`: the worker functions for a shell, on a session that stays.
+"""The command `hora workers`: the worker functions for a shell, on a persistent session.
 
 hora workers launch -n 2 --cpu 1 --memory 2 --code 'print("hello")'
 hora workers list
@@ -103,7 +103,7 @@ def _show(options: argparse.Namespace, workers: list[dict[str, Any]]) -> None:
 def _launch(options: argparse.Namespace) -> int:
     daemon.start(os.getcwd())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the table says who was refused
+        warnings.simplefilter("ignore", UserWarning)  # the table shows refused workers
         workers = api.launch_workers(
             options.n,
             options.cpu,

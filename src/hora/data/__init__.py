@@ -1,1 +1,1 @@
-"""Datasets for ranks: rows of Parquet files, shared out (`shard`), and `make_spark_converter`."""
+"""Datasets for ranks: shards of Parquet files (`shard`), and `make_spark_converter`."""

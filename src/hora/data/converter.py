@@ -1,10 +1,10 @@
-"""A DataFrame, written once as Parquet, that every rank can open as a loader of torch batches.
+"""`make_spark_converter`: writes a DataFrame once as Parquet, which every rank opens as a loader of torch batches.
 
     converter = make_spark_converter(df)                    # on the driver
     with converter.make_torch_dataloader(batch_size=64, cur_shard=hvd.rank(), shard_count=hvd.size()) as loader: …
 
-The names and defaults are those of `petastorm.spark`, which notebooks combine with HorovodRunner; the reader is Hora's
-own (`shard`): no row is lost, and all shards have the same number of batches.
+Names and defaults are those of `petastorm.spark`, which notebooks combine with HorovodRunner. The reader is Hora's own
+(`shard`): no row is lost, and all shards have the same number of batches.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class SparkDatasetConverter:
         transform_spec: Any = None,
         reader_pool_type: str = "thread",
     ) -> Iterator[Any]:
-        """A loader of dicts from column to tensor. `num_epochs` None: without an end.
+        """Yield a loader of dicts from column to tensor. With `num_epochs` None it is endless.
 
         `transform_spec` is a function on pandas DataFrames, or an object whose `func` is one.
         """
@@ -96,7 +96,7 @@ class SparkDatasetConverter:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Rows of a shard as dicts of arrays: iterate over it for pools of rows, or ask for batches."""
+    """Rows of a shard as dicts of arrays: iterate over it for pools of rows, or request batches."""
 
     shard: DatasetShard
     rng: np.random.Generator | None
@@ -108,7 +108,7 @@ class _Reader:
 
     def batches(self, batch_size: int) -> Iterator[Rows]:
         if self.sharded:
-            # Equally many on all ranks, or collectives would wait for ever.
+            # Equally many on all ranks, or collectives would wait forever.
             epoch = self.shard.even_sizes(batch_size)
         else:
             steps = self.shard.num_steps(batch_size)
@@ -118,7 +118,7 @@ class _Reader:
 
 
 class _Loader:
-    """Batches as tensors. It may be iterated over again after a full pass."""
+    """Batches as tensors. It can be iterated again after a full pass."""
 
     def __init__(self, *, reader: _Reader, batch_size: int, shuffling_queue_capacity: int = 0) -> None:
         self._reader, self._batch_size = reader, batch_size
@@ -145,9 +145,9 @@ def make_spark_converter(
     compression_codec: str | None = None,
     dtype: str | None = "float32",
 ) -> SparkDatasetConverter:
-    """Write a DataFrame to the cache directory, unless it is there, or take the Parquet directory of this URL.
+    """Write a DataFrame to the cache directory unless it is there, or open the Parquet directory at this URL.
 
-    `dtype`: the type for all floating-point columns; None leaves them as they are.
+    `dtype`: the type for all floating-point columns; None leaves them unchanged.
     """
     if dtype not in ("float32", "float64", None):
         raise ValueError(f"dtype must be float32, float64 or None, but it is {dtype!r}")
@@ -156,7 +156,7 @@ def make_spark_converter(
         raise RuntimeError(f"compression_codec must be one of {', '.join(_CODECS)}, but it is {compression_codec!r}")
     if isinstance(df, str):
         if on_databricks() and not df.startswith(("dbfs:/", "file:/dbfs/", "file:///dbfs/")):
-            raise ValueError(f"on Databricks a dataset lies in DBFS (dbfs:/… or file:///dbfs/…), but it is {df!r}")
+            raise ValueError(f"on Databricks a dataset must be in DBFS (dbfs:/… or file:///dbfs/…), but it is {df!r}")
         return _opened(df)
     parent = _parent(df.sparkSession)
     application = _application(df.sparkSession)
@@ -179,7 +179,7 @@ def make_spark_converter(
 
 
 def register_delete_dir_handler(handler: Callable[[str], None] | None) -> None:
-    """Have `handler(url)` remove datasets; None for the usual way."""
+    """Use `handler(url)` to remove datasets; None restores the default."""
     global _handler
     _handler = handler
 
@@ -207,7 +207,7 @@ def _delete_all() -> None:
     for _, _, converter in list(_written):
         try:
             _delete(converter.cache_dir_url)
-        except Exception as error:  # whatever a file system raises; others shall still be removed
+        except Exception as error:  # raised by a file system; remove the others anyway
             _log.warning("%s was not removed: %s", converter.cache_dir_url, error)
 
 
@@ -224,7 +224,7 @@ def _parent(spark: Any) -> str:
 
 
 def _plain(frame: DataFrame, dtype: str | None) -> DataFrame:
-    """Vectors as arrays, floating-point columns in the wanted type."""
+    """Convert vectors to arrays and floating-point columns to the given type."""
     from pyspark.ml.functions import vector_to_array
     from pyspark.ml.linalg import VectorUDT
     from pyspark.sql import types
@@ -248,7 +248,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
     import fsspec
 
     if url.startswith("dbfs:/"):
-        url = "/dbfs" + url.removeprefix("dbfs:")  # its mount, which every process of the cluster has
+        url = "/dbfs" + url.removeprefix("dbfs:")  # the mount that every process of the cluster has
     elif url.startswith("file:/"):
         url = "/" + url.removeprefix("file:").lstrip("/")
     filesystem, path = fsspec.core.url_to_fs(url)
@@ -256,7 +256,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
 
 
 def _application(session: Any) -> str:
-    """Name the owner of the data: the application, or the session of a Connect client."""
+    """Return the owner of the data: the application, or the session of a Connect client."""
     connect = type(session).__module__.startswith("pyspark.sql.connect")
     return str(session.session_id if connect else session.sparkContext.applicationId)
 
@@ -271,7 +271,7 @@ def _opened(url: str) -> SparkDatasetConverter:
 
 
 def _await_files(urls: Sequence[str]) -> None:
-    """RuntimeError if not all files are visible here in time."""
+    """Raise RuntimeError if not all files become visible here in time."""
     deadline = time.monotonic() + _AVAILABLE_LIMIT_S
     while missing := [url for url in urls if not _exists(url)]:
         if time.monotonic() > deadline:

@@ -1,6 +1,6 @@
-"""`BaseDataLoader` and `AsyncDataLoaderMixin`: loaders that subclasses fill, batch by batch, optionally in a thread.
+"""`BaseDataLoader` and `AsyncDataLoaderMixin`: base classes for loaders, optionally with a prefetching thread.
 
-Users know them from `horovod.data`. Ours own reading (`shard`) does not use them.
+Users import them from `horovod.data`. Hora's own reader (`shard`) does not use them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CLOSE_LIMIT_S = 30.0
 
 
 class BaseDataLoader:
-    """A subclass says how long it is (`__len__`) and gives the batches of one epoch (`_iterate`)."""
+    """Base class: a subclass defines its length (`__len__`) and yields the batches of one epoch (`_iterate`)."""
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -42,7 +42,7 @@ class BaseDataLoader:
         raise NotImplementedError
 
     def _process_batch(self, batch: Any) -> Any:
-        """Called for each batch on its way out; for subclasses."""
+        """Hook for subclasses: process each batch before it is returned."""
         return batch
 
     def __iter__(self) -> Iterator[Any]:
@@ -51,10 +51,10 @@ class BaseDataLoader:
 
 
 class AsyncDataLoaderMixin:
-    """Reads ahead: `class Mine(AsyncDataLoaderMixin, MyLoader)`. A daemon thread fills a queue, epoch after epoch.
+    """Prefetches: `class Mine(AsyncDataLoaderMixin, MyLoader)`. A daemon thread fills a queue, epoch after epoch.
 
-    `async_loader_queue_size=0`: without a thread. An exception of `_iterate` is raised where the batches are taken. An
-    epoch that was left early ends there: the next one begins at its beginning.
+    `async_loader_queue_size=0` disables the thread. An exception of `_iterate` is raised at the consumer. If an epoch
+    is left early, the next one starts at its beginning.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class AsyncDataLoaderMixin:
         self.finished_event = threading.Event()
         self.queue: queue.Queue[tuple[int, str, Any]] = queue.Queue(max(async_loader_queue_size, 0))
         self.thread: threading.Thread | None = None
-        self._epoch = 0  # the one that is being taken out
-        self._given = False  # whether its end has not been seen yet
+        self._epoch = 0  # the epoch being consumed
+        self._given = False  # whether its end has not been reached yet
         super().__init__(*args, **kwargs)
 
     def close_async_loader(self) -> None:
-        """End the thread; what it has read ahead is dropped."""
+        """End the thread and drop prefetched batches."""
         self.finished_event.set()
         if self.thread is not None:
             with contextlib.suppress(queue.Empty):
@@ -121,7 +121,7 @@ class AsyncDataLoaderMixin:
                         break
                     if not self._put((epoch, "batch", batch)):
                         return
-            except Exception as error:  # the consumer's to handle
+            except Exception as error:  # the consumer handles it
                 if not self._put((epoch, "error", error)):
                     return
             else:
@@ -141,9 +141,9 @@ Batch = dict[str, torch.Tensor]
 
 
 class BatchedReader:
-    """One pass over what the reader gives: dicts of tensors with `batch_size` rows, the last one with what is left.
+    """One pass over the reader's rows: dicts of tensors with `batch_size` rows, the last one with the rest.
 
-    `shuffling_queue_capacity`: rows that wait for their turn, which comes in a random order; 0: as they come.
+    `shuffling_queue_capacity`: size of the shuffle buffer; 0 keeps the order.
     """
 
     def __init__(self, reader: Any, batch_size: int = 1, shuffling_queue_capacity: int = 0) -> None:
@@ -162,7 +162,7 @@ class BatchedReader:
 
 
 class ReaderLoader(BaseDataLoader):
-    """Batches of the reader's rows, epoch by epoch; `limit_step_per_epoch` of them, or with -1 all."""
+    """Batches of the reader's rows, epoch by epoch; `limit_step_per_epoch` of them, or all with -1."""
 
     def __init__(
         self,
@@ -188,16 +188,16 @@ class ReaderLoader(BaseDataLoader):
 
 
 class AsyncReaderLoader(AsyncDataLoaderMixin, ReaderLoader):
-    """The same, read ahead."""
+    """The same, prefetched."""
 
 
 class EndlessReaderLoader(ReaderLoader):
-    """Over a reader that never ends: an epoch goes on where the last one stopped."""
+    """Loader of an endless reader: an epoch continues where the last one stopped."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.limit_step_per_epoch == -1:
-            raise ValueError("an epoch of an endless reader needs an end: give limit_step_per_epoch")
+            raise ValueError("an epoch of an endless reader needs an end: pass limit_step_per_epoch")
         self._batches = iter(self._pass())
 
     def _iterate(self) -> Iterator[Any]:
@@ -205,7 +205,7 @@ class EndlessReaderLoader(ReaderLoader):
 
 
 class EndlessAsyncReaderLoader(AsyncDataLoaderMixin, EndlessReaderLoader):
-    """The same, read ahead."""
+    """The same, prefetched."""
 
 
 class InMemoryReaderLoader(BaseDataLoader):
@@ -222,7 +222,7 @@ class InMemoryReaderLoader(BaseDataLoader):
         verbose: bool = False,
     ) -> None:
         if limit_step_per_epoch == -1:
-            raise ValueError("a loader that keeps its rows needs the number of steps: give limit_step_per_epoch")
+            raise ValueError("a loader that keeps its rows needs the number of steps: pass limit_step_per_epoch")
         self.batch_size, self.num_epochs, self.name, self.verbose = batch_size, num_epochs, name, verbose
         self.shuffle, self.limit_step_per_epoch = shuffle, limit_step_per_epoch
         self._rows = list(_all_rows(_checked(reader)))
@@ -242,13 +242,13 @@ class InMemoryReaderLoader(BaseDataLoader):
 
 
 class InMemoryAsyncReaderLoader(AsyncDataLoaderMixin, InMemoryReaderLoader):
-    """The same, read ahead."""
+    """The same, prefetched."""
 
 
 def _checked(reader: Any) -> Any:
     if not all(hasattr(reader, name) for name in ("__iter__", "reset", "last_row_consumed")):
         raise ValueError(
-            f"these loaders take a reader of Petastorm, but were given a {type(reader).__name__}; without Petastorm "
+            f"these loaders need a Petastorm reader, but got a {type(reader).__name__}; without Petastorm "
             "use hora.data.converter.make_spark_converter or the estimators"
         )
     return reader

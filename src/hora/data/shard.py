@@ -1,7 +1,7 @@
-"""The rows of a Parquet dataset that belong to one rank, as batches of numpy arrays.
+"""One rank's shard of a Parquet dataset, as batches of numpy arrays.
 
-Rows are dealt out by number: rank r of n has rows [r·N/n, (r+1)·N/n), whatever the files and row groups are, so every
-row belongs to exactly one rank and no rank has more than one row more than another. Knows nothing of torch or Spark.
+Rows are assigned by number: rank r of n has rows [r·N/n, (r+1)·N/n), independent of files and row groups. So every row
+belongs to exactly one rank, and the ranks' shares differ by at most one row. Independent of torch and Spark.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import numpy as np
 __all__ = ["DatasetShard", "Rows", "Transformation", "even_batches"]
 
 Rows = Mapping[str, "np.ndarray[Any, Any]"]
-_POOL_ROWS = 65536  # rows are shuffled among so many
-_AHEAD = 2  # spans to read in advance, for each reader
+_POOL_ROWS = 65536  # size of the shuffle buffer in rows
+_AHEAD = 2  # spans to prefetch, per reader
 
 
 def even_batches(num_rows: int, num_steps: int) -> list[int]:
-    """Sizes of `num_steps` batches that make `num_rows` rows, as equal as can be."""
+    """Return the sizes of `num_steps` batches with `num_rows` rows in total, as equal as possible."""
     return [(step + 1) * num_rows // num_steps - step * num_rows // num_steps for step in range(num_steps)]
 
 
 class DatasetShard:
-    """One rank's rows of the dataset at `path`, read by spans (parts of row groups); `transform` maps a span's rows."""
+    """One rank's rows of the dataset at `path`, read in spans (parts of row groups); `transform` maps a span's rows."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class DatasetShard:
         self._spans = list(_spans(groups, begin, end))
 
     def passes(self, *, rng: np.random.Generator | None, num_passes: int | None = None) -> Iterator[Rows]:
-        """All rows in pools, once or again and again (`num_passes` None); in random order if there is an `rng`."""
+        """Yield all rows in pools, `num_passes` times or endlessly (None); in random order with an `rng`."""
         for _ in itertools.count() if num_passes is None else range(num_passes):
             order = list(range(len(self._spans)))
             if rng is not None:
@@ -71,7 +71,7 @@ class DatasetShard:
             yield from self._pools(order, rng)
 
     def batches(self, sizes: Iterator[int], *, rng: np.random.Generator | None) -> Iterator[Rows]:
-        """Batches of these sizes, over and over through the rows, without a break between two passes."""
+        """Yield batches of these sizes, continuously over repeated passes."""
         if not self.num_rows:
             raise ValueError("this rank has no rows; use fewer processes, or more data")
         source = self.passes(rng=rng)
@@ -83,11 +83,11 @@ class DatasetShard:
             left = {name: values[size:] for name, values in left.items()}
 
     def num_steps(self, batch_size: int) -> int:
-        """Batches of at most this size in a pass, equally many on all shards."""
+        """Return the batches of at most this size per pass, the same number on all shards."""
         return max(1, math.ceil(math.ceil(self.total_rows / self.shard_count) / batch_size))
 
     def even_sizes(self, batch_size: int) -> list[int]:
-        """Sizes of `num_steps` batches; a shard with a row less than others may repeat one in the last step."""
+        """Return the sizes of `num_steps` batches; a shard with fewer rows may repeat one in the last step."""
         return [max(size, 1) for size in even_batches(self.num_rows, self.num_steps(batch_size))]
 
     def _pools(self, order: Sequence[int], rng: np.random.Generator | None) -> Iterator[Rows]:
@@ -130,7 +130,7 @@ class DatasetShard:
 
 
 def _spans(groups: Sequence[tuple[Any, int]], begin: int, end: int) -> Iterator[tuple[Any, int, int]]:
-    """The spans that make rows [begin, end) of all: (row group, its first row, its last row + 1)."""
+    """Yield the spans of rows [begin, end): (row group, its first row, its last row + 1)."""
     first = 0
     for group, num_rows in groups:
         low, high = max(begin, first), min(end, first + num_rows)
@@ -140,7 +140,10 @@ def _spans(groups: Sequence[tuple[Any, int]], begin: int, end: int) -> Iterator[
 
 
 def _array(column: Any, name: str, *, any_type: bool) -> np.ndarray[Any, Any]:
-    """A column as an array: one dimension for numbers, two for lists. `any_type`: texts and bytes as objects."""
+    """Return a column as an array: one dimension for numbers, two for lists.
+
+    `any_type`: strings and bytes as objects.
+    """
     import pyarrow
 
     if column.null_count:
@@ -158,12 +161,12 @@ def _array(column: Any, name: str, *, any_type: bool) -> np.ndarray[Any, Any]:
         return _dense(column.combine_chunks(), name)
     found: np.ndarray[Any, Any] = column.to_numpy()
     if found.dtype == object and not any_type:
-        raise TypeError(f"column {name!r} holds {kind}, which no tensor can hold; leave it out or encode it")
+        raise TypeError(f"column {name!r} holds {kind}, which a tensor cannot hold; leave it out or encode it")
     return found
 
 
 def _dense(vectors: Any, name: str) -> np.ndarray[Any, Any]:
-    """Vectors that were stored without their zeros, with them."""
+    """Return vectors that were stored without their zeros as dense arrays."""
     sizes, indices, values = vectors.flatten()
     if not len(vectors):
         return np.zeros((0, 0))
@@ -193,9 +196,9 @@ def _shuffled(rows: Rows, rng: np.random.Generator | None) -> Rows:
 
 
 class Transformation:
-    """A user's function on rows as a pandas DataFrame, and the columns it changes.
+    """A user's function on rows as a pandas DataFrame, and the columns that it changes.
 
-    `edit_fields` are `(name, dtype, shape, nullable)`, the columns that are new or different afterwards.
+    `edit_fields` are `(name, dtype, shape, nullable)` of the new or changed columns.
     """
 
     def __init__(
@@ -207,7 +210,7 @@ class Transformation:
 
     @classmethod
     def of(cls, spec: Any) -> Transformation:
-        """From a function, or from an object that has it as `func`, as Petastorm's TransformSpec."""
+        """Create it from a function, or from an object with a `func`, such as Petastorm's TransformSpec."""
         if not hasattr(spec, "func"):
             return cls(spec, None, None)
         return cls(spec.func, getattr(spec, "edit_fields", None), getattr(spec, "removed_fields", None))

@@ -1,6 +1,6 @@
-"""The engine: named requests from any thread, agreed on by all ranks, executed in fused batches.
+"""The engine: takes named requests from any thread, negotiates them with all ranks, and executes fused batches.
 
-Read in this order: request, plan, agree/agreement, queue, peers, runtime; then transport/ and shm/.
+Read in this order: request, plan, negotiation/base, queue, bootstrap, runtime; then transport/ and shm/.
 """
 
 from hora.engine.process import (

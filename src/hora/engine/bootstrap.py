@@ -1,13 +1,13 @@
-"""The peers: the other ranks of this world, how they were met, and what can be shared with whom.
+"""Bootstrap: connects this rank to the other ranks of its world and finds out which of them share memory.
 
-Set up once per runtime, in steps that all ranks take together:
+It runs once per runtime, in steps that all ranks take together:
 
-    near          at the meeting a rank hears of those that may share its host
-    hosts         each has proven that it does, by attaching to the memory of the first of them, or is a host of its own
-    place         where there are several hosts, the first rank of each hears where its parent in the tree listens
-    introduction  connected along the tree, all ranks tell all who and where they are
+    near          at the rendezvous a rank learns which ranks may share its host
+    hosts         each rank proves it by attaching to the memory of the first of them, or is a host of its own
+    place         with several hosts, the first rank of each learns where its parent in the tree listens
+    introduction  connected along the tree, every rank introduces itself to all
 
-Afterwards it hands out shared memory and what transports need. Nothing here knows of requests.
+Afterwards it provides shared memory and topologies for transports. It is independent of requests.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ __all__ = ["Bootstrap", "host_fingerprint"]
 log = logging.getLogger("hora")
 
 _PROBE_LIMIT_S = 10.0
-_MESSAGES = "messages"  # the key of the streams for them
+_MESSAGES = "messages"  # the key of their streams
 
 
-# Settings that must be equal on all ranks: rank 0's are used by all.
+# Settings that must be equal on all ranks: all use rank 0's.
 _COMMON = (
     *("fusion_threshold_bytes", "disable_group_fusion", "transport", "encrypt", "cuda_ipc", "autotune"),
     *("autotune_warmup_samples", "autotune_steps_per_sample", "autotune_max_samples"),
@@ -51,15 +51,15 @@ _COMMON = (
 
 
 class _Introduction(NamedTuple):
-    """A rank's introduction to the others when they meet."""
+    """A rank's introduction to the others at the rendezvous."""
 
     leader: int  # the first rank of its host
-    place: Sequence[Any]  # where its control tree listens, address and port; empty in worlds that need no network
+    place: Sequence[Any]  # address and port of its control tree; empty in worlds that need no network
     pid: int
     hostname: str
     process_sets: list[list[int]]
     encrypt: str
-    lacks_native: str  # why it has no native part; empty if it has
+    lacks_native: str  # why it has no native part; empty if it has one
     encrypts_natively: bool
     settings: dict[str, Any]  # rank 0's: the common ones
 
@@ -67,17 +67,17 @@ class _Introduction(NamedTuple):
 class Bootstrap:
     """The ranks of a world of several.
 
-    `epoch` tells one initialisation of this world from another; `check_alive` raises when it has become pointless to
-    wait for one of them.
+    `epoch` distinguishes initializations of this world; `check_alive` raises if waiting for a rank has become
+    pointless.
     """
 
-    keys: RankKeys  # this rank's in this world, from `meet` on
+    keys: RankKeys  # this rank's in this world, set by `meet`
 
     def __init__(
         self, world: World, config: EngineConfig, epoch: str, events: ControlEvents, check_alive: Callable[[], None]
     ) -> None:
         self.hosts: list[list[int]] = []  # ranks that proved to share memory
-        self.config = config  # from `meet` on with rank 0's values where all ranks must have the same
+        self.config = config  # `meet` replaces the common values with rank 0's
         self._world = world
         self._epoch = epoch
         self._check_alive = check_alive
@@ -90,7 +90,7 @@ class Bootstrap:
     # Setting up.
 
     def meet(self, process_sets: list[list[int]]) -> list[list[int]]:
-        """Find the others and connect to them; returns the process sets that all of them asked for."""
+        """Find the other ranks and connect to them; returns the process sets that all of them requested."""
         world = self._world
         self.keys = self._rendezvous.keys(world, self._epoch, limit_s=self.config.init_timeout_s)
         self.control_tree.start(self.keys)
@@ -126,7 +126,7 @@ class Bootstrap:
         return self._introductions[0].process_sets
 
     def gather(self, what: str, value: bytes) -> list[bytes]:
-        """Every rank's value, in rank order (collective)."""
+        """Return every rank's value, in rank order (collective)."""
         return self.control_tree.gather(what, value, limit_s=self.config.init_timeout_s)
 
     def where(self, rank: int) -> Where:
@@ -134,12 +134,12 @@ class Bootstrap:
         return self._near.get(rank) or self._far(rank)
 
     def _far(self, rank: int) -> tuple[str, int]:
-        """The same for ranks of other hosts."""
+        """Return the same for ranks of other hosts."""
         address, port = self._introductions[rank].place
         return address, port
 
     def set_tree(self, ranks: Sequence[int]) -> Tree:
-        """The tree of the members of a set, with the link of this rank to its parent there."""
+        """Return the tree of a set's members, after linking this rank to its parent there."""
         tree = Tree([some for host in self.hosts if (some := [rank for rank in host if rank in ranks])])
         parent = tree.parent(self._world.rank)
         if parent is not None:
@@ -148,7 +148,7 @@ class Bootstrap:
 
     @contextlib.contextmanager
     def peers_may_go(self) -> Iterator[None]:
-        """Treat a connection that a peer's sudden end breaks as a lost rank, not as an error of this one."""
+        """Treat a connection broken by a peer's sudden end as a lost rank, not as an error of this one."""
         try:
             yield
         except OSError as error:
@@ -157,7 +157,7 @@ class Bootstrap:
     def lost(self, rank: int) -> str:
         """Return the message for users that a rank is gone."""
         peer = self._introductions[rank] if self._introductions else None
-        who = f" (process {peer.pid} on {peer.hostname})" if peer else ""  # it may go before it has introduced itself
+        who = f" (process {peer.pid} on {peer.hostname})" if peer else ""  # it may end before it has introduced itself
         return (
             f"rank {rank}{who} was lost: its connection ended without a goodbye. "
             "It was killed, crashed, or its host is unreachable. Horovod has been shut down"
@@ -173,7 +173,7 @@ class Bootstrap:
                 )
 
     def _check_encryption(self) -> None:
-        """Rank 0's wish is that of all, unless one of them wants more (all of them notice)."""
+        """Check that no rank requires more encryption than rank 0, whose setting applies to all (all ranks notice)."""
         wish = self._introductions[0].encrypt
         strict = [rank for rank, peer in enumerate(self._introductions) if peer.encrypt == "always"]
         if strict and wish != "always":
@@ -182,7 +182,7 @@ class Bootstrap:
             )
 
     def _prove_host(self) -> RankGroup:
-        """The ranks that really share memory with this one: every other one has fetched the first one's."""
+        """Return the ranks that share memory with this one: each other rank has fetched the first one's memory."""
         rank, name = self._world.rank, self.control_tree.name.encode()
         near = self._meet("near", host_fingerprint(), name).members
         leader = next(iter(near))
@@ -201,7 +201,7 @@ class Bootstrap:
         return self._meet("hosts", str(leader if proven else rank), name)
 
     def _meet(self, what: str, group: str, value: bytes) -> RankGroup:
-        """The values of the ranks of this group, when all ranks have come (collective)."""
+        """Return the values of this group's ranks, once all ranks have arrived (collective)."""
         world, key = self._world, f"{self._epoch}/{what}"
         limit_s = self.config.init_timeout_s
         return self._rendezvous.gather(key, group, value, rank=world.rank, size=world.size, limit_s=limit_s)
@@ -222,8 +222,9 @@ class Bootstrap:
         return place
 
     def _listen(self) -> tuple[str, int]:
-        """Listen for ranks of other hosts; where: at the interface that the user chose, or the one from which the
-        others are reached.
+        """Listen for ranks of other hosts and return the address.
+
+        It is on the interface that the user chose, or on the one from which the others are reached.
         """
         interface = self.config.interface
         if not interface:
@@ -241,22 +242,22 @@ class Bootstrap:
 
     @property
     def sharing(self) -> list[list[int]]:
-        """The ranks of each host, which reduce together first; each alone if the user wants no shared memory."""
+        """The ranks of each host, which reduce together first; each rank alone if the user disables shared memory."""
         return self.hosts if self.config.transport == "auto" else [[rank] for rank in range(self._world.size)]
 
     @functools.cached_property
     def _native(self) -> bool:
-        """Return whether all ranks have the native part, which also encrypts where anything is encrypted."""
+        """Return whether all ranks have the native part, including encryption if it is needed."""
         encrypt = self.config.encrypt
         encrypts = encrypt == "always" or (encrypt == "auto" and len(self.hosts) > 1)
         return all(not peer.lacks_native and (peer.encrypts_natively or not encrypts) for peer in self._introductions)
 
     def can_share(self, ranks: Sequence[int]) -> bool:
-        """Return whether all these ranks can map the same memory, and may."""
+        """Return whether all these ranks can and may map the same memory."""
         return self._native and any(set(ranks) <= set(host) for host in self.sharing)
 
     def beside(self, ranks: Sequence[int]) -> list[int]:
-        """Those of these ranks that share memory with this one, and itself."""
+        """Return the ranks among these that share memory with this one, including itself."""
         if not self._native:
             return [self._world.rank]
         (here,) = (host for host in self.sharing if self._world.rank in host)
@@ -272,7 +273,7 @@ class Bootstrap:
         return [rank for host in hosts for rank in host] == sorted(ranks)
 
     def share(self, key: str, ranks: Sequence[int], num_bytes: int) -> Segment:
-        """The same new memory for all these ranks, which are on one host (collective)."""
+        """Allocate memory shared by all these ranks, which are on one host (collective)."""
         number = self._num_segments[key] = self._num_segments.get(key, 0) + 1
         name = f"{key}/{number}"
         if ranks[0] == self._world.rank:
@@ -282,11 +283,11 @@ class Bootstrap:
             return self.control_tree.handoff.fetch(
                 ranks[0], self._near[ranks[0]], name, limit_s=limit_s, check_alive=self._check_alive
             )
-        except ConnectionError:  # the control tree will tell the same, in a moment
+        except ConnectionError:  # the control tree will report the same in a moment
             raise HorovodInternalError(self.lost(ranks[0])) from None
 
     def share_or_none(self, key: str, ranks: Sequence[int], num_bytes: int) -> Segment | None:
-        """Like `share`; None on all of them where there is too little memory."""
+        """Do the same as `share`; returns None on all ranks if there is too little memory."""
         try:
             segment = self.share(key, ranks, num_bytes)
         except MemoryError as error:
@@ -296,7 +297,7 @@ class Bootstrap:
         return segment if segment.num_bytes >= num_bytes else None
 
     def _streams(self, key: str, ranks: Sequence[int]) -> Streams:
-        """Connections between these ranks, one for each direction of each pair (collective)."""
+        """Open connections between these ranks, one per direction of each pair (collective)."""
         limit_s = self.config.init_timeout_s
         others = [(member, rank) for member, rank in enumerate(ranks) if rank != self._world.rank]
         outgoing: dict[int, Stream] = {}
@@ -317,14 +318,14 @@ class Bootstrap:
         return Streams(outgoing, incoming)
 
     def open_message_stream(self, rank: int) -> Stream:
-        """A stream for messages to a rank of another host."""
+        """Open a stream for messages to a rank of another host."""
         self.keys.fetch([rank])
         limit_s = self.config.init_timeout_s
         opened = self.control_tree.handoff.open_stream(rank, self._far(rank), _MESSAGES, limit_s=limit_s)
         return self._protected(opened, rank)
 
     def take_message_stream(self, rank: int) -> Stream | None:
-        """The stream that a rank of another host has opened for messages to this one, if it has."""
+        """Return the stream that a rank of another host has opened for messages to this one, if any."""
         self.keys.fetch([rank])
         try:
             return self._protected(self.control_tree.handoff.take_stream(_MESSAGES, rank, limit_s=0.0), rank)
@@ -332,12 +333,12 @@ class Bootstrap:
             return None
 
     def _protected(self, stream: Stream, rank: int) -> Stream:
-        """The stream to or from this rank, in clear where the user has it so. Both ends come to the same decision."""
+        """Return the stream to or from this rank, unencrypted if so configured. Both ends make the same decision."""
         wish = self.config.encrypt
         return stream if wish == "always" or (wish == "auto" and rank not in self._near) else Stream(stream.sock)
 
     def topology(self, label: str, device: str, ranks: Sequence[int], check_alive: Callable[[], None]) -> Topology:
-        """Return the topology of these ranks for a transport. `label` names their set for good."""
+        """Return the topology of these ranks for a transport. `label` names their set permanently."""
         prefix, limit_s = f"{self._epoch}/{label}/{device}", self.config.init_timeout_s
         return Topology(
             ranks=ranks,
@@ -353,7 +354,7 @@ class Bootstrap:
 
 
 def _lacks_native() -> str:
-    """Return the reason why this rank has no native part that knows all dtypes; empty if it has one."""
+    """Return why this rank has no native part that supports all dtypes; empty if it has one."""
     compiled = library()
     if compiled is None:
         return absence() or ""
@@ -361,14 +362,14 @@ def _lacks_native() -> str:
 
 
 def host_fingerprint() -> str:
-    """Equal for processes that may share a host; attaching to one another's memory then proves it."""
+    """Return a text that is equal for processes that may share a host; attaching to each other's memory proves it."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def _grouped(labels: Sequence[int]) -> list[list[int]]:
-    """Ranks with equal labels, each group in rank order, groups in order of their first rank."""
+    """Group ranks by equal labels, in rank order; groups are ordered by their first rank."""
     groups: dict[int, list[int]] = {}
     for rank, label in enumerate(labels):
         groups.setdefault(label, []).append(rank)

@@ -1,29 +1,29 @@
-"""The control tree: how the ranks of one world hear of one another, apart from tensors.
+"""The control tree: connects the ranks of one world for everything except tensors.
 
-Ranks stand in a tree (`Tree`): the ranks of a host below its first one, the host leader; host leaders below one
-another, at most `FANOUT` below each. So no rank talks to more than its host and `FANOUT + 1` others, however many there
-are. Every rank keeps an authenticated connection, a link, to its parent: over a local socket to the first rank of its
-host, over TCP between the first ranks of hosts. A process set has a tree of its members alone, so that no rank holds up
-a set that it is not in; its members have links along that tree besides, where these are others. Links carry
+Ranks form a tree (`Tree`): the ranks of a host are below its first rank, the host leader; host leaders are below one
+another, at most `FANOUT` per parent. So a rank communicates only with its host and `FANOUT + 1` others, for any world
+size. Every rank keeps an authenticated connection, a link, to its parent: a local socket to its host leader, TCP
+between host leaders. A process set has a tree of its members only, so that no other rank delays the set; its members
+have additional links along that tree where needed. Links carry
 
     up, round     announcements of members and agreed rounds (`hora.engine.negotiation.tree`)
     gather        the values of all ranks at or below the sender; `gathered`: those of all, from the root down
-    news          what concerns everybody: a rank shuts down (leaving), was lost, or the world is broken (fault)
-    ack           the receiver has this news and passes it on
-    bye           the sender has said goodbye: that its link ends is no loss
+    news          for all ranks: a rank shuts down (leaving), was lost, or the world is broken (fault)
+    ack           the receiver has this news and forwards it
+    bye           the sender has said goodbye: the end of its link is no loss
 
-News spreads along all links: a rank that has not had it notes it and passes it on to its other neighbours. So a dead
-rank, which all its neighbours miss, is known on every side of it. One that is stopped passes nothing on and
-acknowledges nothing: after _ACK_LIMIT_S the neighbour that sees this tells that rank's other neighbours itself, over
-connections of their own (`around` names the stopped ones). Invariants: each rank notes each (kind, rank) of news once;
-what a rank is told of another is believed only from that one's side of the tree.
+News spreads along all links: a rank that has not seen it records it and forwards it to its other neighbours. A dead
+rank is noticed by all its neighbours, so the news reaches every side of it. A stopped rank forwards and acknowledges
+nothing: after _ACK_LIMIT_S its neighbour sends the news to that rank's other neighbours itself, over separate
+connections (`around` lists the stopped ranks). Invariants: each rank records each (kind, rank) of news once; a rank
+accepts news about another rank only from that rank's side of the tree.
 
-Goodbyes are gathered like other values, so there are as many messages as ranks. That what was agreed before a goodbye
-is still executed by all does not rest on the order in which messages come: with it a rank tells how many rounds of each
-of its sets it has seen, and a rank that has seen fewer waits for those first (`Runtime`).
+Goodbyes are gathered like other values, so there are as many messages as ranks. Executing everything that was agreed
+before a goodbye does not depend on the order of messages: a goodbye carries the number of rounds seen in each set, and
+a rank that has seen fewer waits for those first (`Runtime`).
 
-Shared memory's descriptors and the streams that carry tensors are handed over beside the tree (`Handoff`). Each process
-has one `Server` for all of it, whose thread sleeps unless something happens.
+`Handoff` passes descriptors of shared memory and streams for tensors beside the tree. Each process has one `Server` for
+everything, whose thread sleeps unless something happens.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ __all__ = ["FANOUT", "ControlEvents", "ControlTree", "Handoff", "News", "Rounds"
 
 log = logging.getLogger("hora")
 
-FANOUT = 4  # hosts below a host: with more, rank 0 works longer for a round; with fewer, a round takes more hops
+FANOUT = 4  # child hosts per host: with more, rank 0 needs longer per round; with fewer, a round takes more hops
 _TICK_S = 1.0  # how often to look for stalls
 _SILENCE_LIMIT_S = 8
 _FETCH_SLICE_S = 0.5
-_ACK_LIMIT_S = 1.0  # a rank that has not acknowledged news within it is taken for stopped
+_ACK_LIMIT_S = 1.0  # a rank that does not acknowledge news in time counts as stopped
 _AROUND_LIMIT_S = 5.0
 _CLOSE_LIMIT_S = 3.0
-_GOODBYES = "goodbyes"  # what is gathered in the end
+_GOODBYES = "goodbyes"  # gathered at the end
 
 Rounds = Mapping[int, int]  # by process set (its serial number): how many rounds a rank has seen
 
@@ -68,7 +68,7 @@ Rounds = Mapping[int, int]  # by process set (its serial number): how many round
 class News:
     """A message for every rank: `rank` shuts down (leaving), was lost, or broke the world (fault).
 
-    `around`: stopped ranks that it went around. `rounds`: of a leaving rank, how many it has executed of each set.
+    `around`: stopped ranks that it bypassed. `rounds`: for a leaving rank, the number it has executed of each set.
     """
 
     kind: str
@@ -78,7 +78,7 @@ class News:
     rounds: Rounds = field(default_factory=dict)
 
     def message(self) -> tuple[Header, bytes]:
-        """The header and the payload that carry it."""
+        """Return the header and the payload."""
         header = {"t": "news", "kind": self.kind, "rank": self.rank, "text": self.text, "around": list(self.around)}
         return header, json.dumps(dict(self.rounds)).encode()
 
@@ -90,7 +90,7 @@ class News:
 
 
 class Tree:
-    """Of these hosts, in the order of their first ranks, each with its ranks in ascending order. The first is root.
+    """Tree of these hosts, ordered by their first ranks, each with its ranks in ascending order. The first is the root.
 
     Pure: every rank derives the same tree from the same hosts.
     """
@@ -109,33 +109,33 @@ class Tree:
         self._children[parent].append(rank)
 
     def parent(self, rank: int) -> int | None:
-        """The rank to which this one speaks; None for the root."""
+        """Return the parent of this rank; None for the root."""
         return self._parents.get(rank)
 
     def children(self, rank: int) -> list[int]:
         return self._children[rank]
 
     def neighbours(self, rank: int) -> list[int]:
-        """The ranks with which this one speaks."""
+        """Return the ranks with which this one communicates."""
         parent = self._parents.get(rank)
         return self._children[rank] if parent is None else [parent, *self._children[rank]]
 
     def above(self, rank: int) -> list[int]:
-        """Its parent, the parent of that, and so on to the root."""
+        """Return its ancestors, from its parent to the root."""
         path: list[int] = []
         while (parent := self._parents.get(path[-1] if path else rank)) is not None:
             path.append(parent)
         return path
 
     def below(self, rank: int) -> list[int]:
-        """This rank and all that speak through it, in ascending order."""
+        """Return this rank and its descendants, in ascending order."""
         found = [rank]
         for one in found:
             found.extend(self._children[one])
         return sorted(found)
 
     def behind(self, rank: int, neighbour: int) -> set[int]:
-        """The ranks of which `rank` hears through this neighbour, which is one of them."""
+        """Return the ranks that `rank` reaches through this neighbour, including the neighbour."""
         if neighbour == self._parents.get(rank):
             return self._children.keys() - set(self.below(rank))
         return set(self.below(neighbour))
@@ -143,11 +143,11 @@ class Tree:
 
 @dataclass(frozen=True, kw_only=True)
 class ControlEvents:
-    """Callbacks of the control tree into the runtime. All are called on the control tree's thread and must not block.
+    """Callbacks of the control tree to the runtime, called on the control tree's thread; they must not block.
 
-    `agreeing(serial, rank, header, payload)`: a neighbour in the tree of a process set says `up` or `round`.
-    `in_flight(serial)` answers with the keys of what this rank waits for in a set; `whereabouts(serial)` with them and
-    the line that its training thread is in.
+    `negotiating(serial, rank, header, payload)`: a neighbour in the tree of a process set sent `up` or `round`.
+    `in_flight(serial)` returns the keys that this rank waits for in a set; `whereabouts(serial)` returns them and the
+    line that its training thread is in.
     """
 
     lost: Callable[[int], None]
@@ -160,24 +160,24 @@ class ControlEvents:
 
 
 class Handoff:
-    """Hands shared memory's descriptors and streams for tensors to other ranks, over connections of their own.
+    """Passes descriptors of shared memory and streams for tensors to other ranks, over separate connections.
 
-    That a descriptor arrives proves that two ranks share a host. A stream begins with the same handshake as a link, and
+    Receiving a descriptor proves that two ranks share a host. A stream begins with the same handshake as a link, and
     then belongs to the caller: `connect(rank, where, limit_s)` opens it.
     """
 
     def __init__(self, server: Server, connect: Callable[[int, Where, float], Connection]) -> None:
         self._server, self._connect = server, connect
-        self._segments: dict[str, tuple[int, int]] = {}  # descriptor, readers still to come
+        self._segments: dict[str, tuple[int, int]] = {}  # descriptor, readers that have not fetched it yet
         self._waiting_for_segment: list[tuple[str, Peer]] = []
         self._fetching: dict[int, list[Connection]] = {}  # to ranks that offered segments, for the next one
         self._streams: dict[tuple[str, int], Stream] = {}  # opened to us, by key and rank, until taken
-        self._streams_known: set[tuple[str, int]] = set()  # those too that were taken
+        self._streams_known: set[tuple[str, int]] = set()  # including those already taken
         self._closed = False
         self._changed = threading.Condition()
 
     def offer(self, key: str, num_bytes: int, num_readers: int) -> Segment:
-        """Make a segment that `num_readers` other ranks of this host will fetch."""
+        """Create a segment that `num_readers` other ranks of this host will fetch."""
         segment = Segment.create(num_bytes)
         descriptor = segment.take_descriptor()
         if not num_readers:
@@ -189,9 +189,9 @@ class Handoff:
         return segment
 
     def fetch(self, rank: int, name: str, key: str, *, limit_s: float, check_alive: Callable[[], None]) -> Segment:
-        """Fetch the segment that this rank, listening at `name`, offers. OSError when it is not on this host.
+        """Fetch the segment that this rank, listening at `name`, offers. Raises OSError if it is not on this host.
 
-        `check_alive` raises when waiting has become pointless: some rank, not only that one, may have ended the world.
+        `check_alive` raises if waiting has become pointless: any rank may have ended the world.
         """
         deadline = time.monotonic() + limit_s
         with self._changed:
@@ -217,17 +217,14 @@ class Handoff:
         return Segment.attach(descriptor)
 
     def open_stream(self, rank: int, where: Where, key: str, *, limit_s: float) -> Stream:
-        """A connection to this rank, listening at `where`, for bytes in this direction only, of which the control tree
-        knows nothing.
+        """Open a one-way connection to this rank, listening at `where`; the control tree does not use it further.
 
-        The other rank finds it by `take_stream`, under the same key.
+        The other rank gets it with `take_stream`, under the same key.
         """
         connection = self._connect(rank, where, limit_s)
         try:
             connection.send({"want": "stream", "key": key})
-            connection.receive(
-                limit_s=limit_s
-            )  # the other's control tree has let go of it: what follows is not read there
+            connection.receive(limit_s=limit_s)  # the other control tree has released it: it does not read what follows
         except EOFError:
             connection.close()
             raise ConnectionError(f"rank {rank} at {where} did not take a stream for {key!r}") from None
@@ -237,7 +234,7 @@ class Handoff:
         return Stream(connection.sock, connection.sealer.records())
 
     def take_stream(self, key: str, rank: int, *, limit_s: float) -> Stream:
-        """The stream that this rank opened to us."""
+        """Return the stream that this rank opened to us."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._closed or (key, rank) in self._streams, limit_s):
                 raise TimeoutError(f"waited {limit_s:g} s for a stream of rank {rank} for {key!r}")
@@ -246,7 +243,7 @@ class Handoff:
             return self._streams.pop((key, rank))
 
     def close(self) -> None:
-        """Close what was not taken."""
+        """Close everything that was not taken."""
         with self._changed:
             self._closed = True
             segments, self._segments = self._segments, {}
@@ -263,12 +260,12 @@ class Handoff:
     # In the server's thread.
 
     def segment_wanted(self, peer: Peer, key: str) -> None:
-        """A rank wants this segment, which may not have been offered yet."""
+        """Handle a request for this segment, which may not have been offered yet."""
         self._waiting_for_segment.append((key, peer))
         self._serve_segments()
 
     def keep_stream(self, peer: Peer, name: tuple[str, int]) -> None:
-        """A rank has opened a stream."""
+        """Handle a stream that a rank has opened."""
         peer.send({"t": "stream"})
         if name in self._streams_known or not peer.drained:  # no rank opens one twice
             peer.close()
@@ -321,15 +318,15 @@ class ControlTree:
         self._tree: Tree | None = None
         self._where: Callable[[int], Where] | None = None
         self._parent: int | None = None
-        self._num_children = -1  # in the world's tree; not known yet
+        self._num_children = -1  # in the world's tree; -1: not known yet
         self._links: dict[int, Peer] = {}
-        self._opened: set[int] = set()  # those of the links that were opened from here
+        self._opened: set[int] = set()  # links that this rank opened
         self._unsent: dict[int, list[tuple[Header, bytes]]] = {}  # to ranks that are about to open their link
         self._gatherings: dict[str, _Gathering] = {}
-        self._noted: set[tuple[str, int]] = set()  # news
-        self._unacknowledged: set[tuple[str, int, int]] = set()  # news, and who has to acknowledge it
-        self._dead: set[int] = set()  # of whom no acknowledgement will come, nor a goodbye
-        self._num_telling = 0  # threads that go around a stopped rank
+        self._noted: set[tuple[str, int]] = set()  # news already seen
+        self._unacknowledged: set[tuple[str, int, int]] = set()  # news, and the rank that must acknowledge it
+        self._dead: set[int] = set()  # ranks that will neither acknowledge nor say goodbye
+        self._num_telling = 0  # threads that bypass a stopped rank
         self._ending = False  # a rank has begun to shut down
         self._has_left = False
         self._changed = threading.Condition()
@@ -338,10 +335,10 @@ class ControlTree:
         self._server.listen(self.name)
         self.handoff = Handoff(self._server, self._connect)
 
-    # Setting up, called by the runtime in this order: start, offer and fetch, listen_tcp, join, gather, know.
+    # Setup, called by the runtime in this order: start, offer and fetch, listen_tcp, join, gather, know.
 
     def start(self, keys: RankKeys) -> None:
-        """Begin to answer. `keys` are this rank's, in this world: a peer proves which rank it is."""
+        """Start serving. `keys` are this rank's in this world: a peer proves which rank it is."""
         self._keys = keys
         self._server.start(keys.of)
         self._server.call(self._plan_tick)
@@ -351,14 +348,14 @@ class ControlTree:
         return self._server.listen((address, 0))
 
     def join(self, parent: tuple[int, Where] | None, num_children: int, *, limit_s: float) -> None:
-        """Take the place in the world's tree: below this rank, and above so many."""
+        """Take the place in the world's tree: below this rank, with this many children."""
         if parent is not None:
             self._parent = parent[0]
             self.link(*parent, limit_s=limit_s)
         self._server.call(lambda: self._expect(num_children))
 
     def gather(self, what: str, value: bytes, *, limit_s: float) -> list[bytes]:
-        """Every rank's value, in rank order (collective)."""
+        """Return every rank's value, in rank order (collective)."""
         self._server.call(lambda: self._collect(what, [(self.rank, value)]))
         with self._changed:
             gathering = self._gatherings.setdefault(what, _Gathering())
@@ -369,16 +366,14 @@ class ControlTree:
         if self._hopeless:
             raise HorovodInternalError(self._hopeless)
         missing = sorted(set(range(self.size)) - heard) if self._parent is None else [self._parent]
-        raise HorovodInternalError(f"waited {limit_s:g} s for rank(s) {missing} to tell their {what}")
+        raise HorovodInternalError(f"waited {limit_s:g} s for rank(s) {missing} to send their {what}")
 
     def know(self, tree: Tree, where: Callable[[int], Where]) -> None:
-        """The tree of all ranks, and where each rank's control tree listens: for news that has to go around a stopped
-        rank.
-        """
+        """Set the tree of all ranks and their addresses, for news that must bypass a stopped rank."""
         self._tree, self._where = tree, where
 
     def link(self, rank: int, where: Where, *, limit_s: float) -> None:
-        """Have a link to this rank."""
+        """Open a link to this rank unless there is one."""
         if rank in self._links:
             return
         connection = self._connect(rank, where, limit_s)
@@ -395,7 +390,7 @@ class ControlTree:
         return connect(where, self._keys.towards(rank), timeout_s=limit_s, silence_limit_s=_SILENCE_LIMIT_S)
 
     def stop_waiting(self, why: str) -> None:
-        """Some rank will never come."""
+        """Stop all waits: some rank will never arrive."""
         with self._changed:
             self._hopeless = self._hopeless or why
             self._changed.notify_all()
@@ -403,7 +398,7 @@ class ControlTree:
     # Messages.
 
     def send(self, rank: int, header: Header, payload: bytes = b"") -> None:
-        """Send over the link to this rank, or when it has opened one."""
+        """Send over the link to this rank, or once it has opened one."""
         link = self._links.get(rank)
         if link is None:
             with self._changed:
@@ -414,13 +409,13 @@ class ControlTree:
         link.send(header, payload)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run it on the control tree's thread, after the messages that have come already."""
+        """Run a function on the control tree's thread, after the messages that have already arrived."""
         self._server.call(function)
 
     def leave(self, why: str, rounds: Rounds) -> None:
-        """Say goodbye: this rank shuts down, having seen so many rounds of its sets.
+        """Say goodbye: this rank shuts down after having seen these rounds of its sets.
 
-        The first one to do so ends the world.
+        The first goodbye ends the world.
         """
         self._goodbye(self.rank)
         self._noted.add(("leaving", self.rank))
@@ -432,19 +427,23 @@ class ControlTree:
         self._server.call(self._count_goodbye)
 
     def expect_nothing_of(self, rank: int) -> None:
-        """This rank is dead. The launcher knows that before its connections end, and tells everybody."""
+        """Stop expecting messages of a dead rank.
+
+        The launcher notices a death before connections end, and tells all ranks.
+        """
         with self._changed:
             self._dead.add(rank)
             self._changed.notify_all()
 
     def report_fault(self, rank: int, text: str) -> None:
-        """Tell every rank that the world is broken, and through which rank."""
+        """Report to every rank that the world is broken, and by which rank."""
         self._noted.add(("fault", rank))
         self._spread(News("fault", rank, text))
 
     def wait_for_goodbyes(self, limit_s: float) -> bool:
-        """Give the others a moment to finish what was agreed; whether all have said goodbye by then. Who has not joined
-        the tree has nobody to wait for, and nothing can be finished without one that is dead.
+        """Give the others a moment to finish agreed work; returns whether all have said goodbye by then.
+
+        Returns at once before this rank has joined the tree, and if a rank is dead, without which nothing can finish.
         """
         with self._changed:
             gathering = self._gatherings.setdefault(_GOODBYES, _Gathering())
@@ -454,9 +453,9 @@ class ControlTree:
             return gathering.result is not None or self._num_children < 0
 
     def ask_in_flight(self, rank: int, serial: int, *, limit_s: float) -> set[Key]:
-        """The keys of what this rank waits for in a set, by a connection of its own.
+        """Return the keys that this rank waits for in a set, over a separate connection.
 
-        OSError, EOFError: it does not answer.
+        Raises OSError or EOFError if it does not answer.
         """
         assert self._where is not None
         with self._connect(rank, self._where(rank), limit_s) as connection:
@@ -464,7 +463,10 @@ class ControlTree:
             return {(operation, name) for operation, name in json.loads(connection.receive(limit_s=limit_s)[1])}
 
     def ask_whereabouts(self, rank: int, serial: int, *, limit_s: float) -> dict[str, Any]:
-        """Ask a rank what it waits for in a set, and which line it is in. OSError, EOFError: it does not answer."""
+        """Ask a rank what it waits for in a set and which line it is in.
+
+        Raises OSError or EOFError without an answer.
+        """
         assert self._where is not None
         with self._connect(rank, self._where(rank), limit_s) as connection:
             connection.send({"want": "whereabouts", "set": serial})
@@ -472,7 +474,7 @@ class ControlTree:
             return found
 
     def close(self) -> None:
-        """Stop the thread and close every socket and descriptor, after news has gone around stopped ranks."""
+        """Stop the thread and close all sockets and descriptors, after news has bypassed stopped ranks."""
         with self._changed:
             self._changed.wait_for(self._has_told_all, _CLOSE_LIMIT_S)
         self._server.close()
@@ -481,11 +483,11 @@ class ControlTree:
     # In the server's thread.
 
     def message(self, peer: Peer, header: Header, payload: bytes) -> None:
-        """A rank said something. What goes wrong here is a mistake of ours, not a reason to show that rank out."""
+        """Handle a message of a rank. An error here is a bug of ours, no reason to disconnect that rank."""
         try:
             self._on_message(peer, header, payload)
         except (ValueError, KeyError, TypeError) as error:
-            raise RuntimeError(f"a message of {peer.name} could not be dealt with: {error!r}") from error
+            raise RuntimeError(f"a message of {peer.name} could not be handled: {error!r}") from error
 
     def closed(self, peer: Peer) -> None:
         rank = peer.number
@@ -546,10 +548,10 @@ class ControlTree:
     def _accept_link(self, peer: Peer) -> None:
         rank = peer.speaker
         with self._changed:
-            # Two ranks may open a link to one another at the same time: each sends over the one that it has.
+            # Two ranks may open a link to each other at the same time: each sends over its own.
             taken = rank in self._links and rank not in self._opened
             if not 0 <= rank < self.size or rank == self.rank or taken:
-                log.warning("closed a link from %s, which wanted to be rank %d: that place is taken", peer.where, rank)
+                log.warning("closed a link from %s, which claimed to be rank %d: that rank is taken", peer.where, rank)
                 peer.close()
                 return
             peer.number, peer.name = rank, f"rank {rank}"
@@ -569,7 +571,7 @@ class ControlTree:
             self._pass_on(what)
 
     def _collect(self, what: str, parts: Sequence[tuple[int, bytes]]) -> None:
-        """This rank, or a child, has contributed."""
+        """Add the contribution of this rank or a child."""
         with self._changed:
             gathering = self._gatherings.setdefault(what, _Gathering())
             gathering.parts.extend(parts)
@@ -596,7 +598,7 @@ class ControlTree:
             self._changed.notify_all()
 
     def _down(self, header: Header, payload: bytes = b"") -> None:
-        """To the children in the world's tree. Links of sets are made after all have gathered for the first time."""
+        """Send to the children in the world's tree. Links of sets are opened after the first gathering of all ranks."""
         children = self._links.keys() - {self._parent} if self._tree is None else self._tree.children(self.rank)
         for child in list(children):
             self.send(child, header, payload)
@@ -604,7 +606,7 @@ class ControlTree:
     # News.
 
     def _spread(self, news: News, *, skip: int = -1) -> None:
-        """Tell the neighbours, but not the one that told this rank."""
+        """Send news to the neighbours, except the one it came from."""
         for rank, link in list(self._links.items()):
             if rank != skip and rank not in news.around and rank not in self.goodbyes:
                 link.send(*news.message())
@@ -627,11 +629,11 @@ class ControlTree:
         self._server.call(plan)
 
     def _go_around(self, stopped: int, news: News) -> None:
-        """Tell the others with whom a stopped rank speaks."""
+        """Send news to the other neighbours of a stopped rank."""
         assert self._tree is not None
         others = [rank for rank in self._tree.neighbours(stopped) if rank not in (self.rank, *self.goodbyes)]
         header, payload = replace(news, around=(*news.around, stopped)).message()
-        log.info("rank %d takes no news: telling the ranks %s beyond it", stopped, others)
+        log.info("rank %d does not acknowledge news: sending it to the ranks %s beyond it", stopped, others)
 
         def tell() -> None:
             assert self._where is not None
@@ -676,8 +678,10 @@ class ControlTree:
             self._events.lost(rank)
 
     def _believes(self, peer: Peer, news: News) -> bool:
-        """Return whether a connection may say this: a rank speaks for those behind it, one that goes around a stopped
-        rank for those behind that. Any rank may report a fault.
+        """Return whether a connection may send this news.
+
+        A rank speaks for the ranks behind it; one that bypasses a stopped rank speaks for those behind that. Any rank
+        may report a fault.
         """
         kind, rank = news.kind, news.rank
         if kind not in ("leaving", "lost"):

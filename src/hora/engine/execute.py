@@ -1,7 +1,7 @@
-"""Executing one agreed batch: from requests and signatures to a transport's flat tensors and back.
+"""Execution of one agreed batch: from requests and signatures to a transport's flat tensors and back.
 
-Called by a queue with the requests of this rank; a request is missing when this rank has joined and only contributes
-values that change nothing. Errors are the queue's business.
+A queue calls it with this rank's requests. A request is missing if this rank has joined and only contributes neutral
+values. The queue handles errors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Requests = Mapping[Key, Request]
 
 
 def execute(batch: Batch, requests: Requests, transport: Transport, member: int, ranks: Sequence[int]) -> None:
-    """Execute a batch of a collective on tensors; results are left in the requests."""
+    """Execute a batch of a collective on tensors; results are stored in the requests."""
     _check_sizes(batch, requests)
     if batch.kind is Kind.ALLREDUCE:
         _allreduce(batch, requests, transport)
@@ -39,13 +39,16 @@ def execute(batch: Batch, requests: Requests, transport: Transport, member: int,
     elif batch.kind is Kind.REDUCESCATTER:
         _reducescatter(batch, requests, transport, member, len(ranks))
     else:
-        # A barrier that all members have agreed on has been reached by all of them: there is nothing left to do.
+        # All members have reached a barrier that all have agreed on: nothing is left to do.
         assert batch.kind is Kind.BARRIER, batch.kind
 
 
 def _check_sizes(batch: Batch, requests: Requests) -> None:
-    """RuntimeError for a tensor that is not as large as all members have agreed on, because it was resized."""
-    gives_outputs = batch.kind in (Kind.ALLREDUCE, Kind.BROADCAST)  # others' outputs are made here, in other shapes
+    """Raise RuntimeError for a tensor that was resized after all members agreed on its size."""
+    gives_outputs = batch.kind in (
+        Kind.ALLREDUCE,
+        Kind.BROADCAST,
+    )  # outputs of other kinds are allocated here, in other shapes
     for part in batch.parts:
         request = requests.get(part.key)
         if request is None or not request.tensors:
@@ -66,7 +69,7 @@ def _check_sizes(batch: Batch, requests: Requests) -> None:
 def execute_on_device(
     batch: Batch, requests: Requests, transport: Transport, member: int, ranks: Sequence[int], home: torch.device | None
 ) -> None:
-    """The same on a GPU, on a stream of our own, after the work that the requests were submitted behind.
+    """Execute the batch on a GPU, on a separate stream, after the work that the requests were submitted behind.
 
     `home`: the GPU of a rank that has joined.
     """
@@ -77,7 +80,7 @@ def execute_on_device(
             if request.device_event is not None:
                 stream.wait_event(request.device_event)
             for tensor in (*request.tensors, *(request.outputs or ())):
-                tensor.record_stream(stream)  # it may be freed while the GPU still has it to read
+                tensor.record_stream(stream)  # it may be freed while the GPU still reads it
         execute(batch, requests, transport, member, ranks)
         finished = torch.cuda.Event()
         finished.record(stream)
@@ -86,7 +89,7 @@ def execute_on_device(
 
 
 def deliver(request: Request) -> None:
-    """Make the results of a request that was executed on a GPU good for the caller's stream."""
+    """Make the results of a request that ran on a GPU available to the caller's stream."""
     stream = torch.cuda.current_stream(request.tensors[0].device)
     if request.device_event is not None:
         stream.wait_event(request.device_event)
@@ -98,35 +101,35 @@ def deliver(request: Request) -> None:
 
 
 def write_back(requests: Sequence[Request]) -> None:
-    """Bring the results of requests on the CPU to where the caller wanted them.
+    """Copy the results of CPU requests to the caller's tensors.
 
-    What cannot be done is that request's error.
+    A failure becomes that request's error.
     """
     for request in requests:
         try:
             for target, result in request.copy_back:
                 with torch.inference_mode(target.is_inference()):
                     target.detach().copy_(result)
-        except RuntimeError as problem:  # must not keep the request from being done
+        except RuntimeError as problem:  # the request must still complete
             request.error = HorovodInternalError(f"the result could not be written back: {problem}")
         for tensor in request.results or ():
             if not tensor.is_inference():
-                increment_version(tensor)  # bytes were moved behind autograd's back; one by one for torch before 2.4
+                increment_version(tensor)  # bytes were written without autograd; one by one for torch before 2.4
 
 
 @cache
 def _side_stream(device: torch.device | None, ranks: tuple[int, ...]) -> torch.cuda.Stream:
-    """One for each process set: two sets do things in different orders on different ranks."""
+    """Return a stream per process set: two sets run in different orders on different ranks."""
     return torch.cuda.Stream(device)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in one dimension, as transports want it."""
+    """Return the same memory in one dimension, as transports need it."""
     if tensor.dtype is torch.bool:
         tensor = tensor.view(torch.uint8)
     if tensor.dim() == 1 and tensor.stride(0) == 1:
         return tensor
-    return tensor.as_strided((tensor.numel(),), (1,))  # also for one element, whose stride may be anything
+    return tensor.as_strided((tensor.numel(),), (1,))  # also for one element, whose stride is arbitrary
 
 
 def _allreduce(batch: Batch, requests: Requests, transport: Transport) -> None:
@@ -148,7 +151,7 @@ def _allreduce(batch: Batch, requests: Requests, transport: Transport) -> None:
         outputs.append(inputs[-1] if out is source else flat(out))
     scaled = reduce.prescale != 1.0 and reduce.op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
     if scaled and len(requests) < len({part.key for part in batch.parts}):
-        # A placeholder that is not 0 must stay what it is: what this rank really contributes is scaled here instead.
+        # A placeholder other than 0 must not be scaled: scale this rank's real contribution here instead.
         inputs = [
             _prescaled(tensor, reduce) if part.key in requests else tensor
             for part, tensor in zip(batch.parts, inputs, strict=True)
@@ -164,7 +167,7 @@ def _allreduce(batch: Batch, requests: Requests, transport: Transport) -> None:
 
 
 def _residual(part: Part, request: Request | None) -> torch.Tensor:
-    """Return the rounding error kept for a tensor. A rank that has joined carries others' numbers, but keeps none."""
+    """Return the residual kept for a tensor. A joined rank carries others' numbers, but keeps no residual."""
     if request is not None:
         return request.residuals[part.index]
     announced = next(item for item in part.signatures if item is not None)
@@ -178,7 +181,7 @@ def _prescaled(tensor: torch.Tensor, reduce: Reduce) -> torch.Tensor:
 
 
 def _placeholder(part: Part, signature: Signature) -> torch.Tensor:
-    """Return a joined rank's contribution: the value that leaves the others' result as it is."""
+    """Return a joined rank's contribution: the value that leaves the others' result unchanged."""
     announced = next(item for item in part.signatures if item is not None)
     dtype = DTYPES[announced.dtypes[part.index]]
     count = prod(announced.shapes[part.index])
@@ -238,7 +241,7 @@ def _reducescatter(batch: Batch, requests: Requests, transport: Transport, membe
 
 
 def _output(request: Request, index: int, shape: Sequence[int]) -> torch.Tensor:
-    """Return the caller's output, where it gave one of this size, or a new one."""
+    """Return the caller's output if it has this size, else a new one."""
     source = request.tensors[index]
     if request.results is not None and request.outputs is not None:
         given = request.outputs[index]

@@ -1,8 +1,8 @@
-"""The plan: agreed announcements in, ordered fused batches and errors out. Pure: no clock, process, socket or tensor.
+"""The planner: turns agreed announcements into ordered fused batches and errors. Pure: no clock, socket or tensor.
 
 Every member of a process set feeds the same announcements, divided into the same rounds, to its own `BatchPlanner`, and
-so derives the same batches. Inside a round the order of feeding between members does not matter: ready requests are
-ordered by their place in the announcements of the lowest member that made them. Property tests hold this.
+so derives the same batches. Inside a round the order between members does not matter: ready requests are ordered by
+their position in the announcements of the lowest member that made them. Property tests verify this.
 
 States of a request key:  absent --feed--> pending --last member feeds, or the missing ones have joined--> ready
                           ready --close_round--> absent, as part of a batch (to execute, or with an error)
@@ -44,7 +44,7 @@ class PendingRequest:
         return [member for member, signature in enumerate(self.signatures) if signature is None]
 
 
-# A request that all members have announced that have not joined, the signature of each, and the one that all have.
+# A request that all members that have not joined have announced, each one's signature, and the common one.
 Agreed = tuple[Key, Sequence[Signature | None], Signature | None]
 
 
@@ -58,7 +58,7 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class Batch:
-    """Parts to be executed together, all of one kind, or an error to be given to their requests."""
+    """Parts to be executed together, all of one kind, or an error for their requests."""
 
     kind: Kind
     signature: Signature
@@ -69,7 +69,7 @@ class Batch:
 
     @property
     def devices(self) -> str:
-        """The devices of the members' tensors, if not all on the same: each such choice has a transport of its own."""
+        """The devices of the members' tensors, if they differ: each such combination has its own transport."""
         labels = _devices(self.parts[0].signatures) if self.signature.device != "cpu" else ("cpu",)
         return labels[0] if len(set(labels)) == 1 else ",".join(labels)
 
@@ -95,7 +95,7 @@ class BatchPlanner:
 
     @property
     def has_ready(self) -> bool:
-        """Return whether closing the round now would give a batch."""
+        """Return whether closing the round now would yield a batch."""
         return bool(self._ready or self._agreed) or len(self._joined) == self._num_members
 
     @property
@@ -103,11 +103,11 @@ class BatchPlanner:
         return frozenset(self._joined)
 
     def pending(self) -> list[PendingRequest]:
-        """Return the requests that some members still have to announce."""
+        """Return the requests that some members have not announced yet."""
         return [entry for entry in self._pending.values() if not entry.ready]
 
     def feed(self, member: int, signature: Signature, instance: int) -> None:
-        """Member `member` has announced a request. Announcements of one member are fed in its own order."""
+        """Feed an announcement of a member. Announcements of one member are fed in its own order."""
         self._positions[member] += 1
         if signature.kind == Kind.JOIN:
             self._join(member)
@@ -132,8 +132,10 @@ class BatchPlanner:
         self._mark_if_ready(entry)
 
     def feed_all(self, signature: Signature, instance: int) -> None:
-        """All members have announced the same request, and none has joined. Gives what `feed` for each of them would,
-        and is several times faster; most requests are like this."""
+        """Feed a request that all members have announced alike, while none has joined.
+
+        It has the effect of `feed` for each member and is several times faster; most requests are like this.
+        """
         assert not self._joined, (signature, self._joined)
         key = signature.key(instance)
         if signature.name is None:
@@ -150,7 +152,7 @@ class BatchPlanner:
         return not self._pending and not self._joined and self.on_arrival is None
 
     def close_round(self) -> list[Batch]:
-        """The batches that the announcements fed so far allow, in the order in which every member executes them."""
+        """Return the batches that the announcements so far allow, in the order in which every member executes them."""
         ready, self._ready = self._ready, []
         if len(ready) > 1:
             ready.sort(key=lambda entry: entry.order)
@@ -166,9 +168,9 @@ class BatchPlanner:
         return batches
 
     def note_number(self, operation: str, instance: int) -> None:
-        """A request without a name and with this running number was announced, or agreed on without a round."""
+        """Record the running number of an unnamed request that was announced, or agreed on without a round."""
         ahead = (instance - self.unnamed.get(operation, 0)) % NUM_INSTANCES
-        if ahead < NUM_INSTANCES // 2:  # else it is an earlier one, of a member that is behind
+        if ahead < NUM_INSTANCES // 2:  # otherwise it is an earlier one, of a member that is behind
             self.unnamed[operation] = (instance + 1) % NUM_INSTANCES
 
     def _join(self, member: int) -> None:
@@ -188,7 +190,7 @@ class BatchPlanner:
         if entry.num_announced == self._num_members or (
             self._joined
             and all(member in self._joined for member in entry.missing())
-            and entry.any_signature().kind != Kind.RETIRE  # which also those that have joined announce
+            and entry.any_signature().kind != Kind.RETIRE  # joined members announce it too
         ):
             entry.ready = True
             self._ready.append(entry)
@@ -231,7 +233,7 @@ class BatchPlanner:
             batch.num_bytes += num_bytes
 
     def _fusion_of(self, signature: Signature) -> Sequence[tuple[object, int]]:
-        """For each tensor: what another one must share to be fused with it, and its size."""
+        """Return for each tensor what another one must share to be fused with it, and its size."""
         known = self._fusion.get(id(signature))
         if known is None:
             if len(self._fusion) >= _KEPT_SIGNATURES:
@@ -240,7 +242,7 @@ class BatchPlanner:
             shared = (s.kind, s.op, s.prescale, s.postscale, s.root, s.device_type, s.code)
             tensors = zip(s.dtypes, s.shapes, strict=True)
             sizes = [((shared, dtype), ITEM_BYTES[dtype] * prod(shape)) for dtype, shape in tensors]
-            known = self._fusion[id(signature)] = (signature, sizes)  # the signature itself keeps its id from reuse
+            known = self._fusion[id(signature)] = (signature, sizes)  # keeps the id from being reused
         return known[1]
 
     def _error(
@@ -268,7 +270,7 @@ class BatchPlanner:
 
 
 def _devices(signatures: Sequence[Signature | None]) -> tuple[str, ...]:
-    """The members' devices on a GPU; one that has joined takes part on its first."""
+    """Return the members' devices on a GPU; a joined member takes part on its first."""
     return tuple(["cuda" if signature is None else signature.device for signature in signatures])
 
 
@@ -280,7 +282,7 @@ def _names(key: Key, signature: Signature) -> str:
 def _disagreement(a: Signature, b: Signature) -> tuple[str, str, str] | None:
     """Return the first difference between two members' signatures, with both values, or None."""
     kind, memory = KINDS[a.kind].name, {True: "shared memory", False: "a tensor of its own"}
-    gathers = a.kind in (Kind.ALLGATHER, Kind.ALLTOALL)  # of which each member has its own number of rows
+    gathers = a.kind in (Kind.ALLGATHER, Kind.ALLTOALL)  # each member has its own number of rows
     shapes = [(left, right) for left, right in zip(a.shapes, b.shapes, strict=False) if left != right]
     if gathers:
         shapes = [pair for pair in shapes if len(pair[0]) != len(pair[1]) or pair[0][1:] != pair[1][1:]]

@@ -1,4 +1,4 @@
-"""The one runtime of this process: started by `init`, found by `current_runtime`, ended by `shutdown` or at exit."""
+"""The runtime of this process: created by `init`, returned by `current_runtime`, ended by `shutdown` or at exit."""
 
 from __future__ import annotations
 
@@ -49,13 +49,16 @@ _num_starts: dict[int, int] = {}  # per generation of the world: ranks meet unde
 _registered_exit = False
 _last_place: World | None = None
 _reporters: dict[ControlClient, Reporter] = {}
-_watched: list[ControlClient] = []  # connections over which we hear of lost ranks
-# A newcomer waits for the others' next commit. How long is the launcher's decision.
+_watched: list[ControlClient] = []  # connections that report lost ranks
+# A newcomer waits for the others' next commit; the launcher decides how long.
 _LAUNCHER_DECIDES_S = 7 * 24 * 3600.0
 
 
 def init(process_sets: Sequence[Sequence[int]] = (), *, dynamic: bool = False, world: World | None = None) -> None:
-    """Start the runtime, with these process sets, unless it runs. `dynamic`: they may be added and removed later."""
+    """Start the runtime with these process sets unless it is running.
+
+    `dynamic`: sets may be added and removed later.
+    """
     global _runtime, _registered_exit
     with _lock:
         if _runtime is not None:
@@ -66,8 +69,8 @@ def init(process_sets: Sequence[Sequence[int]] = (), *, dynamic: bool = False, w
             config = replace(config, dynamic_process_sets=True)
         elastic = has_elastic_launcher(place)
         if elastic and place.generation < 0:
-            # A newcomer prepares its training in a world of its own while the others train on, and `restart` takes it
-            # to them. Process sets can be had among them alone.
+            # A newcomer prepares its training in a world of its own while the others train, and `restart` takes it to
+            # them. Process sets are possible only among them.
             alone = replace(place, rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1)
             place = _next_place(place, config) if process_sets or _last_place is not None else alone
         while _runtime is None:
@@ -76,7 +79,7 @@ def init(process_sets: Sequence[Sequence[int]] = (), *, dynamic: bool = False, w
             except HorovodInternalError as error:
                 if not elastic:
                     raise
-                # A rank has died while the ranks met: the launcher announces yet another generation.
+                # A rank died while the ranks met: the launcher announces another generation.
                 log.warning("the ranks of generation %d did not meet: %s", place.generation, error)
                 place = _next_place(place, config)
         if not _registered_exit:
@@ -85,7 +88,7 @@ def init(process_sets: Sequence[Sequence[int]] = (), *, dynamic: bool = False, w
 
 
 def shutdown(*, behind: bool = False) -> None:
-    """Stop the runtime on all ranks; harmless when none runs. `behind`: see `Runtime.shutdown`."""
+    """Stop the runtime on all ranks; a no-op if none is running. `behind`: see `Runtime.shutdown`."""
     global _runtime, _stopping
     with _lock:
         runtime, _runtime = _runtime, None
@@ -97,7 +100,7 @@ def shutdown(*, behind: bool = False) -> None:
 
 
 def restart() -> None:
-    """Leave the world and enter the next generation of it; without an elastic launcher, the same world again."""
+    """Leave the world and join its next generation; without an elastic launcher, the same world again."""
     place = _place()
     shutdown(behind=True)
     if has_elastic_launcher(place):
@@ -106,19 +109,19 @@ def restart() -> None:
 
 
 def has_elastic_launcher(place: World | None = None) -> bool:
-    """Return whether a launcher makes new worlds for this process when one breaks."""
+    """Return whether a launcher creates a new world for this process when one breaks."""
     place = place or _place()
     return place.elastic and place.rendezvous.kind == "hora"
 
 
 def is_newcomer(place: World | None = None) -> bool:
-    """Return whether this process has no place among the ranks of its job yet: `restart` waits for one."""
+    """Return whether this process has no rank in its job yet: `restart` waits for one."""
     place = place or _place()
     return place.elastic and place.generation < 0
 
 
 def _as_told(world: World) -> World:
-    """Return what to tell of this world: a newcomer's own is that of its device and of the rank that it will have."""
+    """Return the world to report: for a newcomer, the one with its device and its future rank."""
     return World.from_env() if is_newcomer(world) else world
 
 
@@ -157,17 +160,17 @@ def _start(place: World, config: EngineConfig, process_sets: Sequence[Sequence[i
 
 
 def _refuse_vulnerable_torch() -> None:
-    """ValueError under HORA_STRICT=1 for a torch whose `torch.load` can be made to run code."""
+    """Raise ValueError under HORA_STRICT=1 if this torch's `torch.load` can be made to run code."""
     known = advisories(torch.__version__)
     if known and strict():
         raise ValueError(
             f"refused because of HORA_STRICT=1: torch {torch.__version__} has known vulnerabilities "
-            f"({', '.join(known)}), by which a file that you give to torch.load can run code; install a newer one"
+            f"({', '.join(known)}), by which a file passed to torch.load can run code; install a newer one"
         )
 
 
 def _start_reporting(place: World, config: EngineConfig) -> None:
-    """Answer the launcher's questions and, if it wants that (`HORA_TELEMETRY_S`), send it this rank's telemetry.
+    """Answer the launcher's questions and, if it requests it (`HORA_TELEMETRY_S`), send this rank's telemetry.
 
     One reporter per connection: it outlives the generations of an elastic world.
     """
@@ -179,7 +182,7 @@ def _start_reporting(place: World, config: EngineConfig) -> None:
     if client is None or client in _reporters:
         return
 
-    # Where no launcher has numbered the processes (Ray's actors), their ranks are their numbers.
+    # If no launcher has numbered the processes (Ray's actors), their ranks are their numbers.
     worker = place.worker if place.worker >= 0 else place.rank
 
     def send(kind: str, data: bytes) -> None:
@@ -193,7 +196,7 @@ def _start_reporting(place: World, config: EngineConfig) -> None:
     _reporters[client] = reporter
     meter.on_stall = late
     client.on_notice(lambda notice: reporter.answer(notice) if notice["notice"] == "question" else None)
-    send("here", b"")  # from now on the launcher knows whom to ask
+    send("here", b"")  # the launcher may send questions from now on
     if config.telemetry_s:
         meter_data_loaders()
         reporter.start(config.telemetry_s)
@@ -201,7 +204,7 @@ def _start_reporting(place: World, config: EngineConfig) -> None:
 
 
 def _next_place(place: World, config: EngineConfig) -> World:
-    """This worker's place in the next generation. A worker for which there is none ends here."""
+    """Return this worker's world in the next generation. Exits if it has no place there."""
     open_rendezvous(place, limit_s=config.init_timeout_s)
     client = control_client(place)
     assert client is not None
@@ -214,14 +217,14 @@ def _next_place(place: World, config: EngineConfig) -> World:
 
 
 def _on_notice(notice: dict[str, Any]) -> None:
-    """A rank's process has died, or its host is out of reach: the ranks' own connections may take longer to tell."""
+    """Handle a lost rank: the ranks' own connections may take longer to notice it."""
     for runtime in (_runtime, _starting, _stopping):
         if notice["notice"] == "lost" and runtime is not None and runtime.world.generation == notice.get("generation"):
             runtime.lost(int(notice["rank"]), str(notice["how"]))
 
 
 def control_connection() -> ControlClient | None:
-    """The connection to the launcher, when a Hora launcher runs this process and the runtime has met it."""
+    """Return the connection to the launcher, if a Hora launcher runs this process and the runtime has connected."""
     return control_client(_place())
 
 
@@ -234,7 +237,7 @@ def is_initialized() -> bool:
 
 
 def current_runtime() -> Runtime:
-    """The running runtime."""
+    """Return the running runtime."""
     runtime = _runtime
     if runtime is None:
         if _inherited is not None:
@@ -247,15 +250,16 @@ def current_runtime() -> Runtime:
 
 
 def current_world() -> World | None:
-    """This process's place in the running world; in a forked child (a DataLoader's worker) that of its parent, and in a
-    newcomer the one that it is likely to have.
+    """Return this process's place in the running world.
+
+    A forked child (such as a DataLoader's worker) gets its parent's, and a newcomer the one that it is likely to have.
     """
     runtime = _runtime or _inherited
     return None if runtime is None else _as_told(runtime.world)
 
 
 def _forget_in_child() -> None:
-    """A forked child has no runtime: the parent's is used by the parent. It is kept from being destroyed here."""
+    """Forget the runtime in a forked child: only the parent uses it. It is kept so that it is not destroyed here."""
     global _runtime, _lock, _inherited
     _inherited, _runtime, _lock = _runtime or _inherited, None, threading.RLock()
     if _inherited is not None:

@@ -1,24 +1,21 @@
-"""The operation queue of a process set: everything the set does by agreement, independent of every other set.
+"""The operation queue of a process set: everything that the set negotiates, independent of every other set.
 
-    submit -> in flight, announced -> (agreement, plan) -> batch -> transport -> request done -> waiters woken
+    submit -> in flight, announced -> (negotiation, plan) -> batch -> transport -> request done -> waiters woken
 
-A request is numbered, kept in flight and announced to the other members; the members agree on rounds, of which each
+A request is numbered, kept in flight and announced to the other members. The members agree on rounds, from which each
 derives the same batches; a batch is executed, and its requests are done. One thread at a time makes progress
 (`ProgressEngine`).
 
 A thread may have the queue to itself for a repeated call (`repeated`), which puts nothing in flight: meanwhile it is
-the driver, and what others submit is announced afterwards. Repeated calls that no thread waits in stand in the lane, in
-flight and in their order, and the driver does them one after the other; so does a call whose thread was interrupted
-(Ctrl-C) while it waited for the other members. What is submitted meanwhile is announced when the lane is empty. When
-the first one is void, all that stand in the lane are announced.
+the driver, and other submissions are announced afterwards. If it is interrupted (Ctrl-C) while it waits for the other
+members, its call stays in flight like an ordinary blocking request, and the next driver continues with it:
 
     free --begin_exclusive--> exclusive --end_exclusive--> free
-                              exclusive --leave_unfinished--> lane
-    free --start_repeated--> lane --the last one is done, or the first is void--> free
+                              exclusive --leave_unfinished--> unfinished --the next driver--> free
 
-Gradient buckets need no agreement in a step: they go through a schedule (`schedule`), not through here.
+Gradient buckets need no negotiation in a step: they use a schedule (`schedule`), not this queue.
 
-A signal may come at any line here, and its handler may call `hvd.shutdown()`: nothing on that way (`drain`, `close`)
+A signal may arrive at any line here, and its handler may call `hvd.shutdown()`: nothing on that path (`drain`, `close`)
 waits without a limit for a lock that the interrupted thread may hold.
 """
 
@@ -59,16 +56,15 @@ _WAITER_SLICE_S = 0.5
 _STOP_LIMIT_S = 5.0
 _CLOSE_LIMIT_S = 5.0
 _DRAIN_LIMIT_S = 1.0
-_SETTLE_LIMIT_S = 600.0  # of work that is queued on a GPU
+_SETTLE_LIMIT_S = 600.0  # for work that is queued on a GPU
 
 
 class ProgressEngine(ABC):
-    """Base of what is driven, a queue or a schedule of these ranks. There is something to do while there is `work`.
+    """Base class of a queue or a schedule of these ranks. There is something to do while there is `work`.
 
     One thread at a time, the driver, makes progress; the others sleep until it has finished something. A thread that
-    waits for a result becomes the driver, which saves two changes of thread. What no thread waits for is driven by a
-    background thread, on `core` if that is given, which is started when it is first needed and sleeps when there is
-    nothing to do.
+    waits for a result becomes the driver, which saves two thread switches. Work that no thread waits for is driven by a
+    background thread, on `core` if given, which starts on first use and sleeps when there is nothing to do.
     """
 
     driver = 0  # its thread
@@ -87,19 +83,19 @@ class ProgressEngine(ABC):
 
     @abstractmethod
     def _step(self) -> None:
-        """Do the next piece of work, or wait for other members a while. On the driver's thread."""
+        """Do the next piece of work, or wait a while for other members. Runs on the driver's thread."""
 
     @abstractmethod
     def _fail(self, error: HorovodInternalError) -> None:
-        """Give everything that is under way this error. Any thread."""
+        """Fail everything in flight with this error. Thread-safe."""
 
     @abstractmethod
     def _error(self) -> HorovodInternalError:
-        """Return the error of what is under way when this is stopped."""
+        """Return the error for work in flight when this is stopped."""
 
     @abstractmethod
     def _put_away(self) -> None:
-        """Let go of what is held. Called once, by the last driver after `_end`."""
+        """Release all resources. Called once, by the last driver after `_end`."""
 
     @abstractmethod
     def wake(self) -> None:
@@ -107,14 +103,14 @@ class ProgressEngine(ABC):
 
     @abstractmethod
     def keys_in_flight(self) -> list[Key]:
-        """Of what this rank waits for. Any thread."""
+        """Return the keys that this rank waits for. Thread-safe."""
 
     @abstractmethod
     def close(self) -> None:
         """End it, with `_end`."""
 
     def interrupt(self) -> None:
-        """The world's status has changed, or this one's: whoever waits looks at it again. Any thread."""
+        """Wake all waiters so that they recheck the status. Thread-safe."""
         self.wake()
         interrupt_waits()
 
@@ -123,7 +119,7 @@ class ProgressEngine(ABC):
         return len(self._work)
 
     def wait(self, request: Any) -> None:
-        """Return when a request is `done`; drive unless another thread does."""
+        """Wait until a request is `done`; drive unless another thread does."""
         since, moving_s = time.perf_counter(), meter.transport_s
         meter.blocked = request, since, self._waits_for
         try:
@@ -134,7 +130,7 @@ class ProgressEngine(ABC):
             meter.waited(since, moving_s)
 
     def drive_or_wait(self, request: Any) -> None:
-        """Bring a request nearer to its end, or let the driver do that."""
+        """Make progress on a request, or wait for the driver to do so."""
         if self.driving.acquire(blocking=False):
             try:
                 self.drive(request)
@@ -150,7 +146,7 @@ class ProgressEngine(ABC):
             self.num_waiters -= 1
 
     def drive(self, until: Any) -> None:
-        """Work until `until.done`, or until there is nothing to do any more. Under the lock."""
+        """Work until `until.done`, or until there is nothing left to do. Called with the lock held."""
         self.driver = get_ident()
         try:
             while self._work and not (until is not None and until.done) and not self.stopping:
@@ -163,30 +159,30 @@ class ProgressEngine(ABC):
             self.driver = 0
 
     def may_drive(self, limit_s: float) -> bool:
-        """Become the driver. Not while this very thread is, in the lines that a signal has interrupted."""
+        """Become the driver, unless this very thread already is one that a signal has interrupted."""
         return self.driver != get_ident() and self.driving.acquire(timeout=limit_s)
 
     def release(self) -> None:
-        """Let another thread be the driver. The last one puts away what is held."""
+        """Stop being the driver. The last driver releases all resources."""
         if self.stopping and not self._is_put_away:
             self._is_put_away = True
             self._put_away()
         self.driving.release()
 
     def hand_over(self) -> None:
-        """This thread drives no more: let others go on, if there is something to do."""
+        """Wake other threads if there is work left: this thread stops driving."""
         self.notify_waiters()
         if self._work:
             self.wake_background()
 
     def notify_waiters(self, *, all_threads: bool = False) -> None:
-        """Something has been finished. `all_threads`: also those that are about to wait."""
+        """Notify waiters of progress. `all_threads`: also those that are about to wait."""
         if self.num_waiters or all_threads:
             with self._finished:
                 self._finished.notify_all()
 
     def wake_background(self) -> None:
-        """Something has come that no thread waits for."""
+        """Wake or start the background thread for work that no thread waits for."""
         if self._background is None:
             with self._changed:
                 if self._background is None and not self.stopping:
@@ -197,7 +193,7 @@ class ProgressEngine(ABC):
                 self._changed.notify_all()
 
     def _end(self) -> None:
-        """Fail what is under way, end the background thread unless it is the caller, put away what is held."""
+        """Fail work in flight, end the background thread unless it is the caller, and release resources."""
         with self._changed:
             self.stopping = True
             self._changed.notify_all()
@@ -214,12 +210,12 @@ class ProgressEngine(ABC):
         while True:
             with self._changed:
                 self._parked = True
-                # Idleness, not a wait for another rank: whatever comes and `_end` notify.
+                # Idle, not waiting for another rank: new work and `_end` notify.
                 self._changed.wait_for(lambda: self.stopping or bool(self._work))
                 self._parked = False
             if self.stopping:
                 return
-            self.driving.acquire()  # a driver lets go of it, or its check ends its wait
+            self.driving.acquire()  # a driver releases it, or its check ends its wait
             try:
                 self.drive(None)
             finally:
@@ -228,7 +224,7 @@ class ProgressEngine(ABC):
 
 
 class DeadlineError(HorovodInternalError):
-    """A member has waited to the deadline that its caller had set."""
+    """A member has waited until the deadline that its caller had set."""
 
 
 # Executes a persistent reduction that all members have agreed on; the request is None if this rank has joined.
@@ -236,11 +232,10 @@ ExecuteBound = Callable[[Part, Request | None, Transport], None]
 
 
 class QueueWorld(NamedTuple):
-    """The part of a world that every queue of it needs.
+    """The part of a world that all its queues need.
 
-    `change_sets` executes a batch that is about the process sets themselves, and gives the answer to its requests.
-    `on_idle` is called when nothing is in flight any more while the world is closing. `core`: where background threads
-    run.
+    `change_sets` executes a batch about the process sets themselves and returns the answer for its requests. `on_idle`
+    is called when nothing is in flight any more while the world is closing. `core`: where background threads run.
     """
 
     rank: int
@@ -258,14 +253,16 @@ _LaneCall = tuple[Request, int, GoOn]
 
 
 class OperationQueue(ProgressEngine):
-    """The progress of one process set on this rank. `make_transport(devices)` is called by every member at the same
-    point of the agreed order."""
+    """Progress of one process set on this rank.
+
+    Every member calls `make_transport(devices)` at the same point of the agreed order.
+    """
 
     _exclusive = False  # a thread has it to itself
-    _farewell = ""  # why the set ends, when its end has been announced
-    _retired = ""  # the same, when all members have agreed on it
-    waited_for: Key | None = None  # what this rank has waited for to its deadline
-    deadline = math.inf  # of the repeated call that has the queue to itself; DeadlineError after it
+    _farewell = ""  # why the set ends, once its end is announced
+    _retired = ""  # the same, once all members have agreed on it
+    waited_for: Key | None = None  # what this rank has waited for until its deadline
+    deadline = math.inf  # of the exclusive repeated call; DeadlineError after it
 
     def __init__(
         self,
@@ -289,7 +286,7 @@ class OperationQueue(ProgressEngine):
         self.planner = planner
         self.validator = Validator(ranks)
         self.bound: dict[str, ExecuteBound] = {}  # by the name of the reduction
-        self.schedules: weakref.WeakSet[ProgressEngine] = weakref.WeakSet()  # what goes without agreement (`schedule`)
+        self.schedules: weakref.WeakSet[ProgressEngine] = weakref.WeakSet()  # work without negotiation (`schedule`)
         self.lock = threading.Lock()  # of submission
         self.numbers: dict[str, int] = {}  # the next running number of unnamed requests, by operation
         self._lane: deque[_LaneCall] = deque()
@@ -301,16 +298,19 @@ class OperationQueue(ProgressEngine):
     # Submission.
 
     def submit(self, request: Request, *, background: bool, instance: int | None = None) -> None:
-        """Put a request in flight. `background`: the background thread has to drive it, because the caller goes on.
-        `instance`: its running number, where it has one already."""
+        """Put a request in flight.
+
+        `background`: the background thread must drive it, because the caller continues. `instance`: its running number,
+        if it already has one.
+        """
         with self.lock:
             if self._retired or not self.status.is_open:
                 self.check_open()
             try:
                 self._put(request, instance)
-                if self.stopping:  # a signal's handler has shut down while this was under way
+                if self.stopping:  # a signal handler has shut down meanwhile
                     raise self._error()
-            except BaseException:  # no member will ever hear of it
+            except BaseException:  # no member will ever learn of it
                 if self.in_flight.get(request.key) is request:
                     self.in_flight.pop(request.key, None)
                 self.check_open()
@@ -320,7 +320,7 @@ class OperationQueue(ProgressEngine):
             self.wake_background()
 
     def next_instance(self, signature: Signature) -> int:
-        """Take the running number of the next request; 0 for one with a name. Under the lock."""
+        """Return the running number of the next request; 0 for a named one. Called with the lock held."""
         if signature.name is not None:
             return 0
         instance = self.numbers.get(signature.operation, 0)
@@ -335,7 +335,7 @@ class OperationQueue(ProgressEngine):
         if key in self.in_flight:
             raise ValueError(
                 f"a tensor with the same name as another tensor that is still being processed was submitted: "
-                f"{full_names(*key, 1)[0]}; give it another name or synchronize the first one"
+                f"{full_names(*key, 1)[0]}; use another name or synchronize the first one"
             )
         self._hold(request, key)
         self._announce(signature, instance)
@@ -346,20 +346,23 @@ class OperationQueue(ProgressEngine):
         self.in_flight[key] = request
 
     def _announce(self, signature: Signature, instance: int) -> None:
-        """Tell the other members about a request, when no thread has the queue to itself any more. Under the lock."""
+        """Announce a request to the other members, once no thread has the queue to itself.
+
+        Called with the lock held.
+        """
         if self._exclusive:
             self._kept_back.append((signature, instance))
         else:
             self.negotiation.announce(signature, instance)
 
     def check_open(self) -> None:
-        """Raise when nothing new may begin."""
+        """Raise an error if nothing new may begin."""
         if self._retired:
             raise HorovodInternalError(self._retired)
         self.status.check_open()
 
     def keys_in_flight(self) -> list[Key]:
-        """Of what this rank has announced, or has in a schedule, and waits for. Any thread."""
+        """Return the keys of announced and scheduled work that this rank waits for. Thread-safe."""
         given_up = [] if self.waited_for is None else [self.waited_for]
         in_schedules = (key for schedule in list(self.schedules) for key in schedule.keys_in_flight())
         return [*given_up, *self.in_flight, *in_schedules]
@@ -371,7 +374,7 @@ class OperationQueue(ProgressEngine):
     # Results.
 
     def result(self, request: Request) -> list[torch.Tensor]:
-        """Wait for a request of this queue; its outputs, or its error."""
+        """Wait for a request of this queue; returns its outputs or raises its error."""
         if not request.done:
             self.wait(request)
         if request.error is not None:
@@ -383,7 +386,7 @@ class OperationQueue(ProgressEngine):
     # Progress. Everything in this part runs under the progress lock, unless it says otherwise.
 
     def drive(self, until: Any) -> None:
-        if torch.is_inference_mode_enabled():  # the caller's: tensors of ours that are made on the way outlive it
+        if torch.is_inference_mode_enabled():  # the caller's: our own tensors outlive it
             with torch.inference_mode(False):
                 super().drive(until)
         else:
@@ -403,19 +406,19 @@ class OperationQueue(ProgressEngine):
             self.negotiation.wait()
 
     def broke(self, error: BaseException) -> None:
-        """Break the world, unless it is: this rank cannot do what it has agreed to and others wait for. Any thread."""
+        """Break the world unless it is broken: this rank cannot do what it has agreed to. Thread-safe."""
         if isinstance(error, HorovodInternalError):
             return
         if isinstance(error, Exception):
             log.exception("a collective of the ranks %s failed", list(self.ranks))
             self.status.failed(f"{type(error).__name__}: {error}")
             raise self.status.error() from error
-        self.status.interrupted(type(error).__name__)  # Ctrl-C in mid-collective
+        self.status.interrupted(type(error).__name__)  # Ctrl-C inside a collective
         self._fail(self.status.error())
 
     def _execute_round(self) -> bool:
-        """Execute one round. False when there was none."""
-        closing = self.status.closing  # before polling: what was agreed before the goodbye is then seen by poll
+        """Execute one round; returns False if there was none."""
+        closing = self.status.closing  # before polling: poll then sees what was agreed before the goodbye
         if self.negotiation.holds_back:
             with self.lock:
                 self.negotiation.flush()
@@ -434,7 +437,7 @@ class OperationQueue(ProgressEngine):
         return True
 
     def _poll(self) -> list[Batch] | None:
-        """The batches of the next round, None if there is none."""
+        """Return the batches of the next round, None if there is none."""
         self.planner.now = time.monotonic()
         recorder = self.recorder
         self.planner.on_arrival = None if recorder.timeline is None else recorder.arrived
@@ -490,7 +493,7 @@ class OperationQueue(ProgressEngine):
 
     def _end_join(self, batch: Batch) -> None:
         with self.lock:
-            # A rank that had joined has counted fewer unnamed requests: all go on from the latest number.
+            # A joined rank has counted fewer unnamed requests: all continue from the latest number.
             self.numbers = dict(self.planner.unnamed)
         joined = [request for request in self.in_flight.values() if request.signature.kind == Kind.JOIN]
         for request in joined:
@@ -513,22 +516,21 @@ class OperationQueue(ProgressEngine):
         self.idle_if_closing()
 
     def idle_if_closing(self) -> None:
-        """Tell the world that nothing is in flight any more, if it is closing. Any thread."""
+        """Notify the world that nothing is in flight, if it is closing. Thread-safe."""
         if self.status.closing and not self.in_flight:
             self.world.on_idle()
 
     def _fail(self, error: HorovodInternalError) -> None:
-        """Give every request in flight this error. Any thread."""
+        """Fail every request in flight with this error. Thread-safe."""
         self._lane.clear()
         self._finish(self.in_flight.copy().values(), error)
         self.notify_waiters(all_threads=True)
 
-    # One thread that has the queue to itself. It needs no lock for that, because it looks whether something is in
-    # flight after it has said so, and a submission looks whether a thread is alone after it has put its request in
-    # flight.
+    # Exclusive use by one thread. It needs no lock: the thread first declares itself and then checks for requests in
+    # flight; a submission first puts its request in flight and then checks for an exclusive thread.
 
     def begin_exclusive(self) -> bool:
-        """Become the driver of a queue in which nothing happens; False where something does."""
+        """Become the driver of an idle queue; returns False if it is not idle."""
         if self.in_flight or self.recorder.timeline is not None or not self.driving.acquire(False):
             return False
         self.driver = get_ident()
@@ -539,7 +541,7 @@ class OperationQueue(ProgressEngine):
         return True
 
     def end_exclusive(self) -> None:
-        """Stop to be the driver, and announce what other threads have submitted meanwhile."""
+        """Stop being the driver, and announce what other threads have submitted meanwhile."""
         self._announce_kept_back()
         self.driver = 0
         self.release()
@@ -549,7 +551,7 @@ class OperationQueue(ProgressEngine):
             self.idle_if_closing()
 
     def leave_unfinished(self, request: Request, instance: int, go_on: GoOn) -> None:
-        """The thread has been interrupted after its record was published. `end_exclusive` comes next."""
+        """Keep a call whose thread was interrupted after its record was published. `end_exclusive` follows."""
         self._hold(request, request.signature.key(instance))
         self._lane.append((request, instance, go_on))
 
@@ -619,8 +621,10 @@ class OperationQueue(ProgressEngine):
                     self.negotiation.announce(signature, instance)
 
     def look_around(self, closing: bool) -> None:
-        """While the thread waits: raise when that has become pointless, and look for stalls. `closing`: what the status
-        said before it turned out that a member has not come."""
+        """Raise if waiting has become pointless, and look for stalls.
+
+        `closing` is the status from before a member turned out to be missing.
+        """
         if self.stopping:
             raise self._error()
         self.status.check_alive()
@@ -634,14 +638,14 @@ class OperationQueue(ProgressEngine):
     # Transports.
 
     def transport(self, devices: str = "cpu") -> Transport:
-        """The transport for these devices (see `Batch`), made when first needed."""
+        """Return the transport for these devices (see `Batch`), created on first use."""
         found = self._transports.get(devices)
         if found is None:
             found = self._transports[devices] = self._make_transport(devices)
         return found
 
     def made_transport(self, devices: str = "cpu") -> Transport | None:
-        """Return the transport for these devices, if there is one already."""
+        """Return the transport for these devices, if it exists."""
         return self._transports.get(devices)
 
     def _on_gpus(self) -> list[CudaTransport]:
@@ -650,7 +654,7 @@ class OperationQueue(ProgressEngine):
     # Stalls, on the control tree's thread.
 
     def inspect(self) -> None:
-        """Look for stalls, once a second. Nothing is executed: other ranks may need this thread for their part."""
+        """Look for stalls, once a second. Executes nothing: other ranks may need this thread."""
         if self._stalls.limits is None:
             return
         if self.driving.acquire(blocking=False):
@@ -663,7 +667,7 @@ class OperationQueue(ProgressEngine):
             self._stalls.check_execution()
 
     def _note_others(self) -> None:
-        """While nothing is in flight here, take note of what others wait for. Else the driver does that."""
+        """Record what others wait for while nothing is in flight here; otherwise the driver does."""
         if not self.lock.acquire(blocking=False):
             return  # something is being submitted
         try:  # nothing new is submitted meanwhile, so nothing can become ready
@@ -674,7 +678,7 @@ class OperationQueue(ProgressEngine):
         assert not batches, batches
         self._stalls.check_pending(self.planner, self.negotiation)
 
-    # The end. Any thread.
+    # The end. Thread-safe.
 
     def wake(self) -> None:
         self.negotiation.wake()
@@ -684,12 +688,12 @@ class OperationQueue(ProgressEngine):
         self.negotiation.interrupt()
         if self.status.broken:
             for transport in self._on_gpus():
-                transport.give_up()  # what waits on a GPU need not go on
+                transport.give_up()  # waits on a GPU need not continue
 
     def drain(self) -> None:
-        """Execute what was agreed before this rank began to leave; what was not agreed fails."""
+        """Execute what was agreed before this rank began to leave; the rest fails."""
         if not self.num_in_flight or not self.lock.acquire(timeout=_DRAIN_LIMIT_S):
-            return  # a submission was interrupted by the signal that this rank leaves for
+            return  # the signal that makes this rank leave has interrupted a submission
         self.lock.release()
         if self.may_drive(_DRAIN_LIMIT_S):
             try:
@@ -698,7 +702,7 @@ class OperationQueue(ProgressEngine):
                 self.driving.release()
 
     def settle(self) -> None:
-        """Wait until the GPU has done what this rank has its part in: other members may need that part."""
+        """Wait until the GPU has finished this rank's part: other members may need it."""
         until = time.monotonic() + _SETTLE_LIMIT_S
 
         def check_alive() -> None:
@@ -710,7 +714,7 @@ class OperationQueue(ProgressEngine):
                 transport.settle(check_alive)
 
     def retire(self, why: str) -> None:
-        """End the set (collective). What its members have agreed on before is executed, the rest fails with `why`."""
+        """End the set (collective). What its members have agreed on is executed, the rest fails with `why`."""
         self._farewell = why
         last = Request(Signature(int(Kind.RETIRE), "remove_process_set", None))
         try:
@@ -719,18 +723,18 @@ class OperationQueue(ProgressEngine):
         except HorovodInternalError:
             if self.status.is_open:
                 raise
-            # A rank that is no member has done its part, the removal, and shut down: the set ends with the world.
+            # A rank that is no member has done its part of the removal and shut down: the set ends with the world.
         self.close()
 
     def give_up(self, why: str) -> None:
-        """End the set on this rank alone: what is in flight fails, and whatever comes later. Any thread."""
+        """End the set on this rank only: everything in flight and later fails. Thread-safe."""
         with self.lock:
             self._retired = self._retired or why
         self._fail(HorovodInternalError(self._retired))
         self.interrupt()
 
     def close(self) -> None:
-        """Fail what is in flight, end the background threads, release the transports."""
+        """Fail work in flight, end the background threads, and release the transports."""
         for schedule in list(self.schedules):
             schedule.close()
         self._end()

@@ -1,11 +1,11 @@
-"""The rendezvous: where the ranks of a world exchange the first words, before they are connected to one another.
+"""The rendezvous: where the ranks of a world exchange first data, before they are connected.
 
-It takes place at the `RendezvousEndpoint` that the launcher provided (`hora.world`): Hora's authenticated rendezvous,
-or under torchrun and other launchers a store of rank 0's, where anybody may speak unless the user gave the ranks a
-secret. It is for what ranks need to find one another: the names of those of their host, the address of the one to which
-they speak. What all ranks are to know of all goes through the control tree (`ControlTree.gather`), so that the bytes
-which the meeting place sends grow with the number of ranks and not with its square. `open_rendezvous` connects once per
-process; a runtime that is initialised again uses the same connection. Nothing that comes through it is unpickled.
+It uses the `RendezvousEndpoint` of the launcher (`hora.world`): Hora's authenticated rendezvous, or under torchrun and
+other launchers a store of rank 0, which is open to anyone unless the user gave the ranks a secret. It carries only what
+ranks need to find one another: the names of ranks on the same host, and the address of a rank's parent. Everything for
+all ranks goes through the control tree (`ControlTree.gather`), so that the rendezvous sends a number of bytes that is
+linear in the number of ranks, not quadratic. `open_rendezvous` connects once per process; a reinitialized runtime
+reuses the connection. Nothing received through it is unpickled.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ __all__ = [
 ]
 
 _PAUSE_S = 0.1
-_SLICE_S = 0.5  # how long one request may wait at the server before the liveness check is asked again
+_SLICE_S = 0.5  # the longest wait of one request at the server between liveness checks
 
 
 class RendezvousClient:
-    """At the rendezvous of a Hora launcher, which has our keys, or at a store of rank 0's, for ranks with `secret`."""
+    """Client of a Hora launcher's rendezvous, which has our keys, or of rank 0's store, for ranks with `secret`."""
 
     def __init__(self, client: ControlClient, secret: bytes | None = None) -> None:
         self.client = client
         self._secret = secret
 
     def keys(self, world: World, epoch: str, *, limit_s: float) -> RankKeys:
-        """This rank's keys in its world, of which `epoch` names this initialisation."""
+        """Return this rank's keys in its world; `epoch` names this initialization."""
         secret = self._secret
         if secret is not None:
             return RankKeys.derived(world_secret(secret, epoch), world.rank)
@@ -63,21 +63,23 @@ class RendezvousClient:
         return RankKeys(world.rank, get, at_once=[0] if world.rank else [])
 
     def gather(self, key: str, group: str, value: bytes, *, rank: int, size: int, limit_s: float) -> RankGroup:
-        """The values of the ranks of this group, when all ranks have come; groups stand in a tree
-        (`hora.engine.control_tree`). HorovodInternalError names the ranks that did not come."""
+        """Return the values of this group's ranks, once all ranks have arrived; groups form a tree.
+
+        See `hora.engine.control_tree`. Raises HorovodInternalError with the missing ranks.
+        """
         try:
             return self.client.gather(key, value, rank=rank, size=size, timeout_s=limit_s, group=group, fanout=FANOUT)
         except TimeoutError as error:
             raise HorovodInternalError(f"{error} (limit: HOROVOD_GLOO_TIMEOUT_SECONDS={limit_s:g})") from error
         except ConnectionError as error:
             if self._secret is None:
-                raise  # the launcher has gone, and this process goes with it
+                raise  # the launcher is gone, and this process ends with it
             raise HorovodInternalError(
-                f"the ranks cannot meet: rank 0, which they meet at, is gone ({error})"
+                f"the ranks cannot meet: rank 0, which hosts the rendezvous, is gone ({error})"
             ) from error
 
     def store(self, prefix: str, *, limit_s: float, check_alive: Callable[[], None]) -> Store:
-        """A torch store for NCCL whose keys cannot clash with other prefixes."""
+        """Return a torch store for NCCL whose keys cannot clash with other prefixes."""
         return ControlStore(self.client, prefix=f"{prefix}/", timeout_s=limit_s, check_alive=check_alive)
 
 
@@ -85,20 +87,20 @@ _open: dict[RendezvousEndpoint, RendezvousClient] = {}
 
 
 def open_rendezvous(world: World, *, limit_s: float) -> RendezvousClient:
-    """The rendezvous of this world: a new one, or the one of an earlier initialisation."""
+    """Return the rendezvous of this world: a new one, or that of an earlier initialization."""
     point = world.rendezvous
     if point in _open:
         return _open[point]
     if point.kind == "hora":
-        # An elastic worker asks for its next place over this connection, so it speaks for that worker.
+        # An elastic worker requests its next place over this connection, so it speaks for that worker.
         worker = world.worker if world.elastic else -1
         client = ControlClient.connect(_held(point), name=f"rank {world.rank}", timeout_s=limit_s, worker=worker)
         rendezvous = RendezvousClient(client)
     else:
         if not point.secret_file:
             accept_risk(
-                f"the ranks meet without a secret at {point.endpoint}: whoever reaches it, another user of this "
-                "machine for one, can end this job or give it wrong values. Set HORA_SECRET_FILE to a file that all "
+                f"the ranks meet without a secret at {point.endpoint}: anyone who reaches it, such as another user "
+                "of this machine, can end this job or send it wrong values. Set HORA_SECRET_FILE to a file that all "
                 "ranks can read and nobody else (umask 077; openssl rand -hex 32 > FILE), or start the job with "
                 "horovodrun",
                 warn=world.rank == 0,
@@ -109,8 +111,11 @@ def open_rendezvous(world: World, *, limit_s: float) -> RendezvousClient:
 
 
 def _beside_torch(world: World) -> World:
-    """The same world; where torch's process group was made before from the same variables, as Ray Train does, its store
-    is at the endpoint already, and rank 0 opens none."""
+    """Return the same world, with a rendezvous at torch's existing store if there is one.
+
+    If torch's process group was created from the same variables, as Ray Train does, its store is already at the
+    endpoint, and rank 0 opens none.
+    """
     if not world.rendezvous.host_store or not dist.is_initialized():
         return world
     store = dist.distributed_c10d._get_default_store()
@@ -120,12 +125,14 @@ def _beside_torch(world: World) -> World:
     return replace(world, rendezvous=replace(world.rendezvous, host_store=False)) if there else world
 
 
-_held_secrets: list[HeldSecret] = []  # to the end of this process
+_held_secrets: list[HeldSecret] = []  # until the end of this process
 
 
 def _held(point: RendezvousEndpoint) -> RendezvousEndpoint:
-    """The same with the secret in memory, where it is in a file of the user's: a program that starts its ranks itself
-    may have given one to both ends."""
+    """Return the same endpoint with the secret in memory, if it is in a user's file.
+
+    A program that starts its ranks itself may have given one to both ends.
+    """
     if not point.planned or point.secret_file.startswith("/proc/"):
         return point
     _held_secrets.append(HeldSecret(read_secret_file(point.secret_file)))
@@ -133,20 +140,21 @@ def _held(point: RendezvousEndpoint) -> RendezvousEndpoint:
 
 
 def control_client(world: World) -> ControlClient | None:
-    """The control connection of this world, if a Hora launcher runs it and it is open."""
+    """Return the control connection of this world, if a Hora launcher runs it and it is open."""
     rendezvous = _open.get(world.rendezvous) if world.rendezvous.kind == "hora" else None
     return None if rendezvous is None else rendezvous.client
 
 
-_stores: dict[RendezvousEndpoint, KeyValueStore] = {}  # rank 0's, to the end of its process
+_stores: dict[RendezvousEndpoint, KeyValueStore] = {}  # of rank 0, until the end of its process
 
 
 def _meet_at_rank_0(world: World, limit_s: float) -> RendezvousClient:
-    """The rendezvous at a key-value store that rank 0 opens: at the place that the launcher named, or beside torchrun's
-    store.
+    """Return the rendezvous at a key-value store that rank 0 opens.
+
+    It is at the address that the launcher named, or beside torchrun's store.
     """
     point, deadline = world.rendezvous, time.monotonic() + limit_s
-    secret = read_secret_file(point.secret_file) if point.secret_file else b""  # which whoever comes has, too
+    secret = read_secret_file(point.secret_file) if point.secret_file else b""  # shared by all ranks
     credentials = Credentials(derived_secret(secret, "the meeting"), point.job)
     if world.rank == 0 and point not in _stores:
         _stores[point] = _open_store(world, credentials)
@@ -154,13 +162,13 @@ def _meet_at_rank_0(world: World, limit_s: float) -> RendezvousClient:
         store = _stores[point] if world.rank == 0 else None
         point = replace(point, port=_published_port(point, store, limit_s))
     client = _connect(point, credentials, name=f"rank {world.rank}", deadline=deadline)
-    # The user may use one file for many jobs: what is derived from it is for this one.
+    # The user may use one file for many jobs: derive a secret for this one.
     salt = client.get("salt", timeout_s=max(deadline - time.monotonic(), 0.001))
     return RendezvousClient(client, derived_secret(secret, f"the job {point.job} {salt.hex()}"))
 
 
 def open_store_at(address: str, secret: bytes, job: str, *, one_host: bool) -> int:
-    """Open a store of rank 0's, which others reach at this address, for ranks with this secret; returns the port."""
+    """Open a store of rank 0, reachable at this address, for ranks with this secret; returns the port."""
     where = listening_address(address, one_host=one_host), 0
     store = KeyValueStore(where, Credentials(derived_secret(secret, "the meeting"), job), name="hora-meeting")
     store.set("salt", secrets.token_bytes(32))
@@ -169,7 +177,7 @@ def open_store_at(address: str, secret: bytes, job: str, *, one_host: bool) -> i
 
 
 def join_store(point: RendezvousEndpoint, secret: bytes, rank: int, *, limit_s: float) -> None:
-    """Make the store at this point the rendezvous of worlds that name it."""
+    """Use the store at this endpoint as the rendezvous of worlds that name it."""
     deadline = time.monotonic() + limit_s
     credentials = Credentials(derived_secret(secret, "the meeting"), point.job)
     client = _connect(point, credentials, name=f"rank {rank}", deadline=deadline)
@@ -178,7 +186,7 @@ def join_store(point: RendezvousEndpoint, secret: bytes, rank: int, *, limit_s: 
 
 
 def close_store(point: RendezvousEndpoint) -> None:
-    """Close what `join_store` and `open_store_at` have opened, if they have."""
+    """Close the connection of `join_store` and the store of `open_store_at`, if any."""
     rendezvous, store = _open.pop(point, None), _stores.pop(point, None)
     if rendezvous is not None:
         rendezvous.client.close()
@@ -201,7 +209,7 @@ def _open_store(world: World, credentials: Credentials) -> KeyValueStore:
 
 
 def _connect(point: RendezvousEndpoint, credentials: Credentials, *, name: str, deadline: float) -> ControlClient:
-    """Connect to rank 0's store, as soon as it is there."""
+    """Connect to rank 0's store, as soon as it exists."""
     while True:
         left_s = max(deadline - time.monotonic(), 0.001)
         try:
@@ -220,16 +228,16 @@ def _connect(point: RendezvousEndpoint, credentials: Credentials, *, name: str, 
 
 
 def _published_port(point: RendezvousEndpoint, store: KeyValueStore | None, limit_s: float) -> int:
-    """The port of rank 0's store (which it has), through torchrun's store.
+    """Return the port of rank 0's store, exchanged through torchrun's store.
 
-    It is no secret: whoever writes another port there has the ranks connect to a server that cannot prove itself.
+    It is not secret: with a forged port the ranks connect to a server that cannot authenticate.
     """
     try:
         timeout = timedelta(seconds=limit_s)
         opened = TCPStore(point.address, point.port, is_master=False, wait_for_workers=False, timeout=timeout)
     except (RuntimeError, dist.DistError) as error:
         raise HorovodInternalError(
-            f"cannot reach the meeting place at {point.endpoint} (MASTER_ADDR, MASTER_PORT): {error}"
+            f"cannot reach the rendezvous at {point.endpoint} (MASTER_ADDR, MASTER_PORT): {error}"
         ) from error
     torchrun = PrefixStore(f"hora/{point.job}", opened)
     try:
@@ -238,18 +246,18 @@ def _published_port(point: RendezvousEndpoint, store: KeyValueStore | None, limi
         text = bytes(torchrun.get("table"))
     except (RuntimeError, dist.DistError) as error:
         raise HorovodInternalError(
-            f"waited {limit_s:g} s for rank 0 to come to hvd.init() (limit: HOROVOD_GLOO_TIMEOUT_SECONDS): {error}"
+            f"waited {limit_s:g} s for rank 0 to call hvd.init() (limit: HOROVOD_GLOO_TIMEOUT_SECONDS): {error}"
         ) from error
     if not text.isdigit() or not 0 < int(text[:6]) < 2**16:
-        raise HorovodInternalError(f"the port of rank 0's meeting place is not a number, but {text[:20]!r}")
+        raise HorovodInternalError(f"the port of rank 0's rendezvous is not a number, but {text[:20]!r}")
     return int(text)
 
 
 class ControlStore(Store):
-    """A torch store in which NCCL publishes its addresses: through the launcher's rendezvous, which checks the job's
-    secret, instead of an open TCPStore. Torch calls the methods, also from threads of its own.
+    """A torch store in which NCCL publishes its addresses, through the launcher's authenticated rendezvous.
 
-    Keys live under `prefix`. Waiting ends after `timeout_s`, or when `check_alive` raises.
+    It replaces an open TCPStore. Torch calls the methods, also from its own threads. Keys are under `prefix`. Waits end
+    after `timeout_s`, or when `check_alive` raises.
     """
 
     def __init__(
@@ -274,7 +282,7 @@ class ControlStore(Store):
         return self._client.check([self._key(key) for key in keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return when every key is set."""
+        """Wait until every key is set."""
         limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
         deadline = time.monotonic() + limit_s
         for key in keys:
@@ -291,7 +299,7 @@ class ControlStore(Store):
             self.set(key, value)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set `key` if its value is `expected` (empty: or the key is missing); the value afterwards."""
+        """Set `key` if its value is `expected` (empty: or the key is missing); returns the value afterwards."""
         lock = f"{key}/lock"
         deadline = time.monotonic() + self._timeout_s
         # `add` is the server's only atomic read-modify-write: the rank that counts to one holds the lock, and its
@@ -335,5 +343,5 @@ class ControlStore(Store):
 
 
 def _bytes(value: str | bytes) -> bytes:
-    # Values may be binary; Python callers also pass text.
+    # Values may be binary; Python callers also pass strings.
     return value.encode() if isinstance(value, str) else bytes(value)

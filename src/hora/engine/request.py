@@ -1,8 +1,8 @@
 """A request: what one rank asks of the engine, and the part of it that all members must agree on.
 
-`Signature` is that part. It is what travels to the peers (once; repeats travel as a number), and `plan` compares the
-signatures of all members. A grouped call is one request with several tensors, which makes it all-or-nothing by itself.
-The `Validator` makes it of a user's arguments. Nothing here communicates.
+`Signature` is that part. It is sent to the peers once and then identified by a number, and `plan` compares the
+signatures of all members. A grouped call is one request with several tensors, which makes it all-or-nothing. The
+`Validator` builds a request from a user's arguments. This module does not communicate.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ReduceOp(IntEnum):
 
 
 class Reduce(NamedTuple):
-    """A reduction: times `prescale`, combined by `op`, times `postscale`. `code`: see `Signature`."""
+    """A reduction: scaled by `prescale`, combined by `op`, scaled by `postscale`. `code`: see `Signature`."""
 
     op: int = ReduceOp.SUM
     prescale: float = 1.0
@@ -75,7 +75,7 @@ class Reduce(NamedTuple):
 
 
 class CollectiveCall(NamedTuple):
-    """A collective as the caller asks for it."""
+    """A collective as the caller requests it."""
 
     kind: Kind
     name: str | None = None
@@ -85,7 +85,7 @@ class CollectiveCall(NamedTuple):
     grouped: bool = False
 
 
-# Unnamed requests are told apart by a running number, which begins anew after this many.
+# Unnamed requests are distinguished by a running number, which wraps after this many.
 NUM_INSTANCES = 2**32
 
 # Requests match by operation name and either the user's name or the running number of unnamed ones.
@@ -95,10 +95,10 @@ Key = tuple[str, "str | int"]
 class Signature(NamedTuple):
     """The properties of a request that members must agree on. Dimension 0 may differ for gathers.
 
-    `device`: see `Validator.device_label`. `extra`: an alltoall's splits; what a request for the process sets is about
-    (`Runtime._execute`). `bound`: a persistent reduction, executed by what the members have bound to the name
-    (`OperationQueue.bound`). `code`: how float32 travels between hosts in fewer bytes (`codes.h`), with a
-    "+" if what it loses is kept and added the next time.
+    `device`: see `Validator.device_label`. `extra`: an alltoall's splits, or the argument of a request about process
+    sets (`Runtime._execute`). `bound`: a persistent reduction, executed by what the members have bound to the name
+    (`OperationQueue.bound`). `code`: the encoding of float32 between hosts (`codes.h`), with a "+" if its error is kept
+    and added the next time.
     """
 
     kind: int
@@ -124,7 +124,7 @@ class Signature(NamedTuple):
         return Reduce(self.op, self.prescale, self.postscale, self.code)
 
     def key(self, instance: int) -> Key:
-        """The key of the request with this running number, which counts only if it has no name."""
+        """Return the key of the request with this running number, which matters only without a name."""
         return (self.operation, instance if self.name is None else self.name)
 
     @property
@@ -136,7 +136,7 @@ class Signature(NamedTuple):
         return json.dumps(self, separators=(",", ":")).encode()
 
     def digest(self) -> bytes:
-        """Sixteen bytes that no other signature has."""
+        """Return a 16-byte digest that identifies the signature."""
         return hashlib.blake2b(self.encode(), digest_size=16).digest()
 
     @classmethod
@@ -149,7 +149,7 @@ class Signature(NamedTuple):
 
 
 def full_names(operation: str, name: str | int, num_tensors: int) -> list[str]:
-    """The names users see in the timeline, stall reports and errors, one per tensor."""
+    """Return the names that users see in the timeline, stall reports and errors, one per tensor."""
     in_group = "/" in operation  # of torch.distributed: "default_pg/all_reduce", whose calls are numbered
     base = f"{operation}.{name}" if isinstance(name, str) or in_group else f"{operation}.noname.{name}"
     if operation.startswith("grouped_") or (in_group and num_tensors > 1):
@@ -193,9 +193,9 @@ class Request:
         self.tensors = list(tensors)
         self.outputs: list[torch.Tensor] | None = None if outputs is None else list(outputs)
         self.copy_back: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.residuals: Sequence[torch.Tensor] = ()  # what a code has lost of each tensor
+        self.residuals: Sequence[torch.Tensor] = ()  # the encoding error of each tensor
         self.parts_left = 0
-        self.results: list[torch.Tensor] | None = None  # the caller's own tensors, where the outputs are copies of them
+        self.results: list[torch.Tensor] | None = None  # the caller's own tensors, if the outputs are copies of them
         self.answer: Any = None  # of a request without tensors: the last rank to join, a new set, memory
         self.error: HorovodInternalError | None = None
         self.device_event: torch.cuda.Event | None = None
@@ -204,7 +204,7 @@ class Request:
 
     @property
     def name(self) -> str:
-        """Return the name that users see where the training thread is blocked in it."""
+        """Return the name that users see if the training thread is blocked in it."""
         names = full_names(*self.key, max(len(self.tensors), 1))
         return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
 
@@ -220,25 +220,24 @@ _OPERATIONS = {kind: kind.name.lower() for kind in Kind}
 
 
 class Validator:
-    """Turns a user's arguments into a `Request`, or a clear error at once, for one set with these global ranks.
+    """Turns a user's arguments into a `Request`, or raises a clear error at once, for one set with these global ranks.
 
-    Everything that one rank can know to be wrong is refused here, before anything is announced. What only a comparison
-    of the ranks can show is found by `plan`. What depends on nothing but a tensor's kind is checked once: training
-    repeats itself.
+    Everything that one rank can detect is rejected here, before anything is announced; `plan` finds what only a
+    comparison of ranks can show. Checks that depend only on a tensor's kind run once, because training repeats itself.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = tuple(ranks)
         self._known: dict[object, Signature] = {}
-        self._gpus: list[torch.device] = []  # that this rank uses here, in the order of their first use
+        self._gpus: list[torch.device] = []  # used by this rank here, in the order of first use
 
     @property
     def home_gpu(self) -> torch.device | None:
-        """The first GPU that this rank has used here, where it also takes part in what it has not submitted itself."""
+        """The first GPU that this rank has used here; it also takes part there in operations of others."""
         return self._gpus[0] if self._gpus else None
 
     def settle(self, gpu: torch.device) -> None:
-        """This is the rank's GPU, unless it has used another one here."""
+        """Set the rank's GPU, unless it has already used one here."""
         if not self._gpus:
             self._gpus.append(gpu)
 
@@ -254,7 +253,7 @@ class Validator:
     def request(
         self, call: CollectiveCall, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor] | None
     ) -> Request:
-        """The request for a collective on tensors."""
+        """Return the request for a collective on tensors."""
         key, signature = None, None
         if call.splits is None and len(tensors) == 1 and isinstance(tensors[0], torch.Tensor):
             key = _key(call, tensors[0])
@@ -271,7 +270,7 @@ class Validator:
         return _request(signature, call.kind, tensors, outputs)
 
     def known_allreduce(self, tensor: torch.Tensor, name: str | None, reduce: Reduce) -> Signature | None:
-        """The signature of an allreduce of one tensor, if there has been one like it."""
+        """Return the signature of an allreduce of one tensor, if there has been one like it."""
         return self._known.get(_key(CollectiveCall(Kind.ALLREDUCE, name, reduce), tensor))
 
     def _check(self, call: CollectiveCall, tensors: Sequence[torch.Tensor]) -> Signature:
@@ -281,7 +280,7 @@ class Validator:
             raise ValueError(f"{operation} needs at least one tensor, but the list is empty")
         for tensor in tensors:
             _check_tensor(kind, tensor)
-        _check_op(kind, op)  # before the dtypes, of which each op takes others
+        _check_op(kind, op)  # before the dtypes, which depend on the op
         for tensor in tensors:
             _check_dtype(kind, op, tensor.dtype)
         device = self.device_label(_device(tensors))
@@ -308,22 +307,22 @@ def _key(call: CollectiveCall, tensor: torch.Tensor) -> object:
 
 def _check_tensor(kind: Kind, tensor: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{_OPERATIONS[kind]} takes torch tensors, but it was given {type(tensor).__name__}")
+        raise ValueError(f"{_OPERATIONS[kind]} takes torch tensors, but it got {type(tensor).__name__}")
     if tensor.layout != torch.strided:
         raise ValueError(
-            f"{_OPERATIONS[kind]} takes dense tensors, but it was given {tensor.layout}; use sparse_allreduce_async"
+            f"{_OPERATIONS[kind]} takes dense tensors, but it got {tensor.layout}; use sparse_allreduce_async"
         )
 
 
 def _check_op(kind: Kind, op: int) -> None:
     if kind is Kind.REDUCESCATTER and op in _OPS and op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
-        raise HorovodInternalError(f"reducescatter only supports AVERAGE and SUM, but it was given {ReduceOp(op).name}")
+        raise HorovodInternalError(f"reducescatter only supports AVERAGE and SUM, but it got {ReduceOp(op).name}")
     if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER) and op not in _OPS:
         raise ValueError(f"unknown reduce op {op}; use one of hvd.Average, Sum, Adasum, Min, Max, Product")
 
 
 def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that any thread may write to, which one of inference mode is not."""
+    """Return the same memory as a tensor that any thread may write to; an inference tensor is not one."""
     if not tensor.is_inference():
         return tensor
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -349,7 +348,7 @@ def _request(
             for output in outputs
         ]
     request = Request(signature, inputs, results)
-    # A tensor that is not contiguous is worked on in a copy, which goes back at the end.
+    # A non-contiguous tensor is processed in a copy, which is copied back at the end.
     request.copy_back = [
         pair for pair in zip(outputs, results, strict=True) if pair[0] is not pair[1] and not pair[0].is_contiguous()
     ]
@@ -378,7 +377,7 @@ def _device(tensors: Sequence[torch.Tensor]) -> torch.device:
     first = tensors[0].device
     if first.type not in ("cpu", "cuda"):
         raise ValueError(
-            f"tensors must lie on the CPU or on a CUDA device, but this one lies on {first}; move it with .cpu()"
+            f"tensors must be on the CPU or on a CUDA device, but this one is on {first}; move it with .cpu()"
         )
     for tensor in tensors:
         if tensor.device != first:
@@ -395,7 +394,7 @@ def _check_kind(call: CollectiveCall, tensors: Sequence[torch.Tensor], ranks: Se
             f"broadcast got an invalid root rank: {call.root_rank}; the process set has the ranks {list(ranks)}"
         )
     if kind is Kind.REDUCESCATTER and any(tensor.dim() == 0 for tensor in tensors):
-        raise ValueError("reducescatter does not support scalar tensors; give it at least one dimension")
+        raise ValueError("reducescatter does not support scalar tensors; use at least one dimension")
     if kind is Kind.ALLTOALL:
         return _check_splits(tensors[0], call.splits, len(ranks))
     return ()
@@ -403,7 +402,7 @@ def _check_kind(call: CollectiveCall, tensors: Sequence[torch.Tensor], ranks: Se
 
 def _check_splits(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, size: int) -> tuple[int, ...]:
     if tensor.dim() == 0:
-        raise ValueError("alltoall does not support scalar tensors; give it at least one dimension")
+        raise ValueError("alltoall does not support scalar tensors; use at least one dimension")
     rows = tensor.shape[0]
     if splits is None:
         if rows % size:
@@ -416,7 +415,7 @@ def _check_splits(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | N
         values = list(splits)
         try:
             splits = torch.tensor([index(value) for value in values], dtype=torch.int32, device="cpu")
-        except (TypeError, RuntimeError):  # not whole numbers (but numpy's will do), or too large
+        except (TypeError, RuntimeError):  # not integers (numpy's are accepted), or too large
             raise ValueError(f"alltoall splits must be 32-bit integers, but they are {values}") from None
     if splits.dim() != 1:
         raise ValueError(f"alltoall expects a 1-D tensor of splits, but it has {splits.dim()} dimensions")

@@ -1,14 +1,14 @@
 """The runtime: this process's part of a running world, from `init` to `shutdown`.
 
-It meets the other ranks (`peers`), keeps the process sets, each with the queue to which it hands requests, and tells
-the world's status (`status`) what the control tree reports. One runtime exists at a time; `process` keeps it. States:
+It connects to the other ranks (`bootstrap`), keeps the process sets with a queue for each, and passes the control
+tree's reports to the world's status (`status`). One runtime exists at a time; `process` keeps it. States:
 
     absent --init--> up --shutdown, here or on any rank--> closing --close--> absent
 
 Set number 0 is the world itself. All ranks register and remove sets in the same order, so that numbers and labels
 agree. `add_process_set`, `remove_process_set`, `shared_memory` and `host_memory` are requests like any other: the
-members agree on them, and `_execute` does what they ask. What members of other hosts say of a set may come before this
-rank has registered it; it is kept until then.
+members agree on them, and `_execute` executes them. Messages about a set from other hosts may arrive before this rank
+has registered it; they are kept until then.
 """
 
 from __future__ import annotations
@@ -56,47 +56,47 @@ _GOODBYE_LIMIT_S = 2.0
 _FAREWELL_LIMIT_S = 1.0
 _SUM = Reduce()
 _ASK_LIMIT_S = 2.0
-_FIRST_GROUP = 2**32  # the numbers of groups, which their members alone register
+_FIRST_GROUP = 2**32  # numbers of groups, which only their members register
 
 
 class _Set(NamedTuple):
-    """A process set. `serial`: as how many-th it was registered, on every rank; numbers are used again."""
+    """A process set. `serial` counts registrations, equally on every rank; numbers are reused."""
 
     ranks: tuple[int, ...]
     serial: int
-    queue: OperationQueue | None = None  # where this rank is a member
+    queue: OperationQueue | None = None  # if this rank is a member
     repeated: RepeatedCalls | None = None  # where the members share a host
 
 
 class Runtime:
-    """One initialised world, after `start`."""
+    """One initialized world, after `start`."""
 
     def __init__(self, world: World, config: EngineConfig, epoch: int) -> None:
         self.world = world
-        self.config = config  # from `start` on with rank 0's values where all ranks must have the same
+        self.config = config  # `start` replaces the common values with rank 0's
         self.num_joins = 0
         self.is_current = True  # `process` has no other, and this process started it
         self.recorder = TimelineRecorder(world.rank)
         self.status = WorldStatus(world.rank, tell=self._report_fault, wake=self._wake)
-        self.known_allreduces: dict[object, Any] = {}  # what fronts keep of allreduces that are repeated, by the call
+        self.known_allreduces: dict[object, Any] = {}  # state of repeated allreduces, kept by the interfaces, by call
         self._epoch = f"{world.generation}.{epoch}"
         self._handles: dict[int, tuple[OperationQueue, Request]] = {}
         self._next_handle = itertools.count()
-        self._bootstrap: Bootstrap | None = None  # none in a world of one
+        self._bootstrap: Bootstrap | None = None  # None in a world of one
         self._solo_secret = new_secret()  # of a world of one
-        # Of ranks that leave: why, having seen what; until when to wait.
+        # Of leaving ranks: the reason, the rounds they have seen, and the time limit.
         self._farewells: list[tuple[str, Rounds, float]] = []
         self._sets: dict[int, _Set] = {}
         self._num_registered = 0
-        self._num_links: dict[str, int] = {}  # that were made, by label of the set
-        self._early: dict[int, list[tuple[int, Header, bytes]]] = {}  # messages for sets to come, by serial number
+        self._num_links: dict[str, int] = {}  # created links, by label of the set
+        self._early: dict[int, list[tuple[int, Header, bytes]]] = {}  # messages for future sets, by serial number
         self._messages: Messages | None = None
         self._num_groups = 0  # that this rank has numbered
         self._removed_groups: set[int] = set()
         self._messages_lock = threading.Lock()
 
     def start(self, process_sets: Sequence[Sequence[int]]) -> None:
-        """Meet the other ranks and set up every process set. Blocks until all are there, within the limit."""
+        """Meet the other ranks and set up every process set. Blocks until all have arrived, within the limit."""
         size = self.world.size
         try:
             wanted = [sorted(ranks) for ranks in process_sets]
@@ -114,7 +114,7 @@ class Runtime:
                 wanted = self._bootstrap.meet(wanted)
                 self.config = self._bootstrap.config
             try:
-                sets = [_checked(ranks, size) for ranks in wanted]  # which are the same on all ranks
+                sets = [_checked(ranks, size) for ranks in wanted]  # the same on all ranks
             except ValueError as error:
                 raise ValueError(f"Horovod initialization failed: {error}") from None
             with contextlib.nullcontext() if self._bootstrap is None else self._bootstrap.peers_may_go():
@@ -122,8 +122,8 @@ class Runtime:
                     self._register(ranks)
                 if self._bootstrap is not None:
                     if self._bootstrap.can_share(range(size)):
-                        self.queue(0).transport()  # now: so the first step is like any other
-                    # A rank that went on and left again at once would take away what others are still fetching from it.
+                        self.queue(0).transport()  # now, so that the first step is like any other
+                    # A rank that continued and left at once would remove what others are still fetching from it.
                     self._bootstrap.gather("ready", b"1")
         except BaseException:
             self.close()
@@ -132,7 +132,7 @@ class Runtime:
             self.recorder.start(self.config.timeline, mark_cycles=self.config.timeline_mark_cycles)
 
     def secret_for(self, purpose: str) -> bytes:
-        """A secret that the ranks of this world have in common, and no other process has."""
+        """Return a secret that only the ranks of this world share."""
         return derived_secret(self._solo_secret if self._bootstrap is None else self._bootstrap.keys.shared, purpose)
 
     @property
@@ -146,12 +146,13 @@ class Runtime:
 
     @property
     def num_hosts(self) -> int:
-        """The number of hosts between which data travels over a network; a rank that may share no memory is one."""
+        """The number of hosts between which data uses a network; a rank that may not share memory counts as one."""
         return 1 if self._bootstrap is None else len(self._bootstrap.sharing)
 
     def spans_hosts(self, process_set_id: int, *, in_order: bool = False) -> bool:
-        """Return whether a set's members are on several hosts, so that CPU reductions travel over a network and
-        `submit` takes a code for them. `in_order`: and are numbered host by host.
+        """Return whether a set's members are on several hosts, so that `submit` takes an encoding for CPU reductions.
+
+        `in_order`: and whether they are numbered host by host.
         """
         ranks, peers = self.ranks(process_set_id), self._bootstrap
         return peers is not None and peers.spans_hosts(ranks) and (not in_order or peers.in_host_order(ranks))
@@ -175,7 +176,7 @@ class Runtime:
     ) -> int:
         """Put an operation in flight; returns its handle. With `background=False` only `synchronize` drives it.
 
-        `residuals`: what a code of `reduce` loses of each tensor; see `Signature`. Only where a set `spans_hosts`.
+        `residuals`: the encoding error of each tensor; see `Signature`. Only if a set `spans_hosts`.
         """
         queue = self.queue(process_set_id)
         if kind is Kind.ALLREDUCE and reduce.op == ReduceOp.ADASUM:
@@ -192,14 +193,14 @@ class Runtime:
         return self.put_in_flight(queue, request, background=background)
 
     def put_in_flight(self, queue: OperationQueue, request: Request, *, background: bool = True) -> int:
-        """`submit` for what is known to be right."""
+        """Submit a request that is already validated."""
         queue.submit(request, background=background)
         handle = next(self._next_handle)
         self._handles[handle] = (queue, request)
         return handle
 
     def poll(self, handle: int) -> bool:
-        """Return whether the operation is done. ValueError for an unknown handle."""
+        """Return whether the operation is done. Raises ValueError for an unknown handle."""
         entry = self._handles.get(handle)
         if entry is None:
             raise ValueError(f"handle {handle} was not created or has been synchronized already")
@@ -209,7 +210,7 @@ class Runtime:
         )
 
     def when_done(self, handle: int, callback: Callable[[], None]) -> None:
-        """Have `callback` called when the operation is done, here or on the thread that finishes it.
+        """Call `callback` when the operation is done, here or on the thread that finishes it.
 
         It must neither wait nor raise, and may be called twice.
         """
@@ -219,7 +220,7 @@ class Runtime:
             callback()
 
     def synchronize(self, handle: int) -> list[torch.Tensor]:
-        """Wait for the operation, free the handle, and return the outputs; none for an unknown handle."""
+        """Wait for the operation, free the handle, and return the outputs; empty for an unknown handle."""
         entry = self._handles.get(handle)
         if entry is None:
             return []
@@ -240,16 +241,16 @@ class Runtime:
         return tensor
 
     def barrier(self, process_set_id: int = 0) -> None:
-        """Return when every member has called."""
+        """Wait until every member has called."""
         self.synchronize(self.submit(Kind.BARRIER, process_set_id=process_set_id, background=False))
 
     def join(self) -> int:
         """Take no further part until every rank has joined; returns the rank that joined last."""
         self.num_joins += 1
-        # In every set, so that its other members need not wait for what will not come.
+        # In every set, so that its other members do not wait in vain.
         queues = self._queues()
         if torch.cuda.is_initialized():
-            for queue in queues:  # another thread, for which another GPU is the current one, may drive it
+            for queue in queues:  # the driving thread may have another current GPU
                 queue.validator.settle(torch.device("cuda", torch.cuda.current_device()))
         schedules = [
             schedule for queue in queues for schedule in queue.schedules if isinstance(schedule, ReductionSchedule)
@@ -266,7 +267,7 @@ class Runtime:
             queue.result(request)
         for schedule in schedules:
             schedule.come_back()
-        self.barrier()  # no rank may go on in one of them before all have come back to it
+        self.barrier()  # no rank may continue in one of them before all have come back to it
         return int(requests[0][1].answer)
 
     def repeated_plan(self, queue: OperationQueue, signature: Signature) -> CallPlan | None:
@@ -292,7 +293,7 @@ class Runtime:
         return {number: list(one.ranks) for number, one in sorted(self._sets.items())}
 
     def ranks(self, number: int) -> tuple[int, ...]:
-        """The members of a set. ValueError for one that does not exist."""
+        """Return the members of a set. Raises ValueError if it does not exist."""
         found = self._sets.get(number)
         if found is None:
             raise ValueError(f"Process set {number} does not exist, or has not been registered")

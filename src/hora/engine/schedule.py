@@ -345,7 +345,7 @@ class ReductionSchedule(ProgressEngine):
     def _error(self) -> HorovodInternalError:
         return HorovodInternalError(self.queue.status.reason)
 
-    # The end. Any thread.
+    # The end. Thread-safe.
 
     def close(self) -> None:
         """End the background thread, fail what is under way, let go of the memory."""

@@ -91,7 +91,7 @@ class WorldStatus:
         return HorovodInternalError(self.reason)
 
     def check_open(self) -> None:
-        """Raise when nothing new may begin."""
+        """Raise an error if nothing new may begin."""
         if not self.is_open:
             raise self.error()
 

@@ -1,1 +1,1 @@
-"""The `hvd` surface shared by `horovod.keras` and `horovod.tensorflow.keras`, for any Keras version and backend."""
+"""The `hvd` interface shared by `horovod.keras` and `horovod.tensorflow.keras`, for any Keras version and backend."""

@@ -1,4 +1,4 @@
-"""Horovod's Keras callbacks as mixins; `horovod.keras` and `horovod.tensorflow.keras` add their Keras's base class."""
+"""Horovod's Keras callbacks as mixins; `horovod.keras` and `horovod.tensorflow.keras` add their base class."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Logs = MutableMapping[str, Any] | None
 
 
 class Broadcast:
-    """Broadcasts weights and optimizer state from a root, once, after the first batch: then all variables exist.
+    """Broadcasts weights and optimizer state from a root, once, after the first batch, when all variables exist.
 
-    Tells the live page of a training's length, metrics, and the time between batches.
+    Reports the training's length, metrics, and the time between batches to the live page.
     """
 
     model: Any
@@ -35,7 +35,7 @@ class Broadcast:
         self._last_end: float | None = None
 
     def register_local_var(self, variable: Any) -> None:
-        """Leave a variable out of the broadcast."""
+        """Exclude a variable from the broadcast."""
         self._local[id(variable)] = variable
 
     def on_train_begin(self, logs: Logs = None) -> None:
@@ -109,7 +109,7 @@ class LearningRateSchedule:
             self.steps_per_epoch = (self.params or {}).get("steps")
             if not self.steps_per_epoch:
                 raise ValueError(
-                    "the number of steps per epoch is not known, and a schedule by the batch needs it: pass "
+                    "the number of steps per epoch is unknown, but a schedule by the batch needs it: pass "
                     "steps_per_epoch to the callback"
                 )
 
@@ -144,7 +144,7 @@ class LearningRateSchedule:
         rate = rate if hasattr(rate, "assign") else getattr(optimizer, "learning_rate", None)
         if not hasattr(rate, "assign"):
             raise ValueError(
-                f"the learning rate of {type(optimizer).__name__} is a schedule of Keras already; make the optimizer "
+                f"the learning rate of {type(optimizer).__name__} is already a Keras schedule; create the optimizer "
                 "with a number"
             )
         return rate
@@ -171,7 +171,7 @@ class Warmup(LearningRateSchedule):
     ) -> None:
         def multiplier(epoch: float) -> float:
             assert self.steps_per_epoch is not None
-            epoch += 1.0 / self.steps_per_epoch  # so that the last batch reaches the whole rate
+            epoch += 1.0 / self.steps_per_epoch  # so that the last batch reaches the full rate
             return 1.0 / hvd.size() * (epoch * (hvd.size() - 1) / warmup_epochs + 1)
 
         super().__init__(
@@ -191,7 +191,7 @@ class Warmup(LearningRateSchedule):
 
 
 class BestModel:
-    """`ModelCheckpoint(save_best_only=True)` whose `filepath` an estimator sets; until then it saves nothing."""
+    """`ModelCheckpoint(save_best_only=True)` whose `filepath` an estimator sets; saves nothing before."""
 
     filepath: Any
 

@@ -1,4 +1,4 @@
-"""Elastic training with Keras and TensorFlow: states made of variables, callbacks that keep them, and the loop."""
+"""Elastic training with Keras and TensorFlow: states of variables, callbacks that update them, and the loop."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(func)
     def translated(*args: Any, **kwargs: Any) -> Any:
-        # Only a call, as the loop's own wrapper: it is pickled together with a notebook's function.
+        # Only a call, like the loop's own wrapper: it is pickled together with a notebook's function.
         return _with_own_errors(func, args, kwargs)
 
     return run_fn(translated, reset)
 
 
 def _with_own_errors(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function; an error of TensorFlow's own that names a collective is raised as a HorovodInternalError."""
+    """Call a function; a TensorFlow error that names a collective is raised as a HorovodInternalError."""
     try:
         return func(*args, **kwargs)
     except HorovodInternalError:
@@ -56,7 +56,7 @@ def _with_own_errors(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
 class TensorFlowState(ObjectState):
     """Variables and plain values: `TensorFlowState(variables=model.variables, epoch=0)`.
 
-    `session`: where the variables of a graph have their values, all global ones if none are given.
+    `session`: holds the values of a graph's variables; all global variables by default.
     """
 
     def __init__(self, variables: Sequence[Any] | None = None, session: Any = None, **kwargs: Any) -> None:
@@ -106,14 +106,12 @@ class TensorFlowKerasState(TensorFlowState):
 
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
         if not model.built:
-            raise ValueError(
-                "a state needs a model that is built: give its first layer an input shape, or call it once"
-            )
+            raise ValueError("a state needs a built model: give its first layer an input shape, or call it once")
         versions = keras_version(model), keras_version(optimizer)
         if None not in versions and versions[0] != versions[1]:
             raise ValueError(
-                f"rank {rank()}: the model is of Keras {versions[0]} and the optimizer of Keras {versions[1]}; make "
-                "both with the same Keras"
+                f"rank {rank()}: the model is of Keras {versions[0]} and the optimizer of Keras {versions[1]}; use "
+                "the same Keras for both"
             )
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
@@ -154,7 +152,7 @@ class CommitState:
 
 
 class UpdateBatchState:
-    """Counts `state.batch`; the first epoch after a reset ends when the batches that were left have been done."""
+    """Counts `state.batch`; the first epoch after a reset ends once its remaining batches are done."""
 
     params: Any
 
@@ -170,14 +168,14 @@ class UpdateBatchState:
         self.state.batch = self._done_before + batch + 1
         steps = (self.params or {}).get("steps")
         if self._done_before and steps and self.state.batch >= steps:
-            raise StopIteration  # Keras ends the epoch, as when its data are exhausted
+            raise StopIteration  # Keras ends the epoch, as when its data is exhausted
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.state.batch = self._done_before = 0
 
 
 class UpdateEpochState:
-    """Counts `state.epoch` over resets."""
+    """Counts `state.epoch` across resets."""
 
     _begin: int | None
 

@@ -1,4 +1,4 @@
-"""Names that `horovod.keras` and `horovod.tensorflow.keras` take from the other fronts."""
+"""Names that `horovod.keras` and `horovod.tensorflow.keras` import from the other interfaces."""
 
 from hora.errors import HorovodInternalError
 from hora.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer

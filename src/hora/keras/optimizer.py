@@ -1,7 +1,7 @@
 """`DistributedOptimizer` for Keras: Keras 3 on TensorFlow or torch, and Keras 2 (`tf_keras`).
 
-The result is of a class derived from the given optimizer's, under its name, with the same attributes and state: it is
-saved, and loaded again with or without Horovod, as what it was made from.
+The result's class derives from the given optimizer's class and has its name, attributes and state. So it is saved, and
+loaded again with or without Horovod, like the original.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def load_model(
 
 
 def _restore_from_hdf5(model: Any, filepath: str) -> None:
-    """Restore the optimizer's state from an HDF5 file: Keras 3 itself builds it for the variables of no layer."""
+    """Restore the optimizer's state from an HDF5 file: Keras 3 itself builds it without the layers' variables."""
     optimizer = model.optimizer
     if not filepath.endswith((".h5", ".hdf5")) or not hasattr(optimizer, "apply"):
         return
@@ -65,7 +65,7 @@ def _restore_from_hdf5(model: Any, filepath: str) -> None:
 
 
 class Aggregation(Protocol):
-    """Gradients of calls in, `update` called with reduced ones when it is time."""
+    """Takes the gradients of calls, and calls `update` with the reduced ones when a step is complete."""
 
     local: dict[int, Any]
     process_set: ProcessSet
@@ -80,15 +80,15 @@ class _Distributed:
 
     @property
     def _hora(self) -> Aggregation:
-        """The aggregation of this object; one of its own for each that the class makes, as `from_config` does."""
+        """This object's aggregation; every object that the class creates has its own, as with `from_config`."""
         found: Aggregation | None = self.__dict__.get("_hora_aggregation")
         if found is None:
-            # Past the optimizer's own __setattr__, which would track it as a part of the model.
+            # Bypasses the optimizer's own __setattr__, which would track it as part of the model.
             found = self.__dict__["_hora_aggregation"] = type(self)._aggregation()
         return found
 
     def register_local_var(self, variable: Any) -> None:
-        """Leave the gradient of this variable out of the reduction."""
+        """Exclude the gradient of this variable from the reduction."""
         self._hora.local[id(variable)] = variable
 
 
@@ -102,7 +102,7 @@ class _Keras3(_Distributed):
 
 
 class _Keras2(_Distributed):
-    """Reduces gradients when they are applied, unless they were when this optimizer computed them."""
+    """Reduces gradients when they are applied, unless it did so when computing them."""
 
     @property
     def _agg_helper(self) -> Any:
@@ -144,14 +144,14 @@ class _Keras2(_Distributed):
     _aggregate_gradients = aggregate_gradients  # its name in tf_keras.optimizers.legacy
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-        """Reduce the gradients over the ranks, then apply them; only apply them if they were aggregated before."""
+        """Reduce the gradients over the ranks unless they were aggregated before, then apply them."""
         pairs, variables = list(grads_and_vars), []
         for _, variable in pairs:
             variables.append(variable)
             if hasattr(variable, "path"):
                 raise ValueError(
-                    f"rank {hvd.rank()}: an optimizer of Keras 2 (tf_keras) was given a variable of Keras 3, "
-                    f"{variable.name}; make the model and the optimizer with the same Keras"
+                    f"rank {hvd.rank()}: an optimizer of Keras 2 (tf_keras) got a variable of Keras 3, "
+                    f"{variable.name}; use the same Keras for the model and the optimizer"
                 )
         parent: Any = super()
         aggregated = not kwargs.get("experimental_aggregate_gradients", True)
@@ -186,7 +186,7 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Return the same optimizer (hyper-parameters and state kept) that reduces gradients over the ranks."""
+    """Return the same optimizer (hyperparameters and state kept) that reduces gradients over the ranks."""
     if isinstance(optimizer, _Distributed):
         raise ValueError(
             f"rank {hvd.rank()}: {type(optimizer).__name__} is a DistributedOptimizer already; wrap the plain "
@@ -219,7 +219,7 @@ def DistributedOptimizer(
     if mixin is _Keras3:
         let_keras_know()
     result = _of_class(optimizer, mixin, aggregation)
-    assert result._hora is not None  # made now: it checks the options
+    assert result._hora is not None  # created now: it validates the options
     if name is not None:
         result.__dict__["name" if "name" in result.__dict__ else "_name"] = name
     return result
@@ -233,7 +233,7 @@ def PartialDistributedOptimizer(optimizer: Any, *args: Any, local_layers: Any = 
 
 
 def register_local_layers(optimizer: Any, layers: Any) -> None:
-    """Leave the gradients of the variables of a layer, of several, or of none, out of the reduction."""
+    """Exclude the gradients of the variables of a layer, of several, or of none from the reduction."""
     for layer in layers if isinstance(layers, (list, tuple, set)) else [layers]:
         for variable in [] if layer is None else layer.trainable_weights:
             optimizer.register_local_var(variable)
@@ -245,7 +245,7 @@ def is_distributed(optimizer: object) -> bool:
 
 
 def keras_backend() -> str:
-    """Return the backend of Keras 3 in this process. ValueError for one that Horovod cannot reach."""
+    """Return the backend of Keras 3 in this process. Raises ValueError for an unsupported one."""
     import keras
 
     backend = str(keras.backend.backend())
@@ -258,7 +258,7 @@ def keras_backend() -> str:
 
 
 def _kind(optimizer: Any) -> tuple[type[_Distributed], str]:
-    """Return what is mixed into the optimizer's class, and the backend of its tensors."""
+    """Return the mixin for the optimizer's class, and the backend of its tensors."""
     version = keras_version(optimizer)
     if version == 2:
         return _Keras2, "tensorflow"
@@ -276,7 +276,7 @@ def _kind(optimizer: Any) -> tuple[type[_Distributed], str]:
 
 
 def _check_for_session(optimizer: Any) -> None:
-    """ValueError for an optimizer in whose place Keras 2 would put another one, which is not wrapped, in a graph."""
+    """Raise ValueError for an optimizer that Keras 2 would replace with an unwrapped one in a graph."""
     import tf_keras
 
     if isinstance(optimizer, tf_keras.optimizers.Optimizer):
@@ -287,7 +287,7 @@ def _check_for_session(optimizer: Any) -> None:
 
 
 def _of_class(optimizer: Any, mixin: type[_Distributed], aggregation: Callable[[], Aggregation]) -> Any:
-    """Return an object of a class made for it, with the attributes of `optimizer`, whatever its constructor needs."""
+    """Return an object of a new class with the attributes of `optimizer`, independent of its constructor."""
     base = type(optimizer)
     names = {
         "__module__": base.__module__,
@@ -305,14 +305,14 @@ def _of_class(optimizer: Any, mixin: type[_Distributed], aggregation: Callable[[
 
 @functools.cache
 def let_keras_know() -> None:
-    """Tell Keras 3 what follows from a distributed optimizer, in the two places where it would decide by itself."""
+    """Patch Keras 3 in the two places where it must know about distributed optimizers."""
     from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
     from keras.src.trainers.trainer import Trainer
 
     finite_here, compiles = LossScaleOptimizer.check_finite, Trainer._resolve_auto_jit_compile
 
     def check_finite(self: Any, grads: Any) -> Any:
-        """Return whether the gradients are finite on all ranks: all make the step, or none does."""
+        """Return whether the gradients are finite on all ranks: either all make the step or none does."""
         finite = finite_here(self, grads)
         if not is_distributed(self.inner_optimizer):
             return finite
@@ -326,7 +326,7 @@ def let_keras_know() -> None:
         return hora.tensorflow.ops.allreduce(ops.cast(finite, "int32"), op=Min, process_set=members) > 0
 
     def resolve_auto_jit_compile(self: Any) -> bool:
-        """Return False for a model whose gradients are reduced: XLA could not hold the operation that does so."""
+        """Return False for a model whose gradients are reduced: XLA cannot compile that operation."""
         optimizer = getattr(self, "optimizer", None)
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         return False if is_distributed(inner) else bool(compiles(self))
@@ -336,7 +336,7 @@ def let_keras_know() -> None:
 
 
 def _serialise_as(wanted: type, base: type) -> None:
-    """Have Keras 3 write objects of one class as those of another."""
+    """Make Keras 3 serialize objects of one class as another."""
     from keras.src import api_export
     from keras.src.saving import object_registration
 

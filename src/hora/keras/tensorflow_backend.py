@@ -1,4 +1,4 @@
-"""Aggregation of the gradients of a Keras optimizer whose variables are TensorFlow's."""
+"""Aggregation of the gradients of a Keras optimizer on TensorFlow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["TensorFlowAggregation"]
 
 
 class TensorFlowAggregation:
-    """Adds gradients up for `passes` calls, then reduces them over the ranks and updates."""
+    """Accumulates gradients over `passes` calls, then reduces them over the ranks and updates."""
 
     def __init__(self, options: dict[str, Any], passes: int, average: bool, scale_local: bool) -> None:
         check_options(options["op"], options["gradient_predivide_factor"], passes)
@@ -27,18 +27,18 @@ class TensorFlowAggregation:
         self._check = StartCheck()
 
     def __call__(self, optimizer: Any, gradients: list[Any], variables: list[Any], update: Any) -> Any:
-        """Take the gradients of one call; `update(gradients, variables)` when they are those of the whole step."""
+        """Take the gradients of one call; calls `update(gradients, variables)` once the step is complete."""
         ready = self.compute_gradients(gradients, variables)
         return self.apply_gradients(optimizer, variables, lambda: update(ready, variables))
 
     def compute_gradients(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        """Reduce the gradients of one call, or add them to those of a step."""
+        """Reduce the gradients of one call, or add them to those of the step."""
         if self.adding is not None:
             return self.adding.compute_gradients(gradients, variables)
         return self.reduced(gradients, variables)
 
     def apply_gradients(self, optimizer: Any, variables: list[Any], update: Callable[[], Any]) -> Any:
-        """Call `update`, or only count the call, if it does not complete a step."""
+        """Call `update`, or only count the call if it does not complete a step."""
         if self.adding is None:
             return update()
         with tf.init_scope():
@@ -46,7 +46,7 @@ class TensorFlowAggregation:
         return self.adding.apply_gradients(update, lambda: optimizer.iterations.assign_add(1))
 
     def check_one_pass(self) -> None:
-        """ValueError if a step has several calls."""
+        """Raise ValueError if a step has several calls."""
         if self.adding is not None:
             raise ValueError(
                 f"rank {rank()}: with backward_passes_per_step={self.adding.backward_passes_per_step} wrap the "
@@ -56,7 +56,7 @@ class TensorFlowAggregation:
 
     def reduced(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """Return the gradients of one call, reduced."""
-        if not tf.compat.v1.executing_eagerly_outside_functions():  # variables have no values outside of the session
+        if not tf.compat.v1.executing_eagerly_outside_functions():  # variables have no values outside the session
             return self._reduce_sums(gradients, variables)
         shared = [variable for variable in variables if id(variable) not in self.local]
         return self._reduce(gradients, variables, self.local, functools.partial(self._check, shared))
@@ -66,7 +66,7 @@ class TensorFlowAggregation:
 
 
 def _build(optimizer: Any, variables: list[Any]) -> None:
-    """Make the variables of an optimizer, where a branch of a function could not."""
+    """Create the variables of an optimizer, which a branch of a function could not do."""
     if not getattr(optimizer, "built", False) and hasattr(optimizer, "build"):
         optimizer.build(variables)
     elif hasattr(optimizer, "_create_all_weights"):  # optimizers of tf_keras.optimizers.legacy

@@ -1,4 +1,4 @@
-"""The names of `horovod.tensorflow` that need Keras, a layer and the optimizer, which may be one of `tf.compat.v1`."""
+"""Names of `horovod.tensorflow` that need Keras: a layer, and the optimizer, which may be one of `tf.compat.v1`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Return the same Keras optimizer (hyper-parameters and state kept) that reduces gradients over the ranks.
+    """Return the same Keras optimizer (hyperparameters and state kept) that reduces gradients over the ranks.
 
     An optimizer of `tf.compat.v1` is wrapped in another one, which does so in `compute_gradients`.
     """
@@ -82,13 +82,13 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def _sync_batch_normalization() -> type:
-    """Return the layer for the Keras that is `tf.keras` here, which is not imported before somebody wants it."""
+    """Return the layer for this `tf.keras`, which is imported only when it is needed."""
     base = tf.keras.layers.BatchNormalization
     return type("SyncBatchNormalization", (_SyncBatchNormalization, base), {"__module__": "horovod.tensorflow"})
 
 
 class _SyncBatchNormalization:
-    """Batch normalisation by the mean and variance of the batches of all ranks together."""
+    """Batch normalization with the mean and variance over the batches of all ranks."""
 
     def __init__(self, fused: bool = False, **kwargs: Any) -> None:
         if fused:

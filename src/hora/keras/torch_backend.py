@@ -1,6 +1,6 @@
-"""Aggregation of the gradients of a Keras 3 optimizer on Keras's torch backend: through the hooks of `horovod.torch`.
+"""Aggregation of the gradients of a Keras 3 optimizer on the torch backend, with the hooks of `horovod.torch`.
 
-From the second step on the gradients are reduced during backward, as those of a torch optimizer are.
+From the second step on, gradients are reduced during backward, like those of a torch optimizer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["TorchAggregation"]
 
 
 class TorchAggregation:
-    """Adds gradients up for `passes` calls, then reduces them over the ranks and updates."""
+    """Accumulates gradients over `passes` calls, then reduces them over the ranks and updates."""
 
     def __init__(self, options: dict[str, Any], passes: int, average: bool, scale_local: bool) -> None:
         if passes <= 0:
@@ -33,7 +33,7 @@ class TorchAggregation:
         self._check = StartCheck()
 
     def __call__(self, optimizer: Any, gradients: list[Any], variables: list[Any], update: Any) -> Any:
-        """Take the gradients of one call; `update(gradients, variables)` when they are those of the whole step."""
+        """Take the gradients of one call; calls `update(gradients, variables)` once the step is complete."""
         self._num_calls += 1
         if self._passes > 1:
             self._add(gradients)
@@ -65,14 +65,15 @@ class TorchAggregation:
                 gradients[i] = gradient / members
         parameters = [variables[i].value for i in shared]
         if [id(parameter) for parameter in parameters] != [id(parameter) for parameter in self._parameters]:
-            # Whoever changes gradients before applying them, as loss scaling does, must not have them reduced before.
+            # Code that changes gradients before applying them, such as loss scaling, must get them before the
+            # reduction.
             plain = all(parameter.grad is gradients[i] for parameter, i in zip(parameters, shared, strict=True))
             self._hook([variables[i] for i in shared], parameters, during_backward=plain and self._passes == 1)
         compare = self._check(parameters)
         if compare is not None:
             compare()
         if any(parameter.grad is not gradients[i] for parameter, i in zip(parameters, shared, strict=True)):
-            # Not what backward left in the parameters: sums of several passes, or the first step.
+            # Not the gradients that backward left in the parameters: sums of several passes, or the first step.
             for parameter, i in zip(parameters, shared, strict=True):
                 parameter.grad = gradients[i]
         self._hooked.synchronize()
@@ -83,7 +84,7 @@ class TorchAggregation:
         return gradients
 
     def _hook(self, variables: list[Any], parameters: list[torch.Tensor], *, during_backward: bool) -> None:
-        """Make the torch optimizer whose hooks reduce; the update itself is Keras's."""
+        """Create the torch optimizer whose hooks reduce; Keras makes the update itself."""
         if self._hooked is not None:
             for hook in self._hooked._hooks:
                 hook.remove()

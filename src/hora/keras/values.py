@@ -1,4 +1,4 @@
-"""Values of any backend, of Keras variables and of numpy: read, assigned, and passed through the collectives."""
+"""Values of Keras variables of any backend, and of numpy: read, assign, and pass through the collectives."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ __all__ = [
 
 log = logging.getLogger("hora")
 
-# The broadcast callback runs after the first batch, and with steps_per_execution after so many.
+# The broadcast callback runs after the first batch, or with steps_per_execution after that many.
 _WARN_AT, _RAISE_AT = 2, 64
 
 
 class StartCheck:
-    """Compares the variables before a reduction: once with a warning, much later with an error.
+    """Compares the variables before a reduction: first with a warning, much later with an error.
 
-    In every world anew, because its ranks may be of different ages.
+    It starts over in every world, because its ranks may be of different ages.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class StartCheck:
         self._generation: int | None = None
 
     def __call__(self, variables: Sequence[Any]) -> Callable[[], None] | None:
-        """Return the comparison that is due before this reduction, if one is. It waits for the other ranks."""
+        """Return the comparison that is due before this reduction, if any. It waits for the other ranks."""
         if self._generation != generation():
             self._generation, self._num_calls, self._differ = generation(), 0, False
         self._num_calls += 1
@@ -70,7 +70,7 @@ class StartCheck:
             return
         text = (
             f"the weights on rank {', '.join(map(str, others))} are not those of rank 0: gradients are reduced, but "
-            "the ranks did not begin from the same model; add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to "
+            "the ranks did not start with the same model; add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to "
             "the callbacks of fit, or call hvd.broadcast_variables(model.variables, root_rank=0)"
         )
         if self._num_calls >= _RAISE_AT:
@@ -87,13 +87,13 @@ def to_numpy(value: Any) -> Any:
 
 
 def runs_in_session() -> bool:
-    """Return whether variables have their values in a session: Keras 2 with a graph of `tf.compat.v1`."""
+    """Return whether a session holds the values of variables: Keras 2 with a graph of `tf.compat.v1`."""
     tensorflow: Any = sys.modules.get("tensorflow")
     return tensorflow is not None and not tensorflow.compat.v1.executing_eagerly_outside_functions()
 
 
 def read_values(variables: Sequence[Any]) -> list[Any]:
-    """Return the values of variables as numpy arrays of their own."""
+    """Return copies of the variables' values as numpy arrays."""
     if runs_in_session():
         from tf_keras.src import backend
 
@@ -113,25 +113,25 @@ def assign_values(variables: Sequence[Any], values: Sequence[Any]) -> None:
 
 
 def keras_version(thing: object) -> int | None:
-    """Return 2 or 3, the Keras that an object is of; None for neither."""
+    """Return 2 or 3, the Keras version of an object; None for neither."""
     packages = {cls.__module__.partition(".")[0] for cls in type(thing).__mro__}
     return 2 if "tf_keras" in packages else 3 if "keras" in packages else None
 
 
 def optimizer_variables(optimizer: Any) -> list[Any]:
-    """Return the variables of an optimizer, of whichever Keras; none without one."""
+    """Return the variables of an optimizer of any Keras; none without an optimizer."""
     variables = getattr(optimizer, "variables", [])
     return list(variables() if callable(variables) else variables)
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
-    """Assign the root's values to variables of any backend. ValueError if ranks have different ones."""
+    """Assign the root's values to variables of any backend. Raises ValueError if ranks' variables differ."""
     values = broadcast_tensors([as_torch(value) for value in read_values(variables)], root_rank, "keras.variables")
     assign_values(variables, [as_numpy(value) for value in values])
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Assign the root's values to all variables of Keras's session. RuntimeError where there is none."""
+    """Assign the root's values to all variables of Keras's session. Raises RuntimeError without a session."""
     if not runs_in_session():
         raise RuntimeError(
             "hvd.broadcast_global_variables() is for graphs of tf.compat.v1; call hvd.broadcast_variables(variables, "
@@ -153,7 +153,7 @@ def allreduce(
     op: int | None = None,
     compression: Any = None,
 ) -> Any:
-    """Reduce a value over the ranks; tensors give tensors, everything else numpy."""
+    """Reduce a value over the ranks; tensors yield tensors, everything else numpy arrays."""
     op = op if op is not None else (Average if average else Sum)
     options: dict[str, Any] = {"op": op, "name": name}
     options |= {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
@@ -163,7 +163,7 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """Concatenate the values of all ranks on dimension 0."""
+    """Concatenate the values of all ranks along dimension 0."""
     return _through("allgather", value, name=name)
 
 

@@ -1,1 +1,1 @@
-"""The labs as commands: `hora demo penguins`, `hora demo images`."""
+"""Labs, run as commands: `hora demo penguins`, `hora demo images`, `hora demo faults`."""

@@ -73,7 +73,7 @@ def _nodes_of(
     """The nodes whose agents come to us, where the job has such."""
     if not options.joins and not environ.get("SLURM_JOB_ID"):
         return contextlib.nullcontext()
-    from hora.launch.providers.join import open_nodes  # other jobs start faster without
+    from hora.launch.providers.join import open_nodes  # imported only here: other jobs start faster without it
 
     return open_nodes(options, environ, leadership)
 

@@ -1,1 +1,1 @@
-"""Implementation of old Horovod names that are not part of training: small tools, environment, build check."""
+"""Old Horovod names that are not part of training: small tools, environment, build check."""

@@ -1,7 +1,7 @@
-"""`--check-build`: what works on this machine, each entry really tried, in a child process.
+"""`--check-build`: tests what works on this machine, in a child process.
 
 The child (`python -m hora.legacy.check_build`) runs one collective through each back end and prints why one does not
-work; the launcher, which only formats that, never imports torch. Also used by `hora doctor`.
+work; the launcher only formats that and never imports torch. `hora doctor` uses it too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NEVER = {
 
 
 def check_build() -> str:
-    """The text that `horovodrun --check-build` prints."""
+    """Return the text of `horovodrun --check-build`."""
     from hora.version import horovod_version
 
     problems = probe_build()
@@ -42,12 +42,12 @@ def check_build() -> str:
 
 
 def describe_native(problems: Mapping[str, str]) -> str:
-    """Return whether the native part is in use, in words."""
+    """Describe whether the native part is in use."""
     return f"without the native part: {problems['native']}" if "native" in problems else "with the native part"
 
 
 def print_build(verbose: bool = False) -> None:
-    """Print it, as `horovod.runner.launch.check_build` does; why something does not work, with `verbose`."""
+    """Print it, like `horovod.runner.launch.check_build`; with `verbose` also the reasons of failures."""
     problems = probe_build()
     from hora.version import horovod_version
 
@@ -57,7 +57,7 @@ def print_build(verbose: bool = False) -> None:
 
 
 def format_build(version: str, problems: Mapping[str, str]) -> str:
-    """One line an entry, ticked unless `problems` has it."""
+    """Format one line per entry, checked unless it is in `problems`."""
     parts = [f"Horovod v{version}:"]
     for title, names in _SECTIONS.items():
         lines = [f"    [{' ' if name in problems else 'X'}] {name}" for name in names]
@@ -66,7 +66,7 @@ def format_build(version: str, problems: Mapping[str, str]) -> str:
 
 
 def probe_build() -> dict[str, str]:
-    """Why each entry that does not work does not, found out by a child process."""
+    """Return why entries do not work, as found by a child process."""
     try:
         child = subprocess.run(
             module_command(sys.executable, "hora.legacy.check_build"),
@@ -111,7 +111,7 @@ def _try_pytorch() -> None:
     try:
         result = hvd.allreduce(torch.ones(3), op=hvd.Sum)
         if result.tolist() != [hvd.size()] * 3:
-            raise RuntimeError(f"an allreduce of ones gave {result.tolist()}")
+            raise RuntimeError(f"an allreduce of ones returned {result.tolist()}")
     finally:
         hvd.shutdown()
 
@@ -130,7 +130,7 @@ def _try_backend(name: str, device: str) -> None:
         ones = torch.ones(3, device=device)
         dist.all_reduce(ones)
         if ones.tolist() != [1.0] * 3:
-            raise RuntimeError(f"an allreduce of ones gave {ones.tolist()}")
+            raise RuntimeError(f"an allreduce of ones returned {ones.tolist()}")
     finally:
         dist.destroy_process_group()
 
@@ -144,7 +144,7 @@ def _try_native() -> None:
 
 
 class _AbsentError(Exception):
-    """Not a failure: something that one can do without is not there."""
+    """Raised if something optional is missing, which is no failure."""
 
 
 _TRIALS: dict[str, Callable[[], None]] = {
@@ -163,7 +163,7 @@ def _main() -> None:
             trial()
         except _AbsentError as error:
             problems[name] = str(error)
-        except Exception as error:  # whatever goes wrong in there is the answer
+        except Exception as error:  # any error is the answer
             problems[name] = traceback.format_exception_only(error)[-1].strip()
             if "--traceback" in sys.argv:
                 traceback.print_exc()

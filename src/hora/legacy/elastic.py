@@ -1,6 +1,6 @@
 """`horovod.runner.elastic`: host discovery, the intervals of the driver, and queries about an elastic job.
 
-`horovod.runner.elastic.driver` is this very module, so that a program can set the intervals.
+`horovod.runner.elastic.driver` is this same module, so that a program can set the intervals.
 """
 
 from __future__ import annotations
@@ -21,28 +21,27 @@ __all__ = [
     "HostDiscoveryScript",
 ]
 
-# horovod.runner.elastic.worker: the variables in which Horovod's workers find Horovod's rendezvous; ours have a secret
-# and an address of their own.
+# horovod.runner.elastic.worker: variables of Horovod's rendezvous; Hora's workers have their own address and a secret.
 HOROVOD_GLOO_RENDEZVOUS_ADDR = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 HOROVOD_GLOO_RENDEZVOUS_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 HOROVOD_GLOO_IFACE = "HOROVOD_GLOO_IFACE"
 HOROVOD_HOSTNAME = "HOROVOD_HOSTNAME"
 HOROVOD_LOCAL_RANK = "HOROVOD_LOCAL_RANK"
 
-# horovod.runner.elastic.rendezvous, which is served over HTTP there
+# horovod.runner.elastic.rendezvous, an HTTP service in Horovod
 GET_RANK_AND_SIZE = "rank_and_size"
 PUT_WORKER_ADDRESSES = "worker_addresses"
 
 
 class HostDiscovery:
-    """Interface that names the current hosts and the slots of each."""
+    """Interface that lists the current hosts and their slots."""
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         raise NotImplementedError
 
 
 class HostDiscoveryScript(HostDiscovery):
-    """A program that prints `host` or `host:slots` lines. RuntimeError when it fails."""
+    """Runs a program that prints `host` or `host:slots` lines. Raises RuntimeError if it fails."""
 
     def __init__(self, discovery_script: str, slots: int | None) -> None:
         self._script = DiscoveryScript(discovery_script, default_slots=slots)
@@ -52,7 +51,7 @@ class HostDiscoveryScript(HostDiscovery):
 
 
 class FixedHosts(HostDiscovery):
-    """Hosts that change only when the program says so."""
+    """Hosts that change only when the program sets them."""
 
     def __init__(self, available_host_slots: Mapping[str, int]) -> None:
         self._hosts = dict(available_host_slots)
@@ -64,14 +63,14 @@ class FixedHosts(HostDiscovery):
         self._hosts = dict(available_host_slots)
 
 
-DISCOVER_HOSTS_FREQUENCY_SECS = 1.0  # how often Ray's executors ask a discovery
-ELASTIC_TIMEOUT_SECS = 600.0  # how long they wait for enough workers, where their settings leave it open
+DISCOVER_HOSTS_FREQUENCY_SECS = 1.0  # how often Ray's executors query a discovery
+ELASTIC_TIMEOUT_SECS = 600.0  # how long they wait for enough workers by default
 
 _NOWHERE = Slot(hostname="", rank=-1, local_rank=-1, cross_rank=-1, size=-1, local_size=-1, cross_size=-1)
 
 
 class ElasticDriver:
-    """An elastic job, as seen from outside: who has which place."""
+    """An elastic job seen from outside: the current assignment of slots."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -79,17 +78,17 @@ class ElasticDriver:
         self._finished = False
 
     def places(self, of_workers: Mapping[int, Slot]) -> None:
-        """A generation of the job begins; these are its places."""
+        """Set the slots of a new generation of the job."""
         with self._lock:
             self._places = {(slot.hostname, slot.local_rank): slot for slot in of_workers.values()}
 
     def get_slot_info(self, host: str, local_rank: int) -> Slot:
-        """The place of this process; one with rank -1 where the current generation has no such process."""
+        """Return the slot of this process; rank -1 if the current generation has no such process."""
         with self._lock:
             return self._places.get((host, local_rank), _NOWHERE)
 
     def get_worker_client(self, slot: Slot) -> Slot | None:
-        """Return a true value if the process is a member of the current generation and would be notified of changes."""
+        """Return a true value if the process is a member of the current generation and is notified of changes."""
         with self._lock:
             return self._places.get((slot.hostname, slot.local_rank))
 
@@ -97,11 +96,11 @@ class ElasticDriver:
         return self._finished
 
     def stop(self) -> None:
-        """The job is over."""
+        """Mark the job as finished."""
         with self._lock:
             self._finished, self._places = True, {}
 
 
 def create_rendezvous_handler(driver: Any) -> NoReturn:
-    """Refuse: there is no such rendezvous here."""
+    """Raise ValueError: there is no such rendezvous."""
     raise ValueError("there is no rendezvous over HTTP here: use horovod.run(…, min_num_proc=…) for elastic jobs")

@@ -1,7 +1,7 @@
-"""The environment, for what stands behind old names: the one module of this folder that touches it.
+"""Environment access for old names; the only module of this package that reads the environment.
 
-Only old code asks for a rank and a size this way (`horovod.runner.common.util.env`); ours uses `World.from_env`, which
-knows more launchers and checks what it finds.
+Only old code reads rank and size this way (`horovod.runner.common.util.env`). Hora uses `World.from_env`, which
+supports more launchers and validates the values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 LOG_LEVEL_STR = ["FATAL", "ERROR", "WARNING", "INFO", "DEBUG", "TRACE"]
-# Variables that belong to a shell or a place, and do not travel to other processes' hosts.
+# Variables that belong to a shell or a host and are not sent to other hosts.
 IGNORE_REGEXES = {"BASH_FUNC_.*", "OLDPWD", ".*CUDA_VISIBLE_DEVICES"}
 KUBEFLOW_MPI_EXEC = "/etc/mpi/kubexec.sh"
 
@@ -34,7 +34,7 @@ _PAIRS = (("HOROVOD_RANK", "HOROVOD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_
 
 
 def get_env_rank_and_size(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
-    """Rank and size from the first pair of variables found, else (0, 1); RuntimeError for half a pair."""
+    """Return rank and size from the first pair of variables, else (0, 1); raises RuntimeError for half a pair."""
     found_in = os.environ if environ is None else environ
     for rank_name, size_name in _PAIRS:
         rank, size = found_in.get(rank_name), found_in.get(size_name)
@@ -48,14 +48,14 @@ def get_env_rank_and_size(environ: Mapping[str, str] | None = None) -> tuple[int
 
 @contextmanager
 def env(**kwargs: str | None) -> Iterator[None]:
-    """Set environment variables inside the block and put the old values back; None values are ignored."""
+    """Set environment variables inside the block and restore the old values; None values are ignored."""
     changes = {name: str(value) for name, value in kwargs.items() if value is not None}
     with changed_environment(changes):
         yield
 
 
 def is_exportable(v: str) -> bool:
-    """Return whether a variable of this name may travel."""
+    """Return whether a variable of this name may be sent to other hosts."""
     return not any(re.match(pattern, v) for pattern in IGNORE_REGEXES)
 
 
@@ -65,7 +65,7 @@ def is_kubeflow_mpi() -> bool:
 
 
 class LSFUtils:
-    """Detection of LSF jobs. What else Horovod's class answers, only IBM's tools of one machine family know."""
+    """Detects LSF jobs. The other methods of Horovod's class need IBM's tools for one machine family."""
 
     @staticmethod
     def using_lsf() -> bool:
@@ -73,5 +73,5 @@ class LSFUtils:
 
 
 def env_without_world() -> dict[str, str]:
-    """This process's environment, for a child that is no rank and takes no options of Hora's."""
+    """Return this process's environment for a child that is not a rank and takes no options of Hora."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "HORA_"))}

@@ -1,6 +1,6 @@
-"""The Keras callback that shows a training's progress in the driver. Keras is imported only when it is asked for.
+"""A Keras callback that shows a training's progress in the driver. Keras is imported on first use.
 
-Re-exported as `sparkdl.horovod.tensorflow.keras.LogCallback`; it prints through `log_to_driver` and does nothing else.
+Re-exported as `sparkdl.horovod.tensorflow.keras.LogCallback`; it only prints through `log_to_driver`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def _values(logs: Mapping[str, Any] | None) -> str:
 
 @functools.cache
 def log_callback_class() -> type[ProgressLog]:
-    """`LogCallback(per_batch_log=False)`, a real Keras callback."""
+    """Return `LogCallback(per_batch_log=False)`, a real Keras callback."""
     return type("LogCallback", (ProgressLog, _callback_class()), {})
 
 
 def _callback_class() -> type:
-    """Return the base of callbacks of `tf.keras`, which may be Keras 2, or of Keras without TensorFlow."""
+    """Return the callback base class of `tf.keras`, which may be Keras 2, or of Keras without TensorFlow."""
     try:
         if importlib.util.find_spec("tensorflow") is not None:
             import tensorflow as tf

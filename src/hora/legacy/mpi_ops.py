@@ -79,13 +79,13 @@ class HorovodGroupedAllgather:
 
 
 class HorovodBroadcast:
-    """Gives every rank the root's tensor."""
+    """Sends the root's tensor to every rank."""
 
     apply = staticmethod(ops.broadcast)
 
 
 class HorovodAlltoall:
-    """Exchanges rows; always gives `(output, received_splits)`."""
+    """Exchanges rows; always returns `(output, received_splits)`."""
 
     @staticmethod
     def apply(
@@ -95,7 +95,7 @@ class HorovodAlltoall:
 
 
 class HorovodReducescatter:
-    """Reduces one tensor and keeps the own rows."""
+    """Reduces one tensor and keeps this rank's rows."""
 
     @staticmethod
     def apply(
@@ -111,7 +111,7 @@ class HorovodReducescatter:
 
 
 class HorovodGroupedReducescatter:
-    """Reduces several tensors as one operation and keeps the own rows of each."""
+    """Reduces several tensors as one operation and keeps this rank's rows of each."""
 
     @staticmethod
     def apply(
@@ -127,7 +127,7 @@ class HorovodGroupedReducescatter:
 
 
 class HorovodBasics:
-    """Starts and stops the runtime and answers questions about it; every object is the same runtime's."""
+    """Starts, stops and queries the runtime; all objects share one runtime."""
 
     Average = reduce_op.Average
     Sum = reduce_op.Sum
@@ -160,10 +160,10 @@ class HorovodBasics:
     rocm_built = staticmethod(basics.rocm_built)
 
     def __init__(self, pkg_path: str = "", *args: str) -> None:
-        """The arguments say where Horovod's native library is; there is none here."""
+        """Ignore the arguments, which locate Horovod's native library."""
 
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
-        """The ranks of every registered process set."""
+        """Return the ranks of every registered process set."""
         return engine.current_runtime().process_sets()
 
 

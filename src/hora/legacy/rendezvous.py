@@ -1,9 +1,9 @@
-"""The rendezvous of programs that start their ranks themselves (ElasticDL, Orca, TonY).
+"""Rendezvous for programs that start their ranks themselves (ElasticDL, Orca, TonY).
 
-`horovod.runner.http.http_server` and `horovod.runner.gloo_run`. The master starts a `RendezvousServer` and publishes
-the ranks with `init`, once for every membership. Workers find it by Horovod's variables and call `hvd.init()`. It
-does not speak HTTP, and it answers only clients that hold its secret. Horovod has no variable for a secret, so
-workers get `RendezvousServer.secret` as HORA_SECRET, or master and workers share a HORA_SECRET_FILE.
+It implements `horovod.runner.http.http_server` and `horovod.runner.gloo_run`. The master starts a `RendezvousServer`
+and publishes the ranks with `init`, once per membership. Workers find it by Horovod's variables and call `hvd.init()`.
+It does not speak HTTP, and answers only clients that hold its secret. Horovod has no variable for a secret, so workers
+get `RendezvousServer.secret` as HORA_SECRET, or master and workers share a HORA_SECRET_FILE.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def create_slot_env_vars(slot_info: Slot) -> dict[str, str]:
-    """The variables that tell a rank its place."""
+    """Return the variables of a rank's place."""
     found = {
         "HOROVOD_HOSTNAME": slot_info.hostname,
         "HOROVOD_RANK": slot_info.rank,
@@ -47,7 +47,7 @@ def create_slot_env_vars(slot_info: Slot) -> dict[str, str]:
 
 
 def create_run_env_vars(server_ip: str, nics: Collection[str], port: int, elastic: bool = False) -> dict[str, str]:
-    """The variables that tell all ranks where they meet, and over which interfaces."""
+    """Return the variables of the rendezvous and its interfaces, for all ranks."""
     variables = {
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": server_ip,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
@@ -60,33 +60,31 @@ def create_run_env_vars(server_ip: str, nics: Collection[str], port: int, elasti
 
 
 def get_min_start_hosts(settings: Any) -> int:
-    """Return how many hosts an elastic job needs to begin: one."""
+    """Return the number of hosts that an elastic job needs to start: one."""
     return 1
 
 
 def gloo_run(*args: Any, **kwargs: Any) -> NoReturn:
-    """Horovod's launcher under the one that users call: an error that names that."""
-    raise NotImplementedError(
-        "this is not how jobs are started here: use horovod.run(function, num_proc=…) or horovodrun"
-    )
+    """Raise NotImplementedError with the function to use instead."""
+    raise NotImplementedError("Hora does not start jobs this way: use horovod.run(function, num_proc=…) or horovodrun")
 
 
 gloo_run_elastic = launch_gloo = launch_gloo_elastic = gloo_run
 
 
 class RendezvousHandler:
-    """The name of what Horovod's server is given by default. There is nothing to handle here."""
+    """Default handler class of Horovod's server; unused here."""
 
 
 class RendezvousHTTPServer:
-    """A name for imports."""
+    """Exists only for imports."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         raise ValueError("there is no rendezvous over HTTP here: use RendezvousServer, or horovod.run")
 
 
 class RendezvousServer:
-    """`start`, `init` with the places, `stop`. `secret`, from `start` on: what workers need as HORA_SECRET."""
+    """`start`, `init` with the slots, `stop`. `secret`, set by `start`, is the workers' HORA_SECRET."""
 
     def __init__(self, verbose: int = 0) -> None:
         self.verbose = verbose
@@ -95,11 +93,11 @@ class RendezvousServer:
         self._plans = 0
 
     def start(self, handler_cls: type = RendezvousHandler) -> int:
-        """Listen, at every address of this machine: the program chooses which of them the workers use."""
+        """Listen on every address of this machine: the program chooses which one the workers use."""
         if handler_cls is not RendezvousHandler:
-            raise ValueError(f"handler_cls={handler_cls!r}: handlers of requests have no place here; leave it out")
+            raise ValueError(f"handler_cls={handler_cls!r}: request handlers are not supported; leave it out")
         if self._rendezvous is not None:
-            raise ValueError("this RendezvousServer has been started: stop() it first")
+            raise ValueError("this RendezvousServer is already running: stop() it first")
         path = variables().get("HORA_SECRET_FILE", "")
         secret = read_secret_file(path) if path else new_secret()
         self.secret = secret.hex()
@@ -107,17 +105,17 @@ class RendezvousServer:
         return self._rendezvous.port
 
     def init(self, host_alloc_plan: Sequence[Slot]) -> None:
-        """These are the places from now on. Workers that call `hvd.init()` after this meet in them."""
+        """Publish the slots. Workers that call `hvd.init()` after this use them."""
         if self._rendezvous is None:
-            raise ValueError("this RendezvousServer listens nowhere: start() it first")
+            raise ValueError("this RendezvousServer is not running: start() it first")
         endpoint = RendezvousEndpoint(kind="hora", port=self._rendezvous.port, job=PLAN_JOB)
         self._rendezvous.publish(self._plans, {slot.rank: slot.world(endpoint) for slot in host_alloc_plan})
         self._rendezvous.set(PLAN_KEY, str(self._plans).encode())
-        self._rendezvous.settle()  # a worker may ask sooner than the meeting's thread looks
+        self._rendezvous.settle()  # a worker may ask before the rendezvous's thread has stored it
         self._plans += 1
 
     def stop(self) -> None:
-        """Nobody meets here any more."""
+        """Close the rendezvous."""
         if self._rendezvous is not None:
             self._rendezvous.close()
             self._rendezvous = None

@@ -1,6 +1,6 @@
 """Tools that programs import from `horovod.runner`: settings, time limits, secrets, codecs, threads, pipes, addresses.
 
-Hora's own code uses only `Timeout`, `ElasticSettings` and `make_secret_key`, for Horovod's signatures on Ray.
+Hora itself uses only `Timeout`, `ElasticSettings` and `make_secret_key`, for Horovod's signatures on Ray.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class BaseSettings:
 
 
 class Settings(BaseSettings):
-    """Those of a job on fixed hosts."""
+    """Settings of a job on fixed hosts."""
 
     def __init__(self, hosts: str | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -107,7 +107,7 @@ class Settings(BaseSettings):
 
 
 class ElasticSettings(BaseSettings):
-    """Those of an elastic job. `discovery` stays behind when it is pickled: it belongs to the launcher's process."""
+    """Settings of an elastic job. `discovery` is not pickled: it belongs to the launcher's process."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class ElasticSettings(BaseSettings):
 
 
 class TimeoutException(Exception):  # noqa: N818 - Horovod's name
-    """A limit was passed. `message` says whose."""
+    """A time limit was exceeded. `message` says which."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -141,7 +141,7 @@ class TimeoutException(Exception):  # noqa: N818 - Horovod's name
 
 
 class Timeout:
-    """`timeout` seconds from now on. Pickled, it goes on with the seconds that are left."""
+    """A limit of `timeout` seconds from now. Unpickled, it continues with the remaining seconds."""
 
     def __init__(self, timeout: float, message: str) -> None:
         self._timeout = timeout
@@ -149,14 +149,14 @@ class Timeout:
         self._ends = time.monotonic() + timeout
 
     def remaining(self) -> float:
-        """Seconds that are left, never less than 0."""
+        """Return the remaining seconds, at least 0."""
         return max(0.0, self._ends - time.monotonic())
 
     def timed_out(self) -> bool:
         return self.remaining() <= 0
 
     def check_time_out_for(self, activity: str) -> None:
-        """TimeoutException if the limit has passed; `{activity}` in the message becomes what was waited for."""
+        """Raise TimeoutException if the limit has passed; `{activity}` in the message is replaced."""
         if self.timed_out():
             message = self._message.format(activity=activity)
             raise TimeoutException(f"{message} Timeout after {self._timeout:g} seconds.")
@@ -173,21 +173,21 @@ class Timeout:
 
 SECRET_LENGTH = 32
 DIGEST_LENGTH = 32
-HOROVOD_SECRET_KEY = "_HOROVOD_SECRET_KEY"  # the variable that Horovod's processes look for theirs in
+HOROVOD_SECRET_KEY = "_HOROVOD_SECRET_KEY"  # the variable in which Horovod's processes find their key
 
 
 def make_secret_key() -> bytes:
-    """A fresh random key."""
+    """Return a fresh random key."""
     return secrets.token_bytes(SECRET_LENGTH)
 
 
 def compute_digest(key: bytes, message: bytes) -> bytes:
-    """HMAC-SHA256 of the message."""
+    """Return the HMAC-SHA256 of the message."""
     return hmac.digest(key, message, "sha256")
 
 
 def check_digest(key: bytes, message: bytes, digest: bytes) -> bool:
-    """Return whether the digest is the message's; the time it takes tells nothing about it."""
+    """Return whether the digest is the message's, in constant time."""
     return hmac.compare_digest(compute_digest(key, message), digest)
 
 
@@ -195,13 +195,13 @@ def check_digest(key: bytes, message: bytes, digest: bytes) -> bool:
 
 
 def dumps_base64(obj: Any, to_ascii: bool = True) -> Any:
-    """The object, cloudpickled, as base64: a text, or bytes with `to_ascii=False`."""
+    """Cloudpickle an object and encode it as base64: a string, or bytes with `to_ascii=False`."""
     encoded = base64.b64encode(cloudpickle.dumps(obj))
     return encoded.decode("ascii") if to_ascii else encoded
 
 
 def loads_base64(encoded: str | bytes) -> Any:
-    """Decode what `dumps_base64` encoded. It unpickles, which can run any code."""
+    """Decode the result of `dumps_base64`. It unpickles, which can run any code."""
     return cloudpickle.loads(base64.b64decode(encoded))
 
 
@@ -215,7 +215,7 @@ def in_thread(
     daemon: bool = True,
     silent: bool = False,
 ) -> threading.Thread:
-    """A thread that calls `target(*args)`, already started. `silent`: an exception in it is not shown."""
+    """Start a thread that calls `target(*args)` and return it. `silent`: exceptions in it are not shown."""
     if not isinstance(args, tuple | list):
         raise ValueError(f"args must be a tuple, not {type(args).__name__}; for one argument write (arg,)")
 
@@ -237,7 +237,7 @@ def on_event(
     daemon: bool = True,
     silent: bool = False,
 ) -> threading.Thread:
-    """A thread that calls `func(*args)` once the event is set, unless `stop` is set before."""
+    """Start a thread that calls `func(*args)` once the event is set, unless `stop` is set before."""
 
     def wait() -> None:
         if stop is None:
@@ -257,9 +257,9 @@ def execute_function_multithreaded(
     block_until_all_done: bool = True,
     max_concurrent_executions: int = 1000,
 ) -> dict[int, Any] | None:
-    """Call `fn(*args)` for each entry, at the same time: the results by index. RuntimeError if a call fails.
+    """Call `fn(*args)` for each entry concurrently; returns the results by index. Raises RuntimeError if a call fails.
 
-    Without `block_until_all_done` the calls go on in the background, and None is returned.
+    Without `block_until_all_done` the calls continue in the background, and the result is None.
     """
     if not args_list:
         return {} if block_until_all_done else None
@@ -278,7 +278,7 @@ def execute_function_multithreaded(
 
 
 class Pipe:
-    """Text or bytes in the order written. `read` waits for some; after `close` it gives None once all is read."""
+    """Text or bytes in the order written. `read` waits for data; after `close` it returns None once all is read."""
 
     def __init__(self) -> None:
         self._pieces: queue.SimpleQueue[str | bytes | None] = queue.SimpleQueue()
@@ -292,7 +292,10 @@ class Pipe:
         return len(buf)
 
     def read(self, length: int = -1, timeout: float | None = None) -> str | bytes | None:
-        """At most `length` characters (-1: what comes). TimeoutError after `timeout` seconds without any."""
+        """Return at most `length` characters (-1: all available).
+
+        Raises TimeoutError after `timeout` seconds without any.
+        """
         if not self._rest:
             try:
                 self._rest = self._pieces.get(timeout=timeout)
@@ -321,7 +324,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 def get_local_intfs(nic: str | None = None) -> set[str]:
-    """The names of the interfaces that have an IPv4 address, or just this one if it has."""
+    """Return the names of the interfaces with an IPv4 address, or only this one if it has one."""
     found = set()
     for _, name in socket.if_nameindex():
         with contextlib.suppress(ValueError):
@@ -331,29 +334,29 @@ def get_local_intfs(nic: str | None = None) -> set[str]:
 
 
 def get_local_host_addresses() -> set[str]:
-    """The IPv4 addresses of this machine's interfaces."""
+    """Return the IPv4 addresses of this machine's interfaces."""
     return {interface_address([name]) for name in get_local_intfs()}
 
 
 def resolve_host_address(host_name: str) -> str | None:
-    """An IPv4 address of the host; None if the name has none."""
+    """Return an IPv4 address of the host; None if the name has none."""
     return next(iter(resolve(host_name)), None)
 
 
 def filter_local_addresses(all_host_names: Iterable[str]) -> list[str]:
-    """The names that are other machines'. A name that cannot be resolved is taken for one."""
+    """Return the names of other machines. An unresolvable name counts as one."""
     return [name for name in all_host_names if not is_local(name)]
 
 
 def find_port(server_factory: Callable[[tuple[str, int]], T]) -> tuple[T, int]:
-    """A server on a free port of all interfaces, which the system chooses: `server_factory((host, 0))` and its port."""
+    """Create a server on a free port of all interfaces with `server_factory((host, 0))`; returns it and its port."""
     server = server_factory(("", 0))
     listening: Any = getattr(server, "socket", server)
     return server, int(listening.getsockname()[1])
 
 
 def get_driver_ip(nics: Collection[str] | None) -> str:
-    """This machine's address on one of these interfaces; with no names, the one that other machines reach."""
+    """Return this machine's address on one of these interfaces; without names, the one that other machines reach."""
     if nics:
         return interface_address(nics)
     try:
@@ -369,14 +372,14 @@ _NAMES = {option.variable for option in all_options().values() if option.variabl
 
 
 def variable_name(name: str) -> str:
-    """`HOROVOD_TIMELINE` and the like, named as themselves; AttributeError for an unknown one."""
+    """Return a variable's name such as `HOROVOD_TIMELINE`; raises AttributeError for an unknown one."""
     if name in _NAMES:
         return name
     raise AttributeError(f"config_parser has no attribute {name!r}")
 
 
 def validate_config_args(args: object) -> None:
-    """ValueError, naming the flag, for an invalid value."""
+    """Raise ValueError, naming the flag, for an invalid value."""
     for name, option in all_options().items():
         value = getattr(args, name, None)
         if value is not None:
@@ -384,7 +387,7 @@ def validate_config_args(args: object) -> None:
 
 
 def set_env_from_args(env: dict[str, str], args: object) -> dict[str, str]:
-    """Add the variables that these flags stand for to `env`, and return it."""
+    """Add the variables of these flags to `env`, and return it."""
     env.update(Options.from_args(args, {}).worker_env())
     return env
 
@@ -402,7 +405,7 @@ def execute(
     events: Sequence[threading.Event] | None = None,
     prefix_output_with_timestamp: bool = False,
 ) -> int:
-    """Run the command in a shell: its exit code, 128 + s after signal s. It is ended as soon as one of `events` is set.
+    """Run the command in a shell and return its exit code, 128 + s after signal s. Ends it once one of `events` is set.
 
     With an `index` each line of output begins with `[index]<stdout>:`.
     """
@@ -433,7 +436,7 @@ def execute(
 
 
 def execute_quietly(command: str, env: Mapping[str, str] | None = None) -> tuple[str, int] | None:
-    """Run the command in a shell: its output, both streams as one text, and its exit code. None if it cannot be run."""
+    """Run the command in a shell; returns its combined output and its exit code, or None if it cannot run."""
     try:
         done = subprocess.run(
             command,
@@ -452,7 +455,7 @@ def execute_quietly(command: str, env: Mapping[str, str] | None = None) -> tuple
 
 
 class _Running:
-    """Events of the command, as the launcher reports them. See `job.LaunchEvents`."""
+    """Receives the command's events from the launcher. See `job.LaunchEvents`."""
 
     def __init__(self, output: OutputWriter) -> None:
         self._output = output
@@ -477,7 +480,7 @@ def _version(env: Mapping[str, str] | None) -> str:
 
 
 def mpi_available(env: Mapping[str, str] | None = None) -> bool:
-    """Return whether an `mpirun` answers here."""
+    """Return whether an `mpirun` works here."""
     return bool(_version(env))
 
 
@@ -498,7 +501,7 @@ def is_intel_mpi(env: Mapping[str, str] | None = None) -> bool:
 
 
 def mpi_run(*args: Any, **kwargs: Any) -> NoReturn:
-    """There is no MPI controller: an error that says what to use."""
+    """Raise ValueError: there is no MPI controller; the message names alternatives."""
     raise ValueError(
         "MPI support has not been built; Hora needs none. Use horovod.run(…) or horovodrun, or start the script with "
         "mpirun itself."

@@ -1,7 +1,7 @@
-"""Implementation of `horovod.common.util`: which fronts and back ends exist, and tools that old scripts use.
+"""Implementation of `horovod.common.util`: queries about frameworks and back ends, and tools of old scripts.
 
-Not a place for Hora's own code: only `horovod.common.util` and `horovod.torch.mpi_ops` re-export it. It imports torch
-only by queries about torch.
+Hora does not use it: only `horovod.common.util` and `horovod.torch.mpi_ops` re-export it. Only queries about torch
+import torch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 
 def _cache(f: F) -> F:
-    """Remember the results of `f` for hashable arguments."""
+    """Cache the results of `f` for hashable arguments."""
     return functools.lru_cache(maxsize=None)(f)  # type: ignore[return-value]
 
 
@@ -73,7 +73,7 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool | None:
-    """Return whether the framework sees a GPU; None when `horovod.<ext_base_name>` cannot be used."""
+    """Return whether the framework sees a GPU; None if `horovod.<ext_base_name>` is unavailable."""
     if not extension_available(ext_base_name, verbose):
         return None
     if ext_base_name == "tensorflow":
@@ -84,32 +84,32 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool | None:
 
 
 def mpi_built(verbose: bool = False) -> bool | None:
-    """False: there is no MPI in here. None when no extension loads."""
+    """Return False: there is no MPI. None if no extension loads."""
     return _ask_any("mpi_built", verbose)
 
 
 def gloo_built(verbose: bool = False) -> bool | None:
-    """True: gloo comes with torch. None when no extension loads."""
+    """Return True: torch includes gloo. None if no extension loads."""
     return _ask_any("gloo_built", verbose)
 
 
 def is_gloo_used(use_gloo: bool | None = None, use_mpi: bool | None = None, use_jsrun: bool | None = None) -> bool:
-    """True: whatever was selected, a job is started by Hora's own controller, which goes by that name."""
+    """Return True: Hora's own controller, under that name, starts every job."""
     return True
 
 
 def nccl_built(verbose: bool = False) -> bool | None:
-    """Return whether torch has NCCL. None when no extension loads."""
+    """Return whether torch has NCCL. None if no extension loads."""
     return _ask_any("nccl_built", verbose)
 
 
 def ddl_built(verbose: bool = False) -> bool | None:
-    """False. None when no extension loads."""
+    """Return False. None if no extension loads."""
     return _ask_any("ddl_built", verbose)
 
 
 def ccl_built(verbose: bool = False) -> bool | None:
-    """False. None when no extension loads."""
+    """Return False. None if no extension loads."""
     return _ask_any("ccl_built", verbose)
 
 
@@ -129,7 +129,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def split_list(l: Sequence[T], n: int) -> list[Sequence[T]]:  # noqa: E741 - Horovod's name
-    """Cut into `n` contiguous chunks, the first `len % n` of them one longer."""
+    """Split into `n` contiguous chunks, the first `len % n` of them one longer."""
     short, longer = divmod(len(l), n)
     starts = [i * short + min(i, longer) for i in range(n + 1)]
     return [l[a:b] for a, b in itertools.pairwise(starts)]
@@ -145,7 +145,7 @@ def is_iterable(x: object) -> bool:
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """ImportError unless the extension (`horovod.torch` or a path that ends so) can be used."""
+    """Raise ImportError unless the extension (`horovod.torch` or a path that ends so) is available."""
     base_name = ext_name.rsplit(".", 1)[-1]
     if not extension_available(base_name):
         raise ImportError(
@@ -159,7 +159,7 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
 
 
 def check_installed_version(name: str, version: str, exception: Exception | None = None) -> None:
-    """Warn when the loaded `version` is not the installed one; raise if `exception` is given."""
+    """Warn if the loaded `version` is not the installed one; raise if `exception` is given."""
     try:
         installed = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -172,7 +172,7 @@ def check_installed_version(name: str, version: str, exception: Exception | None
 
 
 def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | None, bool | None], int]:
-    """A function `(op, average) -> op` over the `Average` and `Sum` of `reduce_ops`."""
+    """Return a function `(op, average) -> op` over the `Average` and `Sum` of `reduce_ops`."""
     from hora.torch.reduce_op import handle_average_backwards_compatibility as handle
 
     return functools.partial(handle, average_op=reduce_ops.Average, sum_op=reduce_ops.Sum)

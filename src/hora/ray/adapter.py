@@ -1,4 +1,4 @@
-"""Parts of an executor: parameters, and the adapter that they describe. One for each kind of job."""
+"""Interface of an executor's adapter and its parameters; one implementation per kind of job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BaseParams:
     def __post_init__(self) -> None:
         if self.gpus_per_worker and not self.use_gpu:
             raise ValueError(
-                f"gpus_per_worker is {self.gpus_per_worker}, but use_gpu is not set: say use_gpu=True, or leave it out"
+                f"gpus_per_worker is {self.gpus_per_worker}, but use_gpu is not set: pass use_gpu=True, or leave it out"
             )
         if self.use_gpu and isinstance(self.gpus_per_worker, int) and self.gpus_per_worker < 1:
             raise ValueError(f"gpus_per_worker must be at least 1 with use_gpu=True, but it is {self.gpus_per_worker}")
@@ -43,7 +43,7 @@ class BaseParams:
 
 
 class Adapter(ABC):
-    """The part of an executor that uses Ray, an actor under Ray Client. `queue`: of `ray_logger.log`."""
+    """The part of an executor that uses Ray; an actor under Ray Client. `queue`: of `ray_logger.log`."""
 
     @abstractmethod
     def start(
@@ -53,7 +53,7 @@ class Adapter(ABC):
         executable_kwargs: Mapping[str, Any] | None = None,
         extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
-        """Have what it takes to run functions."""
+        """Acquire everything needed to run functions."""
 
     @abstractmethod
     def run(
@@ -63,34 +63,34 @@ class Adapter(ABC):
         kwargs: Mapping[str, Any] | None = None,
         queue: Any = None,
     ) -> list[Any]:
-        """`fn(*args, **kwargs)` on all workers."""
+        """Call `fn(*args, **kwargs)` on all workers."""
 
     @abstractmethod
     def run_remote(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """The same, without waiting: references to the results."""
+        """Do the same without waiting; returns references to the results."""
 
     @abstractmethod
     def execute(self, fn: Callable[[Any], Any], queue: Any = None) -> list[Any]:
-        """`fn(executable)` on all workers."""
+        """Call `fn(executable)` on all workers."""
 
     @abstractmethod
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """`fn(executable)` on rank 0."""
+        """Call `fn(executable)` on rank 0."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End the workers and give everything back. Idempotent."""
+        """End the workers and release all resources. Idempotent."""
 
 
 T = TypeVar("T")
 
 
 def detect_nics(settings: Any, all_host_names: Collection[str], node_workers: Sequence[Any] | None = None) -> list[str]:
-    """The interfaces that the ranks shall use; empty where the nodes' addresses tell already.
+    """Return the interfaces for the ranks; empty if the nodes' addresses are enough.
 
-    On one machine those that have 127.0.0.1, as far as `settings.nics` allows; ValueError if it allows none of them.
+    On one machine, returns those with 127.0.0.1 that `settings.nics` allows; raises ValueError if it allows none.
     """
     if node_workers is not None and len(node_workers) != len(all_host_names):
         raise ValueError(
@@ -114,11 +114,11 @@ def _has_loopback_address(nic: str) -> bool:
 
 
 def nics_to_env_var(nics: Iterable[str]) -> dict[str, str]:
-    """The variables that name the interfaces, for gloo and for NCCL."""
+    """Return the variables that select the interfaces for gloo and NCCL."""
     names = list(nics)
     return {"HOROVOD_GLOO_IFACE": names[0], "NCCL_SOCKET_IFNAME": ",".join(names)} if names else {}
 
 
 def map_blocking(fn: Callable[[T], Any], collection: Iterable[T]) -> list[Any]:
-    """Call a remote function for each, and wait for all of the answers."""
+    """Call a remote function for each item and wait for all results."""
     return list(ray.get([fn(one) for one in collection]))

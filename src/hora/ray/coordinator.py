@@ -1,6 +1,6 @@
-"""Meeting point of a static executor's ranks, which can be watched.
+"""Rendezvous of a static executor's ranks, which can be observed.
 
-Also driven by Ray Train's `HorovodTrainer`, which only sets the variables that it gets here in its own actors.
+Ray Train's `HorovodTrainer` also uses it; it only sets the variables from here in its own actors.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["Coordinator", "driver_address"]
 
 
 def driver_address(nics: Any) -> str:
-    """This machine's address that the other nodes reach: on one of these interfaces, or the one that Ray uses."""
+    """Return this machine's address for the other nodes: on one of these interfaces, or the one that Ray uses."""
     return interface_address(nics) if nics else str(ray.util.get_node_ip_address())
 
 
 class _MeetingEvents(OnlyLines):
-    """Implements RendezvousEvents. Ray starts the workers, shows their output and hears how they end."""
+    """Implements RendezvousEvents. Ray starts the workers, shows their output and notices their ends."""
 
     def __init__(self) -> None:
         self.observation = Observation()
@@ -55,7 +55,7 @@ class _MeetingEvents(OnlyLines):
 
 
 class Coordinator:
-    """`register` every rank, in their order; the two dicts then tell each its place, and all of them where they meet.
+    """`register` every rank in order; the two dicts then give each rank its place and the rendezvous.
 
     `end(why)` ends the workers, for the live page; without it they are released from waiting for each other.
     """
@@ -86,12 +86,12 @@ class Coordinator:
         return ",".join(f"{node}:{nodes.count(node)}" for node in dict.fromkeys(nodes))
 
     def register(self, hostname: str, node_id: str, world_rank: int) -> None:
-        """The next rank. Its node's id decides which ranks are on the same host."""
+        """Register the next rank. Ranks with the same node id are on the same host."""
         self._hostnames[world_rank] = hostname
         self.node_id_by_rank[world_rank] = node_id
 
     def finalize_registration(self) -> dict[int, dict[str, int]]:
-        """Each rank's place among those of its node, and among those with the same local rank."""
+        """Return each rank's place among the ranks of its node, and among those with the same local rank."""
         return {
             slot.rank: {
                 "HOROVOD_CROSS_RANK": slot.cross_rank,
@@ -106,9 +106,9 @@ class Coordinator:
         return place_ranks([node for _, node in sorted(self.node_id_by_rank.items())])
 
     def establish_rendezvous(self) -> dict[str, str]:
-        """Open the meeting place; returns the variables with which every rank finds it and is let in.
+        """Open the rendezvous; returns the variables with which ranks find it and authenticate.
 
-        One of them is the meeting's secret: `hvd.init()` takes it out of the environment.
+        One of them is the secret: `hvd.init()` removes it from the environment.
         """
         self.close()
         address, job, secret = driver_address(self.nics), secrets.token_hex(8), new_secret()
@@ -123,7 +123,7 @@ class Coordinator:
         if watching is not None:
             try:
                 self._observation.observer = watching.open(facts_of(job, title="horovod.ray"), self)
-            except BaseException:  # an address that is taken, say
+            except BaseException:  # such as an address in use
                 self.close()
                 raise
         self.begin_anew()
@@ -138,23 +138,23 @@ class Coordinator:
         }
 
     def begin_anew(self) -> None:
-        """Forget lost ranks: all ranks are there, as far as is known."""
+        """Forget lost ranks: assume that all ranks are present."""
         assert self.rendezvous is not None
         worlds = {slot.rank: slot.world(self._endpoint) for slot in self._slots()}
-        # People know hosts by their names, not by Ray's ids of its nodes.
+        # Users know hosts by name, not by Ray's node ids.
         named = {rank: replace(world, hostname=self._hostnames[rank]) for rank, world in worlds.items()}
         self._stall_stacks.worlds = named
         self._observation.tell_world(0, named)
         self.rendezvous.publish(0, worlds)
 
     def lost(self, rank: int, how: str) -> None:
-        """The other ranks need not wait for this one any longer."""
+        """Report a lost rank, so that the other ranks stop waiting for it."""
         if self.rendezvous is not None:
             self._observation.tell("exited", rank, 1, how)
             self.rendezvous.worker_exited(rank, how, failed=True)
 
     def close(self, outcome: str = "done", text: str = "") -> None:
-        """Nobody meets here any more; the page says that it is `done`, `failed` or `stopped`, and why."""
+        """Close the rendezvous; the page shows that the job is `done`, `failed` or `stopped`, and why."""
         if self.rendezvous is not None:
             self._observation.tell("ended", outcome, text)
             self._observation.observer = NullObserver()

@@ -1,7 +1,7 @@
-"""Elastic executors: the workers come and go, and the training goes on with those that are there.
+"""Elastic executors: workers join and leave, and the training continues with the remaining ones.
 
-The job is carried out by the controller of all elastic jobs (`launch.control`); Ray reserves the slots and starts the
-processes (`launch.ray`). A worker that dies costs that worker: the others keep their processes.
+The controller of all elastic jobs runs the job (`launch.control`); Ray reserves the slots and starts the processes
+(`launch.ray`). A worker's death costs only that worker: the others keep their processes.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ __all__ = [
 ]
 
 _log = logging.getLogger("hora.ray")
-# A process that fails says little about its node. One that has failed so often is left alone.
+# A failed process says little about its node, but after this many failures the node is not used any more.
 _FORGIVEN = 3
 
 
 class RayHostDiscovery(HostDiscovery):
-    """The nodes that are alive and not about to go, by address."""
+    """The nodes that are alive and not draining, by address."""
 
     def __init__(self, use_gpu: bool = False, cpus_per_worker: int = 1, gpus_per_worker: int = 1) -> None:
         self.use_gpu, self.cpus_per_worker, self.gpus_per_worker = use_gpu, cpus_per_worker, gpus_per_worker
@@ -82,18 +82,18 @@ class RaySlotDiscovery(RayHostDiscovery):
 
 
 def _draining_nodes() -> set[str]:
-    """Nodes whose cloud has announced their preemption to Ray."""
+    """Return the nodes whose preemption the cloud has announced to Ray."""
     if not ray.is_initialized() or ray.util.client.ray.is_connected():
         return set()
-    from ray._private.state import state  # there is no public way to ask
+    from ray._private.state import state  # there is no public API
 
     return set(state.get_draining_nodes())
 
 
 class TestDiscovery(RayHostDiscovery):
-    """Takes nodes away and gives them back at random, to try what a training function makes of it."""
+    """Removes and restores nodes at random, to test a training function."""
 
-    __test__ = False  # pytest shall not take it for a test
+    __test__ = False  # it is not a pytest test
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class TestDiscovery(RayHostDiscovery):
 
 
 def _end_workers_on(host: str) -> None:
-    """Kill this job's actors there, as a machine that goes without notice would."""
+    """Kill this job's actors on a node, like a machine that fails without notice."""
     nodes = {node["NodeID"] for node in ray.nodes() if node["NodeManagerAddress"] == host}
     job = ray.get_runtime_context().get_job_id()
     driver: Any = ray._private.worker.global_worker
@@ -149,7 +149,7 @@ def _end_workers_on(host: str) -> None:
 
 @dataclass
 class ElasticParams(BaseParams):
-    """No fewer workers than `min_workers`, no more than `max_workers`."""
+    """Between `min_workers` and `max_workers` workers."""
 
     min_workers: int = 1
     max_workers: int | None = None
@@ -175,7 +175,7 @@ class ElasticParams(BaseParams):
 
 
 class ElasticAdapter(Adapter):
-    """See `Adapter`. `override_discovery=False`: hosts come from `settings.discovery`, not from Ray."""
+    """See `Adapter`. With `override_discovery=False` hosts come from `settings.discovery`, not from Ray."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class ElasticAdapter(Adapter):
         extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
         if self._reservations is not None:
-            raise RuntimeError("the executor runs already: call shutdown() first")
+            raise RuntimeError("the executor is already running: call shutdown() first")
         self._env = {name: str(value) for name, value in (extra_env_vars or {}).items()}
         if executable_cls is not None:
             self._make_executable = partial(executable_cls, *(executable_args or ()), **(executable_kwargs or {}))
@@ -248,17 +248,15 @@ class ElasticAdapter(Adapter):
     def run_remote(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        raise NotImplementedError("an elastic executor has no run_remote(), because its workers come and go: use run()")
+        raise NotImplementedError("an elastic executor has no run_remote(), because its workers change: use run()")
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        raise NotImplementedError(
-            "an elastic executor has no execute_single(), because its workers come and go: use run()"
-        )
+        raise NotImplementedError("an elastic executor has no execute_single(), because its workers change: use run()")
 
     def _run(self, call: Call, queue: Any, *, passes_executable: bool = False) -> list[Any]:
-        """The values of the workers of the last generation that returned, in rank order."""
+        """Return the values of the last generation's workers, in rank order."""
         if self._reservations is None or self._hosts is None:
-            raise RuntimeError("the executor does not run: call start() first")
+            raise RuntimeError("the executor is not running: call start() first")
         prepare = None if queue is None else partial(ray_logger.configure, queue)
         call = replace(
             call, prepare=prepare, make_executable=self._make_executable, passes_executable=passes_executable
@@ -308,7 +306,7 @@ class ElasticAdapter(Adapter):
 
 
 class ElasticRayExecutor:
-    """`start`, then `run`, after which nothing of it is left. New programs say `RayExecutor(min_workers=…)`."""
+    """`start`, then `run`, which releases everything. New programs use `RayExecutor(min_workers=…)`."""
 
     @staticmethod
     def create_settings(
@@ -323,10 +321,10 @@ class ElasticRayExecutor:
         max_np: int | None = None,
         **kwargs: Any,
     ) -> ElasticSettings:
-        """Settings for an executor; `kwargs` are further ones of `ElasticSettings`."""
+        """Return settings for an executor; `kwargs` are further ones of `ElasticSettings`."""
         for old, value, new in (("min_np", min_np, "min_num_proc"), ("max_np", max_np, "max_num_proc")):
             if value is not None:
-                warnings.warn(f"{old} is deprecated, say {new}", DeprecationWarning, stacklevel=2)
+                warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=2)
         return ElasticSettings(
             discovery=None,
             min_num_proc=min_num_proc if min_np is None else min_np,
@@ -379,7 +377,7 @@ class ElasticRayExecutor:
         self._adapter.start(extra_env_vars=self.env_vars)
 
     def run(self, worker_fn: Callable[[], Any], callbacks: Sequence[Callback] | None = None) -> list[Any]:
-        """`worker_fn()` on all workers; the values of those that returned, in rank order."""
+        """Call `worker_fn()` on all workers; returns the values in rank order."""
         try:
             with queue_for(callbacks) as queue:
                 return self._adapter.run(worker_fn, queue=queue)

@@ -1,4 +1,4 @@
-"""`RayExecutor`: functions on the workers of a Ray cluster, a fixed number of them or as many as there are."""
+"""`RayExecutor`: runs functions on the workers of a Ray cluster, with a fixed or an elastic number of workers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _OLD_NAMES = {
 
 @dataclass
 class MiniSettings:
-    """`timeout_s`: for starting up; `placement_group_timeout_s`: for Ray to find room. `nics`: interfaces to use.
+    """`timeout_s`: for the start; `placement_group_timeout_s`: for Ray to find room. `nics`: interfaces to use.
 
-    `key` is what other programs expect to find here. Hora's jobs have secrets of their own, made for each.
+    `key` exists because other programs expect it. Hora creates a separate secret for each job.
     """
 
     nics: Collection[str] | None = None
@@ -42,7 +42,7 @@ class MiniSettings:
 
     @property
     def start_timeout(self) -> Timeout:
-        """A limit that begins now."""
+        """A time limit that starts now."""
         return Timeout(
             self.timeout_s,
             message="Timed out waiting for {activity}. Check that the nodes can reach one another, or raise timeout_s.",
@@ -50,10 +50,10 @@ class MiniSettings:
 
 
 class RayExecutor:
-    """`start`, then `run` functions, then `shutdown`; or as a context manager, which starts nothing by itself.
+    """`start`, then `run` functions, then `shutdown`; or use it as a context manager, which starts nothing by itself.
 
-    With `num_workers`, or `num_hosts` and `num_workers_per_host`, the size is fixed: processes and what happens in them
-    last from `start` to `shutdown`. With `min_workers` the job is elastic, and every `run` has new processes.
+    With `num_workers`, or `num_hosts` and `num_workers_per_host`, the size is fixed: processes and their state last
+    from `start` to `shutdown`. With `min_workers` the job is elastic, and every `run` starts new processes.
     """
 
     @classmethod
@@ -66,7 +66,7 @@ class RayExecutor:
         nics: Collection[str] | None = None,
         verbose: int = 1,
     ) -> MiniSettings:
-        """Settings for an executor. There is no ssh on Ray: `ssh_str` and `ssh_identity_file` have no effect."""
+        """Return settings for an executor. Ray uses no ssh: `ssh_str` and `ssh_identity_file` have no effect."""
         if ssh_str is not None:
             warnings.warn("ssh_str has no effect: nothing uses ssh on Ray, and no key is written", stacklevel=2)
         return MiniSettings(
@@ -104,7 +104,7 @@ class RayExecutor:
             )
         if min_workers and num_workers:
             raise ValueError(
-                "Both `min_workers` and `num_workers` provided. Say min_workers for an elastic job, num_workers for "
+                "Both `min_workers` and `num_workers` provided. Use min_workers for an elastic job, num_workers for "
                 "one of a fixed size"
             )
         per_worker: dict[str, Any] = {
@@ -141,17 +141,17 @@ class RayExecutor:
         executable_kwargs: Mapping[str, Any] | None = None,
         extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
-        """Have the cluster's resources, and with a fixed size the workers, each with its `executable_cls(…)`.
+        """Acquire the cluster's resources and, with a fixed size, start the workers, each with its `executable_cls(…)`.
 
         `extra_env_vars`: for the workers, from the start of their processes on.
         """
         if self.adapter is not None:
-            raise RuntimeError("the executor runs already: call shutdown() first")
+            raise RuntimeError("the executor is already running: call shutdown() first")
         arguments = {field.name: getattr(self.params, field.name) for field in fields(self.params)}
         self._is_remote = bool(ray.util.client.ray.is_connected())
         make: Any = self.params.adapter
         if self._is_remote:
-            # Of no core: it only waits for the workers, who may need them all.
+            # Without a core: it only waits for the workers, which may need them all.
             make = ray.remote(num_cpus=0)(make).remote
         self.adapter = make(settings=self.settings, **arguments)
         try:
@@ -167,7 +167,7 @@ class RayExecutor:
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callback] | None = None,
     ) -> list[Any]:
-        """`fn(*args, **kwargs)` on all workers, values in rank order; `callbacks` get what workers log."""
+        """Call `fn(*args, **kwargs)` on all workers; returns values in rank order. `callbacks` get what workers log."""
         self._must_run()
         with queue_for(callbacks) as queue:
             return list(self._call("run", fn, args, kwargs, queue))
@@ -175,21 +175,21 @@ class RayExecutor:
     def run_remote(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """The same, without waiting: references to the values, in rank order."""
+        """Do the same without waiting; returns references to the values, in rank order."""
         return list(self._call("run_remote", fn, args, kwargs))
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callback] | None = None) -> list[Any]:
-        """`fn(executable)` on all workers; their values in rank order."""
+        """Call `fn(executable)` on all workers; returns their values in rank order."""
         self._must_run()
         with queue_for(callbacks) as queue:
             return list(self._call("execute", fn, queue))
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """`fn(executable)` on rank 0; its value."""
+        """Call `fn(executable)` on rank 0 and return its value."""
         return self._call("execute_single", fn)
 
     def shutdown(self) -> None:
-        """End the workers and give everything back. Idempotent; `start` may follow."""
+        """End the workers and release all resources. Idempotent; `start` may follow."""
         adapter, self.adapter = self.adapter, None
         if adapter is None or not ray.is_initialized():
             return
@@ -202,7 +202,7 @@ class RayExecutor:
 
     def _must_run(self) -> None:
         if self.adapter is None:
-            raise RuntimeError("the executor does not run: call start() first")
+            raise RuntimeError("the executor is not running: call start() first")
 
     def _call(self, method: str, *arguments: Any) -> Any:
         self._must_run()
@@ -217,15 +217,15 @@ class RayExecutor:
         self.shutdown()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at the end of the interpreter anything may be gone, and Ray ends it all
+        with contextlib.suppress(Exception):  # at interpreter exit anything may be gone, and Ray cleans up
             self.shutdown()
 
 
 def _renamed(old_names: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments' names of today for those of earlier releases."""
+    """Return the current names of arguments with old names."""
     unknown = sorted(set(old_names) - set(_OLD_NAMES))
     if unknown:
         raise TypeError(f"RayExecutor() got an unexpected keyword argument {unknown[0]!r}")
     for name in old_names:
-        warnings.warn(f"{name} is deprecated, say {_OLD_NAMES[name]}", DeprecationWarning, stacklevel=3)
+        warnings.warn(f"{name} is deprecated, use {_OLD_NAMES[name]}", DeprecationWarning, stacklevel=3)
     return {_OLD_NAMES[name]: value for name, value in old_names.items()}

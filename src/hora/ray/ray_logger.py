@@ -1,7 +1,7 @@
-"""`ray_logger.log` in a training function, and the callbacks in the driver that get what was logged.
+"""`ray_logger.log` for training functions, and its delivery to callbacks in the driver.
 
-The values go through a `ray.util.queue.Queue` on the driver's node. A worker has put its value there before `log`
-returns, so everything that was logged before the function returned is delivered before the executor's `run` does.
+Values go through a `ray.util.queue.Queue` on the driver's node. `log` returns once its value is in the queue, so
+everything logged before the function returns is delivered before the executor's `run` returns.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ _log = logging.getLogger("hora.ray")
 
 
 def configure(queue: Any) -> None:
-    """Have `log` put its values here."""
+    """Set the queue of `log`."""
     global _queue
     _queue = queue
 
 
 def log(info_dict: Mapping[str, Any]) -> None:
-    """Give these values to the callbacks of the executor's `run`. Without any, one warning is all that happens."""
+    """Send these values to the callbacks of the executor's `run`. Warns once if there are none."""
     global warning_raised
     if _queue is not None:
         _queue.put(info_dict)
     elif not warning_raised:
         warning_raised = True
         warnings.warn(
-            "ray_logger.log has no effect here: the executor's run() was given no callbacks", UserWarning, stacklevel=2
+            "ray_logger.log has no effect here: the executor's run() has no callbacks", UserWarning, stacklevel=2
         )
 
 
 @contextlib.contextmanager
 def queue_for(callbacks: Sequence[Callback] | None) -> Iterator[Any]:
-    """A queue whose values are given to the callbacks, in this process, one after another; None without callbacks."""
+    """Yield a queue whose values go to the callbacks, in this process, one after another; None without callbacks."""
     if not callbacks:
         yield None
         return
@@ -62,7 +62,7 @@ def queue_for(callbacks: Sequence[Callback] | None) -> Iterator[Any]:
     try:
         yield queue
     finally:
-        with contextlib.suppress(Exception):  # whatever has become of Ray in the meantime
+        with contextlib.suppress(Exception):  # Ray may be gone
             queue.put(_END)
             thread.join(_DELIVERY_LIMIT_S)
             queue.shutdown(force=True)
@@ -73,14 +73,14 @@ def _deliver(queue: Any, callbacks: Sequence[Callback]) -> None:
     while True:
         try:
             value = queue.get()
-        except Exception:  # Ray was shut down, or the queue's node is gone: there is nothing to deliver any more
+        except Exception:  # Ray was shut down, or the queue's node is gone: nothing is left to deliver
             return
         if isinstance(value, str) and value == _END:
             return
         for number, callback in enumerate(callbacks):
             try:
                 callback(value)
-            except Exception:  # a callback of the user's must not keep the others from theirs
+            except Exception:  # a user's callback must not affect the others
                 if number not in failed:
                     _log.exception("the callback %r failed (logged once)", callback)
                 failed.add(number)

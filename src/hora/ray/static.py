@@ -1,7 +1,7 @@
-"""Executors of a fixed size: one actor for each rank, which live from `start` to `shutdown`.
+"""Executors of a fixed size: one actor per rank, alive from `start` to `shutdown`.
 
-Ray carries calls, results and exceptions. Of a rank that is lost the others hear through their rendezvous, so that none
-waits for it: within seconds of a death all of them are back.
+Ray transports calls, results and exceptions. The rendezvous notifies ranks of a lost one, so none waits for it: all
+return within seconds of a death.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hora.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
 
 __all__ = ["StaticAdapter", "StaticParams", "logger"]
 
-# How long the others may take to end by themselves after a rank has raised, and after they were notified of the loss.
+# Grace periods for the others to end: after a rank has raised, and after they were notified of the loss.
 _GRACE_S, _LIMIT_S = 2.0, 10.0
 
 logger = logging.getLogger("hora.ray")
@@ -43,10 +43,10 @@ class StaticParams(BaseParams):
         super().__post_init__()
         if self.num_workers and self.num_hosts:
             raise ValueError(
-                f"num_workers={self.num_workers} and num_hosts={self.num_hosts} are both given: say one of them"
+                f"num_workers={self.num_workers} and num_hosts={self.num_hosts} are both given: pass one of them"
             )
         if not self.num_workers and not self.num_hosts:
-            raise ValueError("neither num_workers nor num_hosts is given: say one of them, or min_workers")
+            raise ValueError("neither num_workers nor num_hosts is given: pass one of them, or min_workers")
 
     @property
     def elastic(self) -> bool:
@@ -83,7 +83,7 @@ class StaticAdapter(Adapter):
         self.workers: list[Any] = []
         self.strategy: BaseStrategy | None = None
         self.coordinator: Coordinator | None = None
-        self._broken = ""  # a worker is dead, and how
+        self._broken = ""  # why the executor cannot continue, such as a dead worker
         self._stop_reason = ""
 
     def start(
@@ -94,7 +94,7 @@ class StaticAdapter(Adapter):
         extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
         if self.strategy is not None:
-            raise RuntimeError("the executor runs already: call shutdown() first")
+            raise RuntimeError("the executor is already running: call shutdown() first")
         try:
             self.strategy = self._choose_strategy()
             self.workers, _ = self.strategy.create_workers(extra_env_vars)
@@ -125,7 +125,7 @@ class StaticAdapter(Adapter):
         )
 
     def _meet(self, strategy: BaseStrategy, extra: dict[str, str]) -> list[dict[str, Any]]:
-        """The variables of each rank: its devices, its place, the meeting, what the user wants."""
+        """Return the variables of each rank: its devices, its place, the rendezvous, and the user's."""
         coordinator = self.coordinator = Coordinator(self.settings, end=self._stop)
         for rank, place in enumerate(strategy.places):
             coordinator.register(place.hostname, place.node, rank)
@@ -151,7 +151,7 @@ class StaticAdapter(Adapter):
     ) -> list[Any]:
         references = self._submit(_WithArguments(fn, tuple(args or ()), dict(kwargs or {})), self._living())
         for rank, worker in enumerate(self.workers):
-            # Comes after the call, so it tells of a death during it without fetching what the call returns.
+            # It follows the call, so it reports a death during the call without fetching the result.
             worker.node_id.remote().future().add_done_callback(self._death_watch(rank))
         return references
 
@@ -170,13 +170,13 @@ class StaticAdapter(Adapter):
 
     def _living(self) -> list[Any]:
         if not self.workers:
-            raise RuntimeError("the executor does not run: call start() first")
+            raise RuntimeError("the executor is not running: call start() first")
         if self._broken:
-            raise RuntimeError(f"the executor cannot go on: {self._broken}; call shutdown(), then start() again")
+            raise RuntimeError(f"the executor cannot continue: {self._broken}; call shutdown(), then start() again")
         return self.workers
 
     def _submit(self, fn: Callable[[Any], Any], workers: Sequence[Any]) -> list[Any]:
-        call = ray.put(fn)  # pickled once, whatever it holds
+        call = ray.put(fn)  # pickled once
         return [worker.execute.remote(call) for worker in workers]
 
     def _death_watch(self, rank: int) -> Callable[[Any], None]:
@@ -189,7 +189,7 @@ class StaticAdapter(Adapter):
     # ---- outcomes -------------------------------------------------------------------------------------------
 
     def _outcomes(self, references: Sequence[Any]) -> list[Any]:
-        """The values of all, or the error of the rank that failed first. No rank is left waiting for that one."""
+        """Return the values of all ranks, or raise the error of the first failed one. No rank keeps waiting for it."""
         ranks = {reference: rank for rank, reference in enumerate(references)}
         values: dict[int, Any] = {}
         errors: dict[int, Exception] = {}
@@ -200,7 +200,7 @@ class StaticAdapter(Adapter):
             for reference in ready:
                 try:
                     values[ranks[reference]] = ray.get(reference)
-                except Exception as error:  # whatever the function has raised there
+                except Exception as error:  # raised by the function
                     errors[ranks[reference]] = error
             if errors and limit is None:
                 limit = time.monotonic() + _GRACE_S
@@ -221,7 +221,7 @@ class StaticAdapter(Adapter):
                 self.coordinator.lost(rank, "died" if died else f"raised {type(error).__name__}")
 
     def _fail(self, errors: Mapping[int, Exception]) -> None:
-        """Raise what came first, unless it only tells of another rank."""
+        """Raise the first error, unless it only reports another rank."""
         if self._stop_reason:
             self._close_meeting("stopped", self._stop_reason)
             raise JobFailedError(self._broken, exit_code=STOPPED)
@@ -239,18 +239,18 @@ class StaticAdapter(Adapter):
         raise (causes or list(errors.values()))[0]
 
     def _stop(self, why: str) -> None:
-        """End the job from the page, in the page's thread: a caller that waits for the workers gets their death."""
+        """End the job from the page, on the page's thread: a caller that waits for the workers sees them die."""
         self._stop_reason, self._broken = why, f"the job was stopped: {why}"
         self._end_workers()
 
     def _end_workers(self) -> None:
         assert self.strategy is not None
-        for worker in self.strategy.workers:  # also those of a start that did not come to its end
+        for worker in self.strategy.workers:  # also those of an incomplete start
             with contextlib.suppress(Exception):  # it is gone already
                 ray.kill(worker)
 
     def shutdown(self) -> None:
-        if self.strategy is not None and ray.is_initialized():  # else Ray has ended everything already
+        if self.strategy is not None and ray.is_initialized():  # otherwise Ray has ended everything already
             self._end_workers()
             self.strategy.shutdown()
         self._close_meeting("stopped" if self._stop_reason else "done", self._stop_reason)
@@ -265,7 +265,7 @@ class StaticAdapter(Adapter):
 
 @dataclass(frozen=True)
 class _WithArguments:
-    """Calls the function with its arguments; the worker's executable is not among them."""
+    """Calls the function with its arguments, without the worker's executable."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]

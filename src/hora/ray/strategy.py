@@ -1,4 +1,4 @@
-"""Placement of a static executor's actors: in a placement group of their own, or in the one that the caller is in."""
+"""Placement of a static executor's actors: in a new placement group, or in the caller's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Bundle = Mapping[str, float]
 
 
 class BaseHorovodWorker:
-    """A rank's process. It lives, with everything that functions did to it, until the executor is shut down."""
+    """A rank's process. It lives, with all its state, until the executor is shut down."""
 
     executable: Any = None
 
@@ -31,14 +31,14 @@ class BaseHorovodWorker:
         self.update_env_vars(place)
 
     def node_id(self) -> str:
-        """Ray's id of the node, in hexadecimal. Ranks with the same one are on one host."""
+        """Return Ray's id of the node, in hexadecimal. Ranks with the same id are on one host."""
         return node_id()
 
     def hostname(self) -> str:
         return socket.gethostname()
 
     def place(self) -> ActorProcess:
-        """All that the executor has to know, in one answer."""
+        """Return everything that the executor needs to know."""
         return this_process()
 
     def get_gpu_ids(self) -> list[Any]:
@@ -61,7 +61,7 @@ class BaseHorovodWorker:
             self.executable = executable_cls(*(executable_args or ()), **(executable_kwargs or {}))
 
     def settle(self, env_vars: Mapping[str, Any], *executable: Any) -> None:
-        """The last step of the start: the environment first, because the executable may call `hvd.init()`."""
+        """Complete the start: first the environment, because the executable may call `hvd.init()`."""
         self.update_env_vars(env_vars)
         self.start_executable(*executable)
 
@@ -76,7 +76,7 @@ class BaseHorovodWorker:
 def create_placement_group(
     resources_per_bundle: Bundle, num_bundles: int, pg_timeout: float, pg_strategy: str
 ) -> tuple[Any, list[dict[str, float]]]:
-    """A group that Ray has found room for, and its bundles. TimeoutError, with nothing left behind, if it has not."""
+    """Create a placement group and return it with its bundles. Raises TimeoutError, and removes it, without room."""
     bundles = [dict(resources_per_bundle) for _ in range(num_bundles)]
     group = placement_group(bundles, strategy=pg_strategy)
     granted = False
@@ -95,7 +95,7 @@ def create_placement_group(
 
 
 class BaseStrategy:
-    """`create_workers` makes the actors; `shutdown` gives back what was reserved for them."""
+    """`create_workers` creates the actors; `shutdown` releases their resources."""
 
     def __init__(self, *, settings: Any, use_gpu: bool, cpus_per_worker: int, gpus_per_worker: int | None) -> None:
         self.settings, self.use_gpu, self.cpus_per_worker = settings, use_gpu, cpus_per_worker
@@ -110,7 +110,7 @@ class BaseStrategy:
         raise NotImplementedError
 
     def create_workers(self, env_vars: Mapping[str, str] | None = None) -> tuple[list[Any], list[Any]]:
-        """The actors in rank order, and one of each host. `env_vars`: what their processes have from the beginning."""
+        """Return the actors in rank order, and one per host. `env_vars`: set from the start of their processes on."""
         bundles = self._reserve()
         options: dict[str, Any] = {"num_cpus": self.cpus_per_worker, "num_gpus": self.gpus_per_worker}
         if env_vars:
@@ -126,7 +126,7 @@ class BaseStrategy:
         return self.workers, self.get_node_workers(self.workers)
 
     def _reserve(self) -> list[int]:
-        """Have a placement group; the bundle of each rank (-1: any)."""
+        """Reserve a placement group; returns the bundle of each rank (-1: any)."""
         raise NotImplementedError
 
     def _find_places(self) -> list[ActorProcess]:
@@ -142,14 +142,14 @@ class BaseStrategy:
         return list(ray.get(places))
 
     def get_node_workers(self, workers: Sequence[Any]) -> list[Any]:
-        """One worker of each host name."""
+        """Return one worker per host name."""
         first: dict[str, Any] = {}
         for worker, place in zip(workers, self.places, strict=True):
             first.setdefault(place.hostname, worker)
         return list(first.values())
 
     def visible_devices(self, rank: int) -> dict[str, str]:
-        """The variable that shows a rank all the GPUs which the job holds on its node."""
+        """Return the variable that shows a rank all GPUs that the job holds on its node."""
         if not self.use_gpu:
             return {}
         own = self.places[rank]
@@ -172,7 +172,7 @@ class BaseStrategy:
 
 
 class PGStrategy(BaseStrategy):
-    """A bundle for each worker, packed; or any bundles of the group that the caller is in."""
+    """One bundle per worker, packed; or any bundles of the caller's group."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class PGStrategy(BaseStrategy):
         if need and room < self.num_workers:
             raise ValueError(
                 f"the placement group that this runs in has room for {room} workers of {need}, but {self.num_workers} "
-                f"are requested; its bundles are {bundles}. Enlarge it, or say use_current_placement_group=False"
+                f"are requested; its bundles are {bundles}. Enlarge it, or pass use_current_placement_group=False"
             )
         return [-1] * self.num_workers
 

@@ -1,6 +1,6 @@
-"""The `hvd` surface for TensorFlow: `import horovod.tensorflow as hvd` gives these names.
+"""The `hvd` interface for TensorFlow: `import horovod.tensorflow as hvd` imports these names.
 
-The engine is the torch one: a process may use both fronts, and they share one runtime.
+It uses the same engine as the torch interface: a process may use both, and they share one runtime.
 """
 
 from hora.errors import HorovodInternalError

@@ -1,9 +1,9 @@
-"""Torch functions on TensorFlow's tensors: at once in eager mode, as an operation of a graph.
+"""Bridge between TensorFlow tensors and torch functions: immediate in eager mode, an operation in a graph.
 
-Memory is shared both ways: eager tensors cross by DLPack, those of a graph by their addresses. In a graph the operation
-is a `kernel.HoraCall`, which waits on no thread of TensorFlow's: the orders in which sessions run operations, and the
-numbers of their threads, may differ between ranks. Ranks recognise a collective by the name of its operation, which
-TensorFlow makes unique.
+Both sides share memory: eager tensors are passed by DLPack, those of a graph by address. In a graph the operation is a
+`kernel.HoraCall`, which never blocks a TensorFlow thread: the order in which sessions run operations, and the number of
+their threads, may differ between ranks. Ranks match a collective by the name of its operation, which TensorFlow makes
+unique.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ __all__ = [
 
 _ALIGNMENT = 64
 
-# Those with a torch twin. DLPack aborts the process when it is given a string.
+# Dtypes with a torch equivalent. DLPack aborts the process if it gets a string.
 _DTYPES = frozenset(
     {tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.uint8, tf.int8, tf.int16, tf.int32, tf.int64, tf.bool}
 )
 
-# Only moved, as their bits: torch does not calculate with them.
+# Only moved, as bits: torch does not compute with them.
 _SIGNED = {tf.uint16: tf.int16, tf.uint32: tf.int32, tf.uint64: tf.int64}
 
-# AutoGraph rewrites what a function calls; these modules need no rewriting, and their errors are clearer without.
+# AutoGraph rewrites called functions; these modules need no rewriting, and their errors are clearer without.
 autograph.CONVERSION_RULES = (autograph.DoNotConvert("hora"), *autograph.CONVERSION_RULES)
 
 
@@ -71,12 +71,12 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
 
 
 def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> bool:
-    """Return whether TensorFlow sees a GPU. The arguments are Horovod's and mean nothing here."""
+    """Return whether TensorFlow sees a GPU. The arguments exist for compatibility and are ignored."""
     return bool(tf.config.list_physical_devices("GPU"))
 
 
 class CollectiveError(HorovodInternalError, tf.errors.FailedPreconditionError, tf.errors.UnknownError):
-    """A collective failed; pickled as the plain HorovodInternalError, which can be read without TensorFlow."""
+    """A collective failed; pickled as a plain HorovodInternalError, which can be read without TensorFlow."""
 
     def __init__(self, node_def: Any, op: Any, message: str, *details: Any) -> None:
         tf.errors.OpError.__init__(self, node_def, op, message, tf.errors.UNKNOWN, *details)
@@ -86,7 +86,7 @@ class CollectiveError(HorovodInternalError, tf.errors.FailedPreconditionError, t
 
 
 class ArgumentError(ValueError, tf.errors.InvalidArgumentError):
-    """A collective was called with what it cannot take; pickled as a plain ValueError."""
+    """A collective got an invalid argument; pickled as a plain ValueError."""
 
     def __init__(self, node_def: Any, op: Any, message: str, *details: Any) -> None:
         tf.errors.OpError.__init__(self, node_def, op, message, tf.errors.INVALID_ARGUMENT, *details)
@@ -97,7 +97,7 @@ class ArgumentError(ValueError, tf.errors.InvalidArgumentError):
 
 @contextlib.contextmanager
 def own_errors() -> Iterator[None]:
-    """Raise the errors of the torch front as these."""
+    """Convert the errors of the torch interface to the ones above."""
     try:
         yield
     except HorovodInternalError as error:
@@ -107,9 +107,9 @@ def own_errors() -> Iterator[None]:
 
 
 def translate_errors() -> None:
-    """Have TensorFlow raise a `CollectiveError` where an operation of a function raised a HorovodInternalError.
+    """Make TensorFlow raise a `CollectiveError` if an operation of a function raised a HorovodInternalError.
 
-    Its native part calls the class of an error, so a subclass can take its place there and nowhere else.
+    TensorFlow's native part calls the class of an error, so a subclass can replace it there and nowhere else.
     """
     tf.errors.UnknownError.__new__ = _new_unknown_error
 
@@ -120,9 +120,10 @@ def _new_unknown_error(cls: type, node_def: Any = None, op: Any = None, message:
 
 
 def _load_from_memory(source: str, delete_on_exit: bool) -> tuple[Any, str]:
-    """Load a function that AutoGraph has rewritten, without the file in between; tracebacks have its text nevertheless.
+    """Load a function that AutoGraph has rewritten from memory; tracebacks still show its source.
 
-    AutoGraph would remove that file when the process exits, and what was compiled from it never: a rank may be killed.
+    AutoGraph would write a file, remove it at exit and never remove its compiled version; a killed rank would leave
+    both.
     """
     name = f"__autograph_generated_file{next(_numbers)}"
     path = f"{name}.py"
@@ -141,12 +142,15 @@ Question = Callable[..., Answer | Callable[[], Answer]]
 
 
 def as_tensor(value: Any, *, moved: bool = False) -> Any:
-    """Return a dense tensor that torch can hold, else ValueError. `moved`: nothing is calculated with it."""
+    """Return a dense tensor of a dtype that torch supports; raises ValueError otherwise.
+
+    `moved`: only moved, not computed with.
+    """
     if not tf.executing_eagerly():
         _check_not_finalized()
     tensor = tf.convert_to_tensor(value)
     if not tf.executing_eagerly() and hasattr(tensor, "numpy"):
-        tensor = tf.identity(tensor)  # a value from outside of the function: as a part of it, it has a name
+        tensor = tf.identity(tensor)  # a value from outside the function becomes part of it and gets a name
     carried = _DTYPES | set(_SIGNED) if moved else _DTYPES
     if tensor.dtype not in carried:
         known = ", ".join(sorted(dtype.name for dtype in carried))
@@ -164,7 +168,7 @@ def call(
 ) -> list[Any]:
     """Return `question(name, *tensors)` as TensorFlow tensors of these dtypes and (partly known) shapes.
 
-    A question that has to wait for other ranks returns a function for the rest, which gets a thread in a graph. A graph
+    A question that waits for other ranks returns a function for the rest, which runs on a thread in a graph. A graph
     makes the name unique.
     """
 
@@ -186,7 +190,7 @@ def call(
 def carry_out(
     collective: Collective, tensors: Sequence[Any], dtypes: Sequence[Any], shapes: Sequence[Any]
 ) -> list[Any]:
-    """Return the results of a collective. In a graph its name is that of the operation, made unique."""
+    """Run a collective and return its results. In a graph its name is that of the operation, made unique."""
     if tf.executing_eagerly():
         with own_errors():
             outputs = _run(collective, [_to_torch(tensor) for tensor in _moved(tensors)])
@@ -233,14 +237,14 @@ def _submit(collective: Collective, execution: Execution) -> None:
         except BaseException as error:
             execution.fail(error)
         else:
-            if results:  # else another thread has them
+            if results:  # otherwise another thread has them
                 execution.finish(results)
 
     runtime.when_done(handle, finish)
 
 
 def _with_splits(collective: Collective, tensors: Sequence[torch.Tensor]) -> tuple[Collective, Sequence[torch.Tensor]]:
-    """Return an alltoall and its tensor with the splits, equal ones if none were given; others as they are."""
+    """Return an alltoall and its tensor with the splits, equal ones by default; others unchanged."""
     if collective.kind is not Kind.ALLTOALL:
         return collective, tensors
     if len(tensors) > 1:
@@ -267,7 +271,7 @@ def _add(work: Work, tensors: Sequence[Any], dtypes: Sequence[Any], shapes: Sequ
 
 
 def _check_not_finalized() -> None:
-    """RuntimeError if nothing can be added to the default graph any more."""
+    """Raise RuntimeError if the default graph is final."""
     if tf.compat.v1.get_default_graph().finalized:
         raise RuntimeError(
             f"rank {rank()}: the graph is finalized, so no Horovod operation can be added to it; add it before the "
@@ -277,10 +281,10 @@ def _check_not_finalized() -> None:
 
 
 def _name_among_ranks(operation: Any) -> str:
-    """Return the name by which ranks recognise an operation: its own, and the names of the functions that it is in.
+    """Return the name by which ranks match an operation: its own, and the names of the functions around it.
 
-    A function's name ends with a number that may differ between ranks. Two functions in one graph, as the branches of
-    two conditions, may have the same name without it.
+    A function's name ends with a number that may differ between ranks. Two functions in one graph, such as the branches
+    of two conditions, may have the same name without it.
     """
     graph, name = operation.graph, operation.name
     if not isinstance(graph, FuncGraph):
@@ -312,7 +316,7 @@ def _with_dtypes(outputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
 
 
 def check_no_xla() -> None:
-    """ValueError while a function is being compiled by XLA, which can call nothing outside of it."""
+    """Raise ValueError while XLA compiles a function: compiled code can call nothing outside."""
     if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise ValueError(
             f"rank {rank()}: a Horovod operation cannot be part of a function that XLA compiles: pass "
@@ -321,7 +325,7 @@ def check_no_xla() -> None:
 
 
 def recording() -> bool:
-    """Return whether a gradient tape may want to know what is done now."""
+    """Return whether a gradient tape may be recording."""
     return bool(record.could_possibly_record())
 
 

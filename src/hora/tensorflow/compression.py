@@ -10,16 +10,16 @@ __all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "Non
 
 
 class Compressor:
-    """Base of what `compression=` accepts."""
+    """Base class for `compression=`."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return the tensor to send, and whatever `decompress` needs to undo it."""
+        """Return the tensor to send, and a context for `decompress`."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """Undo `compress`."""
+        """Invert `compress`."""
         raise NotImplementedError
 
 
@@ -58,7 +58,7 @@ class FP16Compressor(_CastCompressor):
 
 
 class BF16Compressor(_CastCompressor):
-    """Sends floating tensors as bfloat16."""
+    """Sends floating-point tensors as bfloat16."""
 
     dtype = tf.bfloat16
 

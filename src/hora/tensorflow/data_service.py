@@ -1,11 +1,11 @@
-"""`tf.data` service for a training: processes that prepare the data, started as a job of their own.
+"""`tf.data` service for a training: separate processes, started as another job, that prepare the data.
 
     horovodrun -np 4 python -m horovod.tensorflow.data.compute_worker /shared/service.json
     horovodrun -np 2 python train.py     # reads the file and sends its datasets there
 
-Rank 0 of the compute job keeps a table of dispatchers and workers (`KeyValueStore`), whose address and key are in the
-file. What travels over it is authenticated. The servers of `tf.data` themselves are TensorFlow's, without
-authentication: keep them on a network of your own.
+Rank 0 of the compute job keeps a table of dispatchers and workers (`KeyValueStore`), with its address and key in the
+file. Its traffic is authenticated. The servers of `tf.data` are TensorFlow's and have no authentication: keep them on a
+private network.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _SIDES = ("compute", "training")
 
 @dataclasses.dataclass(frozen=True)
 class TfDataServiceConfig:
-    """The description of a data service. `dispatcher_side`: "compute" or "training", which runs the dispatchers.
+    """Description of a data service. `dispatcher_side`: "compute" or "training", which runs the dispatchers.
 
     `addresses`: of the table, by network interface. `timeout`: seconds that each part waits for the others.
     """
@@ -71,7 +71,7 @@ class TfDataServiceConfig:
                 raise ValueError(f"the number of {name} must be larger than 0, but it is {getattr(self, name)}")
 
     def compute_client(self, verbose: int = 1) -> ComputeClient:
-        """Connect to the table. ConnectionError names the addresses that were tried."""
+        """Connect to the table. Raises ConnectionError with the addresses that were tried."""
         return ComputeClient(self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class TfDataServiceConfig:
         return TfDataServiceConfig(**{**config, "addresses": places, "key": bytes.fromhex(config["key"])})
 
     def write(self, filename: str) -> None:
-        """Write the file, at once and readable by this user only: it holds the key."""
+        """Write the file atomically, readable only by this user: it holds the key."""
         path = Path(filename)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -92,7 +92,7 @@ class TfDataServiceConfig:
 
     @staticmethod
     def read(filename: str, wait_for_file_creation: bool = False, timeout: float = 600.0) -> TfDataServiceConfig:
-        """Read the file; wait until it exists if told so, for `timeout` seconds. TimeoutError names it."""
+        """Read the file; optionally wait up to `timeout` seconds until it exists. Raises TimeoutError."""
         path, deadline = Path(filename), time.monotonic() + timeout
         while wait_for_file_creation and not path.exists():
             if time.monotonic() > deadline:
@@ -122,19 +122,19 @@ class ComputeClient:
         raise ConnectionError(f"cannot reach the tf.data service: {'; '.join(problems)}; do its compute workers run?")
 
     def register_dispatcher(self, dispatcher_id: int, dispatcher_address: str) -> None:
-        """Say where a dispatcher listens."""
+        """Register the address of a dispatcher."""
         self._client.set(f"dispatcher/{self._checked(dispatcher_id)}", dispatcher_address.encode())
 
     def wait_for_dispatcher_registration(self, dispatcher_id: int, timeout: float) -> str:
-        """Return the address of a dispatcher, as soon as it is known. TimeoutError."""
+        """Wait for the address of a dispatcher and return it. Raises TimeoutError."""
         return self._client.get(f"dispatcher/{self._checked(dispatcher_id)}", timeout_s=timeout).decode()
 
     def register_worker_for_dispatcher(self, dispatcher_id: int, worker_id: int) -> None:
-        """Say that a worker serves a dispatcher."""
+        """Register a worker of a dispatcher."""
         self._client.set(f"worker/{self._checked(dispatcher_id)}/{worker_id}", b"1")
 
     def wait_for_dispatcher_worker_registration(self, dispatcher_id: int, timeout: float) -> None:
-        """Return when all workers of a dispatcher serve it. TimeoutError."""
+        """Wait until all workers of a dispatcher are registered. Raises TimeoutError."""
         deadline, each = time.monotonic() + timeout, self._config.workers_per_dispatcher
         first = self._checked(dispatcher_id) * each
         for worker in range(first, first + each):
@@ -146,13 +146,13 @@ class ComputeClient:
         self._client.set("shutdown", b"1")
 
     def wait_for_shutdown(self) -> None:
-        """Return when somebody has asked for the end, or rank 0 of the compute job has gone."""
+        """Wait until the service is shut down, or rank 0 of the compute job is gone."""
         while True:
             try:
                 self._client.get("shutdown", timeout_s=_SHUTDOWN_SLICE_S)
                 return
             except TimeoutError:
-                continue  # idleness: a service waits as long as it is wanted
+                continue  # idle: a service runs as long as it is needed
             except ConnectionError:
                 return
 
@@ -167,7 +167,7 @@ class ComputeClient:
 
 @contextlib.contextmanager
 def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[str]:
-    """Give the address of this rank's dispatcher, for `tf.data.experimental.service.distribute`."""
+    """Yield the address of this rank's dispatcher, for `tf.data.experimental.service.distribute`."""
     client, server = compute_config.compute_client(), None
     several = compute_config.dispatchers > 1
     try:
@@ -194,7 +194,7 @@ def send_to_data_service(
 ) -> Any:
     """Return the dataset as the service's workers prepare it.
 
-    `reuse_dataset`: all ranks share its elements, else each gets all; `round_robin`: in turns.
+    With `reuse_dataset` all ranks share its elements, otherwise each gets all; `round_robin`: in turns.
     """
     if compute_config.dispatcher_side == "training":
         raise RuntimeError(
@@ -215,7 +215,7 @@ def send_to_data_service(
 
 
 def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
-    """Run a worker of the data service, and a dispatcher where it is one's turn, until the service is shut down."""
+    """Run a worker of the data service, and on some ranks a dispatcher, until the service is shut down."""
     init()
     index, each = hvd.rank(), compute_config.workers_per_dispatcher
     dispatcher_id, timeout = index // each, compute_config.timeout
@@ -259,14 +259,14 @@ def serve(configfile: str, dispatchers: int = 1, dispatcher_side: str = "compute
             config = TfDataServiceConfig(dispatchers, size // dispatchers, dispatcher_side, places, key, timeout)
             config.write(configfile)
         compute_worker_fn(hvd.broadcast_object(config, name="TfDataServiceConfig"))
-        hvd.barrier()  # the others have heard of the end
+        hvd.barrier()  # the others know of the shutdown
     finally:
         if table is not None:
             table.close()
 
 
 def _own_address() -> str:
-    """Return the address at which the other hosts reach this one; loopback if there are none."""
+    """Return the address at which other hosts reach this one; loopback if there are none."""
     runtime = engine.current_runtime()
     address = runtime.world.rendezvous.address
     if runtime.num_hosts == 1 or not address:
@@ -279,11 +279,11 @@ def _listening() -> str:
 
 
 def _reachable(target: str) -> str:
-    """Return a dispatcher's target for other hosts: TensorFlow says localhost."""
+    """Return a dispatcher's target for other hosts: TensorFlow reports localhost."""
     return target.replace("localhost", _own_address())
 
 
 def _stop(server: Any) -> None:
     if server is not None:
-        server._stop()  # TensorFlow offers no other way
+        server._stop()  # TensorFlow has no public method
         server.join()

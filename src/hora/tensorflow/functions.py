@@ -1,4 +1,4 @@
-"""Bringing all ranks to the same state: variables from a root, objects from a root or from every rank."""
+"""Synchronize state between ranks: broadcast variables and objects from a root, gather objects from all ranks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ __all__ = [
 def broadcast_variables(
     variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
 ) -> Any:
-    """Assign the root's values to the variables (always in place). ValueError if ranks have different ones.
+    """Assign the root's values to the variables (always in place). Raises ValueError if ranks' variables differ.
 
-    In the graph of a session, returns the operation that does so. Variables are matched by their names there.
+    In the graph of a session, returns the operation that does so and matches variables by name.
     """
     if tf.compat.v1.executing_eagerly_outside_functions():
         broadcast_(variables, root_rank, process_set=process_set)
@@ -52,7 +52,7 @@ _SessionRunHook: Any = tf.compat.v1.train.SessionRunHook
 
 
 class BroadcastGlobalVariablesHook(_SessionRunHook):
-    """Broadcasts all global variables when a session was created, or has restored a checkpoint.
+    """Broadcasts all global variables after a session was created or has restored a checkpoint.
 
     `device`: where the operation is placed.
     """
@@ -63,7 +63,7 @@ class BroadcastGlobalVariablesHook(_SessionRunHook):
         self.bcast_op: Any = None
 
     def begin(self) -> None:
-        """Add the operation to the graph, before the session finalizes it."""
+        """Add the operation to the graph before the session finalizes it."""
         if self.bcast_op is None or self.bcast_op.graph is not tf.compat.v1.get_default_graph():
             with tf.device(self.device):
                 self.bcast_op = broadcast_global_variables(self.root_rank)
@@ -79,14 +79,14 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the root's object on all ranks, at once. No session is needed for it."""
+    """Return the root's object on all ranks, immediately; no session is needed."""
     return hvd.broadcast_object(obj, root_rank, name, process_set)
 
 
 def broadcast_object_fn(
     root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[Any], Any]:
-    """Return a function that broadcasts the object it is given."""
+    """Return a function that broadcasts its argument."""
     return functools.partial(broadcast_object, root_rank=root_rank, name=name, process_set=process_set)
 
 

@@ -1,8 +1,8 @@
-"""Reduction of gradients over the ranks: the part that the tape and the optimizers share.
+"""Reduction of gradients over the ranks, shared by the tape and the optimizers.
 
-In eager mode all dense gradients are one grouped operation. In a graph they are cut into buckets, last layers first,
-each with an operation that submits it as soon as backward has made its gradients, so that the engine reduces while
-backward goes on.
+In eager mode all dense gradients form one grouped operation. In a graph they are divided into buckets, last layers
+first. Each bucket's operation submits it as soon as its gradients are computed, so the engine reduces while backward
+continues.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ Reduce = Callable[[list[Any], list[Any]], list[Any]]
 _BUCKET_BYTES = 4 * 2**20
 _FLAT_BYTES = 2**20
 
-# Asked before each reduction of all gradients together: returns what has to be done first and waits for other ranks.
+# Called before each reduction of all gradients: returns what must be done first and waits for other ranks.
 First = Callable[[], Callable[[], None] | None]
 
-# Names and shapes of gradients that the ranks of a runtime have found to be the same on all of them.
+# Names and shapes of gradients that all ranks of a runtime have compared and found equal.
 _compared: weakref.WeakKeyDictionary[engine.Runtime, set[Any]] = weakref.WeakKeyDictionary()
 
 
 class GraphOptimizer(_V1Optimizer):
-    """Reduces gradients over the ranks when it computes them, and leaves the rest to the given optimizer."""
+    """Reduces gradients over the ranks when it computes them, and delegates the rest to the given optimizer."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class GraphOptimizer(_V1Optimizer):
         self._agg_helper = None if passes == 1 else LocalAggregation(self._reduce, passes, average)
 
     def register_local_var(self, variable: Any) -> None:
-        """Leave the gradient of this variable out of the reduction."""
+        """Exclude the gradient of this variable from the reduction."""
         self._local[id(variable)] = variable
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
@@ -98,7 +98,7 @@ class GraphOptimizer(_V1Optimizer):
             return list(zip(reduce(gradients, variables), variables, strict=True))
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
-        """Apply gradients that `compute_gradients` has returned; if they complete a step, else only count it."""
+        """Apply gradients of `compute_gradients` if they complete a step, otherwise only count the call."""
         pairs, helper = list(grads_and_vars), self._agg_helper
         if helper is None:
             return self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
@@ -131,7 +131,7 @@ class GraphOptimizer(_V1Optimizer):
 
 
 class LocalAggregation:
-    """Adds gradients up for `passes` calls, of which the last reduces and applies the sums.
+    """Accumulates gradients over `passes` calls; the last call reduces and applies the sums.
 
     In the graph of a session the sums and the counter are local variables: they are neither saved nor broadcast, and
     `tf.compat.v1.local_variables_initializer` sets them to zero.
@@ -142,11 +142,11 @@ class LocalAggregation:
         self.counter: Any = None
         self._reduce = reduce
         self._sums: dict[int, Any] = {}
-        self._graph: Any = None  # whose variables these are; None outside of sessions
-        self._is_last: Any = None  # whether the gradients that were computed last complete a step
+        self._graph: Any = None  # owner of these variables; None outside of sessions
+        self._is_last: Any = None  # whether the latest gradients complete a step
 
     def compute_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Add gradients up; returns the reduced sums in every `passes`-th call, else the sums."""
+        """Accumulate gradients; returns the reduced sums in every `passes`-th call, otherwise the sums."""
         known = [i for i, gradient in enumerate(gradients) if gradient is not None]
         with tf.init_scope():
             self._make([variables[i] for i in known])
@@ -171,7 +171,7 @@ class LocalAggregation:
         return [outputs.get(i) for i in range(len(gradients))]
 
     def apply_gradients(self, apply: Callable[[], Any], count: Callable[[], Any]) -> Any:
-        """Call `apply` if the gradients that were computed last complete a step, else `count`."""
+        """Call `apply` if the latest gradients complete a step, otherwise `count`."""
         assert self._is_last is not None
 
         def chosen(update: Callable[[], Any], answer: bool) -> Any:
@@ -191,7 +191,7 @@ class LocalAggregation:
             return tf.constant(True)
 
     def _make(self, variables: Sequence[Any]) -> None:
-        """Make the counter and the sums that are missing, outside of any function."""
+        """Create the missing counter and sums, outside of any function."""
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         if self.counter is None or graph is not self._graph:
             self._graph, self._sums = graph, {}
@@ -210,7 +210,7 @@ def _zeros(shape: Any, dtype: Any, name: str) -> Any:
 
 
 def check_options(op: int, gradient_predivide_factor: float, backward_passes_per_step: int = 1) -> None:
-    """ValueError for settings that exclude one another."""
+    """Raise ValueError for incompatible settings."""
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError(
             f"gradient_predivide_factor ({gradient_predivide_factor}) is not supported with op {ReduceOp(op).name}, "
@@ -222,7 +222,7 @@ def check_options(op: int, gradient_predivide_factor: float, backward_passes_per
 
 @dataclass(frozen=True, kw_only=True)
 class GradientReduction:
-    """The settings of a reduction of gradients; call it with gradients and their variables."""
+    """Settings of a gradient reduction; call it with gradients and their variables."""
 
     op: int = Average
     compression: type[Compressor] | Compressor = Compression.none
@@ -241,7 +241,7 @@ class GradientReduction:
     ) -> list[Any]:
         """Return the reduced gradients; None stays None. `local`: ids of variables whose gradients are not reduced.
 
-        Ranks outside of the process set keep theirs.
+        Ranks outside the process set keep their gradients.
         """
         results = list(gradients)
         if _single_process() or (registered_id(self.process_set) and not self.process_set.included()):
@@ -282,7 +282,7 @@ class GradientReduction:
     def _reduced(
         self, dense: list[int], gradients: list[Any], variables: Sequence[Any], first: First | None
     ) -> Iterator[tuple[list[int], list[Any]]]:
-        """Yield positions of dense gradients and what they were reduced to."""
+        """Yield positions of dense gradients and their reduced values."""
         if not dense:
             return
         if self.groups or tf.executing_eagerly():
@@ -294,7 +294,7 @@ class GradientReduction:
             for members in self._grouped(dense, variables):
                 yield members, self._grouped_allreduce([gradients[i] for i in members])
             return
-        present, dense = dense, dense[::-1]  # backward makes the gradients of the last layers first
+        present, dense = dense, dense[::-1]  # backward computes the gradients of the last layers first
 
         def overlapped(*tensors: Any) -> Any:
             return self._overlapped(tensors, first, present, variables)
@@ -313,7 +313,7 @@ class GradientReduction:
         )
 
     def _grouped(self, dense: list[int], variables: Sequence[Any]) -> list[list[int]]:
-        """Return the positions of `dense` in groups; without groups there is one."""
+        """Return the positions in `dense` by group; without groups there is one."""
         if not self.groups:
             return [dense]
         if isinstance(self.groups, int):
@@ -418,16 +418,16 @@ def _compare(
 
 
 def _reduced(collective: Collective, tensors: Sequence[Any]) -> list[Any]:
-    """Return the reduced tensors of a graph; they travel together."""
+    """Return the reduced tensors of a graph, sent together."""
     name = re.sub("[^a-zA-Z0-9_/.]", "_", f"HorovodAllreduce_{tensors[0].name}")
     dtypes, shapes = [tensor.dtype for tensor in tensors], [tensor.shape for tensor in tensors]
     return carry_out(collective._replace(name=name), tensors, dtypes, shapes)
 
 
 def _side_by_side(collective: Collective, tensors: Sequence[Any]) -> list[Any]:
-    """Return the reduced tensors of a graph. They travel in one, which costs a fraction of handing over each of them.
+    """Return the reduced tensors of a graph, concatenated into one, which costs a fraction of separate ones.
 
-    Their number is the same on all ranks, and so are their shapes: `_begin` compares them.
+    Their number and shapes are the same on all ranks: `_begin` compares them.
     """
     together = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
     (output,) = _reduced(collective._replace(grouped=False), [together])
@@ -436,7 +436,7 @@ def _side_by_side(collective: Collective, tensors: Sequence[Any]) -> list[Any]:
 
 
 def _fit_side_by_side(tensors: Sequence[Any], op: int) -> bool:
-    """Return whether tensors may be reduced as one: Adasum looks at each by itself."""
+    """Return whether tensors may be reduced as one: Adasum treats each separately."""
     if len(tensors) == 1 or op == Adasum or len({tensor.dtype for tensor in tensors}) > 1:
         return False
     if not all(tensor.shape.is_fully_defined() for tensor in tensors):
@@ -445,7 +445,7 @@ def _fit_side_by_side(tensors: Sequence[Any], op: int) -> bool:
 
 
 def _check_finite(gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
-    """FloatingPointError if a gradient is not finite here, before any is reduced; in a graph when the result runs."""
+    """Raise FloatingPointError if a gradient is not finite on this rank, before the reduction."""
     known = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
     names = [str(getattr(variable, "path", getattr(variable, "name", "?"))) for _, variable in known]
     tensors = [g.values if isinstance(g, tf.IndexedSlices) else tf.convert_to_tensor(g) for g, _ in known]
@@ -458,7 +458,7 @@ def _check_finite(gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
 
 
 def _buckets(tensors: Sequence[Any]) -> list[list[Any]]:
-    """Cut tensors into runs of at least `_BUCKET_BYTES`; one of unknown shape counts as nothing."""
+    """Divide tensors into runs of at least `_BUCKET_BYTES`; a tensor of unknown shape counts as empty."""
     buckets: list[list[Any]] = [[]]
     size = 0
     for tensor in tensors:
@@ -477,13 +477,13 @@ def _single_process() -> bool:
 
 
 class _DistributedTape:
-    """The methods of a distributed tape; mixed with the class of the given one, whose state it shares."""
+    """Methods of a distributed tape, mixed into the given tape's class; both share their state."""
 
     _reduction: GradientReduction
     _local: dict[int, Any]
 
     def register_local_source(self, source: Any) -> None:
-        """Leave the gradients of this variable out of the reduction."""
+        """Exclude the gradients of this variable from the reduction."""
         self._local[id(source)] = source
 
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
@@ -516,7 +516,7 @@ def DistributedGradientTape(
         warnings.warn("num_groups is deprecated; use groups instead", DeprecationWarning, stacklevel=2)
     base = type(gradtape)
     tape: Any = object.__new__(type(base.__name__, (_DistributedTape, base), {}))
-    tape.__dict__ = gradtape.__dict__  # shared: what either records, both have
+    tape.__dict__ = gradtape.__dict__  # shared: both see what either records
     tape._local = {}
     tape._reduction = GradientReduction(
         op=op,

@@ -1,13 +1,13 @@
-"""`HoraCall`, the operation of TensorFlow graphs: its kernel starts work in Python and gives its thread back at once.
+"""`HoraCall`, the operation of TensorFlow graphs: its kernel starts work in Python and returns its thread at once.
 
-A session or a function runs kernels on a few threads, in an order of its own on each rank. A kernel that waited for the
-other ranks could hold the one thread on which they need another collective started. So the kernel is asynchronous: it
-submits, returns, and the engine's thread finishes the execution later.
+A session or function runs kernels on a few threads, in a different order on each rank. A kernel that blocks could hold
+the thread on which the other ranks need another collective started. So the kernel is asynchronous: it submits and
+returns, and the engine's thread finishes the execution later.
 
-The kernel is registered through the C API of TensorFlow, which every wheel exports, so nothing is compiled. That API
-gives `done`, the C++ function that ends an execution, as the address of a `std::function` which lives until the kernel
-returns. `_Done` moves it out, as its move constructor does: libstdc++ has it as two words of state, a manager and an
-invoker, in every version.
+The kernel is registered through TensorFlow's C API, which every wheel exports, so nothing is compiled. That API passes
+`done`, the C++ function that ends an execution, as the address of a `std::function` that lives until the kernel
+returns. `_Done` moves it out like its move constructor: in every version of libstdc++ it is two words of state, a
+manager and an invoker.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = ["Execution", "Work", "add_operation"]
 
 _OPERATION = "HoraCall"
 _DESTROY = 3  # an operation of a std::function's manager
-_ITERATIONS = 64  # of a loop that get names of their own; TensorFlow has ten under way at once, unless told otherwise
+_ITERATIONS = 64  # loop iterations with distinct names; by default TensorFlow runs ten at once
 
-# TensorFlow's numbers of dtypes and of errors.
+# TensorFlow's numbers of dtypes and errors.
 _DTYPES = {
     1: torch.float32,
     2: torch.float64,
@@ -83,7 +83,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "TF_OpKernelContext_Failure": (None, [c_void_p, c_void_p]),
 }
 
-# The work of an execution: it submits, and later calls `finish` or `fail`. `fail` gets the error that it raises.
+# The work of an execution: it submits, and later calls `finish` or `fail`. An exception it raises goes to `fail`.
 Work = Callable[["Execution"], None]
 
 _works: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
@@ -91,7 +91,7 @@ _tokens = itertools.count(1)
 
 
 class _Kept:
-    """Work of an operation, and its name among the ranks, kept by the graph that the operation is in."""
+    """Work of an operation and its name among the ranks, kept alive by the operation's graph."""
 
     name = ""
 
@@ -125,9 +125,10 @@ def _outermost(graph: Any) -> Any:
 
 
 class Execution:
-    """One execution of an operation, until `finish` or `fail`. `inputs` are TensorFlow's own memory, not to be changed.
+    """One execution of an operation, until `finish` or `fail`. `inputs` are TensorFlow's memory and must not be
+    changed.
 
-    `name`: of this execution among the ranks. Rounds of a loop that may be under way at once have several.
+    `name`: of this execution among the ranks. Loop iterations that may run at once have different names.
     """
 
     def __init__(self, context: int, done: _Done) -> None:
@@ -139,7 +140,7 @@ class Execution:
         self.inputs: list[torch.Tensor] = []
 
     def begin(self, kept: _Kept) -> None:
-        """Take the inputs from TensorFlow, and do the work."""
+        """Read the inputs from TensorFlow, and do the work."""
         iteration = _tf().TF_GetIterId(self._context) % _ITERATIONS
         self.name = f"{kept.name}#{iteration}" if iteration else kept.name
         for i in range(_tf().TF_NumInputs(self._context)):
@@ -152,7 +153,7 @@ class Execution:
         kept.work(self)
 
     def output(self, i: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return the memory of an output of TensorFlow, as a tensor that is to be filled before `finish`."""
+        """Return the memory of a TensorFlow output as a tensor, to be filled before `finish`."""
         dims = (c_int64 * len(shape))(*shape)
         num_bytes = math.prod(shape) * dtype.itemsize
         with _Status() as status:
@@ -162,14 +163,14 @@ class Execution:
         return found
 
     def finish(self, outputs: Sequence[torch.Tensor]) -> None:
-        """End the execution with these outputs. Those that are not in the memory of `output` are copied."""
+        """End the execution with these outputs. Outputs outside the memory of `output` are copied."""
         if not self._open.acquire(blocking=False):
             return
         try:
             for i, output in enumerate(outputs):
                 if i not in self._outputs:
                     self.output(i, output.shape, output.dtype).copy_(output)
-        except Exception as error:  # TensorFlow lacks memory, or an output is not what the graph expects
+        except Exception as error:  # TensorFlow lacks memory, or the graph expects another output
             self._set_failure(error)
         self._end()
 
@@ -211,14 +212,14 @@ class Execution:
 
 
 class _Done:
-    """The function that ends an execution, moved out of where the kernel was given it."""
+    """The function that ends an execution, moved out of the kernel's argument."""
 
     def __init__(self, address: int) -> None:
         self._words = (c_void_p * 4).from_buffer_copy((c_void_p * 4).from_address(address))
-        (c_void_p * 4).from_address(address)[2] = None  # without a manager, it is empty
+        (c_void_p * 4).from_address(address)[2] = None  # without a manager it is empty
 
     def __call__(self) -> None:
-        """Call it, once. Without the interpreter's lock: other kernels may run in it."""
+        """Call it once, without the GIL: other kernels may run inside it."""
         address = ctypes.addressof(self._words)
         _unlocked().TF_RunAsyncOpKernelDoneCallback(c_void_p(address))
         _Manager(self._words[2] or 0)(address, address, _DESTROY)
@@ -235,11 +236,11 @@ class _Status:
         code, text = _tf().TF_GetCode(self._status), _tf().TF_Message(self._status)
         _tf().TF_DeleteStatus(self._status)
         if code:
-            raise RuntimeError(f"TensorFlow refused it: {text.decode(errors='replace')}")
+            raise RuntimeError(f"TensorFlow reported: {text.decode(errors='replace')}")
 
 
 def _view(tensor: int) -> torch.Tensor:
-    """Return a tensor on the memory of one of TensorFlow's."""
+    """Return a tensor that shares the memory of a TensorFlow tensor."""
     dtype = _DTYPES[_tf().TF_TensorType(tensor)]
     shape = [_tf().TF_Dim(tensor, i) for i in range(_tf().TF_NumDims(tensor))]
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -255,13 +256,13 @@ def _path() -> str:
 
 @functools.cache
 def _unlocked() -> Any:
-    """Return TensorFlow's library, called without the interpreter's lock."""
+    """Return TensorFlow's library, called without the GIL."""
     return ctypes.CDLL(_path())
 
 
 @functools.cache
 def _tf() -> Any:
-    """Return TensorFlow's library. Its short functions are called with the interpreter's lock held."""
+    """Return TensorFlow's library. Its short functions are called with the GIL held."""
     library = ctypes.PyDLL(_path())
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
@@ -278,7 +279,7 @@ def _register() -> None:
         library.TF_OpDefinitionBuilderAddAttr(definition, attribute)
     library.TF_OpDefinitionBuilderAddInput(definition, b"inputs: Tin")
     library.TF_OpDefinitionBuilderAddOutput(definition, b"outputs: Tout")
-    library.TF_OpDefinitionBuilderSetIsStateful(definition, True)  # never folded, merged or left out
+    library.TF_OpDefinitionBuilderSetIsStateful(definition, True)  # never folded, merged or pruned
     unknown = ctypes.cast(library.TF_ShapeInferenceContextSetUnknownShape, c_void_p)
     library.TF_OpDefinitionBuilderSetShapeInferenceFunction(definition, unknown)
     with _Status() as status:
@@ -289,7 +290,7 @@ def _register() -> None:
 
 
 def _create(construction: int) -> int:
-    """Make a kernel: its pointer is the token of its work."""
+    """Create a kernel: its pointer is the token of its work."""
     token, status = c_int64(), _tf().TF_NewStatus()
     _tf().TF_OpKernelConstruction_GetAttrInt64(construction, b"token", byref(token), status)
     _tf().TF_DeleteStatus(status)
@@ -297,13 +298,13 @@ def _create(construction: int) -> int:
 
 
 def _compute(token: int, context: int, done: int) -> None:
-    """Start an execution, on a thread of TensorFlow's."""
+    """Start an execution, on a TensorFlow thread."""
     execution = Execution(context, _Done(done))
     try:
         kept = _works.get(token)
         if kept is None:
             raise ValueError(
-                "this graph was made by another process, or read from a file: its Horovod operations are not known "
+                "this graph was created by another process, or read from a file: its Horovod operations are unknown "
                 "here; build the graph again in this process"
             )
         execution.begin(kept)

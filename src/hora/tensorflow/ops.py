@@ -1,8 +1,7 @@
-"""The collectives of `horovod.tensorflow`: Horovod's signatures over the torch ones, with gradients.
+"""The collectives of `horovod.tensorflow`: Horovod's signatures, implemented by the torch ones, with gradients.
 
-Each works eagerly and in graphs, those of functions and those of sessions, where it is one operation
-(`bridge.carry_out`). Gradients are made of the same functions, so they have gradients themselves. Sparse
-`IndexedSlices` are gathered.
+Each works eagerly and in graphs of functions and sessions, where it is one operation (`bridge.carry_out`). Gradients
+use the same functions, so they are differentiable themselves. Sparse `IndexedSlices` are gathered.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def _reduce(
     compression: type[Compressor] | Compressor,
     ignore_name_scope: bool,
 ) -> list[Any]:
-    """Carry out an allreduce or a reducescatter, grouped or not, on the compressed tensors."""
+    """Run an allreduce or a reducescatter, grouped or not, on the compressed tensors."""
     pairs = [compression.compress(tensor) for tensor in tensors]
     small = [tensor for tensor, _ in pairs]
     scattered = collective.kind is Kind.REDUCESCATTER
@@ -144,7 +143,7 @@ def _sparse_allreduce(
     """Gather the values of all slices, and their indices, each as one operation."""
     if op not in (Sum, Average) or scales != (1.0, 1.0):
         raise NotImplementedError(
-            "an allreduce of IndexedSlices knows Sum and Average without scale factors; pass sparse_as_dense=True, or "
+            "allreduce of IndexedSlices supports Sum and Average without scale factors; pass sparse_as_dense=True, or "
             "tf.convert_to_tensor(slices), for everything else"
         )
     values, indices = (
@@ -160,7 +159,7 @@ def _sparse_allreduce(
 
 
 def _alike(gradients: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
-    """Return dense gradients of the dtypes of these tensors: TensorFlow makes zeros of another one."""
+    """Return dense gradients in the dtypes of these tensors: TensorFlow creates zeros of another one."""
     return [tf.cast(as_tensor(gradient), tensor.dtype) for gradient, tensor in zip(gradients, tensors, strict=True)]
 
 
@@ -172,7 +171,7 @@ def _divided(value: Any, process_set: ProcessSet) -> Any:
 def allgather(
     tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Concatenate the tensors of all ranks on dimension 0, in rank order; their first dimensions may differ."""
+    """Concatenate the tensors of all ranks along dimension 0, in rank order; their first dimensions may differ."""
     return grouped_allgather([tensor], name, ignore_name_scope, process_set)[0]
 
 
@@ -229,7 +228,7 @@ def broadcast(
 def broadcast_(
     variables: Sequence[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Assign the root's values to the variables, as one operation, and return them; in a graph, their new values."""
+    """Assign the root's values to the variables as one operation and return them; in a graph, their new values."""
     variables = list(variables)
     tensors = [as_tensor(variable, moved=True) for variable in variables]
 
@@ -251,7 +250,7 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send `splits[r]` rows to rank r, equally many without; with splits gives `(output, received_splits)`."""
+    """Send `splits[r]` rows to rank r, equally many by default; with splits returns `(output, received_splits)`."""
     tensor = as_tensor(tensor, moved=True)
     name = _checked(name, ignore_name_scope)
     given = [] if splits is None else [tf.cast(splits, tf.int32)]
@@ -287,7 +286,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """Reduce a tensor and keep this rank's share of its rows; earlier ranks get the larger shares."""
+    """Reduce a tensor and keep this rank's share of the rows; lower ranks get the larger shares."""
     name = _checked(name, ignore_name_scope)
     collective = Collective(Kind.REDUCESCATTER, name, process_set, op, prescale_factor, postscale_factor)
     return _reduce(collective, [as_tensor(tensor)], compression, ignore_name_scope)[0]
@@ -311,12 +310,12 @@ def grouped_reducescatter(
 
 
 def join() -> Any:
-    """Say that this rank has no more data and wait for the others; the rank that joined last, as int32."""
+    """Announce that this rank has no more data and wait for the others; returns the last rank to join, as int32."""
     return _number(lambda: hvd.join(), "HorovodJoin", waits=True)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> Any:
-    """Wait until every member of the set is here. In a graph, returns the operation that does so."""
+    """Wait until every member of the set reaches the barrier. In a graph, returns the operation that does so."""
 
     def wait() -> int:
         hvd.barrier(process_set=process_set)
@@ -347,7 +346,7 @@ def rank_op(name: str | None = None) -> Any:
 
 
 def local_rank_op(name: str | None = None) -> Any:
-    """Return this process's number on its host when the operation runs, as int32."""
+    """Return this process's rank on its host when the operation runs, as int32."""
     return _number(hvd.local_rank, name or "HorovodLocalRank")
 
 
@@ -385,9 +384,9 @@ def _collective(
     dtypes: Sequence[Any] | None = None,
     kept: list[Any] | None = None,
 ) -> list[Any]:
-    """Carry out a collective, with its gradient where one may be taken.
+    """Run a collective, with a gradient if one may be taken.
 
-    `dtypes`: of the outputs, where they are not those of the inputs. `kept`: filled with the outputs after the first.
+    `dtypes`: of the outputs, if they differ from those of the inputs. `kept`: filled with the outputs after the first.
     """
     if not tf.executing_eagerly() and collective.name is None:
         kind = collective.kind.name.capitalize()
@@ -424,9 +423,9 @@ def _any_rows(tensor: Any) -> Any:
 
 
 def _checked(name: str | None, ignore_name_scope: bool) -> str | None:
-    """Return the name of a collective as the engine or the graph takes it. Without one it is numbered, or named there.
+    """Return the name of a collective for the engine or the graph. Without one it is numbered or named there.
 
-    In eager mode the scopes are a part of it; a graph adds them itself.
+    In eager mode the scopes are part of it; a graph adds them itself.
     """
     if name is None:
         return None
@@ -441,6 +440,6 @@ def _gradient_name(name: str | None, what: str = "gradient") -> str | None:
 
 
 def _safe(name: str) -> str:
-    """Return a name that TensorFlow takes for an operation."""
+    """Return a valid name for a TensorFlow operation."""
     name = re.sub(r"[^a-zA-Z0-9_/.]", "_", name).rstrip("/")
     return name if re.match(r"[a-zA-Z0-9.]", name) else f"Horovod{name}"

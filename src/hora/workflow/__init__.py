@@ -1,4 +1,4 @@
-"""The small library under the labs: a fit loop and what belongs to it, for one process and for many."""
+"""Training library of the labs: a fit loop and its parts, for one process or many."""
 
 from hora.workflow.checkpoint import Checkpoints, seed_everything
 from hora.workflow.fit import fit

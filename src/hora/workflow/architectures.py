@@ -1,7 +1,6 @@
-"""Networks a model file can name: built from plain numbers, never from code in the file.
+"""Networks that a model file can name, built from plain numbers, never from code in the file.
 
-`build` is called by `model_file.load`; the labs and users make the networks themselves. A network of one's own is
-passed to `load` instead.
+`model_file.load` calls `build`; the labs and users create networks directly. Pass your own network to `load` instead.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class _Block(nn.Module):
             ]
         else:
             parts = [_convolution(inputs, width, 3, stride), _convolution(width, outputs, 3)]
-        # The last normalisation starts at zero: at first every block is its shortcut, which trains better.
+        # The last normalization starts at zero: every block starts as its shortcut, which trains better.
         nn.init.zeros_(parts[-1][1].weight)  # type: ignore[arg-type]
         self.parts = nn.ModuleList(parts)
         self.shortcut = nn.Identity() if stride == 1 and inputs == outputs else _convolution(inputs, outputs, 1, stride)
@@ -74,7 +73,7 @@ class ResNet(nn.Module):
     """A residual network of `depth` layers for images with `channels` colours.
 
     For small images (a 3x3 stem, no pooling before the blocks) or, with `stem="large"`, for photographs. `width` 64 is
-    the published network; less makes it fit for a CPU.
+    the published network; a smaller width suits a CPU.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ _KINDS: Mapping[str, type[nn.Module]] = {"mlp": MLP, "resnet": ResNet}
 
 
 def build(architecture: Mapping[str, Any]) -> nn.Module:
-    """The network of a description such as {"kind": "mlp", "sizes": [5, 10, 10, 3]}."""
+    """Build the network of a description such as {"kind": "mlp", "sizes": [5, 10, 10, 3]}."""
     options = dict(architecture)
     kind = options.pop("kind", None)
     if not isinstance(kind, str) or kind not in _KINDS:

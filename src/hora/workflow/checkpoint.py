@@ -1,8 +1,8 @@
-"""A folder of checkpoints that survives being killed at any moment. `fit` decides what is in a checkpoint.
+"""Checkpoint folder that survives a kill at any time. `fit` decides what a checkpoint contains.
 
-A file is a line of JSON (what it is, the payload's size and SHA-256), then the payload: `torch.save`'s format, read
-back as data (`hora.safe_load`), so no code in it is ever run. A file is written under another name and renamed when
-it is complete and on disk. A file that is damaged all the same is recognised and the one before it is used.
+A file is a line of JSON (format, the payload's size and SHA-256), then the payload: `torch.save`'s format, read back as
+data (`hora.safe_load`), so no code in it ever runs. A file is written under another name and renamed once it is
+complete and on disk. A damaged file is detected and the previous one used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def seed_everything(seed: int) -> None:
 
 
 def capture_rng() -> dict[str, Any]:
-    """This process's generators, as plain values and tensors, because a checkpoint is loaded without running code."""
+    """Return the state of this process's generators as plain values and tensors, which load without running code."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
@@ -50,7 +50,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Put the generators back to where `capture_rng` saw them."""
+    """Restore the state of `capture_rng`."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]
@@ -61,7 +61,7 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 
 class Checkpoints:
-    """The last `keep` checkpoints in `folder`. Besides one per epoch, one every `every_steps` optimizer steps."""
+    """The last `keep` checkpoints in `folder`: one per epoch, and one every `every_steps` optimizer steps."""
 
     def __init__(self, folder: str | Path, *, keep: int = 2, every_steps: int | None = None) -> None:
         if keep < 1:
@@ -73,13 +73,13 @@ class Checkpoints:
         self.every_steps = every_steps
 
     def save(self, state: Mapping[str, Any]) -> Path:
-        """Write a state as the newest; forget all but the last `keep`."""
+        """Write a state as the newest checkpoint; removes all but the last `keep`."""
         buffer = io.BytesIO()
         torch.save(dict(state), buffer)
         payload = buffer.getbuffer()
         header = {"format": _MAGIC, "num_bytes": len(payload), "sha256": hashlib.sha256(payload).hexdigest()}
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Numbered in the order of writing: steps may start again from 0 in a folder that was used before.
+        # Numbered in the order of writing: steps may start from 0 again in a folder that was used before.
         number = 1 + max((int(path.stem) for path in self.paths()), default=0)
         path = self.folder / f"{number:08d}.ckpt"
         with replaced(path, unfinished=_UNFINISHED) as file:
@@ -90,13 +90,13 @@ class Checkpoints:
         return path
 
     def paths(self) -> list[Path]:
-        """The checkpoint files, oldest first."""
+        """Return the checkpoint files, oldest first."""
         if not self.folder.is_dir():
             return []
         return sorted(path for path in self.folder.iterdir() if _NAME.match(path.name))
 
     def read_last(self) -> bytes | None:
-        """The newest undamaged checkpoint's payload; None if there is none. Warns of damaged ones."""
+        """Return the payload of the newest undamaged checkpoint; None if there is none. Warns about damaged ones."""
         (self.folder / _UNFINISHED).unlink(missing_ok=True)
         for path in reversed(self.paths()):
             try:
@@ -107,7 +107,7 @@ class Checkpoints:
 
     @staticmethod
     def decode(payload: bytes) -> dict[str, Any]:
-        """Return the state in a payload, on the CPU. ValueError if it holds more than data."""
+        """Return the state in a payload, on the CPU. Raises ValueError if it contains more than data."""
         try:
             state: dict[str, Any] = load_torch(payload).plain()
         except ForeignError as error:

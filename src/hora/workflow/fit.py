@@ -1,8 +1,8 @@
-"""The fit loop: epochs over a training loader, validation, history, checkpoints. The same alone and on many ranks.
+"""The fit loop: epochs over a training loader, validation, history, checkpoints; on one process or many ranks.
 
-It owns the order in which things happen. How a step is taken is in `step`, what is stored in `checkpoint`, what is
-shown in `progress`. A script that wants to write its own loop needs nothing from here. The Spark estimator takes the
-same steps in an epoch loop of its own (`hora.spark.estimator.training`), which says there why.
+It defines the order of events. `step` takes the steps, `checkpoint` stores, `progress` displays. Scripts can write
+their own loop without it. The Spark estimator takes the same steps in its own epoch loop
+(`hora.spark.estimator.training` explains why).
 """
 
 from __future__ import annotations
@@ -49,15 +49,14 @@ def fit(
 ) -> History:
     """Train `model` and return its history.
 
-    Works alone and, after `hvd.init()`, together with the other ranks: all start from rank 0's
-    weights, gradients are averaged (a plain optimizer is wrapped; a DistributedOptimizer is used as it is),
-    metrics are means over all ranks, and only rank 0 prints, logs and writes. With `checkpoints`, a run
-    that was killed goes on where the last one was written and, given the same seed and number of ranks,
-    ends with the same weights. In an elastic job a death costs the step in which it happens, and newcomers join
-    at the end of a step (docs/elastic.md); it needs loaders from `make_loaders`, or a TensorLoader.
+    Works alone and, after `hvd.init()`, together with the other ranks. All ranks start from rank 0's weights; gradients
+    are averaged (a plain optimizer is wrapped, a DistributedOptimizer is used directly); metrics are means over all
+    ranks; only rank 0 prints, logs and writes. With `checkpoints`, a killed run continues from its last checkpoint and,
+    given the same seed and number of ranks, ends with the same weights. In an elastic job a failure costs one step, and
+    newcomers join at the end of a step (docs/elastic.md); this needs loaders from `make_loaders`, or a TensorLoader.
 
-    `loaders`: (train, valid), valid may be None; batches are (inputs…, target). `device`: where batches are
-    moved; default is where the model's parameters are.
+    `loaders`: (train, valid), valid may be None; batches are (inputs…, target). `device`: where batches are moved; by
+    default that of the model's parameters.
     """
     if epochs < 1:
         raise ValueError(f"epochs must be at least 1, but it is {epochs}")
@@ -83,7 +82,7 @@ def fit(
 
 
 class _Run:
-    """One call of `fit`. Its place is (epoch, steps taken in it); a checkpoint holds that and what comes with it."""
+    """One call of `fit`. Its position is (epoch, steps in it); a checkpoint holds the position and all state."""
 
     progress: Progress | None = None
 
@@ -113,7 +112,7 @@ class _Run:
         _check_sharded(loaders.train)
 
     def train(self, *, resume: bool, loggers: Sequence[Logger], progress: bool) -> History:
-        """All epochs that are left."""
+        """Train the remaining epochs."""
         peers.broadcast_start(self.model, self.stepper.optimizer)
         self._show(progress)
         if resume:
@@ -133,7 +132,7 @@ class _Run:
         return self.history
 
     def close(self) -> None:
-        """Show no progress any more."""
+        """Close the progress display."""
         if self.progress is not None:
             self.progress.close()
 
@@ -172,7 +171,7 @@ class _Run:
         tally = self._tally(epoch)
         chunks, rng_at_start = self._chunks(tally)
         self.stepper.model.train()
-        meter.restart_step()  # what came before was an evaluation, or the start
+        meter.restart_step()  # exclude the evaluation, or the start
         for step, chunk in enumerate(chunks, start=self.steps_done):
             self._set_learning_rate(epoch + self._share_done(step))
             self.stepper.step(chunk, tally)
@@ -189,14 +188,14 @@ class _Run:
         return Tally(self.stepper.objective.names, self.stepper.device)
 
     def _share_done(self, step: int) -> float:
-        """Return how much of the epoch is done when this step begins."""
+        """Return the finished share of the epoch when this step begins."""
         return step / self.num_steps
 
     def _step_taken(self, step: int) -> None:
-        """For an elastic run: the ranks may change now."""
+        """Hook for an elastic run: the ranks may change now."""
 
     def _chunks(self, tally: Tally) -> tuple[Iterator[list[Any]], dict[str, Any]]:
-        """The batches of each remaining step; after a resume in mid-epoch the loader is wound forward to its place."""
+        """Return the batches of each remaining step; after a resume in mid-epoch the loader skips finished ones."""
         midway, self.midway = self.midway, None
         if midway is not None:
             restore_rng(midway["rng_at_start"])
@@ -220,11 +219,11 @@ class _Run:
     def _save(
         self, epoch: int, step: int, tally: Tally | None, rng_at_start: dict[str, Any], seconds: float = 0.0
     ) -> None:
-        """Write a checkpoint of the place (epoch, step). Collective: every rank's generators and sums go into it."""
+        """Write a checkpoint at (epoch, step). Collective: it includes every rank's generators and sums."""
         if self.checkpoints is None:
             return
         mine: dict[str, Any] = {"rng": capture_rng(), "rng_at_start": rng_at_start}
-        if tally is not None:  # within an epoch each rank has sums and running statistics of its own
+        if tally is not None:  # within an epoch each rank has its own sums and running statistics
             buffers = {name: buffer.cpu() for name, buffer in self.model.named_buffers()}
             mine |= {"tally": tally.state_dict(), "buffers": buffers}
         ranks = peers.gather(mine)
@@ -248,11 +247,11 @@ class _Run:
         meter.commit(f"checkpoint of epoch {epoch}" + (f", step {step}" if step else ""))
 
     def _rows_done(self) -> int:
-        """Return how many rows of this epoch all ranks together have trained on, if that is known."""
+        """Return the rows of this epoch that all ranks together have trained on, if known."""
         return 0
 
     def _resume(self) -> None:
-        """Go on from rank 0's last good checkpoint, if there is one."""
+        """Resume from rank 0's last valid checkpoint, if there is one."""
         folder = self.checkpoints
         if folder is None:
             return
@@ -278,7 +277,7 @@ class _Run:
         if len(ranks) != peers.size():
             warnings.warn(
                 f"the checkpoint was written by {len(ranks)} ranks and {peers.size()} resume it: epoch "
-                f"{state['epoch'] + 1} starts from its beginning, with other random numbers than undisturbed",
+                f"{state['epoch'] + 1} starts from its beginning, with different random numbers",
                 stacklevel=2,
             )
             return
@@ -290,11 +289,10 @@ class _Run:
 
 
 class _ElasticRun(_Run):
-    """`fit` in an elastic job. The place is (epoch, rows of it that are done), which any number of ranks can go on
-    from.
+    """`fit` in an elastic job. Its position is (epoch, rows done), from which any number of ranks can continue.
 
-    A death costs the step in which it happens. What a rank that dies had counted of the epoch's loss and metrics dies
-    with it: the epoch's means are those of the others.
+    A failure costs one step. The share of a dead rank in the epoch's loss and metrics is lost: the epoch's means are
+    those of the others.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -311,7 +309,7 @@ class _ElasticRun(_Run):
         self.tally_epoch = self.rows_before = -1
         register_handlers()
         more = {"scaler": self.stepper.scaler, "early_stopping": self.early_stopping}
-        # The history is a text because plain values are copied in every step, which costs nothing for a text.
+        # The history is a string: plain values are copied in every step, which is free for a string.
         self.state: Any = elastic.TorchState(
             model=self.model,
             optimizer=self.stepper.optimizer,
@@ -326,14 +324,14 @@ class _ElasticRun(_Run):
         )
 
     def train(self, *, resume: bool, loggers: Sequence[Logger], progress: bool) -> History:
-        """All epochs that are left, on whatever ranks there are."""
+        """Train the remaining epochs, on any number of ranks."""
         elastic.run(self._train)(self.state, resume, loggers, progress)
         if self.early_stopping is not None:
             self.early_stopping.finish(self.model)
         return self.history
 
     def _train(self, state: Any, resume: bool, loggers: Sequence[Logger], progress: bool) -> None:
-        """Go on in a world: the first one, or another one."""
+        """Continue in the first world or a new one."""
         self.close()
         share = -(-self.sampler.num_rows // peers.size())
         self.num_steps = -(-share // (self.batch_size * self.stepper.recipe.accumulate))
@@ -350,8 +348,7 @@ class _ElasticRun(_Run):
         self._begin()
         while state.epoch < self.epochs and not state.stopped:
             record = self._epoch(state.epoch)
-            # Until all have met again (`_save`, `commit`) the ranks may differ; then they take over what one of them
-            # has.
+            # Until all have met again (`_save`, `commit`) the ranks may differ; then they copy one rank's state.
             self.history.append(record)
             self._tell(state.epoch, record, loggers)
             if self.early_stopping is not None:
@@ -384,7 +381,7 @@ class _ElasticRun(_Run):
         return int(self.state.rows)
 
     def _restore_place(self, state: dict[str, Any]) -> None:
-        """Any number of ranks goes on in mid-epoch, if the checkpoint is of an elastic job."""
+        """Resume in mid-epoch with any number of ranks, if the checkpoint is of an elastic job."""
         rows, ranks = state.get("rows", 0), state["ranks"]
         self.state.rows = rows if state["step"] else 0
         if not self.state.rows:
@@ -399,7 +396,7 @@ class _ElasticRun(_Run):
 
 
 def register_handlers() -> None:
-    """Let elastic states hold a `Tally` and an `EarlyStopping`."""
+    """Register handlers for `Tally` and `EarlyStopping` in elastic states."""
     registry = get_handler_registry()
     for kind, handler in ((Tally, _TallyHandler), (EarlyStopping, _ReferenceHandler)):
         if (kind, handler) not in registry:
@@ -407,7 +404,7 @@ def register_handlers() -> None:
 
 
 class _TallyHandler(StateHandler):
-    """A rank's own sums: a failed step is taken out of them again, and nobody takes over another's."""
+    """A rank's own sums: a failed step is rolled back, and no rank copies another's."""
 
     def save(self) -> None:
         self._saved = {"sums": self.value.sums.clone()}  # on the device: a copy to the host would wait for it
@@ -416,11 +413,11 @@ class _TallyHandler(StateHandler):
         self.value.load_state_dict(self._saved)
 
     def sync(self) -> None:
-        """They stay as they are; a newcomer has none."""
+        """Do nothing: sums stay, and a newcomer has none."""
 
 
 class _ReferenceHandler(SnapshotHandler):
-    """A value that changes between steps only and whose state is replaced, never mutated: nothing is copied."""
+    """A value that only changes between steps and whose state is replaced, never mutated: no copy is needed."""
 
     def save(self) -> None:
         self._saved = self.value.state_dict()

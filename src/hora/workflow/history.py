@@ -1,4 +1,4 @@
-"""History of a training: means of loss and metrics over batches and ranks, and one flat record per epoch."""
+"""History of a training: means of loss and metrics over batches and ranks, one flat record per epoch."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class History:
         self.records.append(dict(record))
 
     def column(self, name: str) -> list[float]:
-        """One value over the epochs, e.g. `valid_loss`."""
+        """Return one value over the epochs, such as `valid_loss`."""
         if self.records and name not in self.records[-1]:
             raise ValueError(f"no column {name!r} in the history; it has {', '.join(self.records[-1])}")
         return [record[name] for record in self.records]
 
     def last(self, name: str) -> float:
-        """The value of the last epoch."""
+        """Return the value of the last epoch."""
         if not self.records:
             raise ValueError(f"no epoch has been trained, so there is no {name!r}")
         return self.column(name)[-1]
 
     def best(self, name: str, *, highest: bool = False) -> dict[str, float]:
-        """The record of the epoch with the lowest (or highest) value."""
+        """Return the record of the epoch with the lowest (or highest) value."""
         values = self.column(name)
         if not values:
             raise ValueError(f"no epoch has been trained, so there is no best {name!r}")
@@ -54,7 +54,7 @@ class History:
 
     @classmethod
     def load(cls, path: str | Path) -> History:
-        """Read what `save` wrote."""
+        """Read the records from a file of `save`."""
         return cls(json.loads(Path(path).read_text()))
 
     def __len__(self) -> int:
@@ -65,39 +65,39 @@ class History:
 
 
 class Tally:
-    """Weighted sums of batches' values, and the sum of the weights, kept on the device: no GPU has to wait."""
+    """Weighted sums of batches' values and the sum of the weights, kept on the device to avoid synchronization."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names = list(names)
         self.sums = torch.zeros(len(self.names) + 1, dtype=torch.float64, device=device)
 
     def add(self, values: Sequence[torch.Tensor | float], weight: int) -> None:
-        """Count a batch of this weight with these means."""
+        """Add a batch of this weight with these means."""
         row = torch.stack([*(self._number(value) for value in values), self.sums.new_ones(())])
         self.sums += row * weight
 
     def averages(self) -> list[float] | None:
-        """The means over all ranks, in the order of the names; None if no rank has counted a batch. Collective."""
+        """Return the means over all ranks, in the order of the names; None if no rank has added a batch. Collective."""
         *sums, weight = peers.sum_floats(self.sums).tolist()
         return [value / weight for value in sums] if weight else None
 
     def means(self, prefix: str) -> dict[str, float]:
-        """The means over all ranks by name: {"train_loss": …}. ValueError if there was no batch. Collective."""
+        """Return the means over all ranks by name: {"train_loss": …}. Raises ValueError without a batch. Collective."""
         averages = self.averages()
         if averages is None:
-            raise ValueError(f"the {prefix} loader gave no batch on any rank; it needs at least one row")
+            raise ValueError(f"the {prefix} loader has no batch on any rank; it needs at least one row")
         return {f"{prefix}_{name}": value for name, value in zip(self.names, averages, strict=True)}
 
     def clear(self) -> None:
-        """Begin again, with no batch."""
+        """Reset all sums."""
         self.sums.zero_()
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
-        """For a checkpoint in the middle of an epoch."""
+        """Return the state for a checkpoint within an epoch."""
         return {"sums": self.sums.cpu()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """From such a checkpoint."""
+        """Load the state from such a checkpoint."""
         self.sums.copy_(state["sums"])
 
     def _number(self, value: torch.Tensor | float) -> torch.Tensor:

@@ -1,10 +1,9 @@
-"""A trained model on disk.
+"""A trained model on disk: a folder with a description and the weights.
 
-A folder with `model.json` (names, scaling, classes, checksums) and the weights as safetensors.
-
-Nothing in it is code: loading parses JSON, checks sizes and checksums, builds a network this package knows
-(or fills the one you pass) and copies numbers into it. `save` writes on whichever rank calls it: call it on
-rank 0. The checksums find damage; they are no signature, since a forger of the weights can change them too.
+`model.json` holds names, scaling, classes and checksums; the weights are safetensors. Nothing in it is code: loading
+parses JSON, checks sizes and checksums, builds a network that this package knows (or fills the one you pass) and copies
+numbers into it. `save` writes on the calling rank: call it on rank 0. The checksums detect damage; they are not a
+signature, because an attacker who changes the weights can change them too.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ _MAX_CARD_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """One input of the model, and how an observation becomes its number. A category's place, or a number / divisor."""
+    """One input of the model, and how to compute it: a category's index, or a number / divisor."""
 
     name: str
     categories: tuple[str, ...] | None = None
     divisor: float = 1.0
 
     def number(self, value: Any) -> float:
-        """The model's input for an observed value."""
+        """Return the model's input for an observed value."""
         if self.categories is not None:
             if value not in self.categories:
                 raise ValueError(f"{self.name} is {value!r}, but must be one of {', '.join(self.categories)}")
@@ -76,16 +75,16 @@ class ModelFile:
     notes: Mapping[str, Any] = field(default_factory=dict)
 
     def predict(self, observations: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Any:
-        """A Prediction for one observation ({feature name: value}), or a list of them for a list."""
+        """Return a Prediction for one observation ({feature name: value}), or a list of them for a list."""
         if isinstance(observations, Mapping):
             return self.predict([observations])[0]
         if not self.features:
-            raise ValueError("this model file names no features; give a tensor to predict_tensor instead")
+            raise ValueError("this model file names no features; pass a tensor to predict_tensor instead")
         rows = [self._row(observation) for observation in observations]
         return self.predict_tensor(torch.tensor(rows, dtype=torch.float32).reshape(len(rows), len(self.features)))
 
     def predict_tensor(self, inputs: torch.Tensor) -> list[Prediction]:
-        """Predictions for inputs that already have the model's form, one per row."""
+        """Return predictions for inputs that already have the model's form, one per row."""
         self.model.eval()
         with torch.no_grad():
             rows = torch.softmax(self.model(inputs).float(), dim=-1).tolist()
@@ -111,7 +110,7 @@ def save(
     features: Sequence[Feature] = (),
     notes: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a model into the folder `path`, replacing an older one in a single step."""
+    """Write a model to the folder `path`, replacing an older one atomically."""
     from safetensors.torch import save as encode
 
     folder, plain = Path(path), getattr(model, "_orig_mod", model)
@@ -136,7 +135,7 @@ def save(
 
 
 def load(path: str | Path, model: torch.nn.Module | None = None) -> ModelFile:
-    """Read a model folder. `model`: the network to fill, for one that this package cannot build by name."""
+    """Read a model folder. `model`: the network to fill, if this package cannot build it by name."""
     folder = Path(path)
     card = _read_card(folder / _CARD)
     tensors = _read_weights(folder, card["weights"])
@@ -183,7 +182,7 @@ def _read_card(path: Path) -> dict[str, Any]:
     if not isinstance(card, dict) or card.get("format") != _FORMAT:
         raise ModelFileError(f"{path} is not a model card of format {_FORMAT!r}")
     if card.pop("sha256", None) != _card_digest(card):
-        raise ModelFileError(f"{path} has been changed since it was written: its checksum is wrong")
+        raise ModelFileError(f"{path} has been modified since it was written: its checksum is wrong")
     shape = {"features": list, "classes": list, "notes": dict, "weights": dict}
     for key, kind in shape.items():
         if not isinstance(card.get(key), kind):
@@ -210,22 +209,22 @@ def _read_weights(folder: Path, entry: Mapping[str, Any]) -> dict[str, torch.Ten
     if size != num_bytes:
         raise ModelFileError(f"{path} has {size} bytes instead of {num_bytes}: it is truncated or another file")
     if hashlib.sha256(content).hexdigest() != digest:
-        raise ModelFileError(f"{path} has been changed since it was written: its checksum is wrong")
+        raise ModelFileError(f"{path} has been modified since it was written: its checksum is wrong")
     try:
         return decode(content)
     except (
         SafetensorError,
         ValueError,
         KeyError,
-    ) as error:  # KeyError: a dtype that safetensors does not give to torch
+    ) as error:  # KeyError: a dtype that safetensors does not support for torch
         raise ModelFileError(f"{path} is not a safetensors file for torch ({error})") from error
 
 
 def _empty_model(folder: Path, architecture: Any) -> torch.nn.Module:
     if not isinstance(architecture, dict):
-        raise ModelFileError(f"{folder} does not say how its network is built; pass model= to load()")
+        raise ModelFileError(f"{folder} does not describe its network; pass model= to load()")
     try:
-        with torch.device("meta"):  # no memory is spent before the weights are known to fit
+        with torch.device("meta"):  # allocate no memory before the weights are known to fit
             return build(architecture)
     except ValueError as error:
         raise ModelFileError(f"{folder}: {error}; pass model= to load()") from error

@@ -1,4 +1,4 @@
-"""The other ranks, as the workflow sees them; everything is a no-op before `hvd.init()` or in a world of one."""
+"""The workflow's view of the other ranks; everything is a no-op before `hvd.init()` or in a world of one."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = [
 
 
 def rank() -> int:
-    """My rank; 0 alone."""
+    """Return this process's rank; 0 alone."""
     return hvd.rank() if hvd.is_initialized() else 0
 
 
 def size() -> int:
-    """Return how many train together; 1 alone."""
+    """Return the number of ranks; 1 alone."""
     return hvd.size() if hvd.is_initialized() else 1
 
 
@@ -39,12 +39,12 @@ def is_chief() -> bool:
 
 
 def distribute(optimizer: torch.optim.Optimizer, model: torch.nn.Module, accumulate: int) -> torch.optim.Optimizer:
-    """The optimizer that also averages gradients over the ranks; the same object alone, or if it already does."""
+    """Return an optimizer that averages gradients over the ranks; the same object if alone, or if it already does."""
     if hasattr(optimizer, "skip_synchronize"):
         passes = getattr(optimizer, "backward_passes_per_step", accumulate)
         if passes != accumulate:
             raise ValueError(
-                f"the DistributedOptimizer was made with backward_passes_per_step={passes}, but the "
+                f"the DistributedOptimizer was created with backward_passes_per_step={passes}, but the "
                 f"recipe says accumulate={accumulate}; make them equal"
             )
         return optimizer
@@ -60,7 +60,7 @@ def distribute(optimizer: torch.optim.Optimizer, model: torch.nn.Module, accumul
 
 
 def broadcast_start(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """All ranks start from rank 0's weights, buffers and (if it has any) optimizer state."""
+    """Start all ranks from rank 0's weights, buffers and (if it has any) optimizer state."""
     if size() == 1:
         return
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -69,7 +69,7 @@ def broadcast_start(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def average_buffers(model: torch.nn.Module) -> None:
-    """Give all ranks the same running statistics (batch norm), so that they validate and save one model."""
+    """Average running statistics (batch norm) over the ranks, so that they validate and save one model."""
     if size() == 1:
         return
     floats = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
@@ -79,18 +79,18 @@ def average_buffers(model: torch.nn.Module) -> None:
 
 
 def sum_floats(values: torch.Tensor) -> torch.Tensor:
-    """The element-wise sum over the ranks, on the CPU, in float64."""
+    """Return the element-wise sum over the ranks, on the CPU, in float64."""
     mine = values.detach().to("cpu", torch.float64)
     return mine if size() == 1 else hvd.allreduce(mine, op=hvd.Sum, name="hora.workflow.history")
 
 
 def gather(mine: Any) -> list[Any]:
-    """Every rank's object, in rank order."""
+    """Return every rank's object, in rank order."""
     return [mine] if size() == 1 else hvd.allgather_object(mine, name="hora.workflow.gather")
 
 
 def broadcast_bytes(payload: bytes | None) -> bytes | None:
-    """Rank 0's bytes, or None if it has none."""
+    """Return rank 0's bytes, or None if it has none."""
     if size() == 1:
         return payload
     num_bytes = hvd.broadcast_object(None if payload is None else len(payload), root_rank=0, name="hora.workflow.len")

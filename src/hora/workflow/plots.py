@@ -1,4 +1,4 @@
-"""Figures of a training run; matplotlib (`pip install 'hora[examples]'`) is imported when drawing."""
+"""Figures of a training run; matplotlib (`pip install 'hora[examples]'`) is imported on use."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["COLOURS", "DOTTED", "INK", "QUIET", "draw_curves", "plot_history", "
 
 INK, QUIET, GRID = "#1f2430", "#6b7280", "#e5e7eb"
 DOTTED = (0, (1, 1.5))
-# Distinguishable with every common kind of colour blindness, and in grey.
+# Distinguishable with common kinds of colour blindness, and in grey.
 COLOURS = ("#1b6ca8", "#e07a1f", "#3a9a5b", "#8e4585", "#b8a200", "#5f6b7a")
 
 
 def polish(axes: Axes, title: str, x: str = "", y: str = "") -> None:
-    """The house style: a left-aligned title, a light grid, no box."""
+    """Apply the house style: a left-aligned title, a light grid, no box."""
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=10)
     axes.set_xlabel(x, color=QUIET)
     axes.set_ylabel(y, color=QUIET)
@@ -35,28 +35,28 @@ def polish(axes: Axes, title: str, x: str = "", y: str = "") -> None:
 
 
 def draw_curves(axes: Axes, histories: Mapping[str, History], name: str, *, train: bool = True) -> None:
-    """A value over the epochs for several runs: validation solid, training dotted."""
+    """Plot a value over the epochs for several runs: validation solid, training dotted."""
     from matplotlib.ticker import MaxNLocator
 
     for place, ((label, history), colour) in enumerate(zip(histories.items(), COLOURS, strict=False)):
         epochs = history.column("epoch")
         if train:
             axes.plot(epochs, history.column(f"train_{name}"), color=colour, linewidth=1.3, linestyle=DOTTED)
-        # Broad below, narrow on top: runs that agree to the last bit are all seen.
+        # Wide below, narrow on top: identical runs all stay visible.
         width = 2.0 + 3.0 * (len(histories) - 1 - place) / max(len(histories) - 1, 1)
         axes.plot(epochs, history.column(f"valid_{name}"), color=colour, linewidth=width, label=label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def plot_history(history: History | Mapping[str, History], *, title: str = "Training") -> Figure:
-    """Loss, and the first metric if there is one, of a run or of several named runs."""
+    """Plot loss, and the first metric if there is one, of one run or of several named runs."""
     import matplotlib.pyplot as plt
 
     histories = {"valid": history} if isinstance(history, History) else dict(history)
     first = next(iter(histories.values())).records[0]
     names = [key.removeprefix("valid_") for key in first if key.startswith("valid_")][:2]
     if not names:
-        raise ValueError("the history has no validation values; give fit() a validation loader")
+        raise ValueError("the history has no validation values; pass a validation loader to fit()")
     figure, panels = plt.subplots(1, len(names), figsize=(5.2 * len(names), 3.8), squeeze=False, layout="constrained")
     for axes, name in zip(panels[0], names, strict=True):
         draw_curves(axes, histories, name)
@@ -69,7 +69,7 @@ def plot_history(history: History | Mapping[str, History], *, title: str = "Trai
 def plot_weights(
     model: torch.nn.Module, *, feature_names: tuple[str, ...] = (), class_names: tuple[str, ...] = ()
 ) -> Figure:
-    """Every linear layer's weights and biases as a picture: blue pulls down, red pushes up."""
+    """Plot every linear layer's weights and biases: blue is negative, red positive."""
     import matplotlib.pyplot as plt
 
     layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]

@@ -1,7 +1,6 @@
-"""Progress of a training, for a person: a bar in a terminal or notebook, lines in a log; and where else the numbers go
-(TensorBoard, MLflow). Rank 0 only.
+"""Progress display of a training, and loggers (TensorBoard, MLflow). Rank 0 only.
 
-Uses tqdm where it is installed and the output is a terminal or a notebook. `fit` drives it.
+Uses tqdm if it is installed and the output is a terminal or a notebook, otherwise prints lines. `fit` drives it.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ _LINE_EVERY_S = 0.5
 
 
 def describe(record: Mapping[str, float]) -> str:
-    """An epoch in one line, without the epoch's number."""
+    """Format an epoch as one line, without its number."""
     parts = [f"{name} {value:.4f}" for name, value in record.items() if name.startswith(("train_", "valid_"))]
     return "  ".join([*parts, f"lr {record['lr']:.3g}", f"{record['seconds']:.2f} s"])
 
 
 class Progress:
-    """Shows nothing unless `visible`; one bar over all epochs where a person is watching; else printed lines.
+    """Shows a bar over all epochs in a terminal or notebook, printed lines elsewhere, and nothing unless `visible`.
 
-    Epochs shorter than half a second share a line: the first and the last epoch always have one.
+    Epochs shorter than half a second share a line; the first and the last epoch always have one.
     """
 
     def __init__(self, epochs: int, num_steps: int, *, visible: bool) -> None:
@@ -38,7 +37,7 @@ class Progress:
         self._last_line_s = float("-inf")
 
     def start(self, epoch: int, step: int) -> None:
-        """Training begins at this place: (0, 0), or later after a resume."""
+        """Start at this position: (0, 0), or later after a resume."""
         bar_class = _bar_class() if self._visible else None
         if bar_class is not None:
             done, total = epoch * self._num_steps + step, self._epochs * self._num_steps
@@ -46,12 +45,12 @@ class Progress:
             self._bar.set_description(f"epoch {epoch + 1}/{self._epochs}")
 
     def step(self) -> None:
-        """A step has been taken."""
+        """Count a step."""
         if self._bar is not None:
             self._bar.update(1)
 
     def finish_epoch(self, epoch: int, record: Mapping[str, float]) -> None:
-        """The epoch is over and this is what it gave."""
+        """Show the record of a finished epoch."""
         if self._bar is not None:
             self._bar.set_description(f"epoch {epoch + 1}/{self._epochs}", refresh=False)
             self._bar.set_postfix_str(describe(record))
@@ -62,12 +61,12 @@ class Progress:
                 print(f"epoch {epoch + 1:>3}/{self._epochs}  {describe(record)}", flush=True)
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Print a line."""
         if self._visible:
             print(text, flush=True)
 
     def close(self) -> None:
-        """Also after an exception in the middle of an epoch."""
+        """Close the display, also after an exception within an epoch."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -78,7 +77,7 @@ def _bar_class() -> Any:
         return None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # tqdm's advice to install widgets is not this program's news
+            warnings.simplefilter("ignore")  # hide tqdm's advice to install widgets
             from tqdm.auto import tqdm
     except ImportError:
         return None
@@ -107,7 +106,7 @@ class TensorBoardLog:
         self._writer: Any = None
 
     def log(self, record: Mapping[str, float], epoch: int) -> None:
-        """One scalar per value."""
+        """Write one scalar per value."""
         if self._writer is None:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -115,7 +114,7 @@ class TensorBoardLog:
                 raise ValueError("TensorBoardLog needs tensorboard: pip install tensorboard") from error
             self._writer = SummaryWriter(self._folder)
         for name, value in record.items():
-            # train_loss and valid_loss belong into one chart group each
+            # train_loss and valid_loss each form a chart group
             self._writer.add_scalar(name.replace("_", "/", 1), value, epoch)
 
     def close(self) -> None:
@@ -135,7 +134,7 @@ class MLflowLog:
         self._owns_run = False
 
     def log(self, record: Mapping[str, float], epoch: int) -> None:
-        """All values as metrics of one step."""
+        """Log all values as metrics of one step."""
         if self._mlflow is None:
             self._start()
         self._mlflow.log_metrics(dict(record), step=epoch)

@@ -1,7 +1,7 @@
-"""Sharding of rows over ranks, and loaders made of the shards. Used by `fit`'s callers; `fit` only calls `set_epoch`.
+"""Sharding of rows over ranks, and loaders of the shards. `fit` itself only calls `set_epoch`.
 
-Unlike torch's DistributedSampler it asks for rank and size when iterated, and for validation it neither
-repeats nor drops a row, so that a metric over all ranks is exact.
+Unlike torch's DistributedSampler it reads rank and size when iterated, and for validation it neither repeats nor drops
+a row, so a metric over all ranks is exact.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["Loaders", "ShardSampler", "TensorLoader", "make_loaders"]
 
 
 class Loaders(NamedTuple):
-    """Loaders that `fit` trains on and validates on (or None)."""
+    """Loaders that `fit` trains and validates (or None) on."""
 
     train: Any
     valid: Any = None
 
 
 class ShardSampler(Sampler[int]):
-    """My share of `num_rows` rows: shuffled and padded to equal length for training, exact for validation."""
+    """This rank's share of `num_rows` rows: shuffled and padded to equal length for training, exact for validation."""
 
     def __init__(self, num_rows: int, *, shuffle: bool = True, seed: int = 0) -> None:
         if num_rows < 1:
@@ -35,16 +35,14 @@ class ShardSampler(Sampler[int]):
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = 0
-        self.num_done = (
-            0  # of the epoch's order, which the ranks of an elastic job divide anew when their number changes
-        )
+        self.num_done = 0  # rows done of this epoch; elastic ranks divide the rest again when their number changes
 
     def set_epoch(self, epoch: int) -> None:
-        """Another epoch, another order; the same epoch, the same order, also after a resume."""
+        """Start an epoch. Each has its own order, which is the same after a resume."""
         self.epoch, self.num_done = epoch, 0
 
     def indices(self) -> torch.Tensor:
-        """My rows, in the order of this epoch."""
+        """Return this rank's rows, in the order of this epoch."""
         if not self.shuffle:
             return torch.arange(self.num_rows)[peers.rank() :: peers.size()]
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
@@ -62,9 +60,9 @@ class ShardSampler(Sampler[int]):
 
 
 class TensorLoader:
-    """Batches cut straight out of tensors in memory: no worker process, no row-by-row collation.
+    """Batches sliced from tensors in memory: no worker process, no row-by-row collation.
 
-    `transform` gets a batch of inputs (augmentation, normalisation); it may use torch's random numbers.
+    `transform` gets a batch of inputs (augmentation, normalization); it may use torch's random numbers.
     """
 
     def __init__(
@@ -101,7 +99,7 @@ class TensorLoader:
 def make_loaders(
     train: Dataset[Any], valid: Dataset[Any] | None = None, *, batch_size: int, seed: int = 0, **options: Any
 ) -> Loaders:
-    """Loaders of this rank's share of the datasets. `options` go to torch's DataLoader."""
+    """Return loaders of this rank's share of the datasets. `options` go to torch's DataLoader."""
 
     def loader(dataset: Dataset[Any], shuffle: bool) -> DataLoader[Any]:
         sampler = ShardSampler(len(dataset), shuffle=shuffle, seed=seed)  # type: ignore[arg-type]

@@ -14,10 +14,10 @@ __all__ = ["EarlyStopping", "Schedule"]
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Scale the optimizer's learning rate with the number of ranks, warm up to that, then decay.
+    """Scales the optimizer's learning rate with the number of ranks, warms up to that, then decays.
 
-    `scale` is the factor after the warm-up; None means the world's size. `decay`: `none`, `cosine` (to 0 in
-    the last epoch) or `steps` (times `gamma` at each milestone, in epochs).
+    `scale` is the factor after the warm-up; None means the world's size. `decay`: `none`, `cosine` (to 0 in the last
+    epoch) or `steps` (times `gamma` at each milestone, in epochs).
     """
 
     warmup_epochs: float = 0.0
@@ -35,7 +35,7 @@ class Schedule:
             raise ValueError(f"decay must be none, cosine or steps, but it is {self.decay!r}")
 
     def factor(self, epoch: float, *, epochs: int, size: int) -> float:
-        """Return the factor of the learning rate at a moment (`epoch` 2.5: halfway through the third)."""
+        """Return the factor of the learning rate at a time (`epoch` 2.5: halfway through the third)."""
         scale = float(size) if self.scale is None else self.scale
         if epoch < self.warmup_epochs:
             return 1.0 + (scale - 1.0) * epoch / self.warmup_epochs
@@ -51,10 +51,10 @@ class Schedule:
 
 
 class EarlyStopping:
-    """Stop when `monitor` has not improved by more than `min_delta` for `patience` epochs.
+    """Stops if `monitor` has not improved by more than `min_delta` for `patience` epochs.
 
-    The monitored value is the same on every rank, so all ranks stop together. With `restore_best` the model
-    ends with the weights of its best epoch.
+    The monitored value is the same on every rank, so all ranks stop together. With `restore_best` the model ends with
+    the weights of its best epoch.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class EarlyStopping:
         self._weights: dict[str, torch.Tensor] | None = None
 
     def should_stop(self, record: Mapping[str, float], model: torch.nn.Module) -> bool:
-        """Take note of an epoch; say whether it was the last."""
+        """Record an epoch; returns whether it was the last."""
         if self.monitor not in record:
             raise ValueError(f"early stopping watches {self.monitor!r}, but an epoch has {', '.join(record)}")
         value = record[self.monitor]
@@ -94,14 +94,14 @@ class EarlyStopping:
         return self._num_stale >= self.patience
 
     def finish(self, model: torch.nn.Module) -> None:
-        """Put the best weights back."""
+        """Restore the best weights."""
         if self._weights is not None:
             model.load_state_dict(self._weights)
 
     def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """Return the state for a checkpoint."""
         return {"best": self._best, "num_stale": self._num_stale, "weights": self._weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """From the checkpoint."""
+        """Load the state from a checkpoint."""
         self._best, self._num_stale, self._weights = state["best"], state["num_stale"], state["weights"]

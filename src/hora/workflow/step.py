@@ -1,7 +1,7 @@
-"""One optimizer step, and one pass over validation data: precision, accumulation and clipping live here.
+"""One optimizer step, and one pass over validation data: precision, accumulation and clipping.
 
-It knows nothing about epochs, checkpoints or progress, which belong to its callers: `fit`, and the training of the
-Spark estimator. Nor does it know what is minimised: that is the `Objective`.
+Epochs, checkpoints and progress belong to the callers: `fit`, and the training of the Spark estimator. The `Objective`
+defines what is minimized.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The fraction of rows whose largest output is the target's class."""
+    """Return the fraction of rows whose largest output is the target's class."""
     return (outputs.argmax(dim=-1) == targets).float().mean()
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A batch that has been through the model: its outputs, what they should be, and its loss.
+    """A batch that has passed through the model: its outputs, its targets and its loss.
 
-    `weight` is what the batch counts for in the means over batches and ranks.
+    `weight` is the batch's weight in means over batches and ranks.
     """
 
     outputs: Any
@@ -46,19 +46,19 @@ class Objective(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """Of the reported values: the loss first, then the metrics."""
+        """Names of the reported values: the loss first, then the metrics."""
 
     def score(self, model: torch.nn.Module, batch: Any) -> Scored:
-        """The forward pass and the loss."""
+        """Run the forward pass and compute the loss."""
 
     def metrics(self, scored: Scored) -> Sequence[torch.Tensor | float]:
-        """The reported values after the loss."""
+        """Return the reported values after the loss."""
 
 
 class Supervised:
     """One loss and any number of metrics, of the outputs and the target of a batch (inputs…, target).
 
-    A batch counts for its number of rows, so that the means are exact where batches are unequal.
+    A batch is weighted by its number of rows, so that means are exact for unequal batches.
     """
 
     def __init__(self, loss: Metric, metrics: Mapping[str, Metric], device: torch.device) -> None:
@@ -80,9 +80,9 @@ class Supervised:
 
 
 def _unpack(batch: Any, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The model's arguments and the target of a batch, on the device."""
+    """Return the model's arguments and the target of a batch, on the device."""
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
-        raise ValueError(f"a loader must give (inputs…, target), but it gave a {type(batch).__name__}")
+        raise ValueError(f"a loader must yield (inputs…, target), but it yielded a {type(batch).__name__}")
     *inputs, target = (part.to(device, non_blocking=True) for part in batch)
     return inputs, target
 
@@ -91,9 +91,9 @@ def _unpack(batch: Any, device: torch.device) -> tuple[list[torch.Tensor], torch
 class Recipe:
     """Settings of a step.
 
-    `precision`: of the forward pass; weights stay as they are, and float16 comes with loss scaling.
-    `accumulate`: batches per optimizer step. `clip_norm`: the longest gradient, over all parameters, after
-    averaging. `schedule`: the learning rate over time; None leaves the optimizer's alone.
+    `precision`: of the forward pass; weights stay unchanged, and float16 uses loss scaling. `accumulate`: batches per
+    optimizer step. `clip_norm`: the maximum gradient norm over all parameters, after averaging. `schedule`: the
+    learning rate over time; None keeps the optimizer's.
     """
 
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -110,13 +110,13 @@ class Recipe:
             raise ValueError(f"clip_norm must be positive, or None not to clip, but it is {self.clip_norm}")
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The context of a forward pass."""
+        """Return the context of a forward pass."""
         dtype = _DTYPES[self.precision]
         return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 class Stepper:
-    """Takes optimizer steps on a model: `step`, or `begin`, `add` and `finish` where batches do not end with it."""
+    """Takes optimizer steps on a model: `step`, or `begin`, `add` and `finish` if a step does not end with a batch."""
 
     def __init__(
         self,
@@ -135,18 +135,18 @@ class Stepper:
         self.scaler = torch.amp.GradScaler(device.type) if recipe.precision == "float16" else None
 
     def step(self, batches: Sequence[Any], tally: Tally) -> None:
-        """Accumulate the mean of the batches' gradients, then change the weights once."""
+        """Accumulate the mean of the batches' gradients, then update the weights once."""
         self.begin()
         for batch in batches:
             self.add(batch, tally, divisor=len(batches))
         self.finish()
 
     def begin(self) -> None:
-        """Forget the gradients of the step before."""
+        """Clear the gradients of the previous step."""
         self.optimizer.zero_grad()
 
     def add(self, batch: Any, tally: Tally, *, divisor: int = 1) -> None:
-        """Forward and backward: the batch's gradients, divided, are added to what the step has so far."""
+        """Run forward and backward, and add the batch's gradients, divided by `divisor`, to the step."""
         with self.recipe.autocast(self.device):
             scored = self.objective.score(self.model, batch)
         share = scored.loss / divisor
@@ -154,18 +154,18 @@ class Stepper:
         self.report(scored, tally)
 
     def report(self, scored: Scored, tally: Tally) -> None:
-        """Count a trained batch's loss and metrics."""
+        """Record a trained batch's loss and metrics."""
         with torch.no_grad():
             values = [scored.loss, *self.objective.metrics(scored)]
             tally.add(values, scored.weight)
             meter.report(dict(zip(self.objective.names, values, strict=True)))
 
     def finish(self) -> None:
-        """Change the weights."""
+        """Update the weights."""
         if self.scaler is None and self.recipe.clip_norm is None:
             self.optimizer.step()
             return
-        # Unscaling and clipping must see the averaged gradients, or every rank would clip to its own length.
+        # Unscaling and clipping must see the averaged gradients; otherwise every rank would clip to its own norm.
         optimizer: Any = self.optimizer
         distributed = hasattr(optimizer, "skip_synchronize")
         if distributed:
@@ -182,7 +182,7 @@ class Stepper:
                 self.scaler.update()
 
     def set_learning_rate(self, rates: Sequence[float]) -> None:
-        """One rate per parameter group."""
+        """Set one rate per parameter group."""
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
@@ -190,7 +190,7 @@ class Stepper:
 def score_all(
     model: torch.nn.Module, batches: Iterable[Any], objective: Objective, *, recipe: Recipe, device: torch.device
 ) -> Tally:
-    """One pass over this rank's batches without learning from them; the model is left in the mode it was in."""
+    """Score this rank's batches without training; the model's mode is restored."""
     tally = Tally(objective.names, device)
     was_training = model.training
     model.eval()
@@ -214,7 +214,7 @@ def evaluate(
     device: torch.device | str = "cpu",
     prefix: str = "valid",
 ) -> dict[str, float]:
-    """Mean loss and metrics over all rows of all ranks; the model is left in the mode it was in."""
+    """Return mean loss and metrics over all rows of all ranks; the model's mode is restored."""
     where = torch.device(device)
     objective = Supervised(loss, metrics or {}, where)
     return score_all(model, loader, objective, recipe=recipe or Recipe(), device=where).means(prefix)

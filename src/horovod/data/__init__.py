@@ -1,4 +1,4 @@
-"""Data loaders that read ahead, under their old name. Re-exports only."""
+"""Prefetching data loaders under their old name. Re-exports only."""
 
 from hora.data.loader import AsyncDataLoaderMixin, BaseDataLoader
 

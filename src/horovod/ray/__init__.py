@@ -1,4 +1,4 @@
-"""`horovod.ray`, of which the parts are in `hora.ray`."""
+"""`horovod.ray`; the implementation is in `hora.ray`."""
 
 from hora.ray.elastic import ElasticRayExecutor
 from hora.ray.executor import RayExecutor

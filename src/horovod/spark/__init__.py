@@ -1,4 +1,4 @@
-"""Horovod's own way to run a function on a Spark cluster. Re-exports only."""
+"""Horovod's functions for running on a Spark cluster. Re-exports only."""
 
 from __future__ import annotations
 

@@ -15,4 +15,4 @@ from horovod.torch import (  # type: ignore[attr-defined]
 
 __all__ = [*_names, "compression", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm"]
 
-_MPI_LIB_AVAILABLE = True  # Horovod's way to say that its library could be loaded
+_MPI_LIB_AVAILABLE = True  # Horovod's flag that its library was loaded

@@ -1,4 +1,4 @@
-"""Functions with which a training speaks to the driver. Re-exports only."""
+"""Functions with which a training communicates with the driver. Re-exports only."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`hora doctor`: what is wrong with this machine or these hosts, and what to do about it.
+"""`hora doctor`: diagnoses this machine or a list of hosts, with advice.
 
-Reading order: `probe` (runs on each host and reports facts), `findings` (pure: facts to words), `examine`.
+Reading order: `probe` (runs on each host and reports facts), `findings` (pure: from facts to text), `examine`.
 """
 
 from hora.cli.doctor.examine import main, make_parser

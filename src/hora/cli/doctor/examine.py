@@ -1,4 +1,4 @@
-"""The command `hora doctor`: probe every host at once and report. Exit status 0: all is well, 1: a problem."""
+"""The command `hora doctor`: probes all hosts at once and reports. Exit status 0: no problem, 1: a problem."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LAST_WORDS_S = 2.0  # a dead probe's output may still be in the pipe, which its
 
 
 def main(argv: Sequence[str]) -> int:
-    """`hora doctor`."""
+    """Run `hora doctor`."""
     args = make_parser().parse_args(argv)
     try:
         names = _names(args)
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(f"hora doctor: error: {error}", file=sys.stderr)
         return 2
-    except (FileNotFoundError, PermissionError) as error:  # there is no ssh here
+    except (FileNotFoundError, PermissionError) as error:  # ssh is not installed
         print(f"hora doctor: cannot run {error.filename!r}: {error.strerror}; is it installed?", file=sys.stderr)
         return 1
 
@@ -67,14 +67,14 @@ def _names(args: argparse.Namespace) -> list[str]:
 
 
 class _Patient:
-    """A host with a probe running on it. Lines come back through a queue, so that every wait has a limit."""
+    """A host with a running probe. Lines arrive through a queue, so that every wait has a limit."""
 
     def __init__(self, name: str, argv: list[str]) -> None:
         self.name = name
         self._process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
         )
-        self.heard_at_s = 0.0  # by our clock, when its last answer came
+        self.heard_at_s = 0.0  # when its last answer arrived, by our clock
         self._answers: queue.Queue[str | None] = queue.Queue()
         self._complaints: list[str] = []
         self._listener = threading.Thread(target=self._listen, name=f"hora-doctor {name}", daemon=True)
@@ -95,7 +95,7 @@ class _Patient:
         self._complaints.extend(self._process.stderr)
 
     def answer(self, limit: float) -> Any:
-        """The next JSON answer; RuntimeError with the host's complaints when none comes."""
+        """Return the next JSON answer; raises RuntimeError with the host's error output if there is none."""
         try:
             line = self._answers.get(timeout=max(limit - time.monotonic(), 0.01))
         except queue.Empty:
@@ -114,7 +114,7 @@ class _Patient:
     def close(self) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it is gone already
-            self._process.stdin.close()  # the probe takes it for good-bye
+            self._process.stdin.close()  # the probe ends at end of file
         wait_or_kill(self._process, _LEAVE_LIMIT_S)
 
 
@@ -149,7 +149,7 @@ def _examine(names: list[str], ssh: Ssh) -> int:
 
 
 def _store(url: str) -> Finding:
-    """Judge the store of the jobs' state, as it answers from here."""
+    """Check the store of the jobs' state from here."""
     store = open_store(url, variables())
     try:
         store.read()
@@ -165,7 +165,7 @@ def _patient(name: str, ssh: Ssh, *, remote: bool, listen: str) -> _Patient:
 
 
 def _answers(patients: list[_Patient]) -> list[Any]:
-    """An answer of every host, or the RuntimeError that came instead; they all work at the same time."""
+    """Return an answer of every host, or its RuntimeError; all hosts work at the same time."""
     limit = time.monotonic() + _PROBE_LIMIT_S
     answers: list[Any] = []
     for patient in patients:

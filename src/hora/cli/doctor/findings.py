@@ -1,6 +1,6 @@
-"""From facts to words: what is wrong on these hosts, how bad it is, and what to do. Pure functions.
+"""Findings about hosts: what is wrong, how severe it is, and what to do. Pure functions of facts.
 
-A finding is `ok`, `note` (nothing to do, but good to know) or `problem` (a job will fail or be wrong).
+A finding is `ok`, `note` (no action needed, but good to know) or `problem` (a job will fail or be wrong).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Finding:
 
 
 def host_findings(facts: Facts) -> list[Finding]:
-    """Judge one host's facts."""
+    """Return the findings for one host's facts."""
     found = [
         _python(facts),
         _torch(facts),
@@ -171,7 +171,7 @@ def _spark(facts: Facts) -> Finding:
 
 
 def agreement(facts: Mapping[str, Facts]) -> list[Finding]:
-    """Return whether the hosts have the same versions."""
+    """Return findings about differing versions on the hosts."""
     found = []
     for key, name, install in (
         ("python", "Python", "use the same Python minor version everywhere: functions travel as bytecode"),
@@ -190,7 +190,7 @@ def agreement(facts: Mapping[str, Facts]) -> list[Finding]:
 
 
 def _clocks(facts: Mapping[str, Facts]) -> list[Finding]:
-    """Only gross differences: what we know includes the time an answer travelled."""
+    """Report only large differences: the measurement includes the network delay."""
     return [
         Finding(
             "note",
@@ -213,7 +213,7 @@ def _comparable(key: str, value: str | None) -> str | None:
 
 
 def reach_findings(reached: Mapping[str, Mapping[str, str | None]]) -> list[Finding]:
-    """`reached[a][b]` is why host a cannot open a connection to host b, or None if it can."""
+    """Return findings from `reached[a][b]`: why host a cannot connect to host b, or None if it can."""
     broken = [
         Finding(
             "problem",
@@ -228,7 +228,7 @@ def reach_findings(reached: Mapping[str, Mapping[str, str | None]]) -> list[Find
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """The last line of the report."""
+    """Return the last line of the report."""
     count = sum(finding.level == "problem" for finding in findings)
     if count == 0:
         return "All is well."

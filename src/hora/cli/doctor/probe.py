@@ -1,8 +1,9 @@
-"""Facts about one host, without judgement. Runs as `python -m hora.cli.doctor.probe` on the host, by ssh or here.
+"""Facts about one host, without judgement. Runs as `python -m hora.cli.doctor.probe` on the host, by ssh or locally.
 
-It prints one JSON line of facts, which name a port where it listens; then it reads one JSON line, a list of
-`[address, port]`, and prints a second one, which of these it could connect to (null, or the error). Standard
-library only at the top, but for what reads the environment and the memory: a broken torch must be a fact, not a crash.
+It prints one JSON line of facts, including a port on which it listens. Then it reads one JSON line, a list of
+`[address, port]`, and prints a second one with the results of connecting to them (null, or the error). At the top it
+imports only the standard library and the modules for environment and memory: a broken torch must be a fact, not a
+crash.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from hora.net.acceptor import Acceptor
 
 __all__ = ["MARK", "facts"]
 
-MARK = "== hora doctor =="  # a login shell may print something before us
+MARK = "== hora doctor =="  # a login shell may print something first
 _CONNECT_LIMIT_S = 5.0
 _TOOL_LIMIT_S = 30.0
 
 
 def facts() -> dict[str, Any]:
-    """Everything about this host that a finding may need."""
+    """Return everything about this host that a finding may need."""
     from hora.legacy.check_build import probe_build
     from hora.version import foreign_conflict
 
@@ -67,7 +68,7 @@ def _distribution(name: str) -> str | None:
 
 
 def _memfd_problem() -> str | None:
-    """None when shared memory really works: reserve some, map it, write and read it."""
+    """Return None if shared memory works: allocate some, map it, write and read it."""
     import mmap
 
     try:
@@ -104,7 +105,7 @@ def _open_files() -> int:
 
 
 def _tool(argv: list[str]) -> str | None:
-    """The output of a program, or None when it is missing or fails."""
+    """Return the output of a program; None if it is missing or fails."""
     try:
         done = subprocess.run(
             argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -128,7 +129,7 @@ def _java() -> str | None:
 
 
 async def _serve(listener: socket.socket) -> None:
-    """Accept connections and close them: the other side only checks that this host can be reached."""
+    """Accept connections and close them: peers only check that this host can be reached."""
     acceptor: Acceptor[None] = Acceptor(asyncio.get_running_loop(), turn_away=lambda stranger, why: None)
     acceptor.watch(listener, lambda arrival: arrival.sock.close())
     await asyncio.Event().wait()
@@ -151,7 +152,7 @@ def main() -> None:
         if line:
             answers = [_reach(address, port) for address, port in json.loads(line)]
             print(MARK + json.dumps(answers), flush=True)
-            sys.stdin.readline()  # until all hosts have tried, which the doctor tells by hanging up
+            sys.stdin.readline()  # wait until all hosts have tried: the doctor then closes the pipe
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
 """Negotiation: every member of a process set learns the same announcements in the same rounds.
 
-A round is a set of announcements that all members feed to their planners (`plan`) before they close it, so that all of
-them derive the same batches. How a round comes about depends on where the members are:
+A round is a set of announcements that all members feed to their planners (`plan`) before they close it, so that all
+derive the same batches. How a round is formed depends on where the members are:
 
-    one member            `LocalNegotiation`, here: what it announces is agreed
+    one member            `LocalNegotiation`, here: its announcements are agreed
     all on one host       `negotiation.shared_memory`: the first member cuts rounds, all read them in shared memory
-    on several hosts      `negotiation.tree`: announcements go up a tree of the members, rounds come down it
+    on several hosts      `negotiation.tree`: announcements go up a tree of the members, rounds come down
 
-Announcements are 8-byte records (signature number, instance), and whole signatures the first time: a signature is sent
-once and then known by its number. Numbers belong to the member that sends them; when it has too many it forgets them
-all and begins anew.
+Announcements are 8-byte records (signature number, instance). A whole signature is sent once and then identified by its
+number. Numbers belong to the sending member; when it has too many, it forgets all of them and starts over.
 """
 
 from __future__ import annotations
@@ -25,54 +24,54 @@ from hora.engine.request import Signature
 __all__ = ["RECORD", "Negotiation", "Announcer", "LocalNegotiation", "Reader", "WaitingRequests"]
 
 RECORD = struct.Struct("<II")
-_DEFINE = 0xFFFFFFFF  # the record's second word is the length of the signature that follows, padded to whole records
-_FORGET = 0xFFFFFFFE  # the member starts numbering its signatures anew
+_DEFINE = 0xFFFFFFFF  # the second word is the length of the signature that follows, padded to whole records
+_FORGET = 0xFFFFFFFE  # the member restarts the numbering of its signatures
 _KEPT_SIGNATURES = 65536
 
-# By request, with its running number: the signature at the places of the members that wait for it.
+# By request and running number: the signature, at the positions of the members that wait for it.
 WaitingRequests = dict[tuple[Signature, int], list[Signature | None]]
 
 
 class Negotiation(ABC):
-    """One per process set. `announce` comes from any thread under the queue's lock, the rest from the driver."""
+    """One per process set. Any thread calls `announce` under the queue's lock; the driver calls the rest."""
 
-    rounds = 0  # that this member has taken
+    rounds = 0  # taken by this member
 
     @property
     def holds_back(self) -> bool:
-        """Return whether announcements could not be sent for lack of room; `flush` tries again."""
+        """Return whether announcements are queued for lack of room; `flush` tries again."""
         return False
 
     @abstractmethod
     def announce(self, signature: Signature, instance: int) -> None:
-        """Tell the other members about a request of this rank."""
+        """Announce a request of this rank to the other members."""
 
     @abstractmethod
     def poll(self, planner: BatchPlanner) -> list[Batch] | None:
-        """Feed what is new to the planner; the batches of the next round, or None when there is no new round."""
+        """Feed news to the planner; returns the batches of the next round, or None if there is no new round."""
 
     def wait(self) -> None:  # noqa: B027
         """Sleep until something may have changed, or for a short while."""
 
     def wake(self) -> None:  # noqa: B027
-        """Wake this rank's own driver, where a round or an announcement of its own does not."""
+        """Wake this rank's own driver, if a round or its own announcement does not."""
 
     def interrupt(self) -> None:  # noqa: B027
         """End this rank's `wait`."""
 
     def flush(self) -> None:  # noqa: B027
-        """Send what could not be sent before. Under the same lock as `announce`."""
+        """Send queued announcements, under the same lock as `announce`."""
 
     def waiting_requests(self) -> WaitingRequests:
         """Return the requests that members wait for without having announced them, by signature, with those members."""
         return {}
 
     def close(self) -> None:  # noqa: B027
-        """Let go of what it holds."""
+        """Release all resources."""
 
 
 class LocalNegotiation(Negotiation):
-    """A set of one member: whatever it announces is agreed."""
+    """A set of one member: all its announcements are agreed."""
 
     def __init__(self) -> None:
         self._news: deque[tuple[Signature, int]] = deque()
@@ -89,7 +88,7 @@ class LocalNegotiation(Negotiation):
 
 
 class Announcer:
-    """Turns requests into bytes, sending each signature once."""
+    """Encodes requests as bytes, sending each signature once."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = max(capacity, 1)
@@ -115,10 +114,10 @@ class Reader:
     def __init__(self, interned: dict[Signature, Signature]) -> None:
         self._interned = interned
         self._known: list[Signature] = []
-        self._partial = b""  # a signature may be longer than what its writer could place in one go
+        self._partial = b""  # a signature may be longer than what its writer could place at once
 
     def known_all(self, numbers: Sequence[int]) -> list[Signature] | None:
-        """The signatures with these numbers; None when there is anything else among them."""
+        """Return the signatures with these numbers; None if there is anything else among them."""
         known = self._known
         if self._partial or max(numbers) >= len(known):
             return None
@@ -143,7 +142,7 @@ class Reader:
                 start = (position + 2) * 4
                 signature = Signature.decode(data[start : start + instance])
                 if len(self._interned) >= _KEPT_SIGNATURES:
-                    self._interned.clear()  # then equal ones may be two objects: slower to compare, still right
+                    self._interned.clear()  # afterwards equal ones may be two objects: slower to compare, still correct
                 known.append(self._interned.setdefault(signature, signature))
                 position = after
                 continue

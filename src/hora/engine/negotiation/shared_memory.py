@@ -1,38 +1,40 @@
-"""Negotiation of the members of a set that share a host, through a segment that all of them map.
+"""Negotiation of members that share a host, through a segment that all of them map.
 
-Each member owns a ring of announcements, which the others read, and a head: how many bytes it has announced. The first
-member is the coordinator. Whenever something has become ready it publishes a *cut*: how far into every ring the round
-reaches. No member polls on a timer: one with news rings the coordinator's bell, and the round number wakes the members.
+Each member owns a ring of announcements, which the others read, and a head: the number of bytes it has announced. The
+first member is the coordinator. Whenever something has become ready, it publishes a *cut*: how far into every ring the
+round reaches. No member polls on a timer: one with news rings the coordinator's bell, and the round number wakes the
+members.
 
-A round, as the coordinator sees it. `fed` is how far the news has been given to the planner; while the planner is idle,
+A round from the coordinator's view. `fed` is the position up to which the news has been fed to the planner; while the
+planner is idle,
 
     quiet     no member has news
     hoping    some members have announced nothing yet: they may be about to announce what the others have
-    alike     all members have announced the same known requests, some perhaps more besides
-    planning  anything else: the news is fed to the planner, and the planner knows what is ready
+    alike     all members have announced the same known requests, some perhaps more
+    planning  anything else: the news is fed to the planner, which knows what is ready
 
     quiet --news--> hoping, alike or planning
-    hoping --the others' news--> alike, or planning when it is not the same, or when _PATIENCE_S have passed
+    hoping --the others' news--> alike, or planning if it differs or _PATIENCE_S have passed
     alike --> round of what all have announced: most rounds are like this
     planning --something is ready, or the rings fill up--> round
 
-The other members learn the cut and feed the same news, or see in the same way that it is alike. The coordinator
-publishes a cut only where the one of _NUM_CUTS rounds ago has been read by all members (`_cut_is_free`).
+The other members read the cut and feed the same news, or recognize in the same way that it is alike. The coordinator
+reuses a cut only after all members have read the one of _NUM_CUTS rounds ago (`_cut_is_free`).
 
-One request of every member, and nothing else, needs no round at all. A member that has nothing else in flight and knows
-of nothing that others wait for may publish a record: *this request, and nothing else until it is settled*. When every
-member has published the same they all see it, and go on at once (`engine.repeated`). Each such moment has a ticket,
-which all members count alike: the rounds so far, and the repeated calls since the last.
+A single request of every member needs no round at all. A member that has nothing else in flight, and knows of nothing
+that others wait for, may publish a record: *this request, and nothing else until it is settled*. Once every member has
+published the same record, all of them see it and continue at once (`engine.repeated`). Each such attempt has a ticket,
+which all members count alike: the rounds so far, and the repeated calls since the last round.
 
-    publish --all members have published this ticket, with equal records--> settled: carried out
+    publish --all members have published this ticket, with equal records--> settled: executed
             --all have, but the records differ--> void: announced in the ordinary way, which explains the difference
             --a member has ordinary news instead, or a round was cut--> void, likewise
 
-Why no two members come to different ends: the records of a ticket do not change before all members have read them. And
-news that comes instead is about a request that cannot be settled without the member that reads it, so the member that
-announced it does not get as far as this ticket; by then a round has passed, and tickets are others. Who sees news looks
-once more whether all have published: news may also come after the ticket was settled. `verify/repeated.pml` has all of
-it. Records are published, waited for and compared by the native part (`repeated.h`).
+Why members cannot reach different outcomes: the records of a ticket do not change before all members have read them.
+News that arrives instead concerns a request that cannot be settled without the member that reads it, so the member that
+announced it does not reach this ticket; by then a round has passed, and tickets have changed. A member that sees news
+checks once more whether all have published, because news may also arrive after the ticket was settled.
+`verify/repeated.pml` models all of it. The native part (`repeated.h`) publishes, awaits and compares records.
 """
 
 from __future__ import annotations
@@ -57,20 +59,22 @@ __all__ = ["SharedMemoryNegotiation"]
 
 _RING_BYTES = 512 * 1024
 _NUM_CUTS = 64
-# How long the coordinator holds back news of some members in the hope that the others announce the same.
+# How long the coordinator delays news of some members in the hope that the others announce the same.
 _PATIENCE_S = 0.2
-# More repeated calls than this never come between two rounds; not a power of two, because sleepers watch the low half.
+# There are never more repeated calls between two rounds; not a power of two, because sleepers watch the low half.
 _TICKETS_PER_ROUND = 2**32 + 7919
 # Of a repeated call: the ticket, a digest of the signature, the running number of an unnamed request.
 _CALL_RECORD = struct.Struct("<q16sq")
 _NUM_CALL_RECORDS = 4  # no member is more than one ticket ahead
-_CALL_BYTES = MEMBER_BYTES + 2 * LINE_BYTES  # of a member: the ticket and whether it sleeps, and two lines of records
+_CALL_BYTES = MEMBER_BYTES + 2 * LINE_BYTES  # per member: the ticket, whether it sleeps, and two lines of records
 
 
 class SharedMemoryNegotiation(Negotiation):
-    """Layout: per member one line each for head (bytes announced) and rounds (rounds done); one line each for the round
-    number and the coordinator's bell; the records of repeated calls; a ring of cuts (vectors of 64-bit positions); one
-    ring of announcements per member. Positions never wrap.
+    """Layout of the segment; positions never wrap.
+
+    Per member one line each for head (bytes announced) and rounds (rounds done); one line each for the round number and
+    the coordinator's bell; the records of repeated calls; a ring of cuts (vectors of 64-bit positions); one ring of
+    announcements per member.
     """
 
     def __init__(self, segment: Segment, member: int, num_members: int, *, cache_capacity: int) -> None:
@@ -84,7 +88,7 @@ class SharedMemoryNegotiation(Negotiation):
         self._bell = Counter(memory, (2 * num_members + 1) * line)
         self._asleep = Counter(memory, (2 * num_members + 1) * line + 8)  # whether the coordinator waits for it
         self.ticket = 1  # the next one
-        self.void = 0  # a ticket that was published and not settled: never again
+        self.void = 0  # a ticket that was published and not settled: never reused
         self._calls_at = (2 * num_members + 2) * line
         self.tickets = Counters(memory, self._calls_at, member, num_members, stride=_CALL_BYTES)
         native = library()
@@ -100,10 +104,10 @@ class SharedMemoryNegotiation(Negotiation):
         self._fed = [0] * num_members  # how far each ring has been fed to the planner
         self._fed_by_round = (ctypes.c_int64 * num_members)()  # the same as of the last round
         self._head = 0
-        self._free_from = 0  # everything of the own ring before this position has been read by all
+        self._free_from = 0  # all members have read this rank's ring up to here
         # (round, own position) not yet known to be read by all. Old ones may be dropped: later ones imply them.
         self._own_cuts: deque[tuple[int, int]] = deque(maxlen=512)
-        self._cuts_lock = threading.Lock()  # the driver ends a round, the thread that announces reclaims room
+        self._cuts_lock = threading.Lock()  # the driver ends a round, the announcing thread reclaims room
         self._overflow = bytearray()
         self._num_bells = 0
         self._bell_seen = 0
@@ -119,7 +123,7 @@ class SharedMemoryNegotiation(Negotiation):
         if self._member == 0:
             self._asleep.store_fenced(
                 1
-            )  # either this member sees the bell of another, or that one sees that this one sleeps
+            )  # either this member sees another's bell, or that one sees that this one sleeps
             self._bell.wait_beyond(self._bell_seen)
             self._asleep.store(0)
         else:
@@ -127,7 +131,7 @@ class SharedMemoryNegotiation(Negotiation):
 
     def wake(self) -> None:
         if self._member == 0:
-            # Closed meanwhile: the control tree's thread wakes queues until it ends.
+            # It may be closed: the control tree's thread wakes queues until it ends.
             with contextlib.suppress(AttributeError):
                 self._ring()
 
@@ -137,21 +141,21 @@ class SharedMemoryNegotiation(Negotiation):
                 self._round.wake()
 
     def close(self) -> None:
-        """Let go of the memory. No thread waits any more, though a `wake` may still come."""
+        """Release the memory. No thread waits any more, but a `wake` may still arrive."""
         self._memory.release()
         self.tickets.close()
         self._heads, self._rounds_done = [], []
         del self._round, self._bell, self._asleep
 
-    # Without a round: nothing is announced while a member is at a ticket.
+    # Without a round: nothing is announced while a member holds a ticket.
 
     def describe_to(self, job: Repeated) -> None:
-        """Tell the native part where records are, and where it sees that all announcements have been agreed on."""
+        """Describe to the native part where records are, and where to see that all announcements are agreed."""
         job.group, job.heads, job.round = self.tickets.group, self._heads[0].address, self._round.address
         job.fed, job.head_bytes = ctypes.addressof(self._fed_by_round), 2 * LINE_BYTES
 
     def has_published(self, ticket: int) -> bool:
-        """Return whether this member has got as far as that."""
+        """Return whether this member has published this ticket."""
         return self.tickets.own.value >= ticket
 
     def waiting_requests(self) -> WaitingRequests:
@@ -170,8 +174,8 @@ class SharedMemoryNegotiation(Negotiation):
         return self._lead(planner) if self._member == 0 else self._follow(planner)
 
     def _lead(self, planner: BatchPlanner) -> list[Batch] | None:
-        """The coordinator: look at the news, and cut a round when it is worth one."""
-        # The bell is read before the heads: news that comes after the heads were read changes it, and `wait` returns.
+        """Read the news as the coordinator, and cut a round if it is worth one."""
+        # The bell is read before the heads: news that arrives after the heads were read changes it, and `wait` returns.
         self._bell_seen = self._bell.value
         heads = [head.value for head in self._heads]
         if planner.idle and self._cut_is_free():
@@ -192,7 +196,7 @@ class SharedMemoryNegotiation(Negotiation):
         return self._end_round(planner.close_round())
 
     def _follow(self, planner: BatchPlanner) -> list[Batch] | None:
-        """Another member: take the next round that the coordinator has cut."""
+        """Take the next round that the coordinator has cut."""
         if self._round.value == self.rounds:
             return None
         self.rounds += 1
@@ -205,8 +209,7 @@ class SharedMemoryNegotiation(Negotiation):
         return self._end_round(planner.close_round())
 
     def _feed_alike(self, planner: BatchPlanner, num_bytes: int) -> bool:
-        """Give the planner the next so many bytes of every member's news, if all of them announce the same known
-        requests in the same order."""
+        """Feed the next `num_bytes` bytes of every member, if all announce the same known requests in order."""
         if num_bytes < RECORD.size:
             return False
         same: list[Signature] | None = None
@@ -226,7 +229,7 @@ class SharedMemoryNegotiation(Negotiation):
         return True
 
     def _batching(self, heads: Sequence[int]) -> bool:
-        """Return whether to leave news of some members for a moment: others, who have none yet, may have the same."""
+        """Return whether to delay news of some members for a moment: others, which have none yet, may have the same."""
         num_missing = sum(map(eq, heads, self._fed))
         if num_missing in (0, self._num_members) or sum(heads) - sum(self._fed) > _RING_BYTES // 4:
             return False
@@ -236,7 +239,7 @@ class SharedMemoryNegotiation(Negotiation):
         return now - self._hoping_since < _PATIENCE_S
 
     def _feed(self, planner: BatchPlanner, upto: Sequence[int]) -> None:
-        """Give the planner the news up to there."""
+        """Feed the news up to these positions to the planner."""
         fed = self._fed
         for member in range(self._num_members):
             if upto[member] > fed[member]:
@@ -309,10 +312,10 @@ class SharedMemoryNegotiation(Negotiation):
             self._memory[at : at + len(data)] = data
         self._head += len(data)
         self._heads[self._member].store(self._head)
-        # What they hope for will not come. Each time: those that have seen a round that this member has not seen yet
-        # may have fallen asleep since it announced something before.
+        # Their hope will not come true. Nudge each time: members that have seen a round that this one has not seen yet
+        # may have fallen asleep since its last announcement.
         self._native.nudge(self._group_at)
-        if self._member != 0:  # the coordinator's own driver is woken by `wake`, if it has to be
+        if self._member != 0:  # `wake` wakes the coordinator's own driver if necessary
             self._ring()
 
     def _reclaim(self) -> None:

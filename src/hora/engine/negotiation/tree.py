@@ -1,40 +1,41 @@
-"""Negotiation of the members of a set that spans hosts: announcements go up a tree of the members, rounds come down it.
+"""Negotiation of a set that spans hosts: announcements go up a tree of the members, rounds come down.
 
-The tree (`hora.engine.control_tree`) is the set's own: members alone are in it, the first member of each host speaks
-for those of its host, and the first member of all is the root. Each member waits until all at or below it have
-announced a request, and then says so once to its parent: however many ranks there are, a member hears one message of
-each child and sends one. What is complete at the root is agreed: it goes down unchanged to everybody as one round, in
-the same order for all.
+The set has its own tree (`hora.engine.control_tree`) of members only: the first member of each host speaks for its
+host, and the first member of all is the root. Each member waits until all members at or below it have announced a
+request, and then reports it once to its parent. So a member receives one message per child and sends one, for any
+number of ranks. A request that is complete at the root is agreed: it goes down unchanged to all members as one round,
+in the same order for all.
 
 Messages, over the control tree's links, which keep their order:
 
     up      from a child: parts (who, announcements). Who is ALL: every member at or below the child has announced this;
-            SLOTS: the same of known requests, as a bit vector; or one member, where that is not so
-    round   from the parent, made by the root: parts of the same form, of all members. `joined`: how many have joined
+            SLOTS: the same for known requests, as a bit vector; or a single member otherwise
+    round   from the parent, created by the root: parts of the same form, of all members. `joined`: how many have joined
 
-A named request on which all have agreed once is known from then on by a slot, the same for all since all see the same
-rounds. Known requests are bits: a member ANDs its children's vectors with its own and passes on what is left. A slot is
-for one signature. Whoever announces another one under its name does so in full, and the request is held like a new one.
+A named request that all have agreed on once is identified by a slot from then on, the same on all members because all
+see the same rounds. Known requests are bits: a member ANDs its children's vectors with its own and forwards the result.
+A slot stands for one signature. A member that announces another signature under its name sends it in full, and the
+request is held like a new one.
 
 States of a request at a member:
 
     absent --announced by some below--> held
-    held   --announced by all below---> absent, passed on: as ALL if all have the same signature
-    held   --OLD_S, or a member joins-> apart, what is known is passed on member by member
-    apart  --announced by more--------> apart, passed on
+    held   --announced by all below---> absent, forwarded: as ALL if all have the same signature
+    held   --OLD_S, or a member joins-> apart, what is known is forwarded member by member
+    apart  --announced by more--------> apart, forwarded
     apart  --announced by all---------> absent
 
-So a request that ranks do not agree about, or that some never announce, still comes to the root with everything that is
-known of it: there the planner finds the mismatch, and the stall report who is missing. From the first member that joins
-until all have joined nobody holds anything back: everything is passed on member by member and decided by the planners.
+So a request that ranks disagree about, or that some never announce, still reaches the root with everything known about
+it: there the planner finds the mismatch, and the stall report the missing ranks. From the first join until all have
+joined no member holds anything back: everything is forwarded member by member, and the planners decide.
 
-Invariants: announcements of one member reach the planners in its own order where that matters, because before a
-member's JOIN everything that is held is passed on. What is in a round was passed on by every member that it names. The
-planners of all members are fed the same rounds.
+Invariants: announcements of one member reach the planners in its own order where that matters, because everything held
+is forwarded before a member's JOIN. Everything in a round was forwarded by every member that it names. The planners of
+all members are fed the same rounds.
 
-A member that is late, though its process is alive, passes on what others announce: the control tree's thread does that.
-One that is stopped cannot; since it is a member, what is held up behind it could not be agreed anyway. Only the stall
-report would name too many: before the root reports ranks that speak through a missing one, it asks them themselves.
+A late member whose process is alive still forwards others' announcements, on the control tree's thread. A stopped one
+cannot; but as it is a member, the requests held up behind it could not be agreed anyway. Only the stall report would
+name too many ranks: before the root reports ranks behind a missing one, it asks them directly.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from hora.net.wire import Header, cut_parts, join_parts
 __all__ = ["ALL", "SLOTS", "Collector", "Slots", "TreeNegotiation", "as_bytes"]
 
 ALL = 0xFFFFFFFF  # instead of a rank: every member at or below the sender
-SLOTS = 0xFFFFFFFE  # the same, and what they announce is a bit vector of slots
+SLOTS = 0xFFFFFFFE  # the same, with a bit vector of slots as the announcement
 _NUM_SLOTS = 1024
 OLD_S = 1.0
 _SLICE_S = 0.05
@@ -67,8 +68,10 @@ Announced = tuple[int, Signature, int]  # who (a rank, or ALL), what, its runnin
 
 
 class _Held:
-    """A request that not all at or below a member have announced. `whole`: by child (or this rank itself) below which
-    all have announced it; `parts`: by rank, of the others."""
+    """A request that not all members at or below this one have announced.
+
+    `whole`: by child (or this rank itself) below which all have announced it; `parts`: by rank, for the others.
+    """
 
     __slots__ = ("apart", "instance", "parts", "since", "whole")
 
@@ -81,21 +84,21 @@ class _Held:
 
 
 class Slots:
-    """Known requests by slot, in the order in which rounds made them known. A slot is never given away again."""
+    """Known requests by slot, in the order of the rounds that introduced them. Slots are never reused."""
 
     def __init__(self) -> None:
         self.signatures: list[Signature] = []
         self._by_key: dict[Key, int] = {}
 
     def learn(self, signature: Signature) -> None:
-        """All members have agreed on this."""
+        """Add a request that all members have agreed on."""
         key = signature.key(0)
         if signature.name is not None and key not in self._by_key and len(self.signatures) < _NUM_SLOTS:
             self.signatures.append(signature)
             self._by_key[key] = len(self.signatures) - 1
 
     def bit(self, signature: Signature) -> int:
-        """Return the bit of a known request, 0 for any other. Any thread."""
+        """Return the bit of a known request, 0 for any other. Thread-safe."""
         slot = -1 if signature.name is None else self._by_key.get((signature.operation, signature.name), -1)
         return 1 << slot if slot >= 0 and self.signatures[slot] == signature else 0
 
@@ -113,25 +116,27 @@ class Slots:
 
 
 class Collector:
-    """Announcements known at and below a member. Pure: `add`, `add_slots` and `pass_on` give what to tell the parent,
-    or as the root everybody, in this order."""
+    """Announcements known at and below a member.
+
+    Pure: `add`, `add_slots` and `pass_on` return what to send to the parent, or from the root to all, in this order.
+    """
 
     def __init__(self, tree: Tree, rank: int, slots: Slots) -> None:
         self._below = {child: tree.below(child) for child in tree.children(rank)} | {rank: [rank]}
         self._num_below = sum(map(len, self._below.values()))
         self._slots = slots
-        self._bits = dict.fromkeys(self._below, 0)  # announced by all below a child, and not by all at or below here
-        self._held: dict[Key, _Held] = {}  # all other requests of which that is so
+        self._bits = dict.fromkeys(self._below, 0)  # announced by all below a child, but not by all at or below here
+        self._held: dict[Key, _Held] = {}  # all other such requests
         self._held_bits = 0  # slots of those, if they have one
-        self._bits_before = 0  # waiting already when `hold_old_slots` came last
-        self.joining = False  # a member has joined, and not all have
+        self._bits_before = 0  # already waiting at the last `hold_old_slots`
+        self.joining = False  # a member has joined, but not all have
 
     def may_speak(self, child: int, who: int) -> bool:
         """Return whether this child speaks for that rank."""
         return who == ALL or who in self._below[child]
 
     def add(self, child: int, announced: Announced, now: float) -> list[Announced]:
-        """A child, or this rank itself as one, has announced this."""
+        """Add an announcement of a child, or of this rank itself as one."""
         who, signature, instance = announced
         if signature.kind == Kind.JOIN:
             passed = [] if self.joining else self.hold_nothing()
@@ -157,7 +162,7 @@ class Collector:
         return self._taken_apart(held)
 
     def add_slots(self, child: int, bits: int, now: float) -> tuple[int, list[Announced]]:
-        """A child has announced these slots. Gives those that are complete now, and what else to pass on."""
+        """Add slots that a child has announced. Returns those that are complete now, and what else to forward."""
         apart = bits if self.joining else bits & self._held_bits
         self._bits[child] |= bits & ~apart
         complete = reduce(and_, self._bits.values())
@@ -168,7 +173,7 @@ class Collector:
         return complete, [announced for some in passed for announced in some]
 
     def hold_nothing(self) -> list[Announced]:
-        """A member has joined: pass on what is held, and from now on everything at once."""
+        """Forward what is held, and from now on everything at once: a member has joined."""
         self.joining = True
         self._hold_slots(reduce(or_, self._bits.values()), 0.0)
         passed = self.pass_on(self._held.values())
@@ -177,7 +182,7 @@ class Collector:
         return passed
 
     def hold_old_slots(self, now: float) -> None:
-        """Once in OLD_S: from now on treat slots that have waited since the last time like other requests."""
+        """Treat slots that have waited since the last call like other requests; called every OLD_S."""
         waiting = reduce(or_, self._bits.values())
         self._hold_slots(waiting & self._bits_before, now - OLD_S)
         self._bits_before = waiting
@@ -201,7 +206,7 @@ class Collector:
         self._held_bits &= ~self._slots.bit_of_key(key)
 
     def pass_on_old(self, now: float) -> list[Announced]:
-        """Pass on what has been held for long, for the stall report."""
+        """Forward what has been held for long, for the stall report."""
         return self.pass_on([held for held in self._held.values() if now - held.since >= OLD_S])
 
     def pass_on(self, some: Iterable[_Held]) -> list[Announced]:
@@ -213,7 +218,7 @@ class Collector:
         return passed
 
     def held(self) -> list[tuple[Key, int, float, dict[int, Signature]]]:
-        """Return the announcements held: running number, since when, signatures by rank. Any thread."""
+        """Return the held announcements: running number, since when, signatures by rank. Thread-safe."""
         return [
             (key, held.instance, held.since, {rank: signature for rank, signature, _ in self._taken_apart(held)})
             for key, held in list(self._held.items())
@@ -235,13 +240,16 @@ class Collector:
 
 
 class TreeNegotiation(Negotiation):
-    """The agreement of one member of the set with this serial number. `receive` and `tick` are called on the control
-    tree's thread, where all of this rank's part in the tree is played; `poll` only takes rounds from it."""
+    """Negotiation of one member of the set with this serial number.
+
+    `receive` and `tick` run on the control tree's thread, which does all of this rank's work in the tree; `poll` only
+    takes rounds from it.
+    """
 
     def __init__(
         self, control_tree: ControlTree, serial: int, tree: Tree, ranks: Sequence[int], *, cache_capacity: int
     ) -> None:
-        self.num_delivered = 0  # rounds that have come
+        self.num_delivered = 0  # rounds that have arrived
         self._control_tree, self._serial, self._rank = control_tree, serial, control_tree.rank
         self._tree = tree
         self._members = {rank: member for member, rank in enumerate(ranks)}
@@ -249,30 +257,30 @@ class TreeNegotiation(Negotiation):
         self._slots = Slots()
         self._uses_slots = cache_capacity > 0
         self._collector = Collector(tree, control_tree.rank, self._slots)
-        self._announcer = Announcer(cache_capacity)  # to the parent; the root's: of rounds
+        self._announcer = Announcer(cache_capacity)  # to the parent; at the root: for rounds
         interned: dict[Signature, Signature] = {}
         self._readers = {child: Reader(interned) for child in self._children}
         self._round_reader = Reader({})
         self._own: deque[tuple[Signature, int]] = deque()  # announcements of this rank, for the control tree's thread
         self._passed: list[Announced] = []  # to be sent at the end of this turn of the control tree's thread
         self._passed_bits = 0
-        self._joined: set[int] = set()  # the root's
+        self._joined: set[int] = set()  # at the root
         self._asking = False
         self._asked_at = 0.0
         self._answers: dict[int, set[Key]] = {}
         self._delivered: deque[list[Announced]] = deque()
         self._changed = threading.Condition()
 
-    # Of this rank's queue.
+    # Called by this rank's queue.
 
     def announce(self, signature: Signature, instance: int) -> None:
-        if not self._children and self._parent is not None:  # there is nobody to wait for
+        if not self._children and self._parent is not None:  # no child to wait for
             bit = self._bit(signature)
             part = (SLOTS, as_bytes(bit)) if bit else (ALL, self._announcer.encode(signature, instance))
             self._send_up([part])
             return
         self._own.append((signature, instance))
-        if len(self._own) == 1:  # else the control tree's thread has been told and has not come yet
+        if len(self._own) == 1:  # otherwise the control tree's thread has been called and has not run yet
             self._control_tree.call(self._take_own)
 
     def poll(self, planner: BatchPlanner) -> list[Batch] | None:
@@ -290,10 +298,9 @@ class TreeNegotiation(Negotiation):
         return self._slots.bit(signature) if self._uses_slots else 0
 
     def waiting_requests(self) -> WaitingRequests:
-        """Return what the root knows of requests that some members have not announced.
+        """Return what the root knows about requests that some members have not announced.
 
-        Of ranks that speak through a missing one it knows from themselves; a request about which they have not been
-        asked yet is left out.
+        It asks ranks behind a missing one directly; a request about which they have not been asked yet is omitted.
         """
         if self._parent is not None:
             return {}
@@ -316,7 +323,7 @@ class TreeNegotiation(Negotiation):
     # On the control tree's thread.
 
     def receive(self, rank: int, header: Header, payload: bytes) -> None:
-        """A neighbour in the tree says something. Who is none is not heard."""
+        """Handle a message of a neighbour in the tree; others are ignored."""
         parts = cut_parts(payload, int(header["parts"]))
         if header["t"] == "round":
             if rank == self._parent:
@@ -332,7 +339,7 @@ class TreeNegotiation(Negotiation):
                         self._pass(0, self._collector.add(rank, (who, signature, instance), now))
 
     def tick(self) -> None:
-        """Once a second: see to it that the root learns what some wait for and others do not announce."""
+        """Make sure that the root learns what some members wait for and others do not announce; runs once a second."""
         now = time.monotonic()
         self._collector.hold_old_slots(now)
         if self._parent is not None:
@@ -346,14 +353,14 @@ class TreeNegotiation(Negotiation):
             signature, instance = self._own.popleft()
             bit = self._bit(signature)
             if not bit:
-                self._pass(*self._collector.add_slots(self._rank, bits, now))  # which came before it
+                self._pass(*self._collector.add_slots(self._rank, bits, now))  # announced before it
                 self._pass(0, self._collector.add(self._rank, (ALL, signature, instance), now))
             bits = bits | bit if bit else 0
         self._pass(*self._collector.add_slots(self._rank, bits, now))
 
     def _pass(self, bits: int, some: Sequence[Announced]) -> None:
         if (bits or some) and not (self._passed_bits or self._passed):
-            self._control_tree.call(self._send)  # with what else comes in this turn, so that it can be fused
+            self._control_tree.call(self._send)  # together with what else arrives in this turn, so that it can be fused
         self._passed_bits |= bits
         self._passed += some
 
@@ -406,7 +413,7 @@ class TreeNegotiation(Negotiation):
     # The root's questions.
 
     def _doubtful(self, missing: Iterable[int]) -> list[int]:
-        """Those that speak through another missing one, which may be stopped, as the root that asks is not."""
+        """Return the ranks behind another missing rank, which may be stopped; the asking root itself is not."""
         some = set(missing)
         return [rank for rank in some if some.intersection(self._tree.above(rank)) - {self._rank}]
 
@@ -428,7 +435,7 @@ class TreeNegotiation(Negotiation):
             self._asking = False
 
     def lacking(self, key: Key, ranks: Sequence[int]) -> list[int]:
-        """Those of these ranks that do not wait for this, or do not answer. Any thread, for seconds."""
+        """Return the ranks that do not wait for this, or do not answer. Thread-safe; takes seconds."""
         return [rank for rank, waits_for in self._answers_of(ranks).items() if key not in waits_for]
 
     def _answers_of(self, ranks: Sequence[int]) -> dict[int, set[Key]]:
@@ -443,5 +450,5 @@ class TreeNegotiation(Negotiation):
 
 
 def as_bytes(bits: int) -> bytes:
-    """Return a bit vector as it travels."""
+    """Encode a bit vector for sending."""
     return bits.to_bytes(-(-bits.bit_length() // 8), "little")

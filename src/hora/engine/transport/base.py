@@ -56,7 +56,7 @@ class Transport(Protocol):
         """Reduce, and keep the own part: member m gets `counts[i][m]` elements of tensor i, in member order."""
 
     def barrier(self) -> None:
-        """Return when every member has called."""
+        """Wait until every member has called."""
 
     def close(self) -> None:
         """Release what the transport holds. Called once; other members may be gone already."""

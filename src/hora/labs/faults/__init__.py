@@ -1,1 +1,1 @@
-"""A training whose ranks are killed."""
+"""The faults lab: a training whose ranks are killed."""

@@ -1,4 +1,4 @@
-"""`hora demo faults`: a training on this machine that goes on while you kill its ranks on the live page."""
+"""`hora demo faults`: a training on this machine that continues while you kill its ranks on the live page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["main", "make_parser"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the command."""
     options = make_parser().parse_args(argv)
     if options.np < 2 or options.steps < 1:
         make_parser().error(
@@ -43,7 +43,7 @@ def _run(num_ranks: int, steps: int, *, browser: bool, record: str | None) -> in
     watching = Watching(page=True, browser=browser, record=record, demo=True)
 
     def for_the_demo(job: Job) -> Job:
-        """A rank that is removed gets SIGKILL at once: that is the demo."""
+        """Configure the job; a removed rank gets SIGKILL at once, which is the point of the demo."""
         return replace(job, title="hora demo faults", watching=watching, grace_s=0.0)
 
     print("Kill ranks on the page; the training goes on. Ctrl-C ends it.", flush=True)

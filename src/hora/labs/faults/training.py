@@ -1,6 +1,6 @@
-"""The training of `hora demo faults`: two spirals, learned by the step, on whatever ranks there are.
+"""The training of `hora demo faults`: two spirals, recovered step by step, on a changing number of ranks.
 
-The last rank reads slowly for a while, so that the page has a straggler to name, with its line.
+The last rank reads slowly for a while, so that the page shows a straggler and its line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SLOW_FROM_S, _SLOW_UNTIL_S, _SLOW_READ_S = 15.0, 45.0, 0.02
 
 
 def train(num_steps: int) -> None:
-    """Learn to tell two spirals apart: on every rank, whatever their number."""
+    """Train a classifier of two spirals on any number of ranks."""
     hvd.init()
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -59,7 +59,7 @@ def train(num_steps: int) -> None:
 
 
 def read_slowly() -> None:
-    """Stand in for a disk that is slower than those of the other ranks."""
+    """Simulate a disk that is slower than those of the other ranks."""
     time.sleep(_SLOW_READ_S)
 
 

@@ -1,6 +1,6 @@
-"""Images for the classifier: scikit-learn's digits (always there), CIFAR-10 (a folder, or fetched), and augmentation.
+"""Images for the classifier: scikit-learn's digits, CIFAR-10 (from a folder or downloaded), and augmentation.
 
-Images are uint8 tensors (row, channel, height, width) until a batch is drawn. Nothing here trains.
+Images are uint8 tensors (row, channel, height, width) until a batch is drawn.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RECORD_BYTES = 1 + 3 * 32 * 32
 
 @dataclass(frozen=True, kw_only=True)
 class Images:
-    """A data set in memory. `flip`: whether a mirrored image still shows the same thing."""
+    """A data set in memory. `flip`: whether mirroring preserves an image's class."""
 
     train_images: torch.Tensor
     train_labels: torch.Tensor
@@ -45,13 +45,13 @@ class Images:
         return self.train_images.shape[1]
 
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and standard deviation of each channel of the training images, of pixels from 0 to 1."""
+        """Return mean and standard deviation of each channel of the training images, for pixels from 0 to 1."""
         pixels = self.train_images.double() / 255
         return pixels.mean(dim=(0, 2, 3)).float(), pixels.std(dim=(0, 2, 3)).float()
 
 
 class Augmentation:
-    """Normalises a uint8 batch, shifts each image at random by up to `pad` pixels, and mirrors half if `flip`."""
+    """Normalizes a uint8 batch, shifts each image at random by up to `pad` pixels, and mirrors half if `flip`."""
 
     def __init__(self, mean: torch.Tensor, std: torch.Tensor, *, pad: int = 0, flip: bool = False) -> None:
         self.mean = mean.reshape(1, -1, 1, 1)
@@ -80,7 +80,7 @@ class Augmentation:
 
 
 def digits(*, seed: int = 0) -> Images:
-    """The 1797 handwritten digits (8x8, grey) that come with scikit-learn; every fifth is for testing."""
+    """Return the 1797 handwritten digits (8x8, grey) of scikit-learn; every fifth is for testing."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -101,7 +101,7 @@ def digits(*, seed: int = 0) -> Images:
 
 
 def cifar10(folder: str | Path) -> Images:
-    """CIFAR-10 from a folder with the published batches, either the Python or the binary version."""
+    """Load CIFAR-10 from a folder with the published batches, in the Python or the binary version."""
     where = next((place for place in _places(Path(folder)) if _batch(place, "test_batch")), None)
     if where is None:
         raise ValueError(
@@ -128,7 +128,7 @@ def cifar10(folder: str | Path) -> Images:
 def fetch_cifar10(
     folder: str | Path, *, url: str = CIFAR10_URL, sha256: str = CIFAR10_SHA256, timeout_s: float = 60.0
 ) -> Path:
-    """Download CIFAR-10 into `folder`, unless it is there, and unpack it if its checksum is right."""
+    """Download CIFAR-10 to `folder` unless it is there, verify its checksum and unpack it."""
     target = Path(folder)
     if any(_batch(place, "test_batch") for place in _places(target)):
         return target
@@ -140,7 +140,7 @@ def fetch_cifar10(
     target.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         members = {Path(member.name).name: member for member in tar.getmembers() if member.isfile()}
-        # test_batch last: its presence says that the others are complete
+        # test_batch last: its presence means that the others are complete
         for name in _CIFAR10_PARTS:
             content = tar.extractfile(members[name])
             assert content is not None, "regular files have content"

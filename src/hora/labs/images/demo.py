@@ -1,4 +1,4 @@
-"""`hora demo images`: the image classifier on several local ranks, with a figure of what it learned."""
+"""`hora demo images`: trains the image classifier on several local ranks and draws the result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["main", "make_parser"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the command."""
     from hora.labs.images.options import ImageOptions
 
     parser = make_parser()
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line's parser."""
     from hora.labs.images.options import ImageOptions
 
     parser = argparse.ArgumentParser(
@@ -64,7 +64,7 @@ def _run(options: ImageOptions, np: int, dashboard: bool) -> int:
 
 
 def _draw(options: ImageOptions, trained: ImageRun) -> Figure:
-    """The curves, and the sixteen test images the saved model doubts most."""
+    """Draw the curves and the sixteen test images with the least confident predictions."""
     import matplotlib
 
     matplotlib.use("Agg")  # files only: a server has no screen

@@ -1,4 +1,4 @@
-"""Options of the image classifier. Its command-line flags are made from these fields: none is typed twice."""
+"""Options of the image classifier. Its command-line flags are generated from these fields."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ImageOptions:
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        """One flag per field."""
+        """Add one flag per field."""
         for option in fields(cls):
             name = "--" + option.name.replace("_", "-")
             text = option.metadata["help"]
@@ -71,12 +71,12 @@ class ImageOptions:
 
     @classmethod
     def parse(cls, argv: Sequence[str] | None = None, *, description: str = "") -> ImageOptions:
-        """From a command line."""
+        """Parse a command line."""
         parser = argparse.ArgumentParser(description=description)
         cls.add_flags(parser)
         return cls.from_namespace(parser.parse_args(argv))
 
     @classmethod
     def from_namespace(cls, namespace: argparse.Namespace) -> ImageOptions:
-        """From parsed flags, which may hold more than these."""
+        """Create the options from parsed flags, which may include others."""
         return cls(**{option.name: getattr(namespace, option.name) for option in fields(cls)})

@@ -1,4 +1,4 @@
-"""The image classifier: one function that trains on all ranks that there are, one or many."""
+"""The image classifier: one training function for one or many ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def train(options: ImageOptions) -> ImageRun:
     data = _load(options)
     seed_everything(options.seed)
     model = _network(options, device, channels=data.channels, num_classes=len(data.classes))
-    seed_everything(options.seed + 1 + hvd.rank())  # the same weights everywhere, but other augmentation
+    seed_everything(options.seed + 1 + hvd.rank())  # the same weights everywhere, but different augmentation
     folder = Path(options.log_dir)
     began = time.perf_counter()
     history = fit(
@@ -78,7 +78,7 @@ def train(options: ImageOptions) -> ImageRun:
 
 
 def measure(options: ImageOptions) -> float:
-    """Images per second of all ranks together, forward, backward and step, on random images. Rank 0 prints them."""
+    """Return images per second of all ranks (forward, backward and step) on random images; rank 0 prints it."""
     hvd.init()
     device = pick_device(options)
     seed_everything(options.seed)
@@ -102,7 +102,7 @@ def measure(options: ImageOptions) -> float:
         optimizer.step()
 
     rates = []
-    for timed in (False, True, True, True):  # the first round compiles, allocates and finds algorithms
+    for timed in (False, True, True, True):  # the first round compiles, allocates and selects algorithms
         began = time.perf_counter()
         for _ in range(options.num_steps if timed else 10):
             step()
@@ -120,15 +120,15 @@ def measure(options: ImageOptions) -> float:
 
 
 def pick_device(options: ImageOptions) -> torch.device:
-    """This rank's GPU, or the CPU."""
+    """Return this rank's GPU, or the CPU."""
     if options.no_cuda or not torch.cuda.is_available():
-        # Ranks of one machine share its cores; more threads than cores would spend their time waiting. The launcher
-        # may know of more ranks of this machine than local_size() does.
+        # Ranks of one machine share its cores; more threads than cores would wait for each other. The launcher may know
+        # of more ranks on this machine than local_size() does.
         share = max(1, len(os.sched_getaffinity(0)) // hvd.local_size())
         torch.set_num_threads(options.threads or min(share, torch.get_num_threads()))
         return torch.device("cpu")
     torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
-    torch.backends.cudnn.benchmark = options.synthetic  # finding algorithms by racing them is not reproducible
+    torch.backends.cudnn.benchmark = options.synthetic  # selecting algorithms by timing is not reproducible
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     return torch.device("cuda", torch.cuda.current_device())
 
@@ -138,7 +138,7 @@ def _load(options: ImageOptions) -> Images:
         return digits()
     if options.download and hvd.local_rank() == 0:
         fetch_cifar10(options.data_dir)
-    hvd.barrier()  # the others of this host wait for the download
+    hvd.barrier()  # the other ranks of this host wait for the download
     return cifar10(options.data_dir)
 
 

@@ -1,1 +1,1 @@
-"""The penguin lab, `hora demo penguins`: from raw data to a prediction, alone and distributed."""
+"""The penguins lab, `hora demo penguins`: from raw data to a prediction, alone and distributed."""

@@ -1,4 +1,4 @@
-"""The penguins as arrays, prepared by pandas or by Spark: here is chosen which. Called by the demo and the examples."""
+"""Loads the penguins as arrays, prepared by pandas or by Spark."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["FEATURES", "load_penguins"]
 def load_penguins(
     csv: str | Path | None = None, *, spark: SparkSession | None = None, preparation: Preparation | None = None
 ) -> Penguins:
-    """Read and prepare the penguins: with Spark DataFrames when a session is given, else with pandas."""
+    """Read and prepare the penguins: with Spark DataFrames if a session is given, else with pandas."""
     chosen = preparation or Preparation()
     if spark is not None:
         from hora.labs.penguins import spark_steps

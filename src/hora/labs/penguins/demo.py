@@ -39,21 +39,21 @@ NEW_PENGUIN = {"Island": "Biscoe", "CulmenLength": 50.4, "CulmenDepth": 15.3, "F
 
 @dataclass
 class LabReport:
-    """Collects paragraphs, tables and pictures; `write` makes the file."""
+    """Collects paragraphs, tables and pictures; `write` creates the file."""
 
     title: str
     parts: list[str] = field(default_factory=list)
 
     def heading(self, text: str) -> None:
-        """A section begins."""
+        """Add a heading."""
         self.parts.append(f"<h2>{html.escape(text)}</h2>")
 
     def text(self, text: str) -> None:
-        """A paragraph."""
+        """Add a paragraph."""
         self.parts.append(f"<p>{html.escape(text)}</p>")
 
     def code(self, text: str) -> None:
-        """Text as it is."""
+        """Add preformatted text."""
         self.parts.append(f"<pre>{html.escape(text)}</pre>")
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -63,12 +63,12 @@ class LabReport:
         self.parts.append("<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>")
 
     def picture(self, path: str | Path, description: str) -> None:
-        """A PNG, put into the page itself."""
+        """Add a PNG, embedded in the page."""
         data = base64.b64encode(Path(path).read_bytes()).decode()
         self.parts.append(f'<img alt="{html.escape(description)}" src="data:image/png;base64,{data}">')
 
     def write(self, path: str | Path) -> Path:
-        """The page."""
+        """Write the page."""
         title = html.escape(self.title)
         head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
         page = "\n".join([head, f"<style>{_STYLE}</style>", f"<h1>{title}</h1>", *self.parts, "</html>"])
@@ -77,7 +77,7 @@ class LabReport:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the command."""
     parser = make_parser()
     options = parser.parse_args(argv)
     if options.np < 1 or options.epochs < 1:
@@ -90,13 +90,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = _train(data, spark, options.np, options.epochs, folder, options.framework, options.dashboard)
     _show(data, runs, folder)
     print(f"\nThe lab took {time.perf_counter() - began:.0f} s.")
-    hora = "hora" if shutil.which("hora") else sys.argv[0]  # `make demo` has its own, which no shell knows
+    hora = "hora" if shutil.which("hora") else sys.argv[0]  # `make demo` has its own, which is not on the PATH
     print(f"\nTo see a training live, in the browser, and to kill its ranks: {hora} demo faults")
     return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line's parser."""
     parser = argparse.ArgumentParser(
         prog="hora demo penguins",
         description="Go from raw data to a prediction, alone and distributed, with a figure, a model and a report.",
@@ -115,7 +115,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def _spark(num_slots: int, *, wanted: bool) -> Iterator[SparkSession | None]:
-    """A local Spark with a slot per rank; None where Spark or Java is missing."""
+    """Yield a local Spark session with a slot per rank; None if Spark or Java is missing."""
     if not wanted or shutil.which("java") is None:
         yield _say(None, "Spark: not used" if not wanted else "Spark: no Java here, so pandas prepares the data")
         return
@@ -130,7 +130,7 @@ def _spark(num_slots: int, *, wanted: bool) -> Iterator[SparkSession | None]:
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.shuffle.partitions": str(num_slots),
-        # a few hundred rows: compiling queries well would take longer than running them
+        # a few hundred rows: optimizing queries would take longer than running them
         "spark.sql.codegen.wholeStage": "false",
         "spark.sql.adaptive.enabled": "false",
         "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
@@ -141,7 +141,7 @@ def _spark(num_slots: int, *, wanted: bool) -> Iterator[SparkSession | None]:
         builder = builder.config(key, value)
     session = builder.getOrCreate()
     session.sparkContext.setLogLevel("ERROR")
-    session.sparkContext.pythonExec = sys.executable  # not whichever python3 comes first in PATH
+    session.sparkContext.pythonExec = sys.executable  # not the first python3 in the PATH
     try:
         yield session
     finally:

@@ -1,4 +1,4 @@
-"""The penguin lab's figure: loss and accuracy of all runs, their times, and where the network draws its lines."""
+"""The penguins lab's figure: loss and accuracy of all runs, their times, and the network's decision regions."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 __all__ = ["draw"]
 
 _X, _Y = FEATURES.index("CulmenLength"), FEATURES.index("FlipperLength")
-# The same hues the palmerpenguins artwork made familiar, safe for colour-blind readers.
+# The hues of the palmerpenguins artwork, safe for colour-blind readers.
 _SPECIES = {"Adelie": "#e8871e", "Gentoo": "#1b7f79", "Chinstrap": "#9b4f96"}
 
 
 def draw(runs: Mapping[str, PenguinRun], data: Penguins, model: ModelFile, observation: Mapping[str, Any]) -> Figure:
-    """All four panels."""
+    """Draw all four panels."""
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator, NullLocator
 
@@ -67,7 +67,7 @@ def _times(axes: Axes, runs: Mapping[str, PenguinRun]) -> None:
 
 
 def _map(axes: Axes, data: Penguins, model: ModelFile, observation: Mapping[str, Any]) -> None:
-    """Culmen against flipper: every bird, the network's regions, and the new penguin."""
+    """Plot culmen against flipper length: every bird, the network's regions, and the new penguin."""
     features = np.concatenate([data.train.features, data.test.features])
     labels = np.concatenate([data.train.labels, data.test.labels])
     scale = DIVISORS["FlipperLength"]
@@ -92,7 +92,7 @@ def _map(axes: Axes, data: Penguins, model: ModelFile, observation: Mapping[str,
 
 
 def _regions(features: np.ndarray, model: ModelFile) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The predicted species over a grid. Features that are not drawn are those of the 15 nearest birds."""
+    """Return the predicted species over a grid. Features that are not shown are averaged over the 15 nearest birds."""
     birds = np.unique(features, axis=0)
     low, high = birds[:, [_X, _Y]].min(axis=0), birds[:, [_X, _Y]].max(axis=0)
     margin = 0.05 * (high - low)

@@ -1,8 +1,7 @@
-"""The penguin lab's training with Keras: the same network, rows and rates as `training`, through `horovod.keras`'s
-pieces.
+"""The penguins lab's training with Keras: the same network, rows and rates as `training`, with `horovod.keras`.
 
-The weights come from the torch network of the same shape, and end in it, so that everything after the training is the
-same lab.
+The weights start from the torch network of the same shape and are copied back to it, so that the rest of the lab is the
+same.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def _callbacks(keras: Any, history: History, progress: bool) -> list[Any]:
 
 
 class _Record:
-    """Writes an epoch's values into the lab's history."""
+    """Records an epoch's values in the lab's history."""
 
     def __init__(self, history: History, progress: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The penguin lab's preparation in pandas: the same rows as from `spark_steps`. Called by `data`."""
+"""The penguins lab's preparation in pandas; returns the same rows as `spark_steps`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["load", "prepare", "read"]
 
 
 def read(csv: str | Path | None) -> pd.DataFrame:
-    """The lab's columns as text."""
+    """Return the lab's columns as text."""
     import pandas as pd
 
     path = csv if csv is not None else steps.package_csv()
@@ -28,7 +28,7 @@ def read(csv: str | Path | None) -> pd.DataFrame:
 def prepare(
     raw: pd.DataFrame, preparation: steps.Preparation
 ) -> tuple[pd.DataFrame, pd.DataFrame, tuple[str, ...], tuple[str, ...]]:
-    """(train, test, islands, species) from the lab's columns as text."""
+    """Return (train, test, islands, species) from the lab's columns as text."""
     complete = raw[~raw.isin(steps.MISSING).any(axis=1)]
     islands = steps.by_frequency(complete["Island"].value_counts().items())
     species = steps.by_frequency(complete[steps.LABEL].value_counts().items())
@@ -45,7 +45,7 @@ def prepare(
 
 
 def load(csv: str | Path | None, preparation: steps.Preparation) -> steps.Penguins:
-    """Read, prepare, and hand over arrays."""
+    """Read, prepare and return arrays."""
     train, test, islands, species = prepare(read(csv), preparation)
     return steps.Penguins(
         train=steps.examples_of(train),

@@ -1,4 +1,4 @@
-"""The penguin lab's preparation in Spark: the same rows as from `pandas_steps`, collected at the very end."""
+"""The penguins lab's preparation in Spark; returns the same rows as `pandas_steps`, collected at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["load", "prepare", "read"]
 
 
 def read(spark: SparkSession, csv: str | Path | None) -> DataFrame:
-    """The lab's columns as text. The package's CSV is read on the driver: executors may lack the package."""
+    """Return the lab's columns as text. The package's CSV is read on the driver: executors may lack the package."""
     from pyspark.sql import functions as sql
 
     if csv is None:
@@ -34,7 +34,7 @@ def read(spark: SparkSession, csv: str | Path | None) -> DataFrame:
 def prepare(
     raw: DataFrame, preparation: steps.Preparation
 ) -> tuple[DataFrame, DataFrame, tuple[str, ...], tuple[str, ...]]:
-    """(train, test, islands, species) from the lab's columns as text."""
+    """Return (train, test, islands, species) from the lab's columns as text."""
     from pyspark.sql import functions as sql
 
     present = (sql.col(name).isNotNull() & ~sql.col(name).isin(*steps.MISSING) for name in steps.COLUMNS)
@@ -61,7 +61,7 @@ def prepare(
 
 
 def load(spark: SparkSession, csv: str | Path | None, preparation: steps.Preparation) -> steps.Penguins:
-    """Read, prepare, and hand over arrays."""
+    """Read, prepare and return arrays."""
     train, test, islands, species = prepare(read(spark, csv), preparation)
     return steps.Penguins(
         train=steps.examples_of(train.toPandas()),
@@ -73,7 +73,7 @@ def load(spark: SparkSession, csv: str | Path | None, preparation: steps.Prepara
 
 
 def _survey(rows: DataFrame) -> tuple[tuple[str, ...], tuple[str, ...], int]:
-    """Islands and species, the most frequent first, and the number of rows; ValueError for text among numbers."""
+    """Return islands and species, the most frequent first, and the number of rows; ValueError for invalid numbers."""
     from pyspark.sql import functions as sql
 
     wrong = (
@@ -96,5 +96,5 @@ def _survey(rows: DataFrame) -> tuple[tuple[str, ...], tuple[str, ...], int]:
 def _position(column: str, names: tuple[str, ...]) -> Column:
     from pyspark.sql import functions as sql
 
-    # Not array_position: before Spark 4 it looks for no column's value.
+    # Not array_position: before Spark 4 it does not accept a column as the value.
     return sql.coalesce(*(sql.when(sql.col(column) == name, index) for index, name in enumerate(names)))

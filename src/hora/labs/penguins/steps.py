@@ -1,16 +1,12 @@
-"""The steps that make arrays of raw penguins: what they are, which columns they see, and what comes out.
+"""Preparation of the penguins data: the steps' definitions, columns and results, shared by both implementations.
 
-They are carried out twice, by `pandas_steps` and by `spark_steps`, with the same rows in the same order; here is what
-the two have in common. Nothing here trains.
-
-The steps, in both:
-1. read every column as text, under the lab's names; 2. drop rows in which anything is missing;
+`pandas_steps` and `spark_steps` implement the steps, with the same rows in the same order:
+1. read every column as text, under the lab's names; 2. drop rows with missing values;
 3. index island and species by frequency, ties by name; 4. flipper / 10, mass / 100; 5. split 70/30;
 6. oversample the training rows.
 
-The split orders rows by a hash of (seed, the row's own text), so it needs no row number, is the same in pandas and in
-Spark, and puts identical birds on the same side. Only training rows are multiplied: no copy of a test bird is ever
-trained on.
+The split orders rows by a hash of (seed, the row's text), so it needs no row number, is the same in pandas and Spark,
+and puts identical birds on the same side. Only training rows are repeated, so no copy of a test bird is trained on.
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ DIVISORS = {"FlipperLength": 10.0, "BodyMass": 100.0}
 MISSING = ("", "NA", "NaN", "nan", "null", "None")
 NUMBER_PATTERN = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 
-# What the palmerpenguins package calls the lab's columns.
+# The palmerpenguins package's names of the lab's columns.
 _PACKAGE_NAMES = {
     "island": "Island",
     "bill_length_mm": "CulmenLength",
@@ -59,13 +55,13 @@ _PACKAGE_NAMES = {
     "body_mass_g": "BodyMass",
     "species": "Species",
 }
-# Some copies of the lab's CSV hold codes instead of names.
+# Some copies of the lab's CSV contain codes instead of names.
 _SPECIES_CODES = {"0": "Adelie", "1": "Gentoo", "2": "Chinstrap"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """Options of the preparation: the seed of the split, its size, and how often training rows are repeated."""
+    """Options of the preparation: the seed of the split, its size, and the number of copies of training rows."""
 
     seed: int = 0
     train_fraction: float = 0.7
@@ -78,11 +74,11 @@ class Preparation:
             raise ValueError(f"copies must be at least 1 (1 = no oversampling), but it is {self.copies}")
 
     def num_train(self, num_rows: int) -> int:
-        """Return how many distinct rows are for training."""
+        """Return the number of distinct rows for training."""
         count = int(num_rows * self.train_fraction)
         if not 0 < count < num_rows:
             raise ValueError(
-                f"{num_rows} complete rows cannot be split {self.train_fraction:.0%} / rest; give more rows"
+                f"{num_rows} complete rows cannot be split {self.train_fraction:.0%} / rest; add more rows"
             )
         return count
 
@@ -100,7 +96,7 @@ class Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Penguins:
-    """Training and test rows, and the names behind the island and species numbers."""
+    """Training and test rows, and the names of the island and species numbers."""
 
     train: Examples
     test: Examples
@@ -110,19 +106,19 @@ class Penguins:
 
     @property
     def num_train_birds(self) -> int:
-        """The distinct rows among the training rows, which are oversampled."""
+        """Number of distinct rows among the oversampled training rows."""
         return len(np.unique(self.train.features, axis=0))
 
 
 def package_csv() -> Path:
-    """The CSV inside the installed `palmerpenguins` package (found without importing it)."""
+    """Return the CSV of the installed `palmerpenguins` package, without importing it."""
     spec = importlib.util.find_spec("palmerpenguins")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         path = Path(folder) / "data" / "penguins.csv"
         if path.exists():
             return path
     raise ValueError(
-        "no penguin data: pip install 'hora[examples]' (it brings palmerpenguins), or give a CSV with "
+        "no penguin data: pip install 'hora[examples]' (it includes palmerpenguins), or pass a CSV with "
         f"the columns {', '.join(COLUMNS)}"
     )
 
@@ -140,24 +136,24 @@ def lab_names(header: Iterable[str], source: str) -> dict[str, str]:
 
 
 def by_frequency(counts: Iterable[tuple[str, int]]) -> tuple[str, ...]:
-    """Names, the most frequent first, ties in alphabetical order: a name's place is its index."""
+    """Return names, the most frequent first, ties in alphabetical order: a name's position is its index."""
     return tuple(name for name, _ in sorted(counts, key=lambda item: (-item[1], item[0])))
 
 
 def species_names(values: Sequence[str]) -> tuple[str, ...]:
-    """The species behind a column's values: codes become names, names stay."""
+    """Return the species of a column's values: codes become names, names stay."""
     if all(value in _SPECIES_CODES for value in values):
         return tuple(_SPECIES_CODES[value] for value in values)
     return tuple(values)
 
 
 def not_a_number(column: str, value: str) -> ValueError:
-    """The error that pandas_steps and spark_steps raise for text in a number column."""
+    """Return the error for text in a number column."""
     return ValueError(
         f"column {column} holds {value!r}, which is not a number; correct the row or leave the value empty"
     )
 
 
 def examples_of(frame: Any) -> Examples:
-    """The arrays of a pandas frame with the lab's columns."""
+    """Return the arrays of a pandas frame with the lab's columns."""
     return Examples(frame[list(FEATURES)].to_numpy(dtype=np.float32), frame[LABEL].to_numpy(dtype=np.int64))

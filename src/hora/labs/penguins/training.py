@@ -1,4 +1,4 @@
-"""The penguin lab's training: one function, the same alone and on many ranks. Run by the demo and by HorovodRunner."""
+"""The penguins lab's training: one function for one or many ranks, run by the demo and by HorovodRunner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["PenguinRun", "features_of", "train"]
 
 @dataclass(frozen=True, kw_only=True)
 class PenguinRun:
-    """Result of a training run: numbers and arrays only, so that it travels anywhere."""
+    """Result of a training run; only numbers and arrays, so that it can be pickled."""
 
     history: History
     num_ranks: int
@@ -25,7 +25,7 @@ class PenguinRun:
 
     @property
     def accuracy(self) -> float:
-        """On the test rows, after the last epoch."""
+        """Accuracy on the test rows, after the last epoch."""
         return self.history.last("valid_accuracy")
 
 

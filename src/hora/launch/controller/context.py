@@ -112,7 +112,7 @@ class JobContext:
             try:
                 facts = facts_of(self.id, title=self._job.title, command=self._job.command, elastic=elastic)
                 self.observation.observer = self._job.watching.open(facts, self)
-            except BaseException:  # an address that is taken, say
+            except BaseException:  # such as an address in use
                 self.rendezvous.close()
                 raise
         try:

@@ -1,4 +1,4 @@
-"""The Horovod strategy, which Lightning itself no longer has: `Trainer(strategy="horovod")` once this is imported."""
+"""The Horovod strategy, which Lightning no longer includes: `Trainer(strategy="horovod")` once this is imported."""
 
 from hora.spark.lightning.package import default_package
 from hora.spark.lightning.strategy import horovod_strategy

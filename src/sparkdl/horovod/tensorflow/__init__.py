@@ -1,1 +1,1 @@
-"""The old place of the Keras callback; see `keras`."""
+"""The old location of the Keras callback; see `keras`."""

@@ -1,4 +1,4 @@
-"""The old place of `LogCallback`. Importing this module imports no Keras; taking the name does."""
+"""The old location of `LogCallback`. Only accessing the name imports Keras, not importing this module."""
 
 from __future__ import annotations
 
