@@ -40,13 +40,13 @@ import torch
 import hora
 import horovod.torch as hvd
 
-STEPS = 4000
+EPOCHS = 60
 
 
-def read_rows():
+def read_rows(rows):
     if hvd.rank() == 2 and {fault} == "slow":
         time.sleep(0.05)  # a slow disk
-    return torch.randn(64, 64)
+    return torch.stack(rows)
 
 
 def refill(cache):
@@ -55,31 +55,32 @@ def refill(cache):
 
 hvd.init()
 torch.manual_seed(hvd.rank())
+loader = torch.utils.data.DataLoader(list(torch.randn(4096, 64)), batch_size=64, shuffle=True, collate_fn=read_rows)
 model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-hora.report(total_steps=STEPS)
-for step in range(STEPS):
-    rows = read_rows()
-    if step == 300 and hvd.rank() == 1 and {fault} == "hang":
+hora.report(total_steps=EPOCHS * len(loader))
+for epoch in range(EPOCHS):
+    for rows in loader:
+        optimizer.zero_grad()
+        labels = (rows.sum(dim=1) > 0).long()
+        outputs = model(rows)
+        loss = torch.nn.functional.cross_entropy(outputs, labels)
+        loss.backward()
+        optimizer.step()
+        time.sleep(0.02)
+        hora.report(loss=loss, accuracy=(outputs.argmax(dim=1) == labels).float().mean())
+    if epoch == 5 and hvd.rank() == 1 and {fault} == "hang":
         refill(cache=[])
-    optimizer.zero_grad()
-    labels = (rows.sum(dim=1) > 0).long()
-    outputs = model(rows)
-    loss = torch.nn.functional.cross_entropy(outputs, labels)
-    loss.backward()
-    optimizer.step()
-    time.sleep(0.02)
-    hora.report(loss=loss, accuracy=(outputs.argmax(dim=1) == labels).float().mean())
 """
 
 
 @contextlib.contextmanager
-def running(command: list[str]) -> Iterator[str]:
+def running(command: list[str], folder: Path = HERE) -> Iterator[str]:
     """A job with a live page, and the address of that page."""
     with tempfile.TemporaryFile() as printed:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=printed)
+        process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=printed)
         try:
             limit = time.monotonic() + START_LIMIT_S
             while not (found := re.search(rb"see it live: (\S+#token=\S+)", os.pread(printed.fileno(), 65536, 0))):
@@ -96,10 +97,11 @@ def running(command: list[str]) -> Iterator[str]:
 def training(fault: str) -> Iterator[str]:
     """Four ranks of a small training with a fault, and the address of their page."""
     with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "train.py"
-        script.write_text(TRAINING.replace("{fault}", repr(fault)).lstrip())
-        command = ["-m", "hora", "run", "-np", "4", "--dashboard", sys.executable, str(script)]
-        with running([sys.executable, *command]) as url:
+        job = Path(folder) / "job"
+        job.mkdir()
+        (job / "train.py").write_text(TRAINING.replace("{fault}", repr(fault)).lstrip())
+        command = [sys.executable, "-m", "hora", "run", "-np", "4", "--dashboard", "python", "train.py"]
+        with running(command, job) as url:
             yield url
 
 

@@ -134,7 +134,7 @@ class EngineConfig:
         "HORA_KEEP_FREED_MEMORY", True, _boolean, "0 or 1", "keep freed memory for the next step"
     )
     autotune: bool = _variable(
-        "HOROVOD_AUTOTUNE", False, _boolean, "0 or 1", "find the best way to reduce gradients during the first steps"
+        "HOROVOD_AUTOTUNE", False, _boolean, "0 or 1", "try settings of the reduction during the first steps"
     )
     autotune_log: str = _variable("HOROVOD_AUTOTUNE_LOG", "", str, "a file path", "CSV file of what autotune tried")
     autotune_warmup_samples: int = _variable(

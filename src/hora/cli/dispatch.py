@@ -41,7 +41,7 @@ class Command:
 
 COMMANDS = {
     "run": Command("hora.cli.run:main", "run a command as several processes: hora run -np 4 python train.py"),
-    "init": Command("hora.cli.init:main", "write a training script to begin with: hora init train.py"),
+    "init": Command("hora.cli.init:main", "write a training script, or make yours distributed: hora init train.py"),
     "plan": Command(
         "hora.cli.run:plan",
         "measure links between hosts, say what to send: hora plan -np 8 -H a:4,b:4 python train.py",
@@ -104,7 +104,7 @@ def _help() -> str:
             "",
             "examples:",
             "  hora demo faults                              # a training here; kill its ranks on its live page",
-            "  hora init train.py                            # a script of your own to begin with",
+            "  hora init --from train.py distributed.py      # your script, with the lines that distribute it",
             "  hora run -np 4 --dashboard python train.py    # on 4 ranks of this machine, with a live page",
             "",
             "commands:",

@@ -165,7 +165,7 @@ class Options:
     output_filename: str | None = _option("--output-filename", kind=str, section="job", metavar="DIR",
         help="also write each rank's output to DIR/rank.<r>/stdout and stderr")
     dashboard: bool | None = _option("--dashboard", kind=bool, section="job",
-        help="a live page of the job; its address is printed (also: HORA_DASHBOARD=1)")
+        help="show a live page of the job, and print its address (also: HORA_DASHBOARD=1)")
     dashboard_address: str | None = _option("--dashboard-address", kind=str, section="job", metavar="HOST:PORT",
         help="where the live page listens (default: loopback, a free port)")
     record: str | None = _option("--record", kind=str, section="job", metavar="FILE",
@@ -180,24 +180,24 @@ class Options:
     hostfile: str | None = _option("-hostfile", "--hostfile", kind=str, section="hosts", exclusive="hosts",
         metavar="FILE", help="a file with a line `name slots=N` for each host")
     join: bool | None = _option("--join", kind=bool, section="nodes",
-        help="this command runs on every node of the job; which one this is, the platform's variables say")
+        help="this command runs on every node; the platform's variables name the node")
     num_nodes: int | None = _option("--nnodes", section="nodes", low=1, high=100_000, metavar="N",
         help="how many nodes run this command")
     node_rank: int | None = _option("--node-rank", section="nodes", low=0, metavar="N",
         launch_variable="HORA_NODE_RANK",
-        help="which of them this is; 0 is the first, where the job is controlled")
+        help="number of this node; node 0 controls the job")
     meet: str | None = _option("--meet", kind=str, section="nodes", metavar="HOST:PORT",
-        help="where the first node takes the others (default port: 29500)")
+        help="address at which the nodes meet, on the first one (default port: 29500)")
     secret_file: str | None = _option("--secret-file", kind=str, section="nodes", metavar="FILE",
         launch_variable="HORA_SECRET_FILE", help="a secret that all nodes hold, in a file that only you can read")
     host_discovery_script: str | None = _option("--host-discovery-script", kind=str, section="hosts",
         exclusive="hosts", metavar="SCRIPT", help="elastic: a program that prints host:slots lines")
     silence_timeout: int | None = _option("--silence-timeout", section="hosts", low=3, default=60,
         launch_variable="HORA_SILENCE_TIMEOUT", metavar="SECONDS",
-        help="a host that does not answer for so long is given up, and it gives the launcher up")
+        help="a host that stays silent this long is dropped, and ends its ranks")
     launcher_timeout: int | None = _option("--launcher-timeout", section="elastic", low=0, default=30,
         launch_variable="HORA_LAUNCHER_TIMEOUT", metavar="SECONDS",
-        help="ranks whose connection to the launcher breaks go on for so long, until it is back")
+        help="how long ranks train on while the launcher cannot be reached")
     ssh_port: int | None = _option("-p", "--ssh-port", section="hosts", low=1, high=65535, metavar="PORT",
         help="ssh port of all hosts")
     ssh_identity_file: str | None = _option("-i", "--ssh-identity-file", kind=str, section="hosts",
@@ -218,9 +218,9 @@ class Options:
         idle=_CHOSEN)
 
     autotune: bool | None = _worker("--autotune", section="autotune", kind=bool, key="autotune.enabled",
-        help="find the best way to reduce gradients during the first steps")
+        help="try settings of the reduction during the first steps")
     autotune_log_file: str | None = _autotune("--autotune-log-file", kind=str,
-        variable="HOROVOD_AUTOTUNE_LOG", metavar="CSV", help="what was tried, and the best, by rank 0")
+        variable="HOROVOD_AUTOTUNE_LOG", metavar="CSV", help="file for the trials and the best setting")
     autotune_warmup_samples: int | None = _autotune("--autotune-warmup-samples", metavar="N", default=3,
         help="trials that do not count")
     autotune_steps_per_sample: int | None = _autotune("--autotune-steps-per-sample", metavar="N", default=10,
@@ -241,7 +241,7 @@ class Options:
         help="limit of the wait for enough slots after a change")
     leave_timeout: int | None = _option("--leave-timeout", section="elastic", low=1, default=25,
         launch_variable="HORA_LEAVE_TIMEOUT", metavar="SECONDS",
-        help="how long a SIGTERM lets the ranks come to their next commit, and leave with status 75")
+        help="time for the ranks to commit and leave (status 75) after a SIGTERM")
     reset_limit: int | None = _option("--reset-limit", section="elastic", low=0, metavar="N",
         help="most changes of membership (default: any number)")
     cooldown_range: tuple[int, int] | None = _option("--blacklist-cooldown-range", section="elastic", low=1,

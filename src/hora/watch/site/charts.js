@@ -26,7 +26,7 @@ class Chart {
     const options = {
       ...this.size(), padding: [10, RIGHT, 0, 0], legend: { show: false },
       cursor: { points: { show: false }, sync: { key: "hora", setSeries: false, scales: ["x", null] }, y: false, drag: { x: true, y: false } },
-      scales: { x: { time: true }, y: { distr: 100, fwd: (v) => this.folded(v), bwd: (v) => this.unfolded(v), range: (u, low, high) => this.range(low, high) } },
+      scales: { x: { time: true }, y: { distr: 100, fwd: (v) => this.folded(v), bwd: (v) => this.unfolded(v), range: (u, low, high) => this.settle(u.scales.y, this.range(low, high)) } },
       axes: [
         { ...axis, space: 70, size: 26, values: (u, splits, i, space, step) => splits.map((t) => clock(t, step < 60)) },
         { ...axis, size: AXIS, space: 34, splits: (u, i, low, high, step) => this.ticks(low, high, step), filter: (u, splits) => splits, values: (u, splits) => splits.map((v) => pretty(v) + this.unit) },
@@ -59,6 +59,8 @@ class Chart {
     const room = (high - low || Math.abs(high) || 1) * (this.zero ? 0.12 : 0.08);
     return [this.zero ? 0 : low - room, high + room];
   }
+  // uPlot keeps the folded ends until the ends change; the fold may change without them.
+  settle(scale, [low, high]) { if (scale) Object.assign(scale, { _min: this.folded(low), _max: this.folded(high) }); return [low, high]; }
   folded(v) { return v <= this.cut ? v : this.cut + (v - this.cut) * this.fold; }
   unfolded(v) { return v <= this.cut ? v : this.cut + (v - this.cut) / this.fold; }
   // Ticks at round values below the cut, and one for the greatest value.
