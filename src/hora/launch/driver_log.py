@@ -1,4 +1,4 @@
-"""`log_to_driver`: a line from any rank to the place where the job was started. Best effort, never an error.
+"""`log_to_driver`: show a line of any rank where the job was started. Best effort, never an error.
 
 It travels over the job's authenticated connection, so it also works from scripts under `horovodrun` and from processes
 that a rank has started. Outside a job it prints. Re-exported as `sparkdl.horovod.log_to_driver`.
@@ -39,7 +39,7 @@ class _Line:
                 )
             client = self._client
         client.say(text)
-        # An answer means that the driver has it: the rank may end now without losing the line.
+        # The answer confirms that the driver has the line: the rank may exit now.
         client.check([])
 
 

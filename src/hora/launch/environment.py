@@ -1,8 +1,7 @@
-"""The environment of this process, for `hora.launch` and the rooms above it: read and changed here and nowhere else;
-and the argv that starts one of our modules in a process of its own.
+"""The environment of this process, for `hora.launch` and the packages above it: only this module reads and changes it.
+Also the argv that runs one of our modules in a new process.
 
-What the variables mean is not known here; who asks is given all of them, or a mapping in a test. Supervisors and probes
-import this and start fast, so it imports nothing.
+Callers interpret the variables. Agents and probes must start fast and import this, so it imports nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ __all__ = [
 
 
 def variables() -> dict[str, str]:
-    """A copy of what this process has now."""
+    """Return a copy of the current environment."""
     return dict(os.environ)
 
 
@@ -34,24 +33,24 @@ def first_variables() -> dict[str, str]:
 
 
 def replace_variables(env: Mapping[str, str]) -> None:
-    """Have exactly these from now on: what a forked worker does in place of exec."""
+    """Replace the environment, as a forked worker does instead of exec."""
     os.environ.clear()
     os.environ.update(env)
 
 
 def set_variables(env: Mapping[str, str]) -> None:
-    """Have these from now on, besides the others."""
+    """Add these variables."""
     os.environ.update(env)
 
 
 def set_missing(env: Mapping[str, str]) -> None:
-    """Set those of these that are not set."""
+    """Add those of these variables that are not set."""
     for name, value in env.items():
         os.environ.setdefault(name, value)
 
 
 def put_first_on_path(*folders: str) -> None:
-    """Have this process, and those it starts, look for commands in these folders first."""
+    """Put these folders first on PATH, for this process and its children."""
     path = os.environ.get("PATH", os.defpath).split(os.pathsep)
     os.environ["PATH"] = os.pathsep.join([*folders, *(entry for entry in path if entry not in folders)])
 
@@ -65,5 +64,5 @@ _RUN_MODULE = (
 
 
 def module_command(executable: str, module: str, *args: str) -> tuple[str, ...]:
-    """The argv of a Python that runs this module and imports nothing from the directory it is started in."""
+    """Return the argv of a Python that runs this module and imports nothing from the current directory."""
     return (executable, "-c", _RUN_MODULE, module, *args)

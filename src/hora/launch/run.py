@@ -1,7 +1,7 @@
 """`run`: call a function on every rank of a job and get the values back. Users know it as `horovod.run` or `hora.run`.
 
-It checks the arguments, turns them into `Options` and hands over to `start`. `HorovodRunner`, its sister for Spark
-clusters, is in `hora.spark.runner`.
+It checks the arguments, turns them into `Options` and calls `start`. `HorovodRunner`, for Spark clusters, is in
+`hora.spark.runner`; `distributed` is a decorator for any of these launchers.
 """
 
 from __future__ import annotations
@@ -119,11 +119,11 @@ Starter = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any], int, M
 def distributed(
     *, num_processes: int, on: str = "local", **options: Any
 ) -> Callable[[Callable[P, T]], Distributed[P, T]]:
-    """Make a function of it that `f.distributed(x)` calls on `num_processes` ranks, for the list of their values in
-    rank order; `f(x)` still calls it here.
+    """Decorate a function: `f.distributed(x)` calls it on `num_processes` ranks and returns the list of values in rank
+    order; `f(x)` still calls it here.
 
     `on`: `local`, `ssh` (with `hosts="a:4,b:4"`), `slurm` (inside an allocation), `spark` (the active session), `ray`.
-    `options`: for what starts the job there, `horovod.run`, `horovod.spark.run` or `RayExecutor`.
+    `options`: passed to `horovod.run`, `horovod.spark.run` or `RayExecutor`.
     """
     if on not in _STARTERS:
         raise ValueError(f"on must be one of {', '.join(_STARTERS)}, but it is {on!r}")
@@ -141,7 +141,7 @@ def distributed(
 
 
 class Distributed(Generic[P, T]):
-    """A function, here and on ranks."""
+    """A function that can be called here or on ranks."""
 
     def __init__(self, function: Callable[P, T], num_processes: int, on: str, options: Mapping[str, Any]) -> None:
         self._function, self._num_processes, self._on, self._options = function, num_processes, on, options
@@ -151,7 +151,7 @@ class Distributed(Generic[P, T]):
         return self._function(*args, **kwargs)
 
     def distributed(self, *args: P.args, **kwargs: P.kwargs) -> list[T]:
-        """Every rank's value, in rank order."""
+        """Return every rank's value, in rank order."""
         return _STARTERS[self._on](self._function, args, kwargs, self._num_processes, self._options)
 
 

@@ -1,7 +1,7 @@
-"""Hosts and slots: reading them from text and giving every rank its place. Pure: no network, no clock.
+"""Hosts and slots: parsing them from text and placing ranks. Pure: no network, no clock.
 
-`place_ranks` is the one builder of placements: for jobs of a fixed size (`get_host_assignments`), for the generations
-of elastic ones and for Spark tasks. Not here: whether a host is this machine (`net.sockets`), how to reach it
+`place_ranks` makes all placements: for jobs of fixed size (`get_host_assignments`), generations of elastic jobs, and
+Spark tasks. Not here: whether a host is this machine (`net.sockets`), how to reach it
 (`providers.ssh`), which hosts a job may use (`controller.policy`).
 """
 
@@ -29,7 +29,7 @@ __all__ = [
     "visible_gpus",
 ]
 
-DEFAULT_PORT = 29500  # at which nodes meet
+DEFAULT_PORT = 29500  # of the first node, for the others
 
 # A leading dash would make a name look like an option to ssh.
 _HOST = re.compile(r"(?!-)([\w.-]+):([0-9]+)")
@@ -45,7 +45,7 @@ class HostInfo:
 
     @classmethod
     def from_string(cls, text: str) -> HostInfo:
-        """Reads `name:slots`."""
+        """Parse `name:slots`."""
         match = _HOST.fullmatch(text.strip())
         if not match:
             raise ValueError(
@@ -60,7 +60,7 @@ class HostInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSpec:
-    """Node `index` of `num_nodes`; all meet at `host` and `port`. `slots`: processes here, None where nothing says."""
+    """Node `index` of `num_nodes`; all connect to `host` and `port`. `slots`: processes here, None if unknown."""
 
     num_nodes: int
     index: int
@@ -120,23 +120,25 @@ class Slot:
         )
 
 
-# Horovod's way to say that a host has no place in the job.
+# Horovod's value for a host without a place in the job.
 INVALID_SLOT_INFO = Slot(hostname="", rank=-1, local_rank=-1, cross_rank=-1, size=-1, local_size=-1, cross_size=-1)
 
 
 def parse_hosts(hosts_string: str) -> list[HostInfo]:
-    """Reads `host:slots,host:slots`; blanks around commas are allowed."""
+    """Parse `host:slots,host:slots`; blanks around commas are allowed."""
     return [HostInfo.from_string(item) for item in hosts_string.split(",")]
 
 
 def parse_hosts_and_slots(hosts_string: str) -> tuple[list[str], dict[str, int]]:
-    """The host names in order, and the slots of each. A host named twice has the sum of its slots."""
+    """Return the host names in order, and the slots of each. A host named twice has the sum of its slots."""
     merged = _merge(parse_hosts(hosts_string))
     return [host.hostname for host in merged], {host.hostname: host.slots for host in merged}
 
 
 def parse_host_files(filename: str | Path) -> str:
-    """Reads a hostfile: `name slots=N` or `name:N` a line, blank lines and # comments skipped, one slot by default."""
+    """Parse a hostfile: `name slots=N` or `name:N` per line, blank lines and # comments skipped, one slot by
+    default.
+    """
     try:
         text = Path(filename).read_text(encoding="utf-8")
     except OSError as error:
@@ -161,7 +163,7 @@ def parse_host_files(filename: str | Path) -> str:
 
 
 def get_host_assignments(hosts: Sequence[HostInfo], min_num_proc: int, max_num_proc: int | None = None) -> list[Slot]:
-    """Give ranks to slots in the order of hosts, at most `max_num_proc`; ValueError for fewer than `min_num_proc`."""
+    """Assign ranks to slots in host order, at most `max_num_proc`. Raises ValueError for fewer than `min_num_proc`."""
     merged = _merge(hosts)
     num_slots = sum(host.slots for host in merged)
     if num_slots < min_num_proc:
@@ -174,9 +176,9 @@ def get_host_assignments(hosts: Sequence[HostInfo], min_num_proc: int, max_num_p
 
 
 def place_ranks(hostnames: Sequence[str], local_order: Sequence[int] | None = None) -> list[Slot]:
-    """The slots of ranks 0, 1, 2, …, of which `hostnames` says where each runs.
+    """Return the slots of ranks 0, 1, 2, …; `hostnames` has the host of each.
 
-    Local ranks follow the ranks, or the numbers of `local_order` where they are given, one for each rank.
+    Local ranks follow the ranks, or the numbers of `local_order`, one per rank, if given.
     """
     size = len(hostnames)
     order = range(size) if local_order is None else local_order

@@ -1,8 +1,8 @@
-"""From options to a running job: the one way in for `horovodrun`, `hora run`, `run()` and local `HorovodRunner`s.
+"""From options to a running job: the entry point of `horovodrun`, `hora run`, `run()` and local `HorovodRunner`s.
 
-`start` goes through it once: the hosts, the job with a place for every rank, the launcher, and over to the controller;
-the functions below stand in that order. Not here: reading flags (`flags`), the rules of placement (`slots`), what a
-launcher does (`controller.launcher`).
+`start` finds the hosts, makes the job with a place for every rank, opens the launcher and calls the controller; the
+functions below follow that order. Not here: parsing flags (`options`), placement (`slots`), starting processes
+(`controller.launcher`).
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def start(
     adjust: Callable[[Job], Job] = lambda job: job,
     leadership: Leadership | None = None,
 ) -> JobResult:
-    """Run the command of `options`, or the pickled `function`, to its end. `adjust` has the last word on the job.
+    """Run the command of `options`, or the pickled `function`, to its end. `adjust` may change the job.
     `leadership`: of a job that other processes may take over.
 
-    ValueError for a request that cannot be met, JobFailedError when a worker fails.
+    Raises ValueError for a request that cannot be met, JobFailedError if a worker fails.
     """
     if function is None and not options.command:
         raise ValueError("there is no command to run: put it after the options, for example: python train.py")
@@ -70,7 +70,7 @@ def start(
 def _nodes_of(
     options: Options, environ: Mapping[str, str], leadership: Leadership | None
 ) -> contextlib.AbstractContextManager[Agents | None]:
-    """The nodes whose agents come to us, where the job has such."""
+    """Return the nodes whose agents connect by themselves, if the job has such nodes."""
     if not options.joins and not environ.get("SLURM_JOB_ID"):
         return contextlib.nullcontext()
     from hora.launch.providers.join import open_nodes  # imported only here: other jobs start faster without it
@@ -85,7 +85,7 @@ def _run_elastic(job: Job, elastic: ElasticSpec, launcher: Launcher) -> JobResul
 
 
 def find_hosts(options: Options, environ: Mapping[str, str], nodes: Agents | None = None) -> list[HostInfo]:
-    """The hosts of a job: its nodes, as given, those of the LSF job we are in, or this one."""
+    """Return the hosts of a job: its nodes, the given hosts, those of the current LSF job, or this machine."""
     if nodes is not None:
         return nodes.hosts()
     if options.hostfile is not None:
@@ -100,7 +100,7 @@ def find_hosts(options: Options, environ: Mapping[str, str], nodes: Agents | Non
 
 
 def elastic_spec(options: Options, environ: Mapping[str, str], nodes: Agents | None = None) -> ElasticSpec:
-    """Return an elastic job's limits according to the options. ValueError where it could never get over a failure."""
+    """Return an elastic job's limits. Raises ValueError if the job could never recover from a failure."""
     from hora.launch.controller.elastic_policy import Limits
     from hora.launch.controller.hosts import DiscoveryScript, ElasticSpec
 
@@ -115,7 +115,7 @@ def elastic_spec(options: Options, environ: Mapping[str, str], nodes: Agents | N
         )
     num_proc = options.num_proc or sum(host.slots for host in hosts) or options.min_num_proc or 1
     if script is None and nodes is None:
-        get_host_assignments(hosts, num_proc)  # a fixed list never grows: say so now if it is too short
+        get_host_assignments(hosts, num_proc)  # a fixed list never grows: fail now if it is too short
     timeout_s = float(options.effective("elastic_timeout"))
     return ElasticSpec(
         limits=Limits(
@@ -143,8 +143,8 @@ def make_job(
     function: bytes | None = None,
     executable: str | None = None,
 ) -> Job:
-    """The job that `options` ask for, with our environment and settings: exactly `-np` ranks, or one for
-    every slot of an elastic job's first hosts.
+    """Return the job of `options`, with this process's environment and settings: exactly `-np` ranks, or one per slot
+    of an elastic job's first hosts.
     """
     if elastic is None:
         hosts: Sequence[HostInfo] = find_hosts(options, environ, nodes)
@@ -158,7 +158,7 @@ def make_job(
     if not options.nics and nodes is None and all(sockets.is_local(name) for name in {slot.hostname for slot in slots}):
         env.setdefault("HOROVOD_GLOO_IFACE", "lo")
         env.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        # All ranks share this machine's cores, whatever names its addresses go by.
+        # All ranks share this machine's cores, whatever its names.
         env.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // num_proc, 1)))
     if elastic is not None:
         env |= elastic.limits.worker_env()
@@ -190,8 +190,8 @@ def _directory() -> str:
 def open_launcher(
     hostnames: Iterable[str], options: Options, environ: Mapping[str, str], nodes: Agents | None = None
 ) -> Iterator[HostLauncher]:
-    """The launcher for these hosts, all of them there: this machine's processes, or agents that ssh starts or that came
-    by themselves.
+    """Yield the launcher for these hosts: processes of this machine, agents that ssh starts, or agents that have
+    joined.
     """
     remote = [name for name in dict.fromkeys(hostnames) if not sockets.is_local(name)]
     if nodes is not None:

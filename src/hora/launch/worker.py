@@ -1,10 +1,8 @@
-"""The worker entry point: `python -m hora.launch.worker` fetches the job's function, runs it, and sends home the
-result.
+"""The worker entry point: `python -m hora.launch.worker` fetches the job's function, runs it, and returns the result.
 
-The function comes over the authenticated connection and from nowhere else. What it raises is reported with its own
-traceback; the process then ends with a non-zero status. Commands need no entry point: agents run them as they are.
-torch is imported when the function needs it, not before. With `--fork-server module …` this is the process from which a
-agent has workers forked.
+The function arrives only over the authenticated connection. An exception is reported with its own traceback, and the
+process exits with a non-zero status. Commands need no entry point: agents execute them. torch is imported only when the
+function needs it. With `--fork-server module …` this process is an agent's fork server.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ _FETCH_LIMIT_S = 600.0
 
 
 def work() -> NoReturn:
-    """In a fork: be a worker, to the end of the process."""
+    """In a fork: run the worker to the end of the process."""
     try:
         status = main()
     except BaseException:  # as the interpreter does it at the end of a script
@@ -39,7 +37,7 @@ def work() -> NoReturn:
 
 
 def main() -> int:
-    """Fetch the function, run it, send home what it returned; the status to end with."""
+    """Fetch the function, run it and send its result; return the exit status."""
     world = World.from_env()
     client = ControlClient.connect(
         world.rendezvous, name=f"worker {world.worker}", worker=world.worker, timeout_s=_CONNECT_LIMIT_S
@@ -73,7 +71,7 @@ def _run(client: ControlClient, world: World) -> int:
 
 
 def _extend_path(launcher_path: list[str]) -> None:
-    """Modules that the caller can import are importable here too, after everything that is importable anyway."""
+    """Append the caller's module path, so that its modules are importable here too."""
     sys.path.extend(entry for entry in launcher_path if entry not in sys.path and os.path.exists(entry))
 
 
@@ -87,7 +85,7 @@ def _exit_status(error: SystemExit) -> int:
 def _report(client: ControlClient, error: BaseException) -> None:
     from hora.launch.pickling import pickle_exception
 
-    # The frames above the user's function are ours and tell nothing.
+    # Drop our own frames above the user's function.
     inner = error.__traceback__.tb_next if error.__traceback__ is not None else None
     text = "".join(traceback.format_exception(type(error), error, inner or error.__traceback__))
     print(text, end="", file=sys.stderr, flush=True)
@@ -113,7 +111,7 @@ def _words(error: BaseException) -> str:
 
 
 def _leave(status: int) -> NoReturn:
-    """End the process after its threads and exit handlers, without the second that unloading torch's modules takes."""
+    """Exit after threads and exit handlers, without the second that unloading torch takes."""
     threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter does first, and multiprocessing too
     atexit._run_exitfuncs()
     sys.stdout.flush()

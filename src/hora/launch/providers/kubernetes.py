@@ -27,10 +27,10 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 @dataclass(frozen=True, kw_only=True)
 class ManifestRequest:
-    """Request of the user. `slots`: processes of each node; `min_nodes`: fewest to go on with, for an elastic job.
+    """The user's request. `slots`: processes per node; `min_nodes`: the minimum for an elastic job to continue.
 
     `any_leader`: the job's state is in a Lease and a Secret, so that any pod may lead it. `writable_root`: the command
-    may write anywhere in its container, not to /tmp and to mounted volumes alone.
+    may write anywhere in its container, not only to /tmp and to mounted volumes.
     """
 
     name: str
@@ -70,7 +70,7 @@ class ManifestRequest:
 
     @property
     def state(self) -> str:
-        """The name of the Lease and the Secret that have the job's state, and of what may change them."""
+        """Return the name of the Lease and the Secret with the job's state, and of the role that may change them."""
         return f"{self.name}-hora-state"
 
     @property
@@ -85,7 +85,7 @@ class ManifestRequest:
 
 
 def secret_command(request: ManifestRequest) -> str:
-    """The shell command that makes the Secret without showing it to anybody."""
+    """Return the shell command that creates the Secret without printing it."""
     where = f" --namespace {request.namespace}" if request.namespace else ""
     return (
         f"openssl rand -hex 32 | kubectl create secret generic {request.secret}{where} --from-file={_FILE}=/dev/stdin"
@@ -115,7 +115,7 @@ def _resources(request: ManifestRequest) -> Manifest:
 
 
 def _state(request: ManifestRequest) -> list[Manifest]:
-    """The Lease and the Secret, empty, and an account that may read and change these two and nothing else."""
+    """Return the empty Lease and Secret, and an account that may read and change only these two."""
     rules = [
         {"apiGroups": [group], "resources": [kind], "resourceNames": [request.state], "verbs": ["get", "update"]}
         for group, kind in (("coordination.k8s.io", "leases"), ("", "secrets"))
@@ -133,7 +133,7 @@ def _state(request: ManifestRequest) -> list[Manifest]:
 
 
 def _variables(request: ManifestRequest) -> list[Manifest]:
-    # Each pod asks the API server some four times in a third of the lease's time: a hundred times a second in all.
+    # Each pod sends about four requests per third of the lease time: about a hundred per second in total.
     lease = f"?ttl={request.num_nodes // 8}" if request.num_nodes >= 32 else ""
     store = [{"name": "HORA_STORE", "value": f"kubernetes://{request.state}{lease}"}] if request.any_leader else []
     home = [] if request.writable_root else [{"name": "HOME", "value": "/tmp"}]  # for caches of torch and others
@@ -141,12 +141,12 @@ def _variables(request: ManifestRequest) -> list[Manifest]:
 
 
 def _account(request: ManifestRequest) -> Manifest:
-    """The account whose token the pods need, or none."""
+    """Return the account whose token the pods need, if any."""
     return {"serviceAccountName": request.state} if request.any_leader else {"automountServiceAccountToken": False}
 
 
 def _pod_limits() -> Manifest:
-    """No root. The group gets the job's secret."""
+    """Return the pod's limits: no root; the group can read the job's secret."""
     seccomp = {"type": "RuntimeDefault"}
     return {"runAsNonRoot": True, "runAsUser": _USER, "runAsGroup": _USER, "fsGroup": _USER, "seccompProfile": seccomp}
 
@@ -191,7 +191,7 @@ def _pods(request: ManifestRequest, command: Sequence[str]) -> Manifest:
         "completions": request.num_nodes,
         "parallelism": request.num_nodes,
         "completionMode": "Indexed",
-        # A node of an elastic job comes back in its place; otherwise the first failure is the job's.
+        # A failed node of an elastic job is restarted; otherwise the first failure ends the job.
         "backoffLimit": 10 if elastic else 0,
         "template": {
             "metadata": {"labels": {"app.kubernetes.io/name": request.name}},

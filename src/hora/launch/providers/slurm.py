@@ -1,7 +1,7 @@
-"""A Slurm allocation as hosts: which nodes and slots it has, and an agent on each of them, started by one `srun`, or by
-one for each component of a heterogeneous job.
+"""A Slurm allocation as hosts: its nodes and slots, and an agent on each node, started by one `srun` per component of a
+(heterogeneous) job.
 
-The agents' secret goes through srun's standard input, which Slurm brings to every task. Called by `nodes`.
+The agents' secret goes through srun's standard input, which Slurm forwards to every task.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Allocation", "allocation", "start_agents"]
 
 _ASK_LIMIT_S = 30.0
 _END_LIMIT_S = 10.0
-# What the batch script was asked for is not what this step shall have: one task on each node, with all that is there.
+# The step differs from the batch script's request: one task per node, with all of the node's resources.
 _NOT_FOR_THE_STEP = (
     "SLURM_NTASKS",
     "SLURM_NPROCS",
@@ -43,10 +43,10 @@ _OF_A_COMPONENT = re.compile(r"_(HET|PACK)_GROUP_\d+")  # the new and the old na
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """Nodes that were asked for together.
+    """A component of an allocation: nodes that were requested together.
 
-    `counts`: each one's tasks and cores. `gpus`: how many all tasks were promised together, if they were promised any
-    by the task: a step with fewer tasks has to say that it wants them all.
+    `counts`: tasks and cores of each node. `gpus`: the total for all tasks, if GPUs were requested per task: a step
+    with fewer tasks must request them all.
     """
 
     nodes: tuple[str, ...]
@@ -56,7 +56,7 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """The nodes of the Slurm job that we are in, and the processes that each may run.
+    """The nodes of the current Slurm job, and the number of processes for each.
 
     A job has one component, unless it is heterogeneous.
     """
@@ -66,7 +66,7 @@ class Allocation:
     components: tuple[Component, ...]
 
     def address(self) -> str:
-        """Our address that its nodes reach."""
+        """Return this machine's address for the nodes."""
         for host in self.hosts:
             for target in sockets.resolve(host.hostname) or _node_addresses(host.hostname):
                 with contextlib.suppress(OSError):
@@ -77,7 +77,7 @@ class Allocation:
 
 
 def allocation(options: Options, environ: Mapping[str, str]) -> Allocation | None:
-    """The allocation that a job shall use: the one we are in, unless hosts are named or it is this machine alone."""
+    """Return the allocation for a job: the current one, unless hosts are named or it is only this machine."""
     job = environ.get("SLURM_JOB_ID")
     named = options.hosts or options.hostfile or options.host_discovery_script
     in_a_step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID")) is not None
@@ -127,7 +127,7 @@ def _times(gpus: str, number: int) -> str:
 
 
 def _slots(nodes: list[str], counts: list[tuple[int, int]], num_proc: int | None) -> tuple[HostInfo, ...]:
-    """One for each task that the job was given; for each core, where there are not enough of those."""
+    """Return one slot per task of the job, or per core if there are too few tasks."""
     tasks, cores = [tasks for tasks, _ in counts], [cores for _, cores in counts]
     chosen = cores if num_proc is not None and sum(tasks) < num_proc else tasks
     if num_proc is not None and sum(chosen) < num_proc:
@@ -159,7 +159,7 @@ def _node_addresses(name: str) -> list[str]:
 def start_agents(
     allocated: Allocation, agents: Agents, secret: bytes, environ: Mapping[str, str], *, limit_s: float
 ) -> Iterator[None]:
-    """An agent on every node, until the block ends."""
+    """Run an agent on every node until the block ends."""
     env = {name: value for name, value in environ.items() if _OF_A_COMPONENT.sub("", name) not in _NOT_FOR_THE_STEP}
     nodes = {host.hostname: (index, host.slots) for index, host in enumerate(allocated.hosts)}
     processes: list[subprocess.Popen[bytes]] = []
@@ -177,7 +177,7 @@ def start_agents(
 
 
 def _command(of_it: str, component: Component) -> list[str]:
-    """A step with one task on each of these nodes, which has all that the job has there."""
+    """Return the command of a step with one task per node, with all the job's resources there."""
     num_nodes = len(component.nodes)
     return [
         "srun",

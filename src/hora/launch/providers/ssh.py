@@ -1,8 +1,8 @@
-"""Hosts that ssh reaches: an agent on each, started as soon as it is wanted there; and our address that they reach.
+"""Hosts that are reached by ssh: it starts an agent on each when one is needed.
 
-ssh only starts the agent and brings it, on its standard input, where to go and a key of its own, so that no `ps` on
-either machine shows it. All else, workers' keys and environment too, goes over the agent's own connection (`agents`):
-once that has joined, the end of ssh means nothing.
+ssh only starts the agent and passes the controller's address and the agent's own key on its standard input, so that
+`ps` shows neither. Everything else, including workers' keys and environment, goes over the agent's own connection
+(`agents`): after it has joined, the end of ssh has no effect.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _SHOWN_BYTES = 4096
 _OPTIONS = {
     "PasswordAuthentication": "no",
     "StrictHostKeyChecking": "accept-new",  # a key that has changed is refused; HORA_SSH='ssh -o …' comes first
-    "BatchMode": "yes",  # never ask for anything: the launcher cannot answer
+    "BatchMode": "yes",  # never prompt: the launcher cannot answer
     "LogLevel": "ERROR",
     "ConnectTimeout": str(_CONNECT_LIMIT_S),
-    "ServerAliveInterval": "5",  # it ends by itself when the network is cut
+    "ServerAliveInterval": "5",  # end by itself when the network is cut
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ssh:
-    """Settings for reaching hosts, and the Python to start there. `program`: ssh, perhaps with options of its own.
+    """Settings for reaching hosts, and the Python to start there. `program`: ssh, perhaps with options.
 
     `is_agent`: not ssh, but what Open MPI calls an agent, such as a script around `kubectl exec -i`: it takes a host
     and a command.
@@ -86,7 +86,7 @@ class Ssh:
         )
 
     def command(self, hostname: str, remote: Sequence[str], *, attempts: int = 1) -> list[str]:
-        """The argv that runs `remote` on a host. ssh hands it to a shell there, so each word is quoted."""
+        """Return the argv that runs `remote` on a host. ssh passes it to a shell, so each word is quoted."""
         line = " ".join(shlex.quote(word) for word in remote)
         if self.is_agent:
             return [*self.program, hostname, line]
@@ -101,14 +101,14 @@ class Ssh:
         return [*argv, line]
 
     def python(self, hostname: str, module: str, *args: str, attempts: int = 1) -> list[str]:
-        """The argv that runs a module with the job's Python on a host."""
+        """Return the argv that runs a module with the job's Python on a host."""
         path = [f"PYTHONPATH={self.python_path}"] if self.python_path else []
         return self.command(
             hostname, ["exec", "env", *path, *module_command(self.executable, module, *args)], attempts=attempts
         )
 
     def real_name(self, hostname: str) -> str:
-        """The name or address that ssh itself uses for a host, which may be an alias of its configuration."""
+        """Return the name or address that ssh uses for a host, which may be an alias in its configuration."""
         if self.is_agent:
             return hostname
         try:
@@ -129,9 +129,9 @@ class Ssh:
 
 
 class SshHosts(Agents):
-    """Starts agents over ssh, which come to `listen`. `limit_s`: how long one may take to come.
+    """Starts agents over ssh, which connect to `listen`. `limit_s`: how long one may take to join.
 
-    Every agent has a number and a key of its own: a host speaks for itself alone.
+    Every agent has its own number and key: a host can only speak for itself.
     """
 
     brings_environment = False
@@ -147,7 +147,7 @@ class SshHosts(Agents):
         return sockets.is_local(hostname)
 
     def reach(self, hostnames: Iterable[str]) -> None:
-        """Have an agent on every one of these hosts, started all at once; RuntimeError says what failed where."""
+        """Start agents on all these hosts in parallel; RuntimeError says what failed where."""
         with self._changed:
             nodes = [self._absent(name) for name in dict.fromkeys(hostnames)]
             self._changed.wait_for(lambda: all(node.peer or node.ended for node in nodes), self._limit_s + _END_LIMIT_S)
@@ -165,7 +165,7 @@ class SshHosts(Agents):
             )
 
     def _absent(self, hostname: str) -> AgentHandle:
-        """A new node, which is expected: the one that was there has ended, or there was none."""
+        """Return a new, expected node: the previous one has ended, or there was none."""
         index, node = next(self._numbers), AgentHandle(hostname)
         self._nodes[index] = node
         command = self._ssh.python(hostname, "hora.launch.agent.session", attempts=_CONNECT_ATTEMPTS)
@@ -176,12 +176,13 @@ class SshHosts(Agents):
         return node
 
     def _start(self, index: int, node: AgentHandle, command: Sequence[str]) -> None:
-        """Run ssh. Its end is the node's, as long as its agent has not joined, and so is too long a silence.
+        """Run ssh. Until its agent has joined, the end of ssh, or a long silence, is the end of the node.
 
-        In a thread of its own: a signal's exception, in the main thread, must not part us from a process just started.
+        In its own thread: an exception from a signal, in the main thread, must not lose a process that was just
+        started.
         """
         key, nodes, status = credentials(self._secret, index), {node.name: (index, 1)}, _SSH_FAILED
-        limit_s = self._limit_s / 2  # so that we hear in time that it has not reached us
+        limit_s = self._limit_s / 2  # so that its failure is reported in time
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
         try:
             process = start_agent(command, (self.address, self.port), key, nodes, limit_s=limit_s, **pipes)
@@ -239,7 +240,7 @@ class SshHosts(Agents):
 
 @contextlib.contextmanager
 def open_hosts(hostnames: Iterable[str], ssh: Ssh, listen: str, **rest: Any) -> Iterator[SshHosts]:
-    """Hosts that ssh reaches, these first, until the job is over."""
+    """Yield the hosts that ssh reaches, these first, until the job is over."""
     opened = SshHosts(ssh, listen, **rest)
     try:
         with ended_by_signals():
@@ -250,7 +251,7 @@ def open_hosts(hostnames: Iterable[str], ssh: Ssh, listen: str, **rest: Any) -> 
 
 
 def _listed(nodes: Iterable[AgentHandle]) -> str:
-    """List what was said about nodes that have not come."""
+    """List the messages of nodes that have not joined."""
     lines = []
     for node in nodes:
         words = node.complaints.text.strip()
@@ -259,13 +260,13 @@ def _listed(nodes: Iterable[AgentHandle]) -> str:
 
 
 def reachable_address(hostnames: Iterable[str], ssh: Ssh) -> str:
-    """Our address that these remote hosts can connect to: the one from which we reach them; loopback if none is known,
-    for what ssh says then is clearer.
+    """Return this machine's address for these remote hosts: the source address of the route to them; loopback if there
+    is none, because ssh's own error is clearer.
     """
     sources: list[str] = []
     for hostname in hostnames:
         found = sockets.resolve(hostname) or sockets.resolve(ssh.real_name(hostname))
         with contextlib.suppress(OSError):
             sources += [sockets.source_address(target) for target in found[:1]]
-    # A host that is reached through loopback (a tunnel, a test) can often use another address too.
+    # A host behind loopback (a tunnel, a test) can often use another address too.
     return next((source for source in sources if not source.startswith("127.")), (*sources, "127.0.0.1")[0])

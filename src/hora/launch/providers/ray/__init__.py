@@ -1,1 +1,1 @@
-"""Processes on a Ray cluster: the launcher of elastic jobs there, and what Ray has to reserve for them."""
+"""Processes on a Ray cluster: the launcher of elastic jobs, and their reservations."""

@@ -1,8 +1,8 @@
-"""The actor in which one worker of an elastic job lives. The function runs in the actor's own process, so that it can
-use Ray: its objects, its datasets, the queue of `ray_logger`.
+"""The actor that runs one worker of an elastic job. The function runs in the actor's own process, so that it can use
+Ray: objects, datasets, the queue of `ray_logger`.
 
-The function, its arguments and the executable come by Ray itself; the worker's place in the job, its result and what it
-raises go through the job's rendezvous, as everywhere (`hora.launch.worker`). Created by `launcher`.
+Ray carries the function, its arguments and the executable. The worker's place in the job, its result and its exception
+go through the job's rendezvous, as with every launcher (`hora.launch.worker`).
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ _call: Call | None = None
 
 
 class RayWorker:
-    """A worker's process. It is not used again: what a training does to its process stays with that training."""
+    """A worker's process. It is not reused, so one training cannot affect the next."""
 
     def place(self) -> ActorProcess:
         return this_process()
 
     def work(self, env: Mapping[str, str], secret: bytes, call: Call) -> int:
-        """Be a worker of the job, to its end; the status with which a process would end."""
+        """Run a worker of the job to its end; return the exit status."""
         global _call
         _call = call
         set_variables({**env, "HORA_SECRET": secret.hex()})
@@ -88,6 +88,6 @@ class RayWorker:
 
 
 def perform() -> Any:
-    """The job's function, as the rendezvous knows it: the call that Ray has brought here."""
+    """The job's function for the rendezvous: run the call that Ray carried here."""
     assert _call is not None
     return _call()

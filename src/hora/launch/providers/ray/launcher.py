@@ -1,8 +1,8 @@
 """The launcher for Ray: each worker of an elastic job is an actor in the placement group of its slot. See
 `job.Launcher`.
 
-Ray starts the processes and tells of their ends, also of those whose node is gone; it shows their output where the
-driver runs. It ends them with the driver.
+Ray starts the processes, reports when they end, even if their node is lost, and shows their output at the driver. It
+ends them with the driver.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CLOSE_LIMIT_S = 20.0
 
 @dataclass(eq=False)
 class _Member:
-    """A worker, its actor and what is known of them. `company`: those of its host that were started with it."""
+    """A worker and its actor. `company`: workers of its host that were started with it."""
 
     spec: WorkerSpec
     actor: Any
@@ -68,7 +68,7 @@ class RayLauncher:
             self._thread.start()
         by_host: dict[str, list[_Member]] = {}
         for spec in workers:
-            # Of a newcomer the local rank is its slot's number, and so it is at the beginning.
+            # A new worker's local rank is its slot's number, as at the start of the job.
             reservation = self._reservations.get(spec.slot.hostname, spec.slot.local_rank)
             if reservation is None:
                 reason = f"slot {spec.slot.local_rank} of {spec.slot.hostname} is gone"
@@ -91,7 +91,7 @@ class RayLauncher:
         return self._actor_class.options(scheduling_strategy=strategy, **self._options).remote()
 
     def terminate(self, workers: Iterable[int], *, grace_s: float) -> None:
-        """At once: Ray knows no SIGTERM, and a worker that stops at a commit has left by itself."""
+        """Kill at once: Ray has no SIGTERM, and a worker that stops at a commit exits by itself."""
         with self._changed:
             chosen = [self._members[worker] for worker in workers if worker in self._members]
         for member in chosen:
@@ -117,7 +117,7 @@ class RayLauncher:
             happened()
 
     def _when_done(self, reference: Any, then: Callable[[Any, BaseException | None], None]) -> None:
-        """Call `then` with the value or the error. Not in Ray's own thread, which must not wait for Ray."""
+        """Call `then` with the value or the error, outside Ray's own thread, which must not wait for Ray."""
 
         def done(future: Any) -> None:
             error = future.exception()
@@ -134,7 +134,7 @@ class RayLauncher:
         self._events.started(member.spec.worker)
         with self._changed:
             member.place = place
-            # With GPUs, the workers that are started together wait for one another: each sees what the others have.
+            # With GPUs, workers that start together wait for each other, because each needs the GPUs of all.
             waits = self._use_gpu and any(one.place is None and not one.ended for one in member.company)
             ready = [] if waits else [one for one in member.company if one.place and one.work is None and not one.ended]
             if not self._use_gpu:
@@ -161,7 +161,7 @@ class RayLauncher:
             self._over(member, *_reason(error))
             return
         member.status = status
-        # The interpreter ends as always, with its exit handlers; `terminate` ends one that does not.
+        # The interpreter runs its exit handlers; `terminate` ends one that hangs.
         self._when_done(member.actor.__ray_terminate__.remote(), lambda *_: self._over(member, status, ""))
 
     def _over(self, member: _Member, code: int, reason: str) -> None:
@@ -181,7 +181,7 @@ class RayLauncher:
 
 
 def _reason(error: BaseException | None) -> tuple[int, str]:
-    """An exit status and words for a call that failed."""
+    """Return an exit status and a reason for a failed call."""
     if isinstance(error, RayActorError):
         lines = [line.strip() for line in str(error).splitlines() if line.startswith("The actor ") or "OOM" in line]
         return _KILLED, " ".join(lines[:1] or ["its Ray actor died"])

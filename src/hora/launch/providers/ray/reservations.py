@@ -1,8 +1,8 @@
 """Ray's reservations for an elastic job: one placement group for each slot, on the node where that slot is.
 
-A slot that Ray has not granted yet (another job holds the cores) is no slot: the job does not count on it, and nobody
-is blamed. A slot outlives the worker in it, so that a worker that failed is replaced in the same place. One that the
-hosts no longer have is given back when its worker has left.
+A slot that Ray has not granted yet (another job holds the cores) does not count and is not a failure. A slot outlives
+its worker, so that a failed worker is replaced in the same place. A slot that the hosts no longer have is released when
+its worker has left.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from hora.launch.slots import HostInfo
 __all__ = ["Discovery", "RayHosts", "Reservation", "Reservations"]
 
 _CLOSE_LIMIT_S = 10.0
-# What was requested a moment ago comes within this time, if it is free: a job does not begin just before.
+# Ray grants free slots within this time: wait for them before the job begins.
 _BATCH_WAIT_S = 1.0
 _GRANT_S = 0.2
 
 _log = logging.getLogger("hora.launch")
 _NODE_SHARE = 0.01  # of the resource that each node has under its own name: enough to be placed there
-# A host that has not granted a slot for so long is tried again only after the others.
+# A host that has not granted a slot for this long is tried again after the others.
 _PATIENCE_S = 10.0
 
 
@@ -51,7 +51,7 @@ class RayHosts:
         self._found: Mapping[str, int] = {}
 
     def wait_for(self, num_slots: int, limit_s: float) -> list[HostInfo]:
-        """The hosts to begin with, as soon as they have this many slots. StartTimeoutError when they never do."""
+        """Return the first hosts once they have this many slots. Raises StartTimeoutError after the limit."""
         deadline, enough_since = time.monotonic() + limit_s, None
         while True:
             granted = self._ask(wait_s=_GRANT_S)
@@ -95,7 +95,7 @@ class RayHosts:
         try:
             self._found = dict(self._discovery.find_available_hosts_and_slots())
             self._failing = False
-        except Exception as error:  # whatever a user's own discovery does, the hosts stay as they were
+        except Exception as error:  # if the user's discovery fails, keep the hosts
             if not self._failing:
                 _log.warning("the host discovery failed (%r); it is polled again every %g s", error, self._interval_s())
             self._failing = True
@@ -104,7 +104,7 @@ class RayHosts:
 
 @dataclass(eq=False)
 class Reservation:
-    """A requested slot. `workers`: how many processes of the job are in it, 0 or 1 as a rule."""
+    """A requested slot. `workers`: the number of the job's processes in it, usually 0 or 1."""
 
     group: Any
     asked_at: float = field(default_factory=time.monotonic)
@@ -153,7 +153,7 @@ class Reservations:
             reservation.workers -= 1
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all slots."""
         with self._lock:
             groups = [one for held in (*self._granted.values(), *self._requested.values()) for one in held]
             self._granted, self._requested = {}, {}
@@ -167,7 +167,7 @@ class Reservations:
         return sum(len(held) for held in self._granted.values())
 
     def _drop(self, found: Mapping[str, int]) -> None:
-        """Give back what no host has any more and no worker is in, and what keeps us from asking elsewhere."""
+        """Release slots that no host has and no worker uses, and requests that block requests elsewhere."""
         for host, held in self._granted.items():
             while len(held) > found.get(host, 0) and not held[-1].workers:
                 _give_back(held.pop())
@@ -203,5 +203,5 @@ class Reservations:
 
 
 def _give_back(reservation: Reservation) -> None:
-    with contextlib.suppress(Exception):  # whatever Ray says of a group whose node, or whose cluster, is gone
+    with contextlib.suppress(Exception):  # Ray may raise anything if the node or the cluster is gone
         remove_placement_group(reservation.group)

@@ -1,8 +1,9 @@
-"""The Spark cluster that is there: its context, how many processes it can run at once, how executors reach the driver.
+"""The running Spark cluster: its context, its task slots, the driver's address for executors, and the placement of
+ranks.
 
-Nothing is started or reserved, but for a session that `cluster_or_new` starts. Through Spark Connect there is no
-SparkContext: functions that take a `cluster` take the client's session as well. Slots are counted before anything is
-submitted, so that a job that can never fit is an error at once instead of a stage that waits for ever.
+Nothing is started or reserved, except for a session that `cluster_or_new` starts. Spark Connect has no SparkContext:
+functions that take a `cluster` also take the client's session. Slots are counted before anything is submitted, so that
+a job that can never fit fails at once instead of waiting forever.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ __all__ = [
 ]
 
 _POLL_S = 0.1
-# Spark itself gives executors of a new application this long to register before it schedules without them.
+# Spark itself waits this long for executors of a new application to register.
 _REGISTRATION_LIMIT_S = 30.0
-# No executor at all: a cluster that is being started, or has given all its cores away.
+# Without any executor: the cluster is starting, or all its cores are in use.
 _FIRST_EXECUTOR_LIMIT_S = 60.0
-# After one that has just come: executors start together, and come one after another.
+# After an executor has registered: others that started with it may follow.
 _NEXT_EXECUTOR_LIMIT_S = 15.0
 _NOTICE_AFTER_S = 3.0
 _most_seen: dict[str, int] = {}  # application -> the most slots that it ever had
@@ -77,8 +78,9 @@ def active_context() -> Any | None:
 
 
 def cluster_or_new() -> Any:
-    """The running SparkContext, or the session of a Spark Connect client; a new session's where none runs (its master
-    comes from Spark's configuration)."""
+    """Return the running SparkContext, or the session of a Spark Connect client; start a session if there is none
+    (Spark's configuration names its master).
+    """
     found = active_cluster()
     if found is not None:
         return found
@@ -137,10 +139,10 @@ def is_local(cluster: Any) -> bool:
 
 
 def check_protection(context: Any) -> None:
-    """Say that a cluster gives its tasks' secrets to anybody, where it does; ValueError under HORA_STRICT=1.
+    """Warn if the cluster exposes the secrets of its tasks; raise ValueError under HORA_STRICT=1.
 
-    Spark's block manager serves what a task is made of, a stage's secret with it, to whoever asks, unless its own
-    authentication is on. Where executors are local the secret goes another way.
+    Spark's block manager serves tasks, including a stage's secret, to any client unless Spark's authentication is on.
+    With local executors the secret is passed otherwise.
     """
     if is_local(context) or context.getConf().get("spark.authenticate", "false").lower() == "true":
         return
@@ -168,12 +170,12 @@ def count_slots(cluster: Any) -> int:
         profile = scala_context.resourceProfileManager().defaultResourceProfile()
         return int(scala_context.maxNumConcurrentTasks(profile))
     except Py4JError:
-        # Some platforms let Python call Spark's public methods only. This is the cores, GPUs left out of account.
+        # Some platforms let Python call only Spark's public methods: then count cores and ignore GPUs.
         return int(context.defaultParallelism)
 
 
 def _count_connect_slots(session: Any) -> int:
-    """A leaf of a plan has as many partitions as there are cores, two at least."""
+    """Count by a plan's leaf, which has one partition per core, at least two."""
     from pyspark.sql import functions as sql
 
     numbers = session.range(0, 65536).select(sql.spark_partition_id().alias("number"))
@@ -182,11 +184,11 @@ def _count_connect_slots(session: Any) -> int:
 
 
 def require_slots(cluster: Any, num_slots: int, *, limit_s: float = math.inf) -> int:
-    """The cluster's slots, at least `num_slots` (0: whatever there is); ValueError if it has fewer.
+    """Return the cluster's slots, at least `num_slots` (0: any number). Raises ValueError if it has fewer.
 
-    Where Spark allocates executors on demand, those that it may still start count too. Executors of a young application
-    may still be registering, so that is waited for, where there is none at all a minute from now on, and where one has
-    just come for the others, but never longer than `limit_s`; a cluster that has been up for a while answers at once.
+    With dynamic allocation, executors that Spark may still start count too. Executors of a new application may still be
+    registering, so wait for them: a minute if there is none, a few seconds after each arrival, and never longer than
+    `limit_s`. A cluster that has been up for a while answers at once.
     """
     if is_connect(cluster):
         slots = count_slots(cluster)
@@ -204,7 +206,7 @@ def require_slots(cluster: Any, num_slots: int, *, limit_s: float = math.inf) ->
     # With num_slots=0 ("all of them") the first executor to register is not yet the whole cluster.
     settled = _settled_at(context)
     if 0 < num_slots <= _most_seen.get(context.applicationId, 0):
-        settled = max(settled, began + _REGISTRATION_LIMIT_S)  # an executor was lost: another one will come
+        settled = max(settled, began + _REGISTRATION_LIMIT_S)  # an executor was lost and will be replaced
     noticed = False
     before = None
     while True:
@@ -233,17 +235,17 @@ def require_slots(cluster: Any, num_slots: int, *, limit_s: float = math.inf) ->
 
 
 def allocates_dynamically(context: Any) -> bool:
-    """Return whether Spark starts and ends executors as tasks come and go."""
+    """Return whether Spark uses dynamic allocation of executors."""
     return bool(context.getConf().get("spark.dynamicAllocation.enabled", "false").lower() == "true")
 
 
 def decommissions(context: Any) -> bool:
-    """Return whether Spark tells of executors that it is about to take away."""
+    """Return whether Spark announces the decommissioning of executors."""
     return bool(context.getConf().get("spark.decommission.enabled", "false").lower() == "true")
 
 
 def dynamic_limits(context: Any) -> tuple[int | None, int | None]:
-    """The fewest and the most slots that Spark keeps and starts on demand; None: it says nothing, or allocates once."""
+    """Return the minimum and maximum of slots under dynamic allocation; None without it or without a limit."""
     if not allocates_dynamically(context):
         return None, None
     conf = context.getConf()
@@ -269,7 +271,7 @@ def _require_on_demand(context: Any, num_slots: int) -> int:
 
 
 def _settled_at(context: Any) -> float:
-    """When all executors that will come have come (seconds since the epoch)."""
+    """Return when all expected executors will have registered (seconds since the epoch)."""
     started = int(context.startTime) / 1000.0
     if is_local(context):
         return started
@@ -299,7 +301,7 @@ def _too_few(context: Any, wanted: int, slots: int) -> str:
 def driver_addresses(context: Any) -> tuple[str, str]:
     """Return the address to listen on for the executors, and the one under which they reach it.
 
-    Spark has already settled how executors reach the driver. Where that is loopback, no other machine shall reach us.
+    Spark has already determined how executors reach the driver. If that is loopback, listen on loopback only.
     """
     if is_local(context):
         return "127.0.0.1", "127.0.0.1"
@@ -316,7 +318,7 @@ def listening_address(host: str, *, bind: str = "") -> tuple[str, str]:
     """
     try:
         resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
-    except OSError:  # a name that only the others' side of the network knows
+    except OSError:  # a name that only resolves on the other side of the network
         return "0.0.0.0", host
     if ipaddress.ip_address(resolved).is_loopback:
         return str(resolved), str(resolved)
@@ -355,7 +357,7 @@ class Placement:
 
 
 def place_tasks(tasks: Sequence[TaskPlace]) -> list[Placement]:
-    """Ranks for the tasks, in rank order.
+    """Return the placement of the tasks, in rank order.
 
     Ranks are consecutive within a host, so that ranks beside one another share memory. Hosts are ordered by their hash
     and rotated until the host of task 0 comes first; within a host the order of the tasks is kept.
@@ -382,7 +384,7 @@ def place_tasks(tasks: Sequence[TaskPlace]) -> list[Placement]:
 GPU_VARIABLE = "HORA_SPARK_GPUS"
 _DEFAULT_TIMEOUT_S = 600.0
 _FORWARDED = ("HOROVOD_", "HORA_", "NCCL_", "GLOO_")
-# Who the driver itself is, if it runs inside a job, is nothing that its own ranks should inherit.
+# If the driver runs inside a job, its own place there must not reach its ranks.
 _OWN = (
     "HOROVOD_RANK",
     "HOROVOD_SIZE",
@@ -395,7 +397,7 @@ _OWN = (
 
 
 def forwarded_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The driver's settings for the runtime (`HOROVOD_TIMELINE` and the like), which its ranks get too."""
+    """Return the driver's runtime settings (such as `HOROVOD_TIMELINE`) for its ranks."""
     env = variables() if environ is None else environ
     return {name: value for name, value in env.items() if name.startswith(_FORWARDED) and name not in _OWN}
 
@@ -411,7 +413,7 @@ def elastic_timeout_s(environ: Mapping[str, str] | None = None) -> float:
 
 
 def launcher_timeout_s(environ: Mapping[str, str] | None = None) -> float:
-    """`HORA_LAUNCHER_TIMEOUT`, or half a minute: ranks whose connection to the driver breaks go on for so long."""
+    """`HORA_LAUNCHER_TIMEOUT`, or 30 s: how long ranks run on without a connection to the driver."""
     return _seconds("HORA_LAUNCHER_TIMEOUT", environ, default_s=30.0)
 
 

@@ -1,10 +1,10 @@
 """Jobs through Spark Connect: the client sends one barrier stage and waits; its first task is the launcher.
 
-A Connect client has no SparkContext, and the cluster may not be able to reach it. So what the driver does on classic
-Spark happens in task 0 (`lead`): it listens for the other tasks, which learn its address and the stage's secret from
-`BarrierTaskContext.allGather`, places ranks and runs the job. Values and exceptions are returned as the rows of the
-stage; log lines too, or live where task 0 can reach the client (`live_log`). Nothing that a user's function does makes
-a task fail: Spark would repeat the stage. Called by what users call, with a session instead of a context.
+A Connect client has no SparkContext, and the cluster may not be able to reach it. So task 0 does what the driver does
+on classic Spark: it listens for the other tasks, which get its address and the stage's secret from
+`BarrierTaskContext.allGather`, places ranks and runs the job. Values and exceptions are returned as rows of the stage;
+log lines too, or live if task 0 can reach the client (`live_log`). A user's error never fails a task, because Spark
+would repeat the stage.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ _log = logging.getLogger("hora.launch")
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectTasks:
-    """The body of the stage: what to run, and how its output looks.
+    """The body of the stage: the call and its output settings.
 
-    `artifact`: the file that has the call, if it is large. `preload`: what to load before ranks are forked; None if
-    they have to be started afresh. `keep_output`: see `SparkTask`.
+    `artifact`: the file with a large call. `preload`: modules to load before ranks are forked; None: execute them.
+    `keep_output`: see `SparkTask`.
     """
 
     num_proc: int
@@ -116,7 +116,7 @@ class ConnectTasks:
 
 
 class _Lead:
-    """Task 0's other half: the launcher of the job. `facts`: for the other tasks, as JSON."""
+    """The launcher of the job, in task 0. `facts`: for the other tasks, as JSON."""
 
     def __init__(self, tasks: ConnectTasks, host: str) -> None:
         self._wanted = tasks
@@ -125,7 +125,7 @@ class _Lead:
         self.facts = json.dumps({"address": address, "port": self.tasks.port, "secret": self.tasks.secret.hex()})
 
     def answer(self) -> list[tuple[str, bytes]]:
-        """The rows for the client: the result, or the error with its cause; and lines that it has not seen."""
+        """Return the rows for the client: the result, or the error with its cause, and unseen log lines."""
         home = ClientLogSink(self._wanted.log)
         try:
             result = self._run(home)
@@ -167,7 +167,7 @@ class _Lead:
 
 
 def _pickled(error: BaseException) -> bytes:
-    """The error and its cause; as a text where they cannot travel."""
+    """Return the pickled error and its cause; as text if they cannot be pickled."""
     with contextlib.suppress(Exception):
         pair = cloudpickle.dumps((error, error.__cause__))
         cloudpickle.loads(pair)
@@ -210,7 +210,7 @@ class Query:
         return _joined(self._found)
 
     def interrupt(self) -> None:
-        """Have Spark kill the tasks and take back their slots. Does not wait."""
+        """Ask Spark to kill the tasks and free their slots. Does not wait."""
         with contextlib.suppress(Exception):  # the server may be what is gone
             self._session.interruptTag(self.tag)
 
@@ -227,7 +227,7 @@ class Query:
 
 
 def rows(kind: str, data: bytes) -> Iterator[Any]:
-    """In a task: these bytes as rows for the client."""
+    """Return these bytes as rows for the client. Runs in a task."""
     import pyarrow
 
     for number, begin in enumerate(range(0, max(len(data), 1), _CHUNK_BYTES)):
@@ -291,7 +291,7 @@ def _run_on_connect(session: Any, wanted: SparkJob) -> JobResult:
 
 
 def _call(session: Any, function: bytes) -> tuple[bytes, str]:
-    """The call itself, or the name of the artifact that it has become."""
+    """Return the call, or the name of its artifact."""
     if len(function) <= _INLINE_BYTES:
         return function, ""
     name = f"hora-{uuid.uuid4().hex}.pkl"
@@ -304,14 +304,14 @@ def _call(session: Any, function: bytes) -> tuple[bytes, str]:
 
 
 class _Watch:
-    """Watches a running query. Silence is logged, no more: perhaps only the client is out of reach."""
+    """Watches a running query. Silence is only logged: perhaps only the client is unreachable."""
 
     def __init__(self, log: LiveLog, tag: str, num_proc: int, limit_s: float) -> None:
         self._log, self._tag, self._num_proc, self._limit_s = log, tag, num_proc, limit_s
         self._until: float | None = time.monotonic() + limit_s
 
     def __call__(self) -> None:
-        if self._log.calls > 1:  # nothing of ours fails, so Spark has had a reason of its own
+        if self._log.calls > 1:  # our tasks never fail, so Spark had its own reason
             raise JobFailedError(
                 f"Spark has lost an executor of {self._tag} or killed one of its tasks, and began it anew: it was "
                 "ended instead"
@@ -338,7 +338,7 @@ def _result(rows: dict[str, bytes]) -> JobResult:
 
 
 def check_protection(session: Any) -> None:
-    """Say that others may read the stage's secret where they can; ValueError under HORA_STRICT=1."""
+    """Warn if others can read the stage's secret; raise ValueError under HORA_STRICT=1."""
 
     def setting(name: str) -> str:
         with contextlib.suppress(Exception):  # some servers keep their settings to themselves

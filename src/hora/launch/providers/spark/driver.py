@@ -1,8 +1,7 @@
-"""The driver's side of a stage: has Spark run it, waits for its tasks, and takes the agents that they start.
+"""The driver's side of a stage: runs it on Spark, waits for its tasks, and accepts the agents that they start.
 
-The tasks (`task`) prove that they hold the stage's secret before a byte of theirs is read. Where they run on this
-machine they read it from this process's memory; elsewhere it travels with Spark's task. What they shall run is known to
-the launchers alone.
+The tasks (`task`) authenticate with the stage's secret before any of their messages is read. On this machine they read
+it from this process's memory; elsewhere it travels with Spark's task. Only the launchers know what the tasks run.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ class SparkStage:
         self, context: Any, num_tasks: int, body: Callable[[int], None], *, group: str, barrier: bool = True
     ) -> None:
         self._context = context
-        # Spark refuses barrier stages where executors come and go. Ordinary tasks do there: the start timeout covers
-        # slots that never come.
+        # Spark refuses barrier stages under dynamic allocation. Ordinary tasks suffice: the start timeout covers slots
+        # that never appear.
         self._barrier = barrier and not allocates_dynamically(context)
         self._num_tasks = num_tasks
         self._body = body
@@ -65,7 +64,7 @@ class SparkStage:
         self._thread.start()
 
     def cancel(self) -> None:
-        """Have Spark kill the tasks that still run and take back their slots; wait until it has."""
+        """Kill the running tasks and wait until Spark has freed their slots."""
         if not self.ended.is_set():
             self._cancelled = True
             self._context.cancelJobGroup(self.group)
@@ -86,7 +85,7 @@ class SparkStage:
         return not self.ended.is_set()
 
     def on_leaving_executors(self) -> dict[int, int]:
-        """Tasks on executors that Spark is decommissioning, with their attempts' numbers."""
+        """Return the tasks on executors that Spark is decommissioning, with their attempt numbers."""
         from py4j.protocol import Py4JError
 
         try:
@@ -117,7 +116,7 @@ class SparkStage:
         return count_slots(self._context)
 
     def failure_text(self) -> str:
-        """Spark's reason for the failure in a few lines, without its Java stack."""
+        """Return Spark's reason for the failure in a few lines, without the Java stack."""
         text = str(self.error)
         found = re.search(r"Job aborted.*?(?=\n\s+at |\nDriver stacktrace|\Z)", text, re.DOTALL)
         hint = ""
@@ -157,10 +156,10 @@ class _TaskBody:
 
 @contextlib.contextmanager
 def _own_workers(context: Any) -> Iterator[None]:
-    """Have Spark run what is defined within this in Python workers of their own.
+    """Run the RDDs defined in this block in separate Python workers.
 
-    Spark keeps a set of Python workers for each environment that they ask for. So the next job gets those that have a
-    warm process beside them (`warm_pool`), however many others UDFs have had meanwhile.
+    Spark keeps a set of Python workers per requested environment. So the next job gets workers with a warm process
+    beside them (`warm_pool`), however many other workers UDFs have used.
     """
     environment = context.environment
     context.environment = {**environment, "HORA_SPARK_WORKER": "1"}
@@ -205,9 +204,9 @@ class TaskAgent(AgentHandle):
 
 
 class TaskAgents(Agents):
-    """The agents of the `num_tasks` tasks of a stage that Spark looks after itself. Left, its slots are free.
+    """The agents of the `num_tasks` tasks of a stage that Spark manages. On exit its slots are free.
 
-    `return_s`: how long a task that was cut off may take to come back.
+    `return_s`: how long a disconnected task may take to reconnect.
     """
 
     def __init__(self, num_tasks: int, *, bind_address: str, address: str, return_s: float = 0.0) -> None:
@@ -215,7 +214,7 @@ class TaskAgents(Agents):
         self._places: dict[int, TaskPlace] = {}
         self._dismissed: set[int] = set()
         self._lost_one = False  # a task ended before its end was requested
-        self._begun = False  # the places are taken: a task that ends does not come again
+        self._begun = False  # placement is done: a task that ends is not replaced
         self.bind_address = bind_address
         self.secret = new_secret()
         self.stage: Stage = _Unseen()
@@ -241,13 +240,13 @@ class TaskAgents(Agents):
             self.release()
 
     def meet(self, num_tasks: int, go_on: Callable[[], bool]) -> list[TaskPlace] | None:
-        """Wait until this many tasks have arrived; the places of all that have.
+        """Wait until this many tasks have arrived; return the places of all that have.
 
-        None if the stage ends before, or when `go_on`, which is polled several times a second, returns False.
+        None if the stage ends first, or if `go_on`, which is polled several times a second, returns False.
         """
         while True:
             with self._changed:
-                # In slices: a wait without an end would not see Ctrl-C on every platform.
+                # In slices: on some platforms Ctrl-C cannot interrupt a wait without a limit.
                 if self._changed.wait_for(lambda: len(self._places) >= num_tasks, _POLL_S):
                     return list(self._places.values())
             if self.stage.ended.is_set() or not go_on():
@@ -258,7 +257,7 @@ class TaskAgents(Agents):
             return len(self._places)
 
     def host_of(self, task: int) -> str:
-        """The address from which a task has called."""
+        """Return the address from which a task has connected."""
         agent = self.agent_of(task)
         return "unknown" if agent is None or agent.peer is None else agent.peer.host
 
@@ -267,13 +266,15 @@ class TaskAgents(Agents):
             return [task for task in range(self._num_tasks) if task not in self._places]
 
     def agent_of(self, task: int) -> AgentHandle | None:
-        """The agent of a task, from now on to run a worker; None: the task has ended."""
+        """Return the agent of a task, to run a worker; None if the task has ended."""
         with self._changed:
             self._begun = True
             return self._nodes.get(task)
 
     def dismiss_task(self, task: int, status: int = 0) -> None:
-        """Have a task end its process, if it still runs, and return to Spark; with another status, fail."""
+        """Tell a task to end its process, if it still runs, and to return to Spark; a non-zero status fails the
+        task.
+        """
         with self._changed:
             self._dismissed.add(task)
             agent = self._nodes.get(task)
@@ -281,14 +282,14 @@ class TaskAgents(Agents):
             agent.send(Bye(status))
 
     def release(self) -> None:
-        """Give the slots back: the tasks end on their own as a rule, and Spark kills those that do not. Idempotent."""
+        """Free the slots: tasks normally end on their own, and Spark kills the others. Idempotent."""
         with self._changed:
             tasks = list(self._nodes)
         for task in tasks:
             self.dismiss_task(task)
         if isinstance(self.stage, _Unseen):
             return
-        # After the loss of a task Spark would repeat the stage, which is of no use.
+        # After the loss of a task Spark would repeat the stage for nothing.
         if self.missing() or self._lost_one or not self.stage.ended.wait(_LEAVE_LIMIT_S):
             self.stage.cancel()
 
@@ -299,7 +300,7 @@ class TaskAgents(Agents):
 
     def _join(self, peer: SessionPeer, joining: Join) -> None:
         if joining.node in self._places:
-            # Spark repeats a stage that lost an executor; this one's job is over, so the repetition has to go.
+            # Spark repeats a stage that lost an executor. This job is over, so end the repetition.
             peer.send(*pack(Bye(0)))
             return
         super()._join(peer, joining)
@@ -315,13 +316,13 @@ class TaskAgents(Agents):
         super().closed(peer)
 
     def _lost(self, task: int) -> None:
-        if not self._begun:  # nothing runs yet: Spark repeats the stage, and the task comes again
+        if not self._begun:  # nothing runs yet: Spark repeats the stage, and the task reconnects
             del self._places[task]
         self._lost_one = self._lost_one or task not in self._dismissed
 
 
 class StageDriver(TaskAgents):
-    """The same with the stage itself, which runs at once, from the driver of a classic SparkContext."""
+    """`TaskAgents` with a stage of its own, for the driver of a classic SparkContext."""
 
     stage: SparkStage
 
@@ -349,7 +350,7 @@ class StageDriver(TaskAgents):
                 secret=b"" if held else self.secret,
                 secret_file=held.path if held else "",
                 stream_output=stream_output,
-                # In local mode the executor's log is the driver's own terminal, which has its say already.
+                # In local mode the executor's log is the driver's terminal, which already shows the output.
                 keep_output=not is_local(context),
                 return_s=return_s,
             )
@@ -360,7 +361,7 @@ class StageDriver(TaskAgents):
 
 
 class _Unseen:
-    """A stage that the meeting point is a task of: it can neither be watched nor cancelled from there."""
+    """The stage to which this very task belongs: it can neither be watched nor cancelled from here."""
 
     group = ""
 

@@ -1,9 +1,9 @@
-"""Elastic jobs on Spark: every attempt of a Spark task is a host with one slot, and Spark brings new ones.
+"""Elastic jobs on Spark: every attempt of a Spark task is a host with one slot.
 
-A worker that fails fails its task; Spark starts the task again (`spark.task.maxFailures` times at most), perhaps on
-another executor, and the new attempt is a new host to the elastic controller. Executors that are lost and found work
-the same way; ranks on one that Spark decommissions commit and leave before it goes. The stage is an ordinary one: a
-barrier stage would end all tasks with the first. Called by `horovod.spark.run_elastic`.
+A failed worker fails its task; Spark retries the task (at most `spark.task.maxFailures` times), perhaps on another
+executor, and the new attempt is a new host for the elastic controller. Lost and new executors work the same way; ranks
+on an executor that Spark decommissions commit and leave first. The stage is an ordinary one: in a barrier stage one
+failure would end all tasks.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def run_elastic_on_spark(
 
 
 def _meet(driver: _Attempts, wanted: SparkJob, limits: Limits) -> list[HostInfo]:
-    """The hosts to begin with: `num_proc` of them, or after the start timeout at least `min_num_proc`."""
+    """Return the first hosts: `num_proc` of them, or after the start timeout at least `min_num_proc`."""
     deadline = time.monotonic() + wanted.start_timeout_s
     places = driver.meet(limits.num_proc, lambda: time.monotonic() <= deadline)
     if places is None and driver.stage.ended.is_set():
@@ -93,7 +93,7 @@ def _meet(driver: _Attempts, wanted: SparkJob, limits: Limits) -> list[HostInfo]
 
 @contextlib.contextmanager
 def _leaving_watched(driver: _Attempts, *, watch: bool) -> Iterator[None]:
-    """Meanwhile look, if it is to be watched, whether Spark takes executors away, and have the ranks there leave."""
+    """Within the block, watch for executors that Spark decommissions, and tell their ranks to leave."""
     over = threading.Event()
 
     def look() -> None:
@@ -112,10 +112,11 @@ def _leaving_watched(driver: _Attempts, *, watch: bool) -> Iterator[None]:
 
 
 class _Attempts(StageDriver):
-    """Tasks that come, go and come again. `changed` is called with each new list of hosts.
+    """The current attempts of the tasks. `changed` is called with each new list of hosts.
 
-    `leaving`: those whose executor is about to go. They are no hosts any more, and their ranks end at the next commit.
-    When all are, the `least` that a job needs stay: Spark starts the others' tasks elsewhere, to take the state over.
+    `leaving`: attempts on executors that are about to end. They are no longer hosts, and their ranks end at the next
+    commit. If all are leaving, the `least` that the job needs stay until Spark has started the others' tasks elsewhere,
+    which copy the state.
     """
 
     def __init__(self, context: Any, num_tasks: int, *, least: int, **rest: Any) -> None:
@@ -153,7 +154,7 @@ class _Attempts(StageDriver):
             before = self._nodes.pop(joining.node, None)
         if before is not None:
             before.lost(255)
-        # One host for each attempt: the controller may bar the last one, but never its successor.
+        # One host per attempt: the controller may bar this one, but not its successor.
         name = f"{joining.name}-task{joining.node}-{next(self._numbers)}"
         super()._join(peer, joining._replace(name=name))
 
@@ -162,7 +163,7 @@ class _Attempts(StageDriver):
 
 
 class _ElasticLauncher(SparkLauncher):
-    """Starts each worker in the task that its slot's host stands for, and has tasks whose worker failed fail."""
+    """Starts each worker in the task of its host, and fails the tasks of failed workers."""
 
     _driver: _Attempts
 
@@ -185,13 +186,13 @@ class _ElasticLauncher(SparkLauncher):
         super().close()
 
     def fail(self, task: int, code: int) -> None:
-        # A task that left in good order fails too: Spark then starts it elsewhere.
+        # A task that left normally fails too, so that Spark starts it elsewhere.
         if (code or task in self._driver.leaving) and not self._closing:
             self._driver.dismiss_task(task, code or 1)
 
 
 class _TaskEvents:
-    """Implements LaunchEvents: the events of one task, whose end the launcher hears of too."""
+    """Implements LaunchEvents for one task; also reports its end to the launcher."""
 
     def __init__(self, launcher: _ElasticLauncher, task: int, events: LaunchEvents) -> None:
         self._launcher, self._task = launcher, task

@@ -1,8 +1,8 @@
 """The Spark launcher: the ranks of a job as the tasks of one Spark stage. Spark is the cluster manager here.
 
-`run_on_spark` starts the stage, waits until every task has reported its host, gives ranks to tasks and hands the job
-to the controller like any other. `SparkLauncher` then starts, watches and ends processes through the tasks. Called by
-`HorovodRunner` and `horovod.spark.run`. Importing this module does not import pyspark.
+`run_on_spark` starts the stage, waits until every task has reported its host, assigns ranks to tasks and runs the job
+with the controller. `SparkLauncher` starts, watches and ends processes through the tasks. Importing this module does
+not import pyspark.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _log = logging.getLogger("hora.launch")
 class SparkJob:
     """Description of a job on a cluster. `function` is the cloudpickle of `(callable, args, kwargs)`.
 
-    `wait_for_slots`: other Spark jobs may hold the slots for as long as they like, the start timeout begins
-    when Spark starts the stage. `bind_gpus`: make Spark's GPUs the visible ones, indexed by local rank.
-    `executable`: the Python of the processes, if it is not the one of Spark's Python workers.
+    `wait_for_slots`: wait for other Spark jobs without a limit; the start timeout begins when Spark starts the stage.
+    `bind_gpus`: make Spark's GPUs the visible ones, indexed by local rank. `executable`: the Python of the processes,
+    if it is not the one of Spark's Python workers.
     """
 
     function: bytes = dataclasses.field(repr=False)
@@ -53,7 +53,7 @@ class SparkJob:
 
 
 def run_on_spark(context: Any, wanted: SparkJob) -> JobResult:
-    """Run the job on the cluster of this SparkContext. However it ends, no task slot stays taken."""
+    """Run the job on the cluster of this SparkContext. All task slots are freed, whatever the outcome."""
     with StageDriver(context, wanted.num_proc, group=wanted.group, stream_output=wanted.stream_output) as driver:
         placements = place_tasks(_meet(driver, wanted))
         launcher = SparkLauncher(driver, placements, bind_gpus=wanted.bind_gpus, executable=wanted.executable)
@@ -121,7 +121,7 @@ class _Patience:
         return now - self._started <= self._wanted.start_timeout_s
 
     def _others_have_the_slots(self) -> bool:
-        """Return whether there are enough slots, but busy ones; executors that never come do not count."""
+        """Return whether there are enough slots and other jobs hold them."""
         if self._driver.num_arrived() or not self._driver.stage.is_waiting():
             return False
         return self._driver.stage.count_slots() >= self._wanted.num_proc

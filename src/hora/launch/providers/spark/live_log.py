@@ -1,7 +1,7 @@
-"""A Connect client's ear: log lines of a running job, from its first task, where that can reach the client.
+"""Live log lines of a running job for a Connect client, sent by the job's first task if it can reach the client.
 
-The client listens at the address from which it talks to the Connect server, nowhere else. Only text comes in, from who
-holds the key that travelled with the query; it is shown and never interpreted. A task that cannot reach the client
+The client listens only at the address from which it connects to the Connect server. It accepts only text, from senders
+with the key that travelled with the query, and shows it without interpreting it. A task that cannot reach the client
 keeps the lines for the end.
 """
 
@@ -29,7 +29,7 @@ _KEPT_BYTES = 8 * 2**20  # of each stream, for the end
 
 @dataclass(frozen=True)
 class Invitation:
-    """Address at which the client listens. `address` is empty where it does not."""
+    """Address at which the client listens; empty if it does not."""
 
     address: str
     port: int
@@ -38,7 +38,8 @@ class Invitation:
 
 
 class LiveLog:
-    """The client's side. `calls`: how often a first task has called; a second one means that Spark has begun anew.
+    """The client's side. `calls`: how often a first task has connected; a second call means that Spark repeated the
+    stage.
 
     `on_call` is called in the server's thread with the address from which one does.
     """
@@ -86,7 +87,7 @@ class LiveLog:
 
     def _write(self, name: str, data: bytes) -> None:
         stream = self._streams[name]
-        with contextlib.suppress(OSError, ValueError):  # a closed stream; a training does not end for that
+        with contextlib.suppress(OSError, ValueError):  # a closed stream does not end the training
             if isinstance(stream, io.RawIOBase | io.BufferedIOBase):
                 stream.write(data)
             else:
@@ -121,7 +122,7 @@ class ClientLogSink:
             del self._kept[stream][:-_KEPT_BYTES]
 
     def close(self) -> dict[str, bytes]:
-        """Close the log and return what the client has not got yet."""
+        """Close the log and return the lines that the client has not received."""
         with self._lock:
             if self._connection is not None:
                 self._connection.close()

@@ -1,7 +1,7 @@
-"""Body of a Spark task: it starts an agent on its machine and is the way between the agent and the driver.
+"""Body of a Spark task: it starts an agent on its machine and forwards messages between the agent and the driver.
 
-The task itself does not run the user's function, because Spark reuses its Python workers: what a training does to
-modules, threads, devices and the environment must not reach the next job. Killing the task (or its executor, or the
+The task itself does not run the user's function, because Spark reuses its Python workers: changes to modules, threads,
+devices and the environment must not reach the next job. Killing the task (or its executor, or the
 driver) ends the agent, and with it the rank. Spark calls `SparkTask`; the driver's end of the session is `driver`.
 """
 
@@ -50,13 +50,13 @@ __all__ = ["SparkTask", "gpu_addresses", "host_hash", "python_path"]
 _CONNECT_LIMIT_S = 60.0
 _END_LIMIT_S, _GRACE_S = 20.0, 5.0
 _TAIL_BYTES = 64 * 1024
-_AHEAD_BYTES = 1024 * 1024  # of output that the driver has not passed on: then the rank waits
-_UNSENT_BYTES = 4 * 1024 * 1024  # of output while the connection is cut; what comes then is lost
+_AHEAD_BYTES = 1024 * 1024  # of output not yet delivered by the driver; beyond it the rank blocks
+_UNSENT_BYTES = 4 * 1024 * 1024  # of output while disconnected; more is dropped
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparkTask:
-    """A task's whole knowledge, carried in the closure that Spark ships: where the driver listens, and the secret.
+    """The closure that Spark ships to a task: the driver's address and the secret.
 
     `secret_file`: where to read the secret instead, if the driver is on this machine: Spark shows its closures around.
     `stream_output`: send the rank's output to the driver as it comes, instead of only its end when it has failed.
@@ -220,7 +220,9 @@ def python_path() -> str:
 
 
 def host_hash(salt: str | None = None) -> str:
-    """A name for the place whose processes can share memory: the host, its namespaces and, on YARN, the container."""
+    """Return an id of the host, its namespaces and, on YARN, the container: processes with the same id can share
+    memory.
+    """
     spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("ipc", "mnt", "net", "uts") if _has_namespace(kind)]
     facts = [socket.gethostname(), *spaces, variables().get("CONTAINER_ID", ""), *([salt] if salt else [])]
     return f"{socket.gethostname().split('.')[0]}-{hashlib.sha256('|'.join(facts).encode()).hexdigest()[:32]}"

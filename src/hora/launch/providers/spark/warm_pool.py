@@ -1,15 +1,12 @@
-"""A fork server beside a Python worker of Spark's: agents, and with them ranks, are forks of a clean, warm
-process.
+"""A fork server beside a Python worker of Spark: agents and ranks are forks of a clean, warm process.
 
-Spark keeps its Python workers, and what a UDF did to one must not reach a rank. So the first job on a worker has it
-start a clean process, which loads what ranks import and waits (`agent.fork_server`). This and every later job's
-agent there, and its workers in turn, are forks: hundredths of a second, not seconds. User code runs in the forks
-only, which are gone when their job is over. The process ends with the worker, which Spark keeps for a minute without
-work.
+Spark reuses its Python workers, and side effects of UDFs must not reach a rank. So the first job on a worker starts a
+clean process, which imports the modules of ranks and waits (`agent.fork_server`). The agents of this and later jobs,
+and their workers, are forks, which start in hundredths of a second. User code runs only in forks, which end with their
+job. The process ends with the worker, which Spark keeps for a minute without work.
 
-`begin` has it load early, before the tasks meet, which takes a second; `agent` asks it for an agent, giving
-the agent's link, its stderr and a socket. Through the socket comes how the agent ended; a byte sent into it kills the
-agent.
+`begin` makes it load early, before the tasks meet; `agent` requests an agent and passes the agent's link, its stderr
+and a socket. The socket reports the agent's exit status; a byte sent into it kills the agent.
 """
 
 from __future__ import annotations
@@ -37,22 +34,22 @@ from hora.launch.worker import work
 
 __all__ = ["agent", "begin"]
 
-# Variables that a rank may have beside this process's, because nothing that is loaded in advance has read them.
+# Variables that may differ in a rank, because no preloaded module has read them.
 _LATE = (*OWN, "NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED")
 _NO_STATUS = 255
 _END_LIMIT_S = 10.0
 
 
 def begin(modules: Sequence[str], env: Mapping[str, str], python_path: str) -> None:
-    """Have the process beside this one load these modules already, if ranks that are given `env` can come from it."""
+    """Start loading these modules in the warm process, if ranks with `env` can be forked from it."""
     if all(name.startswith(_LATE) for name in env):
         _warm_process(_own_variables(python_path)).ask(None, (), modules)
 
 
 def agent(modules: Sequence[str], env: Mapping[str, str]) -> AgentProcess | None:
-    """An agent for this machine from the process beside this one, which is started, or replaced, where need be.
+    """Return an agent forked from the warm process, which is started or replaced if necessary.
 
-    None if a rank with this environment would not be the same as a fresh process.
+    None if a rank with this environment would differ from a fresh process.
     """
     own = _own_variables(env.get("PYTHONPATH", ""))
     if not differ_only_in(env, own, _LATE):
@@ -139,7 +136,7 @@ class _WarmAgent:
 
 
 def _look_after_agent(request: dict[str, Any], descriptors: list[int], worker: socket.socket) -> NoReturn:
-    """In a fork: have an agent for a child, kill it on request, and report its exit status."""
+    """In a fork: start an agent as a child, kill it on request, and report its exit status."""
     worker.close()
     link, stderr, control = descriptors
     pid = fork()
@@ -161,7 +158,7 @@ def _look_after_agent(request: dict[str, Any], descriptors: list[int], worker: s
 
 
 def _be_agent(link: int, stderr: int) -> NoReturn:
-    """In a fork: be an agent with this link, whose workers are forks as well."""
+    """In a fork: run an agent with this link, whose workers are forks too."""
     status = 1
     try:
         os.setsid()
@@ -178,7 +175,7 @@ def _be_agent(link: int, stderr: int) -> NoReturn:
 
 
 def _be_worker(file: str, argv: list[str], env: Mapping[str, str]) -> NoReturn:
-    """In place of exec: be what `python -m hora.launch.worker` would be, from here."""
+    """Instead of exec: run what `python -m hora.launch.worker` would run."""
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     atexit._clear()
     # As a Python that has just started has them.
