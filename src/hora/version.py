@@ -60,13 +60,13 @@ def too_old(package: str, found: str) -> bool:
     return _numbers(found) < _numbers(FLOORS[package])
 
 
-def require(package: str, found: str) -> None:
-    """Raise ImportError if this version of a package is below its floor."""
-    if too_old(package, found):
-        floor = FLOORS[package]
+def require(package: str, found: str, *, feature: str = "Hora", floor: str | None = None) -> None:
+    """Raise ImportError if this version of a package is below its floor, or below the floor of one feature."""
+    floor = floor or FLOORS[package]
+    if _numbers(found) < _numbers(floor):
         raise ImportError(
-            f"{package} {found} is too old for Hora, which needs {floor} or newer: pip install '{package}>={floor}', "
-            f"or choose an image or runtime that has it"
+            f"{package} {found} is too old for {feature}, which needs {floor} or newer: pip install "
+            f"'{package}>={floor}', or choose an image or runtime that has it"
         )
 
 

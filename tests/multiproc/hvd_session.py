@@ -13,6 +13,7 @@ import zlib
 
 import pytest
 import torch
+from packaging.version import Version
 
 import horovod.torch as hvd
 
@@ -21,6 +22,10 @@ SMALL = [torch.uint8, torch.int8, torch.int16]
 MOVED = [*REDUCED, *SMALL, torch.bool]
 SHAPES = [(), (0,), (1,), (17,), (5, 17), (3, 4, 17)]
 ROWS = [(0, 3), (17,), (5, 17), (2, 4, 17)]
+
+needs_torch_2_7 = pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.7"), reason='the backend "hora" of torch.distributed needs torch 2.7'
+)
 
 
 def world_size() -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from secrets import token_hex
 
 import pytest
+from hvd_session import needs_torch_2_7
 
 LIMIT_S = 280
 
@@ -108,6 +109,7 @@ def test_a_rank_that_ends_early_stops_the_others(tmp_path):
     assert "stopped: Horovod has been shut down by rank 1" in output
 
 
+@needs_torch_2_7
 @pytest.mark.parametrize("call", ["receive", "send", "calls in flight"])
 def test_a_rank_that_is_killed_ends_a_process_groups_calls_by_name(call, tmp_path):
     (code, output, errors), (killed, _, _) = finish(start_by_hand(DIES_IN_A_GROUP, 2, tmp_path / "secret", call))

@@ -167,7 +167,7 @@ def test_optimizer_state_before_any_step():
     for cls, options in optimizers():
         net, optimizer = build(cls, options, hvd.rank(), 0.125 * (hvd.rank() + 1))
         frozen = torch.nn.Parameter(torch.arange(3), requires_grad=False)
-        if cls not in (torch.optim.SparseAdam, torch.optim.Muon, torch.optim.Adagrad):
+        if cls.__name__ not in ("SparseAdam", "Muon", "Adagrad"):
             optimizer.add_param_group({"params": [frozen]})
         had_state = bool(optimizer.state)
         before = [p.detach().clone() for p in net.parameters()]

@@ -11,11 +11,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from hvd_session import needs_torch_2_7
 
 from hora import torch_backend
 from hora.errors import HorovodInternalError
 
-pytestmark = pytest.mark.ranks(2, 3)
+pytestmark = [pytest.mark.ranks(2, 3), needs_torch_2_7]
 ALL_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
 BITWISE = ("BAND", "BOR", "BXOR")
 REAL = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

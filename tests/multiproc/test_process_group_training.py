@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
+from hvd_session import needs_torch_2_7
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hora import torch_backend
 
-pytestmark = pytest.mark.ranks(2)
+pytestmark = [pytest.mark.ranks(2), needs_torch_2_7]
 
 
 def both(place, body):

@@ -30,6 +30,12 @@ def test_a_version_below_its_floor_says_what_to_install(found):
         require("torch", found)
 
 
+def test_a_feature_may_need_more_than_the_floor():
+    require("torch", "2.7.1", feature="x", floor="2.7")
+    with pytest.raises(ImportError, match=r"torch 2\.6\.0 is too old for x, which needs 2\.7 or newer"):
+        require("torch", "2.6.0", feature="x", floor="2.7")
+
+
 def test_a_python_without_its_lock_is_refused_with_what_to_set(monkeypatch):
     require_gil()
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)

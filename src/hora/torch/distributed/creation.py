@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hora import engine
@@ -18,6 +19,7 @@ from hora.config import EngineConfig
 from hora.engine.rendezvous import close_store
 from hora.engine.torch_rendezvous import agree_on_number, world_of_store
 from hora.torch.distributed.group import HoraProcessGroup
+from hora.version import require
 from hora.world import World
 
 __all__ = ["create", "make_group"]
@@ -25,6 +27,8 @@ __all__ = ["create", "make_group"]
 
 def create(options: Any, backend_options: Any) -> HoraProcessGroup:
     """Make a group for torch, which calls this (`extended_api`)."""
+    # Before 2.7 C++ code, such as DDP's, loses the Python half of a work object and waits for ever.
+    require("torch", torch.__version__, feature='the backend "hora" of torch.distributed', floor="2.7")
     _check_alone(sys._getframe(2).f_locals.get("backend_config"))
     ranks, timeout = list(options.global_ranks_in_group), options.timeout
     return make_group(options.store, options.group_rank, options.group_size, timeout, ranks)
