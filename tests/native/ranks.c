@@ -14,7 +14,8 @@ static int num_members;
 static int64_t num_operations;
 
 /* What the members share, each piece from malloc: an overrun is seen. */
-static char *counters, *slots, *results, *schedule, *tickets, *heads, **places;
+static char *counters, *slots, *results, *schedule, *tickets, *heads, **places, *pipe_bytes;
+static int64_t *pipe_words, *bells;
 static int64_t round_cut;
 
 struct member {
@@ -25,6 +26,7 @@ struct member {
     struct ring ring;
     struct group schedule;
     struct repeated repeated;
+    struct spin_policy patience; /* with messages */
 };
 
 struct operation {
@@ -207,6 +209,36 @@ static void test_moves(struct member *member, int64_t number) {
     free(source), free(wanted);
 }
 
+/* The message from a member to the next one, at either end of it. */
+static void test_move_message(struct member *member, int64_t number, int from, char *data, int64_t num_bytes, int receives) {
+    int other = receives ? from : (from + 1) % num_members;
+    int64_t *words = pipe_words + from * 2, *own = bells + member->number * 2, *theirs = bells + other * 2;
+    struct pipe pipe = {words, words + 1, pipe_bytes + from * SLOT_BYTES, SLOT_BYTES, theirs, theirs + 1};
+    struct message it = {.pipe = &pipe, .header = {1, number, num_bytes, 0}, .data = data, .bell = own, .asleep = own + 1,
+                         .patience = &member->patience, .receives = receives};
+    if (receives ? hora_try_receive(&pipe, 1, number, num_bytes, 0, data, NULL)
+                 : hora_try_send(&pipe, 1, number, num_bytes, 0, data))
+        return;
+    int state;
+    while (!(state = hora_message(&it, SLICE_NS))) continue;
+    if (state != 1) test_fail("another message came first", member->number, number);
+}
+
+/* Each member sends to the next one, what fits a ring or not; the odd ones receive first, so that all come to an end. */
+static void test_messages(struct member *member, int64_t number) {
+    struct operation it = test_operation_of(number, (int)(number & 1));
+    int own = member->number, before = (own + num_members - 1) % num_members;
+    int64_t num_bytes = it.counts[0] * (int64_t)item_bytes[it.dtype];
+    char *sent = test_room((size_t)num_bytes), *found = test_room((size_t)num_bytes);
+    test_draw(sent, it.dtype, number, own, 0, it.counts[0]);
+    if (own % 2 == 0) test_move_message(member, number, own, sent, num_bytes, 0);
+    test_move_message(member, number, before, found, num_bytes, 1);
+    if (own % 2) test_move_message(member, number, own, sent, num_bytes, 0);
+    test_draw(sent, it.dtype, number, before, 0, it.counts[0]);
+    if (memcmp(sent, found, (size_t)num_bytes)) test_fail("a message is another one", own, number);
+    free(sent), free(found);
+}
+
 static void test_encode(struct member *member, int64_t number) {
     int64_t count = 1 + (int64_t)(test_random_of((uint64_t)number) % MOST), blocks = (count + CODE_BLOCK - 1) / CODE_BLOCK;
     float *numbers = test_room((size_t)count * 4), *residual = test_room((size_t)count * 4), *decoded = test_room((size_t)count * 4);
@@ -228,12 +260,13 @@ static void *test_work(void *which) {
             struct timespec pause = {0, 200000};
             nanosleep(&pause, NULL);
         }
-        switch ((r >> 16) % 10) {
+        switch ((r >> 16) % 11) {
         case 0: case 1: case 2: test_allreduce(member, number); break;
         case 3: test_in_place(member, number); break;
         case 4: test_meet(member); break;
         case 5: case 6: test_repeated(member, number); break;
         case 7: case 8: test_moves(member, number); break;
+        case 9: if (num_members > 1) test_messages(member, number); break;
         default: test_encode(member, number);
         }
     }
@@ -252,7 +285,8 @@ static struct member test_new_member(int number) {
         .ring = {.slots = slots, .results = results, .slot_bytes = SLOT_BYTES, .depth = DEPTH, .ahead = AHEAD,
                  .group = test_group_of(counters, PAIR, number)},
         .schedule = test_group_of(schedule, PAIR, number),
-        .fed = test_room((size_t)num_members * 8)};
+        .fed = test_room((size_t)num_members * 8),
+        .patience = {.many = 600}};
 }
 
 static void test_join_tickets(struct member *member) {
@@ -266,6 +300,7 @@ int main(int argc, char **argv) {
     size_t n = (size_t)num_members;
     counters = test_room(n * PAIR), schedule = test_room(n * PAIR), tickets = test_room(n * TICKET_BYTES), heads = test_room(n * PAIR);
     slots = test_room(n * DEPTH * SLOT_BYTES), results = test_room(DEPTH * SLOT_BYTES), places = test_room(n * sizeof(char *));
+    pipe_bytes = test_room(n * SLOT_BYTES), pipe_words = test_room(n * 16), bells = test_room(n * 16);
     struct member *members = test_room(n * sizeof *members);
     pthread_t *threads = test_room(n * sizeof *threads);
     for (int m = 0; m < num_members; m++) {
@@ -283,6 +318,6 @@ int main(int argc, char **argv) {
            (unsigned long long)members[0].digest);
     for (int m = 0; m < num_members; m++) free(places[m]), free(members[m].fed);
     free(counters), free(schedule), free(tickets), free(heads), free(slots), free(results), free(places);
-    free(members), free(threads);
+    free(members), free(threads), free(pipe_bytes), free(pipe_words), free(bells);
     return 0;
 }
