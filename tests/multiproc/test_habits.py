@@ -43,6 +43,12 @@ def test_on_one_host(column, row):
     check(column, row)
 
 
+@pytest.mark.ranks(2, env={"HORA_TRANSPORT": "tcp", "HORA_NATIVE": "0"})
+@pytest.mark.parametrize("column", ["plain", "LocalSGD", "DiLoCo", "DES-LOC"])
+def test_between_hosts_without_the_native_part(column):
+    check(column, "Plain")
+
+
 @pytest.mark.ranks(2, env={"HORA_TRANSPORT": "tcp"})
 @pytest.mark.parametrize(("column", "row"), list(cells(between_hosts=True)))
 def test_between_hosts(column, row):

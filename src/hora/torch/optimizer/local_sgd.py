@@ -291,7 +291,7 @@ class _Average:
 
     def bind(self, flat: torch.Tensor) -> None:
         """Average this tensor in place."""
-        code = code_for(self._compression, [flat], op=ReduceOp.AVERAGE)
+        code = code_for(self._compression, [flat], op=ReduceOp.AVERAGE) if self._runtime.spans_hosts(0) else ""
         self._reduction = RequestedReduction(
             self._runtime,
             Kind.ALLREDUCE,
@@ -543,7 +543,7 @@ class LocalOptimizer(_DistributedOptimizer):
     def _average_over_hosts(self, name: str) -> _Average | None:
         """Return the average over all ranks; None on a single host, whose ranks have equal values."""
         settings = self._settings
-        if not self._active or not self._runtime.spans_hosts(0):
+        if not self._active or self._options.process_set_id == 0:
             return None
         return _Average(self._runtime, settings.method, settings.compression, f"{self._label}.{settings.method} {name}")
 
