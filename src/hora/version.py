@@ -117,7 +117,10 @@ def foreign_conflict() -> tuple[str, str] | None:
         f"{'Hora' if ours else found}'s {path}"
     )
     # Uninstalling the other distribution deletes the files that both have.
-    return problem, "run `pip uninstall -y horovod`, then `pip install --force-reinstall --no-deps hora`"
+    return (
+        problem,
+        "run `pip uninstall -y horovod`, then install Hora again, with `pip install --force-reinstall --no-deps`",
+    )
 
 
 def foreign_message() -> str | None:

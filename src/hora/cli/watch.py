@@ -68,7 +68,7 @@ def top(argv: Sequence[str]) -> int:
         except ModuleNotFoundError as error:
             if error.name is None or not error.name.startswith("rich"):
                 raise
-            print("hora top draws with rich: pip install 'hora[dashboard]'", file=sys.stderr)
+            print("hora top draws with rich: pip install rich", file=sys.stderr)
             return 1
         show(page, once=arguments.once)
     except KeyboardInterrupt:

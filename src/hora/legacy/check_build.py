@@ -89,7 +89,7 @@ def probe_build() -> dict[str, str]:
 
 def _try_tensorflow() -> None:
     if importlib.util.find_spec("tensorflow") is None:
-        raise _AbsentError("TensorFlow is not installed: pip install 'hora[tensorflow]'")
+        raise _AbsentError("TensorFlow is not installed: pip install tensorflow-cpu")
     import tensorflow as tf
 
     import horovod.tensorflow as hvd

@@ -1,4 +1,4 @@
-"""Figures of a training run; matplotlib (`pip install 'hora[examples]'`) is imported on use."""
+"""Figures of a training run; matplotlib (the extra `examples`) is imported on use."""
 
 from __future__ import annotations
 

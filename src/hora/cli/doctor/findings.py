@@ -157,7 +157,9 @@ def _gpus(facts: Facts) -> Finding:
 def _spark(facts: Facts) -> Finding:
     pyspark, java = facts["pyspark"], facts["java"]
     if pyspark is None:
-        return Finding("note", "pyspark is not installed; only HorovodRunner needs it (pip install 'hora[spark]')")
+        return Finding(
+            "note", "pyspark is not installed; only HorovodRunner needs it (pip install pyspark pandas pyarrow)"
+        )
     if too_old("pyspark", pyspark):
         floor = FLOORS["pyspark"]
         return Finding("problem", f"pyspark {pyspark} is older than {floor}", f"pip install 'pyspark>={floor}'")
@@ -176,7 +178,7 @@ def agreement(facts: Mapping[str, Facts]) -> list[Finding]:
     for key, name, install in (
         ("python", "Python", "use the same Python minor version everywhere: functions travel as bytecode"),
         ("torch", "PyTorch", "install the same version everywhere: pip install torch=={}"),
-        ("hora", "Hora", "install the same version everywhere: pip install hora=={}"),
+        ("hora", "Hora", "install the same wheel everywhere, of version {}"),
     ):
         values = {host: _comparable(key, each[key]) for host, each in facts.items()}
         if len(set(values.values())) == 1:

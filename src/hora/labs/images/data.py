@@ -84,7 +84,7 @@ def digits(*, seed: int = 0) -> Images:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ValueError("the digits need scikit-learn: pip install 'hora[examples]'") from error
+        raise ValueError("the digits need scikit-learn: pip install scikit-learn") from error
     bunch = load_digits()
     images = torch.from_numpy((bunch.images * (255 / 16)).round().astype(np.uint8)).unsqueeze(1)
     labels = torch.from_numpy(bunch.target.astype(np.int64))

@@ -118,8 +118,7 @@ def package_csv() -> Path:
         if path.exists():
             return path
     raise ValueError(
-        "no penguin data: pip install 'hora[examples]' (it includes palmerpenguins), or pass a CSV with "
-        f"the columns {', '.join(COLUMNS)}"
+        f"no penguin data: pip install palmerpenguins, or pass a CSV with the columns {', '.join(COLUMNS)}"
     )
 
 

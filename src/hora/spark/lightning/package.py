@@ -44,7 +44,7 @@ def _installed() -> tuple[Package, ...]:
     found = tuple(Package(name) for name in _NAMES if importlib.util.find_spec(name) is not None)
     if not found:
         raise ImportError(
-            "horovod.spark.lightning needs the package lightning or pytorch_lightning: pip install 'hora[lightning]'"
+            "horovod.spark.lightning needs the package lightning or pytorch_lightning: pip install lightning"
         )
     return found
 

@@ -95,7 +95,7 @@ def active_cluster() -> Any | None:
     try:
         import pyspark
     except ImportError as error:
-        raise ImportError("running on Spark needs pyspark: pip install 'hora[spark]'") from error
+        raise ImportError("running on Spark needs pyspark: pip install pyspark pandas pyarrow") from error
     require("pyspark", pyspark.__version__)
     from pyspark.sql.utils import is_remote
 
