@@ -34,13 +34,14 @@ ARGUMENTS: dict[str, str] = yaml.safe_load((Path(__file__).parent / "arguments.y
 
 # A page: its title and the modules on it, whose public names are those of __all__.
 PAGES = {
-    "torch": ("horovod.torch", ["horovod.torch", "horovod.torch.elastic"]),
+    "torch": ("horovod.torch", ["horovod.torch", "horovod.torch.elastic", "hora.torch.distributed"]),
     "hora": ("hora", ["hora", "hora.workers", "hora.errors"]),
     "workflow": ("hora.workflow", ["hora.workflow"]),
     "spark": (
         "horovod.spark",
         [
             "horovod.spark",
+            "hora.spark",
             "horovod.spark.torch",
             "horovod.spark.lightning",
             "horovod.spark.keras",
@@ -57,6 +58,7 @@ ALSO = {
     "horovod.torch": "Usually `import horovod.torch as hvd`. `hora.torch` is the same module under its own name.",
     "horovod.keras": "`horovod.tensorflow.keras` has the same names for the Keras that comes with TensorFlow.",
     "hora": "`horovod.run` is `hora.run`.",
+    "hora.torch.distributed": 'torch finds the backend by itself: `torch.distributed.init_process_group("hora")`.',
     "hora.workers": "`cdsw` and `cml.workers_v1` are these functions' old names (`python -m hora.compat script.py`).",
 }
 EXPLAINED = ("hora", "horovod.torch", "horovod.torch.elastic", "sparkdl", "sparkdl.horovod", "horovod.spark")

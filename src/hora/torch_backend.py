@@ -22,9 +22,10 @@ def register() -> None:
     """Register the backend once; does nothing if torch was built without torch.distributed."""
     import torch.distributed as dist
 
-    if not dist.is_available() or hasattr(dist.Backend, "HORA"):
+    if not dist.is_available():
         return
-    dist.Backend.register_backend("hora", _create, extended_api=True, devices=["cpu", "cuda"])
+    if not hasattr(dist.Backend, "HORA"):
+        dist.Backend.register_backend("hora", _create, extended_api=True, devices=["cpu", "cuda"])
     wish = os.environ.get("HORA_REPLACE_GLOO", "0")
     if wish not in ("", "0", "1"):
         raise ValueError(f"HORA_REPLACE_GLOO must be 0 or 1, but it is {wish!r}")

@@ -11,7 +11,7 @@ import inspect
 import operator
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ from hora.launch.providers.spark.launcher import SparkJob
 from hora.launch.start import start
 from hora.world import World
 
-__all__ = ["HorovodRunner", "is_elastic"]
+__all__ = ["HorovodRunner", "is_elastic", "pickle_for_rank_0", "value_of_rank_0"]
 
 _ELASTIC_ROOM = "hora.torch.elastic"
 _VERBOSITIES = ("log_callback_only", "all")
@@ -159,17 +159,17 @@ def _run_local(main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc: in
     result = start(
         Options.filled(environ, num_proc=num_proc, dashboard=dashboard),
         environ,
-        function=_pickled(main, kwargs),
+        function=pickle_for_rank_0(main, (), kwargs),
         adjust=partial(replace, title=getattr(main, "__name__", "")),
     )
-    return _value_of_rank_0(result)
+    return value_of_rank_0(result)
 
 
 def _run_on_spark(
     main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc: int, *, stream_output: bool, dashboard: bool | None
 ) -> Any:
     elastic = is_elastic(main, kwargs)
-    function = pickle_call(main, kwargs=kwargs) if elastic else _pickled(main, kwargs)
+    function = pickle_call(main, kwargs=kwargs) if elastic else pickle_for_rank_0(main, (), kwargs)
     cluster = cluster_or_new()
     num_slots = require_slots(cluster, num_proc)
     job = SparkJob(
@@ -184,8 +184,8 @@ def _run_on_spark(
         watching=Watching.wanted(variables(), page=dashboard),
     )
     if elastic and not is_connect(cluster):  # Connect's stage keeps its size
-        return _value_of_rank_0(_run_elastic(cluster, job))
-    return _value_of_rank_0(run_on_cluster(cluster, job))
+        return value_of_rank_0(_run_elastic(cluster, job))
+    return value_of_rank_0(run_on_cluster(cluster, job))
 
 
 def _run_elastic(context: Any, job: SparkJob) -> JobResult:
@@ -203,16 +203,18 @@ class _OnlyRank0Answers:
     def __init__(self, main: Callable[..., Any]) -> None:
         self._main = main
 
-    def __call__(self, **kwargs: Any) -> Any:
-        value = self._main(**kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        value = self._main(*args, **kwargs)
         return value if World.from_env().rank == 0 else None
 
 
-def _pickled(main: Callable[..., Any], kwargs: Mapping[str, Any]) -> bytes:
-    return pickle_call(_OnlyRank0Answers(main), kwargs=kwargs)
+def pickle_for_rank_0(main: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]) -> bytes:
+    """Return the pickle of a call of which only rank 0's value is wanted."""
+    return pickle_call(_OnlyRank0Answers(main), args, kwargs)
 
 
-def _value_of_rank_0(result: JobResult) -> Any:
+def value_of_rank_0(result: JobResult) -> Any:
+    """Return what rank 0's call returned."""
     value = result.results[0]
     assert value is not None, "a function's job without a result"
     return cloudpickle.loads(value)

@@ -256,6 +256,8 @@ def run_forked(env: Mapping[str, str], work: Callable[[], NoReturn]) -> NoReturn
     name_process(f"hora-rank-{env['HORA_WORKER']}")
     replace_variables(env)
     _reseed_generators()
+    if "hora.torch_backend" in sys.modules:  # torch was loaded in an environment that may have lacked HORA_REPLACE_GLOO
+        sys.modules["hora.torch_backend"].register()
     work()
 
 

@@ -145,6 +145,8 @@ class SparkLauncher:
         self.bind_address, self.advertised_address = driver.bind_address, driver.address
         self._driver, self._bind_gpus, self._executable = driver, bind_gpus, executable
         self._placements = {placement.slot.rank: placement for placement in placements}
+        # Slots have hashes for names, not addresses. In an elastic job rank 0 has no lasting place.
+        self._master = {"MASTER_ADDR": driver.host_of(placements[0].task)} if placements else {}
         self._used: dict[AgentHandle, None] = {}
 
     def start(self, workers: Sequence[WorkerSpec], events: LaunchEvents) -> None:
@@ -171,7 +173,7 @@ class SparkLauncher:
         self._driver.release()
 
     def _in_a_task(self, worker: WorkerSpec, placement: Placement) -> WorkerSpec:
-        env = {**worker.env, GPU_VARIABLE: ",".join(placement.own_gpus)}
+        env = {**worker.env, **self._master, GPU_VARIABLE: ",".join(placement.own_gpus)}
         if placement.visible_gpus and self._bind_gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(placement.visible_gpus)
         # No program: the Python of the task.

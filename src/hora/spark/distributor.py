@@ -1,0 +1,123 @@
+"""`TorchDistributor`: pyspark's class of that name with Hora's launcher under it.
+
+The constructor and its checks are pyspark's. `run` starts the processes: on this machine in local mode, else as the
+tasks of one Spark stage, encrypted and watched as all jobs are. Importing this module imports pyspark.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from pyspark.ml.torch import distributor
+
+from hora.errors import BadCallError
+from hora.launch.environment import set_variables, variables
+from hora.launch.job import JobResult
+from hora.launch.options import Options
+from hora.launch.providers.spark.cluster import (
+    assigned_gpus,
+    connect_session,
+    forwarded_variables,
+    require_slots,
+    start_timeout_s,
+)
+from hora.launch.providers.spark.connect import run_on_cluster
+from hora.launch.providers.spark.launcher import SparkJob
+from hora.launch.start import start
+from hora.spark.runner import pickle_for_rank_0, value_of_rank_0
+from hora.world import World
+
+__all__ = ["TorchDistributor"]
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class TorchDistributor(distributor.TorchDistributor):
+    """Runs a function or a file that uses `torch.distributed` on `num_processes` processes.
+
+    `local_mode`: on the driver's machine, else one process in each task of a Spark stage. `use_gpu`: each process has
+    the GPU that Spark assigned to its task; False: GPUs are hidden.
+    """
+
+    def run(self, train_object: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Any:
+        """Call `train_object(*args, **kwargs)` on every process and return rank 0's value.
+
+        A path runs that file with `args` as its command line, and returns None. A process that fails ends the job;
+        the RuntimeError (`hora.errors.JobFailedError`) names its rank and has its exception as the cause.
+        """
+        if isinstance(train_object, str):
+            if kwargs:
+                raise ValueError(
+                    f"Running pytorch file does not support key-word type arguments, but they are {sorted(kwargs)}: "
+                    f"give {train_object} its command line as strings"
+                )
+            self._launch(_Script(train_object), *args)
+            return None
+        if not callable(train_object):
+            raise BadCallError(f"train_object must be a function or the path of a file, but it is {train_object!r}")
+        return value_of_rank_0(self._launch(train_object, *args, **kwargs))
+
+    def _launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> JobResult:
+        name = getattr(function, "__name__", type(function).__name__)
+        if self.local_mode:
+            environ = variables() | self._local_gpus()
+            return start(
+                Options.filled(environ, num_proc=self.num_processes),
+                environ,
+                function=pickle_for_rank_0(function, args, kwargs),
+                adjust=functools.partial(replace, title=name),
+            )
+        if self.num_tasks != self.num_processes:
+            raise RuntimeError(
+                f"spark.task.resource.gpu.amount is {self.num_processes // self.num_tasks}, but each Spark task runs "
+                "one process of Hora's: set it to 1"
+            )
+        cluster = connect_session(self.spark) or self.spark.sparkContext
+        require_slots(cluster, self.num_processes)
+        job = SparkJob(
+            function=pickle_for_rank_0(_Node(function, use_gpu=self.use_gpu), args, kwargs),
+            num_proc=self.num_processes,
+            group="TorchDistributor",
+            env=forwarded_variables(),
+            start_timeout_s=start_timeout_s(),
+            wait_for_slots=True,
+            bind_gpus=False,
+        )
+        return run_on_cluster(cluster, job)
+
+    def _local_gpus(self) -> dict[str, str]:
+        """As many of the driver's GPUs as there are processes. A Connect client has its own machine's."""
+        if not self.use_gpu or getattr(self, "is_remote", False):
+            return {}
+        return {_VISIBLE: ",".join(distributor._get_gpus_owned(self.spark)[: self.num_processes])}
+
+
+class _Script:
+    """Runs a file as the interpreter does, with its folder first on the path."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.__name__ = os.path.basename(path)
+
+    def __call__(self, *args: Any) -> None:
+        sys.argv[:] = [self._path, *map(str, args)]
+        sys.path.insert(0, os.path.dirname(os.path.abspath(self._path)))
+        runpy.run_path(self._path, run_name="__main__")
+
+
+class _Node:
+    """Calls the function where the Spark task is a node of its own, as torchrun has it below pyspark's class."""
+
+    def __init__(self, function: Callable[..., Any], *, use_gpu: bool) -> None:
+        self._function, self._use_gpu = function, use_gpu
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        node = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(World.from_env().rank)}
+        set_variables(node | {_VISIBLE: ",".join(assigned_gpus()) if self._use_gpu else ""})
+        return self._function(*args, **kwargs)
