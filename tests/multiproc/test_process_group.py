@@ -241,6 +241,26 @@ def test_groups_overlap_and_are_independent(rank, size):
 
 
 @in_group
+def test_a_group_is_split(rank, size):
+    world = dist.group.WORLD
+    for ranks in ([0, 1], [size - 1], list(range(size))[::-1]):
+        part = world.split_group(ranks, group_name=f"part of {ranks}", group_desc="a part")
+        if rank not in ranks:
+            assert part is None
+            continue
+        assert (part.rank(), part.size(), part.group_name) == (ranks.index(rank), len(ranks), f"part of {ranks}")
+        tensor = torch.tensor([rank + 1.0])
+        part.allreduce([tensor]).wait()
+        assert tensor.item() == sum(member + 1 for member in ranks)
+        if len(ranks) > 1:
+            pair = part.split_group([1], timeout=timedelta(seconds=9))  # by numbers in the part
+            assert (pair is None) == (rank != ranks[1])
+            assert pair is None or (pair._timeout, pair.size()) == (timedelta(seconds=9), 1)
+    with pytest.raises(ValueError, match=rf"on rank {rank}: .* 0 to {size - 1}, but they are \[0, {size}\]"):
+        world.split_group([0, size])
+
+
+@in_group
 def test_threads_may_use_groups_of_their_own(rank, size):
     groups = [dist.new_group(list(range(size))) for _ in range(3)]
     sums = {}
@@ -391,6 +411,9 @@ def test_groups_can_be_made_again(place):
         assert dist.get_backend() == "hora"
         dist.destroy_process_group()
         assert not dist.is_initialized()
+    for _ in range(5):  # a rank that leaves at once does not end the others' init
+        dist.init_process_group("hora", store=place.store, rank=place.rank, world_size=place.size)
+        dist.destroy_process_group()
 
 
 def reduce_ones(group, in_flight):

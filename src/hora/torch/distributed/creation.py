@@ -54,7 +54,11 @@ def make_group(store: Any, rank: int, size: int, timeout: timedelta, global_rank
         else (runtime.new_group_number())
     )
     queue = runtime.add_group(ranks, number)
-    return HoraProcessGroup(store, rank, size, runtime, queue, timeout, _end_engine if owns else _do_nothing)
+    on_shutdown = _end_engine if owns else _do_nothing
+    group = HoraProcessGroup(store, rank, size, runtime, queue, timeout, on_shutdown, make_group)
+    if not global_ranks:
+        group.wait_for_all()  # a rank that destroyed its group at once would end the engine under the others' init
+    return group
 
 
 def _end_engine() -> None:

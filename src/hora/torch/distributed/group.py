@@ -159,6 +159,7 @@ class HoraProcessGroup(_BASE):
         queue: OperationQueue,
         timeout: timedelta,
         on_shutdown: Callable[[], None],
+        make: Callable[..., HoraProcessGroup],
     ) -> None:
         super().__init__(rank, size)
         self._store = store
@@ -166,7 +167,7 @@ class HoraProcessGroup(_BASE):
         self._runtime, self._queue = runtime, queue
         self._ranks = queue.ranks
         self._limit_s = timeout.total_seconds()
-        self._on_shutdown = on_shutdown
+        self._on_shutdown, self._make = on_shutdown, make
         self._name = self._description = ""
         self._known: dict[object, Any] = {}
         self._num_calls = 0
@@ -198,7 +199,8 @@ class HoraProcessGroup(_BASE):
 
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
-    supports_splitting = False
+    supports_splitting = True
+    options = None  # of `split_group`
     supports_coalescing = False
     supports_time_estimate = False
 
@@ -226,6 +228,42 @@ class HoraProcessGroup(_BASE):
 
     def get_group_store(self) -> Any:
         return self._store
+
+    # Parts of a group.
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> HoraProcessGroup | None:
+        """Return a group of these members (collective among them); None on a rank that is not one of them."""
+        outside = [member for member in ranks if not 0 <= member < self._size]
+        if outside or len(set(ranks)) != len(ranks):
+            raise ValueError(
+                f"split_group on rank {self._ranks[self._rank]}: the ranks must be different members, 0 to "
+                f"{self._size - 1}, but they are {list(ranks)}"
+            )
+        if self._rank not in ranks:
+            return None
+        name = group_name or f"{self._name}/split{list(ranks)}"
+        store, global_ranks = (
+            dist.distributed_c10d.PrefixStore(f"{name}/", self._store),
+            [self._ranks[member] for member in ranks],
+        )
+        part = self._make(store, list(ranks).index(self._rank), len(ranks), timeout or self._timeout, global_ranks)
+        part.setGroupName(name)
+        part.setGroupDesc(group_desc or "")
+        return part
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Members are connected from the start."""
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Ranks that are not in a part have no share in making it."""
 
     # The end.
 
@@ -810,6 +848,12 @@ class HoraProcessGroup(_BASE):
                 f"Rank {text} failed to pass monitoredBarrier in {round(limit_s * 1000)} ms: "
                 + "; ".join(f"rank {rank} is at {self._runtime.line_of(rank)}" for rank in missing)
             )
+
+    def wait_for_all(self) -> None:
+        """Return when every member is here; not a call of the user's, which are counted."""
+        request = Request(Signature(int(Kind.BARRIER), self._label("init_process_group"), None))
+        self._queue.submit(request, background=False)
+        self.finish(request, time.monotonic() + self._limit_s, self._limit_s)
 
     def barrier(self, opts: Any = None) -> Work:
         self._check_here([])
