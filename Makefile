@@ -22,7 +22,7 @@ help:
 	@echo "make test-security              attacks and old defects from outside, known by public names alone; more of it as root"
 	@echo "make test-ray                   horovod.ray on a real Ray cluster of two nodes, which it installs first"
 	@echo "make test-tensorflow            horovod.tensorflow and horovod.keras on TensorFlow, Keras 2 and 3, which it installs first"
-	@echo "make test-torch-distributed     torch's own tests of a distributed backend, on 2, 3 and 4 ranks; as long as an hour"
+	@echo "make test-torch-distributed     torch's own tests of a distributed backend, on 2, 3 and 4 ranks; Accelerate, transformers, Lightning; as long as an hour"
 	@echo "make test-hosts                 two to eight hosts: every collective, intruders, deaths; needs root and namespaces"
 	@echo "make test-habits                optimizers and the habits of users: each cell of the matrix against one process; poisoned memory"
 	@echo "make test-store                 leaders that die, are stopped or lose their etcd; needs etcd (etcd-server)"
@@ -176,10 +176,13 @@ test-tensorflow: $(STAMP)
 	TF_CPP_MIN_LOG_LEVEL=3 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfER $(TF_OTHERS) -k "tf_ or tensorflow"
 
 # torch's tests of gloo, with Hora in its place. tests/integration/torch_suite.py lists the exceptions.
+# Then Accelerate, the Hugging Face Trainer and Lightning, of which the first two are installed here.
 test-torch-distributed: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt accelerate transformers
 	for size in 2 3 4; do \
 		WORLD_SIZE=$$size OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 300 -rfE tests/integration/torch_suite.py || exit 1; \
 	done
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfEs tests/integration/test_torch_packages.py
 
 # Hosts are network namespaces: as root, and minutes of two cores.
 test-hosts: $(STAMP)
