@@ -19,12 +19,14 @@ from typing import Any
 import psutil
 import pytest
 import strangers
+import two_hosts_rank
 from elastic_job import ElasticJob
 from host_ranks import Helper, run_ranks
 from namespaces import Host, badly_joined, joined
 from ssh_server import SSHD
 from test_elastic_hosts import assert_equal, stop_soon, wait_for_size
 from test_elastic_netns import Machines
+from test_two_hosts import recording
 
 from waiting import wait_until
 
@@ -112,6 +114,21 @@ def test_any_number_of_hosts_trains_like_one(secret, num_hosts, ranks_per_host):
     for found in seen:
         for model in ("MLP", "ResNet18"):
             assert found[model] == pytest.approx(expected[0][model], rel=1e-4)
+
+
+@pytest.mark.parametrize("encrypt", ["always", "never"])
+def test_messages_of_a_process_group_go_from_any_rank_to_any_rank(secret, encrypt):
+    with network(*V4[:2]) as hosts, recording(hosts) as found:
+        strict = {} if encrypt == "always" else {"HORA_ENCRYPT": encrypt, "HORA_STRICT": "0"}
+        seen = run_ranks(hosts, secret, "process group", address=V4[0], **strict)
+    assert (two_hosts_rank.TENSOR_TEXT in found[1]) == (encrypt == "never")
+    for rank, results in enumerate(seen):
+        others = [other for other in range(4) if other != rank]
+        assert results["text"] == results["large"] == results["empty"] == []
+        assert results["batch"] == [[10.0 * other + rank] * 2 for other in others]
+        assert results["all_to_all"] == [[float(other)] * (rank + 1) for other in range(4)]
+    assert seen[0]["any"] == [[1, 1], [2, 2], [3, 3]]
+    assert seen[0]["across"] == seen[2]["across"] == 4.0
 
 
 @pytest.mark.parametrize("sizes", [(1, 3), (2, 1, 1), (2, 2, 2)], ids=str)

@@ -469,3 +469,36 @@ def test_a_stall_report_shows_the_stack_of_the_late_rank_without_any_page(tmp_pa
     finally:
         job.send_signal(signal.SIGINT)
         job.wait(30)
+
+
+PROCESS_GROUP = """
+import os, time
+import torch, torch.distributed as dist
+dist.init_process_group("hora")
+experts = dist.new_group([0, 1], group_desc="experts")
+dist.all_reduce(torch.ones(3))
+while dist.get_rank() == 1 and not os.path.exists(os.environ["ORDERS"] + "/go"):
+    time.sleep(0.1)  # the guilty line
+dist.all_gather_into_tensor(torch.ones(4), torch.ones(2), group=experts)
+dist.destroy_process_group()
+"""
+
+
+def test_collectives_of_a_process_group_have_their_groups_name_on_the_page_in_top_and_in_the_timeline(tmp_path):
+    program, trace = tmp_path / "train.py", tmp_path / "trace.json"
+    program.write_text(PROCESS_GROUP)
+    flags = ["-np", "2", "--timeline-filename", str(trace)]
+    command = [sys.executable, "-m", "hora", "run", "--dashboard", *flags, sys.executable, str(program)]
+    with _started(command, tmp_path, HOROVOD_STALL_CHECK_TIME_SECONDS=3) as job:
+        pending = _until(lambda: _run(job.url)["head"]["pending"], START_S)
+        waiting = "experts/all_gather_into_tensor.0"  # the group's first
+        assert [(one["name"], one["there"], one["missing"]) for one in pending] == [(waiting, [0], [1])]
+        top = [sys.executable, "-m", "hora", "top", "--once", job.url]
+        picture = subprocess.run(top, env={**os.environ, "COLUMNS": "160"}, capture_output=True, text=True, timeout=60)
+        assert f"{waiting}: 1 ranks have waited" in picture.stdout, picture
+        _until(lambda: "# the guilty line" in job.printed, START_S)
+        (tmp_path / "go").touch()
+        assert job.process.wait(START_S) == 0
+    names = trace.read_text()
+    assert "default_pg/all_reduce" in names
+    assert "experts/all_gather_into_tensor" in names

@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 from benchmarks.models import resnet18
 
 import horovod.torch as hvd
@@ -91,6 +92,48 @@ def listen(namespace: str, answer: Any) -> None:
         b"fusion_threshold_bytes",
     )  # which is in the ranks' introductions
     answer.send([len(recorded), [text for text in texts if text in recorded]])
+
+
+def process_group() -> dict[str, object]:
+    """Messages and collectives of torch.distributed, to the other host and to the rank beside this one."""
+    rank, size = hvd.rank(), hvd.size()
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], 29401, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("hora", store=store, rank=rank, world_size=size)
+    results: dict[str, object] = {}
+    text = torch.frombuffer(bytearray(TENSOR_TEXT * 200), dtype=torch.uint8).clone()
+    for name, sent in (("text", text), ("large", torch.arange(1_000_001.0)), ("empty", torch.ones(0))):
+        wrong = []
+        for distance in range(1, size):
+            found = torch.zeros_like(sent)
+            receiving = dist.irecv(found, (rank - distance) % size, tag=distance)
+            dist.send(sent + rank, (rank + distance) % size, tag=distance)
+            receiving.wait()
+            if not found.equal(sent + (rank - distance) % size):
+                wrong.append(distance)
+        results[name] = wrong
+    others = [other for other in range(size) if other != rank]
+    found = {other: torch.zeros(50_000) for other in others}
+    batch = [dist.P2POp(dist.isend, torch.full((50_000,), 10.0 * rank + other), other) for other in others]
+    batch += [dist.P2POp(dist.irecv, found[other], other) for other in others]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+    results["batch"] = [[tensor.min().item(), tensor.max().item()] for tensor in found.values()]
+    if rank == 0:
+        any_of = torch.zeros(3)
+        results["any"] = sorted([dist.recv(any_of), int(any_of[0])] for _ in others)
+    else:
+        dist.send(torch.full((3,), float(rank)), 0)
+    outputs = [torch.zeros(rank + 1) for _ in range(size)]
+    dist.all_to_all(outputs, [torch.full((other + 1,), float(rank)) for other in range(size)])
+    results["all_to_all"] = [output.tolist() for output in outputs]
+    across = dist.new_group([0, 2])
+    if rank in (0, 2):
+        summed = torch.tensor([rank + 1.0])
+        dist.all_reduce(summed, group=across)
+        results["across"] = summed.item()
+    dist.barrier()
+    dist.destroy_process_group()
+    return results
 
 
 def describe() -> dict[str, object]:
@@ -467,6 +510,8 @@ def done(mode: str, answer: Any) -> dict[str, object]:
         return fuzzed_trainings(json.loads(mode.removeprefix("trainings: ")))
     if mode == "slow links":
         return slow_links()
+    if mode == "process group":
+        return process_group()
     if mode == "memory":
         return {"mib": memory_of_an_allgather()}
     if mode == "until told":
