@@ -95,7 +95,7 @@ def test_preparation_is_validated(wrong, match):
 
 def test_without_the_package(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"hora\[examples\]"):
+    with pytest.raises(ValueError, match="pip install palmerpenguins"):
         load_penguins()
 
 
