@@ -300,7 +300,7 @@ class Runtime:
         return found.ranks
 
     def queue(self, number: int) -> OperationQueue:
-        """The queue of a set. ValueError for one that does not exist, or that this rank is not in."""
+        """Return the queue of a set. Raises ValueError if it does not exist or this rank is not in it."""
         found = self._sets.get(number)
         if found is None or found.queue is None:
             raise ValueError(
@@ -310,7 +310,7 @@ class Runtime:
         return found.queue
 
     def _queues(self) -> list[OperationQueue]:
-        """The queues of the sets that this rank is in, by number. Any thread."""
+        """Return the queues of the sets that this rank is in, by number. Thread-safe."""
         return [one.queue for _, one in sorted(self._sets.copy().items()) if one.queue is not None]
 
     def add_process_set(self, ranks: Sequence[int]) -> int:
@@ -323,7 +323,7 @@ class Runtime:
         return int(self._request(0, Kind.ADD_PROCESS_SET, *wanted).answer)
 
     def set_of_this_host(self) -> int:
-        """The number of the set of this host's ranks; sets of hosts that do not exist are registered (collective)."""
+        """Return the number of this host's set, registering the sets of all hosts if needed (collective)."""
         hosts = [(0,)] if self._bootstrap is None else [tuple(host) for host in self._bootstrap.sharing]
         for host in hosts:
             if host not in [known.ranks for known in self._sets.values()]:
@@ -332,7 +332,7 @@ class Runtime:
         return next(number for number, known in sorted(self._sets.items()) if known.ranks == mine)
 
     def remove_process_set(self, number: int) -> bool:
-        """Remove a set on all ranks (collective). False for the global set and unknown ones."""
+        """Remove a set on all ranks (collective). Returns False for the global set and unknown ones."""
         self._check_dynamic("remove_process_set")
         if number == 0 or number not in self._sets:
             return False
@@ -354,7 +354,7 @@ class Runtime:
         return request
 
     def _execute(self, batch: Batch) -> int | Segment | None:
-        """Do what `_request` asked when all have agreed to it, on the thread that drives the queue."""
+        """Execute a request of `_request` once all have agreed to it, on the thread that drives the queue."""
         values = batch.signature.extra
         if batch.kind is Kind.ADD_PROCESS_SET:
             return self._register(values)
@@ -389,12 +389,12 @@ class Runtime:
                 self._deliver(serial, *message)
 
     def new_group_number(self) -> int:
-        """Return a number for a group, which no other rank gives out in this world."""
+        """Return a number for a group that no other rank assigns in this world."""
         self._num_groups += 1
         return (self._num_groups * self.world.size + self.world.rank) + _FIRST_GROUP
 
     def add_group(self, ranks: Sequence[int], number: int) -> OperationQueue:
-        """Register a set among its members alone (collective), under a number that one of them gave out."""
+        """Register a set among its members only (collective), under a number that one of them assigned."""
         self.status.check_open()
         members = tuple(ranks)
         _checked(members, self.world.size)
@@ -402,7 +402,7 @@ class Runtime:
         return self.queue(number)
 
     def remove_group(self, number: int) -> None:
-        """Let go of a group on this rank; the others may still use what they have of it."""
+        """Release a group on this rank; the others may still use theirs."""
         removed = self._sets.get(number)
         if removed is None or removed.queue is None:
             return
@@ -413,7 +413,7 @@ class Runtime:
             self._sets.pop(number, None)
 
     def start_messages(self) -> Messages:
-        """Prepare messages between ranks (collective over all of them); returns what there is already."""
+        """Prepare messages between ranks (collective over all of them); returns the existing object if there is one."""
         bootstrap = self._bootstrap
         if self._messages is not None or bootstrap is None:
             self._messages = self._messages or Messages(self.world.rank, [], None, self.status, _no_stream, _no_stream)
@@ -428,7 +428,7 @@ class Runtime:
     def _remove(self, number: int) -> None:
         removed = self._sets.get(number)
         if removed is None:
-            return  # two threads have asked for it
+            return  # two threads have requested it
         if removed.queue is not None:
             ranks = list(removed.ranks)
             removed.queue.retire(f"the process set {number} with the ranks {ranks} has been removed")
@@ -437,7 +437,7 @@ class Runtime:
             self.known_allreduces.clear()
 
     def _label(self, number: int) -> str:
-        """Names a set for good: numbers are used again, and what an earlier set left behind must not be found."""
+        """Return a permanent name of a set: numbers are reused, and leftovers of an earlier set must not be found."""
         return f"set{number}.{self._sets[number].serial}"
 
     # Making a queue.
@@ -478,7 +478,7 @@ class Runtime:
         return make_transport(topology, device, lambda other: self.queue(number).transport(other))
 
     def _stall_limits(self, number: int, ranks: Sequence[int], member: int) -> StallLimits | None:
-        """The first member of a set looks out for stalls."""
+        """Return the stall limits for the first member of a set, which watches for stalls."""
         config = self.config
         if member != 0 or len(ranks) == 1 or config.stall_check_disable:
             return None
@@ -504,15 +504,16 @@ class Runtime:
     # Memory and schedules.
 
     def shared_memory(self, number: int, num_bytes: int) -> SharedMemory | None:
-        """The same zeroed memory for all members (collective); None where they share no host, or it is too little."""
+        """Allocate zeroed memory shared by all members (collective); None if they share no host or memory is short."""
         queue, peers = self.queue(number), self._bootstrap
         if peers is None or len(queue.ranks) == 1 or not peers.can_share(queue.ranks):
             return None
         return self._request_memory(number, num_bytes, False)
 
     def host_memory(self, number: int, num_bytes: int) -> tuple[SharedMemory | None, list[int]]:
-        """Zeroed memory that the members of each host have in common, so many bytes for each of them, and which members
-        those of this host are (collective). None where all share one host, and on hosts with too little memory.
+        """Allocate zeroed memory that the members of each host share, `num_bytes` for each of them (collective).
+
+        Also returns the members on this host. None if all share one host, and on hosts with too little memory.
         """
         queue, peers = self.queue(number), self._bootstrap
         if peers is None or not peers.spans_hosts(queue.ranks):
@@ -527,13 +528,13 @@ class Runtime:
     def schedule(
         self, memory: SharedMemory, process_set_id: int = 0, near: Sequence[int] | None = None
     ) -> ReductionSchedule:
-        """A schedule of the members, or of this host's (`near`), in the next piece of their memory (collective)."""
+        """Return a schedule of the members, or of this host's (`near`), in their shared memory (collective)."""
         queue = self.queue(process_set_id)
         offset = memory.reserve(ReductionSchedule.num_bytes(len(queue.ranks if near is None else near)))
         return ReductionSchedule(queue, memory.segment, offset, limits=StallLimits.of(self.config), near=near)
 
     def host_link(self, schedule: ReductionSchedule) -> HostLink:
-        """Connect a schedule of this host's members with the other hosts (collective): links are made in one order."""
+        """Connect a schedule of this host's members with the other hosts (collective, in the same order on all)."""
         queue, peers = schedule.queue, self._bootstrap
         assert peers is not None
         ranks, negotiation = queue.ranks, queue.negotiation
@@ -553,8 +554,9 @@ class Runtime:
     # The end.
 
     def shutdown(self, *, behind: bool = False) -> None:
-        """Leave the world, which ends it for every rank; what was agreed is still executed. `behind`: this process goes
-        on in another world, and connections are closed meanwhile.
+        """Leave the world, which ends it for every rank; agreed operations are still executed.
+
+        `behind`: this process continues in another world, and connections are closed meanwhile.
         """
         text = f"Horovod has been shut down by rank {self.world.rank}"
         self.status.close(text)
@@ -562,7 +564,7 @@ class Runtime:
             queue.drain()
             queue.settle()
         if self._control_tree is not None:
-            if self.status.broken:  # of which the others may hear from here first; then nobody waits for goodbyes
+            if self.status.broken:  # the others may learn it from here first; then no rank waits for goodbyes
                 self._report_fault(self.status.reason)
             self._control_tree.leave(self.status.reason if self.status.broken else text, self.rounds())
             if not self.status.broken:
@@ -570,7 +572,7 @@ class Runtime:
         self.close(behind=behind)
 
     def close(self, *, behind: bool = False) -> None:
-        """Release everything, without a word to the others."""
+        """Release everything without notifying the others."""
         self.status.close("Horovod has been shut down")
         for queue in self._queues():
             queue.close()
@@ -588,7 +590,7 @@ class Runtime:
         self.recorder.stop()
 
     def lost(self, rank: int, how: str) -> None:
-        """The launcher tells that a rank is gone."""
+        """Handle the launcher's report that a rank is gone."""
         control_tree = self._control_tree
         if rank != self.world.rank and control_tree is not None and rank not in control_tree.goodbyes:
             self._broken(f"rank {rank} {how}. Horovod has been shut down")
@@ -599,14 +601,14 @@ class Runtime:
             self._control_tree.report_fault(self.world.rank, text)
 
     def _wake(self) -> None:
-        """Wake the threads that wait for other members, so that they look at the world's status again."""
+        """Wake the threads that wait for other members, so that they recheck the world's status."""
         for queue in self._queues():
             queue.interrupt()
         if self._messages is not None:
             self._messages.interrupt()
 
     def _say_goodbye_if_idle(self) -> None:
-        """Tell the rank that leaves that nothing more is needed of it."""
+        """Tell the leaving rank that it is no longer needed."""
         control_tree = self._control_tree
         if control_tree is None or self.world.rank in control_tree.goodbyes:
             return
@@ -625,7 +627,7 @@ class Runtime:
             self._control_tree.stop_waiting(self.status.reason)
 
     def _on_negotiating(self, serial: int, rank: int, header: Header, payload: bytes) -> None:
-        """A neighbour in the tree of a set says something. Late words of a removed set are for no set."""
+        """Handle a message of a neighbour in the tree of a set. Late messages of a removed set are dropped."""
         with self._messages_lock:
             self._deliver(serial, rank, header, payload)
         self._close_if_caught_up()
@@ -642,9 +644,9 @@ class Runtime:
         self._close_if_caught_up()
 
     def _close_if_caught_up(self) -> None:
-        """End the world that another rank has left, not before the rounds have come that it has executed.
+        """End a world that another rank has left, once the rounds that it has executed have arrived.
 
-        It may wait for this rank in one of them, and goodbyes come another way than the rounds of a set.
+        It may wait for this rank in one of them, and goodbyes take another path than the rounds of a set.
         """
         for why, rounds, deadline in self._farewells:
             if not self._lacks(rounds) or time.monotonic() > deadline:
@@ -654,7 +656,7 @@ class Runtime:
                 return
 
     def _on_tick(self) -> None:
-        """Look for stalls, too."""
+        """Also look for stalls."""
         self._close_if_caught_up()
         for negotiation in self._trees().values():
             negotiation.tick()
@@ -662,16 +664,16 @@ class Runtime:
             queue.inspect()
 
     def _trees(self) -> dict[int, TreeNegotiation]:
-        """The agreements of the sets that span hosts, by serial number."""
+        """Return the negotiations of the sets that span hosts, by serial number."""
         sets = [(one.serial, one.queue.negotiation) for one in self._sets.copy().values() if one.queue is not None]
         return {serial: negotiation for serial, negotiation in sets if isinstance(negotiation, TreeNegotiation)}
 
     def rounds(self) -> dict[int, int]:
-        """Return how many rounds this rank has executed of each set that spans hosts, by serial number."""
+        """Return the rounds that this rank has executed of each set that spans hosts, by serial number."""
         return {serial: negotiation.rounds for serial, negotiation in self._trees().items()}
 
     def _lacks(self, rounds: Mapping[int, int]) -> bool:
-        """Return whether another rank has executed rounds of a set that have not come here."""
+        """Return whether another rank has executed rounds of a set that have not arrived here."""
         return any(negotiation.num_delivered < rounds.get(serial, 0) for serial, negotiation in self._trees().items())
 
     def _keys_in_flight(self, serial: int) -> list[Key]:
@@ -687,7 +689,7 @@ class Runtime:
         return {"keys": keys, "line": current_line()}
 
     def line_of(self, rank: int) -> str:
-        """Return the line that another rank's training thread is in, or why it does not say."""
+        """Return the line that another rank's training thread is in, or why there is no answer."""
         tree = self._control_tree
         try:
             return "" if tree is None else str(tree.ask_whereabouts(rank, -1, limit_s=_ASK_LIMIT_S)["line"])
@@ -695,7 +697,7 @@ class Runtime:
             return f"no answer: {error}"
 
     def absent(self, number: int, key: Key) -> dict[int, str]:
-        """Return the other members of a set that do not wait for this, each with the line that it is in."""
+        """Return the other members of a set that do not wait for this, each with its current line."""
         tree, found = self._control_tree, dict[int, str]()
         ranks = [rank for rank in self.ranks(number) if rank != self.world.rank]
         if tree is None:
@@ -723,17 +725,17 @@ def _no_stream(rank: int) -> Stream:
 
 
 def _request_without_tensors(kind: Kind, extra: tuple[int, ...] = ()) -> Request:
-    # No name of its own, so that they are numbered: two barriers of two threads are two barriers.
+    # Unnamed, so that they are numbered: two barriers of two threads are two barriers.
     return Request(Signature(int(kind), kind.name.lower(), None, extra=extra))
 
 
 def _checked(ranks: Sequence[int], size: int) -> tuple[int, ...]:
-    """The ranks of a process set, sorted. ValueError for what is no set of ranks of this world."""
+    """Return the ranks of a process set, sorted. Raises ValueError if they are not a set of ranks of this world."""
     values = sorted(ranks)
     if not values:
         raise ValueError("a process set needs at least one rank")
     if len(set(values)) != len(values):
         raise ValueError(f"a process set must not name a rank twice: {values}")
     if values[0] < 0 or values[-1] >= size:
-        raise ValueError(f"a process set of this world may hold the ranks 0..{size - 1}, but it was given {values}")
+        raise ValueError(f"a process set of this world may contain the ranks 0..{size - 1}, but it has {values}")
     return tuple(values)

@@ -1,11 +1,11 @@
-"""The state of the world: running, shutting down, or broken; who keeps it waiting, and its timeline.
+"""The state of the world (running, shutting down or broken), its stall reports and its timeline.
 
     open --a rank shuts down--> closing --a second passes, or nothing agreed is left--> closed
     open --a rank is lost, stalls or cannot do its part--> broken
 
-`WorldStatus` is shared by all that waits in a runtime. The runtime tells it what the control tree and the launcher
-report; the queues tell it what ends the job here. The first member of each process set reports which ranks keep which
-tensors waiting (`StallWatch`): it warns once per warning interval and, if the user has set a limit, ends the job.
+All waits of a runtime share `WorldStatus`. The runtime updates it from the control tree and the launcher; the queues
+update it when something here ends the job. The first member of each process set reports which ranks keep which tensors
+waiting (`StallWatch`): it warns once per warning interval and, if the user has set a limit, ends the job.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ __all__ = ["TimelineRecorder", "StallLimits", "StallWatch", "WorldStatus", "stal
 
 log = logging.getLogger("hora")
 
-# What was agreed before a shutdown is still executed, because the others have done their part already.
+# Operations agreed before a shutdown are still executed, because the others have already done their part.
 _GRACE_S = 1.0
 _MAX_NAMES = 6  # of tensors, in a stall report
 
 
 class WorldStatus:
-    """`tell` sends the reason to the other ranks; `wake` wakes the threads that wait for them, after every change."""
+    """`tell` sends the reason to the other ranks; `wake` wakes waiting threads after every change."""
 
     def __init__(self, rank: int, *, tell: Callable[[str], None], wake: Callable[[], None]) -> None:
         self._rank = rank
         self._tell = tell
         self._wake = wake
-        self._lock = threading.RLock()  # a signal's handler may shut down in the middle of it
+        self._lock = threading.RLock()  # a signal handler may shut down in the middle of it
         self.is_open = True  # neither broken nor closing
         self.broken = self.closing = False
-        self._fault = self._closing = ""  # why
+        self._fault = self._closing = ""  # the reason
         self._closing_since = 0.0
 
     @property
@@ -52,7 +52,7 @@ class WorldStatus:
         return self._fault or self._closing or "Horovod has been shut down"
 
     def close(self, text: str) -> None:
-        """This rank, or another one, shuts down."""
+        """Start closing: this rank, or another one, shuts down."""
         with self._lock:
             if self.closing:
                 return
@@ -62,9 +62,9 @@ class WorldStatus:
         self._wake()
 
     def fault(self, text: str, *, tell: bool = False) -> None:
-        """The world is broken, and with `tell` the others have to learn it from here.
+        """Mark the world as broken; with `tell`, notify the others.
 
-        The first reason is what users see.
+        Users see the first reason.
         """
         with self._lock:
             if self.is_open:
@@ -79,13 +79,13 @@ class WorldStatus:
         self.fault(f"rank(s) {', '.join(map(str, ranks))} {text}; Horovod has been shut down", tell=True)
 
     def failed(self, text: str) -> None:
-        """End the job on all ranks because this one could not execute what was agreed."""
+        """End the job on all ranks because this one could not execute an agreed operation."""
         self.fault(f"a collective failed on rank {self._rank}: {text}; Horovod has been shut down", tell=True)
 
     def interrupted(self, by: str) -> None:
-        """End the job on all ranks because this one was stopped in its part, which cannot be done again."""
+        """End the job on all ranks because this one was interrupted in its part, which cannot be repeated."""
         text = f"rank {self._rank} was interrupted ({by}) in the middle of a collective that the others need it for"
-        self.fault(f"{text}; Horovod has been shut down, and hvd.init() on all ranks begins anew", tell=True)
+        self.fault(f"{text}; Horovod has been shut down; call hvd.init() on all ranks to start again", tell=True)
 
     def error(self) -> HorovodInternalError:
         return HorovodInternalError(self.reason)
@@ -96,21 +96,21 @@ class WorldStatus:
             raise self.error()
 
     def check_alive(self) -> None:
-        """Raise when it has become pointless to wait for a peer."""
+        """Raise an error if waiting for a peer has become pointless."""
         if self.broken or (self.closing and time.monotonic() - self._closing_since > _GRACE_S):
             raise self.error()
 
 
 @dataclass(frozen=True)
 class StallLimits:
-    """After how long a wait is reported, and after how long it ends the job; 0 for never."""
+    """The wait after which a stall is reported, and after which it ends the job; 0 for never."""
 
     warning_s: float
     shutdown_s: float
 
     @classmethod
     def of(cls, config: EngineConfig) -> StallLimits:
-        """Return the user's settings. A shutdown before the first warning is refused."""
+        """Return the user's settings. A shutdown before the first warning is ignored."""
         shutdown_s = config.stall_shutdown_s if config.stall_shutdown_s >= config.stall_warning_s else 0.0
         return cls(0.0 if config.stall_check_disable else config.stall_warning_s, shutdown_s)
 
@@ -128,30 +128,35 @@ def stall_text(warning_s: float, missing: Mapping[str, Sequence[str]]) -> str:
 
 
 class StallWatch:
-    """Of member `member` of these ranks, with limits if it reports. A batch runs between `begin` and `end`."""
+    """Stall watch of member `member` of these ranks, with limits if it reports.
+
+    A batch runs between `begin` and `end`.
+    """
 
     def __init__(self, limits: StallLimits | None, ranks: Sequence[int], member: int, status: WorldStatus) -> None:
         self.limits = limits
         self._ranks = tuple(ranks)
         self._member = member
         self._status = status
-        self._next = 0.0  # when to look at what is pending
+        self._next = 0.0  # when to check pending requests next
         self._since = 0.0
         self._what = ""
         self._waiting_since: dict[Key, float] = {}  # since when members wait for repeated calls
-        self._num_warnings = 0  # about the batch that runs now
+        self._num_warnings = 0  # about the current batch
 
     def begin(self, what: str) -> None:
         self._since, self._what, self._num_warnings = time.monotonic(), what, 0
 
     def end(self) -> float:
-        """Return how long it took."""
+        """Return the duration of the batch."""
         lasted_s, self._since = time.monotonic() - self._since, 0.0
         return lasted_s
 
     def check_pending(self, planner: BatchPlanner, negotiation: Negotiation) -> None:
-        """Look at what some members have announced, or wait for in repeated calls, and others have not; at most twice
-        per warning interval, and not more than four times a second."""
+        """Check requests that some members have announced, or wait for in repeated calls, and others have not.
+
+        Runs at most twice per warning interval, and at most four times a second.
+        """
         limits, now = self.limits, planner.now
         if limits is None or now < self._next:
             return
@@ -194,7 +199,7 @@ class StallWatch:
         return found
 
     def check_execution(self) -> None:
-        """Look at a batch that has begun and does not end: a member has been stopped inside it. Any thread."""
+        """Check a batch that has begun and does not end: a member has been stopped inside it. Thread-safe."""
         since, limits = self._since, self.limits
         if limits is None or not since:
             return
@@ -210,27 +215,27 @@ class StallWatch:
 
 
 class TimelineRecorder:
-    """The timeline of a runtime, while one is written (`hora.events`). Rank 0 does; elsewhere `timeline` stays None."""
+    """The timeline of a runtime, while one is written (`hora.events`). Only on rank 0; elsewhere `timeline` is None."""
 
     def __init__(self, rank: int) -> None:
         self.timeline: Timeline | None = None
         self._rank = rank
 
     def start(self, path: str, *, mark_cycles: bool = False) -> None:
-        """Begin to write a trace; a trace to another file ends."""
+        """Start writing a trace; a trace to another file ends."""
         if self._rank != 0 or (self.timeline is not None and self.timeline.path == path):
             return
         self.stop()
         self.timeline = Timeline(path, mark_cycles=mark_cycles)
 
     def stop(self) -> None:
-        """Finish the trace, if one is written."""
+        """Finish the trace, if one is being written."""
         timeline, self.timeline = self.timeline, None
         if timeline is not None:
             timeline.close()
 
     def arrived(self, member: int, key: Key, signature: Signature) -> None:
-        """A member has announced a request."""
+        """Record that a member has announced a request."""
         if self.timeline is not None:
             names = full_names(*key, max(len(signature.dtypes), 1))
             self.timeline.arrived(names, signature.kind_name, member)

@@ -1,11 +1,11 @@
-"""The rendezvous of ranks that torch.distributed has brought together: through the store that it hands to its backends.
+"""Rendezvous of ranks started by torch.distributed, through the store that it passes to its backends.
 
-    arrivals   each rank counts itself, so that a second initialisation of the same ranks uses other keys
-    host       each rank says on which host it is
-    place      rank 0 answers where its table is, which secret opens it, and which ranks share hosts
+    arrivals   each rank counts itself, so that a second initialization of the same ranks uses other keys
+    host       each rank publishes its host
+    place      rank 0 publishes the address and secret of its store, and which ranks share hosts
 
-From then on the ranks meet at rank 0's table (`rendezvous`), as under any foreign launcher, and the store is not asked
-again. A reader of the store can join the job; with `HORA_SECRET_FILE` it needs that secret, too.
+From then on the ranks meet at rank 0's store (`rendezvous`), as under any foreign launcher, and torch's store is not
+used again. A reader of torch's store can join the job; with `HORA_SECRET_FILE` it needs that secret, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _STORE_ERRORS = (RuntimeError, dist.DistError, TimeoutError)
 
 
 def world_of_store(store: Store, rank: int, size: int, *, config: EngineConfig, limit_s: float) -> World:
-    """Return this rank's place in the world of the ranks that share this store, once all have come (collective)."""
+    """Return this rank's world among the ranks that share this store, once all have arrived (collective)."""
     if size == 1:
         return World(launcher="torch", hostname=socket.gethostname())
     ours = _store_of_this_time(store, size)
@@ -43,7 +43,7 @@ def world_of_store(store: Store, rank: int, size: int, *, config: EngineConfig, 
     if rank == 0:
         place = _open_place(ours, store, size, config, limit_s)
     else:
-        place = json.loads(_get(ours, "place", limit_s, "rank 0 to say where the ranks meet"))
+        place = json.loads(_get(ours, "place", limit_s, "rank 0 to publish the rendezvous"))
     secret = _secret(place["secret"], warn=rank == 0)
     point = RendezvousEndpoint(kind="tcp", address=place["address"], port=place["port"], job=place["job"])
     join_store(point, secret, rank, limit_s=limit_s)
@@ -66,16 +66,16 @@ def world_of_store(store: Store, rank: int, size: int, *, config: EngineConfig, 
 
 
 def agree_on_number(store: Store, member: int, size: int, number: int, *, limit_s: float) -> int:
-    """Return the number that member 0 gives to a group of so many members, all of which come here."""
+    """Return the number that member 0 assigns to a group of `size` members, all of which call this."""
     ours = _store_of_this_time(store, size)
     if member == 0:
         ours.set("number", str(number))
         return number
-    return int(_get(ours, "number", limit_s, "the first member to give the group its number"))
+    return int(_get(ours, "number", limit_s, "the first member to number the group"))
 
 
 def _store_of_this_time(store: Store, size: int) -> Store:
-    """The part of a store for the ranks that come now: torch uses the same names again in a second initialisation."""
+    """Return the part of a store for the ranks that arrive now: torch reuses names in a second initialization."""
     arrival = store.add("hora/arrivals", 1)
     return PrefixStore(f"hora/{(arrival - 1) // size}", store)
 
@@ -112,7 +112,7 @@ def _open_place(ours: Store, store: Store, size: int, config: EngineConfig, limi
 
 
 def _address(store: Store, config: EngineConfig) -> str:
-    """The address at which ranks of other hosts reach this one, which is rank 0's."""
+    """Return the address at which ranks of other hosts reach this one, which is rank 0."""
     if config.interface:
         return interface_address([config.interface])
     while isinstance(store, PrefixStore):

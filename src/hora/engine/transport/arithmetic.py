@@ -1,16 +1,16 @@
-"""Arithmetic of reductions: scale, combine in member order, finish. Adasum's pair rule too, and `single_threaded`.
+"""Arithmetic of reductions: scale, combine in member order, finish; Adasum's pair rule; `single_threaded`.
 
-Every transport that computes for itself uses this, so that results don't depend on the road the bytes took.
-Nothing here communicates and nothing allocates for the plain cases; all tensors are flat and on one device.
+Every transport that computes uses it, so that results do not depend on the transport. It does not communicate, and does
+not allocate in the plain cases; all tensors are flat and on one device.
 
-Order: times `prescale` (each member's own data), combine members 0, 1, 2, …, then times `postscale`; Average
-also divides by the number of members. Integers are scaled in float64 and truncated toward zero. Sums, averages
-and products of half precision are computed in float32, factors and all, and rounded once, at the end. NaN
-propagates and integers wrap, as in torch.
+Order: multiply by `prescale` (each member's own data), combine members 0, 1, 2, …, then multiply by `postscale`;
+Average also divides by the number of members. Integers are scaled in float64 and truncated toward zero. Sums, averages
+and products of half precision are computed in float32, including factors, and rounded once at the end. NaN propagates
+and integers wrap, as in torch.
 
-Where data is copied on its way (`staged`), an average over a power of two of members is a sum of numbers that were
-divided while they were copied: the same bits, without a pass over the result. Numbers that the division makes smaller
-than the smallest normal number may lose their last bits, and sums that would overflow do not.
+If data is copied on its way (`staged`), an average over a power of two of members is a sum of numbers that were divided
+while being copied: the same bits, without a pass over the result. Numbers that the division makes subnormal may lose
+their last bits, and sums that would overflow do not.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ _Step = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 class Arithmetic:
-    """One reduction for one dtype and number of members. Made by `arithmetic_of`, which keeps them.
+    """One reduction for one dtype and number of members; created and cached by `arithmetic_of`.
 
-    `prescales`: each member applies the prescale to its own data, with `prepare`, before `reduce` sees it. Else
+    `prescales`: each member applies the prescale to its own data with `prepare` before `reduce` sees it; otherwise
     `reduce` does it. `stage`: the factor of `prepare`, None if there is more to it. `elsewhere`: something else
-    combines, and `prepare` and `finish_` do what comes before and after. `weights`: how much each member counts in an
-    average of half precision. `compiled`: the native part, which does sums of tensors on the CPU if it is there; `sum`
-    is what it is told, None for what it does not know.
+    combines, and `prepare` and `finish_` do what comes before and after. `weights`: each member's weight in an average
+    of half precision. `compiled`: the native part, which sums CPU tensors if present; `sum` is its parameter, None for
+    unsupported cases.
     """
 
     __slots__ = (
@@ -108,12 +108,12 @@ class Arithmetic:
         weighted = bool(weights) and op == ReduceOp.AVERAGE and dtype in HALVES
         self._weights = [weight / sum(weights) for weight in weights] if weighted else []
         self._finish = _finishing(num_members if op == ReduceOp.AVERAGE and not weighted else 1, postscale, dtype)
-        # Two members without factors are rounded once anyway, and some factors round nothing.
+        # Two members without factors are rounded once anyway, and some factors are exact.
         rounds = self._prescale is not None and not _is_exact(prescale, dtype)
         several_steps = num_members > 2 or weighted or rounds or self._finish is not None
         self._widens = dtype in HALVES and op not in (ReduceOp.MIN, ReduceOp.MAX) and several_steps and not elsewhere
         self._wide_prescale: _Step | None = None
-        if self._widens and rounds and op != ReduceOp.PRODUCT:  # a rank that has joined gives 1, which must stay 1
+        if self._widens and rounds and op != ReduceOp.PRODUCT:  # a joined rank contributes 1, which must stay 1
             self._prescale, self._wide_prescale = None, self._prescale
         self.prescales = self._prescale is not None
         scales_floats = self.prescales and dtype.is_floating_point
@@ -141,7 +141,7 @@ class Arithmetic:
     def reduce(self, operands: Sequence[torch.Tensor], out: torch.Tensor, scratch: torch.Tensor) -> None:
         """Combine the (prepared) operands of members 0, 1, 2, … into `out`, and finish it.
 
-        `out` may be one of the operands; `scratch` may not, and holds what lies between.
+        `out` may be one of the operands; `scratch` may not, and holds intermediate values.
         """
         if self.sum is not None and self._compiled is not None and out.is_cpu:
             self._compiled.reduce(self.sum, operands, out)
@@ -160,13 +160,13 @@ class Arithmetic:
         self.finish_(out)
 
     def reduction(self, operands: Sequence[torch.Tensor], out: torch.Tensor) -> Callable[[], None]:
-        """`reduce` of the same tensors, which the caller keeps, as often as it is called."""
+        """Return a function that repeats `reduce` on the same tensors, which the caller keeps."""
         if self.sum is not None and self._compiled is not None and out.is_cpu:
             return self._compiled.reduction(self.sum, operands, out)
         return partial(self.reduce, operands, out, torch.empty_like(out))
 
     def _reduce_widely(self, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """In float32, piece by piece: what is wide stays in the cache."""
+        """Reduce in float32, piece by piece: wide values stay in the cache."""
         count = out.numel()
         step = SERIAL_ELEMENTS if out.is_cpu else max(count, 1)
         total, other = torch.empty(2, min(step, count), dtype=torch.float32, device=out.device)
@@ -209,12 +209,12 @@ class Arithmetic:
 def arithmetic_of(
     reduce: Reduce, dtype: torch.dtype, num_members: int, *, elsewhere: bool = False, weights: tuple[int, ...] = ()
 ) -> Arithmetic:
-    """The arithmetic of a reduction; the same object for the same arguments."""
+    """Return the arithmetic of a reduction; the same object for the same arguments."""
     return Arithmetic(reduce, dtype, num_members, elsewhere, weights, library())
 
 
 def staged(reduce: Reduce, dtype: torch.dtype, num_members: int) -> Reduce:
-    """The same reduction for data that is copied on its way, where it can be scaled for nothing."""
+    """Return the same reduction for data that is copied on its way, which can be scaled at no cost."""
     exactly = dtype in (torch.float32, torch.float64, torch.bfloat16) and num_members & (num_members - 1) == 0
     if reduce.op != ReduceOp.AVERAGE or not exactly:
         return reduce
@@ -222,9 +222,9 @@ def staged(reduce: Reduce, dtype: torch.dtype, num_members: int) -> Reduce:
 
 
 def stages(reduce: Reduce, dtype: torch.dtype, num_members: int) -> tuple[Reduce, Reduce, Arithmetic]:
-    """A reduction over several hosts: that of each host's members, that of the hosts, and the last step (`finish_`).
+    """Return the stages over several hosts: within each host, between the hosts, and the last step (`finish_`).
 
-    An average is a sum that is divided at the very end; half precision, which could overflow, is averaged twice.
+    An average is a sum that is divided at the end; half precision, which could overflow, is averaged twice.
     """
     op, prescale, postscale, _ = reduce
     if dtype in HALVES:
@@ -236,7 +236,7 @@ def stages(reduce: Reduce, dtype: torch.dtype, num_members: int) -> tuple[Reduce
 class HostwiseArithmetic:
     """A reduction of all members' data at once, with the bits of one that goes through each host first.
 
-    Made by `hostwise_arithmetic`. Its methods are those of `Arithmetic`; `prepare` is for a member of host `here`.
+    Created by `hostwise_arithmetic`. It has the methods of `Arithmetic`; `prepare` is for a member of host `here`.
     """
 
     def __init__(self, reduce: Reduce, dtype: torch.dtype, hosts: Sequence[Sequence[int]], here: int) -> None:
@@ -262,7 +262,7 @@ class HostwiseArithmetic:
 def hostwise_arithmetic(
     reduce: Reduce, dtype: torch.dtype, hosts: tuple[tuple[int, ...], ...], member: int
 ) -> Arithmetic | HostwiseArithmetic:
-    """The arithmetic of a reduction over the members of these hosts, in the order in which the hosts would do it."""
+    """Return the arithmetic of a reduction over the members of these hosts, in the order of the hosts."""
     num_members = sum(len(host) for host in hosts)
     if len(hosts) == 1:
         return arithmetic_of(staged(reduce, dtype, num_members), dtype, num_members)
@@ -273,24 +273,26 @@ def hostwise_arithmetic(
 
 
 def _is_exact(factor: float, dtype: torch.dtype) -> bool:
-    """Return whether numbers that are multiplied by it keep all their bits; float16 has too few exponents for that."""
+    """Return whether multiplying by it preserves all bits; float16 has too few exponents for that."""
     return dtype is not torch.float16 and abs(math.frexp(factor)[0]) == 0.5
 
 
 def _scaling(factor: float, dtype: torch.dtype) -> _Step | None:
-    """Multiply by `factor` as the dtype wants it; None when there is nothing to do."""
+    """Multiply by `factor` as the dtype requires; None if there is nothing to do."""
     if factor == 1.0:
         return None
     if not dtype.is_floating_point:
         return lambda source, out: out.copy_(source.double().mul_(factor).trunc_())
-    # A tensor of no dimensions costs less per call than a Python number, and says in which precision it is applied.
+    # A zero-dimensional tensor costs less per call than a Python number, and defines the precision.
     scalar = torch.tensor(factor, dtype=torch.promote_types(dtype, torch.float32), device="cpu")
     return lambda source, out: torch.mul(source, scalar, out=out)
 
 
 def _ending(divisor: int, postscale: float) -> tuple[int, float]:
-    """Return how floats are finished. They are divided exactly when there is nothing else to do; with a postscale the
-    two become one factor."""
+    """Return how floats are finished.
+
+    They are divided exactly if there is nothing else to do; with a postscale the two become one factor.
+    """
     if divisor == 1:
         return (NOTHING, 1.0) if postscale == 1.0 else (MULTIPLY, postscale)
     if postscale != 1.0:
@@ -301,7 +303,7 @@ def _ending(divisor: int, postscale: float) -> tuple[int, float]:
 
 
 def _finishing(divisor: int, postscale: float, dtype: torch.dtype) -> _Step | None:
-    """Divide and apply postscale; None when there is nothing to do."""
+    """Divide and apply postscale; None if there is nothing to do."""
     if dtype.is_floating_point:
         how, factor = _ending(divisor, postscale)
         if how != DIVIDE:
@@ -316,7 +318,7 @@ def _finishing(divisor: int, postscale: float, dtype: torch.dtype) -> _Step | No
 
 
 def identity(op: int, dtype: torch.dtype) -> float | int | bool:
-    """The value that changes nothing: what a rank that has joined contributes, with prescale 1."""
+    """Return the neutral value that a joined rank contributes, with prescale 1."""
     if op == ReduceOp.PRODUCT:
         return 1
     if op not in (ReduceOp.MIN, ReduceOp.MAX):
@@ -330,9 +332,9 @@ def identity(op: int, dtype: torch.dtype) -> float | int | bool:
 
 
 def adasum_pair(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """Adasum of two vectors: `(1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b`. `out` may be either of them.
+    """Compute Adasum of two vectors: `(1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b`. `out` may be either of them.
 
-    `a` belongs to the lower member; whichever member computes it, the result has the same bits.
+    `a` belongs to the lower member; the result has the same bits on any member.
     """
     pieces = list(zip(a.split(_SUM_ELEMENTS), b.split(_SUM_ELEMENTS), out.split(_SUM_ELEMENTS), strict=True))
     dot = norm_a = norm_b = 0.0
@@ -358,9 +360,9 @@ def adasum(
     theirs: Sequence[torch.Tensor],
     swap: Callable[[int], None],
 ) -> None:
-    """Adasum of all members' tensors, each by itself, with the factors of `reduce`.
+    """Compute Adasum of all members' tensors, each separately, with the factors of `reduce`.
 
-    `swap(partner)` exchanges what two members have in `mine`, which may be `outputs`, each into its `theirs`.
+    `swap(partner)` exchanges two members' `mine`, which may be `outputs`, into each other's `theirs`.
     """
     assert num_members & (num_members - 1) == 0, f"Adasum needs a power of two, not {num_members} members"
     arithmetic = arithmetic_of(reduce._replace(op=ReduceOp.SUM), inputs[0].dtype, num_members, elsewhere=True)
@@ -378,11 +380,10 @@ def adasum(
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
-    """Operations of the calling thread use this thread only, where torch is built with OpenMP.
+    """Run the calling thread's operations on this thread only, if torch is built with OpenMP.
 
-    The ranks of a host share its cores, and the pieces of a transport are small, so starting threads costs more than it
-    brings. `torch.set_num_threads` would change threads that start later as well; OpenMP's own setting belongs to the
-    calling thread alone.
+    The ranks of a host share its cores, and the pieces of a transport are small, so starting threads does not pay off.
+    `torch.set_num_threads` would also change threads that start later; OpenMP's own setting is per thread.
     """
     num_threads = torch.get_num_threads()
     set_num_threads = _openmp_setter()

@@ -1,9 +1,9 @@
-"""The transport for CUDA tensors: NCCL, or where members share a GPU, that GPU's memory or the host's.
+"""The transport for CUDA tensors: NCCL, or for members that share a GPU, that GPU's memory or the host's.
 
-Which one is known with the first tensor, since it says which GPU this member uses; the members compare their GPUs
-through the store then. Calls return when everything is queued on the current stream, and batches follow one another
-there. A collective of NCCL that waits for a dead peer would never end, so when the world breaks it is aborted
-(`give_up`). The engine makes it and orders the streams.
+It is chosen with the first tensor, which shows the GPU of this member; the members compare their GPUs through the
+store. Calls return once everything is queued on the current stream, where batches follow one another. An NCCL
+collective that waits for a dead peer would never end, so it is aborted when the world breaks (`give_up`). The engine
+creates the transport and orders the streams.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ Chosen = DistributedTransport | DeviceMemoryTransport | CudaStagingTransport
 
 
 class CudaTransport:
-    """See `Transport`. `make_cpu` gives the same members' transport for CPU tensors, which its giver closes. `share`:
-    collective, memory of the host that all members see; None where they are on several hosts."""
+    """See `Transport`.
+
+    `make_cpu` returns the same members' transport for CPU tensors, which its provider closes. `share`: collective,
+    returns host memory that all members see; None if they are on several hosts.
+    """
 
     def __init__(
         self,
@@ -57,11 +60,11 @@ class CudaTransport:
         self._make_cpu, self._share = make_cpu, share
         self._chosen: Chosen | None = None
         self._num_exchanges = 0
-        self._queued_on: torch.cuda.Stream | None = None  # where something was queued last
+        self._queued_on: torch.cuda.Stream | None = None  # where work was queued last
         self.name = "cuda"
 
     def stages(self, num_bytes: int) -> bool:
-        """Tell whether so much data goes through host memory, as far as that is known."""
+        """Return whether this much data goes through host memory, as far as known."""
         chosen = self._chosen
         return chosen is not None and not isinstance(chosen, DistributedTransport) and chosen.stages(num_bytes)
 
@@ -97,16 +100,16 @@ class CudaTransport:
         self.settle(self._check_alive)
 
     def settle(self, check_alive: AliveCheck) -> None:
-        """Wait until the GPU has done what was queued, unless the liveness check raises."""
+        """Wait until the GPU has finished queued work, unless the liveness check raises."""
         stream, self._queued_on = self._queued_on, None
         if stream is not None:
             _wait_for(stream.record_event(), check_alive)
 
     def give_up(self) -> None:
-        """The world is broken: end what waits on the GPU for a lost peer. Any thread, more than once."""
+        """End GPU work that waits for a lost peer: the world is broken. Thread-safe; may be called repeatedly."""
         chosen = self._chosen
         if isinstance(chosen, DistributedTransport):
-            # Not in the caller's thread, which has to bring the news to others: NCCL takes its time.
+            # Not on the caller's thread, which must notify others: NCCL takes its time.
             threading.Thread(target=chosen.abort, name="hora-nccl-abort", daemon=True).start()
 
     def close(self) -> None:
@@ -123,7 +126,7 @@ class CudaTransport:
         if self._chosen is None:
             gpus = connect(
                 lambda: gpus_of(self._store, self._member, self._num_members, device),
-                what=f"{self._num_members} members to say which GPU they use",
+                what=f"{self._num_members} members to publish their GPUs",
                 check_alive=self._check_alive,
                 limit_s=self._limit_s,
             )
@@ -166,11 +169,11 @@ class CudaTransport:
             )
         except DriverError as error:
             segment.close()
-            log.info("the members share %s but not its memory, so tensors go through the host's: %s", device, error)
+            log.info("the members cannot share the memory of %s, so tensors go through host memory: %s", device, error)
             return staged
 
     def _exchange(self, mine: str) -> list[str]:
-        """Return every member's value. Collective."""
+        """Return every member's value (collective)."""
         self._num_exchanges += 1
         name = f"exchange/{self._num_exchanges}"
 
@@ -186,7 +189,7 @@ class CudaTransport:
 
 
 def _wait_for(event: torch.cuda.Event, check_alive: AliveCheck) -> None:
-    """Return when the event has happened. Spins for a moment only: it may be behind a long computation."""
+    """Wait for the event. Spins only for a moment: it may be behind a long computation."""
     start = ask_at = time.monotonic()
     pause = threading.Event()
     while not event.query():

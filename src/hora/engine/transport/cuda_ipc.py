@@ -1,8 +1,8 @@
-"""CUDA's driver, through ctypes: memory of a GPU that processes share, and copies by its copy engine.
+"""CUDA's driver through ctypes: GPU memory that processes share, and copies by the copy engine.
 
-torch can share its own tensors, but keeps a file for that in /dev/shm, which a SIGKILL leaves behind, and cannot do it
-with every setting of its allocator. What is allocated here belongs to no allocator and has no name: it goes with the
-process. `DeviceMemoryTransport` calls, with the GPU as the current one of its thread.
+torch can share its own tensors, but keeps a file in /dev/shm for it, which remains after a SIGKILL, and cannot do it
+with every setting of its allocator. Memory allocated here belongs to no allocator and has no name: it is freed with the
+process. `DeviceMemoryTransport` calls this with the GPU as its thread's current device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HOST, _DEVICE = 1, 2  # CUmemorytype
 
 
 class DriverError(Exception):
-    """The driver refuses, or is not there."""
+    """The driver reports an error or is missing."""
 
 
 class _Handle(ctypes.Structure):
@@ -28,7 +28,7 @@ class _Handle(ctypes.Structure):
 
 
 class _DeviceMemory:
-    """Some memory of the GPU that was the current one when it was made."""
+    """Memory of the GPU that was current when it was created."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -36,7 +36,7 @@ class _DeviceMemory:
         self._address = ctypes.c_uint64()
 
     def tensor(self) -> torch.Tensor:
-        """All of it, as bytes; good until `close`."""
+        """Return all of it as bytes; valid until `close`."""
         memory = _Array(self._address.value, self.num_bytes)
         return torch.as_tensor(memory, device=torch.device("cuda", self._gpu))
 
@@ -62,7 +62,7 @@ class Shared(_DeviceMemory):
         self.handle = bytes(handle).hex()
 
     def close(self) -> None:
-        """Give it back. No process may use it any more."""
+        """Free it. No process may use it any more."""
         self._let_go("cuMemFree_v2")
 
 
@@ -105,8 +105,8 @@ class _Copy2D(ctypes.Structure):
 def copy_by_engine(host: torch.Tensor, target: torch.Tensor) -> None:
     """Queue a copy of pinned memory to the GPU, an even number of bytes, on the current stream.
 
-    A plain copy of less than 32 KiB is done by the processors of the GPU, which then has to change from another process
-    to this one: 150 to 290 µs where two processes share an H200. One of two rows takes the copy engine: 13 µs.
+    The GPU's processors perform a plain copy of less than 32 KiB, for which the GPU must switch from another process to
+    this one: 150 to 290 µs if two processes share an H200. A copy of two rows uses the copy engine: 13 µs.
     """
     half = host.nbytes // 2
     copy = _Copy2D(
@@ -117,7 +117,7 @@ def copy_by_engine(host: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def copy_to_host(tensor: torch.Tensor, host: torch.Tensor, stream: torch.cuda.Stream) -> None:
-    """Copy a contiguous tensor to pinned memory, behind what was queued on the stream, and wait for it."""
+    """Copy a contiguous tensor to pinned memory, after the work queued on the stream, and wait for it."""
     on = ctypes.c_void_p(stream.cuda_stream)
     _call(
         "cuMemcpyDtoHAsync_v2",
@@ -130,10 +130,10 @@ def copy_to_host(tensor: torch.Tensor, host: torch.Tensor, stream: torch.cuda.St
 
 
 class _Array:
-    """The array interface through which torch views memory that is not its own."""
+    """The array interface through which torch views foreign memory."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
-        data = (address, False)  # may be written to
+        data = (address, False)  # writable
         self.__cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": data, "version": 3}
 
 

@@ -1,6 +1,6 @@
-"""CUDA tensors through host memory, over the transport of the same members for CPU tensors.
+"""CUDA tensors through host memory, over the CPU transport of the same members.
 
-For members that share a GPU, which NCCL does not serve, and for what `DeviceMemoryTransport` does not do.
+It is for members that share a GPU, which NCCL does not support, and for operations that `DeviceMemoryTransport` lacks.
 `CudaTransport` chooses it.
 """
 
@@ -19,27 +19,27 @@ __all__ = ["CudaStagingTransport", "PinnedStage", "copy_to_gpu", "mark"]
 
 _PORTION_BYTES = 4 * 2**20
 _KEEP_BYTES = 64 * 2**20
-# A plain copy to the GPU of fewer bytes does not take the copy engine: see `copy_by_engine`.
+# A plain copy of fewer bytes to the GPU does not use the copy engine: see `copy_by_engine`.
 _ENGINE_BYTES = 32 * 2**10
 
 
 class CudaStagingTransport:
-    """CUDA tensors through host memory, over the transport `cpu` of the same members, which its giver closes.
+    """CUDA tensors through host memory, over the transport `cpu` of the same members, which its provider closes.
 
-    Everything is ordered on the current stream: a copy to pinned memory, the host waits for it, the CPU transport does
-    its work, and the results are copied back without waiting. Element-wise reductions and broadcasts go in portions
-    with two buffers, so that one is copied while the other is reduced.
+    Everything is ordered on the current stream: a copy to pinned memory, for which the host waits, then the CPU
+    transport, then a copy back without waiting. Element-wise reductions and broadcasts run in portions with two
+    buffers, so that one is copied while the other is reduced.
     """
 
     def __init__(self, cpu: Transport) -> None:
         self._cpu = cpu
         self._buffers = Buffers(torch.device("cpu"), _KEEP_BYTES, pinned=torch.cuda.is_available())
-        # What was last copied out of each buffer; until then it may not be overwritten.
+        # The last copy out of each buffer; until it is done the buffer must not be overwritten.
         self._emptied: dict[str, torch.cuda.Event] = {}
         self.name = f"staged-{cpu.name}"
 
     def stages(self, num_bytes: int) -> bool:
-        """Tell whether so much data goes through host memory."""
+        """Return whether this much data goes through host memory."""
         return True
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
@@ -84,7 +84,7 @@ class CudaStagingTransport:
         self._buffers.clear()
 
     def _in_portions(self, inputs: Tensors, outputs: Tensors, work: Callable[[torch.Tensor], None]) -> None:
-        """Copy the next portion in while `work` is done on this one."""
+        """Copy the next portion in while `work` processes this one."""
         limit = _PORTION_BYTES // inputs[0].dtype.itemsize
         todo = [each for each in portions(inputs, outputs, limit) if any(t.numel() for t in each[0])]
         purposes = ("in", "out")
@@ -102,7 +102,7 @@ class CudaStagingTransport:
             self._return(purpose, list(current.split([result.numel() for result in results])), results)
 
     def _pinned(self, purpose: str, like: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Room for all of `like`."""
+        """Return a pinned buffer for all of `like`."""
         emptied = self._emptied.pop(purpose, None)
         if emptied is not None:
             emptied.synchronize()
@@ -127,8 +127,9 @@ class CudaStagingTransport:
 
 
 class PinnedStage:
-    """Pinned memory for tensors of one size, one piece for each stream: copies on a stream are in order, so that what
-    is queued from a piece is copied before new data comes into it.
+    """Pinned memory for tensors of one size, one piece per stream.
+
+    Copies on a stream are ordered, so data queued from a piece is copied before new data overwrites it.
     """
 
     def __init__(self, count: int, dtype: torch.dtype) -> None:
@@ -136,7 +137,7 @@ class PinnedStage:
         self._pieces: dict[int, torch.Tensor] = {}
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor's numbers, when the work before on the current stream is done."""
+        """Return the tensor's values, once the earlier work on the current stream is done."""
         stream = torch.cuda.current_stream(tensor.device)
         piece = self._pieces.get(stream.cuda_stream)
         if piece is None:
@@ -156,7 +157,7 @@ def copy_to_gpu(host: torch.Tensor, output: torch.Tensor) -> None:
 
 
 def mark() -> torch.cuda.Event:
-    """A mark on the current stream: behind it, everything queued so far is done."""
+    """Record an event on the current stream."""
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream())
     return event

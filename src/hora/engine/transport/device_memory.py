@@ -1,14 +1,14 @@
 """CUDA tensors of members that share a GPU, through the GPU's own memory.
 
-Every member has two slots there that all members have mapped. A step: each member puts its data into one of its slots;
-when its stream has done that, it says so by a counter in the host's shared memory; when all have said so, each member
-reads all slots and leaves the result where it belongs, in member order, so with the same bits everywhere. Nobody waits
-for the last part: it is ordered on the stream. In the next step the other slots are used, and a member that says its
-data for that is there has read the slots of this one, because its stream works in order.
+Every member has two slots there that all members map. In a step each member writes its data to one of its slots; when
+its stream has done so, it increments a counter in the host's shared memory. Once all have done so, each member reads
+all slots and computes the result in member order, so with the same bits everywhere. No member waits for the last part:
+it is ordered on the stream. The next step uses the other slots; a member that reports its data for that step has read
+the slots of this one, because its stream is ordered.
 
-A GPU changes from one process to another in about a tenth of a millisecond, which decides what is fast here: few steps,
-each with much data. What is small goes through host memory (`CudaStagingTransport`), and so do Adasum and alltoall. No
-wait is on the GPU: a dead peer is the liveness check's business. Made by `CudaTransport`; all calls are on one stream.
+A GPU switches between processes in about a tenth of a millisecond, so few steps with much data each are fast. Small
+data goes through host memory (`CudaStagingTransport`), and so do Adasum and alltoall. No wait is on the GPU: the
+liveness check handles a dead peer. `CudaTransport` creates it; all calls use one stream.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hora.engine.transport.packing import Buffers, pack, portions, unpack
 
 __all__ = ["DeviceMemoryTransport"]
 
-# Below this much for each member, the changes of process on the GPU take longer than the way through the host.
+# Below this much per member, process switches on the GPU take longer than the path through the host.
 SMALL_BYTES = 2**20
 _FIRST_SLOT_BYTES = 4 * 2**20
 _LARGEST_SLOT_BYTES = 128 * 2**20
@@ -37,10 +37,10 @@ _KEEP_BYTES = 128 * 2**20
 
 
 class DeviceMemoryTransport:
-    """See `Transport`. `segment`: zeroed memory of the host, of `num_bytes` for the counters, the same for all members.
+    """See `Transport`. `segment`: zeroed host memory of `num_bytes` for the counters, shared by all members.
 
-    `exchange(words)`, which is collective, gives what each member gave it. `complete()` returns when the current stream
-    has done what was queued. DriverError: the members cannot share memory of this GPU, which all of them find.
+    `exchange(words)` is collective and returns what each member passed. `complete()` returns when the current stream
+    has finished queued work. Raises DriverError on all members if they cannot share memory of this GPU.
     """
 
     name = "cuda-ipc"
@@ -65,7 +65,7 @@ class DeviceMemoryTransport:
         self._counters = [Counter(segment.memory, LINE_BYTES * peer) for peer in range(num_members)]
         self._step = 0
         self._buffers = Buffers(device, _KEEP_BYTES)
-        self._most_bytes = _LARGEST_SLOT_BYTES  # of a slot; less when the GPU has not so much to spare
+        self._most_bytes = _LARGEST_SLOT_BYTES  # of a slot; less if the GPU has little to spare
         self._memory = _Slots(exchange, member, num_members, _FIRST_SLOT_BYTES)
 
     @staticmethod
@@ -146,7 +146,7 @@ class DeviceMemoryTransport:
             self._reduce_and_scatter(source.split(list(sizes)), output, reduce)
 
     def _reduce_and_scatter(self, parts: Sequence[torch.Tensor], output: torch.Tensor, reduce: Reduce) -> None:
-        """`parts[m]`: what member m is to have."""
+        """Reduce and scatter; `parts[m]` is member m's part."""
         dtype, num_members, me = output.dtype, self._num_members, self._member
         arithmetic = arithmetic_of(reduce, dtype, num_members)
         most = max(part.numel() for part in parts)
@@ -167,7 +167,7 @@ class DeviceMemoryTransport:
         self._staged.barrier()
 
     def close(self) -> None:
-        with suppress(DriverError):  # at the process's end the driver may be gone
+        with suppress(DriverError):  # at process exit the driver may be gone
             self._memory.close()
         self._staged.close()
         self._buffers.clear()
@@ -175,11 +175,11 @@ class DeviceMemoryTransport:
         self._segment.close()
 
     def stages(self, num_bytes: int) -> bool:
-        """Tell whether so much data goes through host memory."""
+        """Return whether this much data goes through host memory."""
         return num_bytes < SMALL_BYTES * self._num_members
 
     def _room(self, num_bytes: int) -> int:
-        """The bytes of a slot, after it has grown for an operation of this size, which all members see alike."""
+        """Return the bytes of a slot, after growing it for an operation of this size, alike on all members."""
         wanted = min(1 << max(num_bytes - 1, 0).bit_length(), self._most_bytes)
         if wanted > self._memory.slot_bytes:
             self._grow(wanted)
@@ -192,23 +192,21 @@ class DeviceMemoryTransport:
             self._most_bytes = self._memory.slot_bytes
             return
         self._step += 1
-        self._publish("larger slots")  # behind it, no member reads what is let go here
+        self._publish("larger slots")  # afterwards no member reads the memory released here
         smaller, self._memory = self._memory, larger
         smaller.unmap()
         self._step += 1
-        self._publish("larger slots")  # behind it, no member has it mapped
+        self._publish("larger slots")  # afterwards no member has it mapped
         smaller.close()
 
     def _turn(self, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The slots of the next step: the own one, to be filled, and those of all members, to be read when
-        published.
-        """
+        """Return the slots of the next step: this member's, to be filled, and those of all, to be read later."""
         self._step += 1
         slots = self._memory.views(self._step % 2, count, dtype)
         return slots[self._member], slots
 
     def _publish(self, what: str) -> None:
-        """Return when every member has put its data into the slots of this step."""
+        """Wait until every member has written its data to the slots of this step."""
         self._complete()
         self._counters[self._member].set(self._step)
         for peer, counter in enumerate(self._counters):
@@ -222,7 +220,7 @@ class DeviceMemoryTransport:
 
 
 class _Slots:
-    """Two slots of every member, on the current GPU. DriverError on all members if one of them cannot."""
+    """Two slots of every member, on the current GPU. Raises DriverError on all members if one of them fails."""
 
     def __init__(self, exchange: Callable[[str], list[str]], member: int, num_members: int, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
@@ -263,7 +261,7 @@ class _Slots:
         return [slot[:num_bytes].view(dtype) for slot in self._turns[turn]]
 
     def unmap(self) -> None:
-        """Let go of what is the others'."""
+        """Unmap the others' memory."""
         self._turns = []
         for mapped in self._others.values():
             mapped.close()

@@ -1,9 +1,9 @@
-"""The transport of members that can only send to one another: over our own streams or NCCL.
+"""The transport of members that can only send to one another, over Hora's streams or NCCL.
 
 For CPU tensors a group only moves bytes. Reductions exchange the members' parts directly and combine them locally with
-`arithmetic`, in the order of the members or host by host: that gives the same bits as shared memory does, for every
-dtype. So this is the plain way without the native part, slow and right. NCCL reduces by itself, in its own order, which
-is the same for all members. `HierarchicalTransport` and `CudaTransport` build on it.
+`arithmetic`, in member order or host by host, which gives the same bits as shared memory for every dtype. So this is
+the plain path without the native part: slow and correct. NCCL reduces by itself, in its own order, which is the same
+for all members. `HierarchicalTransport` and `CudaTransport` build on it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from hora.engine.transport.packing import Buffers, InTwoHalves, as_bytes, overla
 
 __all__ = ["DistributedTransport"]
 
-# A batch travels in portions of this size, which bounds the buffers.
+# A batch is sent in portions of this size, which bounds the buffers.
 _PORTION_BYTES = 8 * 2**20
-# A GPU needs longer ones to be busy.
+# A GPU needs larger ones to be busy.
 _CUDA_PORTION_BYTES = 64 * 2**20
 
 AnyArithmetic = Arithmetic | HostwiseArithmetic
 
 
 class _Portion(NamedTuple):
-    """A part of an allreduce: views of several tensors, or of one. Two are under way at a time, in different turns."""
+    """A part of an allreduce: views of several tensors, or of one. Two are in flight at a time, in different turns."""
 
     sources: list[torch.Tensor]
     results: list[torch.Tensor]
@@ -57,7 +57,7 @@ class _Portion(NamedTuple):
 class DistributedTransport:
     """See `Transport`. `device`: "cpu" or the CUDA device, for which `group` is NCCL's; `weights`: see `Arithmetic`.
 
-    `hosts`: the members of each host, if reductions go host by host; the order of members otherwise.
+    `hosts`: the members of each host, if reductions go host by host; member order otherwise.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class DistributedTransport:
     def start_scatter(
         self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], turn: int, reduce: Reduce
     ) -> InTwoHalves:
-        """A reducescatter, all tensors at once; of two that overlap, one has turn 0 and one turn 1."""
+        """Start a reducescatter of all tensors at once; of two that overlap, one has turn 0 and one turn 1."""
         dtype, n, me = inputs[0].dtype, self._num_members, self._member
         arithmetic = self._arithmetic(reduce, dtype)
         totals = [sum(each[m] for each in counts) for m in range(n)]
@@ -167,17 +167,17 @@ class DistributedTransport:
     def start_alltoall(
         self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> Work:
-        """Begin an alltoall, for `finish`."""
-        # Rows beyond the counts stay at home.
+        """Start an alltoall, for `finish`."""
+        # Rows beyond the counts are not sent.
         return self._group.start_alltoall(output, input[: sum(send_counts)], receive_counts, send_counts)
 
     def start_gather(self, own: torch.Tensor, gathered: torch.Tensor, counts: Sequence[int]) -> Work:
-        """Begin to gather one tensor of all members, for `finish`; `gathered` is contiguous in member order."""
+        """Start gathering one tensor of all members, for `finish`; `gathered` is contiguous in member order."""
         sizes = [count * own.itemsize for count in counts]
         return self._group.start_allgather(as_bytes(gathered), as_bytes(own), sizes)
 
     def finish(self, pending: Work) -> None:
-        """Wait for what was started."""
+        """Wait for a started operation."""
         self._group.finish(pending)
 
     def barrier(self) -> None:
@@ -190,7 +190,7 @@ class DistributedTransport:
         self._buffers.clear()
 
     def abort(self) -> None:
-        """Give up what is under way; every later call fails."""
+        """Discard work in flight; every later call fails."""
         self._group.discard()
 
     # Each of the following reduces one portion: it starts the exchange, yields, and then does the rest.
@@ -237,7 +237,7 @@ class DistributedTransport:
     def _combine(self, arithmetic: AnyArithmetic, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Combine the members' parts into `out`, which may be one of them, and finish it."""
         count = out.numel()
-        # On the CPU in parts that stay in the cache from one step to the next, and in one thread.
+        # On the CPU in parts that stay in the cache between steps, and on one thread.
         step = SERIAL_ELEMENTS if self._device.type == "cpu" else max(count, 1)
         scratch = self._buffers.take("scratch", min(step, count), arithmetic.dtype)
         for start in range(0, count, step):
@@ -265,7 +265,7 @@ class DistributedTransport:
         return packed
 
     def _take(self, purpose: str, count: int, portion: _Portion) -> torch.Tensor:
-        """A buffer that the portion under way beside this one does not use."""
+        """Return a buffer that the other portion in flight does not use."""
         return self._buffers.take(f"{purpose}{portion.turn}", count, portion.sources[0].dtype)
 
     def _prepare(self, portion: _Portion, arithmetic: AnyArithmetic) -> torch.Tensor:

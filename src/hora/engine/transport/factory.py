@@ -1,4 +1,4 @@
-"""The choice of a process set's transport: decided by where its members are, not by the user unless they ask."""
+"""Chooses a process set's transport by where its members are, unless the user requests one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hora.engine.transport.stream import StreamGroup, Streams
 
 __all__ = ["Topology", "between_hosts", "make_transport"]
 
-# Members have agreed on a batch before it begins, so inside it a wait is short unless a member is stopped; that is the
-# stall report's business. A dead member is noticed through the liveness check at once.
+# Members have agreed on a batch before it begins, so a wait inside it is short unless a member is stopped, which the
+# stall report handles. The liveness check notices a dead member at once.
 _COLLECTIVE_LIMIT_S = 24 * 3600.0
 
 
@@ -27,10 +27,10 @@ _COLLECTIVE_LIMIT_S = 24 * 3600.0
 class Topology:
     """The hosts of a set's members, and how to reach them.
 
-    `hosts` lists ranks that share memory; `share` gives several ranks of one host the same new segment
-    (collective); `streams` makes connections, under a name of their own, between ranks that call it together. For NCCL:
-    `store` makes a torch store with a name of its own. `cuda_ipc`: ranks on one GPU may share its memory. `native`: all
-    ranks of the world have the native part, so that those of a host share memory.
+    `hosts` lists ranks that share memory; `share` allocates a segment for several ranks of one host (collective);
+    `streams` creates named connections between ranks that call it together. For NCCL, `store` creates a named torch
+    store. `cuda_ipc`: ranks on one GPU may share its memory. `native`: all ranks of the world have the native part, so
+    that those of a host share memory.
     """
 
     ranks: Sequence[int]
@@ -44,14 +44,14 @@ class Topology:
     check_alive: AliveCheck
 
     def members_by_host(self) -> list[list[int]]:
-        """Member indices, grouped by host, in member order."""
+        """Return member indices grouped by host, in member order."""
         index = {rank: member for member, rank in enumerate(self.ranks)}
         groups = [[index[rank] for rank in host if rank in index] for host in self.hosts]
         return [group for group in groups if group]
 
 
 def make_transport(topology: Topology, device: str, transport_for: Callable[[str], Transport]) -> Transport:
-    """The transport for tensors on `device`; `transport_for` gives the set's one for another device type."""
+    """Return the transport for tensors on `device`; `transport_for` returns the set's one for another device type."""
     if len(topology.ranks) == 1:
         return LocalTransport()
     groups = topology.members_by_host()
@@ -74,8 +74,10 @@ def make_transport(topology: Topology, device: str, transport_for: Callable[[str
 
 
 def between_hosts(topology: Topology, local: Transport) -> HierarchicalTransport:
-    """The transport of members on several hosts. `local`: that of the members on this one, for
-    operations other than scheduled reductions."""
+    """Return the transport of members on several hosts.
+
+    `local` is the transport of the members on this host, for operations other than scheduled reductions.
+    """
     groups = topology.members_by_host()
     (here,) = ([topology.ranks[one] for one in group] for group in groups if topology.member in group)
     return HierarchicalTransport(
@@ -90,7 +92,7 @@ def between_hosts(topology: Topology, local: Transport) -> HierarchicalTransport
 
 
 def _group(topology: Topology, name: str, members: Sequence[int]) -> StreamGroup:
-    """Connections between some members, who call this together."""
+    """Connect some members, which call this together."""
     me, num_members = list(members).index(topology.member), len(members)
     check_alive, limit_s = topology.check_alive, _COLLECTIVE_LIMIT_S
     ranks = [topology.ranks[member] for member in members]
@@ -100,7 +102,7 @@ def _group(topology: Topology, name: str, members: Sequence[int]) -> StreamGroup
 
 
 def _shm_transport(topology: Topology, members: Sequence[int]) -> Transport:
-    """Shared memory among members of one host."""
+    """Return the shared-memory transport of members on one host."""
     ranks = [topology.ranks[member] for member in members]
     index = list(members).index(topology.member)
     return ShmTransport(
@@ -109,10 +111,10 @@ def _shm_transport(topology: Topology, members: Sequence[int]) -> Transport:
 
 
 def _store(topology: Topology, name: str) -> Store:
-    # Opening it may block for long when its host has just vanished; the liveness check knows sooner.
-    what = "a connection to the meeting place"
+    # Opening it may block for long if its host has just vanished; the liveness check knows sooner.
+    what = "a connection to the rendezvous"
     store = connect(
         lambda: topology.store(name), what=what, check_alive=topology.check_alive, limit_s=_COLLECTIVE_LIMIT_S
     )
-    assert store is not None, "a set of several members always has a meeting place"
+    assert store is not None, "a set of several members always has a rendezvous"
     return store

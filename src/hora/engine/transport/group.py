@@ -1,9 +1,9 @@
-"""A group: members that can send bytes to one another, and never wait for ever.
+"""A group of members that can send bytes to one another and never wait forever.
 
-Every wait makes the liveness check several times a second; when that raises, the limit passes or a peer's connection
+Every wait runs the liveness check several times a second. If that raises, the limit passes or a peer's connection
 breaks, the group is discarded: its sockets are shut down, which the peers notice at once, and it cannot be used again.
-What the bytes mean is not known here: `DistributedTransport` calls, with flat tensors. `stream` has our own kind, for
-CPU tensors; `nccl` has torch.distributed's.
+A group does not interpret the bytes: `DistributedTransport` calls it with flat tensors. `stream` implements it for CPU
+tensors, `nccl` with torch.distributed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from hora.errors import HorovodInternalError
 __all__ = ["SLICE", "PeerGroup", "Work", "connect"]
 
 SLICE = timedelta(milliseconds=50)
-# A backend notices a broken connection before the engine has learnt who died, but only the engine can name the rank.
+# A backend notices a broken connection before the engine knows which rank died, but only the engine can name it.
 _GRACE_S = 1.5
 
 T = TypeVar("T")
 
-# Work under way, and what it is called in messages.
+# Work in flight, and its name in messages.
 Work = tuple[Any, str]
 
 
 class PeerGroup(ABC):
-    """Base of all groups. Members start the same exchanges in the same order."""
+    """Base class of groups. Members start the same exchanges in the same order."""
 
     backend = "none"
 
@@ -46,18 +46,18 @@ class PeerGroup(ABC):
     def start_alltoall(
         self, output: torch.Tensor, input: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
     ) -> Work:
-        """Element counts per member; everything travels directly from sender to receiver, in one step."""
+        """Start an alltoall with element counts per member; data goes directly from sender to receiver, in one step."""
 
     @abstractmethod
     def start_allgather(self, output: torch.Tensor, input: torch.Tensor, counts: Sequence[int]) -> Work:
-        """Every member's elements, so many of each, in member order."""
+        """Start gathering every member's elements, `counts[m]` of member m, in member order."""
 
     @abstractmethod
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Work:
-        """The root's bytes into all members' tensors."""
+        """Start copying the root's bytes to all members' tensors."""
 
     def finish(self, pending: Work) -> None:
-        """Wait for what was started; several may be under way."""
+        """Wait for started work; several exchanges may be in flight."""
         try:
             self._wait(*pending)
         except (RuntimeError, OSError) as error:
@@ -65,15 +65,15 @@ class PeerGroup(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go in good order: no work is under way."""
+        """Close in order: no work is in flight."""
 
     @abstractmethod
     def discard(self) -> None:
-        """Let go while work may be under way, and make the peers notice."""
+        """Close while work may be in flight, and make the peers notice."""
 
     @abstractmethod
     def _wait(self, work: Any, what: str) -> None:
-        """Return when the work is done."""
+        """Wait until the work is done."""
 
     def _fail(self, error: Exception, what: str) -> NoReturn:
         if isinstance(error, HorovodInternalError):
@@ -96,14 +96,14 @@ class PeerGroup(ABC):
 
 
 def connect(make: Callable[[], T], *, what: str, check_alive: AliveCheck, limit_s: float) -> T:
-    """Run `make`, which blocks until all members are there, in a thread: so the liveness check can end the wait."""
+    """Run `make`, which blocks until all members are ready, on a thread; the liveness check can end the wait."""
     result: list[T] = []
     failure: list[BaseException] = []
 
     def run() -> None:
         try:
             result.append(make())
-        except BaseException as error:  # carried over to the waiting thread
+        except BaseException as error:  # re-raised on the waiting thread
             failure.append(error)
 
     thread = threading.Thread(target=run, name="hora-connect", daemon=True)

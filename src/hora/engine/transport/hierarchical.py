@@ -1,18 +1,18 @@
 """The transport of a set whose members are on several hosts: memory inside a host, a group between hosts.
 
-Every host has slice leaders, as many as the smallest host has members. Slice leader i of all hosts form a group
-and carry slice i of everything, so that each byte crosses the network once per host and all slice leaders work
-at the same time.
+Every host has slice leaders, as many as the smallest host has members. Slice leader i of all hosts form a group and
+carry slice i of everything, so that each byte crosses the network once per host and all slice leaders work at the same
+time.
 
-Reductions combine the members of each host in member order, then the hosts in the order of their first members; every
+Reductions combine the members of each host in member order, then the hosts in the order of their first members. Every
 element is combined that way on all hosts, so results are bit-identical on all members. They may differ in the last bit
-from a one-host run of the same numbers, which combines 0, 1, 2, …. Half precision travels between hosts as it is, so it
-is rounded twice: what a host's members have together, which is their own average where one is wanted, and the result.
-Two hosts swap what they have. Of more, each combines a part and gives it to all: as many bytes as round a ring, in two
-steps, or in one where that is little, and in the order of hosts.
+from a one-host run of the same numbers, which combines 0, 1, 2, …. Half precision is sent between hosts as it is, so it
+is rounded twice: the value of a host (its own average for an average), and the result. Two hosts exchange their values.
+With more hosts, each combines a part and sends it to all: as many bytes as a ring, in two steps, or in one if that is
+little, and in the order of hosts.
 
-The native part makes sums and averages (`native_hosts`), staged or where the data lies; other reductions are exchanged
-directly between all members, and combined in the same order (`HostwiseArithmetic`).
+The native part computes sums and averages (`native_hosts`), staged or in place; other reductions are exchanged directly
+between all members and combined in the same order (`HostwiseArithmetic`).
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ from hora.engine.transport.stream import StreamGroup
 
 __all__ = ["Division", "HierarchicalTransport", "Portion", "consecutive", "portions", "where"]
 
-# Two portions are under way at a time, which bounds the memory.
+# Two portions are in flight at a time, which bounds the memory.
 _PORTION_BYTES = 4 * 2**20
 
 
 class HierarchicalTransport:
-    """See `Transport`. `hosts` lists each host's members; `local` connects those of this member's host, `share` gives
-    them the same new memory, and `connect` makes a group, with a name, of members that call it together.
+    """See `Transport`. `hosts` lists each host's members.
+
+    `local` connects the members of this host, `share` allocates memory for them, and `connect` creates a named group of
+    members that call it together.
     """
 
     def __init__(
@@ -93,8 +95,9 @@ class HierarchicalTransport:
         self.allreduce_compressed(inputs, outputs, reduce, ())
 
     def allreduce_compressed(self, inputs: Tensors, outputs: Tensors, reduce: Reduce, residuals: Tensors) -> None:
-        """`allreduce` of float32 that travels between hosts in `reduce.code`, a sum or an average; `residuals[i]`: what
-        the code has lost of tensor i before and loses now, on this member (none of them: it is not kept).
+        """Reduce float32 tensors, encoded between hosts with `reduce.code`, to a sum or an average.
+
+        `residuals[i]` is the encoding error of tensor i on this member, from before and updated now (empty: not kept).
         """
         if not total(inputs):
             return
@@ -105,16 +108,19 @@ class HierarchicalTransport:
             self._native.allreduce(inputs, outputs, scaling, residuals)
 
     def allreduce_negotiated(self, places: Tensors, reduce: Reduce, residual: torch.Tensor | None) -> None:
-        """An allreduce, also a compressed one, of data in this host's memory: `places` are its members' data, which all
-        of them see and have filled. `residual` is for all of it, of which this member needs its slice.
+        """Reduce data in this host's memory, possibly compressed.
+
+        `places` are its members' data, which all of them see and have filled. `residual` covers all of it; this member
+        needs its slice.
         """
         self.allreduce_scheduled(places, reduce, residual)
         self._local.barrier()
 
     def half_scheduled(self, kind: Kind, places: Tensors, reduce: Reduce, header: bytes, most_records: int) -> bool:
-        """This member's part of a reducescatter of data that lies in this host's memory, into each member's own slice
-        of its place, or of an allgather of the own slices, into all places. Members are numbered host by host, and own
-        slices of one length in that order. On nobody's word, as `allreduce_scheduled`.
+        """Run this member's half of a scheduled reduction of data in this host's memory, without negotiation.
+
+        A reducescatter writes each member's own slice of its place; an allgather copies the own slices to all places.
+        Members are numbered host by host and own slices of equal length in that order. See `allreduce_scheduled`.
         """
         owned = places[0].numel() // self._num_members
         spans, scaling = self._spans(owned), self._scaling(reduce, places[0].dtype)
@@ -125,7 +131,7 @@ class HierarchicalTransport:
         return self._native.half(kind, places, spans, first, owned, scaling, header, most_records)
 
     def _spans(self, owned: int) -> list[range]:
-        """This slice leader's part of what each host owns."""
+        """Return this slice leader's part of each host's elements."""
         spans = []
         for host in self._hosts:
             shares = self._carried(len(host) * owned)
@@ -134,24 +140,25 @@ class HierarchicalTransport:
         return spans
 
     def refuse(self, most_records: int) -> None:
-        """Let the other hosts find a header that is none, instead of the next `allreduce_scheduled` here."""
+        """Send the other hosts an invalid header instead of the next `allreduce_scheduled` here."""
         group = self._leaders
         if group is None:
             return
-        with group.lent(most_records):  # both ends go on with the same key, whatever makes the records
+        with group.lent(most_records):  # both ends continue with the same key, whichever part makes the records
             pass
         group.finish(group.start_broadcast(torch.zeros(HEADER_BYTES, dtype=torch.uint8, device="cpu"), self._host))
 
     def num_records(self, count: int, itemsize: int) -> int:
-        """Return how many records this member's part of a reduction of so many resident elements takes at most."""
-        # Of half an allreduce as many as if all hosts owned as much as the one with most members.
+        """Return the maximum number of records of this member's part of a reduction of `count` resident elements."""
+        # Half an allreduce takes as many as if all hosts owned as much as the one with most members.
         count = -(-count // self._num_members) * max(map(len, self._hosts)) * len(self._hosts)
         return self._native.num_records(self._carried(count)[0], itemsize)
 
     @property
     def late_members(self) -> list[int]:
-        """Those of the host that this one waits for during a liveness check, or of all others; none where another
-        member of this host can tell.
+        """The members of the host that this one waits for during a liveness check, or of all others.
+
+        Empty if another member of this host can tell.
         """
         if self._index:
             return []
@@ -162,10 +169,12 @@ class HierarchicalTransport:
     def allreduce_scheduled(
         self, places: Tensors, reduce: Reduce, residual: torch.Tensor | None, header: bytes = b"", most_records: int = 0
     ) -> bool:
-        """This member's part of `allreduce_negotiated`, without a wait for the other members of this host, and on
-        nobody's word but a header of `HEADER_BYTES` in front of the data. False if the hosts have different headers, on
-        all of them alike: nothing was changed then, and this transport is of no more use. `most_records`: the same in
-        every call, see `num_records`.
+        """Run this member's part of `allreduce_negotiated` without waiting for this host's members and without
+        negotiation.
+
+        Only a header of `HEADER_BYTES` precedes the data. Returns False if the hosts have different headers, on all of
+        them alike: nothing was changed, and this transport is unusable. `most_records`: the same in every call, see
+        `num_records`.
         """
         counts, scaling = self._carried(places[0].numel()), self._scaling(reduce, places[0].dtype)
         assert scaling is not None, f"{reduce} of {places[0].dtype} is not of a bucket"
@@ -175,15 +184,15 @@ class HierarchicalTransport:
         return self._native.allreduce_resident(places, begin, begin + count, scaling, residual, header, most_records)
 
     def _make_scaling(self, reduce: Reduce, dtype: torch.dtype) -> Scaling | None:
-        """The arithmetic of an allreduce for the native part; None if it does not know that."""
+        """Return the arithmetic of an allreduce for the native part; None if it is not supported."""
         op, prescale, postscale, code = reduce
         num_local, num_hosts = len(self._here), len(self._hosts)
         last = arithmetic_of(Reduce(), dtype, 1)
-        if code:  # an average is divided before it travels: a sum could be too large for half precision
+        if code:  # an average is divided before it is sent: a sum could overflow half precision
             divided = 1.0 / self._num_members if op == ReduceOp.AVERAGE else 1.0
             inside, between = Reduce(ReduceOp.SUM, prescale, divided), Reduce(ReduceOp.SUM)
             last = arithmetic_of(Reduce(ReduceOp.SUM, 1.0, postscale), dtype, num_hosts)
-        elif self._apart is not None:  # each member does nothing to its own data but what comes before everything
+        elif self._apart is not None:  # each member only applies the prescale to its own data
             inside, between = Reduce(), reduce
         else:
             inside, between, last = stages(reduce, dtype, self._num_members)
@@ -201,7 +210,7 @@ class HierarchicalTransport:
 
     @property
     def _apart(self) -> DistributedTransport | None:
-        """Return the group of all members, where each is on a host of its own."""
+        """Return the group of all members, if each is on its own host."""
         return self._between if len(self._hosts) == self._num_members else None
 
     def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
@@ -215,7 +224,7 @@ class HierarchicalTransport:
 
     def _gather(self, portion: Portion) -> InTwoHalves:
         turn, dtype, divisions = portion.turn, portion.own[0].dtype, [self._divide(each) for each in portion.counts]
-        # Inside the host: what its members have becomes the host's block, which all of them get.
+        # Inside the host: the members' data becomes the host's block, which all of them get.
         members = [division.block(self._host) for division in divisions]
         blocks = self._take(f"blocks{turn}", [sum(sizes) for sizes in members], dtype)
         self._local.allgather(portion.own, blocks, members)
@@ -262,7 +271,7 @@ class HierarchicalTransport:
     def alltoall(
         self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> None:
-        """Inside the host through memory, the rest directly between the members concerned."""
+        """Exchange inside the host through memory, the rest directly between the members concerned."""
         if self._apart is not None:
             self._apart.alltoall(input, output, send_counts, receive_counts)
             return
@@ -311,8 +320,7 @@ class HierarchicalTransport:
             complete(under_way)
             for part in reduced:
                 end.finish_(part)
-        # Inside the host: the slice leaders' shares together are the host's block, of which each member takes its own
-        # part.
+        # Inside the host: the slice leaders' shares together are the host's block, of which each member takes its part.
         blocks = self._take(f"blocks{turn}", [sum(shares) for shares in here], dtype)
         self._local.allgather(reduced, blocks, here)
         for division, block, output in zip(divisions, blocks, portion.own, strict=True):
@@ -331,7 +339,7 @@ class HierarchicalTransport:
         self._native.close()
 
     def _between_all(self) -> DistributedTransport:
-        """A connection between all members, made when an operation first needs one."""
+        """Return a connection between all members, created on first use."""
         if self._apart is not None:
             return self._apart
         if self._flat is None:
@@ -353,7 +361,7 @@ class HierarchicalTransport:
         return [[shares[self._index] for shares in division.shares] for division in divisions]
 
     def _take(self, purpose: str, sizes: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Room for a part of each of several tensors."""
+        """Return buffers for a part of each of several tensors."""
         return list(self._buffers.take(purpose, sum(sizes), dtype).split(list(sizes)))
 
     def _limit(self, tensor: torch.Tensor) -> int:
@@ -364,8 +372,8 @@ class HierarchicalTransport:
 class Division:
     """The division of one tensor among members, hosts and the slice leaders of this host.
 
-    `counts[m]` elements belong to member m. A host's block is what belongs to its members, one after another, and
-    `shares[h][c]` elements of host h's block are carried by slice leader c of every host.
+    `counts[m]` elements belong to member m. A host's block is the concatenation of its members' elements; slice leader
+    c of every host carries `shares[h][c]` elements of host h's block.
     """
 
     hosts: Sequence[Sequence[int]]
@@ -374,7 +382,7 @@ class Division:
 
     @property
     def carried(self) -> list[int]:
-        """Return how much each member of this host carries, of all blocks together."""
+        """Return how much each member of this host carries, over all blocks."""
         return [sum(shares) for shares in zip(*self.shares, strict=True)]
 
     def block(self, host: int) -> list[int]:
@@ -382,7 +390,7 @@ class Division:
         return [self.counts[member] for member in self.hosts[host]]
 
     def by_leader(self, members: Tensors, out: torch.Tensor) -> None:
-        """Bring the members' parts into the order of slice leaders: for each, its share of every host's block."""
+        """Arrange the members' parts by slice leader: for each, its share of every host's block."""
         shares = self._shares(out)
         for number, host in enumerate(self.hosts):
             block = torch.cat([members[member] for member in host])
@@ -401,8 +409,10 @@ class Division:
 
 @dataclass(frozen=True)
 class Portion:
-    """A part of an allgather or a reducescatter: for each of some tensors what is the member's own, and the parts of
-    all members, with their sizes. Two are under way at a time, in different turns.
+    """A part of an allgather or a reducescatter, of several tensors.
+
+    For each tensor: this member's own part, and the parts of all members with their sizes. Two portions are in flight
+    at a time, in different turns.
     """
 
     own: list[torch.Tensor]
@@ -412,7 +422,7 @@ class Portion:
 
 
 def portions(own: Tensors, whole: Tensors, counts: Sequence[Sequence[int]], limit: int) -> Iterator[Portion]:
-    """Portions of about `limit` elements: small tensors together, of large ones the next bit of every member's part."""
+    """Yield portions of about `limit` elements: small tensors together, large ones split over all members' parts."""
     turns = itertools.cycle((0, 1))
     for run in runs([sum(each) for each in counts], limit):
         parts = [whole[i].split(list(counts[i])) for i in run]
@@ -429,7 +439,7 @@ def portions(own: Tensors, whole: Tensors, counts: Sequence[Sequence[int]], limi
 
 
 def consecutive(members: Iterable[int]) -> list[range]:
-    """The members as ranges."""
+    """Return the members as ranges."""
     found: list[range] = []
     for member in members:
         if found and found[-1].stop == member:

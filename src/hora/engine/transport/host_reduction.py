@@ -1,16 +1,17 @@
-"""Gradient buckets over several hosts: the data of each host's members lies in that host's memory, and connections of
-its own carry what a schedule executes between the hosts.
+"""Gradient buckets over several hosts, executed by a schedule over separate connections between the hosts.
 
-    apart --an item that was announced, and that all members took part in--> connected
-    connected --an item that is void--> apart
+The data of each host's members lies in that host's memory.
 
-Apart, every item is announced. Connected, none is: the members of a host meet in its memory (`schedule`), and what a
-host sends of an item begins with a header: which item it is since they were connected, which bucket, and a digest of
-all buckets. A host that has something else to do (a member has joined) sends a header that no host expects. Every host
-hears every other one before it writes a result, so all find the item void, or none does. The item is announced then,
-and the connections, in which bytes are left that nobody will read, are closed when they are made anew.
+    apart --an announced item that all members took part in--> connected
+    connected --a void item--> apart
 
-All members are in the same state before the same item: what makes it another one is known to all who execute an item.
+While apart, every item is announced. While connected, none is: the members of a host meet in its memory (`schedule`),
+and a host's data for an item begins with a header: the item's number since they were connected, its bucket, and a
+digest of all buckets. A host that has something else to do (a member has joined) sends a header that no host expects.
+Every host receives every other one's header before it writes a result, so either all find the item void or none does.
+Then the item is announced, and the connections, which contain bytes that no member will read, are replaced.
+
+All members are in the same state before the same item: every member that executes an item knows what changes the state.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _HEADER = struct.Struct("<qq16s")
 class HostLink:
     """The connections of this member of a schedule with other hosts.
 
-    `connect(number, check_alive)` makes the connections for the `number`-th time (collective); `lacking(key, members)`:
-    those of these members that do not wait for this.
+    `connect(number, check_alive)` creates the connections for the `number`-th time (collective); `lacking(key,
+    members)` returns those members that do not wait for this.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class HostLink:
         connect: Callable[[int, AliveCheck], HierarchicalTransport],
         lacking: Callable[[Key, Sequence[int]], list[int]],
     ) -> None:
-        self.all_took_part = False  # in the item that was announced last
+        self.all_took_part = False  # in the item announced last
         self._schedule = schedule
         self._connect, self._lacking = connect, lacking
         self._transport: HierarchicalTransport | None = None
@@ -60,7 +61,7 @@ class HostLink:
         schedule.link = self
 
     def add(self, reduction: HostReduction, count: int, itemsize: int) -> None:
-        """The next bucket, before the first step."""
+        """Add the next bucket, before the first step."""
         self._digest = hashlib.blake2b(self._digest + reduction.signature.encode(), digest_size=16).digest()
         self._sizes.append((count, itemsize))
 
@@ -69,7 +70,7 @@ class HostLink:
         return not self._apart
 
     def connect(self, item: int) -> None:
-        """All members have taken part in this item, and will in the next one or say that they do not."""
+        """Connect the hosts after an item that all members have taken part in."""
         self.close()
         self._num_connected += 1
         self._transport = transport = self._connect(self._num_connected, self._look_around)
@@ -85,7 +86,7 @@ class HostLink:
         reduce: Reduce,
         residual: torch.Tensor | None,
     ) -> bool:
-        """This member's part of the item. False if it is void."""
+        """Run this member's part of the item. Returns False if it is void."""
         transport, most = self._transport, self._most_records
         assert transport is not None
         header = _HEADER.pack(item - self._since, index, self._digest)
@@ -94,9 +95,9 @@ class HostLink:
         return transport.half_scheduled(kind, places, reduce, header, most)
 
     def leave(self, *, tell: bool) -> None:
-        """From here on items are announced. `tell`: the other hosts do not know it."""
+        """Announce items from here on. `tell`: the other hosts do not know yet."""
         if tell and not self._apart and self._transport is not None:
-            with contextlib.suppress(HorovodInternalError):  # a host that has let go of the schedule need not be told
+            with contextlib.suppress(HorovodInternalError):  # a host that has released the schedule need not know
                 self._transport.refuse(self._most_records)
         self._apart = True
 
@@ -107,18 +108,20 @@ class HostLink:
         self._transport, self._apart = None, True
 
     def _look_around(self) -> None:
-        """While this member waits for another host."""
+        """Run the liveness checks while this member waits for another host."""
         self._schedule.look_beyond(self._late)
 
     def _late(self, key: Key) -> list[int]:
-        """The members without which an item cannot go on."""
+        """Return the members without which an item cannot continue."""
         return [] if self._transport is None else self._lacking(key, self._transport.late_members)
 
 
 class HostReduction(PersistentReduction):
-    """An allreduce in a set whose members are on several hosts: `places` are those of this host's members, in the order
-    of the schedule. `keeps_losses`: what the code of `reduce` loses in one step is added in the next. Or half of one,
-    in which each member has a slice of its place: a reducescatter into the own one, or an allgather of all; see `half`.
+    """An allreduce in a set whose members are on several hosts, or half of one.
+
+    `places` are those of this host's members, in the order of the schedule. `keeps_losses`: the encoding error of one
+    step is added in the next. In half an allreduce each member has a slice of its place: a reducescatter into its own
+    slice, or an allgather of all; see `half`.
     """
 
     def __init__(
@@ -138,7 +141,7 @@ class HostReduction(PersistentReduction):
         out = self._slice if kind is Kind.REDUCESCATTER else None
         super().__init__(schedule, kind, mine, name=name, reduce=reduce, out=out)
         self._kind, self._link, self._places, self._reduce = kind, link, places, reduce
-        # For all of it, though a rank touches its slice alone: the system gives memory to what is touched.
+        # For all of it, although a rank touches only its slice: the system allocates only touched memory.
         self._residual = torch.zeros_like(places[0]) if keeps_losses else None
         link.add(self, places[0].numel(), places[0].itemsize)
         schedule.queue.bound[name] = self._execute
@@ -161,15 +164,13 @@ class HostReduction(PersistentReduction):
             self._link.connect(number)
 
     def _execute(self, part: Part, request: Request | None, transport: Transport) -> None:
-        """All members have agreed on it; `request` is None if this rank has joined and adds nothing, to an
-        allreduce.
-        """
+        """Execute a reduction that all members have agreed on; `request` is None if this rank has joined."""
         assert isinstance(transport, HierarchicalTransport), transport
         if request is None:
             self._mine.zero_()
         self._link.all_took_part = None not in part.signatures
         if not self._link.all_took_part:
-            transport.barrier()  # a rank that has joined has cleared its data just now
+            transport.barrier()  # a joined rank has just cleared its data
         counts = [[self._slice.numel()] * len(part.signatures)]
         if self._kind is Kind.ALLREDUCE:
             transport.allreduce_negotiated(self._places, self._reduce, self._residual)

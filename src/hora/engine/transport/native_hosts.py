@@ -1,8 +1,7 @@
-"""The way between hosts by the native part (`hosts.h`): what it is told of an allreduce, and the memory that it works
-in.
+"""Allreduce between hosts by the native part (`hosts.h`): its parameters and its memory.
 
-Staged data goes through the host's memory piece by piece; resident data, which lies there already, is reduced where it
-is. `HierarchicalTransport` says what is computed, and does the same in Python where there is no native part.
+Staged data goes through the host's memory piece by piece; resident data, which is there already, is reduced in place.
+`HierarchicalTransport` defines the computation.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ from hora.errors import AuthenticationError
 
 __all__ = ["HEADER_BYTES", "Cut", "NativeHosts", "Scaling", "cut_for"]
 
-# Half of what a message between two hosts carries stays in the first-level cache while it is combined, encrypted and
-# sent; among more hosts, each of which sends to all, fewer and longer ones take less time.
+# Half of a message between two hosts stays in the first-level cache while it is combined, encrypted and sent; with more
+# hosts, each of which sends to all, fewer and longer messages take less time.
 _PAIR_MESSAGE_BYTES = 64 * 2**10
 _MESSAGE_BYTES = 128 * 2**10
 _LONGEST_SLICE_BYTES = 512 * 2**10
-# Up to here a host sends all it has to all others, in one step instead of two.
+# Up to this size a host sends all its data to all others, in one step instead of two.
 _ONE_STEP_BYTES = 64 * 2**10
-# How many pieces are between the hosts at a time.
+# The number of pieces in flight between the hosts.
 _WINDOW = 4
 _RESIDENT_WINDOW = 16
 _NUM_INPUTS, _QUEUE, _NUM_RINGS, HEADER_BYTES = 4, 64, 3, 32  # of hosts.h
 _NUM_RESULTS = 2 * _WINDOW + 3
 _NUM_ROOMS = _RESIDENT_WINDOW + 3
 _ON_THE_WAY, _AT_ONCE, _VOID = 1, 2, 2  # `enum check` and `enum outcome` of hosts.h
-# A part in code may be a little longer than its numbers.
+# An encoded part may be a little longer than its numbers.
 _SPARE_BYTES = 16
 # Processors fetch lines in pairs.
 _COUNTER_BYTES = 2 * LINE_BYTES
@@ -52,17 +51,17 @@ _CODE_NUMBERS = {"": 0, "fp16": 1, "bf16": 2, "int8": 3}
 
 
 class Cut(NamedTuple):
-    """The slicing of one allreduce's data: `most` elements make a slice, which travels in one step or two."""
+    """The slicing of one allreduce's data: `most` elements make a slice, sent in one step or two."""
 
     most: int
     two_steps: bool
 
 
 def cut_for(count: int, itemsize: int, num_slices: int, num_hosts: int) -> Cut:
-    """For `count` elements of which every piece has so many slices.
+    """Return the slicing of `count` elements in pieces of `num_slices` slices.
 
-    The same on all members, with the native part and without: blocks of a code begin with a slice, or with a host's
-    part of one.
+    It is the same on all members, with and without the native part: blocks of an encoding begin with a slice, or with a
+    host's part of one.
     """
     num_pieces = max(-(-count * itemsize // (_longest(num_hosts) * num_slices)), 1)
     most = max(-(-count // (num_pieces * num_slices)), 1)
@@ -70,14 +69,15 @@ def cut_for(count: int, itemsize: int, num_slices: int, num_hosts: int) -> Cut:
 
 
 def _longest(num_hosts: int) -> int:
-    """The bytes of the longest slice."""
+    """Return the bytes of the longest slice."""
     return _PAIR_MESSAGE_BYTES if num_hosts == 2 else min(_MESSAGE_BYTES * num_hosts, _LONGEST_SLICE_BYTES)
 
 
 class Scaling(NamedTuple):
-    """Arithmetic of an allreduce between hosts: times `stage`, then what is done to those of a host's members, to
-    those of the hosts, and `last`. `weights`: of the hosts, in an average of half precision; `code`: in which they
-    travel."""
+    """Arithmetic of an allreduce between hosts: `stage`, then the sums inside a host and between hosts, then `last`.
+
+    `weights`: of the hosts, in an average of half precision; `code`: the encoding in which they are sent.
+    """
 
     stage: float
     inside: Sum
@@ -145,7 +145,7 @@ class _Job(ctypes.Structure):
 
 @lru_cache(maxsize=1)
 def _function(compiled: Library) -> Callable[[_Job, int], int]:
-    """`hora_between_hosts`, when its structures are those of this file."""
+    """Return `hora_between_hosts`, after checking that its structures are those of this file."""
     compiled.check(RecordsOfOneDirection, _Stream, _Hosts, _SumStruct, _Job, first=7)
     compiled.long.hora_between_hosts.argtypes = (ctypes.POINTER(_Job), ctypes.c_long)
     run: Callable[[_Job, int], int] = compiled.long.hora_between_hosts
@@ -153,9 +153,10 @@ def _function(compiled: Library) -> Callable[[_Job, int], int]:
 
 
 class NativeHosts:
-    """The allreduces of one member of `num_local` on its host, one after the other. `share` gives all members of this
-    host the same zeroed memory (collective); `group` connects slice leader number `index` with those of the other
-    hosts, None for a member that carries nothing.
+    """The allreduces of one member of `num_local` on its host, one after the other.
+
+    `share` allocates zeroed memory for all members of this host (collective); `group` connects slice leader number
+    `index` with those of the other hosts, None for a member that is no slice leader.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class NativeHosts:
         self._room: torch.Tensor | None = None
         self._streams = (_Stream * num_hosts)(), (_Stream * num_hosts)()
         if group is not None:
-            # Whatever is not touched takes no memory.
+            # Untouched memory is not allocated.
             room_bytes = (_NUM_RINGS * _NUM_ROOMS + 2 * num_hosts + 1) * slice_room
             num_bytes = room_bytes + num_hosts * HEADER_BYTES + LINE_BYTES
             self._room = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
@@ -206,7 +207,7 @@ class NativeHosts:
                 ctypes.cast(each, ctypes.POINTER(_Stream)) for each in self._streams
             )
         self._next = 0
-        self.late_host: int | None = None  # while the liveness check is called: the host that is waited for
+        self.late_host: int | None = None  # during a liveness check: the host that is waited for
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, numbers: Scaling, residuals: Tensors = ()) -> None:
         """Reduce several private tensors as one. `outputs[i]` may be `inputs[i]`; `residuals`: see `Code`, or none."""
@@ -231,9 +232,10 @@ class NativeHosts:
         header: bytes = b"",
         most_records: int = 0,
     ) -> bool:
-        """Reduce these elements of the data of this host's members, which lies in the host's memory and which nobody
-        else touches meanwhile. False if the hosts have different headers: then nothing was changed, and the streams are
-        of no more use. `most_records`: see `lent`; as many as needed, unless it is more.
+        """Reduce these elements of this host's members, in the host's memory, which no one else touches meanwhile.
+
+        Returns False if the hosts have different headers: then nothing was changed, and the streams are unusable.
+        `most_records`: see `lent`; as many as needed, unless it is more.
         """
         cut = cut_for(end - begin, places[0].itemsize, 1, self._num_hosts)
         residuals = () if residual is None else (residual,)
@@ -251,10 +253,10 @@ class NativeHosts:
         header: bytes,
         most_records: int,
     ) -> bool:
-        """A reducescatter or an allgather of resident data.
+        """Run a reducescatter or an allgather of resident data.
 
-        `spans`: this slice leader's part of what each host owns; each member of this host owns so many elements, the
-        first one from `first_owned` on. Otherwise as `allreduce_resident`.
+        `spans`: this slice leader's part of each host's elements; each member of this host owns `owned` elements, the
+        first one from `first_owned` on. Otherwise like `allreduce_resident`.
         """
         most = max(_longest(self._num_hosts) // (self._num_hosts * places[0].itemsize), 1)
         begins, counts = _integers([span.start for span in spans]), _integers([len(span) for span in spans])
@@ -269,7 +271,7 @@ class NativeHosts:
         return self._run_resident(numbers, Cut(most, two_steps=False), places, (), header, most_records, fields)
 
     def num_records(self, count: int, itemsize: int) -> int:
-        """Return how many records a checked reduction of so many resident elements takes at most, in each direction."""
+        """Return the maximum number of records of a checked reduction of `count` resident elements, per direction."""
         return 2 * -(-count * itemsize // _longest(self._num_hosts)) + 3
 
     def _run_resident(
@@ -350,7 +352,7 @@ class NativeHosts:
         return outcome != _VOID
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         if self._segment is not None:
             self._segment.close()
 

@@ -1,8 +1,8 @@
-"""The NCCL group: CUDA tensors, one GPU per member. torch.distributed's, built straight on a store:
-`init_process_group` is not used, so the user's own default group stays free.
+"""The NCCL group: CUDA tensors, one GPU per member, over torch.distributed's backend.
 
-Calls queue work on the current stream and return. `execute_on_device` orders that stream after the caller's. Members
-that share a GPU cannot use NCCL: `gpus_of` says who uses which, and `CudaTransport` takes another way then.
+It is built directly on a store, without `init_process_group`, so the user's default group stays free. Calls queue work
+on the current stream and return; `execute_on_device` orders that stream after the caller's. Members that share a GPU
+cannot use NCCL: `gpus_of` finds them, and `CudaTransport` then uses another transport.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OPS = {
     ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
 }
 _REDUCED_DTYPES = frozenset(DTYPES.values()) - {torch.int16, torch.bool}
-# torch's own watchdog ends the whole process when a peer is lost. The liveness check does better: the process lives on.
+# torch's watchdog ends the whole process when a peer is lost. The liveness check keeps the process alive.
 _QUIET_WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
@@ -43,7 +43,7 @@ _NEVER = timedelta(days=7)
 
 
 class NcclGroup(PeerGroup):
-    """All members must be on GPUs of their own."""
+    """Group whose members are on different GPUs."""
 
     backend = "nccl"
 
@@ -66,7 +66,7 @@ class NcclGroup(PeerGroup):
             options._timeout = _NEVER
             with changed_environment(_QUIET_WATCHDOG):
                 group: Any = dist.ProcessGroupNCCL(store, member, num_members, options)
-            # NCCL connects at the first collective, which blocks: have that here, under the liveness check.
+            # NCCL connects at the first collective, which blocks: do that here, under the liveness check.
             group.allreduce([torch.ones(1, device=device)]).wait()
             torch.cuda.current_stream(device).synchronize()
             return group
@@ -76,7 +76,7 @@ class NcclGroup(PeerGroup):
 
     @staticmethod
     def reduces(dtype: torch.dtype) -> bool:
-        """Return whether NCCL can reduce the dtype by itself."""
+        """Return whether NCCL supports reductions of the dtype."""
         return dtype in _REDUCED_DTYPES
 
     def start_allreduce(self, tensor: torch.Tensor, op: int) -> Work:
@@ -88,7 +88,7 @@ class NcclGroup(PeerGroup):
     def start_alltoall(
         self, output: torch.Tensor, input: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
     ) -> Work:
-        # As bytes: NCCL knows few dtypes and can still move all of them.
+        # As bytes: NCCL supports few dtypes but can move all of them this way.
         counts = [[count * input.dtype.itemsize for count in each] for each in (receive_counts, send_counts)]
         return self._start("alltoall", lambda group: group.alltoall_base(as_bytes(output), as_bytes(input), *counts))
 
@@ -133,7 +133,7 @@ class NcclGroup(PeerGroup):
 
 
 def gpus_of(store: Store, member: int, num_members: int, device: torch.device) -> list[str]:
-    """Return every member's GPU. Collective: every member tells the others through the store."""
+    """Return every member's GPU (collective, through the store)."""
     store.set(f"gpu/{member}", _gpu_identity(device))
     return [bytes(store.get(f"gpu/{peer}")).decode() for peer in range(num_members)]
 
@@ -141,9 +141,9 @@ def gpus_of(store: Store, member: int, num_members: int, device: torch.device) -
 def _gpu_identity(device: torch.device) -> str:
     properties: Any = torch.cuda.get_device_properties(device)
     uuid = getattr(properties, "uuid", None)
-    if uuid is None:  # older than what we support, or a build without it
+    if uuid is None:  # older than the supported versions, or a build without it
         raise HorovodInternalError(
-            f"torch {torch.__version__} cannot tell which GPU {device} is; use torch 2.4 or newer"
+            f"torch {torch.__version__} cannot identify the GPU {device}; use torch 2.4 or newer"
         )
     return str(uuid)
 

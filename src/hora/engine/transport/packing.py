@@ -1,8 +1,8 @@
-"""Several flat tensors as one. No communication, no arithmetic.
+"""Packing of several flat tensors as one. No communication, no arithmetic.
 
-For shared memory: `cut` makes pieces that fit a slot exactly, across the borders of tensors; `put` and `take` copy
-between pieces and slots. Between processes: `portions` keeps small tensors together and cuts large ones, `Buffers` is
-memory to pack them into, and `overlap` has one portion travel while another is worked on.
+For shared memory: `cut` makes pieces that fit a slot exactly, across tensor borders; `put` and `take` copy between
+pieces and slots. Between processes: `portions` keeps small tensors together and splits large ones, `Buffers` is memory
+to pack them into, and `overlap` sends one portion while another is processed.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Piece(NamedTuple):
-    """Some views, one after the other, and how many elements they have together."""
+    """Consecutive views, and their total number of elements."""
 
     parts: tuple[torch.Tensor, ...] | list[torch.Tensor]
     count: int  # type: ignore[assignment] # a tuple has a method of this name, which is not called here
 
 
-# Copies go through memmove, which starts no threads, needs no views of its own and doesn't care for the dtype.
-# Short ones keep the GIL: to get it back from a busy main thread would take longer than the copy.
+# Copies use memmove, which starts no threads, needs no views and is independent of the dtype. Short ones keep the GIL:
+# getting it back from a busy main thread would take longer than the copy.
 _SHORT_BYTES = 32768
 _short_move = ctypes.PyDLL(None).memmove
 _long_move = ctypes.CDLL(None).memmove
@@ -60,19 +60,19 @@ def copy(source: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def total(tensors: Tensors) -> int:
-    """Return how many elements the tensors have together."""
+    """Return the total number of elements."""
     return tensors[0].numel() if len(tensors) == 1 else sum([tensor.numel() for tensor in tensors])
 
 
 def cut(tensors: Tensors, most: int) -> list[Piece]:
-    """Pieces of `most` elements each, the last one shorter. Tensors without elements vanish."""
+    """Return pieces of `most` elements each, the last one shorter. Empty tensors are dropped."""
     pieces: list[Piece] = []
     current: list[torch.Tensor] = []
     room = most
     for tensor in tensors:
         count = tensor.numel()
         if count > room:
-            if room < most:  # complete the piece begun by the tensors before
+            if room < most:  # complete the piece begun by earlier tensors
                 current.append(tensor[:room])
                 pieces.append(Piece(current, most))
                 tensor = tensor[room:]
@@ -113,12 +113,12 @@ def take(slot: torch.Tensor, piece: Piece) -> None:
         address += num_bytes
 
 
-# Work on a portion that starts something, yields once while that goes on by itself, and then does the rest.
+# Work on a portion that starts something, yields once while that runs in the background, and then does the rest.
 InTwoHalves = Generator[None, None, None]
 
 
 def overlap(works: Iterable[InTwoHalves]) -> None:
-    """Do all works in order; each one's first half comes before the second half of the one before it."""
+    """Do all works in order; each one's first half runs before the second half of the previous one."""
     under_way: InTwoHalves | None = None
     for work in works:
         next(work)
@@ -136,12 +136,12 @@ def complete(work: InTwoHalves) -> None:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, as bytes: backends that know few dtypes can still move all of them."""
+    """Return the same memory as bytes: backends that support few dtypes can still move all of them."""
     return tensor.view(torch.uint8)
 
 
 def runs(sizes: Sequence[int], limit: int) -> Iterator[range]:
-    """Cut a list of sizes into consecutive runs of at most `limit` in total; a larger one stands alone."""
+    """Split a list of sizes into consecutive runs of at most `limit` in total; a larger one stands alone."""
     start = total = 0
     for index, size in enumerate(sizes):
         if index > start and total + size > limit:
@@ -153,7 +153,7 @@ def runs(sizes: Sequence[int], limit: int) -> Iterator[range]:
 
 
 def portions(inputs: Tensors, outputs: Tensors, limit: int) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Views of at most `limit` elements in total: small tensors together, large ones cut up."""
+    """Yield views of at most `limit` elements in total: small tensors together, large ones split."""
     for run in runs([tensor.numel() for tensor in inputs], limit):
         if len(run) == 1 and inputs[run[0]].numel() > limit:
             yield from (
@@ -165,13 +165,13 @@ def portions(inputs: Tensors, outputs: Tensors, limit: int) -> Iterator[tuple[li
 
 
 def spread(total: int, num_parts: int) -> list[int]:
-    """Cut `total` elements into parts of equal size, of which only the last ones may be shorter."""
+    """Split `total` elements into parts of equal size, of which only the last ones may be shorter."""
     each = -(-total // num_parts)
     return [max(min(each, total - part * each), 0) for part in range(num_parts)]
 
 
 def pack(tensors: Tensors, out: torch.Tensor) -> None:
-    """Copy the tensors one after another to `out`, which has their size."""
+    """Copy the tensors one after another to `out`, which has their total size."""
     if len(tensors) == 1:
         out.copy_(tensors[0])
     else:
@@ -179,7 +179,7 @@ def pack(tensors: Tensors, out: torch.Tensor) -> None:
 
 
 def unpack(packed: torch.Tensor, outputs: Tensors) -> None:
-    """Copy what lies one after another in `packed` to the outputs."""
+    """Copy consecutive parts of `packed` to the outputs."""
     offset = 0
     for output in outputs:
         output.copy_(packed[offset : offset + output.numel()])
@@ -187,7 +187,7 @@ def unpack(packed: torch.Tensor, outputs: Tensors) -> None:
 
 
 class Buffers:
-    """Memory kept from one batch to the next, one buffer per purpose; large ones are not kept."""
+    """Memory kept between batches, one buffer per purpose; large ones are not kept."""
 
     def __init__(self, device: torch.device, keep_bytes: int, *, pinned: bool = False) -> None:
         self._device = device
@@ -196,7 +196,7 @@ class Buffers:
         self._kept: dict[str, torch.Tensor] = {}
 
     def take(self, purpose: str, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """`count` elements with any contents. What was taken before for the same purpose is overwritten."""
+        """Return `count` uninitialized elements. Overwrites what was taken before for the same purpose."""
         num_bytes = count * dtype.itemsize
         memory = self._kept.get(purpose)
         if memory is None or memory.numel() < num_bytes:

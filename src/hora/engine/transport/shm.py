@@ -1,12 +1,11 @@
-"""Collectives among ranks of one host, through memory that they share: the native part, or torch operations on views.
+"""Collectives among ranks of one host through shared memory, by the native part or torch operations on views.
 
 Private data goes through the slots of a `Ring` piece by piece, so the memory in use stays in the cache and is bounded
-whatever the size of the tensors. Sums are the native part's: with two members or little data each member reduces all
-slots straight into its own output; else member m reduces slice m of each piece, and the result goes round through
-shared memory. Other reductions are made by torch, as in the first way. Members are combined in the order 0, 1, 2, …
-(`arithmetic`).
+for any tensor size. The native part computes sums: with two members or little data each member reduces all slots
+directly into its own output; otherwise member m reduces slice m of each piece, and the result is shared through memory.
+torch computes other reductions, in the first way. Members are combined in the order 0, 1, 2, … (`arithmetic`).
 
-Gradient buckets lie in shared memory already and are reduced there (`shm.reduction`). After an exception the transport
+Gradient buckets are already in shared memory and are reduced there (`shm.reduction`). After an exception the transport
 is unusable and must be closed.
 """
 
@@ -30,26 +29,26 @@ from hora.engine.transport.packing import Piece, copy, cut, put, take, total
 
 __all__ = ["AHEAD", "DEPTH", "Ring", "ShmTransport"]
 
-# A transport begins with small slots, because most process sets never send much, and gets large ones once.
-# Larger pieces mean fewer synchronisations, until the slots in use no longer fit the second-level cache.
+# A transport starts with small slots, because most process sets never send much, and gets large ones once. Larger
+# pieces mean fewer synchronizations, until the slots in use no longer fit the second-level cache.
 SMALL_SLOT_BYTES = 65536
 LARGE_SLOT_BYTES = 524288
-# Up to this many bytes of all members together each member reduces everything; beyond, each reduces its slice.
+# Up to this many bytes over all members each member reduces everything; beyond that, each reduces its slice.
 DIRECT_BYTES = 393216
 AHEAD = 1
 DEPTH = 2 * AHEAD + 2
 
 
 class Ring:
-    """The memory of the transport: a few slots for each member, reused step by step.
+    """The memory of the transport: a few slots per member, reused step by step.
 
     Layout of the segment: a counter and notes for each member, `DEPTH` slots for each member, and `DEPTH` result slots
-    that all members write parts of. Step numbers run on from one operation to the next; step s uses slot s modulo
+    that all members write parts of. Step numbers continue from one operation to the next; step s uses slot s modulo
     DEPTH.
 
     In every step each member fills its slot (or leaves it), publishes the step, waits for all others', and reads. A
     member may run AHEAD steps ahead: it fills and publishes s + AHEAD before it waits for s, so that a peer that is
-    late for a moment stops no other. A member that has published s has read all of s - AHEAD - 1, and one that has
+    briefly late does not stop the others. A member that has published s has read all of s - AHEAD - 1, and one that has
     waited for s - 1 may fill s + AHEAD, because all have read its slot's last use: with DEPTH = 2 AHEAD + 2 slots no
     second counter is needed for "I have read it". `steps` keeps that order for all operations.
     """
@@ -72,7 +71,7 @@ class Ring:
         self._num_members = num_members
         self._check_alive = check_alive
         self._limit_s = limit_s
-        self.step = 0  # the last one that was taken
+        self.step = 0  # the last one taken
         self._slots_at = aligned(num_members * MEMBER_BYTES)
         self._results_at = self._slots_at + num_members * DEPTH * slot_bytes
         self._counters = Counters(segment.memory, 0, member, num_members)
@@ -87,7 +86,7 @@ class Ring:
 
     @staticmethod
     def num_bytes(num_members: int, slot_bytes: int) -> int:
-        """The size of segment that a ring needs."""
+        """Return the size of the segment that a ring needs."""
         return aligned(num_members * MEMBER_BYTES) + (num_members + 1) * DEPTH * slot_bytes
 
     def slot(self, member: int, step: int, count: int, dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
@@ -96,19 +95,19 @@ class Ring:
         return self._segment.tensor(self._slots_at + turn * self.slot_bytes + offset_bytes, count, dtype)
 
     def scratch(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Private memory for what lies between two operations, at most a slot of it; always the same."""
+        """Return private scratch memory between two operations, at most a slot; always the same."""
         return self._scratch.view(dtype)[:count]
 
     def note(self, step: int, value: int) -> None:
-        """Leave a number for the others with what is filled in for `step`."""
+        """Publish a number for the others together with this member's data for `step`."""
         self._notes[self._member][step % DEPTH].value = value
 
     def notes(self, step: int) -> list[int]:
-        """All members' numbers of `step`, once it has been waited for."""
+        """Return all members' numbers of `step`, once it has been waited for."""
         return [row[step % DEPTH].value for row in self._notes]
 
     def steps(self, num_steps: int, fill: Callable[[int, int], None], drain: Callable[[int, int], None]) -> None:
-        """Call `fill(index, step)` for the own slot and `drain(index, step)` for all, `num_steps` times."""
+        """Call `fill(index, step)` for this member's slot and `drain(index, step)` for all, `num_steps` times."""
         first = self.step + 1
         self.step += num_steps
         filled = 0
@@ -121,11 +120,11 @@ class Ring:
             drain(index, first + index)
 
     def publish(self, step: int) -> None:
-        """Say that the own slot of `step` is filled."""
+        """Publish that this member's slot of `step` is filled."""
         self._counters.publish(step)
 
     def wait(self, step: int) -> None:
-        """Return when all members have published `step`."""
+        """Wait until all members have published `step`."""
         self._counters.wait(step, self._check_alive, limit_s=self._limit_s, what="shared memory")
 
     def allreduce(
@@ -138,9 +137,7 @@ class Ring:
         stage: float,
         direct: bool,
     ) -> None:
-        """Have the native part reduce tensors of `count` elements together, times `stage` on their way into the
-        slots.
-        """
+        """Reduce tensors of `count` elements together with the native part, scaled by `stage` on the way."""
         sources = native.addresses(inputs)
         results = sources if outputs is inputs else native.addresses(outputs)
         counts = (ctypes.c_int64 * len(inputs))(*[tensor.numel() for tensor in inputs])
@@ -206,7 +203,7 @@ class Ring:
 
     @functools.cached_property
     def description(self) -> native.RingStruct:
-        """The ring as the native part wants it."""
+        """The ring as the native part's struct."""
         begin = self._counters.address  # the counters keep the mapping alive
         return native.RingStruct(
             slots=begin + self._slots_at,
@@ -218,13 +215,13 @@ class Ring:
         )
 
     def meet(self) -> None:
-        """A step without data: return when all members have come."""
+        """Run a step without data: waits until all members have arrived."""
         self.step += 1
         self.publish(self.step)
         self.wait(self.step)
 
     def close(self) -> None:
-        """Let go of the memory; the ring is of no use afterwards."""
+        """Release the memory; the ring is unusable afterwards."""
         self._notes.clear()
         self._counters.close()
         self._segment.close()
@@ -236,14 +233,14 @@ def share_of(slot_bytes: int, num_members: int) -> int:
 
 
 def _lag(num_pieces: int, direct: bool) -> int:
-    """A member that has published step s + AHEAD + 1 has reduced its slice of step s."""
+    """Return the lag in steps: a member that has published step s + AHEAD + 1 has reduced its slice of step s."""
     return 0 if direct else AHEAD + 1 if num_pieces > AHEAD else num_pieces
 
 
 class ShmTransport:
     """Implements `Transport` on shared memory.
 
-    `segment_provider` is collective: it gives all members the same zeroed memory of the size asked for.
+    `segment_provider` is collective: it gives all members the same zeroed memory of the requested size.
     """
 
     name = "shm"
@@ -261,7 +258,7 @@ class ShmTransport:
         self._num_members = num_members
         self._check_alive = check_alive
         self._limit_s = limit_s
-        self.num_rings = 0  # so far: what was made for one is no good for the next
+        self.num_rings = 0  # so far: state for one is invalid for the next
         self._ring = self._make_ring(SMALL_SLOT_BYTES)
         library = native.library()
         assert library is not None, "ranks share memory only with the native part"
@@ -279,7 +276,7 @@ class ShmTransport:
         )
 
     def _ring_for(self, num_bytes: int) -> Ring:
-        """The ring; with large slots once an operation has wanted them, which all members see alike."""
+        """Return the ring; with large slots once an operation has needed them, which all members see alike."""
         if num_bytes > self._ring.slot_bytes == SMALL_SLOT_BYTES:
             small, self._ring = self._ring, self._make_ring(LARGE_SLOT_BYTES)
             small.close()
@@ -302,21 +299,21 @@ class ShmTransport:
 
     @property
     def ring(self) -> Ring:
-        """The slots that are in use now."""
+        """The slots in use."""
         return self._ring
 
     def is_direct(self, num_bytes: int) -> bool:
-        """Return whether each member reduces all of so much data, natively."""
+        """Return whether each member reduces all of this much data, natively."""
         return self._num_members <= 2 or num_bytes * self._num_members <= DIRECT_BYTES
 
     def has_room(self, num_bytes: int) -> bool:
-        """Return whether the ring is large enough for so much data; else one with larger slots has to be made."""
+        """Return whether the ring is large enough for this much data; otherwise one with larger slots is needed."""
         return num_bytes <= self._ring.slot_bytes or self.num_rings > 1
 
     def _reduce_through(
         self, ring: Ring, sources: dict[int, list[Piece]], results: list[Piece], at: int, arithmetic: Arithmetic
     ) -> None:
-        """Put pieces into the own slots, by their offset there, and reduce what all members' slots have at `at`."""
+        """Write pieces to this member's slots, by offset, and reduce what all members' slots have at `at`."""
         dtype, scratch = arithmetic.dtype, ring.scratch
 
         def fill(index: int, step: int) -> None:
@@ -347,7 +344,7 @@ class ShmTransport:
         adasum(inputs, outputs, reduce, self._member, self._num_members, mine=outputs, theirs=theirs, swap=swap)
 
     def _swap(self, inputs: Tensors, outputs: Tensors, partner: int) -> None:
-        """Each member sends `inputs` and receives those of its partner, of the same sizes."""
+        """Send `inputs` to the partner and receive its tensors, of the same sizes."""
         dtype = inputs[0].dtype
         ring = self._ring_for(total(inputs) * dtype.itemsize)
         most = ring.slot_bytes // dtype.itemsize
@@ -362,9 +359,7 @@ class ShmTransport:
         num_steps: int,
         dtype: torch.dtype,
     ) -> None:
-        """Put pieces into the own slots, by their offset there, and copy what other members have put, by the member and
-        the offset.
-        """
+        """Write pieces to this member's slots, by offset, and copy other members' pieces, by member and offset."""
 
         def fill(index: int, step: int) -> None:
             for offset, pieces in sources.items():
@@ -404,7 +399,7 @@ class ShmTransport:
         sent = input[: sum(send_counts)].split(list(send_counts))
         received = output.split(list(receive_counts))
         copy(sent[self._member], received[self._member])
-        # No member knows what others send each other. So the first step carries the beginnings of everything and
+        # No member knows what the others send each other. So the first step carries the beginnings of everything and
         # the size of the largest part, and then all know how many steps are left.
         ring = self._ring
         most = self._share_bytes(ring) // input.itemsize

@@ -1,14 +1,14 @@
-"""The group between hosts: CPU tensors over TCP connections of our own, which only ranks of this world can open.
+"""The group between hosts: CPU tensors over TCP connections that only ranks of this world can open.
 
-Every member has two connections with every other one, one for each direction, made by the control tree: whoever is at
-the other end has proven to hold the world's secret, and between hosts what passes is encrypted (`Records`) unless the
-user does not want it. A connection carries the tensors' bytes and nothing else. Members start the same exchanges in the
-same order, so both ends know what comes next and how long it is.
+Every member has two connections with every other one, one per direction, created by the control tree: the other end has
+proven to hold the world's secret, and between hosts the data is encrypted (`Records`) unless the user disables it. A
+connection carries only the tensors' bytes. Members start the same exchanges in the same order, so both ends know what
+comes next and how long it is.
 
-No thread sends or receives: the one that starts an exchange gives the kernel what it takes at once, and the one that
-waits for it moves the rest of all that is under way, in both directions, straight between the tensors' memory and the
-kernel. Meanwhile the kernel keeps what has come and goes on sending what it has. The engine's factory makes groups of
-this kind. The native part moves the same records, sealed and opened by the libcrypto that Python was linked with.
+No thread sends or receives: the one that starts an exchange passes the kernel what it accepts at once, and the one that
+waits for it moves the rest of everything in flight, in both directions, directly between the tensors' memory and the
+kernel. Meanwhile the kernel buffers received data and continues sending. The engine's factory creates these groups. The
+native part moves the same records, encrypted with the libcrypto that Python is linked with.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from hora.net.wire import Stream
 
 __all__ = ["Incoming", "Outgoing", "RecordsOfOneDirection", "StreamGroup", "Streams", "encrypts_natively"]
 
-# What is smaller goes from the root to all members directly; larger ones share the way.
+# Smaller tensors go from the root directly to all members; larger ones are forwarded in parts.
 _DIRECT_BYTES = 64 * 2**10
 _TIME = struct.Struct("ll")
 
@@ -57,7 +57,7 @@ class RecordsOfOneDirection(ctypes.Structure):
 @functools.lru_cache(maxsize=1)
 def _libcrypto() -> Any:
     try:
-        # A module that is linked with it: what is looked up there is looked up in all that it needs.
+        # A module that is linked with it: symbols are looked up in all its dependencies.
         found = ctypes.CDLL(importlib.import_module("_hashlib").__file__)
         for name in (*_FUNCTIONS, "EVP_aes_128_gcm", "EVP_CIPHER_CTX_new", "EVP_CIPHER_CTX_free"):
             getattr(found, name)
@@ -71,14 +71,12 @@ def _libcrypto() -> Any:
 
 
 def encrypts_natively() -> bool:
-    """Return whether this Python has a libcrypto that can be called."""
+    """Return whether this Python has a usable libcrypto."""
     return _libcrypto() is not None
 
 
 class _NativeRecords:
-    """Seals or opens what `records` would, and takes turns with it: between jobs of the native part either may be
-    used.
-    """
+    """Seals or opens records for the native part; between its jobs either this or `records` may be used."""
 
     def __init__(self, records: Records, *, seals: bool) -> None:
         self._records, self._seals, self._key = records, seals, b""
@@ -92,7 +90,7 @@ class _NativeRecords:
         self._description = RecordsOfOneDirection(context, *functions, ctypes.addressof(self._room), 0)
 
     def lend(self, most: int) -> RecordsOfOneDirection:
-        """For at most so many records. Both ends of a connection lend alike."""
+        """Lend at most `most` records. Both ends of a connection lend alike."""
         key, number = self._records.lend(most)
         if key != self._key:
             library, context = _libcrypto(), self._description.context
@@ -103,11 +101,11 @@ class _NativeRecords:
         return self._description
 
     def take_back(self) -> None:
-        """The native part has made all the records that it will."""
+        """Take the records back from the native part."""
         self._records.take_back(self._description.number)
 
 
-# A socket, and the records of what passes there if it is encrypted.
+# A socket, and its records if it is encrypted.
 Lent = tuple[int, RecordsOfOneDirection | None]
 
 
@@ -121,9 +119,9 @@ class Streams:
 
 @dataclass
 class _Exchange:
-    """An exchange in flight: the bytes each stream must have moved, since it was opened, until it is over."""
+    """An exchange in flight: the bytes that each stream must have moved, since it was opened, until it is complete."""
 
-    tensors: Sequence[torch.Tensor]  # whose memory it is about
+    tensors: Sequence[torch.Tensor]  # the tensors whose memory it uses
     receives: list[tuple[Incoming, int]] = field(default_factory=list)
     sends: list[tuple[Outgoing, int]] = field(default_factory=list)
 
@@ -142,7 +140,7 @@ class StreamGroup(PeerGroup):
     ) -> None:
         super().__init__(check_alive=check_alive, limit_s=limit_s)
         self._member, self._num_members = member, num_members
-        # Each one begins with the member after itself, so that not all of them send to the same one first.
+        # Each member starts with the member after itself, so that not all of them send to the same one first.
         after = [(member + distance) % num_members for distance in range(1, num_members)]
         self._outgoing = {peer: Outgoing(streams.outgoing[peer]) for peer in after}
         self._incoming = {peer: Incoming(streams.incoming[peer]) for peer in reversed(after)}
@@ -176,7 +174,7 @@ class StreamGroup(PeerGroup):
             if self._member == root:
                 return self._start("broadcast", [_view(tensor)] * self._num_members, nothing, tensor)
             return self._start("broadcast", nothing, _only(root, _view(tensor), nothing), tensor)
-        # The root gives every member its part, and all give theirs to all: no member sends the whole to each of the
+        # The root sends every member its part, and all send theirs to all: no member sends everything to each of the
         # others.
         parts = [_view(part) for part in tensor.split(spread(tensor.numel(), self._num_members))]
         mine = parts[self._member]
@@ -191,8 +189,10 @@ class StreamGroup(PeerGroup):
 
     @contextlib.contextmanager
     def lent(self, most: int) -> Iterator[tuple[dict[int, Lent], dict[int, Lent]]]:
-        """The outgoing and the incoming streams, by member: raw sockets for a caller that does its own I/O, at most so
-        many records on each, while nothing else is under way. Its errors are treated as this group's own.
+        """Yield the outgoing and the incoming streams, by member: raw sockets for a caller that does its own I/O.
+
+        It may use at most `most` records on each, while nothing else is in flight. Its errors are treated as this
+        group's own.
         """
         if not self._open:
             raise HorovodInternalError(self._lost or f"the {self.backend} group has been shut down")
@@ -213,10 +213,10 @@ class StreamGroup(PeerGroup):
             stream.close()
 
     def discard(self) -> None:
-        self.close()  # the same: the kernel tells the peers, whatever is under way
+        self.close()  # the same: the kernel notifies the peers, even with work in flight
 
     def abandon(self) -> None:
-        """In a forked child."""
+        """Close the sockets in a forked child."""
         self._open = False
         for sock in (*(s.sock for s in self._outgoing.values()), *(s.sock for s in self._incoming.values())):
             os.close(sock.detach())
@@ -253,7 +253,7 @@ class StreamGroup(PeerGroup):
         while not work.sent:
             self._move(look_around)
         for incoming, end in work.receives:
-            # What is still to be sent must not wait: the peer may not read before it has got it.
+            # Unsent data must not wait: the peer may not read before it has received it.
             while incoming.num_moved < end and any(outgoing.queue for outgoing in self._outgoing.values()):
                 self._move(look_around)
             incoming.receive(end, look_around)
@@ -269,7 +269,7 @@ class StreamGroup(PeerGroup):
 
 
 class _End:
-    """This member's end of a stream. Memory that is to be moved must stay as it is until then."""
+    """This member's end of a stream. Memory to be moved must not change until then."""
 
     event = 0
 
@@ -279,11 +279,11 @@ class _End:
         self.queue: deque[memoryview] = deque()
         self.num_moved = 0
         self._num_added = 0
-        # Room for the record that is being moved.
+        # Buffer for the record that is being moved.
         self._room = memoryview(bytearray(Records.most_bytes + Records.tag_bytes if self._records is not None else 0))
 
     def add(self, memory: memoryview) -> int:
-        """Have this moved after all before; returns what `num_moved` is then."""
+        """Queue memory to be moved after everything before; returns the value of `num_moved` at its end."""
         self.queue.append(memory)
         self._num_added += len(memory)
         return self._num_added
@@ -310,11 +310,11 @@ class _End:
 
     @functools.cached_property
     def _native(self) -> _NativeRecords | None:
-        """The records, for the native part. None where nothing is encrypted."""
+        """The records for the native part; None if the stream is not encrypted."""
         return None if self._records is None else _NativeRecords(self._records, seals=self.event == select.POLLOUT)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # the peer has gone already
+        with contextlib.suppress(OSError):  # the peer is gone already
             self.sock.shutdown(socket.SHUT_RDWR)  # wakes waiters at both ends
         self.sock.close()
 
@@ -326,19 +326,19 @@ class _End:
             self.queue[0] = memory[count:]
 
     def _move_some(self, memory: memoryview, flags: int) -> int:
-        """Return how many bytes of it have been moved: of records only whole ones count."""
+        """Return how many of its bytes have been moved: only whole records count."""
         raise NotImplementedError
 
 
 class Outgoing(_End):
-    """The end of a stream at which bytes are sent."""
+    """The sending end of a stream."""
 
     event = select.POLLOUT
 
     def __init__(self, stream: Stream) -> None:
         super().__init__(stream)
         self._unsent = self._room[:0]
-        self._length = 0  # of what is in the record
+        self._length = 0  # of the data in the record
 
     def _move_some(self, memory: memoryview, flags: int) -> int:
         if self._records is None:
@@ -353,18 +353,18 @@ class Outgoing(_End):
 
 
 class Incoming(_End):
-    """The end of a stream at which bytes are received."""
+    """The receiving end of a stream."""
 
     event = select.POLLIN
 
     def __init__(self, stream: Stream) -> None:
         super().__init__(stream)
         self._num_received = 0  # of the record
-        # One call of the kernel waits for all bytes, and returns what there is after a while.
+        # One system call waits for all bytes, and returns what there is after a while.
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIME.pack(0, SLICE.microseconds))
 
     def receive(self, end: int, look_around: Callable[[], None]) -> None:
-        """Wait until this many bytes have come."""
+        """Wait until this many bytes have arrived."""
         while self.num_moved < end:
             memory = self.queue[0]
             try:
@@ -392,7 +392,7 @@ class Incoming(_End):
 
 
 def _poll(ends: Sequence[_End]) -> bool:
-    """Wait for a moment until one of them can go on."""
+    """Wait briefly until one of them can continue."""
     poll = select.poll()
     for end in ends:
         poll.register(end.sock, end.event)
@@ -400,7 +400,7 @@ def _poll(ends: Sequence[_End]) -> bool:
 
 
 def _view(tensor: torch.Tensor) -> memoryview:
-    """The tensor's bytes, without a copy and without holding on to it: an exchange keeps its tensors."""
+    """Return the tensor's bytes without a copy and without a reference: an exchange keeps its tensors."""
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
@@ -413,5 +413,5 @@ def _views(tensor: torch.Tensor, sizes: Sequence[int]) -> list[memoryview]:
 
 
 def _only(peer: int, view: memoryview, others: Sequence[memoryview]) -> list[memoryview]:
-    """`view` for this peer, and what the others have for the others."""
+    """Return `view` for this peer, and the others' own views for the others."""
     return [view if number == peer else other for number, other in enumerate(others)]
