@@ -139,7 +139,7 @@ def test_digits_are_split_once_and_for_all():
 
 def test_digits_without_scikit_learn(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ValueError, match=r"hora\[examples\]"):
+    with pytest.raises(ValueError, match="pip install scikit-learn"):
         digits()
 
 
