@@ -77,11 +77,11 @@ demo: $(STAMP)
 
 lint: style
 	$(BIN)/mypy
+	$(BIN)/python docs/reference/prose.py
 
 style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python docs/reference/prose.py
 	$(BIN)/zizmor --offline --quiet .github
 	@if command -v actionlint >/dev/null; then actionlint; else echo "no actionlint: workflows are checked by zizmor alone"; fi
 
