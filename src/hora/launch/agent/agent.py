@@ -493,7 +493,8 @@ class Agent:
         self._requested.pop(worker, None)
         self._forget_private_files(worker)
         self._link.send(Exited(worker, code, reason))
-        remove_folder(f"{self.scratch}/{worker}")
+        if self.scratch:
+            remove_folder(f"{self.scratch}/{worker}")
 
     def _family(self, worker: int, processes: Processes) -> list[int]:
         """Return the worker's processes, including orphans that this process inherited."""
