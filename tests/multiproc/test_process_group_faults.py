@@ -116,7 +116,7 @@ def test_forked_workers_of_a_data_loader_do_no_harm(rank, size):
 @pytest.mark.ranks(2)
 @in_group
 def test_bad_input_names_the_rank_and_the_remedy(rank, size):
-    with pytest.raises(ValueError, match=r"lies on meta; move it with .cpu\(\)"):
+    with pytest.raises(ValueError, match=r"this one is on meta; move it with .cpu\(\)"):
         dist.all_reduce(torch.ones(2, device="meta"))
     for dtype, op in ((torch.int16, "AVG"), (torch.bool, "AVG"), (torch.int32, "PREMUL_SUM")):
         wanted = dist._make_nccl_premul_sum(0.5) if op == "PREMUL_SUM" else getattr(dist.ReduceOp, op)
