@@ -70,18 +70,20 @@ class CallPlan:
         else:
             self._what = _MOVE, 1.0
             self._count, self._item_bytes = self._count * self._item_bytes, 1
+        self._specs: list[Spec] = []
         self.prepare()
 
     def prepare(self) -> None:
-        """Describe it to the native part, with the slots that are in use now."""
+        """Describe the call to the native part, with the slots that are in use now.
+
+        Any thread. A ring that is replaced meanwhile has another number than this one notes, so the next call
+        prepares the plan again.
+        """
         transport = self.transport
-        self.num_rings = transport.num_rings
-        self._spec: Spec | None = None
-        self.address = self.num_steps = 0  # 0: it goes the ordinary way
-        self.is_staged = False  # all of it is in the slots when its record is published
+        num_rings, address, num_steps, is_staged = transport.num_rings, 0, 0, False
         if self._what is not None and self._count and transport.has_room(self.num_bytes):
             direct = self.kind is not Kind.ALLREDUCE or transport.is_direct(self.num_bytes)
-            self._spec, self.num_steps = transport.ring.spec(
+            spec, num_steps = transport.ring.spec(
                 self.kind,
                 self._root,
                 self._count,
@@ -90,7 +92,12 @@ class CallPlan:
                 item_bytes=self._item_bytes,
                 direct=direct,
             )
-            self.address, self.is_staged = ctypes.addressof(self._spec), bool(self._spec.staged)
+            self._specs.append(spec)  # the native part may still use an older one
+            address, is_staged = ctypes.addressof(spec), bool(spec.staged)
+        self.address = address  # 0: it goes the ordinary way
+        self.num_steps = num_steps
+        self.is_staged = is_staged  # all of it is in the slots when its record is published
+        self.num_rings = num_rings
 
 
 class RepeatedCalls:

@@ -258,14 +258,13 @@ class ShmTransport:
         self._num_members = num_members
         self._check_alive = check_alive
         self._limit_s = limit_s
-        self.num_rings = 0  # so far: state for one is invalid for the next
         self._ring = self._make_ring(SMALL_SLOT_BYTES)
+        self.num_rings = 1  # so far: state for one is invalid for the next
         library = native.library()
         assert library is not None, "ranks share memory only with the native part"
         self._library = library
 
     def _make_ring(self, slot_bytes: int) -> Ring:
-        self.num_rings += 1
         return Ring(
             self._segment_provider(Ring.num_bytes(self._num_members, slot_bytes)),
             member=self._member,
@@ -279,6 +278,7 @@ class ShmTransport:
         """Return the ring; with large slots once an operation has needed them, which all members see alike."""
         if num_bytes > self._ring.slot_bytes == SMALL_SLOT_BYTES:
             small, self._ring = self._ring, self._make_ring(LARGE_SLOT_BYTES)
+            self.num_rings += 1  # after the ring itself: other threads prepare calls for the ring that they see
             small.close()
         return self._ring
 
