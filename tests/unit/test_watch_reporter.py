@@ -52,6 +52,19 @@ def test_it_says_what_the_training_thread_waits_in():
     assert reporter.report().waiting is None
 
 
+def test_events_that_could_not_be_sent_are_left_to_the_next_reporter():
+    meter = Meter()
+    meter.event("lost", "rank 1")
+    meter.event("resumed", "1 rank continues")
+    first = Reporter(meter, _Launcher(num_answers=0).take, machine=False)
+    first.start(0.01)
+    first._thread.join(10)
+    assert Reporter(meter, _Launcher().take, machine=False).report().events == (
+        ("lost", "rank 1"),
+        ("resumed", "1 rank continues"),
+    )
+
+
 def test_it_ends_quietly_when_the_launcher_is_gone():
     reporter = Reporter(Meter(), _Launcher(num_answers=1).take, machine=False)
     reporter.start(0.01)

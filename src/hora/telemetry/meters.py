@@ -200,6 +200,10 @@ class Meter:
             events.append(self._events.popleft())
         return tuple(events)
 
+    def put_back(self, events: tuple[tuple[str, str], ...]) -> None:
+        """Return events that could not be sent, so that the next `take_events` finds them first."""
+        self._events.extendleft(reversed(events))
+
 
 class Reading:
     """Converts a meter's totals to samples, each for the time since the last one."""

@@ -219,8 +219,16 @@ class Reporter:
     def _run(self) -> None:
         with contextlib.suppress(ConnectionError, TimeoutError):
             while not self._stopping.wait(self._interval_s):
-                self._send("report", self.report().encode())
-            self._send("report", self.report().encode())
+                self._send_report()
+            self._send_report()
+
+    def _send_report(self) -> None:
+        report = self.report()
+        try:
+            self._send("report", report.encode())
+        except (ConnectionError, TimeoutError):
+            self._meter.put_back(report.events)  # for the reporter of the next connection
+            raise
 
 
 def _cpu_s() -> float:
