@@ -29,8 +29,8 @@ pytestmark = [
     ),
 ]
 
-MOST_FILES_TO_THE_USERS_CODE = 30
-MOST_FILES_OF_A_DEATH = 19
+MOST_FILES_TO_THE_USERS_CODE = 29
+MOST_FILES_OF_A_DEATH = 18
 ROOT = str(Path(hora.__file__).parent)
 
 # Loaded by every Python of the job that reads its environment: appends "time file", once in 20 ms for each file.

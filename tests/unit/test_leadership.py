@@ -128,13 +128,12 @@ def test_names_that_others_hold_keep_no_agent_from_its_work(capsys):
         assert f"{claim[0]} is held by a process that does not answer" in capsys.readouterr().err
         assert not second._holds_claim()
     assert not second._holds_claim(), "the first name is free now, but the agent has the second one"
-    first._claimed.close()
+    first.close()
     with socket.socket(socket.AF_UNIX) as squatter, socket.socket(socket.AF_UNIX) as other:
         squatter.bind("\0" + claim[0])
         other.bind("\0" + claim[1])
         assert second._holds_claim(), "with all names taken it works without one"
-    for one in (first, second):
-        one._relay.close()
+    second.close()
 
 
 class OneStore:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from hora.errors import JobFailedError
-from hora.launch.controller.observer import Watching
 from hora.launch.slots import Slot
+
+if TYPE_CHECKING:
+    from hora.watch import live
+    from hora.watch.kubeflow import Controller
 
 __all__ = [
     "HostLease",
@@ -25,6 +28,7 @@ __all__ = [
     "LeadershipLostError",
     "OutputOptions",
     "Succession",
+    "Watching",
     "WorkerExit",
     "WorkerSpec",
     "exit_status",
@@ -47,6 +51,69 @@ class OutputOptions:
     directory: str | None = None
     stdout: IO[Any] | None = None
     stderr: IO[Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watching:
+    """`page`: live, at `listen` (host:port; loopback and a free port unless given). `record`: a file for `hora view`.
+
+    `controller`: Kubeflow's, which gets the job's progress. `browser`: open the page in a browser. `demo`: the page can
+    kill ranks.
+    """
+
+    page: bool = False
+    listen: str = ""
+    record: str | None = None
+    controller: Controller | None = None
+    browser: bool = False
+    demo: bool = False
+
+    @classmethod
+    def wanted(
+        cls,
+        environ: Mapping[str, str],
+        *,
+        page: bool | None = None,
+        listen: str | None = None,
+        record: str | None = None,
+    ) -> Watching | None:
+        """Read the settings from arguments, from HORA_DASHBOARD (1, 0, or the address) and HORA_RECORD, or by
+        Kubeflow's variables; None: nothing.
+        """
+        setting = environ.get("HORA_DASHBOARD", "")
+        if page is None:
+            page = setting not in ("", "0") or bool(listen)
+        if not listen and setting not in ("", "0", "1"):
+            listen = setting
+        record = record or environ.get("HORA_RECORD") or None
+        controller = _controller(environ) if "KUBEFLOW_TRAINER_SERVER_URL" in environ else None
+        if not page and not record and controller is None:
+            return None
+        return cls(page=page, listen=listen or "", record=record, controller=controller)
+
+    def open(self, facts: Mapping[str, Any], job: live.JobControl) -> live.Dashboard:
+        """Start observing a job. `facts` describe it; `job` controls it. Raises OSError if the address is taken."""
+        from hora.watch.live import Dashboard
+
+        dashboard = Dashboard(
+            {**facts, "demo": True} if self.demo else facts,
+            job,
+            listen=self.listen,
+            record=self.record,
+            page=self.page,
+            controller=self.controller,
+        )
+        if self.page and self.browser:
+            import webbrowser
+
+            webbrowser.open(dashboard.page.full_url)
+        return dashboard
+
+
+def _controller(environ: Mapping[str, str]) -> Controller | None:
+    from hora.watch.kubeflow import Controller
+
+    return Controller.of(environ)
 
 
 @dataclass(frozen=True, kw_only=True)

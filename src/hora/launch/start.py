@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 from hora.launch.controller.launcher import HostLauncher
 from hora.launch.controller.loop import run_job
-from hora.launch.controller.observer import Watching
-from hora.launch.job import Job, JobResult, Launcher, OutputOptions
+from hora.launch.job import Job, JobResult, Launcher, OutputOptions, Watching
 from hora.launch.options import Options
 from hora.launch.slots import HostInfo, get_host_assignments, parse_host_files, parse_hosts
 from hora.net import sockets

@@ -14,9 +14,10 @@ from typing import Any
 
 import ray
 
-from hora.launch.controller.observer import REPORTING, NullObserver, Observation, StallStacks, Watching, facts_of
+from hora.launch.controller.context import REPORTING, Observation, StallStacks, facts_of
 from hora.launch.controller.rendezvous import ErrorReport, OnlyLines, Rendezvous
 from hora.launch.environment import variables
+from hora.launch.job import Watching
 from hora.launch.slots import Slot, place_ranks
 from hora.net.sockets import interface_address
 from hora.net.wire import new_secret
@@ -157,7 +158,7 @@ class Coordinator:
         """Close the rendezvous; the page shows that the job is `done`, `failed` or `stopped`, and why."""
         if self.rendezvous is not None:
             self._observation.tell("ended", outcome, text)
-            self._observation.observer = NullObserver()
+            self._observation.observer = None
             self._close()
             self.rendezvous = None
 

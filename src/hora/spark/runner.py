@@ -19,9 +19,8 @@ from typing import Any
 import cloudpickle
 
 from hora.errors import BadCallError
-from hora.launch.controller.observer import Watching
 from hora.launch.environment import variables
-from hora.launch.job import JobResult, OutputOptions
+from hora.launch.job import JobResult, OutputOptions, Watching
 from hora.launch.options import Options
 from hora.launch.pickling import pickle_call
 from hora.launch.providers.spark.cluster import (

@@ -1,6 +1,6 @@
 """The live page of a job: observes the job, keeps the run, serves the page, and forwards the page's actions.
 
-`Watching` (`launch.controller.observer`) creates a `Dashboard` on the user's request. If a job stalls, it requests the
+`Watching` (`launch.job`) creates a `Dashboard` on the user's request. If a job stalls, it requests the
 ranks' stacks; if a rank is slow, it requests a profile. So the answer is ready when someone looks.
 """
 
@@ -48,7 +48,7 @@ class JobControl(Protocol):
 
 
 class Dashboard:
-    """An observer of a job (`launch.controller.observer.Observer`), and the page's `Controls`. Thread-safe.
+    """An observer of a job (`launch.controller.context.Observer`), and the page's `Controls`. Thread-safe.
 
     `listen`: host:port. `record`: a file for `hora view`. `page=False`: no page. `controller`: Kubeflow's.
     """

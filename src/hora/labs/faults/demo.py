@@ -33,9 +33,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _run(num_ranks: int, steps: int, *, browser: bool, record: str | None) -> int:
     from hora.labs.faults.training import train
-    from hora.launch.controller.observer import Watching
     from hora.launch.environment import variables
-    from hora.launch.job import Job
+    from hora.launch.job import Job, Watching
     from hora.launch.options import Options
     from hora.launch.pickling import pickle_call
     from hora.launch.start import start

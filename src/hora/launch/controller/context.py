@@ -1,7 +1,8 @@
 """The context of a running job: its secret, rendezvous, output and processes.
 
 The launcher and the rendezvous report events here from their own threads. An event goes to the observer at once and
-into a queue. The controller handles the queue, in order, in its own thread.
+into a queue. The controller handles the queue, in order, in its own thread. `Job.watching` names an observer, such as
+the live page; the job never waits for it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import os
 import queue
 import secrets
@@ -21,9 +23,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from hora.errors import JobFailedError
-from hora.launch.controller.observer import REPORTING, STOPPED, Observation, StallStacks, facts_of
 from hora.launch.controller.output import OutputWriter
-from hora.launch.controller.rendezvous import ErrorReport, Rendezvous
+from hora.launch.controller.rendezvous import ErrorReport, Rendezvous, RendezvousEvents
 from hora.launch.environment import module_command
 from hora.launch.job import Job, Launcher, LeadershipLostError, Succession, WorkerExit, WorkerSpec
 from hora.launch.slots import Slot
@@ -31,42 +32,131 @@ from hora.net.client import FUNCTION_KEY, PATH_KEY
 from hora.net.keys import worker_key
 from hora.net.sockets import is_local
 from hora.net.wire import new_secret
+from hora.telemetry.stacks import stack_text
 from hora.world import RendezvousEndpoint, World
 
-__all__ = ["JobContext", "WorkerEvents"]
+__all__ = ["REPORTING", "STOPPED", "JobContext", "Observation", "StallStacks", "WorkerEvents", "facts_of"]
+
+# Variables for the workers of an observed job: they report once a second.
+REPORTING = {"HORA_TELEMETRY_S": "1.0"}
+STOPPED = 143  # the exit status of a job that its observer stopped
 
 _KILL_SLACK_S = 10.0
 _INTERRUPTIBLE_S = 3600.0
+_STACKS_AGAIN_S = 30.0
 
 _FIRST_PORT, _NUM_PORTS = 20000, 12000
 
+_log = logging.getLogger("hora.launch")
 
-class WorkerEvents(Protocol):
+
+class WorkerEvents(RendezvousEvents):
     """Events of a worker. The controller implements them; they are called in its thread while it waits."""
 
     def started(self, worker: int) -> None:
         """Its process runs."""
 
-    def joined(self, worker: int) -> None:
-        """It has connected."""
-
-    def returned(self, worker: int, result: bytes) -> None:
-        """The function has returned on it."""
-
-    def raised(self, worker: int, report: ErrorReport) -> None:
-        """The function has raised on it."""
-
-    def waiting(self, worker: int, generation: int) -> None:
-        """It waits for a world later than this generation."""
-
-    def lost(self, worker: int) -> None:
-        """Its connection ended without a closing message."""
-
     def exited(self, ended: WorkerExit) -> None:
         """Its process has ended."""
 
 
-class JobContext:
+class Observer(Protocol):
+    """Interface of an observer. Called in any thread: implementations must not block."""
+
+    def world(self, generation: int, places: list[tuple[int, int, str]]) -> None:
+        """A world was formed: (worker, rank, host) of its members."""
+
+    def joined(self, worker: int) -> None:
+        """A worker has connected."""
+
+    def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
+        """A worker's telemetry: `report`, `stack`, `profile`."""
+
+    def raised(self, worker: int, headline: str) -> None:
+        """The function raised on this worker."""
+
+    def exited(self, worker: int, code: int, reason: str) -> None:
+        """A worker's process has ended."""
+
+    def output(self, worker: int, stream: str, data: bytes) -> None:
+        """Some bytes of a worker's output; worker -1 is the launcher."""
+
+    def ended(self, outcome: str, text: str) -> None:
+        """The job is over: `done`, `failed` or `stopped`. The last call."""
+
+
+class Observation:
+    """The observer of a job, if it has one. An observer that fails gets no more events."""
+
+    def __init__(self) -> None:
+        self.observer: Observer | None = None
+
+    def tell(self, event: str, *arguments: object) -> None:
+        """Call this method of the observer."""
+        if self.observer is None:
+            return
+        try:
+            getattr(self.observer, event)(*arguments)
+        except Exception:  # an observer's error must not end the training
+            _log.exception("the job is not observed any more")
+            self.observer = None
+
+    def tell_line(self, worker: int, stream: str, text: str) -> None:
+        """Report a line that did not come from a worker's output."""
+        self.tell("output", worker, stream, text.encode(errors="replace") + b"\n")
+
+    def tell_world(self, generation: int, worlds: Mapping[int, World]) -> None:
+        """The job has formed a world."""
+        places = [(worker, world.rank, world.hostname) for worker, world in sorted(worlds.items())]
+        self.tell("world", generation, places)
+
+
+class StallStacks:
+    """Stacks of late ranks: requested when a rank reports a stall, and shown to the user.
+
+    `ask(question, worker)` queries a worker, `say(text)` tells the user. `worlds`: the present one, by worker.
+    """
+
+    def __init__(self, ask: Callable[[dict[str, Any], int], None], say: Callable[[str], None]) -> None:
+        self._ask, self._say = ask, say
+        self.worlds: Mapping[int, World] = {}
+        self._asked_at: dict[int, float] = {}
+        self._to_show: set[int] = set()
+
+    def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
+        """Handle a worker's message: a stall, or an answer to one of our questions. Others are ignored."""
+        if kind == "stall":
+            ranks = json.loads(data)
+            for number, world in self.worlds.items():
+                if world.rank in ranks and time.monotonic() - self._asked_at.get(number, -1e9) > _STACKS_AGAIN_S:
+                    self._asked_at[number] = time.monotonic()
+                    self._to_show.add(number)
+                    self._ask({"question": "stack"}, number)
+        elif kind == "stack" and worker in self._to_show and worker in self.worlds:
+            self._to_show.discard(worker)
+            world = self.worlds[worker]
+            where = f"rank {world.rank} on {world.hostname}"
+            self._say(f"{where} keeps the others waiting; it is here:\n{stack_text(data)}")
+
+
+def facts_of(job_id: str, *, title: str, command: Sequence[str] = (), elastic: bool = False) -> dict[str, Any]:
+    """Return the facts that an observer gets when a job begins."""
+    return {
+        "id": job_id,
+        "title": title or _title(command),
+        "command": " ".join(command)[:500],
+        "began": time.time(),
+        "elastic": elastic,
+    }
+
+
+def _title(command: Sequence[str]) -> str:
+    """The script's name, for a command that has one."""
+    scripts = [word for word in command if word.endswith((".py", ".sh"))]
+    return os.path.basename(scripts[0] if scripts else command[0]) if command else "a function"
+
+
+class JobContext(WorkerEvents):
     """Implements LaunchEvents and RendezvousEvents. A worker keeps its number for life; in a job of fixed size it is
     its rank. `preload`: modules to load once, before workers are forked.
     """

@@ -167,7 +167,7 @@ class AgentHandle:
         """Stop reporting: another controller supervises this node."""
         with self._lock:
             self._running.clear()
-            self._events = _NoEvents()
+            self._events = None
         self._finished.set()
 
     def wait(self, timeout_s: float) -> None:
@@ -245,7 +245,8 @@ class AgentHandle:
 
     def _report(self, message: Message) -> None:
         events = self._events
-        assert events is not None
+        if events is None:  # another controller supervises this node
+            return
         if isinstance(message, Started | Output | Exited) and message.worker not in self._own:
             raise ValueError(f"a message about worker {message.worker}, which is not there")
         match message:
@@ -268,8 +269,8 @@ class AgentHandle:
             self._ended = why
             orphans, self._running = sorted(self._running), set()
             events = self._events
-        assert events is not None
         for worker in orphans:
+            assert events is not None  # a node without events runs nothing for this controller
             events.exited(WorkerExit(worker=worker, code=self.lost_exit_code, reason=why))
         self._finished.set()
         self._reported.set()
@@ -278,14 +279,6 @@ class AgentHandle:
         complaints = bytes(self.complaints).decode(errors="replace").strip()
         happened = "ended unexpectedly" if joined else "did not start"
         return f"the agent on host {self.name} {happened} (exit status {status})" + f": {complaints}" * bool(complaints)
-
-
-class _NoEvents:
-    """Implements LaunchEvents and ignores them."""
-
-    def output(self, worker: int, stream: str, data: bytes) -> None: ...
-    def started(self, worker: int) -> None: ...
-    def exited(self, ended: WorkerExit) -> None: ...
 
 
 class AgentProcess(Child, Protocol):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch.agent.agent import LEFT
-from hora.launch.controller.context import JobContext
+from hora.launch.controller.context import JobContext, WorkerEvents
 from hora.launch.controller.output import OutputWriter
 from hora.launch.controller.policy import (
     Begin,
@@ -193,8 +193,8 @@ def _raise_lost() -> NoReturn:
     raise LeadershipLostError
 
 
-class _Controller:
-    """Implements WorkerEvents: records the state of the workers."""
+class _Controller(WorkerEvents):
+    """Records the state of the workers."""
 
     def __init__(self, job: Job, launcher: Launcher, output: OutputWriter, elastic: ElasticSpec | None) -> None:
         self._job = job

@@ -14,7 +14,6 @@ import struct
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 from weakref import WeakValueDictionary
 
 from hora.net.key_value_store import NAME_CHARACTERS, KeyValueStore, Operation, Parked
@@ -49,8 +48,11 @@ class ErrorReport:
         return f"{self.type_name}: {self.message}".partition("\n")[0][:200]
 
 
-class RendezvousEvents(Protocol):
-    """Interface to which the rendezvous reports. Called in its thread: implementations must not block."""
+class RendezvousEvents:
+    """Interface to which the rendezvous reports. Called in its thread: implementations must not block.
+
+    This class ignores all events.
+    """
 
     def joined(self, worker: int) -> None:
         """A worker has connected and identified itself."""
@@ -74,15 +76,8 @@ class RendezvousEvents(Protocol):
         """A worker's telemetry (`hora.telemetry`), or its answer to a question."""
 
 
-class OnlyLines:
-    """Implements RendezvousEvents for workers that another launcher started and supervises: prints their output."""
-
-    def joined(self, worker: int) -> None: ...
-    def returned(self, worker: int, result: bytes) -> None: ...
-    def raised(self, worker: int, report: ErrorReport) -> None: ...
-    def waiting(self, worker: int, generation: int) -> None: ...
-    def lost(self, worker: int) -> None: ...
-    def on_telemetry(self, worker: int, kind: str, data: bytes) -> None: ...
+class OnlyLines(RendezvousEvents):
+    """Prints the output of workers that another launcher started and supervises."""
 
     def on_log_line(self, worker: int, text: str) -> None:
         print(text, flush=True)

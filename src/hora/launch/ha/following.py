@@ -262,9 +262,7 @@ class LeaderLink(QueuedLink):
             session.shutdown()
         if self._thread.is_alive():
             self._thread.join(_ANSWER_S)
-        self._relay.close()
-        if self._claimed is not None:
-            self._claimed.close()
+        self._relay.close()  # and with it the claimed name
 
     # ---- in the link's thread -------------------------------------------------------------------------------
 

@@ -17,8 +17,7 @@ from typing import Any
 from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch.controller.launcher import AgentHandle
 from hora.launch.controller.loop import run_job
-from hora.launch.controller.observer import Watching
-from hora.launch.job import Job, JobResult, LaunchEvents, OutputOptions, WorkerExit, WorkerSpec
+from hora.launch.job import Job, JobResult, LaunchEvents, OutputOptions, Watching, WorkerExit, WorkerSpec
 from hora.launch.providers.spark.cluster import GPU_VARIABLE, Placement, TaskPlace, place_tasks
 from hora.launch.providers.spark.driver import StageDriver, TaskAgent, TaskAgents
 
