@@ -217,8 +217,10 @@ class Played(Row):
             self.scaler.unscale_(self.optimizer)
             clip = nn.utils.clip_grad_norm_ if self.wrap is unwrapped else hvd.clip_grad_norm_
             clip(self.net.parameters(), 0.05)
+        scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        self.num_left_out += self.scaler.get_scale() < scale
         self.scheduler.step()
 
     def freeze(self, number: int) -> None:

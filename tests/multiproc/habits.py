@@ -36,6 +36,7 @@ class Row:
     dtype = torch.float32
     steps = STEPS
     passes = 1  # of backward, in a step
+    num_left_out = 0  # steps that a GradScaler skipped: hosts that train apart count those that were made
 
     def __init__(self, wrap: Wrap, *, is_one_rank: bool = False) -> None:
         self.wrap = wrap
@@ -508,7 +509,7 @@ def alone(row: type[Row], column: Column, hosts: list[list[int]]) -> Row:
     for number in range(row.steps):
         for ranks, replica in zip(hosts, replicas, strict=True):
             replica.iterate(number, ranks, lambda: None)
-        if (number + 1) % column.every == 0:
+        if (number + 1 - replicas[0].num_left_out) % column.every == 0:
             _exchange(replicas, moments="DESLOC" in str(column.make))
         for replica in replicas:
             replica.end_step()

@@ -255,6 +255,20 @@ def test_state_is_portable():
 
 
 @session
+def test_the_saved_state_has_the_moments_of_a_layer_that_thawed_in_mid_training():
+    model, single = mlp(), mlp()
+    for net in (model, single):
+        net[2].requires_grad_(False)
+    optimizer, plain = sharded(adam(model)), adam(single)
+    for steps in (3, 2):
+        train(model, optimizer, steps, mine())
+        train(single, plain, steps, of_all_ranks())
+        for net in (model, single):
+            net[2].requires_grad_(True)
+    assert_states_close(optimizer.state_dict(), plain.state_dict())
+
+
+@session
 def test_a_checkpoint_of_rank_0_alone_reaches_every_rank():
     model = mlp()
     optimizer = sharded(adam(model))

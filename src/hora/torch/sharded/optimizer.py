@@ -374,7 +374,7 @@ class ShardedOptimizer(_DistributedOptimizer):
             self._copies.before_step()
         inner.step()
         meter.optimizer_s += time.perf_counter() - began
-        self._shard_state.adopt(inner)
+        self._shard_state.adopt()
         if self._copies is not None:
             self._copies.after_step()
         shards.publish()

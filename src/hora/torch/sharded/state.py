@@ -108,7 +108,7 @@ class ShardState:
                 for key in _elementwise_keys(whole, [parameter]):
                     if key in flats:
                         view_like(flats[key], bucket.spec.offsets[index], parameter).copy_(state[key])
-            self.adopt(self._inner)
+            self._move_to_shared_memory()
 
     def _load_shard(self, shard: Shard, whole: dict[torch.Tensor, dict[str, Any]]) -> None:
         bucket = self._shards.buckets[shard.bucket]
@@ -151,19 +151,21 @@ class ShardState:
                 }
         return {}
 
-    def adopt(self, inner: Any) -> None:
-        """Move state that the optimizer created in a step to shared memory."""
-        if self._adopted or not self._shards.shared:
-            return
+    def adopt(self) -> None:
+        """Move state that the optimizer created in the first step of this layout to shared memory."""
+        if not self._adopted and self._shards.shared:
+            self._move_to_shared_memory()
+            self._adopted = True
+
+    def _move_to_shared_memory(self) -> None:
         for shard in self._shards.owned:
-            state = inner.state.get(shard.parameter, {})
+            state = self._inner.state.get(shard.parameter, {})
             flats = self._flats[shard.bucket]
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.shape == shard.parameter.shape and key in flats:
                     home = flats[key][shard.begin : shard.end]
                     home.copy_(value)
                     state[key] = home
-        self._adopted = True
         self.present()
 
     def present(self) -> None:
