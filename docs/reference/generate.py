@@ -61,6 +61,8 @@ ALSO = {
     "hora.torch.distributed": 'torch finds the backend by itself: `torch.distributed.init_process_group("hora")`.',
     "hora.workers": "`cdsw` and `cml.workers_v1` are these functions' old names (`python -m hora.compat script.py`).",
 }
+# Modules whose docstrings explain their arguments: arguments.yml means the collectives' and launchers' arguments.
+SELF_EXPLAINED = ("hora.workflow", "hora.workers", "hora.errors", "horovod.keras.callbacks")
 EXPLAINED = ("hora", "horovod.torch", "horovod.torch.elastic", "sparkdl", "sparkdl.horovod", "horovod.spark")
 # Classes that a module's __getattr__ makes: the function that makes them, and the class beside it with their text.
 MADE = {"LogCallback": ("log_callback_class", "ProgressLog")}
@@ -143,7 +145,7 @@ def _module(loader: griffe.GriffeLoader, name: str, seen: dict[str, str]) -> Ite
             member = module.members.get(export)
         if member is None and f"{name}.{export}" in OLD_MODULES:
             continue
-        target = member.final_target if member.is_alias else member
+        target = _target(member, export)
         if target.is_module:
             continue
         if target.is_attribute:
@@ -166,9 +168,24 @@ def _entry(loader: griffe.GriffeLoader, module: str, name: str, target: Any) -> 
         shown = shown.members[str(target.bases[0]).rpartition(".")[2]]
     if shown.docstring is None:
         raise SystemExit(f"docs: {module}.{name} ({shown.path}) has no docstring")
-    yield f"::: {shown.path}\n    options:\n      heading: {module}.{name}\n      toc_label: {name}\n"
+    yield _directive(shown, heading=f"{module}.{name}", toc_label=name, members="false")
+    yield from _arguments(module, name, shown)
+    members = shown.members.items() if shown.is_class else ()
+    for member, item in members:
+        if not member.startswith("_") and not item.is_alias and item.docstring is not None:
+            yield _directive(item, heading_level="4", show_root_toc_entry="false")
+
+
+def _directive(item: Any, **options: str) -> str:
+    return (
+        "\n      ".join([f"::: {item.path}\n    options:", *(f"{key}: {value}" for key, value in options.items())])
+        + "\n"
+    )
+
+
+def _arguments(module: str, name: str, shown: Any) -> Iterator[str]:
     function = shown.members.get("__init__") if shown.is_class else shown
-    if function is None or not function.is_function:
+    if function is None or not function.is_function or module in SELF_EXPLAINED:
         return
     text = shown.docstring.value + (function.docstring.value if function.docstring else "")
     # A name in backquotes is explained, also as part of an expression: `sharded=True`, `(min, max)`.
@@ -176,7 +193,7 @@ def _entry(loader: griffe.GriffeLoader, module: str, name: str, target: Any) -> 
     left = [item.name for item in function.parameters if item.name not in ("self", "cls") and item.name not in named]
     unknown = [item for item in left if item not in ARGUMENTS]
     if unknown and module in EXPLAINED:
-        raise SystemExit(f"docs: nobody explains {', '.join(unknown)} of {module}.{name}: see {__file__}")
+        raise SystemExit(f"docs: {', '.join(unknown)} of {module}.{name} has no explanation in {__file__}")
     yield from (f"- `{item}`: {ARGUMENTS[item]}" for item in left if item in ARGUMENTS)
     yield ""
 
@@ -188,7 +205,7 @@ def _tasks(loader: griffe.GriffeLoader) -> Iterator[str]:
         yield f"\n## {task}\n"
         for module, names in modules.items():
             members = loader.modules_collection[module].members
-            targets = [members[name].final_target if members[name].is_alias else members[name] for name in names]
+            targets = [_target(members[name], name) for name in names]
             links = (f"[`{name}`][{target.path}]" for name, target in zip(names, targets, strict=True))
             yield f"`{module}`: {', '.join(links)}\n"
     named = {name for modules in tasks.values() for name in modules.get("horovod.torch", ())}
@@ -199,9 +216,14 @@ def _tasks(loader: griffe.GriffeLoader) -> Iterator[str]:
         raise SystemExit(f"docs: {', '.join(sorted(left))} of horovod.torch has no task in reference/tasks.yml")
 
 
+def _target(member: Any, name: str) -> Any:
+    """Return what a public name means; a module that defines the same name hides it, as `hora.workflow.fit` does."""
+    target = member.final_target if member.is_alias else member
+    return target.members[name] if target.is_module and name in target.members else target
+
+
 def _is_callable(member: Any) -> bool:
-    target = member.final_target if member is not None and member.is_alias else member
-    return target is not None and (target.is_function or target.is_class)
+    return member is not None and (_target(member, "").is_function or _target(member, "").is_class)
 
 
 def _old_names() -> Iterator[str]:
@@ -239,18 +261,22 @@ def _commands() -> Iterator[str]:
         for lab in LABS if name == "demo" else (None,):
             title = {"run": "hora run, horovodrun"}.get(name, f"hora {name}{f' {lab}' if lab else ''}")
             yield f"\n## {title}\n"
-            yield command.summary.partition(":")[0].capitalize() + ".\n"
             parser = importlib.import_module(LABS[lab][0]).make_parser() if lab else command.make_parser()
-            if parser is None:  # another program's command line, which is not argparse's
+            summary = command.summary.partition(":")[0]
+            if parser is None:
+                yield f"{summary[0].upper()}{summary[1:]}.\n"
+            if name == "plan":  # its options are those of `hora run`
+                yield from _description(parser)
+                yield "It takes the options of `hora run`.\n"
+            elif parser is None:  # another program's command line, which is not argparse's
                 yield "It takes Open MPI's options; [Launchers](../launchers.md) says which have an effect.\n"
             else:
                 yield from _options(parser, level=3)
 
 
 def _options(parser: argparse.ArgumentParser, *, level: int) -> Iterator[str]:
-    yield f"```\n{' '.join(parser.format_usage().split()).removeprefix('usage: ')}\n```\n"
-    if parser.description:
-        yield parser.description.strip() + "\n"
+    yield f"```sh\n{' '.join(parser.format_usage().split()).removeprefix('usage: ')}\n```\n"
+    yield from _description(parser)
     for group in parser._action_groups:
         actions = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
         subparsers = [action for action in actions if isinstance(action, argparse._SubParsersAction)]
@@ -260,13 +286,21 @@ def _options(parser: argparse.ArgumentParser, *, level: int) -> Iterator[str]:
             if action not in subparsers and not {"--help", "--help-all"} & set(action.option_strings)
         ]
         if rows:
-            yield f"{'#' * level} {group.title}\n\n| argument | |\n|---|---|"
+            yield f"**{group.title}**\n\n| | |\n|---|---|"
             yield "\n".join(rows) + "\n"
         for name, child in (pair for action in subparsers for pair in action.choices.items()):
             yield f"{'#' * level} {parser.prog} {name}\n"
             yield from _options(child, level=level + 1)
     if parser.epilog:
         yield parser.epilog + "\n"
+
+
+def _description(parser: argparse.ArgumentParser) -> Iterator[str]:
+    if parser.description:
+        text, _, examples = parser.description.strip().partition("examples:\n")
+        yield text.strip() + "\n"
+        if examples:
+            yield f"```sh\n{textwrap.dedent(examples).strip()}\n```\n"
 
 
 def _row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:

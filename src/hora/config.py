@@ -73,13 +73,13 @@ class EngineConfig:
         "HOROVOD_CACHE_CAPACITY", 1024, _count, "a number of entries ≥ 0", "entries of the response cache; 0: no cache"
     )
     disable_group_fusion: bool = _variable(
-        "HOROVOD_DISABLE_GROUP_FUSION", False, _boolean, "0 or 1", "grouped operations are not fused with others"
+        "HOROVOD_DISABLE_GROUP_FUSION", False, _boolean, "0 or 1", "do not fuse grouped operations with others"
     )
     dynamic_process_sets: bool = _variable(
-        "HOROVOD_DYNAMIC_PROCESS_SETS", False, _boolean, "0 or 1", "process sets may be added after hvd.init()"
+        "HOROVOD_DYNAMIC_PROCESS_SETS", False, _boolean, "0 or 1", "allow new process sets after hvd.init()"
     )
     timeline: str = _variable(
-        "HOROVOD_TIMELINE", "", str, "a file path or DYNAMIC", "rank 0 writes a Chrome trace there"
+        "HOROVOD_TIMELINE", "", str, "a file path or DYNAMIC", "write a Chrome trace to this file, on rank 0"
     )
     timeline_mark_cycles: bool = _variable(
         "HOROVOD_TIMELINE_MARK_CYCLES", False, _boolean, "0 or 1", "mark the engine's cycles in the timeline"
@@ -95,56 +95,54 @@ class EngineConfig:
         0.0,
         _seconds,
         "a number of seconds ≥ 0",
-        "end the job after a stall of this time; 0: never",
+        "end the job after a stall of this length; 0: never",
     )
     init_timeout_s: float = _variable(
         "HOROVOD_GLOO_TIMEOUT_SECONDS",
         120.0,
         _seconds,
         "a number of seconds ≥ 0",
-        "limit of the ranks' meeting in hvd.init()",
+        "time limit for the ranks' rendezvous in hvd.init()",
     )
     interface: str = _variable(
-        "HOROVOD_GLOO_IFACE", "", str, "a network interface", "network interface of the tensors between hosts"
+        "HOROVOD_GLOO_IFACE", "", str, "a network interface", "network interface for tensors between hosts"
     )
-    log_level: str = _variable("HOROVOD_LOG_LEVEL", "warning", str, "a log level", "least important message to log")
-    log_hide_time: bool = _variable("HOROVOD_LOG_HIDE_TIME", False, _boolean, "0 or 1", "log lines without the time")
+    log_level: str = _variable("HOROVOD_LOG_LEVEL", "warning", str, "a log level", "lowest level to log")
+    log_hide_time: bool = _variable("HOROVOD_LOG_HIDE_TIME", False, _boolean, "0 or 1", "log without timestamps")
     thread_affinity: tuple[int, ...] = _variable(
         "HOROVOD_THREAD_AFFINITY",
         (),
         _cores,
         "a comma list of core numbers, one per local rank",
-        "cores of the engine's threads",
+        "cores to pin the engine's threads to",
     )
     transport: str = _variable(
-        "HORA_TRANSPORT", "auto", _transport, "auto or tcp", "tcp: sockets also between ranks of one host"
+        "HORA_TRANSPORT", "auto", _transport, "auto or tcp", "tcp: use sockets also between ranks of one host"
     )
     encrypt: str = _variable(
         "HORA_ENCRYPT",
         "auto",
         _encrypt,
         "auto, always or never",
-        "encryption of tensors between hosts; never: a network that you trust",
+        "encrypt tensors between hosts; never: only on a trusted network",
     )
-    native: bool = _variable("HORA_NATIVE", True, _boolean, "0 or 1", "0: without the native part")
-    cuda_ipc: bool = _variable(
-        "HORA_CUDA_IPC", True, _boolean, "0 or 1", "0: ranks that share a GPU go through host memory"
-    )
+    native: bool = _variable("HORA_NATIVE", True, _boolean, "0 or 1", "0: do not use the native part")
+    cuda_ipc: bool = _variable("HORA_CUDA_IPC", True, _boolean, "0 or 1", "0: ranks that share a GPU use host memory")
     keep_freed_memory: bool = _variable(
         "HORA_KEEP_FREED_MEMORY", True, _boolean, "0 or 1", "keep freed memory for the next step"
     )
     autotune: bool = _variable(
-        "HOROVOD_AUTOTUNE", False, _boolean, "0 or 1", "try settings of the reduction during the first steps"
+        "HOROVOD_AUTOTUNE", False, _boolean, "0 or 1", "tune the reduction during the first steps"
     )
-    autotune_log: str = _variable("HOROVOD_AUTOTUNE_LOG", "", str, "a file path", "CSV file of what autotune tried")
+    autotune_log: str = _variable("HOROVOD_AUTOTUNE_LOG", "", str, "a file path", "write the trials to this CSV file")
     autotune_warmup_samples: int = _variable(
-        "HOROVOD_AUTOTUNE_WARMUP_SAMPLES", 3, _count, "a number of trials ≥ 0", "trials that do not count"
+        "HOROVOD_AUTOTUNE_WARMUP_SAMPLES", 3, _count, "a number of trials ≥ 0", "trials that are not counted"
     )
     autotune_steps_per_sample: int = _variable(
-        "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", 10, _count, "a number of steps ≥ 0", "steps of a trial"
+        "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", 10, _count, "a number of steps ≥ 0", "steps per trial"
     )
     autotune_max_samples: int = _variable(
-        "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", 20, _count, "a number of trials ≥ 0", "trials at most"
+        "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", 20, _count, "a number of trials ≥ 0", "largest number of trials"
     )
     telemetry_s: float = _variable(
         "HORA_TELEMETRY_S",
@@ -157,7 +155,7 @@ class EngineConfig:
         "HORA_ELASTIC_PER_STEP", False, _boolean, "0 or 1", "elastic states recover by the step, as with per_step=True"
     )
     nan_check: bool = _variable(
-        "HORA_NAN_CHECK", False, _boolean, "0 or 1", "look for NaN and infinity in every gradient"
+        "HORA_NAN_CHECK", False, _boolean, "0 or 1", "check every gradient for NaN and infinity"
     )
     plan: bool = _variable("HORA_PLAN", False, _boolean, "0 or 1", "set by hora plan")  # set by `hora plan`
     lifeline: str = _variable("HORA_LIFELINE", "", str, "a file of the agent's", "set by the agent")  # set by it

@@ -25,10 +25,11 @@ pytestmark = pytest.mark.slow
 
 SITE_URL = "https://hora.example.org/"
 WIDE, PHONE = 1280, 414
-# On a phone a wide table scrolls in a box of its own; code wraps everywhere.
+# On a phone a wide table and a drawing scroll in boxes of their own; code wraps everywhere.
 CUT_OFF = """(phone) => [...document.querySelectorAll("article :is(pre > code, img, .md-typeset__scrollwrap)")]
     .filter((e) => e.scrollWidth > e.clientWidth + 2 || e.getBoundingClientRect().right > innerWidth + 1)
-    .filter((e) => !(phone && getComputedStyle(e).overflowX === "auto" && e.matches(".md-typeset__scrollwrap")))
+    .filter((e) => !(phone && getComputedStyle(e).overflowX === "auto"
+        && e.matches(".md-typeset__scrollwrap, .language-text code")))
     .map((e) => e.textContent.slice(0, 60))"""
 LOOKED_AT = ("index", "first_script", "install", "reference/tasks")
 THUMBNAILS = Path(__file__).parent / "site_thumbnails.png"

@@ -350,7 +350,7 @@ def test_the_short_help_has_examples_and_the_common_options_and_names_the_long_o
 def test_the_long_help_ends_with_the_options_that_have_no_effect(capsys):
     with pytest.raises(SystemExit):
         parse("--help-all")
-    before, _, after = capsys.readouterr().out.partition("options of Horovod's without effect here")
+    before, _, after = capsys.readouterr().out.partition("options of Horovod that have no effect here")
     idle = [option.flags[0] for option in all_options().values() if option.idle]
     assert idle
     assert all(flag in after and flag not in before for flag in idle)

@@ -85,7 +85,7 @@ def test_every_reader_of_bytes_is_in_the_table_of_readers():
         for reader in _readers_in(path)
     }
     page = (TESTS.parent / "docs" / "security.md").read_text()
-    table = page.partition("| where | reader |")[2].partition("\n\n")[0]
+    table = page.partition("| place | reader |")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     told = {(row[0].strip("`"), reader.strip("` ")) for row in rows for reader in row[1].split(",")}
     assert told == used

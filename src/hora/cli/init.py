@@ -158,11 +158,15 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("file", type=Path, help="the file to write, for example train.py; it must not exist")
     parser.add_argument(
-        "--from", dest="source", metavar="SCRIPT", type=Path, help="your training script for one process, in PyTorch"
+        "--from",
+        dest="source",
+        metavar="SCRIPT",
+        type=Path,
+        help="distribute this PyTorch script, which is written for one process",
     )
-    parser.add_argument("--elastic", action="store_true", help="a script that goes on when ranks die or join")
+    parser.add_argument("--elastic", action="store_true", help="write a script that continues when ranks die or join")
     parser.add_argument(
-        "--sharded", action="store_true", help="a script whose optimizer state is divided over the ranks"
+        "--sharded", action="store_true", help="write a script whose optimizer state is sharded over the ranks"
     )
     return parser
 

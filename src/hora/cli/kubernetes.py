@@ -52,34 +52,36 @@ def make_parser() -> argparse.ArgumentParser:
         prog="hora kubernetes", description="Print manifests of jobs for Kubernetes, for kubectl apply -f -."
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION")
-    about = "print a manifest, for kubectl apply -f -"
-    manifest = actions.add_parser("manifest", help=about, epilog="After --: the command and its arguments.")
+    about = "Print a manifest, for kubectl apply -f -."
+    manifest = actions.add_parser(
+        "manifest", help=about, description=about, epilog="After --: the command and its arguments."
+    )
     manifest.add_argument(
         "kind", choices=KINDS, help="a plain Job with its Service, a JobSet, or Kubeflow's TrainJob or MPIJob"
     )
-    manifest.add_argument("--name", required=True, help="of the job")
-    manifest.add_argument("--image", required=True, help="with Hora and the training in it")
-    manifest.add_argument("--nodes", type=int, default=2, help="pods (default: 2)")
-    manifest.add_argument("--slots", type=int, default=1, help="processes of each pod (default: 1)")
-    manifest.add_argument("--min-nodes", type=int, help="fewest pods to go on with; makes the job elastic")
+    manifest.add_argument("--name", required=True, help="name of the job")
+    manifest.add_argument("--image", required=True, help="container image that has Hora and the training")
+    manifest.add_argument("--nodes", type=int, default=2, help="number of pods (default: 2)")
+    manifest.add_argument("--slots", type=int, default=1, help="processes per pod (default: 1)")
+    manifest.add_argument("--min-nodes", type=int, help="smallest number of pods; makes the job elastic")
     manifest.add_argument(
         "--any-leader", action="store_true", help="any pod may lead: the job's state is in a Lease and a Secret"
     )
-    manifest.add_argument("--namespace", help="(default: that of kubectl)")
-    manifest.add_argument("--cpu", help="cores of each pod")
-    manifest.add_argument("--memory", help="memory of each pod, for example 16Gi")
-    manifest.add_argument("--gpus", type=int, default=0, help="NVIDIA GPUs of each pod (default: 0)")
+    manifest.add_argument("--namespace", help="namespace (default: kubectl's)")
+    manifest.add_argument("--cpu", help="cores per pod")
+    manifest.add_argument("--memory", help="memory per pod, for example 16Gi")
+    manifest.add_argument("--gpus", type=int, default=0, help="NVIDIA GPUs per pod (default: 0)")
     manifest.add_argument(
-        "--leave-timeout", type=int, default=25, help="seconds for a last commit when pods are taken away (default: 25)"
+        "--leave-timeout", type=int, default=25, help="seconds for a last commit when pods are removed (default: 25)"
     )
     manifest.add_argument(
         "--writable-root",
         action="store_true",
-        help="let the command write anywhere in its container, not to /tmp alone",
+        help="let the command write anywhere in its container, not only to /tmp",
     )
     manifest.add_argument(
         "--runtime",
         default="torch-distributed",
-        help="of a TrainJob: its ClusterTrainingRuntime (default: torch-distributed)",
+        help="ClusterTrainingRuntime of a TrainJob (default: torch-distributed)",
     )
     return parser

@@ -40,10 +40,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print the worker dicts instead of a table")
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     launch = _action(actions, "launch", _launch, "start workers")
-    launch.add_argument("-n", type=int, default=1, help="how many (default: 1)")
-    launch.add_argument("--cpu", type=float, default=1.0, help="cores for each (default: 1)")
-    launch.add_argument("--memory", type=float, default=2.0, help="GiB for each (default: 2)")
-    launch.add_argument("--gpus", type=int, default=0, help="GPUs for each (default: 0)")
+    launch.add_argument("-n", type=int, default=1, help="number of workers (default: 1)")
+    launch.add_argument("--cpu", type=float, default=1.0, help="cores per worker (default: 1)")
+    launch.add_argument("--memory", type=float, default=2.0, help="GiB per worker (default: 2)")
+    launch.add_argument("--gpus", type=int, default=0, help="GPUs per worker (default: 0)")
     what = launch.add_mutually_exclusive_group(required=True)
     what.add_argument("--code", default="", help="Python text; lines that begin with ! are shell commands")
     what.add_argument("--script", default="", help="a Python file")
@@ -53,18 +53,18 @@ def make_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a variable for them; repeatable",
+        help="an environment variable of the workers; repeatable",
     )
-    launch.add_argument("--all-or-nothing", action="store_true", help="start none unless all fit")
-    launch.add_argument("--strict", action="store_true", help="refuse what asks for more cores than are free")
+    launch.add_argument("--all-or-nothing", action="store_true", help="start all workers or none")
+    launch.add_argument("--strict", action="store_true", help="reject requests for more cores than are free")
     launch.add_argument(
-        "--wait", type=float, default=0.0, metavar="SECONDS", help="with --all-or-nothing: how long to wait for room"
+        "--wait", type=float, default=0.0, metavar="SECONDS", help="with --all-or-nothing: time limit for enough room"
     )
-    launch.add_argument("--name", default="", help="a name to recognise them by")
-    launch.add_argument("--log-dir", default="", help="also write each worker's output to a file there")
+    launch.add_argument("--name", default="", help="a name for the workers")
+    launch.add_argument("--log-dir", default="", help="also write each worker's output to a file in this folder")
     _action(actions, "list", _list, "all workers of this folder's session")
     wait = _action(actions, "await", _await, "wait until workers have ended, or run", ids=True)
-    wait.add_argument("--running", action="store_true", help="wait only until they run")
+    wait.add_argument("--running", action="store_true", help="wait until the workers run, not until they end")
     wait.add_argument("--timeout", type=float, default=60.0, help="seconds; 0 waits for ever (default: 60)")
     _action(actions, "logs", _logs, "the end of a worker's output", ids=True)
     _action(actions, "stop", _stop, "end workers; without ids, all of them", ids=True)

@@ -156,48 +156,48 @@ class Options:
     # A table: the formatter would spread it over three times as many lines.
     # fmt: off
     num_proc: int | None = _option("-np", "--num-proc", section="job", low=1,
-        high=100_000, help="number of processes; for an elastic job the slots to start with")
+        high=100_000, help="number of processes; in an elastic job the number to start with")
     verbose: bool | None = _option("--verbose", kind=bool, section="job", help="print commands and progress")
     disable_cache: bool | None = _option("--disable-cache", kind=bool, section="idle",
         help="nothing is cached: ssh is checked at every start")
     start_timeout: int | None = _option("--start-timeout", section="job", low=1, default=30, metavar="SECONDS",
-        launch_variable="HOROVOD_START_TIMEOUT", help="limit of all checks and of the start of the processes")
+        launch_variable="HOROVOD_START_TIMEOUT", help="time limit for the checks and the start of all processes")
     output_filename: str | None = _option("--output-filename", kind=str, section="job", metavar="DIR",
         help="also write each rank's output to DIR/rank.<r>/stdout and stderr")
     dashboard: bool | None = _option("--dashboard", kind=bool, section="job",
-        help="show a live page of the job, and print its address (also: HORA_DASHBOARD=1)")
+        help="serve a live page of the job, and print its address (or set HORA_DASHBOARD=1)")
     dashboard_address: str | None = _option("--dashboard-address", kind=str, section="job", metavar="HOST:PORT",
         help="where the live page listens (default: loopback, a free port)")
     record: str | None = _option("--record", kind=str, section="job", metavar="FILE",
         help="record the run for `hora view FILE`")
     config_file: str | None = _option("--config-file", kind=str, section="job", metavar="YAML",
-        help="read options from this file; flags win over it")
+        help="read options from this file; flags override it")
     nics: frozenset[str] | None = _option("--network-interfaces", kind=frozenset, section="job",
-        metavar="NIC,NIC", help="network interfaces to use (default: what reaches the hosts; lo on one)")
+        metavar="NIC,NIC", help="network interfaces to use (default: the one that reaches the hosts; lo on one host)")
 
     hosts: str | None = _option("-H", "--hosts", kind=str, section="hosts", exclusive="hosts",
         metavar="HOST:SLOTS,...", help="hosts and their slots (default: localhost)")
     hostfile: str | None = _option("-hostfile", "--hostfile", kind=str, section="hosts", exclusive="hosts",
         metavar="FILE", help="a file with a line `name slots=N` for each host")
     join: bool | None = _option("--join", kind=bool, section="nodes",
-        help="this command runs on every node; the platform's variables name the node")
+        help="this command runs on every node, and the platform's variables number the nodes")
     num_nodes: int | None = _option("--nnodes", section="nodes", low=1, high=100_000, metavar="N",
-        help="how many nodes run this command")
+        help="number of nodes that run this command")
     node_rank: int | None = _option("--node-rank", section="nodes", low=0, metavar="N",
         launch_variable="HORA_NODE_RANK",
-        help="number of this node; node 0 controls the job")
+        help="rank of this node; node 0 controls the job")
     meet: str | None = _option("--meet", kind=str, section="nodes", metavar="HOST:PORT",
-        help="address at which the nodes meet, on the first one (default port: 29500)")
+        help="address of node 0, where the nodes meet (default port: 29500)")
     secret_file: str | None = _option("--secret-file", kind=str, section="nodes", metavar="FILE",
-        launch_variable="HORA_SECRET_FILE", help="a secret that all nodes hold, in a file that only you can read")
+        launch_variable="HORA_SECRET_FILE", help="file with the secret of all nodes, readable by you alone")
     host_discovery_script: str | None = _option("--host-discovery-script", kind=str, section="hosts",
         exclusive="hosts", metavar="SCRIPT", help="elastic: a program that prints host:slots lines")
     silence_timeout: int | None = _option("--silence-timeout", section="hosts", low=3, default=60,
         launch_variable="HORA_SILENCE_TIMEOUT", metavar="SECONDS",
-        help="a host that stays silent this long is dropped, and ends its ranks")
+        help="drop a host that stays silent this long, and end its ranks")
     launcher_timeout: int | None = _option("--launcher-timeout", section="elastic", low=0, default=30,
         launch_variable="HORA_LAUNCHER_TIMEOUT", metavar="SECONDS",
-        help="how long ranks train on while the launcher cannot be reached")
+        help="let ranks train on for this long while the launcher is unreachable")
     ssh_port: int | None = _option("-p", "--ssh-port", section="hosts", low=1, high=65535, metavar="PORT",
         help="ssh port of all hosts")
     ssh_identity_file: str | None = _option("-i", "--ssh-identity-file", kind=str, section="hosts",
@@ -218,41 +218,41 @@ class Options:
         idle=_CHOSEN)
 
     autotune: bool | None = _worker("--autotune", section="autotune", kind=bool, key="autotune.enabled",
-        help="try settings of the reduction during the first steps")
+        help="tune the reduction during the first steps")
     autotune_log_file: str | None = _autotune("--autotune-log-file", kind=str,
-        variable="HOROVOD_AUTOTUNE_LOG", metavar="CSV", help="file for the trials and the best setting")
+        variable="HOROVOD_AUTOTUNE_LOG", metavar="CSV", help="write the trials and the best setting to this file")
     autotune_warmup_samples: int | None = _autotune("--autotune-warmup-samples", metavar="N", default=3,
-        help="trials that do not count")
+        help="trials that are not counted")
     autotune_steps_per_sample: int | None = _autotune("--autotune-steps-per-sample", metavar="N", default=10,
-        help="steps of a trial")
+        help="steps per trial")
     autotune_bayes_opt_max_samples: int | None = _autotune("--autotune-bayes-opt-max-samples", metavar="N",
-        default=20, help="trials at most")
+        default=20, help="largest number of trials")
     autotune_gaussian_process_noise: float | None = _autotune("--autotune-gaussian-process-noise", kind=float,
         high=1, metavar="X", idle=_NO_MODEL)
 
     min_num_proc: int | None = _option("--min-np", "--min-num-proc", section="elastic", low=1, metavar="N",
-        help="fewest processes to go on with (default: -np); makes the job elastic")
+        help="smallest number of processes (default: -np); makes the job elastic")
     max_num_proc: int | None = _option("--max-np", "--max-num-proc", section="elastic", low=1, metavar="N",
-        help="most processes (default: as many as there are slots)")
+        help="largest number of processes (default: the number of slots)")
     slots: int | None = _option("--slots-per-host", section="elastic", low=1, metavar="N",
-        help="slots of a host for which the script names none")
+        help="slots of a host if the script prints none")
     elastic_timeout: int | None = _option("--elastic-timeout", section="elastic", low=1, default=600,
         launch_variable="HOROVOD_ELASTIC_TIMEOUT", metavar="SECONDS",
-        help="limit of the wait for enough slots after a change")
+        help="time limit for enough slots after a change")
     leave_timeout: int | None = _option("--leave-timeout", section="elastic", low=1, default=25,
         launch_variable="HORA_LEAVE_TIMEOUT", metavar="SECONDS",
-        help="time for the ranks to commit and leave (status 75) after a SIGTERM")
+        help="time that ranks have to commit and leave (status 75) after a SIGTERM")
     reset_limit: int | None = _option("--reset-limit", section="elastic", low=0, metavar="N",
-        help="most changes of membership (default: any number)")
+        help="largest number of membership changes (default: unlimited)")
     cooldown_range: tuple[int, int] | None = _option("--blacklist-cooldown-range", section="elastic", low=1,
         high=3600, count=2, metavar="SECONDS",
-        help="shortest and longest time that a failing host stays out (default: for ever)")
+        help="shortest and longest time that a failing host is excluded (default: for ever)")
 
     timeline_filename: str | None = _worker("--timeline-filename", section="timeline", kind=str,
         key="timeline.filename", variable="HOROVOD_TIMELINE", metavar="JSON",
-        help="where rank 0 writes a Chrome trace")
+        help="write a Chrome trace to this file, on rank 0")
     timeline_mark_cycles: bool | None = _worker("--timeline-mark-cycles", section="timeline", kind=bool,
-        key="timeline.mark_cycles", export_with="timeline_filename", help="mark the engine's cycles in it")
+        key="timeline.mark_cycles", export_with="timeline_filename", help="mark the engine's cycles in the timeline")
 
     no_stall_check: bool | None = _worker("--no-stall-check", section="stall check", kind=bool,
         off_flags=("--stall-check",), key="stall_check.enabled", yaml_negated=True,
@@ -268,7 +268,7 @@ class Options:
         key="library_options.mpi_threads_disable", idle=_NO_MPI)
     replace_gloo: bool | None = _worker("--replace-gloo", section="libraries", kind=bool,
         key="library_options.replace_gloo", variable="HORA_REPLACE_GLOO",
-        help="programs that ask torch.distributed for gloo get Hora")
+        help="give Hora to programs that ask torch.distributed for gloo")
     mpi_args: str | None = _option("--mpi-args", kind=str, section="libraries", metavar="ARGS",
         idle=_NO_MPI)
     tcp_flag: bool | None = _option("--tcp", kind=bool, section="libraries", variable="NCCL_IB_DISABLE",
@@ -278,13 +278,13 @@ class Options:
     num_nccl_streams: int | None = _worker("--num-nccl-streams", section="libraries", metavar="N",
         key="library_options.num_nccl_streams", idle="torch chooses its streams")
     thread_affinity: int | None = _worker("--thread-affinity", section="libraries", metavar="CORE",
-        key="library_options.thread_affinity", help="core of the engine's threads (default: any)")
+        key="library_options.thread_affinity", help="core to pin the engine's threads to (default: none)")
     gloo_timeout_seconds: int | None = _worker("--gloo-timeout-seconds", section="libraries", default=120,
-        key="library_options.gloo_timeout_seconds", metavar="SECONDS", help="limit of the ranks' meeting")
+        key="library_options.gloo_timeout_seconds", metavar="SECONDS", help="time limit for the ranks' rendezvous")
 
     log_level: str | None = _worker("--log-level", section="logging", kind=str, key="logging.level",
         choices=LOG_LEVELS, default="WARNING", metavar="LEVEL",
-        help=f"least important message to show: {' '.join(LOG_LEVELS)}")
+        help=f"lowest level to show: {' '.join(LOG_LEVELS)}")
     log_with_timestamp: bool | None = _option("--log-with-timestamp", kind=bool, section="logging",
         off_flags=("--log-without-timestamp",), exclusive="timestamp", yaml="logging.with_timestamp",
         old_flags=(("--log-hide-timestamp", False), ("--no-log-hide-timestamp", True)),
@@ -295,9 +295,9 @@ class Options:
     use_gloo: bool | None = _option("--gloo", kind=bool, section="controller", exclusive="controller",
         help="Hora's own controller, the default and the only one")
     use_mpi: bool | None = _option("--mpi", kind=bool, section="controller", exclusive="controller",
-        help="refused: there is no MPI; under mpirun a script finds its rank by itself")
+        help="rejected: there is no MPI; under mpirun a script finds its own rank")
     use_jsrun: bool | None = _option("--jsrun", kind=bool, section="controller", exclusive="controller",
-        help="refused: there is no MPI; under jsrun a script finds its rank by itself")
+        help="rejected: there is no MPI; under jsrun a script finds its own rank")
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -421,7 +421,7 @@ _SECTIONS = {
     "libraries": "libraries",
     "logging": "logging",
     "controller": "controller",
-    "idle": "options of Horovod's without effect here, accepted",
+    "idle": "options of Horovod that have no effect here",
 }
 # The options that most people use: those of the short help.
 _COMMON = (
@@ -541,7 +541,7 @@ def _help_text(option: Option) -> str:
         return ""
     text = option.help
     if option.off_flags:
-        text += f"; {option.off_flags[0]} says the opposite"
+        text += f"; {option.off_flags[0]} reverses it"
     if option.launch_variable:
         text += f" (default: {option.launch_variable}{'' if option.default is None else f' or {option.default}'})"
     elif option.default is not None:

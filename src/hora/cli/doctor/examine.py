@@ -51,7 +51,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("-H", "--hosts", metavar="HOST,...", help="hosts, with or without :slots (default: localhost)")
-    which.add_argument("-hostfile", "--hostfile", metavar="FILE", help="a file with a line `name slots=N` for each")
+    which.add_argument(
+        "-hostfile", "--hostfile", metavar="FILE", help="a file with a line `name slots=N` for each host"
+    )
     parser.add_argument("-p", "--ssh-port", type=int, metavar="PORT", help="ssh port of all hosts")
     parser.add_argument("-i", "--ssh-identity-file", metavar="KEY", help="private key for ssh")
     return parser

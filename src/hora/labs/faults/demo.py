@@ -24,8 +24,8 @@ def make_parser() -> argparse.ArgumentParser:
         prog="hora demo faults",
         description="Train on this machine and kill ranks on the live page, while the training goes on.",
     )
-    parser.add_argument("-np", "--np", type=int, default=4, metavar="N", help="ranks (default: 4)")
-    parser.add_argument("--steps", type=int, default=20_000, help="steps of the training (default: 20000)")
+    parser.add_argument("-np", "--np", type=int, default=4, metavar="N", help="number of ranks (default: 4)")
+    parser.add_argument("--steps", type=int, default=20_000, help="number of steps (default: 20000)")
     parser.add_argument("--no-browser", action="store_true", help="only print the page's address")
     parser.add_argument("--record", metavar="FILE", help="record the run for `hora view FILE`")
     return parser

@@ -40,8 +40,8 @@ def make_parser() -> argparse.ArgumentParser:
         prog="hora demo images",
         description="Train an image classifier on several local ranks, and draw what it learned.",
     )
-    parser.add_argument("-np", "--np", type=int, default=2, metavar="N", help="local ranks (default: 2)")
-    parser.add_argument("--dashboard", action="store_true", help="show a live page of the job, and print its address")
+    parser.add_argument("-np", "--np", type=int, default=2, metavar="N", help="number of ranks (default: 2)")
+    parser.add_argument("--dashboard", action="store_true", help="serve a live page of the job, and print its address")
     ImageOptions.add_flags(parser)
     return parser
 

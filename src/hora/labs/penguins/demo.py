@@ -101,15 +101,19 @@ def make_parser() -> argparse.ArgumentParser:
         prog="hora demo penguins",
         description="Go from raw data to a prediction, alone and distributed, with a figure, a model and a report.",
     )
-    parser.add_argument("--csv", help="your own penguins; default: those of the palmerpenguins package")
-    parser.add_argument("--out", default="out/penguins", help="folder of the results (default: out/penguins)")
+    parser.add_argument("--csv", help="a file with your own penguins (default: the palmerpenguins package)")
+    parser.add_argument("--out", default="out/penguins", help="folder for the results (default: out/penguins)")
     parser.add_argument(
-        "-np", "--np", type=int, default=2, metavar="N", help="ranks of the distributed run (default: 2)"
+        "-np", "--np", type=int, default=2, metavar="N", help="number of ranks of the distributed run (default: 2)"
     )
-    parser.add_argument("--dashboard", action="store_true", help="a live page of the distributed run")
-    parser.add_argument("--epochs", type=int, default=50, help="default: 50")
-    parser.add_argument("--no-spark", action="store_true", help="prepare with pandas, train on local processes")
-    parser.add_argument("--framework", choices=("torch", "keras"), default="torch", help="what trains (default: torch)")
+    parser.add_argument("--dashboard", action="store_true", help="serve a live page of the distributed run")
+    parser.add_argument("--epochs", type=int, default=50, help="number of epochs (default: 50)")
+    parser.add_argument(
+        "--no-spark", action="store_true", help="prepare the data with pandas, train on local processes"
+    )
+    parser.add_argument(
+        "--framework", choices=("torch", "keras"), default="torch", help="framework that trains (default: torch)"
+    )
     return parser
 
 
