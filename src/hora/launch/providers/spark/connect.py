@@ -20,21 +20,20 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import cloudpickle
 
 from hora.config import accept_risk
-from hora.errors import JobFailedError
-from hora.launch.controller.loop import run_job
+from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch.controller.policy import modules_to_preload
-from hora.launch.job import Job, JobResult, OutputOptions
+from hora.launch.job import JobResult
 from hora.launch.providers.spark import warm_pool
-from hora.launch.providers.spark.cluster import is_connect, is_local, listening_address, place_tasks
+from hora.launch.providers.spark.cluster import TaskPlace, is_connect, is_local, listening_address
 from hora.launch.providers.spark.driver import TaskAgents
-from hora.launch.providers.spark.launcher import SparkJob, SparkLauncher, meet_all, run_on_spark
+from hora.launch.providers.spark.launcher import SparkJob, run_in_tasks, run_on_spark
 from hora.launch.providers.spark.live_log import ClientLogSink, Invitation, LiveLog, LogStream
 from hora.launch.providers.spark.task import SparkTask, python_path
 
@@ -56,27 +55,15 @@ _log = logging.getLogger("hora.launch")
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectTasks:
-    """The body of the stage: the call and its output settings.
+    """The body of the stage. `artifact`: the file with the function, if that is large.
 
-    `artifact`: the file with a large call. `preload`: modules to load before ranks are forked; None: execute them.
-    `keep_output`: see `SparkTask`.
+    `preload`: modules to load before ranks are forked; None: execute them. `keep_output`: see `SparkTask`.
     """
 
-    num_proc: int
-    function: bytes = field(repr=False)
+    wanted: SparkJob
     artifact: str
     preload: tuple[str, ...] | None
-    env: Mapping[str, str] = field(repr=False)
-    prefix: bool
-    timestamp: bool
-    console: bool
-    stream_output: bool
     keep_output: bool
-    start_timeout_s: float
-    bind_gpus: bool
-    executable: str | None
-    verbose: bool
-    title: str
     log: Invitation = field(repr=False)
 
     def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -86,83 +73,67 @@ class ConnectTasks:
             pass
         context = BarrierTaskContext.get()
         number = int(context.partitionId())
-        if self.preload is not None and not self.executable:
-            warm_pool.begin(self.preload, self.env, python_path())
+        if self.preload is not None and not self.wanted.executable:
+            warm_pool.begin(self.preload, self.wanted.env, python_path())
         if number:
-            facts = next(text for text in context.allGather("") if text)
-            self._task(facts)(number)
+            self._task(next(text for text in context.allGather("") if text))(number)
             return
-        lead = _Lead(self, context.getTaskInfos()[0].address.rpartition(":")[0].strip("[]"))
-        with lead.tasks:
-            context.allGather(lead.facts)
-            own = threading.Thread(target=self._task(lead.facts), args=(0,), name="hora-task-0", daemon=True)
+        bind, address = listening_address(context.getTaskInfos()[0].address.rpartition(":")[0].strip("[]"))
+        with TaskAgents(self.wanted.num_proc, bind_address=bind, address=address) as driver:
+            facts = json.dumps({"address": address, "port": driver.port, "secret": driver.secret.hex()})
+            context.allGather(facts)
+            own = threading.Thread(target=self._task(facts), args=(0,), name="hora-task-0", daemon=True)
             own.start()
-            answer = lead.answer()
+            answer = self._lead(driver)
         own.join(_TASK_LIMIT_S)
         for kind, data in answer:
             yield from rows(kind, data)
 
-    def _task(self, text: str) -> SparkTask:
-        """Return the task that `_Lead.facts` describe."""
-        facts = json.loads(text)
+    def _task(self, facts: str) -> SparkTask:
+        """Return the body of each task. `facts`: where task 0 listens, as JSON."""
+        where = json.loads(facts)
         return SparkTask(
-            address=facts["address"],
-            port=facts["port"],
-            secret=bytes.fromhex(facts["secret"]),
+            address=where["address"],
+            port=where["port"],
+            secret=bytes.fromhex(where["secret"]),
             secret_file="",
-            stream_output=self.stream_output,
+            stream_output=self.wanted.stream_output,
             keep_output=self.keep_output,
         )
 
-
-class _Lead:
-    """The launcher of the job, in task 0. `facts`: for the other tasks, as JSON."""
-
-    def __init__(self, tasks: ConnectTasks, host: str) -> None:
-        self._wanted = tasks
-        bind, address = listening_address(host)
-        self.tasks = TaskAgents(tasks.num_proc, bind_address=bind, address=address)
-        self.facts = json.dumps({"address": address, "port": self.tasks.port, "secret": self.tasks.secret.hex()})
-
-    def answer(self) -> list[tuple[str, bytes]]:
-        """Return the rows for the client: the result, or the error with its cause, and unseen log lines."""
-        home = ClientLogSink(self._wanted.log)
+    def _lead(self, driver: TaskAgents) -> list[tuple[str, bytes]]:
+        """Run the job, in task 0. Return the rows for the client: the result, or the error with its cause, and unseen
+        log lines.
+        """
+        sink = ClientLogSink(self.log)
+        stdout, stderr = (io.BufferedWriter(LogStream(sink, name)) for name in ("stdout", "stderr"))
+        output = replace(self.wanted.output, stdout=stdout, stderr=stderr)
         try:
-            result = self._run(home)
-            found = ("result", cloudpickle.dumps(result))
+            wanted = replace(self.wanted, function=self._function(), output=output)
+            found = ("result", cloudpickle.dumps(run_in_tasks(driver, self._meet(driver), wanted)))
         except BaseException as error:  # it belongs to the client; a task that fails would be repeated
             found = ("error", _pickled(error))
-        return [found, *home.close().items()]
+        return [found, *sink.close().items()]
 
-    def _run(self, home: ClientLogSink) -> JobResult:
-        wanted = self._wanted
-        places = meet_all(self.tasks, wanted.num_proc, wanted.start_timeout_s)
-        placements = place_tasks(places)
-        launcher = SparkLauncher(self.tasks, placements, bind_gpus=wanted.bind_gpus, executable=wanted.executable)
-        output = OutputOptions(
-            prefix=wanted.prefix,
-            timestamp=wanted.timestamp,
-            console=wanted.console,
-            stdout=io.BufferedWriter(LogStream(home, "stdout")),
-            stderr=io.BufferedWriter(LogStream(home, "stderr")),
-        )
-        job = Job(
-            slots=tuple(placement.slot for placement in placements),
-            function=self._function(),
-            env=wanted.env,
-            output=output,
-            start_timeout_s=wanted.start_timeout_s,
-            verbose=wanted.verbose,
-            title=wanted.title,
-        )
-        return run_job(job, launcher)
+    def _meet(self, driver: TaskAgents) -> list[TaskPlace]:
+        """Wait until every task has arrived."""
+        num_proc, timeout_s = self.wanted.num_proc, self.wanted.start_timeout_s
+        deadline = time.monotonic() + timeout_s
+        places = driver.meet(num_proc, lambda: time.monotonic() <= deadline)
+        if places is None:
+            raise StartTimeoutError(
+                f"Timed out waiting for Spark tasks to start. Tasks {driver.missing()} of {num_proc} had not reached "
+                f"the first one at {driver.address} after {timeout_s:g} s. Check that executors can reach one another, "
+                "or raise start_timeout (HOROVOD_SPARK_START_TIMEOUT)."
+            )
+        return places
 
     def _function(self) -> bytes:
-        if not self._wanted.artifact:
-            return self._wanted.function
+        if not self.artifact:
+            return self.wanted.function
         from pyspark import SparkFiles
 
-        with open(SparkFiles.get(self._wanted.artifact), "rb") as file:
+        with open(SparkFiles.get(self.artifact), "rb") as file:
             return file.read()
 
 
@@ -172,8 +143,6 @@ def _pickled(error: BaseException) -> bytes:
         pair = cloudpickle.dumps((error, error.__cause__))
         cloudpickle.loads(pair)
         return bytes(pair)
-    from hora.errors import JobFailedError
-
     return bytes(cloudpickle.dumps((JobFailedError(f"{type(error).__name__}: {error}"), None)))
 
 
@@ -264,23 +233,14 @@ def _run_on_connect(session: Any, wanted: SparkJob) -> JobResult:
         _log.warning("there is no live page through Spark Connect")
     function, artifact = _call(session, wanted.function)
     with LiveLog(server_host(session), wanted.output) as log:
+        # A plan takes the description of the job, but no streams.
+        output = replace(wanted.output, stdout=None, stderr=None)
         tasks = ConnectTasks(
-            num_proc=wanted.num_proc,
-            function=function,
+            wanted=replace(wanted, function=function, output=output, watching=None),
             artifact=artifact,
             preload=modules_to_preload(wanted.function),
-            env=dict(wanted.env),
-            prefix=wanted.output.prefix,
-            timestamp=wanted.output.timestamp,
-            console=wanted.output.console,
-            stream_output=wanted.stream_output,
             # Where the server runs in this process, its executor's log is this terminal, which has its say already.
             keep_output=not is_local(session),
-            start_timeout_s=wanted.start_timeout_s,
-            bind_gpus=wanted.bind_gpus,
-            executable=wanted.executable,
-            verbose=wanted.verbose,
-            title=wanted.group,
             log=log.invitation,
         )
         query = Query(session, tasks, num_tasks=wanted.num_proc, name=wanted.group, barrier=True)

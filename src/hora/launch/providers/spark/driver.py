@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from hora.launch.agent.protocol import Bye, Join, pack
 from hora.launch.controller.agents import Agents
@@ -54,7 +54,6 @@ class SparkStage:
         self._barrier = barrier and not allocates_dynamically(context)
         self._num_tasks = num_tasks
         self._body = body
-        self._cancelled = False
         self.group = f"{group}.{next(_numbers)}"
         self.ended = threading.Event()
         self.error: BaseException | None = None
@@ -66,7 +65,6 @@ class SparkStage:
     def cancel(self) -> None:
         """Kill the running tasks and wait until Spark has freed their slots."""
         if not self.ended.is_set():
-            self._cancelled = True
             self._context.cancelJobGroup(self.group)
         if not self.ended.wait(_CANCEL_LIMIT_S):
             raise TimeoutError(
@@ -178,17 +176,6 @@ def _thread_for(target: Callable[[], None], *, name: str) -> threading.Thread:
     return thread
 
 
-class Stage(Protocol):
-    """Holder of the tasks' slots: a Spark job, seen from where the tasks meet."""
-
-    ended: threading.Event
-    group: str
-
-    def cancel(self) -> None: ...
-
-    def failure_text(self) -> str: ...
-
-
 class TaskAgent(AgentHandle):
     """The agent of a Spark task, which starts one worker."""
 
@@ -217,7 +204,7 @@ class TaskAgents(Agents):
         self._begun = False  # placement is done: a task that ends is not replaced
         self.bind_address = bind_address
         self.secret = new_secret()
-        self.stage: Stage = _Unseen()
+        self.stage: SparkStage | None = None  # in a task: it cannot see its own
         super().__init__(
             (bind_address, 0),
             self.secret,
@@ -249,7 +236,7 @@ class TaskAgents(Agents):
                 # In slices: on some platforms Ctrl-C cannot interrupt a wait without a limit.
                 if self._changed.wait_for(lambda: len(self._places) >= num_tasks, _POLL_S):
                     return list(self._places.values())
-            if self.stage.ended.is_set() or not go_on():
+            if (self.stage is not None and self.stage.ended.is_set()) or not go_on():
                 return None
 
     def num_arrived(self) -> int:
@@ -287,7 +274,7 @@ class TaskAgents(Agents):
             tasks = list(self._nodes)
         for task in tasks:
             self.dismiss_task(task)
-        if isinstance(self.stage, _Unseen):
+        if self.stage is None:
             return
         # After the loss of a task Spark would repeat the stage for nothing.
         if self.missing() or self._lost_one or not self.stage.ended.wait(_LEAVE_LIMIT_S):
@@ -358,18 +345,3 @@ class StageDriver(TaskAgents):
             # In the caller's thread, whose local properties (its scheduler pool) the stage inherits.
             self.stage.start()
             self._closing = undo.pop_all()
-
-
-class _Unseen:
-    """The stage to which this very task belongs: it can neither be watched nor cancelled from here."""
-
-    group = ""
-
-    def __init__(self) -> None:
-        self.ended = threading.Event()
-
-    def cancel(self) -> None:
-        return None
-
-    def failure_text(self) -> str:
-        return "Spark has ended the stage"

@@ -22,7 +22,7 @@ from hora.launch.agent.protocol import Join
 from hora.launch.controller.elastic_policy import Limits
 from hora.launch.controller.hosts import ElasticSpec
 from hora.launch.controller.loop import run_job
-from hora.launch.job import Job, JobResult, LaunchEvents, WorkerExit, WorkerSpec
+from hora.launch.job import JobResult, LaunchEvents, WorkerExit, WorkerSpec
 from hora.launch.providers.spark.cluster import Placement, TaskPlace, decommissions, launcher_timeout_s
 from hora.launch.providers.spark.driver import StageDriver, TaskAgent
 from hora.launch.providers.spark.launcher import SparkJob, SparkLauncher
@@ -59,15 +59,8 @@ def run_elastic_on_spark(
     stage = {"group": wanted.group, "stream_output": wanted.stream_output, "return_s": limits.lost_s}
     with _Attempts(context, max_num_proc, least=min_num_proc, **stage) as driver:
         hosts = _meet(driver, wanted, limits)
-        job = Job(
-            slots=tuple(place_ranks([host.hostname for host in hosts])),
-            function=wanted.function,
-            env={**wanted.env, **limits.worker_env()},
-            output=wanted.output,
-            start_timeout_s=wanted.start_timeout_s,
-            verbose=wanted.verbose,
-            title=wanted.group,
-            watching=wanted.watching,
+        job = replace(wanted, env={**wanted.env, **limits.worker_env()}).job(
+            place_ranks([host.hostname for host in hosts])
         )
         spec = ElasticSpec(limits=limits, hosts=tuple(hosts), script=driver)
         with _leaving_watched(driver, watch=decommissions(context)):

@@ -20,8 +20,9 @@ from hora.launch.controller.loop import run_job
 from hora.launch.job import Job, JobResult, LaunchEvents, OutputOptions, Watching, WorkerExit, WorkerSpec
 from hora.launch.providers.spark.cluster import GPU_VARIABLE, Placement, TaskPlace, place_tasks
 from hora.launch.providers.spark.driver import StageDriver, TaskAgent, TaskAgents
+from hora.launch.slots import Slot
 
-__all__ = ["SparkJob", "SparkLauncher", "meet_all", "run_on_spark"]
+__all__ = ["SparkJob", "SparkLauncher", "run_in_tasks", "run_on_spark"]
 
 _NOTICE_AFTER_S = 5.0
 
@@ -50,23 +51,31 @@ class SparkJob:
     verbose: bool = False
     watching: Watching | None = None
 
+    def job(self, slots: Iterable[Slot]) -> Job:
+        """Return the job for the controller, with its ranks in these slots."""
+        return Job(
+            slots=tuple(slots),
+            function=self.function,
+            env=self.env,
+            output=self.output,
+            start_timeout_s=self.start_timeout_s,
+            verbose=self.verbose,
+            title=self.group,
+            watching=self.watching,
+        )
+
 
 def run_on_spark(context: Any, wanted: SparkJob) -> JobResult:
     """Run the job on the cluster of this SparkContext. All task slots are freed, whatever the outcome."""
     with StageDriver(context, wanted.num_proc, group=wanted.group, stream_output=wanted.stream_output) as driver:
-        placements = place_tasks(_meet(driver, wanted))
-        launcher = SparkLauncher(driver, placements, bind_gpus=wanted.bind_gpus, executable=wanted.executable)
-        job = Job(
-            slots=tuple(placement.slot for placement in placements),
-            function=wanted.function,
-            env=wanted.env,
-            output=wanted.output,
-            start_timeout_s=wanted.start_timeout_s,
-            verbose=wanted.verbose,
-            title=wanted.group,
-            watching=wanted.watching,
-        )
-        return run_job(job, launcher)
+        return run_in_tasks(driver, _meet(driver, wanted), wanted)
+
+
+def run_in_tasks(driver: TaskAgents, places: Sequence[TaskPlace], wanted: SparkJob) -> JobResult:
+    """Run the job in these tasks, which have arrived."""
+    placements = place_tasks(places)
+    launcher = SparkLauncher(driver, placements, bind_gpus=wanted.bind_gpus, executable=wanted.executable)
+    return run_job(wanted.job(placement.slot for placement in placements), launcher)
 
 
 def _meet(driver: StageDriver, wanted: SparkJob) -> list[TaskPlace]:
@@ -85,19 +94,6 @@ def _meet(driver: StageDriver, wanted: SparkJob) -> list[TaskPlace]:
         f"{wanted.num_proc} free task slots and that executors can reach the driver, or raise "
         "start_timeout (HOROVOD_SPARK_START_TIMEOUT)."
     )
-
-
-def meet_all(driver: TaskAgents, num_proc: int, timeout_s: float) -> list[TaskPlace]:
-    """Wait until every task of a stage that runs has arrived."""
-    deadline = time.monotonic() + timeout_s
-    places = driver.meet(num_proc, lambda: time.monotonic() <= deadline)
-    if places is None:
-        raise StartTimeoutError(
-            f"Timed out waiting for Spark tasks to start. Tasks {driver.missing()} of {num_proc} had not reached the "
-            f"first one at {driver.address} after {timeout_s:g} s. Check that executors can reach one another, or "
-            "raise start_timeout (HOROVOD_SPARK_START_TIMEOUT)."
-        )
-    return places
 
 
 class _Patience:
