@@ -6,8 +6,8 @@ import contextlib
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, TypeVar
 
 import ray
 
@@ -19,6 +19,8 @@ __all__ = ["Adapter", "BaseParams", "detect_nics", "map_blocking", "nics_to_env_
 @dataclass
 class BaseParams:
     """Resources of a worker."""
+
+    elastic: ClassVar[bool]
 
     cpus_per_worker: int = 1
     use_gpu: bool = False
@@ -34,12 +36,9 @@ class BaseParams:
         self.gpus_per_worker = self.gpus_per_worker or int(self.use_gpu)
 
     @property
-    def elastic(self) -> bool:
-        raise NotImplementedError
-
-    @property
-    def adapter(self) -> type[Adapter]:
-        raise NotImplementedError
+    def per_worker(self) -> dict[str, Any]:
+        """Return the fields of this class, for a placement strategy."""
+        return {field.name: getattr(self, field.name) for field in fields(BaseParams)}
 
 
 class Adapter(ABC):

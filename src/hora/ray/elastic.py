@@ -150,6 +150,7 @@ def _end_workers_on(host: str) -> None:
 class ElasticParams(BaseParams):
     """Between `min_workers` and `max_workers` workers."""
 
+    elastic = True
     min_workers: int = 1
     max_workers: int | None = None
     reset_limit: int | None = None
@@ -165,10 +166,6 @@ class ElasticParams(BaseParams):
             raise ValueError(f"max_workers is {self.max_workers}, which is less than min_workers={self.min_workers}")
 
     @property
-    def elastic(self) -> bool:
-        return True
-
-    @property
     def adapter(self) -> type[Adapter]:
         return ElasticAdapter
 
@@ -176,32 +173,18 @@ class ElasticParams(BaseParams):
 class ElasticAdapter(Adapter):
     """See `Adapter`. With `override_discovery=False` hosts come from `settings.discovery`, not from Ray."""
 
-    def __init__(
-        self,
-        settings: Any,
-        min_workers: int,
-        max_workers: int | None = None,
-        use_gpu: bool = False,
-        cpus_per_worker: int = 1,
-        gpus_per_worker: int | None = None,
-        override_discovery: bool = True,
-        reset_limit: int | None = None,
-        cooldown_range: tuple[int, int] | None = None,
-        elastic_timeout: float = 600,
-    ) -> None:
-        self.settings, self.use_gpu = settings, use_gpu
-        self.cpus_per_worker, self.gpus_per_worker = cpus_per_worker, (gpus_per_worker or 1) if use_gpu else 0
-        self.cooldown_range = cooldown_range
+    def __init__(self, settings: Any, params: ElasticParams) -> None:
+        self.settings, self.params = settings, params
         self.limits = Limits(
-            num_proc=min_workers,
-            min_num_proc=min_workers,
-            max_num_proc=max_workers,
-            reset_limit=reset_limit,
-            elastic_timeout_s=elastic_timeout,
-            stuck_s=max(elastic_timeout / 2, 1.0),
+            num_proc=params.min_workers,
+            min_num_proc=params.min_workers,
+            max_num_proc=params.max_workers,
+            reset_limit=params.reset_limit,
+            elastic_timeout_s=params.elastic_timeout,
+            stuck_s=max(params.elastic_timeout / 2, 1.0),
         )
-        if override_discovery:
-            settings.discovery = RayHostDiscovery(use_gpu, cpus_per_worker, self.gpus_per_worker or 1)
+        if params.override_discovery:
+            settings.discovery = RayHostDiscovery(params.use_gpu, params.cpus_per_worker, params.gpus_per_worker or 1)
         self.driver = ElasticDriver()
         self._reservations: Reservations | None = None
         self._hosts: RayHosts | None = None
@@ -221,9 +204,8 @@ class ElasticAdapter(Adapter):
         self._env = {name: str(value) for name, value in (extra_env_vars or {}).items()}
         if executable_cls is not None:
             self._make_executable = partial(executable_cls, *(executable_args or ()), **(executable_kwargs or {}))
-        self._reservations = Reservations(
-            {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker}, self.limits.max_num_proc
-        )
+        resources = {"CPU": self.params.cpus_per_worker, "GPU": self.params.gpus_per_worker or 0}
+        self._reservations = Reservations(resources, self.limits.max_num_proc)
         interval_s = lambda: float(elastic_driver.DISCOVER_HOSTS_FREQUENCY_SECS)  # noqa: E731
         self._hosts = RayHosts(self.settings.discovery, self._reservations, interval_s)
         try:
@@ -265,13 +247,13 @@ class ElasticAdapter(Adapter):
             address=driver_address(self.settings.nics),
             call=ray.put(call),
             options=self._actor_options(),
-            use_gpu=self.use_gpu,
+            use_gpu=self.params.use_gpu,
         )
         spec = ElasticSpec(
             limits=self.limits,
             hosts=tuple(self._begin_with),
             script=self._hosts,
-            cooldown_range=self.cooldown_range,
+            cooldown_range=self.params.cooldown_range,
             forgiven=_FORGIVEN,
             on_places=self.driver.places,
         )
@@ -293,7 +275,7 @@ class ElasticAdapter(Adapter):
         )
 
     def _actor_options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"num_cpus": self.cpus_per_worker, "num_gpus": self.gpus_per_worker}
+        options: dict[str, Any] = {"num_cpus": self.params.cpus_per_worker, "num_gpus": self.params.gpus_per_worker}
         return options | ({"runtime_env": {"env_vars": self._env}} if self._env else {})
 
     def shutdown(self) -> None:
@@ -353,19 +335,12 @@ class ElasticRayExecutor:
             cpus_per_worker=cpus_per_slot,
             use_gpu=use_gpu,
             gpus_per_worker=gpus_per_slot,
-        )
-        self._adapter = ElasticAdapter(
-            settings,
-            params.min_workers,
-            params.max_workers,
-            use_gpu=use_gpu,
-            cpus_per_worker=cpus_per_slot,
-            gpus_per_worker=params.gpus_per_worker,
             override_discovery=override_discovery,
             reset_limit=settings.reset_limit,
             cooldown_range=settings.cooldown_range,
             elastic_timeout=settings.elastic_timeout or elastic_driver.ELASTIC_TIMEOUT_SECS,
         )
+        self._adapter = ElasticAdapter(settings, params)
 
     @property
     def driver(self) -> ElasticDriver:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -147,13 +147,12 @@ class RayExecutor:
         """
         if self.adapter is not None:
             raise RuntimeError("the executor is already running: call shutdown() first")
-        arguments = {field.name: getattr(self.params, field.name) for field in fields(self.params)}
         self._is_remote = bool(ray.util.client.ray.is_connected())
         make: Any = self.params.adapter
         if self._is_remote:
             # Without a core: it only waits for the workers, which may need them all.
             make = ray.remote(num_cpus=0)(make).remote
-        self.adapter = make(settings=self.settings, **arguments)
+        self.adapter = make(self.settings, self.params)
         try:
             self._call("start", executable_cls, executable_args, executable_kwargs, extra_env_vars)
         except BaseException:

@@ -34,6 +34,7 @@ logger = logging.getLogger("hora.ray")
 class StaticParams(BaseParams):
     """Either `num_workers`, or `num_hosts` with the same number of workers on each."""
 
+    elastic = False
     num_workers: int | None = None
     num_hosts: int | None = None
     num_workers_per_host: int | None = 1
@@ -49,10 +50,6 @@ class StaticParams(BaseParams):
             raise ValueError("neither num_workers nor num_hosts is given: pass one of them, or min_workers")
 
     @property
-    def elastic(self) -> bool:
-        return False
-
-    @property
     def adapter(self) -> type[Adapter]:
         return StaticAdapter
 
@@ -60,26 +57,8 @@ class StaticParams(BaseParams):
 class StaticAdapter(Adapter):
     """See `Adapter`."""
 
-    def __init__(
-        self,
-        settings: Any,
-        num_workers: int | None = None,
-        num_hosts: int | None = None,
-        num_workers_per_host: int | None = 1,
-        cpus_per_worker: int = 1,
-        use_gpu: bool = False,
-        gpus_per_worker: int | None = None,
-        use_current_placement_group: bool = True,
-    ) -> None:
-        self.settings = settings
-        self.num_workers, self.num_hosts = num_workers, num_hosts
-        self.num_workers_per_host = num_workers_per_host or 1
-        self.use_current_placement_group = use_current_placement_group
-        self._per_worker: dict[str, Any] = {
-            "cpus_per_worker": cpus_per_worker,
-            "use_gpu": use_gpu,
-            "gpus_per_worker": gpus_per_worker,
-        }
+    def __init__(self, settings: Any, params: StaticParams) -> None:
+        self.settings, self.params = settings, params
         self.workers: list[Any] = []
         self.strategy: BaseStrategy | None = None
         self.coordinator: Coordinator | None = None
@@ -108,20 +87,19 @@ class StaticAdapter(Adapter):
             raise
 
     def _choose_strategy(self) -> BaseStrategy:
-        inherits = self.use_current_placement_group and ray.util.get_current_placement_group() is not None
-        if self.num_workers or inherits:
+        params = self.params
+        per_host = params.num_workers_per_host or 1
+        inherits = params.use_current_placement_group and ray.util.get_current_placement_group() is not None
+        if params.num_workers or inherits:
             return PGStrategy(
                 settings=self.settings,
-                num_workers=self.num_workers or (self.num_hosts or 1) * self.num_workers_per_host,
-                force_create_placement_group=not self.use_current_placement_group,
-                **self._per_worker,
+                num_workers=params.num_workers or (params.num_hosts or 1) * per_host,
+                force_create_placement_group=not params.use_current_placement_group,
+                **params.per_worker,
             )
-        assert self.num_hosts
+        assert params.num_hosts
         return ColocatedStrategy(
-            settings=self.settings,
-            num_hosts=self.num_hosts,
-            num_workers_per_host=self.num_workers_per_host,
-            **self._per_worker,
+            settings=self.settings, num_hosts=params.num_hosts, num_workers_per_host=per_host, **params.per_worker
         )
 
     def _meet(self, strategy: BaseStrategy, extra: dict[str, str]) -> list[dict[str, Any]]:
@@ -144,12 +122,12 @@ class StaticAdapter(Adapter):
         kwargs: Mapping[str, Any] | None = None,
         queue: Any = None,
     ) -> list[Any]:
-        return self.execute(_WithArguments(fn, tuple(args or ()), dict(kwargs or {})), queue)
+        return self.execute(lambda _: fn(*(args or ()), **(kwargs or {})), queue)
 
     def run_remote(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        references = self._submit(_WithArguments(fn, tuple(args or ()), dict(kwargs or {})), self._living())
+        references = self._submit(lambda _: fn(*(args or ()), **(kwargs or {})), self._living())
         for rank, worker in enumerate(self.workers):
             # It follows the call, so it reports a death during the call without fetching the result.
             worker.node_id.remote().future().add_done_callback(self._death_watch(rank))
@@ -261,15 +239,3 @@ class StaticAdapter(Adapter):
         coordinator, self.coordinator = self.coordinator, None
         if coordinator is not None:
             coordinator.close(outcome, text)
-
-
-@dataclass(frozen=True)
-class _WithArguments:
-    """Calls the function with its arguments, without the worker's executable."""
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def __call__(self, _: Any) -> Any:
-        return self.fn(*self.args, **self.kwargs)

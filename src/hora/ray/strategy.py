@@ -175,19 +175,9 @@ class PGStrategy(BaseStrategy):
     """One bundle per worker, packed; or any bundles of the caller's group."""
 
     def __init__(
-        self,
-        *,
-        settings: Any,
-        num_workers: int,
-        use_gpu: bool,
-        cpus_per_worker: int,
-        gpus_per_worker: int | None,
-        placement_group: Any = None,
-        force_create_placement_group: bool = False,
+        self, *, num_workers: int, placement_group: Any = None, force_create_placement_group: bool = False, **rest: Any
     ) -> None:
-        super().__init__(
-            settings=settings, use_gpu=use_gpu, cpus_per_worker=cpus_per_worker, gpus_per_worker=gpus_per_worker
-        )
+        super().__init__(**rest)
         self._num_workers = num_workers
         if not force_create_placement_group:
             self.placement_group = placement_group or get_current_placement_group()
@@ -214,19 +204,8 @@ class PGStrategy(BaseStrategy):
 class ColocatedStrategy(BaseStrategy):
     """The same number of workers on each of several hosts; the ranks of a host are consecutive."""
 
-    def __init__(
-        self,
-        *,
-        settings: Any,
-        num_hosts: int,
-        num_workers_per_host: int,
-        use_gpu: bool,
-        cpus_per_worker: int,
-        gpus_per_worker: int | None,
-    ) -> None:
-        super().__init__(
-            settings=settings, use_gpu=use_gpu, cpus_per_worker=cpus_per_worker, gpus_per_worker=gpus_per_worker
-        )
+    def __init__(self, *, num_hosts: int, num_workers_per_host: int, **rest: Any) -> None:
+        super().__init__(**rest)
         self.num_hosts, self.num_workers_per_host = num_hosts, num_workers_per_host
 
     @property
