@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from hora.errors import JobFailedError
+from hora.launch.limits import GRACE_S
 from hora.launch.slots import Slot
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class Job:
     executable: str = sys.executable
     output: OutputOptions = OutputOptions()
     start_timeout_s: float = 30.0
-    grace_s: float = 5.0
+    grace_s: float = GRACE_S
     verbose: bool = False
     title: str = ""
     watching: Watching | None = None
@@ -178,7 +179,7 @@ class WorkerSpec:
     env: Mapping[str, str] = field(repr=False)
     cwd: str | None = None
     private_files: Mapping[str, bytes] = field(repr=False)
-    grace_s: float = 5.0
+    grace_s: float = GRACE_S
     preload: tuple[str, ...] | None = None
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from hora.launch.slots import HostInfo, parse_host_files
+from hora.launch.slots import HostInfo, parse_host_files, slots_by_host
 
 __all__ = ["MpiCommand", "parse"]
 
@@ -71,9 +71,7 @@ class MpiCommand:
         hosts = self.hosts or [HostInfo("localhost", max(default_slots, self.num_proc or 0))]
         if self.per_host is not None:
             hosts = [HostInfo(host.hostname, self.per_host) for host in hosts]
-        merged: dict[str, int] = {}
-        for host in hosts:
-            merged[host.hostname] = merged.get(host.hostname, 0) + host.slots
+        merged = slots_by_host(hosts)
         num_slots = sum(merged.values())
         num_proc = self.num_proc if self.num_proc is not None else num_slots
         if num_proc > num_slots and not self.oversubscribe:

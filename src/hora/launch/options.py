@@ -17,6 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from hora.launch.limits import SILENCE_S
+
 __all__ = [
     "About",
     "LOG_LEVELS",
@@ -192,7 +194,7 @@ class Options:
         launch_variable="HORA_SECRET_FILE", help="file with the secret of all nodes, readable by you alone")
     host_discovery_script: str | None = _option("--host-discovery-script", kind=str, section="hosts",
         exclusive="hosts", metavar="SCRIPT", help="elastic: a program that prints host:slots lines")
-    silence_timeout: int | None = _option("--silence-timeout", section="hosts", low=3, default=60,
+    silence_timeout: int | None = _option("--silence-timeout", section="hosts", low=3, default=SILENCE_S,
         launch_variable="HORA_SILENCE_TIMEOUT", metavar="SECONDS",
         help="drop a host that stays silent this long, and end its ranks")
     launcher_timeout: int | None = _option("--launcher-timeout", section="elastic", low=0, default=30,

@@ -106,14 +106,14 @@ def _interfaces(commas: str | None, names: Sequence[str] | None) -> frozenset[st
     if isinstance(names, str):  # letters are no names
         names = names.split(",")
     if commas is not None:
-        warnings.warn("network_interface is deprecated, say network_interfaces=[…]", DeprecationWarning, stacklevel=3)
+        warnings.warn("network_interface is deprecated, use network_interfaces", DeprecationWarning, stacklevel=3)
         names = [*commas.split(","), *(names or ())]
     return frozenset(name.strip() for name in names) if names else None
 
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Starter = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any], int, Mapping[str, Any]], list[Any]]
+_LAUNCHERS = ("local", "ssh", "slurm", "spark", "ray")
 
 
 def distributed(
@@ -125,8 +125,8 @@ def distributed(
     `on`: `local`, `ssh` (with `hosts="a:4,b:4"`), `slurm` (inside an allocation), `spark` (the active session), `ray`.
     `options`: passed to `horovod.run`, `horovod.spark.run` or `RayExecutor`.
     """
-    if on not in _STARTERS:
-        raise ValueError(f"on must be one of {', '.join(_STARTERS)}, but it is {on!r}")
+    if on not in _LAUNCHERS:
+        raise ValueError(f"on must be one of {', '.join(_LAUNCHERS)}, but it is {on!r}")
     if isinstance(num_processes, bool) or not isinstance(num_processes, int) or num_processes < 1:
         raise ValueError(f"num_processes must be a whole number, at least 1, but it is {num_processes!r}")
     if on == "ssh" and not (options.get("hosts") or options.get("hostfile") or options.get("host_discovery_script")):
@@ -152,51 +152,22 @@ class Distributed(Generic[P, T]):
 
     def distributed(self, *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Return every rank's value, in rank order."""
-        return _STARTERS[self._on](self._function, args, kwargs, self._num_processes, self._options)
+        return _call_on_ranks(self._on, self._function, args, kwargs, self._num_processes, **self._options)
 
 
-def _by_run(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], n: int, options: Mapping[str, Any]
+def _call_on_ranks(
+    on: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], n: int, **options: Any
 ) -> list[Any]:
-    return run(function, args, kwargs, num_proc=n, **options)
-
-
-def _in_an_allocation(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], n: int, options: Mapping[str, Any]
-) -> list[Any]:
-    if not variables().get("SLURM_JOB_ID"):
+    if on == "ray":
+        executor_type = _named("horovod.ray", "RayExecutor")
+        with executor_type(executor_type.create_settings(), num_workers=n, **options) as executor:
+            executor.start()
+            return list(executor.run(function, args=list(args), kwargs=dict(kwargs)))
+    if on == "slurm" and not variables().get("SLURM_JOB_ID"):
         raise RuntimeError('on="slurm" works inside an allocation: salloc --nodes=2 --ntasks-per-node=4 python …')
-    return run(function, args, kwargs, num_proc=n, **options)
-
-
-def _on_spark(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], n: int, options: Mapping[str, Any]
-) -> list[Any]:
-    values: list[Any] = _named("hora.spark.run", "run")(function, args=args, kwargs=kwargs, num_proc=n, **options)
-    return values
-
-
-def _on_ray(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], n: int, options: Mapping[str, Any]
-) -> list[Any]:
-    executor_type = _named("horovod.ray", "RayExecutor")
-    executor = executor_type(executor_type.create_settings(), num_workers=n, **options)
-    executor.start()
-    try:
-        values: list[Any] = executor.run(function, args=list(args), kwargs=dict(kwargs))
-    finally:
-        executor.shutdown()
-    return values
+    start_ranks = _named("hora.spark.run", "run") if on == "spark" else run
+    return list(start_ranks(function, args=args, kwargs=kwargs, num_proc=n, **options))
 
 
 def _named(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
-
-
-_STARTERS: dict[str, Starter] = {
-    "local": _by_run,
-    "ssh": _by_run,
-    "slurm": _in_an_allocation,
-    "spark": _on_spark,
-    "ray": _on_ray,
-}

@@ -26,6 +26,7 @@ __all__ = [
     "parse_hosts",
     "parse_hosts_and_slots",
     "place_ranks",
+    "slots_by_host",
     "visible_gpus",
 ]
 
@@ -131,8 +132,8 @@ def parse_hosts(hosts_string: str) -> list[HostInfo]:
 
 def parse_hosts_and_slots(hosts_string: str) -> tuple[list[str], dict[str, int]]:
     """Return the host names in order, and the slots of each. A host named twice has the sum of its slots."""
-    merged = _merge(parse_hosts(hosts_string))
-    return [host.hostname for host in merged], {host.hostname: host.slots for host in merged}
+    slots = slots_by_host(parse_hosts(hosts_string))
+    return list(slots), slots
 
 
 def parse_host_files(filename: str | Path) -> str:
@@ -164,15 +165,16 @@ def parse_host_files(filename: str | Path) -> str:
 
 def get_host_assignments(hosts: Sequence[HostInfo], min_num_proc: int, max_num_proc: int | None = None) -> list[Slot]:
     """Assign ranks to slots in host order, at most `max_num_proc`. Raises ValueError for fewer than `min_num_proc`."""
-    merged = _merge(hosts)
-    num_slots = sum(host.slots for host in merged)
+    slots = slots_by_host(hosts)
+    num_slots = sum(slots.values())
     if num_slots < min_num_proc:
+        found = ",".join(f"{name}:{count}" for name, count in slots.items())
         raise ValueError(
             f"Requested more processes ({min_num_proc}) than there are available slots ({num_slots}) on "
-            f"{','.join(map(str, merged)) or 'no host'}. Ask for fewer processes, or add hosts or slots."
+            f"{found or 'no host'}. Ask for fewer processes, or add hosts or slots."
         )
     size = num_slots if max_num_proc is None else min(num_slots, max_num_proc)
-    return place_ranks(list(islice((host.hostname for host in merged for _ in range(host.slots)), size)))
+    return place_ranks(list(islice((name for name, count in slots.items() for _ in range(count)), size)))
 
 
 def place_ranks(hostnames: Sequence[str], local_order: Sequence[int] | None = None) -> list[Slot]:
@@ -219,8 +221,9 @@ def visible_gpus(own: Sequence[str], on_host: Sequence[Sequence[str]]) -> tuple[
     return tuple(dict.fromkeys(firsts + rest))
 
 
-def _merge(hosts: Iterable[HostInfo]) -> list[HostInfo]:
+def slots_by_host(hosts: Iterable[HostInfo]) -> dict[str, int]:
+    """Return how many slots each host has; one named twice has the sum."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.hostname] = slots.get(host.hostname, 0) + host.slots
-    return [HostInfo(hostname, count) for hostname, count in slots.items()]
+    return slots

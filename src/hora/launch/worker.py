@@ -17,12 +17,12 @@ import traceback
 from typing import NoReturn
 
 from hora.errors import HorovodInternalError
+from hora.launch.limits import CONNECT_S
 from hora.net.client import FUNCTION_KEY, PATH_KEY, ControlClient
 from hora.world import World
 
 __all__ = ["main", "work"]
 
-_CONNECT_LIMIT_S = 60.0
 _FETCH_LIMIT_S = 600.0
 
 
@@ -40,7 +40,7 @@ def main() -> int:
     """Fetch the function, run it and send its result; return the exit status."""
     world = World.from_env()
     client = ControlClient.connect(
-        world.rendezvous, name=f"worker {world.worker}", worker=world.worker, timeout_s=_CONNECT_LIMIT_S
+        world.rendezvous, name=f"worker {world.worker}", worker=world.worker, timeout_s=CONNECT_S
     )
     try:
         return _run(client, world)

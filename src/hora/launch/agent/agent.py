@@ -55,6 +55,7 @@ from hora.launch.agent.protocol import (
     frame,
 )
 from hora.launch.environment import variables
+from hora.launch.limits import GRACE_S
 
 __all__ = ["LEFT", "Agent", "ControllerLink", "LocalLink", "guarded", "serve_locally"]
 
@@ -65,7 +66,6 @@ _BACKLOG_BYTES = 1024 * 1024  # of output not yet taken by the controller; above
 _FLUSH_LIMIT_S = 2.0
 _LONGEST_WAIT_S = 3600.0  # the selector accepts at most 24 days, and a limit may be longer
 _SWEEP_S = 0.02
-_DEFAULT_GRACE_S = 5.0
 _LEAVE_LIMIT_S = 600.0  # the sender of the SIGTERM has its own limit
 
 
@@ -240,17 +240,17 @@ class Agent:
         self._adjust_to_link()
         if os.getppid() != self._guardian_pid:
             self._status = 128 + signal.SIGTERM if self._status is None else self._status
-            self._end(_DEFAULT_GRACE_S)
+            self._end(GRACE_S)
         elif self._signal:
             number, self._signal = self._signal, 0
             self._on_request(number)
         now, silence_limit_s = time.monotonic(), self._link.silence_limit_s
         if self._link.gone or (silence_limit_s is not None and now > self._heard + silence_limit_s):
             self._link.gone = True
-            self._end(_DEFAULT_GRACE_S)
+            self._end(GRACE_S)
         if self._leaving_until is not None and (now > self._leaving_until or not (self._pids or self._requested)):
             self._status = LEFT if self._status is None else self._status
-            self._end(_DEFAULT_GRACE_S)
+            self._end(GRACE_S)
         self._report_dying()
         self._reap()
         self._kill_overdue()
@@ -296,7 +296,7 @@ class Agent:
             self._link.send(Leaving())
         elif self._ending is None:
             self._status = 128 + number
-            self._end(_DEFAULT_GRACE_S)
+            self._end(GRACE_S)
 
     # ---- orders -------------------------------------------------------------------------------------------
 
@@ -317,7 +317,7 @@ class Agent:
                     self._link.send(Pong())
                 case Bye(status):
                     self._status = status if self._status is None else self._status
-                    self._end(_DEFAULT_GRACE_S)
+                    self._end(GRACE_S)
 
     def _private_file(self, data: str, worker: int) -> str:
         """Return a path under which a worker can read this data during its life; it is never on a disk."""

@@ -22,6 +22,7 @@ from hora.errors import AuthenticationError
 from hora.launch.agent.agent import Agent, guarded
 from hora.launch.agent.protocol import Join, Message, Output, Refused, Start, Taken, Welcome, pack, unpack
 from hora.launch.environment import variables
+from hora.launch.limits import CONNECT_S, THREAD_END_S
 from hora.launch.slots import NodeSpec
 from hora.net.session import ClientSession
 from hora.net.wire import Connection, Credentials, connect
@@ -31,8 +32,6 @@ __all__ = ["MALFORMED", "QueuedLink", "SessionLink", "join", "on_this_node", "se
 
 _RETRY_S = 0.5
 _AGAIN_S = 0.05
-_ANSWER_LIMIT_S = 60.0
-_CLOSE_LIMIT_S = 5.0
 MALFORMED = (EOFError, OSError, AuthenticationError, ValueError, struct.error)
 
 
@@ -107,9 +106,9 @@ class SessionLink(QueuedLink):
     def close(self) -> None:
         """Send what is left, then close the session for good."""
         self._outbox.put(None)
-        self._threads[1].join(_CLOSE_LIMIT_S)
+        self._threads[1].join(THREAD_END_S)
         self._session.shutdown()
-        self._threads[0].join(_CLOSE_LIMIT_S)
+        self._threads[0].join(THREAD_END_S)
 
     # ---- in threads of their own ----------------------------------------------------------------------------
 
@@ -203,10 +202,10 @@ def _introduce(session: ClientSession, place: NodeSpec) -> Welcome:
     name = place.name or socket.gethostname()
     session.send(*pack(Join(place.index, name, place.slots or 1, version(), [], [])))
     try:
-        answer = unpack(*session.receive(limit_s=_ANSWER_LIMIT_S))
+        answer = unpack(*session.receive(limit_s=CONNECT_S))
     except TimeoutError:
         session.close()
-        raise RuntimeError(f"the first node, {place.host}, did not answer within {_ANSWER_LIMIT_S:g} s") from None
+        raise RuntimeError(f"the first node, {place.host}, did not answer within {CONNECT_S:g} s") from None
     session.connection.sock.settimeout(None)
     if not isinstance(answer, Welcome):
         session.close()

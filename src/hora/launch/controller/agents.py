@@ -29,6 +29,7 @@ from hora.launch.agent.protocol import (
     unpack,
 )
 from hora.launch.controller.launcher import BEATS, AgentHandle, wait_or_kill
+from hora.launch.limits import CUT_S, END_S, KILLED_S
 from hora.launch.slots import HostInfo
 from hora.net.server import Server
 from hora.net.session import SessionPeer, Sessions
@@ -39,9 +40,7 @@ __all__ = ["Agents", "credentials", "end_starter", "start_agent"]
 
 Nodes = Mapping[str, tuple[int, int]]  # number and slots by name
 
-_CUT_LIMIT_S = 30  # until the kernel reports a connection whose cable was cut
 _MAX_NAME_CHARS = 255
-_BYE_LIMIT_S, _KILL_LIMIT_S = 20.0, 30.0
 
 
 def credentials(secret: bytes, speaker: int = ANYBODY) -> Credentials:
@@ -73,7 +72,7 @@ def end_starter(process: subprocess.Popen[bytes], limit_s: float) -> None:
         process.wait(limit_s)
     except subprocess.TimeoutExpired:
         process.terminate()
-        wait_or_kill(process, _KILL_LIMIT_S)
+        wait_or_kill(process, KILLED_S)
 
 
 class Agents:
@@ -116,7 +115,7 @@ class Agents:
         self._listener: Callable[[Sequence[HostInfo]], None] | None = None
         self._own_address = "" if where[0] in ("", "0.0.0.0") else where[0]
         sessions = Sessions(self, limit_s=return_s)
-        self._server = Server(sessions, name="hora-agents", silence_limit_s=_CUT_LIMIT_S)
+        self._server = Server(sessions, name="hora-agents", silence_limit_s=CUT_S)
         sessions.serve(self._server)
         try:
             self.port = self._server.listen(where)
@@ -242,7 +241,7 @@ class Agents:
             nodes = list(self._nodes.values())
         for node in nodes:
             node.send(Bye(status))
-        deadline = time.monotonic() + _BYE_LIMIT_S
+        deadline = time.monotonic() + END_S
         with self._changed:
             while self._nodes and time.monotonic() < deadline:
                 self._changed.wait(0.2)

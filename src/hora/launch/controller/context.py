@@ -27,6 +27,7 @@ from hora.launch.controller.output import OutputWriter
 from hora.launch.controller.rendezvous import ErrorReport, Rendezvous, RendezvousEvents
 from hora.launch.environment import module_command
 from hora.launch.job import Job, Launcher, LeadershipLostError, Succession, WorkerExit, WorkerSpec
+from hora.launch.limits import KILLED_S
 from hora.launch.slots import Slot
 from hora.net.client import FUNCTION_KEY, PATH_KEY
 from hora.net.keys import worker_key
@@ -41,7 +42,6 @@ __all__ = ["REPORTING", "STOPPED", "JobContext", "Observation", "StallStacks", "
 REPORTING = {"HORA_TELEMETRY_S": "1.0"}
 STOPPED = 143  # the exit status of a job that its observer stopped
 
-_KILL_SLACK_S = 10.0
 _INTERRUPTIBLE_S = 3600.0
 _STACKS_AGAIN_S = 30.0
 
@@ -297,7 +297,7 @@ class JobContext(WorkerEvents):
         self._launcher.terminate(sorted(left), grace_s=self._job.grace_s)
         if why:  # last: a blocked console must not keep the workers alive
             self.log(why)
-        limit = time.monotonic() + self._job.grace_s + _KILL_SLACK_S
+        limit = time.monotonic() + self._job.grace_s + KILLED_S
         while left - self.exits.keys() and time.monotonic() < limit:
             self.wait(limit)
 

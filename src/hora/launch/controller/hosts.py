@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from hora.config import EngineConfig
 from hora.launch.controller.elastic_policy import Limits
 from hora.launch.controller.policy import Worker
-from hora.launch.slots import HostInfo, Slot
+from hora.launch.slots import HostInfo, Slot, slots_by_host
 from hora.net import sockets
 
 __all__ = ["Blacklist", "DiscoveryScript", "ElasticSpec", "HostWatch", "Hosts", "parse_discovered"]
@@ -229,7 +229,7 @@ class Hosts:
 
     def __init__(self, spec: ElasticSpec) -> None:
         self._spec = spec
-        self._num_slots = _count_slots(spec.hosts)
+        self._num_slots = slots_by_host(spec.hosts)
         self._blacklist = Blacklist(spec.cooldown_range, random.random)
         self._failures: dict[str, int] = {}  # host -> how many
 
@@ -252,7 +252,7 @@ class Hosts:
             for host in hosts
             if host not in reachable
         ]
-        self._num_slots = _count_slots(reachable)
+        self._num_slots = slots_by_host(reachable)
         return [*messages, f"the hosts are now {','.join(map(str, reachable)) or 'none'}"]
 
     def saved(self, now: float) -> dict[str, Any]:
@@ -295,11 +295,3 @@ class Hosts:
         # Barring the only host would end the job, so bar the slot. One worker's failure says nothing about other slots.
         whole = len(self._num_slots) > 1 and worker.generation >= 0
         self._blacklist.bar((worker.host, None if whole else worker.slot), now)
-
-
-def _count_slots(hosts: Sequence[HostInfo]) -> dict[str, int]:
-    """Return how many slots each host has; one named twice has the sum."""
-    found: dict[str, int] = {}
-    for host in hosts:
-        found[host.hostname] = found.get(host.hostname, 0) + host.slots
-    return found

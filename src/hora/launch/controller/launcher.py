@@ -42,12 +42,12 @@ from hora.launch.agent.protocol import (
 from hora.launch.controller.output import Tail
 from hora.launch.environment import variables
 from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
+from hora.launch.limits import KILLED_S
 from hora.net.session import SessionPeer
 
 __all__ = ["BEATS", "AgentHandle", "AgentProcess", "HostLauncher", "LocalAgent", "LocalProcess", "wait_or_kill"]
 
 BEATS = 6  # heartbeats within the time after which a silent node is dropped
-_CLOSE_SLACK_S = 15.0  # after SIGKILL everything is a matter of milliseconds, even on a busy machine
 _READ_BYTES, _TAIL_BYTES = 256 * 1024, 4096
 # Variables that another machine must not get: functions of our shell, our directories and devices, a foreign secret.
 _PRIVATE = re.compile(r"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|_HOROVOD_SECRET_KEY")
@@ -75,7 +75,7 @@ def wait_or_kill(process: Child, limit_s: float) -> int:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
         process.kill()
-        return process.wait(_CLOSE_SLACK_S)
+        return process.wait(KILLED_S)
 
 
 class AgentHandle:
@@ -342,7 +342,7 @@ class LocalAgent(AgentHandle):
         """Wait until all is over; after the time limit, kill the agent, which takes its workers with it."""
         wait_or_kill(self._process, timeout_s)
         if self._events is not None:
-            self._reported.wait(_CLOSE_SLACK_S)
+            self._reported.wait(KILLED_S)
         self._process.sock.close()
         if self._process.stderr is not None:
             self._process.stderr.close()
@@ -395,18 +395,11 @@ class HostLauncher:
         listen: str = "127.0.0.1",
         process: AgentProcess | None = None,
     ) -> None:
-        self._agents, self._listen, self._process = agents, listen, process
+        self.bind_address = self.advertised_address = listen
+        self._agents, self._process = agents, process
         self._hosts: dict[str, AgentHandle] = {}
         self._former: list[AgentHandle] = []  # they have ended, or are about to
         self._grace_s = 0.0
-
-    @property
-    def bind_address(self) -> str:
-        return self._listen
-
-    @property
-    def advertised_address(self) -> str:
-        return self._listen
 
     @property
     def local_only(self) -> bool:
@@ -448,7 +441,7 @@ class HostLauncher:
         """
         for over in [former for former in self._former if former.over]:
             self._former.remove(over)
-            over.wait(_CLOSE_SLACK_S)
+            over.wait(KILLED_S)
         self._former.append(host)
 
     def _open(self, name: str, events: LaunchEvents) -> AgentHandle:
@@ -479,7 +472,7 @@ class HostLauncher:
         hosts, self._hosts, self._former = [*self._former, *self._hosts.values()], {}, []
         for host in hosts:
             host.finish(grace_s=self._grace_s)
-        limit = time.monotonic() + self._grace_s + _CLOSE_SLACK_S
+        limit = time.monotonic() + self._grace_s + KILLED_S
         for host in hosts:
             host.wait(max(limit - time.monotonic(), 0.1))
 

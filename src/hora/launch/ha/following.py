@@ -49,6 +49,7 @@ from hora.launch.controller.agents import credentials
 from hora.launch.environment import variables
 from hora.launch.ha.leadership import open_store, own_address
 from hora.launch.ha.store import AuthenticatedStore, JobStore, StoreError
+from hora.launch.limits import CUT_S, THREAD_END_S
 from hora.net import sockets
 from hora.net.acceptor import Acceptor, Arrival
 from hora.net.session import ClientSession
@@ -59,8 +60,6 @@ __all__ = ["LeaderLink", "Relay"]
 
 _WAIT_S = 2.0
 _COPY_BYTES = 256 * 1024
-_CUT_LIMIT_S = 30
-_CLOSE_LIMIT_S = 5.0
 
 _Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 _CONNECT_S, _ANSWER_S, _TURN_S = 5.0, 10.0, 0.2
@@ -98,7 +97,7 @@ class Relay:
         """End all connections and the thread."""
         with contextlib.suppress(RuntimeError):  # closed before
             self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSE_LIMIT_S)
+        self._thread.join(THREAD_END_S)
 
     # ---- in the relay's thread ----------------------------------------------------------------------------
 
@@ -151,7 +150,7 @@ class Relay:
             self._connected.add(sock)
             leader = await asyncio.wait_for(asyncio.open_connection(*self._target, limit=_COPY_BYTES), _WAIT_S)
             try:
-                sockets.tune(leader[1].get_extra_info("socket"), silence_limit_s=_CUT_LIMIT_S)
+                sockets.tune(leader[1].get_extra_info("socket"), silence_limit_s=CUT_S)
                 worker = await asyncio.open_connection(sock=sock, limit=_COPY_BYTES)
                 try:
                     await self._copy_both(worker, leader, sock)

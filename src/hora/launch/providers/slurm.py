@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from hora.launch.controller.agents import Agents, credentials, end_starter, start_agent
 from hora.launch.environment import module_command
+from hora.launch.limits import STARTER_END_S
 from hora.launch.options import Options
 from hora.launch.slots import HostInfo
 from hora.net import sockets
@@ -24,7 +25,6 @@ from hora.world import slurm_counts, slurm_nodes
 __all__ = ["Allocation", "allocation", "start_agents"]
 
 _ASK_LIMIT_S = 30.0
-_END_LIMIT_S = 10.0
 # The step differs from the batch script's request: one task per node, with all of the node's resources.
 _NOT_FOR_THE_STEP = (
     "SLURM_NTASKS",
@@ -173,7 +173,7 @@ def start_agents(
         yield
     finally:
         for process in processes:
-            end_starter(process, _END_LIMIT_S)
+            end_starter(process, STARTER_END_S)
 
 
 def _command(of_it: str, component: Component) -> list[str]:

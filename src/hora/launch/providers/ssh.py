@@ -24,6 +24,7 @@ from hora.launch.controller.agents import Agents, credentials, end_starter, star
 from hora.launch.controller.launcher import AgentHandle
 from hora.launch.controller.loop import ended_by_signals
 from hora.launch.environment import module_command
+from hora.launch.limits import STARTER_END_S
 from hora.net import sockets
 from hora.net.session import SessionPeer
 from hora.net.wire import ANYBODY, Credentials, new_secret
@@ -32,7 +33,6 @@ __all__ = ["Ssh", "SshHosts", "open_hosts", "reachable_address"]
 
 _CONNECT_ATTEMPTS = 5
 _CONNECT_LIMIT_S = 10
-_END_LIMIT_S = 5.0
 _SSH_FAILED = 255
 _SHOWN_BYTES = 4096
 _OPTIONS = {
@@ -150,7 +150,9 @@ class SshHosts(Agents):
         """Start agents on all these hosts in parallel; RuntimeError says what failed where."""
         with self._changed:
             nodes = [self._absent(name) for name in dict.fromkeys(hostnames)]
-            self._changed.wait_for(lambda: all(node.peer or node.ended for node in nodes), self._limit_s + _END_LIMIT_S)
+            self._changed.wait_for(
+                lambda: all(node.peer or node.ended for node in nodes), self._limit_s + STARTER_END_S
+            )
         failed = [node for node in nodes if node.peer is None]
         unreached = [node for node in failed if node.status in (None, _SSH_FAILED)]
         if unreached:
@@ -221,7 +223,7 @@ class SshHosts(Agents):
                 if node.peer is None:
                     node.kill()
         super().dismiss(status)
-        deadline = time.monotonic() + _END_LIMIT_S
+        deadline = time.monotonic() + STARTER_END_S
         for process in self._started:
             end_starter(process, max(deadline - time.monotonic(), 0.0))
 

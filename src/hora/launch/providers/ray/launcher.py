@@ -19,6 +19,7 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
+from hora.launch.limits import END_S
 from hora.launch.providers.ray.actor import ActorProcess, RayWorker
 from hora.launch.providers.ray.reservations import Reservation, Reservations
 from hora.launch.slots import visible_gpus
@@ -26,7 +27,6 @@ from hora.launch.slots import visible_gpus
 __all__ = ["RayLauncher"]
 
 _KILLED = 137
-_CLOSE_LIMIT_S = 20.0
 
 
 @dataclass(eq=False)
@@ -104,10 +104,10 @@ class RayLauncher:
         if ray.is_initialized():
             self.terminate(left, grace_s=0.0)
             with self._changed:
-                self._changed.wait_for(lambda: all(one.ended for one in self._members.values()), _CLOSE_LIMIT_S)
+                self._changed.wait_for(lambda: all(one.ended for one in self._members.values()), END_S)
         if self._thread is not None:
             self._happened.put(None)
-            self._thread.join(_CLOSE_LIMIT_S)
+            self._thread.join(END_S)
             self._thread = None
 
     # ---- in the launcher's thread ---------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from hora.config import accept_risk
 from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch.controller.policy import modules_to_preload
 from hora.launch.job import JobResult
+from hora.launch.limits import SILENCE_S, SPARK_END_S
 from hora.launch.providers.spark import warm_pool
 from hora.launch.providers.spark.cluster import TaskPlace, is_connect, is_local, listening_address
 from hora.launch.providers.spark.driver import TaskAgents
@@ -39,16 +40,13 @@ from hora.launch.providers.spark.task import SparkTask, python_path
 
 __all__ = ["ConnectTasks", "Query", "check_protection", "rows", "run_on_cluster", "server_host"]
 
-_TASK_LIMIT_S = 30.0
 _SCHEMA = "kind string, number long, chunk binary"
 _CHUNK_BYTES = 256 * 1024  # of a row: Spark puts several into one message of 4 MiB
 _POLL_S = 0.2
-_CANCEL_LIMIT_S = 30.0
 _numbers = itertools.count()
 
 Body = Callable[[Iterable[Any]], Iterator[Any]]
 _INLINE_BYTES = 8 * 2**20  # a larger call travels as an artifact: a plan has to fit into one message
-_SILENCE_S = 60.0
 
 _log = logging.getLogger("hora.launch")
 
@@ -85,7 +83,7 @@ class ConnectTasks:
             own = threading.Thread(target=self._task(facts), args=(0,), name="hora-task-0", daemon=True)
             own.start()
             answer = self._lead(driver)
-        own.join(_TASK_LIMIT_S)
+        own.join(SPARK_END_S)
         for kind, data in answer:
             yield from rows(kind, data)
 
@@ -171,9 +169,9 @@ class Query:
                 watch()
         except BaseException:
             self.interrupt()
-            self._ended.wait(_CANCEL_LIMIT_S)
+            self._ended.wait(SPARK_END_S)
             raise
-        thread.join(_CANCEL_LIMIT_S)
+        thread.join(SPARK_END_S)
         if self._error is not None:
             raise JobFailedError(f"Spark job has failed: {str(self._error)[:4000]}") from self._error
         return _joined(self._found)
@@ -244,7 +242,7 @@ def _run_on_connect(session: Any, wanted: SparkJob) -> JobResult:
             log=log.invitation,
         )
         query = Query(session, tasks, num_tasks=wanted.num_proc, name=wanted.group, barrier=True)
-        limit_s = min(wanted.start_timeout_s, _SILENCE_S)
+        limit_s = min(wanted.start_timeout_s, SILENCE_S)
         found = query.run(_Watch(log, query.tag, wanted.num_proc, limit_s))
         log.show(found)
     return _result(found)

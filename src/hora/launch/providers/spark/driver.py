@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from hora.launch.agent.protocol import Bye, Join, pack
 from hora.launch.controller.agents import Agents
 from hora.launch.controller.launcher import AgentHandle
+from hora.launch.limits import SILENCE_S, SPARK_END_S
 from hora.launch.providers.spark.cluster import (
     TaskPlace,
     allocates_dynamically,
@@ -32,13 +33,11 @@ from hora.net.wire import new_secret
 
 __all__ = ["SparkStage", "StageDriver", "TaskAgent", "TaskAgents"]
 
-_CANCEL_LIMIT_S = 30.0
 _numbers = itertools.count()
 T = TypeVar("T", bound="TaskAgents")
 
 _POLL_S = 0.25
 _LEAVE_LIMIT_S = 10.0
-_SILENCE_LIMIT_S = 60.0
 _LOST_EXIT_CODE = 137
 
 
@@ -66,11 +65,11 @@ class SparkStage:
         """Kill the running tasks and wait until Spark has freed their slots."""
         if not self.ended.is_set():
             self._context.cancelJobGroup(self.group)
-        if not self.ended.wait(_CANCEL_LIMIT_S):
+        if not self.ended.wait(SPARK_END_S):
             raise TimeoutError(
-                f"Spark did not end the job group {self.group} within {_CANCEL_LIMIT_S:g} s of cancelling it"
+                f"Spark did not end the job group {self.group} within {SPARK_END_S:g} s of cancelling it"
             )
-        self._thread.join(_CANCEL_LIMIT_S)
+        self._thread.join(SPARK_END_S)
 
     def is_waiting(self) -> bool:
         """Return whether no task of the stage runs yet, because the slots are taken by other jobs."""
@@ -209,7 +208,7 @@ class TaskAgents(Agents):
             (bind_address, 0),
             self.secret,
             num_nodes=num_tasks,
-            silence_limit_s=_SILENCE_LIMIT_S,
+            silence_limit_s=SILENCE_S,
             return_s=return_s,
         )
         self._closing = contextlib.ExitStack()

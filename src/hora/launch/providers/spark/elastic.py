@@ -23,6 +23,7 @@ from hora.launch.controller.elastic_policy import Limits
 from hora.launch.controller.hosts import ElasticSpec
 from hora.launch.controller.loop import run_job
 from hora.launch.job import JobResult, LaunchEvents, WorkerExit, WorkerSpec
+from hora.launch.limits import SPARK_END_S
 from hora.launch.providers.spark.cluster import Placement, TaskPlace, decommissions, launcher_timeout_s
 from hora.launch.providers.spark.driver import StageDriver, TaskAgent
 from hora.launch.providers.spark.launcher import SparkJob, SparkLauncher
@@ -32,7 +33,6 @@ from hora.net.session import SessionPeer
 __all__ = ["run_elastic_on_spark"]
 
 _LOOK_S = 1.0
-_LOOK_LIMIT_S = 30.0
 
 _log = logging.getLogger("hora.launch")
 
@@ -101,7 +101,7 @@ def _leaving_watched(driver: _Attempts, *, watch: bool) -> Iterator[None]:
     finally:
         over.set()
         if watch:
-            thread.join(_LOOK_LIMIT_S)
+            thread.join(SPARK_END_S)
 
 
 class _Attempts(StageDriver):

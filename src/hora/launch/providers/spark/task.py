@@ -39,6 +39,7 @@ from hora.launch.controller.agents import credentials
 from hora.launch.controller.launcher import AgentProcess, LocalProcess, wait_or_kill
 from hora.launch.controller.output import Tail
 from hora.launch.environment import first_variables, variables
+from hora.launch.limits import CONNECT_S, END_S, GRACE_S
 from hora.launch.providers.spark import warm_pool
 from hora.net.keys import read_held_secret
 from hora.net.session import ClientSession
@@ -47,8 +48,6 @@ from hora.version import version
 
 __all__ = ["SparkTask", "gpu_addresses", "host_hash", "python_path"]
 
-_CONNECT_LIMIT_S = 60.0
-_END_LIMIT_S, _GRACE_S = 20.0, 5.0
 _TAIL_BYTES = 64 * 1024
 _AHEAD_BYTES = 1024 * 1024  # of output not yet delivered by the driver; beyond it the rank blocks
 _UNSENT_BYTES = 4 * 1024 * 1024  # of output while disconnected; more is dropped
@@ -79,7 +78,7 @@ class SparkTask:
             return connect((self.address, self.port), key, timeout_s=limit_s)
 
         try:
-            session = ClientSession(reach(_CONNECT_LIMIT_S), reach, limit_s=self.return_s)
+            session = ClientSession(reach(CONNECT_S), reach, limit_s=self.return_s)
         except OSError as error:
             raise RuntimeError(
                 f"task {task} on {socket.gethostname()} cannot reach the driver at "
@@ -157,11 +156,11 @@ class _Bridge:
         if self._process is None:
             return
         try:
-            self._order(Finish(_GRACE_S))
+            self._order(Finish(GRACE_S))
             self._order(Bye(0))
         except OSError:
             pass  # it is gone
-        wait_or_kill(self._process, _END_LIMIT_S)
+        wait_or_kill(self._process, END_S)
         self._process.sock.close()
 
     # ---- in a thread of its own -----------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from hora.launch.agent.fork_server import OWN, ForkServer, differ_only_in, fork,
 from hora.launch.agent.processes import exit_code, name_process
 from hora.launch.controller.launcher import AgentProcess
 from hora.launch.environment import first_variables, module_command
+from hora.launch.limits import END_S
 from hora.launch.worker import work
 
 __all__ = ["agent", "begin"]
@@ -37,7 +38,6 @@ __all__ = ["agent", "begin"]
 # Variables that may differ in a rank, because no preloaded module has read them.
 _LATE = (*OWN, "NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED")
 _NO_STATUS = 255
-_END_LIMIT_S = 10.0
 
 
 def begin(modules: Sequence[str], env: Mapping[str, str], python_path: str) -> None:
@@ -90,7 +90,7 @@ class _WarmProcess(ForkServer):
     def close(self) -> None:
         super().close()
         try:
-            self._process.wait(_END_LIMIT_S)
+            self._process.wait(END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -1,0 +1,13 @@
+"""Time limits of launching, in seconds: how long one process waits for another. Limits that users set are `options`."""
+
+from __future__ import annotations
+
+CONNECT_S = 60.0  # a worker, task or agent reaches its controller, which answers
+SILENCE_S = 60  # of the other end of a session
+CUT_S = 30  # until the kernel reports a connection whose cable was cut
+GRACE_S = 5.0  # between SIGTERM and SIGKILL
+KILLED_S = 15.0  # until processes are gone after SIGKILL, even on a busy machine
+END_S = 20.0  # an agent ends by itself when the job is over
+STARTER_END_S = 10.0  # then the process that has started it (ssh, srun)
+THREAD_END_S = 5.0  # a thread that was told to end
+SPARK_END_S = 30.0  # Spark ends the tasks of a job that is cancelled or over
