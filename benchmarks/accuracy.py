@@ -1,14 +1,13 @@
-"""Accuracy of every way to send less: final losses and accuracies, in two offices on 100 Mbit/s; as root.
+"""Compare the final losses and accuracies of all compressions and local optimizers, over a link of 100 Mbit/s; as root.
 
     python -m benchmarks.accuracy --results out/accuracy.jsonl      everything, an hour on two cores
     python -m benchmarks.accuracy --tasks digits --seeds 0          a minute
 
 Tasks: "digits" (an MLP on scikit-learn's digits), "images" (the images lab's ResNet18, narrow, on the same pictures)
-and "characters" (examples/characters.py with 0.8 million parameters), all with Adam. Each setting trains from the same
-start on the same batches for equally many steps, in two offices with a rank each. Loss and accuracy are on held-out
-data, after `exchange()`; the bytes are those that rank 0's office has sent, the seconds those of the whole training
-over this link. The spread is the standard deviation over the seeds. Every run is appended to the file of `--results` as
-a line of JSON; what is in it already is not run again.
+and "characters" (examples/characters.py with 0.8 million parameters), all with Adam. Each setting starts from the same
+weights and trains the same batches, in two offices with one rank each. Loss and accuracy are measured on held-out data,
+after `exchange()`. Reports the bytes that rank 0's office sent, the seconds of the whole training, and the standard
+deviation over the seeds. `--results` collects the runs as lines of JSON, and skips runs that it already contains.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ SETTINGS: dict[str, Callable[[Any], Any]] = {
 
 
 class Task(NamedTuple):
-    """A model, its batches, and what is measured on held-out data."""
+    """A model, its batches, and its held-out data."""
 
     model: nn.Module
     learning_rate: float
@@ -110,7 +109,7 @@ def sent_bytes() -> int:
 
 
 def trained(name: str, setting: str, seed: int, num_steps: int) -> dict[str, Any]:
-    """One training; what it came to."""
+    """Train once and return the results."""
     torch.manual_seed(seed)
     task = TASKS[name][0]()
     hvd.broadcast_parameters(task.model.state_dict(), root_rank=0)
@@ -135,7 +134,7 @@ def trained(name: str, setting: str, seed: int, num_steps: int) -> dict[str, Any
 
 
 def work(runs: list[tuple[str, str, int, int]], results: Path) -> None:
-    """One rank: these runs, each appended to the results by rank 0."""
+    """Run the trainings on one rank; rank 0 appends each to the results."""
     torch.set_num_threads(1)
     hvd.init()
     for run in runs:

@@ -1,14 +1,14 @@
-"""Collectives of hvd against torch.distributed's gloo, in the same run: latency and times faster.
+"""Compare the latency of hvd's collectives with torch.distributed's gloo, in the same run.
 
     python -m benchmarks.collectives -np 2                       the table of the README, about a minute
     python -m benchmarks.collectives -np 4 --sizes 4K,1M --json results.json
     python -m benchmarks.collectives -np 2 --cases allgather,broadcast,alltoall,reducescatter
     python -m benchmarks.hosts --rate 1gbit --cases fp16,bf16,int8      a sum with compression, also against one without
 
-One thread a rank, float32, private tensors. The contenders take turns, several rounds of each, so that a machine that
-is busy for a while is busy for all of them. Numbers are medians of single calls on rank 0; "times" is the median over
-the rounds of gloo's median divided by hvd's, with the smallest and largest round in brackets. `copy` is a plain
-copy of the same bytes on every rank at once: what memory alone would take.
+One thread per rank, float32, private tensors. The contenders take turns, so that other load on the machine affects all
+of them. Numbers are medians of single calls on rank 0. "times" is the median over the rounds of gloo's median divided
+by hvd's, with the smallest and largest round in brackets. `copy` copies the same bytes on every rank at once: the limit
+that memory sets.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def num_bytes(text: str) -> int:
 
 
 def launch(arguments: argparse.Namespace) -> int:
-    """Run this file on all ranks."""
+    """Run this module on all ranks."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     horovodrun = [sys.executable, "-m", "horovod.runner.launch", "-np", str(arguments.num_ranks)]
     command = [*horovodrun, sys.executable, "-m", "benchmarks.collectives", "--worker"]
@@ -88,7 +88,7 @@ def work(arguments: argparse.Namespace) -> None:
 
 
 def join_gloo(dist, hvd) -> None:
-    """A gloo group of the same ranks; hvd carries the port of its store, which is where the ranks have met."""
+    """Create a gloo group of the same ranks; hvd broadcasts the port of its store."""
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False) if hvd.rank() == 0 else None
     port = hvd.broadcast_object(store.port if store else None, root_rank=0)
@@ -97,7 +97,7 @@ def join_gloo(dist, hvd) -> None:
 
 
 def contenders_of(case: str, size: int, torch, dist, hvd) -> tuple[Contenders, Callable[[], object]]:
-    """What takes turns, and what is done between turns (so that sums don't grow to infinity)."""
+    """Return the contenders, and a function to call between turns (so that sums stay finite)."""
     count, ranks = size // 4, hvd.size()
     if case == "many":
         tensors = [torch.zeros(MANY[1] // 4) for _ in range(MANY[0])]
@@ -161,7 +161,7 @@ def contenders_of(case: str, size: int, torch, dist, hvd) -> tuple[Contenders, C
 
 
 def measured(contenders: Contenders, clear, num_rounds: int, barrier, agreed) -> dict[str, list[list[float]]]:
-    """Seconds of each call, by contender and round. `agreed` gives all ranks the first one's number."""
+    """Return the seconds of each call, by contender and round. `agreed` gives all ranks rank 0's number."""
     num_calls = {}
     for name, call in contenders.items():
         call()
@@ -186,7 +186,7 @@ def measured(contenders: Contenders, clear, num_rounds: int, barrier, agreed) ->
 
 
 def ratios_of(peer: list[list[float]], own: list[list[float]]) -> list[float]:
-    """The peer's time divided by the own one, round by round."""
+    """Return the peer's time divided by ours, for each round."""
     return [statistics.median(theirs) / statistics.median(ours) for theirs, ours in zip(peer, own, strict=True)]
 
 

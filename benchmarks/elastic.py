@@ -1,19 +1,14 @@
-"""How long does a training stand still when a rank dies, what is lost, and what does it cost while nobody dies?
+"""Measure how long the death of a rank interrupts a training, the steps it costs, and the overhead without failures.
 
 `python -m benchmarks.elastic --peers torchrun,torchft`
 
-1. Recovery: three ranks train; one is killed (SIGKILL), ten times over. The time from the kill to the next completed
-   optimizer step, the steps that were done and have to be done again, and the time from the start of a newcomer's
-   process to its first step. By the step under `horovodrun --min-np 2`; under `torchrun --max-restarts` with DDP and a
-   checkpoint every step; with torchft (`pip install torchft==0.2.0`) over gloo, each rank a replica that is started
-   again a second after its death, as ours are. Same model, same data, one after the other. And where that time goes.
-2. Overhead of a step without failures, in turns with the same training without fault tolerance: ours with `per_step`,
-   torchft's against plain DDP.
-3. Commit: Adam, 25 M parameters, two ranks: one commit every 10 steps as a share of the steps' time; the same with the
-   commits also written to disk.
+1. Recovery: three ranks train, and one is killed (SIGKILL), ten times. Reports the time from the kill to the next
+completed step, its phases, the repeated steps, and the time from the start of a newcomer's process to its first step.
+Contenders: per step under `horovodrun --min-np 2`; `torchrun --max-restarts` with DDP and a checkpoint every step;
+torchft (`pip install torchft==0.2.0`) over gloo, with each rank a replica that restarts after a second, as ours do.
+2. Overhead: a step without failures against the same step without fault tolerance, in turns.
 
-torchft's settings are the fastest that ran here without losing healthy ranks: see `LIGHTHOUSE`. `--worker` is what the
-ranks run.
+torchft's settings (`LIGHTHOUSE`) are the fastest that lost no healthy rank here. The ranks run `--worker`.
 """
 
 from __future__ import annotations
@@ -37,17 +32,14 @@ from typing import Any
 BIN = Path(sys.executable).parent
 MYSELF = [sys.executable, "-m", "benchmarks.elastic"]
 LIMIT_S = 180.0
-# A heartbeat every 50 ms; dead after half a second. By default it is a second each 100 ms, and five to be dead.
+# A heartbeat every 50 ms, and death after half a second; the defaults are 100 ms and five seconds.
 LIGHTHOUSE = {"join_timeout_ms": 100, "quorum_tick_ms": 10, "heartbeat_timeout_ms": 500}
 NUM_TURNS = {"tiny MLP": 51, "MLP 4x2048": 9, "ResNet18": 9}
 STEPS_A_TURN = {"tiny MLP": 100, "MLP 4x2048": 4, "ResNet18": 2}
 
 
-# ---- on the ranks ---------------------------------------------------------------------------------------------------
-
-
 def log(folder: Path, **event: Any) -> None:
-    """One line per event, in one write: several processes append to the file."""
+    """Append an event as one line, in one write: several processes append to the file."""
     line = json.dumps({"at": time.time(), "pid": os.getpid(), **event}) + "\n"
     with open(folder / "events", "a", buffering=1 << 16) as file:
         file.write(line)
@@ -130,7 +122,7 @@ def work_torchrun(folder: Path) -> None:
 
 
 def torchft_manager(net: Any, optimizer: Any, num_replicas: int) -> Any:
-    """A replica of one process; the lighthouse and its store are in the environment."""
+    """Return the manager of a replica of one process; the environment names the lighthouse and its store."""
     from datetime import timedelta
 
     import torchft
@@ -177,7 +169,7 @@ def work_torchft(folder: Path) -> None:
 
 
 def in_turns(folder: Path, name: str, plain: Callable[[], None], guarded: Callable[[], None], is_first: bool) -> None:
-    """Time both, a block of steps each, again and again, each of them first in every other turn."""
+    """Time both in alternating blocks of steps; each goes first in every other turn."""
     taken: dict[str, list[float]] = {"plain": [], "guarded": []}
     for turn in range(NUM_TURNS[name] + 1):
         pair = [("plain", plain), ("guarded", guarded)]
@@ -193,7 +185,7 @@ def in_turns(folder: Path, name: str, plain: Callable[[], None], guarded: Callab
 
 
 def trained(name: str) -> tuple[Any, Any]:
-    """A network and its input."""
+    """Return a network and its input."""
     import torch
 
     from benchmarks.models import WORKLOADS
@@ -262,9 +254,7 @@ def work_overhead_torchft(folder: Path) -> None:
 
 
 def keep_replicas(folder: Path, worker: str, count: int) -> None:
-    """torchft's launcher for one machine: a lighthouse, and replicas that are started again a second after their
-    death.
-    """
+    """Run a lighthouse and torchft's replicas; restart a dead replica after a second."""
     import torch.distributed as dist
     from torchft.coordination import LighthouseServer
 
@@ -273,7 +263,7 @@ def keep_replicas(folder: Path, worker: str, count: int) -> None:
     address = f"http://127.0.0.1:{lighthouse.address().rpartition(':')[2]}"
 
     def start(number: int) -> subprocess.Popen[bytes]:
-        # Under torchrun it is the agent's: survivors that use a killed replica's store must find it.
+        # Under torchrun the agent owns the store: survivors must find it when a replica is killed.
         stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
         own = {"REPLICA": str(number), "STORE_PORT": str(stores[-1].port)}
         environment = {**os.environ, "TORCHFT_LIGHTHOUSE": address, **own}
@@ -296,46 +286,6 @@ def keep_replicas(folder: Path, worker: str, count: int) -> None:
             except subprocess.TimeoutExpired:
                 replica.kill()
         lighthouse.shutdown()
-
-
-def work_commit(folder: Path, durable: bool) -> None:
-    import torch
-
-    import horovod.torch as hvd
-
-    torch.set_num_threads(1)
-    hvd.init()
-    net = torch.nn.Sequential(*[torch.nn.Linear(2500, 2500) for _ in range(4)])
-    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(net.parameters()), net.named_parameters())
-    state = hvd.elastic.TorchState(model=net, optimizer=optimizer, step=0, per_step=False)
-    if durable:
-        state.persist(folder / f"commits.{hvd.rank()}")
-    inputs = torch.randn(32, 2500)
-    steps_s, commits_s = [], []
-    for step in range(45):
-        began = time.perf_counter()
-        optimizer.zero_grad()
-        net(inputs).square().mean().backward()
-        optimizer.step()
-        steps_s.append(time.perf_counter() - began)
-        if step % 10 == 9:
-            began = time.perf_counter()
-            state.commit()
-            commits_s.append(time.perf_counter() - began)
-    state.flush()
-    if hvd.rank() == 0:
-        num = sum(p.numel() for p in net.parameters())
-        # The first steps and the first commits make buffers; they are not what a training pays.
-        log(
-            folder,
-            what="commit",
-            step_s=statistics.median(steps_s[5:]),
-            commit_s=statistics.median(commits_s[1:]),
-            num=num,
-        )
-
-
-# ---- measuring ------------------------------------------------------------------------------------------------------
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
@@ -378,14 +328,14 @@ def running(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes
 
 
 def recovery(worker: str, command: list[str], num_kills: int) -> list[dict[str, float]]:
-    """For each kill the seconds until the first worker reached each phase."""
+    """Return, for each kill, the seconds until the first worker reached each phase."""
     measured, victims = [], set()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         with running([*command, "--folder", temporary, "--worker", worker], folder) as job:
             killed = 0.0
             for _ in range(num_kills):
-                # Full strength, and some steps done: then the next blow.
+                # Kill again only when all ranks are back and have done some steps.
                 def whole(since: float = killed) -> list[dict[str, Any]]:
                     steps = [e for e in events(folder) if e["what"] == "step" and e["at"] > since and e["size"] == 3]
                     return steps if len(steps) > 15 else []
@@ -415,9 +365,9 @@ def recovery(worker: str, command: list[str], num_kills: int) -> list[dict[str, 
 
 
 def steps_lost(seen: list[dict[str, Any]], victims: set[int]) -> int:
-    """Count the steps that processes which were not killed had done in a world, and that the next one begins before.
+    """Count the steps that survivors completed in a world and the next world repeats.
 
-    A peer whose survivors fail as well, and begin again at the first step, has lost them all.
+    If all survivors restart from the first step, all steps are lost.
     """
     worlds: dict[str, list[int]] = {}
     for event in seen:
@@ -427,7 +377,7 @@ def steps_lost(seen: list[dict[str, Any]], victims: set[int]) -> int:
 
 
 def newcomers(seen: list[dict[str, Any]]) -> list[float]:
-    """Seconds from the start of each process to its first step, of those that came after the first step of all."""
+    """Return the seconds from the start of each late process to its first step."""
     began = min(e["at"] for e in seen if e["what"] == "step")
     started = {e["pid"]: e["at"] for e in seen if e["what"] == "start" and e["at"] > began}
     stepped: dict[int, float] = {}
@@ -438,8 +388,7 @@ def newcomers(seen: list[dict[str, Any]]) -> list[float]:
 
 
 def pauses(seen: list[dict[str, Any]]) -> list[float]:
-    """Seconds by which the step in which a newcomer takes part for the first time came later than steps usually do, for
-    those that were there before."""
+    """Return how much longer than usual the step took in which a newcomer first took part, for the other ranks."""
     found = []
     of: dict[int, list[dict[str, Any]]] = {}
     for event in seen:
@@ -452,22 +401,15 @@ def pauses(seen: list[dict[str, Any]]) -> list[float]:
     return found
 
 
-def commit_cost(durable: bool) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        arguments = ["--folder", temporary, "--worker", "durable" if durable else "commit"]
-        command = [str(BIN / "horovodrun"), "-np", "2", *MYSELF, *arguments]
-        subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, timeout=600)
-        return events(folder)[-1]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--peers", default="torchrun", help="torchrun, torchft, or both with a comma")
-    parser.add_argument("--only", choices=("recovery", "overhead", "commit"))
+    parser.add_argument("--only", choices=("recovery", "overhead"))
     parser.add_argument("--worker", choices=WORKERS)
-    parser.add_argument("--replicas", type=int, help="keep so many of these workers, as torchft's launcher")
+    parser.add_argument(
+        "--replicas", type=int, help="keep this many of these workers running, as torchft's launcher does"
+    )
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
     peers = arguments.peers.split(",") if arguments.peers else []
@@ -483,7 +425,6 @@ def main() -> None:
         reports = {
             "recovery": lambda: report_recovery(arguments.kills, peers),
             "overhead": lambda: report_overhead(peers),
-            "commit": report_commits,
         }
         for name, report in reports.items():
             if arguments.only in (None, name):
@@ -496,15 +437,13 @@ WORKERS: dict[str, Callable[[Path], None]] = {
     "torchft": work_torchft,
     "overhead-hora": work_overhead_hora,
     "overhead-torchft": work_overhead_torchft,
-    "commit": lambda folder: work_commit(folder, durable=False),
-    "durable": lambda folder: work_commit(folder, durable=True),
 }
 
 
 def report_recovery(num_kills: int, peers: list[str]) -> None:
     cooldown = ["--blacklist-cooldown-range", "1", "1"]
-    # A fresh store for every restart: with the shared one its ranks find the addresses of dead ones. And more restarts
-    # than kills: those that fail by themselves are restarted.
+    # Use a fresh store for every restart: in a shared one ranks find the addresses of dead ranks. Allow more restarts
+    # than kills, because some ranks fail by themselves.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     commands = {
         "hora": [str(BIN / "horovodrun"), "-np", "3", "--min-np", "2", *cooldown, *MYSELF],
@@ -545,17 +484,6 @@ def report_overhead(peers: list[str]) -> None:
                 if event["what"] in STEPS_A_TURN:
                     step_ms, more = 1e3 * event["plain_s"], event["ratio"] - 1
                     print(f"{peer:9} {event['what']}: a step takes {step_ms:.2f} ms, fault tolerance {more:+.1%}")
-
-
-def report_commits() -> None:
-    for durable in (False, True):
-        cost = commit_cost(durable)
-        share = cost["commit_s"] / (10 * cost["step_s"])
-        where = "memory and disk" if durable else "memory"
-        print(
-            f"commit to {where}: {cost['num'] / 1e6:.1f} M parameters, step {cost['step_s']:.3f} s, commit "
-            f"{cost['commit_s']:.3f} s: {share:.1%} at one commit every 10 steps"
-        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What one rank pays for `DistributedOptimizer` on a GPU: `python -m benchmarks.gpu`.
+"""Measure the overhead of `DistributedOptimizer` on a GPU with one rank: `python -m benchmarks.gpu`.
 
 ResNet-50 on random photographs, whole training steps: the plain loop, and the same loop with the optimizer wrapped. The
 two take turns in one process. Reports images per second, medians over the rounds, and the wrapped loop's share of the
@@ -27,7 +27,7 @@ WAYS = ("tf32", "bf16 channels-last", "bf16 channels-last compiled")
 
 
 def make_step(way: str, options: argparse.Namespace, *, wrapped: bool) -> Callable[[], None]:
-    """One training step."""
+    """Return a function that does one training step."""
     torch.manual_seed(0)
     layout = torch.channels_last if "channels-last" in way else torch.contiguous_format
     model: Any = ResNet(options.depth, num_classes=1000, channels=3, width=64, stem="large").cuda()
@@ -53,7 +53,7 @@ def make_step(way: str, options: argparse.Namespace, *, wrapped: bool) -> Callab
 
 
 def rate(step: Callable[[], None], options: argparse.Namespace) -> float:
-    """Images per second of one turn."""
+    """Return the images per second of one turn."""
     step()
     torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -64,7 +64,7 @@ def rate(step: Callable[[], None], options: argparse.Namespace) -> float:
 
 
 def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Both loops in turns; who goes first changes from round to round."""
+    """Time both loops in turns; each goes first in every other round."""
     steps = {"plain": make_step(way, options, wrapped=False), "hvd": make_step(way, options, wrapped=True)}
     for step in steps.values():
         for _ in range(5):
@@ -77,7 +77,7 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """One line per way of computing."""
+    """Print one line per precision."""
     rates = result["images_per_s"]
     shares = [ours / plain for ours, plain in zip(rates["hvd"], rates["plain"], strict=True)]
     parts = [f"{result['way']:28s}"]
@@ -89,7 +89,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run all ways on this machine's first GPU."""
+    """Run all precisions on this machine's first GPU."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--depth", type=int, default=50)
     parser.add_argument("--batch-size", type=int, default=256)

@@ -1,4 +1,4 @@
-"""Collectives between hosts against gloo, in the same run. The hosts are network namespaces joined by a cable.
+"""Compare collectives between hosts with gloo's, in the same run. The hosts are connected network namespaces.
 
     python -m benchmarks.hosts                              as fast as the machine can
     python -m benchmarks.hosts --rate 1gbit                 a cable of this speed (tc tbf), and how much of it is used
@@ -8,9 +8,9 @@
     python -m benchmarks.hosts --rate 1gbit --train         whole training steps against DDP (`hosts_training`)
     python -m benchmarks.hosts --hosts 4 --ranks 1          four hosts, each with one rank
 
-Two hosts with two ranks each, unless said otherwise; as root. What is measured, and how, is said in `collectives`,
-which runs on the ranks. "Of the wire" is the time that the bytes alone would need at the cable's speed, divided by
-ours: every host sends and receives all of them once.
+By default two hosts with two ranks each; as root. The ranks run `collectives`, which documents the measurement. "Of the
+wire" is the time that the bytes alone need at the cable's speed, divided by ours: every host sends and receives all of
+them once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks import offices
 from benchmarks.collectives import SIZES, line
 
 SIZES_OF_A_BAD_CABLE = "4K,64K,1M"
-ETHERNET = 1514 / 1448  # bytes of a full frame, and how many of them are ours
+ETHERNET = 1514 / 1448  # bytes of a full frame, and of its payload
 
 
 def run_ranks(hosts: Sequence[offices.Host], arguments: argparse.Namespace) -> list[dict]:
@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measured(arguments: argparse.Namespace) -> list[dict]:
-    """What the ranks have measured on hosts that were made for it."""
+    """Create the hosts, run the ranks and return their results."""
     arguments.sizes = arguments.sizes or (SIZES if arguments.loss == "0%" else SIZES_OF_A_BAD_CABLE)
     link = {"rate": arguments.rate, "delay": arguments.delay, "loss": arguments.loss}
     with offices.offices(arguments.hosts, **link) as hosts:

@@ -4,7 +4,7 @@
     python -m benchmarks.hosts_table --rounds 1 --steps 0                   a quick trial
 
 Each row is a run of `benchmarks.hosts`. In brackets: the smallest and the largest round. `load` is the machine's load
-average before the run, `stolen` the share of its processor time that its own host kept from it meanwhile.
+average before the run, `stolen` the share of processor time that its hypervisor took.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def show_compressed(found: Found) -> None:
 
 
 def show_training(found: Found, row: str) -> None:
-    """DDP, whose bytes are never encrypted, beside ours."""
+    """Print DDP, which never encrypts, beside ours."""
     where = f"{'unshaped' if row.startswith('unshaped') else '1 Gbit/s'}{', encrypted' if 'encrypted' in row else ''}"
     for result in found[row]:
         times, losses = result["ms"], result["losses"]

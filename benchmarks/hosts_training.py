@@ -1,9 +1,7 @@
-"""One rank of a training over several hosts, against DistributedDataParallel over gloo: `benchmarks.hosts --train`
-starts it.
+"""Train on several hosts against DistributedDataParallel over gloo: the rank that `benchmarks.hosts --train` starts.
 
-All contenders live in the same processes and take turns; what they train is said in `training` and `models`. Rank 0
-reports medians over rounds of a step's time, of the slowest rank, and of DDP's divided by ours in the same round; and
-the mean loss of the ranks after so many steps of each.
+All contenders share the processes and take turns; `training` and `models` define them. Rank 0 reports medians over
+rounds of the slowest rank's step time and of its ratio to DDP's, and the mean loss after `num_steps` steps.
 """
 
 from __future__ import annotations
@@ -22,15 +20,15 @@ from benchmarks.models import WORKLOADS
 from benchmarks.training import make_step, timed
 
 CONTENDERS = ("DDP", "overlap", "bf16", "int8")
-NUM_STEPS = 2  # of a turn: over a slow cable a step takes half a second
+NUM_STEPS = 2  # steps per turn: over a slow cable a step takes half a second
 
 
 def measured(model: str, rounds: int, num_steps: int) -> dict:
-    """Milliseconds of a step of each contender, one figure per round, and its loss after `num_steps` (0: no loss)."""
+    """Return the milliseconds of each contender's step, per round, and its loss after `num_steps` (0: no loss)."""
     workload = WORKLOADS[model]
     steps = {name: make_step(name, workload, "sgd", hvd.rank()) for name in CONTENDERS}
     for step in steps.values():
-        for _ in range(3):  # buckets are agreed on after the first one
+        for _ in range(3):  # ranks agree on buckets after the first step
             step()
     times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for _ in range(rounds):

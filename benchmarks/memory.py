@@ -1,7 +1,7 @@
-"""What all ranks together keep in memory while they train, sharded against DDP: `python -m benchmarks.memory`.
+"""Measure the memory of all ranks during training, sharded against DDP: `python -m benchmarks.memory`.
 
 Adam, 100 million parameters, four ranks by default. Every rank reports its proportional set size (shared pages divided
-by those who map them) after a few steps; the sum is what the host really holds.
+by the processes that map them) after a few steps; the sum is the memory that the host uses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 
 
 def proportional_mib() -> float:
-    """The proportional set size of this process."""
+    """Return the proportional set size of this process."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) / 1024
@@ -59,7 +59,7 @@ def worker(contender: str, million: int, meet: str) -> None:
 
 
 def measure(contender: str, np: int, million: int) -> float:
-    """MiB of all ranks together."""
+    """Return the MiB of all ranks together."""
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
         probe.close()
@@ -82,7 +82,7 @@ def measure(contender: str, np: int, million: int) -> float:
 
 
 def main() -> None:
-    """Both contenders and their ratio."""
+    """Print both contenders and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--np", type=int, default=4)
     parser.add_argument("--million", type=int, default=100, help="parameters, in millions")

@@ -1,4 +1,4 @@
-"""Names on a benchmark's command line: some of those that there are."""
+"""Parse lists of names on a benchmark's command line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["some_of"]
 
 
 def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """The `type` of an argument: names with commas between them, or `all`."""
+    """Return the `type` of an argument that takes known names with commas between them, or `all`."""
 
     def parse(text: str) -> list[str]:
         names = list(known) if text == "all" else text.split(",")

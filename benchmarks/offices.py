@@ -1,16 +1,16 @@
-"""Offices on one machine: network namespaces joined by a link as slow, as long and as bad as you say; as root.
+"""Simulate offices on one machine: network namespaces joined by a slow, long or lossy link; as root.
 
     python -m benchmarks.offices --rate 50mbit --delay 20ms -- python train.py              two offices, a rank in each
     python -m benchmarks.offices --rate 100mbit --delay 10ms --loss 0.1% --ranks 2 -- python train.py
     python -m benchmarks.offices --rate 1gbit --offices 4 -- python -m benchmarks.hosts_training …
 
-Every rank runs the command with its place in the environment, so that `hvd.init()` finds the others; its office is its
-host, and nothing but the link leads out of it. `--delay` is one way: a round trip takes twice as long. All ranks share
-this machine's cores; without options the link is as fast as the machine.
+Every rank runs the command with its rank in the environment, so that `hvd.init()` finds the others. An office is a
+host, and the link is its only connection. `--delay` is one way. All ranks share this machine's cores; without options
+the link is as fast as the machine.
 
-The rate is the kernel's (tc tbf). The delay and the loss are made by a process between the offices
-(tests/integration/bad_cable.py), because many kernels have no netem; that needs about a core for 300 Mbit/s with
-losses, and for a few Gbit/s without them, in packets of 9000 bytes.
+The kernel limits the rate (tc tbf). A process between the offices delays and drops packets
+(tests/integration/bad_cable.py), because many kernels have no netem. It needs about a core for 300 Mbit/s with losses,
+or for a few Gbit/s without.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def delay_s(delay: str) -> float:
 
 @contextlib.contextmanager
 def offices(count: int, *, rate: str = "", delay: str = "0ms", loss: str = "0%") -> Iterator[list[Host]]:
-    """Make the offices and their link, and take them away again."""
+    """Create the offices and their link; remove them at the end."""
     addresses, lost = [address_of(office) for office in range(count)], float(loss.removesuffix("%")) / 100
     if (delay_s(delay) or lost) and count != 2:
         raise SystemExit("a link with a delay or losses joins two offices; leave --delay and --loss out for more")
@@ -69,7 +69,7 @@ def run_ranks(
     limit_s: float,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Run the command as so many ranks in each office. SystemExit if one of them fails or the limit passes."""
+    """Run the command as this many ranks in each office. Raises SystemExit if a rank fails or the limit passes."""
     with tempfile.TemporaryDirectory() as folder:
         secret = Path(folder) / "secret"
         secret.write_text(secrets.token_hex(32))

@@ -1,12 +1,12 @@
-"""`init_process_group("hora")` against gloo: two groups of the same processes, which take turns.
+"""Compare `init_process_group("hora")` with gloo: two groups of the same processes take turns.
 
     python -m benchmarks.process_group                    all cases, about five minutes on two cores
     python -m benchmarks.process_group --quick            fewer rounds and sizes
     python -m benchmarks.process_group --cases all_reduce,messages --sizes 4K,1M
 
-One thread a rank, float32. Bytes are those that a rank gives: of a gather its part, of a reduce-scatter its whole input
-divided by the ranks. "times" is gloo's time divided by ours, the median over the rounds, with the smallest and largest
-round in brackets.
+One thread per rank, float32. Bytes are a rank's input: its part of a gather, its input of a reduce-scatter divided by
+the ranks. "times" is gloo's time divided by ours, the median over the rounds, with the smallest and largest round in
+brackets.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Call = Callable[[], object]
 
 
 def collective(case: str, size: int, group: Group) -> Call:
-    """One call of a collective."""
+    """Call a collective once."""
     ranks, rank, count = dist.get_world_size(), dist.get_rank(), size // 4
     mine, whole = torch.zeros(count), torch.zeros(count * ranks)
     if case == "all_reduce":
@@ -85,7 +85,7 @@ class Block(nn.Module):
 
 
 def tensor_parallel(group: Group) -> Call:
-    """A forward pass of the block, batch 1."""
+    """Return a forward pass of the block, batch 1."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -104,7 +104,7 @@ def tensor_parallel(group: Group) -> Call:
 
 
 def step(model: nn.Module, optimizer: Any, workload: Any) -> Call:
-    """One training step, of data that is always the same."""
+    """Do one training step on fixed data."""
     x, y = torch.rand(workload.shape), torch.randint(0, workload.classes, workload.shape[:1])
 
     def train() -> None:
@@ -116,7 +116,7 @@ def step(model: nn.Module, optimizer: Any, workload: Any) -> Call:
 
 
 def training(case: str, name: str, group: Group) -> Call:
-    """A training step of DDP or FSDP2 on a group; without one, of hvd."""
+    """Return a training step of DDP or FSDP2 on a group, or of hvd without one."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
@@ -140,7 +140,7 @@ def training(case: str, name: str, group: Group) -> Call:
 
 
 def cases_of(arguments: argparse.Namespace, groups: dict[str, Group]) -> list[tuple[str, Contenders]]:
-    """What is measured: a label, and the contenders."""
+    """Yield the cases: a label and its contenders."""
     found: list[tuple[str, Contenders]] = []
     for case in arguments.cases:
         if case in COLLECTIVES:

@@ -1,13 +1,12 @@
-"""The whole comparison with one command: `make bench`, or `python -m benchmarks [--quick]`.
+"""Run the whole comparison: `make bench`, or `python -m benchmarks [--quick]`.
 
 Collectives and training steps against torch.distributed's gloo and DistributedDataParallel, memory against DDP,
-start-up against torchrun and TorchDistributor, and the cost of watching a job. Prints
-what each benchmark prints and saves a table (`docs/benchmarks/results.md`), the numbers (`results.json`) and a picture
-(`results.png`); `python -m benchmarks.readme` writes the README's figures from them.
+start-up against torchrun and TorchDistributor, and the cost of watching a job. Prints the output of each benchmark and
+saves a table (`docs/benchmarks/results.md`) and the numbers (`results.json`), from which `python -m benchmarks.readme`
+writes the README's figures.
 
-Needs torch and the package (installed, or `PYTHONPATH=src`). A part that needs more (pyspark and Java) is
-left out where that is missing, and the table says so. `--quick` takes about a quarter of an hour on two cores: fewer
-rounds, without watching.
+Skips a part whose requirements (pyspark, Java) are missing, and says so in the table. `--quick` takes about a quarter
+of an hour on two cores: fewer rounds, without watching.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Rows = list[dict[str, Any]]
 
 
 class Part(NamedTuple):
-    """A section of the results: its title, the benchmarks that print it, what they need, and if `--quick` has it."""
+    """A section of the results: title, benchmarks, requirements, and whether `--quick` includes it."""
 
     title: str
     commands: tuple[tuple[str, ...], ...]
@@ -39,7 +38,7 @@ class Part(NamedTuple):
     quick: bool = False
 
     def missing(self) -> list[str]:
-        """Return the modules and programs that this machine lacks."""
+        """Return the requirements that this machine lacks."""
         modules = [name for name in self.modules if importlib.util.find_spec(name) is None]
         return modules + [name for name in self.programs if shutil.which(name) is None]
 
@@ -60,10 +59,10 @@ PARTS = (
 
 
 def run_module(module: str, *arguments: str) -> str:
-    """Run a benchmark, show what it prints, and return it. A benchmark that fails is reported, not fatal."""
+    """Run a benchmark, show and return its output. A failing benchmark is reported, not fatal."""
     print(f"\n== {module} {' '.join(arguments)}", flush=True)
     command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
-    # torchrun would set this, and say so among the results. stderr, where Spark writes its log, goes to the console
+    # torchrun would set OMP_NUM_THREADS and print that among the results. stderr, with Spark's log, goes to the console
     # only.
     env = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, check=False)
@@ -74,7 +73,7 @@ def run_module(module: str, *arguments: str) -> str:
 
 
 def with_numbers(module: str, *arguments: str) -> tuple[str, Rows]:
-    """Run a benchmark that can write its numbers."""
+    """Run a benchmark that writes its numbers as JSON; return its output and the numbers."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "numbers.json"
         text = run_module(module, *arguments, "--json", str(path))
@@ -83,7 +82,7 @@ def with_numbers(module: str, *arguments: str) -> tuple[str, Rows]:
 
 
 def run_part(part: Part) -> str:
-    """Run a part's benchmarks and return what they print, or what they lack."""
+    """Run a part's benchmarks and return their output, or the missing requirements."""
     missing = part.missing()
     if missing:
         return f"left out: this machine has no {' and no '.join(missing)}"
@@ -97,7 +96,7 @@ def ratio(row: dict[str, Any], contender: str, peer: str = "DDP") -> float:
 
 
 def machine() -> str:
-    """Describe where this runs."""
+    """Describe this machine."""
     import torch
 
     cores, all_cores = len(os.sched_getaffinity(0)), os.cpu_count()
@@ -107,7 +106,7 @@ def machine() -> str:
 
 
 def table(command: str, collectives: Rows, training: Rows, texts: dict[str, str]) -> str:
-    """The results in Markdown."""
+    """Return the results in Markdown."""
     lines = [
         "# Benchmarks",
         "",
@@ -150,39 +149,8 @@ def table(command: str, collectives: Rows, training: Rows, texts: dict[str, str]
     return "\n".join(lines) + "\n"
 
 
-def picture(collectives: Rows, training: Rows, path: Path) -> None:
-    """Bars: how many times faster, in training and in collectives."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels = 2 if collectives else 1
-    figure, grid = pyplot.subplots(1, panels, figsize=(7 * panels, 4.2), layout="constrained", squeeze=False)
-    left, right = grid[0][0], grid[0][-1]
-    labels = [f"{row['task']}\n{row['optimizer']}, np={row['np']}" for row in training]
-    for shift, contender in ((-0.2, "overlap"), (0.2, "sharded")):
-        heights = [ratio(row, contender) for row in training]
-        bars = left.bar([i + shift for i in range(len(training))], heights, 0.38, label=contender)
-        left.bar_label(bars, fmt="%.2f", fontsize=8)
-    left.set_xticks(range(len(training)), labels, fontsize=8)
-    left.set_title("Training step: DDP's time / ours")
-    left.legend()
-    if collectives:
-        shown = [row for row in collectives if row["case"] in ("sum", "many")]
-        names = [f"{row['bytes'] >> 10} KiB" if row["case"] == "sum" else "1000 x 1 KiB" for row in shown]
-        bars = right.bar(names, [row["times"] for row in shown], color="tab:green")
-        right.bar_label(bars, fmt="%.1f", fontsize=8)
-        right.tick_params(axis="x", labelsize=8)
-        right.set_title("Allreduce: gloo's time / ours")
-    for axes in (left, right):
-        axes.axhline(1.0, color="grey", linewidth=0.8)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
-
-
 def main() -> None:
-    """Run everything and save it."""
+    """Run everything and save the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--np", default="2", help="ranks, also several: 2,4")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, without watching")
@@ -208,10 +176,6 @@ def main() -> None:
     }
     (options.out / "results.json").write_text(json.dumps(numbers, indent=1))
     (options.out / "results.md").write_text(table(command, collectives, training, texts))
-    if importlib.util.find_spec("matplotlib"):
-        picture(collectives, training, options.out / "results.png")
-    else:
-        print("no picture: this machine has no matplotlib")
     print(f"saved in {options.out}")
 
 

@@ -1,18 +1,18 @@
-"""What do many ranks cost where they meet and agree? Run `python -m benchmarks.scale [--hosts 16 125 500]`.
+"""Measure the cost of rendezvous and negotiation with many ranks: `python -m benchmarks.scale [--hosts 16 125 500]`.
 
-A real launcher's rendezvous and a real rank 0 (its control tree, agreement and planner), each in a process of its own,
-and simulated others: real connections with real keys, which say what ranks say.
+A real launcher's rendezvous and a real rank 0 (control tree, negotiation and planner) each run in a process. The other
+ranks are simulated, with real connections, keys and messages.
 
-1. Meeting: all workers connect to the launcher, get their keys, hear of the ranks of their host and where their
-   parent in the tree is, as `hvd.init()` does. Then rank 0's neighbours in the tree hand in the introductions of all
-   ranks and get them back.
-2. Agreement: rank 0 and its neighbours, each for all ranks below it, announce operations that they have announced
-   before, and wait for the round. No other rank speaks with rank 0.
-3. Training: rank 0 takes steady steps of 25 buckets through its schedule. Of the ranks of its host it sees in shared
-   memory that they have come, of the other hosts that they have the same bucket; what buckets hold is not sent.
+1. Rendezvous: all workers connect to the launcher and receive their keys, the ranks of their host and the address of
+their parent in the tree, as in `hvd.init()`. Then rank 0's neighbours send the introductions of all ranks up the tree
+and receive them back.
+2. Negotiation: rank 0 and its neighbours, each for all ranks below it, announce known operations and wait for the
+round. No other rank is connected to rank 0.
+3. Training: rank 0 does steady steps of 25 buckets through its schedule. The other ranks and hosts have always arrived,
+and the content of buckets is not sent.
 
-Seconds are wall time on this machine, where all of them share its cores; bytes and messages are exact. docs/scale.md
-has a model of them.
+Seconds are wall time on this machine, whose cores all of them share; bytes and messages are exact. docs/scale.md models
+them.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from hora.world import RendezvousEndpoint, World
 LIMIT_S = 600.0
 JOB = "scale"
 NUM_BUCKETS, NUM_STEPS = 25, 100
-NUM_ANNOUNCED = 1000  # how often operations are announced, in rounds of 1, 25 and 200
-SERIAL = 1  # of the process set that agrees: the world
+NUM_ANNOUNCED = 1000  # number of announcements, in rounds of 1, 25 and 200
+SERIAL = 1  # the process set that negotiates: the world
 
 
 def introduction(rank: int) -> bytes:
-    """What a rank tells all others of itself: as long as `engine.peers` has it."""
+    """Return a rank's introduction to all others, as long as a real one."""
     values = {
         "rank": rank,
         "leader": rank // 8 * 8,
@@ -73,13 +73,13 @@ def introduction(rank: int) -> bytes:
 
 
 def operation(number: int) -> Signature:
-    """One of the operations on which ranks agree."""
+    """Return one of the operations that ranks negotiate."""
     return Signature(int(Kind.ALLREDUCE), "allreduce", f"gradient.{number}", ("float32",), ((1_000_000,),))
 
 
 @dataclass
 class Traffic:
-    """What passed at one end."""
+    """Bytes and messages of one end."""
 
     messages_out: int = 0
     messages_in: int = 0
@@ -95,7 +95,7 @@ class Traffic:
 
 
 class _Counted:
-    """A socket that counts."""
+    """A socket that counts its traffic."""
 
     def __init__(self, sock: socket.socket, traffic: Traffic) -> None:
         self._sock, self._traffic = sock, traffic
@@ -115,7 +115,7 @@ class _Counted:
 
 @dataclass
 class Worker:
-    """A simulated worker: its connection to the launcher, and as a rank that to rank 0."""
+    """A simulated worker with its connections to the launcher and to rank 0."""
 
     rank: int
     traffic: Traffic = field(default_factory=Traffic)
@@ -141,20 +141,20 @@ class Worker:
 
 
 class _Events:
-    """Of a launcher that starts nothing."""
+    """Events of a launcher that starts nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args: None
 
 
 def _usage() -> tuple[float, float]:
-    """Resident MiB and processor seconds of this process."""
+    """Return resident MiB and processor seconds of this process."""
     process = psutil.Process()
     return process.memory_info().rss / 2**20, sum(process.cpu_times()[:2])
 
 
 def serve_launcher(pipe: Pipe, secret: bytes, size: int) -> None:
-    """The launcher's process."""
+    """Run the launcher's process."""
     server = Rendezvous("127.0.0.1", secret=secret, job=JOB, events=_Events())
     rendezvous = RendezvousEndpoint(kind="hora", address="127.0.0.1", port=server.port, job=JOB)
     server.publish(0, {rank: World(rank=rank, size=size, worker=rank, rendezvous=rendezvous) for rank in range(size)})
@@ -165,7 +165,7 @@ def serve_launcher(pipe: Pipe, secret: bytes, size: int) -> None:
 
 
 class SimulatedHosts:
-    """The other hosts in a step, as a transport between hosts: they have come to the same bucket."""
+    """A transport between hosts whose other hosts have always reached the same bucket."""
 
     def num_records(self, count: int, itemsize: int) -> int:
         return 1
@@ -192,7 +192,7 @@ class Training:
         self._num_steps = 0
 
     def step(self) -> None:
-        """The others of this host are here, so what is measured is rank 0's own work."""
+        """Do one step; the other ranks of this host have arrived, so only rank 0's own work is measured."""
         self._num_steps += 1
         for other in self._others:
             other.store(2 * NUM_BUCKETS * self._num_steps + 1)
@@ -203,8 +203,9 @@ class Training:
 
 
 def serve_rank_0(pipe: Pipe, world: bytes, size: int, ranks_per_host: int) -> None:
-    """Rank 0's process. An order is how many operations to agree on, or 0 for steps of training; the answer, its
-    processor seconds for that."""
+    """Run rank 0's process. An order is a number of operations to negotiate, or 0 for training steps; the answer is the
+    processor seconds.
+    """
     nothing = {name: lambda *_: None for name in ("lost", "leaving", "fault", "tick")}
     control_tree = ControlTree(
         0,
@@ -259,7 +260,7 @@ def tree_of(size: int, ranks_per_host: int) -> Tree:
 
 
 def gather(workers: Sequence[Worker], key: str, groups: Sequence[str], values: Sequence[bytes]) -> None:
-    """All of them meet once."""
+    """Gather once over all workers."""
     size = len(workers)
     for worker, group, value in zip(workers, groups, values, strict=True):
         header = {"op": "gather", "id": 1, "key": key, "rank": worker.rank, "size": size, "timeout_s": LIMIT_S}
@@ -270,7 +271,7 @@ def gather(workers: Sequence[Worker], key: str, groups: Sequence[str], values: S
 
 
 def meet(port: int, secret: bytes, workers: Sequence[Worker], ranks_per_host: int) -> None:
-    """What `hvd.init()` says to the launcher."""
+    """Send what `hvd.init()` sends to the launcher."""
     for worker in workers:
         worker.connect(("127.0.0.1", port), worker_credentials(secret, JOB, worker.rank))
         worker.send({"op": "hello", "id": 0, "name": f"rank {worker.rank}", "worker": worker.rank})
@@ -287,7 +288,7 @@ def meet(port: int, secret: bytes, workers: Sequence[Worker], ranks_per_host: in
 
 
 def introduce(links: Sequence[Worker], tree: Tree) -> None:
-    """Rank 0's neighbours hand in what the ranks below them say, and hear of all."""
+    """Send the introductions of the ranks below rank 0's neighbours, and receive those of all ranks."""
     for link in links:
         parts = [(rank, introduction(rank)) for rank in tree.below(link.rank)]
         link.send({"want": "link"})
@@ -297,7 +298,7 @@ def introduce(links: Sequence[Worker], tree: Tree) -> None:
 
 
 class Neighbour:
-    """A neighbour of rank 0 in the tree, which speaks for all below it."""
+    """A neighbour of rank 0 in the tree, which announces for all ranks below it."""
 
     def __init__(self, link: Worker) -> None:
         self._link = link
@@ -314,7 +315,7 @@ class Neighbour:
         self._link.send({"t": "up", "set": SERIAL, "parts": len(parts)}, join_parts(parts))
 
     def await_rounds(self, num_operations: int) -> None:
-        """Hear that all have announced them, in one round or in several."""
+        """Wait until all ranks have announced them, in one round or several."""
         while num_operations > 0:
             header, payload = self._link.receive()
             for who, data in cut_parts(payload, header["parts"]):
@@ -327,7 +328,7 @@ class Neighbour:
 
 
 def agree(neighbours: Sequence[Neighbour], rank_0: Pipe, num_operations: int) -> float:
-    """All announce and hear that all have; returns rank 0's processor seconds."""
+    """Announce on all neighbours and wait for the rounds; returns rank 0's processor seconds."""
     rank_0.send(num_operations)
     for neighbour in neighbours:
         neighbour.announce([operation(number) for number in range(num_operations)])
@@ -338,7 +339,7 @@ def agree(neighbours: Sequence[Neighbour], rank_0: Pipe, num_operations: int) ->
 
 
 def run(num_hosts: int, ranks_per_host: int) -> dict[str, Any]:
-    """Play it; what was measured."""
+    """Simulate a job and return the measurements."""
     size, secret, world = num_hosts * ranks_per_host, new_secret(), new_secret()
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
@@ -400,7 +401,7 @@ def _measure_rounds(
     neighbours = [Neighbour(link) for link in links]
     for what, num_operations in (("round", 1), ("round_of_25", 25), ("round_of_200", 200)):
         num_rounds = min(NUM_ANNOUNCED // num_operations, 50)
-        agree(neighbours, rank_0, num_operations)  # the first time operations are told in full
+        agree(neighbours, rank_0, num_operations)  # new operations are announced in full
         before = Traffic.sum([link.traffic for link in links])
         begun = time.perf_counter()
         used = [agree(neighbours, rank_0, num_operations) for _ in range(num_rounds)]
@@ -413,7 +414,7 @@ def _measure_rounds(
 
 
 def _measure_steps(rank_0: Pipe, links: Sequence[Worker]) -> dict[str, Any]:
-    """Take steps; nothing has come to a neighbour of rank 0 afterwards, and none of them has said anything to it."""
+    """Do steps, and check that rank 0 and its neighbours exchanged no message."""
     rank_0.send(0)
     used = _answer(rank_0)
     waiting = [link for link in links if link.connection is not None and _readable(link.connection.sock)]
@@ -421,7 +422,7 @@ def _measure_steps(rank_0: Pipe, links: Sequence[Worker]) -> dict[str, Any]:
 
 
 def _readable(sock: socket.socket) -> bool:
-    """Return whether bytes have come that were not read."""
+    """Return whether there are unread bytes."""
     poll = select.poll()
     poll.register(sock.fileno(), select.POLLIN)
     return bool(poll.poll(200))

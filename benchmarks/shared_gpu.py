@@ -21,7 +21,7 @@ CONTENDERS = ("ours", "host", "gloo", "nccl")
 
 
 def rank(contender: str, iterations: int) -> None:
-    """What every rank runs; rank 0 prints {size: seconds}."""
+    """Run one rank; rank 0 prints {size: seconds}."""
     import torch
 
     torch.cuda.set_device(0)
@@ -60,7 +60,7 @@ def rank(contender: str, iterations: int) -> None:
 
 
 def run(contender: str, np: int, iterations: int) -> dict[int, float] | None:
-    """One job; None if it failed."""
+    """Run one job; returns None if it failed."""
     own = [sys.executable, "-m", "hora", "run", "-np", str(np), sys.executable, "-m", "benchmarks.shared_gpu"]
     other = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(np), "-m", "benchmarks.shared_gpu"]
     command = [*(own if contender in ("ours", "host") else other), "rank", contender, "--iterations", str(iterations)]

@@ -1,13 +1,12 @@
-"""Training over slow links, against DDP over gloo, plain and with torch's own PowerSGD hook: as root, two offices x 2
-ranks.
+"""Train over slow links against DDP over gloo, plain and with torch's PowerSGD hook: as root, two offices x 2 ranks.
 
     python -m benchmarks.slow_links --rounds 2 --out FOLDER             all rows, about 8 minutes on a quiet machine
     python -m benchmarks.slow_links --rows "1 Gbit/s" --rounds 1        whether it works
     python -m benchmarks.slow_links --plan --rounds 1 --out FOLDER    predictions of `hora.plan` beside measurements
 
-The offices are network namespaces (`benchmarks.offices`). All contenders of a row live in the same processes and take
-turns; a time is that of the slowest rank, the median over the rounds. DiLoCo is timed over one period of exchanges,
-beside the same optimizer that never exchanges ("apart"): the same steps without any network between the offices.
+The offices are network namespaces (`benchmarks.offices`). All contenders of a row share the processes and take turns. A
+time is the slowest rank's, the median over the rounds. DiLoCo is timed over one period of exchanges, beside the same
+optimizer without exchanges ("apart").
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ RANK = 4
 
 
 class Row(NamedTuple):
-    """A link, a model, who is timed, and over how many steps."""
+    """A link, a model, its contenders and the number of steps."""
 
     link: dict[str, str]
     model: str
     contenders: tuple[str, ...]
     num_steps: int
-    of: str  # the others' time is divided by this one's, or, for "apart", this one by the others'
+    of: str  # ratios are the others' time divided by this one's; for "apart" the reverse
 
 
 LOW_RANK = f"PowerSGD {RANK}"
@@ -79,7 +78,7 @@ ROWS = {
 
 
 def wrapped(contender: str, optimizer: torch.optim.Optimizer) -> Any:
-    """The contender's optimizer."""
+    """Return the contender's optimizer."""
     compression: Any
     kind, *more = contender.split()
     if kind == "DDP":
@@ -88,7 +87,7 @@ def wrapped(contender: str, optimizer: torch.optim.Optimizer) -> Any:
         return hvd.LocalSGD(optimizer, every=NEVER)
     if kind == "DiLoCo":
         every = int(more[0])
-        if more[1:]:  # nearly until the next fragment's turn; by default it is half of that
+        if more[1:]:  # almost until the next fragment; the default is half of that
             compression = getattr(hvd.Compression, more[1])
             return hvd.DiLoCo(optimizer, every=every, overlap=9 * every // 40, compression=compression)
         return hvd.DiLoCo(optimizer, every=every)
@@ -130,7 +129,7 @@ def make_step(contender: str, workload: Workload) -> Callable[[], object]:
 
 
 def work(row: Row, rounds: int, numbers: Path) -> None:
-    """One rank: milliseconds of a step of each contender, one figure per round."""
+    """Return, on one rank, the milliseconds of each contender's step, per round."""
     torch.set_num_threads(1)
     hvd.init()
     join_gloo(dist, hvd)
@@ -152,7 +151,7 @@ def work(row: Row, rounds: int, numbers: Path) -> None:
 
 
 def check_plan(row: Row, rounds: int, numbers: Path) -> None:
-    """One rank: `hora.plan`'s prediction of each setting, and its measured step."""
+    """Print, on one rank, `hora.plan`'s prediction for each setting and its measured step."""
     torch.set_num_threads(1)
     hvd.init()
     workload = WORKLOADS[row.model]

@@ -1,14 +1,12 @@
-"""Start-up side by side with TorchDistributor, interleaved in one run: `python benchmarks/spark_startup.py
-[rounds]`.
+"""Compare the start-up time with TorchDistributor's, interleaved: `python benchmarks/spark_startup.py [rounds]`.
 
 Each contender starts two processes that initialise, allreduce one tensor and return its value: on a
 standalone Spark cluster (a master and two workers with one core each), classic and through a Connect server,
-and as local processes. The session and the executors are warm: one round of everything runs before the clock
-does. Prints medians, the spread and the ratios, and of the medians which part passed before rank 0 was in the function,
-in it (where it imports, initialises and reduces), and on the way home.
+and as local processes. One round of everything runs first, to warm up the session and the executors. Prints medians,
+spread and ratios, and splits the medians into the time before, in and after the function of rank 0.
 
-Through Connect all share Spark's Python workers, and TorchDistributor, whose tasks leave their input unread, has Spark
-end them. So ours is measured twice there: first on workers that are new, then on those that it has left.
+Through Connect all contenders share Spark's Python workers, which Spark ends after TorchDistributor's tasks because
+these leave input unread. So ours is measured twice: on new workers, and on warm ones.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "integ
 import pyspark
 from spark_cluster import ConnectServer, StandaloneCluster, spark_session
 
-Answer = tuple[float, float, float]  # the sum, when the function was entered, when it was left
+Answer = tuple[float, float, float]  # the sum, and the times of entering and leaving the function
 
 
 def hora_main() -> Answer:
@@ -111,7 +109,7 @@ def main(rounds: int) -> None:
         settings = {"spark.master": cluster.url, "spark.executor.memory": "512m"}
         with ConnectServer(settings=settings) as server:
             print(f"through Spark Connect ({pyspark.__version__})", flush=True)
-            # A process of its own: one that had a classic session cannot have another.
+            # A separate process: one that had a classic session cannot open another.
             subprocess.run([sys.executable, __file__, str(rounds), server.url], check=True)
 
 

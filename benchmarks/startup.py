@@ -1,12 +1,11 @@
-"""How long does a job take to start, meet and end? Run `python benchmarks/startup.py [--repeats 5]`.
+"""Measure the time that a job takes to start, meet and end: `python benchmarks/startup.py [--repeats 5]`.
 
 1. `horovodrun -np 2 python s.py` against `torchrun --nproc-per-node 2 s.py`, interleaved, the same script
    under both: once an empty one (the launchers' own cost), once one that initialises, all-reduces and ends.
 2. Idle ranks (no torch): start 8, 16, 32, 64 of them, let each meet all others once, end.
 3. The same with torch: `run()` starts 2, 4, 8, 16 ranks that initialise, all-reduce once and return.
 
-Seconds are wall time, medians; `cpu` is processor time of the launcher and everything it started, which a
-busy machine changes less.
+Seconds are medians of wall time; `cpu` is the processor time of the launcher and its descendants.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ if __name__ == "__main__":
 
 
 def measure(argv: list[str]) -> tuple[float, float]:
-    """Wall and processor seconds of a command with all its descendants."""
+    """Return wall and processor seconds of a command with all its descendants."""
     before, began = os.times(), time.perf_counter()
     done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     wall, after = time.perf_counter() - began, os.times()

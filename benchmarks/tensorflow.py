@@ -1,9 +1,8 @@
-"""Training steps of TensorFlow on two ranks of this machine: `python -m benchmarks.tensorflow [--rounds 3] [--model
-mlp]`
+"""Time TensorFlow's training steps on two ranks: `python -m benchmarks.tensorflow [--rounds 3] [--model mlp]`.
 
-Contenders, in turns, each with one thread a rank: the model alone (two processes that say nothing to one another),
-`horovod.tensorflow`, and `tf.distribute.MultiWorkerMirroredStrategy` with its own collectives over gRPC. Then the MLP
-in Keras 3 on its torch backend beside the same in plain torch, each with the `DistributedOptimizer` of its front.
+Contenders, in turns, with one thread per rank: two processes without communication, `horovod.tensorflow`, and
+`tf.distribute.MultiWorkerMirroredStrategy` with its collectives over gRPC. Then the MLP in Keras 3 on its torch backend
+beside plain torch, each with its `DistributedOptimizer`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ LIMIT_S = 300
 
 
 def build(tf, name):
-    """A model and a batch for it."""
+    """Return a model and a batch for it."""
     import numpy as np
 
     rng, layers = np.random.default_rng(0), tf.keras.layers
@@ -91,7 +90,7 @@ def report(step, num_steps: int, first: bool) -> None:
 
 
 def worker_on_torch(contender: str) -> None:
-    """The MLP with torch's tensors: the loop of torch's documentation, or the one of Keras's."""
+    """Train the MLP on torch tensors, with a plain torch loop or with Keras."""
     import torch
     from torch import nn
 
@@ -131,7 +130,7 @@ def worker_on_torch(contender: str) -> None:
 
 
 def measure(contender: str, name: str) -> float:
-    """Milliseconds of a step, on two ranks."""
+    """Return the milliseconds of a step, on two ranks."""
     command = [sys.executable, "-m", "benchmarks.tensorflow", "--worker", contender, "--model", name]
     env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
     if contender in ON_TORCH:
@@ -196,7 +195,7 @@ def main() -> None:
 
 
 def compare(title: str, name: str, contenders: tuple[str, ...], rounds: int, ratio_of: tuple[str, str]) -> None:
-    """Measure the contenders in turns and print the medians, and the one's time by the other's."""
+    """Measure the contenders in turns; print the medians and their ratio."""
     found: dict[str, list[float]] = {contender: [] for contender in contenders}
     for _ in range(rounds):
         for contender in contenders:

@@ -1,11 +1,10 @@
-"""Whole training steps against DistributedDataParallel over gloo, in turns: `python -m benchmarks.training`.
+"""Compare whole training steps with DistributedDataParallel over gloo, in turns: `python -m benchmarks.training`.
 
-Every contender trains the same model from the same start on the same batches with the same optimizer implementation: a
-step without communication, DDP, DDP with the malloc settings of `hvd.init()` ("DDP-warm": freed memory stays with the
-process), Hora with overlapped reduction, Hora sharded. Each has processes of its own, as a user would run it, and
-sleeps while the others have their turn; with `--together` all live in the same processes, where all have warm memory.
-Reports medians over rounds, the spread, ratios of both DDPs' time to ours, and that the losses agree. `--profile` shows
-where a step's time goes.
+All contenders train the same model from the same weights on the same batches: without communication, DDP, DDP with the
+malloc settings of `hvd.init()` ("DDP-warm": the process keeps freed memory), Hora overlapped, Hora sharded. Each has
+its own processes, which sleep during other turns; with `--together` all share their processes, where all have warm
+memory. Reports medians over rounds, spread and ratios, and checks that the losses agree. `--profile` shows where a
+step's time goes.
 """
 
 from __future__ import annotations
@@ -43,19 +42,14 @@ LIMIT_S = 300.0  # of one turn of one contender
 
 
 def make_optimizer(kind: str, parameters: Any) -> torch.optim.Optimizer:
-    """The same implementation for every contender."""
+    """Return the optimizer, the same implementation for every contender."""
     if kind == "sgd":
         return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, foreach=True)
     return torch.optim.Adam(parameters, lr=1e-4, fused=True)
 
 
-def make_step(
-    contender: str, workload: Workload, optimizer_kind: str, rank: int, mark: Callable[[], object] = lambda: None
-) -> Callable[[], torch.Tensor]:
-    """One training step of a contender, as a function that returns the loss.
-
-    `mark` is called after each of its phases.
-    """
+def make_step(contender: str, workload: Workload, optimizer_kind: str, rank: int) -> Callable[[], torch.Tensor]:
+    """Return a function that does one training step of a contender and returns the loss."""
     torch.manual_seed(0)
     model: nn.Module = workload.build()
     if contender in PEERS:
@@ -76,19 +70,15 @@ def make_step(
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
-        mark()
         loss = functional.cross_entropy(model(inputs), targets)
-        mark()
         loss.backward()
-        mark()
         optimizer.step()
-        mark()
         return loss.detach()
 
     return step
 
 
-# One rank of a group of contenders. It does what the lines on its standard input say, and answers each with one line.
+# One rank of a group of contenders: it executes orders from standard input, and answers each with one line.
 
 
 def worker(arguments: argparse.Namespace) -> None:
@@ -130,7 +120,7 @@ def worker(arguments: argparse.Namespace) -> None:
 
 
 def timed(step: Callable[[], object], count: int) -> tuple[float, float]:
-    """Milliseconds of a step: by the clock, and processor time of all threads of this rank."""
+    """Return the milliseconds of a step: wall time, and processor time of all threads of this rank."""
     start, start_cpu = time.perf_counter(), time.process_time()
     for _ in range(count):
         step()
@@ -138,7 +128,7 @@ def timed(step: Callable[[], object], count: int) -> tuple[float, float]:
 
 
 def profiled(step: Callable[[], object], count: int) -> str:
-    """The functions in which the calling thread spends a step."""
+    """Return the functions in which the calling thread spends a step."""
     import cProfile
     import io
     import pstats
@@ -155,7 +145,7 @@ def profiled(step: Callable[[], object], count: int) -> str:
 
 
 class Group:
-    """The processes of one contender, or of several that live together."""
+    """The processes of one contender, or of several that share them."""
 
     def __init__(self, contenders: Sequence[str], np: int, folder: str, *, pin: bool) -> None:
         self.contenders = contenders
@@ -172,7 +162,7 @@ class Group:
             self._processes.append(subprocess.Popen(command, env=env, text=True, **pipes))
 
     def ask(self, *order: str) -> list[Any]:
-        """The answers of all ranks. The first one that is lost, or the time limit, ends them all."""
+        """Return the answers of all ranks. A lost rank or the time limit ends all of them."""
         try:
             with self._limited():
                 for process in self._processes:
@@ -185,10 +175,10 @@ class Group:
             raise RuntimeError(text) from None
 
     def end(self) -> None:
-        """Let them go home."""
+        """End the processes."""
         with self._limited():
             for process in self._processes:
-                with contextlib.suppress(OSError):  # an order that was never read
+                with contextlib.suppress(OSError):  # an unread order
                     process.stdin.close()
             for process in self._processes:
                 process.wait()

@@ -1,11 +1,8 @@
-"""What seeing a job run costs, and how sure it is. `python -m benchmarks.watch overhead | slow | hang`
+"""Measure the cost and the reliability of the live page: `python -m benchmarks.watch overhead | slow | hang`.
 
-overhead    a training step unobserved, observed, and observed with a page open, in turns; bytes a rank sends in a
-            second
-slow        one of four ranks is a fifth slower, a random one each time: how often it is named, it alone, after how many
-            seconds
-hang        one of four ranks hangs, a random one each time: how often the page has its guilty line, after how many
-            seconds
+overhead    a training step unobserved, observed, and with a page open, in turns; bytes per rank and second
+slow        a random one of four ranks is a fifth slower: how often the page names it alone, and how soon
+hang        a random one of four ranks hangs: how often the page shows its line, and how soon
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ OBEDIENT = Path(__file__).parents[1] / "tests" / "integration" / "watched_job.py
 
 
 def rank(model_name: str, num_steps: int) -> None:
-    """What every rank of the measured jobs runs; rank 0 prints the median step in milliseconds."""
+    """Run one rank of a measured job; rank 0 prints the median step in milliseconds."""
     import torch
 
     import horovod.torch as hvd
@@ -75,7 +72,7 @@ def _page(printed: Path, limit_s: float = 60.0) -> str:
 
 
 def _one_run(model: str, steps: int, np: int, way: str) -> tuple[float, float]:
-    """(milliseconds of a step, bytes a rank sent per second)."""
+    """Return the milliseconds of a step and the bytes that a rank sent per second."""
     from hora.watch.terminal import page_from_url, snapshots
 
     with tempfile.TemporaryDirectory() as folder:
@@ -144,7 +141,7 @@ def overhead(np: int, rounds: int) -> dict:
 
 
 def _meter_us() -> float:
-    """What the meter adds to a step of one bucket, by itself: the calls that the engine and the optimizer make."""
+    """Return the microseconds that the meter's calls add to a step of one bucket."""
     from hora.telemetry import Meter
 
     meter, clock = Meter(), time.perf_counter
@@ -167,7 +164,7 @@ def _meter_us() -> float:
 
 @contextlib.contextmanager
 def _obedient_job(np: int) -> Iterator[tuple[Page, Path]]:
-    """A job that does what files in a folder order: the training of the page's tests. Its page, and the folder."""
+    """Run the training of the page's tests, which files in a folder control; yields its page and the folder."""
     from hora.watch.terminal import page_from_url
 
     with tempfile.TemporaryDirectory() as name:
@@ -188,7 +185,9 @@ def _obedient_job(np: int) -> Iterator[tuple[Page, Path]]:
 
 
 def _tries(what: str, np: int, tries: int, limit_s: float, found: Callable[[dict, int], bool | None]) -> dict:
-    """Order it of one rank after another. `found(news so far, rank)`: right, wrong, or None: nothing to see yet."""
+    """Order the fault on one random rank after another. `found(state, rank)` returns right, wrong, or None: nothing
+    yet.
+    """
     chance, times, num_right = random.Random(0), [], 0
     with _obedient_job(np) as (page, folder):
         stream = _followed(page)
@@ -215,7 +214,7 @@ def _tries(what: str, np: int, tries: int, limit_s: float, found: Callable[[dict
 
 
 def _followed(page: Page) -> Iterator[dict]:
-    """What a page knows, as it grows. As a page does, it comes back when it was dropped for being slow."""
+    """Yield the page's state as it grows; reconnects if the server drops it as too slow."""
     from hora.watch.terminal import snapshots
 
     now: dict = {}

@@ -40,14 +40,6 @@ def test_what_a_benchmark_imports_exists(path):
             assert name is None or hasattr(found, name) or importlib.import_module(f"{module}.{name}")
 
 
-def test_the_table_of_launchers_is_what_its_benchmark_prints():
-    from benchmarks.launchers import DOCS, PLACES, table, table_in
-
-    written = table_in(DOCS.read_text())
-    seconds = {place: written.partition(f"| {line} | ")[2].partition(" |")[0] for place, line, _ in PLACES}
-    assert written == table(seconds)
-
-
 def test_the_figures_of_the_readme_are_those_of_the_last_run():
     import json
 
