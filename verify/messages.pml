@@ -1,8 +1,9 @@
-/* The bell of src/hora/engine/point_to_point.py and shm/messages.h: N ranks write OPS messages each into rings of their own to one rank, which sleeps
- * when there is nothing to read. It must never sleep while there is, however late a writer is: then all end, and nothing blocks.
+/* The bells of src/hora/engine/point_to_point.py and shm/messages.h: N ranks write OPS + 1 messages each into rings of their own to one rank, which sleeps
+ * when there is nothing to read. A writer sleeps while its ring, of two messages, is full; the reader rings for it only if it has
+ * taken from a full one. None may sleep while it has something to do, however late the others are: then all end, and nothing blocks.
  *
  * MUTANT breaks one rule: 1 the reader notes the bell after it has looked, 2 a writer rings before it has written, 3 a writer adds
- * to what the bell says in two steps, so that an old number comes back.
+ * to what the bell says in two steps, so that an old number comes back, 4 the reader looks whether the ring is full before it takes.
  */
 #ifndef N
 #define N 2
@@ -13,36 +14,63 @@
 #ifndef MUTANT
 #define MUTANT 0
 #endif
+#define READER N
+#define full(peer, at) (written[peer] - (at) == 2)
 
 byte written[N], taken[N];
-byte bell;
-bool asleep, sleeping;
+byte bell[N + 1];
+bool asleep[N + 1], sleeping[N + 1];
 
-inline ring_bell() {
+inline ring_bell(whose) {
 #if MUTANT == 3
-    old = bell;
-    bell = old + 1;
+    old = bell[whose];
+    bell[whose] = old + 1;
 #else
-    bell++ /* in one step: a number that was never there before */
+    bell[whose]++; /* in one step: a number that was never there before */
 #endif
+    if :: asleep[whose] -> sleeping[whose] = false :: else fi /* futex wake */
+}
+
+inline sleep(me) {
+    atomic { if :: bell[me] == seen -> sleeping[me] = true :: else fi } /* futex wait */
+    !sleeping[me]
 }
 
 proctype writer(byte me) {
-    byte count, old;
+    byte count, old, seen;
     do
-    :: count == OPS -> break
+    :: count == OPS + 1 -> break
     :: else ->
+        seen = bell[me];
+        if
+        :: !full(me, taken[me]) ->
 #if MUTANT == 2
-        ring_bell();
-        if :: asleep -> sleeping = false :: else fi;
-        written[me]++;
+            ring_bell(READER);
+            written[me]++;
 #else
-        written[me]++;
-        ring_bell();
-        if :: asleep -> sleeping = false :: else fi; /* futex wake */
+            written[me]++;
+            ring_bell(READER);
 #endif
-        count++
+            count++
+        :: else ->
+            asleep[me] = true;
+            if :: full(me, taken[me]) -> sleep(me) :: else fi;
+            asleep[me] = false
+        fi
     od
+}
+
+inline take(peer) {
+#if MUTANT == 4
+    rings = full(peer, taken[peer]);
+    taken[peer]++;
+#else
+    taken[peer]++;
+    rings = full(peer, taken[peer] - 1);
+#endif
+    if :: rings -> ring_bell(peer) :: else fi;
+    total++;
+    moved = true
 }
 
 inline look() {
@@ -51,34 +79,29 @@ inline look() {
     do
     :: peer == N -> break
     :: else ->
-        if :: written[peer] > taken[peer] -> taken[peer]++; total++; moved = true :: else fi;
+        if :: written[peer] > taken[peer] -> take(peer) :: else fi;
         peer++
     od
 }
 
 proctype reader() {
-    byte total, seen, peer;
-    bool moved;
+    byte total, seen, peer, old;
+    bool moved, rings;
     do
-    :: total == N * OPS -> break
+    :: total == N * (OPS + 1) -> break
     :: else ->
-        seen = bell;
+        seen = bell[READER];
         look();
         if
         :: moved -> skip
         :: else ->
-            asleep = true;
+            asleep[READER] = true;
             look();
 #if MUTANT == 1
-            seen = bell;
+            seen = bell[READER];
 #endif
-            if
-            :: moved -> skip
-            :: else ->
-                atomic { if :: bell == seen -> sleeping = true :: else fi } /* futex wait */
-                !sleeping
-            fi;
-            asleep = false
+            if :: moved -> skip :: else -> sleep(READER) fi;
+            asleep[READER] = false
         fi
     od
 }

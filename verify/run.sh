@@ -19,7 +19,7 @@ for one in "schedule 2 2" "schedule 3 1" "ring 2 2" "ring 3 1" "repeated 2 3" "r
     grep -E "errors|states, stored" report | sed "s/^/$one: /"
     grep -q "errors: 0" report
 done
-for one in "schedule 2" "ring 6" "repeated 5" "negotiation 7" "messages 3"; do
+for one in "schedule 2" "ring 6" "repeated 5" "negotiation 7" "messages 4"; do
     set -- $one
     for mutant in $(seq "$2"); do
         check "$1" 2 "$([ "$1" = negotiation ] && echo 4 || echo 2)" "$mutant"

@@ -41,7 +41,6 @@ EXCEPTIONS = {
     for profiler in ("autograd", "torch")
 } | {
     "test_ddp_logging_data_cpu": "asks torch's C++ group for gloo's own object, of which there is none",
-    "test_monitored_barrier_gloo_rank_0_timeout": "expects gloo's words; Hora names the ranks that have not come",
 }
 __doc__ = f"{__doc__}\n" + "\n".join(f"    {name}: {reason}" for name, reason in EXCEPTIONS.items())
 

@@ -216,9 +216,7 @@ static void test_move_message(struct member *member, int64_t number, int from, c
     struct pipe pipe = {words, words + 1, pipe_bytes + from * SLOT_BYTES, SLOT_BYTES, theirs, theirs + 1};
     struct message it = {.pipe = &pipe, .header = {1, number, num_bytes, 0}, .data = data, .bell = own, .asleep = own + 1,
                          .patience = &member->patience, .receives = receives};
-    if (receives ? hora_try_receive(&pipe, 1, number, num_bytes, 0, data, NULL)
-                 : hora_try_send(&pipe, 1, number, num_bytes, 0, data))
-        return;
+    if (receives ? hora_try_receive(&it) : hora_try_send(&it)) return;
     int state;
     while (!(state = hora_message(&it, SLICE_NS))) continue;
     if (state != 1) test_fail("another message came first", member->number, number);

@@ -10,9 +10,9 @@ that is there received at once. A thread that waits while nothing else is pendin
 thread that waits makes progress on everything that is pending here, so that two ranks may send to each other and wait
 for that first. What no thread waits for is moved by a background thread, after a moment in which one may come.
 
-Waiting in shared memory: each rank has a bell, to which a peer adds one after it has moved bytes; a rank notes what it
-says, looks at its rings, says that it sleeps, looks once more, and sleeps while the bell is as it was
-(`verify/messages.pml`).
+Waiting in shared memory: each rank has a bell, to which a peer adds one after it has written bytes, or has taken some
+of a full ring. A rank notes what it says, looks at its rings, says that it sleeps, looks once more, and sleeps while
+the bell is as it was (`verify/messages.pml`).
 """
 
 from __future__ import annotations
@@ -36,15 +36,19 @@ from hora.net.wire import Stream
 
 __all__ = ["ANY_SOURCE", "Message", "Messages"]
 
+_Bell = tuple[Counter, Counter]  # what a rank is woken by, and whether it sleeps
+
 ANY_SOURCE = -1
 _HEADER = struct.Struct("<qqqq")  # group, tag, bytes, digest of what they are
+_pack = struct.Struct("<qqqqQq").pack_into  # a header, where the bytes are, how many were moved: of a `MessageCall`
+_CALL_AT = MessageCall.group.offset
 _RINGS_BYTES = 64 * 2**20  # of all pairs of a host
 _MOST_RING_BYTES, _LEAST_RING_BYTES = 2**20, 16 * 2**10
 _PAIR_LINES = 4  # of a pair, before its bytes: how much was written, how much was read
 _RANK_LINES = 4  # of a rank: its bell, and whether it sleeps
 _POLL_MS = 1
 _MOST_AT_ONCE = 256 * 2**10  # of a longer message the receiver takes the beginning while the end is on its way
-_LEAST_LOOKS = 2400  # before a thread sleeps, where that has been worth while: an answer takes the peer's Python
+_LEAST_LOOKS = 5000  # before a thread sleeps, where that was worth while: a peer that slept takes this long to answer
 _GRACE_S = 0.002  # in which a thread may come to wait for a message
 _LONGEST_IDLE = 250  # such moments in which the background thread has nothing to do, before it sleeps
 
@@ -86,9 +90,11 @@ class _Arrival:
 
 
 class _Ring:
-    """One end of the bytes of one ordered pair, at `offset` of the host's segment. `bell`: the other end's."""
+    """One end of the bytes of an ordered pair, at `offset` of the host's segment. `bells`: this rank's, the other's."""
 
-    def __init__(self, segment: Segment, offset: int, num_bytes: int, bell: tuple[Counter, Counter]) -> None:
+    def __init__(
+        self, segment: Segment, offset: int, num_bytes: int, bells: Sequence[_Bell], patience: int, *, receives: bool
+    ) -> None:
         native = library()
         assert native is not None
         self._native = native
@@ -96,9 +102,13 @@ class _Ring:
             Counter(segment.memory, offset),
             Counter(segment.memory, offset + 2 * LINE_BYTES),
         )
+        (bell, asleep), (others_bell, other_asleep) = bells
         start = written.address + _PAIR_LINES * LINE_BYTES
-        self._pipe = Pipe(written.address, read.address, start, num_bytes, bell[0].address, bell[1].address)
-        self.address = ctypes.addressof(self._pipe)
+        self._pipe = Pipe(written.address, read.address, start, num_bytes, others_bell.address, other_asleep.address)
+        self._pipe_at = ctypes.addressof(self._pipe)
+        self._call = MessageCall(pipe=self._pipe_at, bell=bell.address, asleep=asleep.address, patience=patience)
+        self._call.receives = receives
+        self._call_at = ctypes.addressof(self._call)
         self.busy = threading.Lock()  # of the thread that moves bytes
 
     def write(self, address: int, count: int) -> int:
@@ -110,23 +120,33 @@ class _Ring:
         return self._move(self._native.pipe_read, address, count)
 
     def _move(self, move: Callable[[int, int, int], int], address: int, count: int) -> int:
-        if not self.busy.acquire(blocking=False):
+        if not self.busy.acquire(False):
             return 0
         try:
-            return move(self.address, address, count)
+            return move(self._pipe_at, address, count)
         finally:
             self.busy.release()
 
     def move_now(
-        self, move: Callable[..., int], group: int, tag: int, kind: int, memory: tuple[int, int], *more: int
+        self, move: Callable[[int], int], group: int, tag: int, kind: int, address: int, num_bytes: int
     ) -> bool:
         """Move a whole message, or nothing of it."""
-        if not self.busy.acquire(blocking=False):
+        if not self.busy.acquire(False):
             return False
         try:
-            return move(self.address, group, tag, memory[1], kind, memory[0], *more) == 1
+            _pack(self._call, _CALL_AT, group, tag, num_bytes, kind, address, 0)
+            return move(self._call_at) == 1
         finally:
             self.busy.release()
+
+    def move_waiting(self, message: Message) -> int:
+        """Move a message for a slice of time, with the lock `busy`; returns what `hora_message` says."""
+        head = message.group, message.tag, message.num_bytes, message.kind
+        _pack(self._call, _CALL_AT, *head, message.address, message.num_moved)
+        try:
+            return self._native.message(self._call_at, SLICE_NS)
+        finally:
+            message.num_moved = self._call.moved
 
 
 class _Far:
@@ -177,7 +197,7 @@ class Messages:
         self._far: dict[int, _Far] = {}
         self._out: dict[int, _Ring] = {}
         self._in: dict[int, _Ring] = {}
-        self._bells: dict[int, tuple[Counter, Counter]] = {}
+        self._bells: dict[int, _Bell] = {}
         self._num_waiting = self._num_direct = 0
         self._closed = ""
         self._parked = False
@@ -185,7 +205,6 @@ class Messages:
         self._idle = threading.Condition(self._lock)
         self._patience = new_spin_policy(len(near))
         self._patience.many = max(self._patience.many, _LEAST_LOOKS)
-        self._patience_at = ctypes.addressof(self._patience)
         native = library()
         if segment is not None and native is not None:
             self._native = native
@@ -203,32 +222,35 @@ class Messages:
         pair_bytes, pairs_at = ring_bytes + _PAIR_LINES * LINE_BYTES, size * _RANK_LINES * LINE_BYTES
         for index, rank in enumerate(near):
             at = index * _RANK_LINES * LINE_BYTES
-            bell = self._bells[rank] = (Counter(segment.memory, at), Counter(segment.memory, at + 2 * LINE_BYTES))
+            self._bells[rank] = Counter(segment.memory, at), Counter(segment.memory, at + 2 * LINE_BYTES)
+        for index, rank in enumerate(near):
             if rank != self._rank:
-                self._out[rank] = _Ring(segment, pairs_at + (mine * size + index) * pair_bytes, ring_bytes, bell)
-                self._in[rank] = _Ring(segment, pairs_at + (index * size + mine) * pair_bytes, ring_bytes, bell)
+                bells, patience = (self._bells[self._rank], self._bells[rank]), ctypes.addressof(self._patience)
+                out_at, in_at = (pairs_at + pair * pair_bytes for pair in (mine * size + index, index * size + mine))
+                self._out[rank] = _Ring(segment, out_at, ring_bytes, bells, patience, receives=False)
+                self._in[rank] = _Ring(segment, in_at, ring_bytes, bells, patience, receives=True)
 
     # Sending and receiving.
 
-    def send_now(self, peer: int, group: int, tag: int, kind: int, memory: tuple[int, int]) -> bool:
+    def send_now(self, peer: int, group: int, tag: int, kind: int, address: int, num_bytes: int) -> bool:
         """Send a message to a rank of this host whose ring has room for it; False where it has to be begun."""
         ring = self._out.get(peer)
-        if ring is None or memory[1] > _MOST_AT_ONCE or self._sending.get(peer):
+        if ring is None or num_bytes > _MOST_AT_ONCE or self._sending.get(peer):
             return False
         if self._closed or not self._status.is_open:
             return False
-        move = self._native.short_try_send if memory[1] <= SHORT_BYTES else self._native.try_send
-        return ring.move_now(move, group, tag, kind, memory)
+        move = self._native.short_try_send if num_bytes <= SHORT_BYTES else self._native.try_send
+        return ring.move_now(move, group, tag, kind, address, num_bytes)
 
-    def receive_now(self, peer: int, group: int, tag: int, kind: int, memory: tuple[int, int]) -> bool:
+    def receive_now(self, peer: int, group: int, tag: int, kind: int, address: int, num_bytes: int) -> bool:
         """Receive a message that is in the ring of a rank of this host, or comes in a moment; False where it has to be
         begun."""
         ring = self._in.get(peer)
-        if ring is None or memory[1] > _MOST_AT_ONCE or self._receives or self._closed:
+        if ring is None or self._receives or self._closed:
             return False
         if not self._is_between_messages(peer):
             return False
-        return ring.move_now(self._native.try_receive, group, tag, kind, memory, self._patience_at)
+        return ring.move_now(self._native.try_receive, group, tag, kind, address, num_bytes)
 
     def _is_between_messages(self, peer: int) -> bool:
         """Return whether nothing of this source was read that is not done."""
@@ -297,17 +319,13 @@ class Messages:
             if not ring.busy.acquire(blocking=False):
                 return False
             self._num_direct += 1
-        bell, asleep = self._bells[self._rank]
-        head, own = (message.group, message.tag, message.num_bytes, message.kind), (bell.address, asleep.address)
-        call = MessageCall(ring.address, *head, message.address, message.num_moved, *own, self._patience_at, receives)
         state = 0
         try:
-            state = self._native.message(ctypes.addressof(call), SLICE_NS)
+            state = ring.move_waiting(message)
         finally:
             with self._lock:
                 self._num_direct -= 1
                 ring.busy.release()
-                message.num_moved = call.moved
                 self._take_note(message, state)
         return state == 1
 

@@ -1,6 +1,7 @@
 /* Messages between two ranks of a host (point_to_point.py has the rules): a ring of bytes for each ordered pair of ranks, and a bell
- * for each rank. Whoever has moved bytes rings the other's bell; a rank notes what its bell says, looks at the ring, says that it
- * sleeps, looks again, and sleeps while the bell is as it was (verify/messages.pml). Included by native.c alone.
+ * for each rank. A rank that has written bytes, or has taken some of a full ring, rings the other's bell. A rank notes what its bell
+ * says, looks at the ring, says that it sleeps, looks again, and sleeps while the bell is as it was (verify/messages.pml). Included
+ * by native.c alone.
  */
 struct pipe { /* one direction, at one end of it */
     int64_t *written, *read;
@@ -48,9 +49,15 @@ static void copy_out(const struct pipe *pipe, int64_t at, char *to, int64_t coun
     memcpy(to + first, pipe->bytes, (size_t)(count - first));
 }
 
-static void advance(const struct pipe *pipe, int64_t *counter, int64_t to) {
-    __atomic_store_n(counter, to, __ATOMIC_SEQ_CST);
+static void note_given(const struct pipe *pipe, int64_t at, int64_t count) {
+    __atomic_store_n(pipe->written, at + count, __ATOMIC_SEQ_CST);
     ring_bell(pipe);
+}
+
+/* The writer sleeps only while it finds the ring full: either it sees this, or its last byte is seen here. */
+static void note_taken(const struct pipe *pipe, int64_t at, int64_t count) {
+    __atomic_store_n(pipe->read, at + count, __ATOMIC_SEQ_CST);
+    if (value_of(pipe->written) - at == pipe->num_bytes) ring_bell(pipe);
 }
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -61,7 +68,7 @@ int64_t hora_pipe_write(const struct pipe *pipe, const char *from, int64_t count
     while ((some = least(least(count - done, space(pipe)), MOST_AT_ONCE)) > 0) {
         int64_t at = *pipe->written;
         copy_in(pipe, at, from + done, some);
-        advance(pipe, pipe->written, at + some);
+        note_given(pipe, at, some);
         done += some;
     }
     return done;
@@ -73,20 +80,20 @@ int64_t hora_pipe_read(const struct pipe *pipe, char *to, int64_t count) {
     while ((some = least(least(count - done, available(pipe)), MOST_AT_ONCE)) > 0) {
         int64_t at = *pipe->read;
         copy_out(pipe, at, to + done, some);
-        advance(pipe, pipe->read, at + some);
+        note_taken(pipe, at, some);
         done += some;
     }
     return done;
 }
 
 /* Send all of a message, or nothing of it; whether it was sent. */
-int hora_try_send(const struct pipe *pipe, int64_t group, int64_t tag, int64_t num_bytes, int64_t kind, const char *data) {
-    struct header header = {group, tag, num_bytes, kind};
-    int64_t at = *pipe->written;
+int hora_try_send(const struct message *it) {
+    const struct pipe *pipe = it->pipe;
+    int64_t at = *pipe->written, num_bytes = it->header.num_bytes;
     if (space(pipe) < HEAD_BYTES + num_bytes) return 0;
-    copy_in(pipe, at, (const char *)&header, HEAD_BYTES);
-    copy_in(pipe, at + HEAD_BYTES, data, num_bytes);
-    advance(pipe, pipe->written, at + HEAD_BYTES + num_bytes);
+    copy_in(pipe, at, (const char *)&it->header, HEAD_BYTES);
+    copy_in(pipe, at + HEAD_BYTES, it->data, num_bytes);
+    note_given(pipe, at, HEAD_BYTES + num_bytes);
     return 1;
 }
 
@@ -98,31 +105,35 @@ static int comes_next(const struct pipe *pipe, const struct header *header) {
     return memcmp(&found, header, sizeof found) ? -1 : 1;
 }
 
-/* Look for a while whether the other end has moved on. */
+/* Look for a while whether the other end has moved on. The other end's Python takes the same time on every processor, a look
+ * between 20 and 60 ns: so the while is measured, as NS_PER_LOOK for each look.
+ */
 static int spin(struct spin_policy *patience, const int64_t *word, int64_t was) {
+    enum { NS_PER_LOOK = 50, LOOKS_PER_CLOCK = 16 };
     begin_spinning(patience);
-    for (int i = 0; i < patience->looks; i++) {
-        if (value_of(word) != was) {
-            if (patience->looks == patience->many) patience->tally = 0;
-            return 1;
+    for (int64_t end = now_ns() + patience->looks * NS_PER_LOOK; now_ns() < end;)
+        for (int i = 0; i < LOOKS_PER_CLOCK; i++) {
+            if (value_of(word) != was) {
+                if (patience->looks == patience->many) patience->tally = 0;
+                return 1;
+            }
+            CPU_RELAX();
         }
-        CPU_RELAX();
-    }
     return 0;
 }
 
-/* Receive all of a message, or nothing of it; whether it was received. With `patience` it may come in a moment. */
-int hora_try_receive(const struct pipe *pipe, int64_t group, int64_t tag, int64_t num_bytes, int64_t kind, char *data,
-                     struct spin_policy *patience) {
-    struct header header = {group, tag, num_bytes, kind};
-    int64_t at = *pipe->read;
-    if (patience && value_of(pipe->written) == at && !spin(patience, pipe->written, at)) {
+/* Receive all of a message, or nothing of it; whether it was received. It may come in a moment. */
+int hora_try_receive(const struct message *it) {
+    const struct pipe *pipe = it->pipe;
+    struct spin_policy *patience = it->patience;
+    int64_t at = *pipe->read, num_bytes = it->header.num_bytes;
+    if (value_of(pipe->written) == at && !spin(patience, pipe->written, at)) {
         if (patience->looks == patience->many) learn(patience, 0);
         return 0;
     }
-    if (comes_next(pipe, &header) != 1 || available(pipe) < HEAD_BYTES + num_bytes) return 0;
-    copy_out(pipe, at + HEAD_BYTES, data, num_bytes);
-    advance(pipe, pipe->read, at + HEAD_BYTES + num_bytes);
+    if (comes_next(pipe, &it->header) != 1 || available(pipe) < HEAD_BYTES + num_bytes) return 0;
+    copy_out(pipe, at + HEAD_BYTES, it->data, num_bytes);
+    note_taken(pipe, at, HEAD_BYTES + num_bytes);
     return 1;
 }
 
@@ -133,7 +144,7 @@ static int64_t move_some(struct message *it) {
         if (it->receives) {
             int next = comes_next(it->pipe, &it->header);
             if (next != 1) return next;
-            advance(it->pipe, it->pipe->read, *it->pipe->read + HEAD_BYTES);
+            note_taken(it->pipe, *it->pipe->read, HEAD_BYTES);
             it->moved = HEAD_BYTES;
         } else {
             it->moved += hora_pipe_write(it->pipe, (const char *)&it->header + it->moved, HEAD_BYTES - it->moved);
@@ -153,12 +164,13 @@ int hora_message(struct message *it, long slice_ns) {
         int64_t seen = value_of(it->bell), was = value_of(word), moved = move_some(it);
         if (moved < 0) return -1;
         if (it->moved == HEAD_BYTES + it->header.num_bytes) return 1;
-        if (moved || spin(it->patience, word, was)) continue;
+        int looked = it->receives && !it->moved; /* hora_try_receive has, for the beginning of it */
+        if (moved || (!looked && spin(it->patience, word, was))) continue;
         hora_add(it->asleep, 1);
         if (value_of(word) == was) {
             int64_t begin = now_ns();
             sleep_on(it->bell, seen, slice_ns);
-            learn(it->patience, now_ns() - begin);
+            if (!looked || it->patience->looks != it->patience->many) learn(it->patience, now_ns() - begin);
         }
         hora_add(it->asleep, -1);
         if (value_of(word) == was) return 0;

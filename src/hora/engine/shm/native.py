@@ -258,8 +258,7 @@ class Library:
         self.try_send, self.short_try_send = long.hora_try_send, short.hora_try_send
         self.try_receive = long.hora_try_receive
         for one in (self.try_send, self.short_try_send, self.try_receive):
-            one.argtypes = (ctypes.c_void_p, *[ctypes.c_int64] * 4, ctypes.c_void_p)
-        self.try_receive.argtypes = (*self.try_send.argtypes, ctypes.c_void_p)
+            one.argtypes = (ctypes.c_void_p,)
 
     def check(self, *kinds: type[ctypes.Structure], first: int = 0) -> None:
         """Compare structures with those of native.c's `layouts` from number `first` on; OSError if they differ."""

@@ -28,7 +28,7 @@ from hora.engine.queue import DeadlineError, OperationQueue
 from hora.engine.request import DTYPES, CollectiveCall, Kind, Reduce, Request, Signature
 from hora.errors import HorovodInternalError
 from hora.torch.distributed.reductions import Reduction, fold, moved, reduction_of
-from hora.torch.distributed.work import DONE, Operation, Work, completed
+from hora.torch.distributed.work import DONE, Operation, Work
 
 __all__ = ["HoraProcessGroup"]
 
@@ -403,7 +403,7 @@ class HoraProcessGroup(_BASE):
         if not done:
             return None
         self._num_calls += 1
-        increment_version(target)  # the engine wrote the bytes without autograd
+        _tell_autograd(target)
         return DONE
 
     def _remember(self, key: object, request: Request, tensor: Tensor) -> None:
@@ -756,9 +756,10 @@ class HoraProcessGroup(_BASE):
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Work:
         self._check_peer("source", source)
+        _tell_autograd(tensors[0])  # while the message is on its way
+        work = Work(None, tensors)
         if self._move_now(self._messages.receive_now, tensors[0], source, tag):
-            increment_version(tensors[0])
-            return completed(tensors)
+            return work
         return self._receive(tensors, [self._ranks[source]], tag)
 
     def _move_now(self, move: Callable[..., bool], tensor: Tensor, member: int, tag: int) -> bool:
@@ -766,9 +767,10 @@ class HoraProcessGroup(_BASE):
         kind = DTYPE_CODES.get(tensor.dtype)
         if kind is None or not self._runtime.is_current or not _is_plain(tensor):
             return False
-        return move(self._ranks[member], self._queue.process_set_id, tag, kind, (tensor.data_ptr(), tensor.nbytes))
+        return move(self._ranks[member], self._queue.process_set_id, tag, kind, tensor.data_ptr(), tensor.nbytes)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
+        _tell_autograd(tensors[0])
         others = [rank for member, rank in enumerate(self._ranks) if member != self._rank]
         return self._receive(tensors, others, tag)
 
@@ -827,7 +829,10 @@ class HoraProcessGroup(_BASE):
             # Member 0 answers when its time for the others is over, and it has asked where they are.
             self.recv([answer], 0, _BARRIER_TAG).wait(timedelta(seconds=2 * limit_s + 5))
             if not answer.item():
-                raise HorovodInternalError(f"rank {self._ranks[0]} has given up the monitored_barrier: see its error")
+                raise HorovodInternalError(
+                    f"Rank {self._ranks[self._rank]} successfully reached monitoredBarrier, but received errors while "
+                    f"waiting for send/recv from rank {self._ranks[0]}: see the error of that one"
+                )
             return
         deadline = time.monotonic() + limit_s
         missing = []
@@ -843,9 +848,9 @@ class HoraProcessGroup(_BASE):
         for member in came:
             self.send([torch.full_like(answer, not missing)], member, _BARRIER_TAG)
         if missing:
-            text = ", ".join(map(str, missing))
             raise HorovodInternalError(
-                f"Rank {text} failed to pass monitoredBarrier in {round(limit_s * 1000)} ms: "
+                f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} failed to pass monitoredBarrier: Rank "
+                f"{self._ranks[0]} timed out in monitoredBarrier after {round(limit_s * 1000)} ms; "
                 + "; ".join(f"rank {rank} is at {self._runtime.line_of(rank)}" for rank in missing)
             )
 
@@ -884,6 +889,12 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.is_contiguous()
         and not tensor.is_inference()
     )
+
+
+def _tell_autograd(tensor: Tensor) -> None:
+    """Count a write to a tensor, whose bytes the engine writes without autograd."""
+    if not tensor.is_inference():
+        increment_version(tensor)
 
 
 def _waits(opts: Any) -> bool:

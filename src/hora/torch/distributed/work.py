@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-__all__ = ["DONE", "Operation", "Work", "completed"]
+__all__ = ["DONE", "Operation", "Work"]
 
 
 class Operation:
@@ -102,15 +102,16 @@ class _Future(Future):  # type: ignore[type-arg]
 
 
 class Work(dist.Work):
-    """An operation in flight with the tensors that are its result."""
+    """An operation in flight with the tensors that are its result. No operation: it is done."""
+
+    _lock = threading.Lock()  # of making futures
+    _future: Any = None
+    _error: BaseException | None = None
 
     def __init__(self, operation: Operation | None, tensors: Sequence[Any]) -> None:
         super().__init__()
         self._operation = operation
-        self._tensors = list(tensors)
-        self._future: Any = None
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
+        self._tensors = tensors
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait for it; raises its error. Without a timeout the group's limit counts."""
@@ -145,7 +146,7 @@ class Work(dist.Work):
 
     def result(self) -> list[torch.Tensor]:
         self.wait()
-        return self._tensors
+        return list(self._tensors)
 
     def source_rank(self) -> int:
         return -1 if self._operation is None else self._operation.source()
@@ -176,12 +177,7 @@ class Work(dist.Work):
         except Exception as error:
             self._future.set_exception(error)
         else:
-            self._future.set_result(self._tensors)
+            self._future.set_result(list(self._tensors))
 
 
-def completed(tensors: Sequence[Any]) -> Work:
-    """Work that was done before it was returned."""
-    return Work(None, tensors)
-
-
-DONE = completed([])  # of a call that its caller waits for: it has no use for the result
+DONE = Work(None, [])  # of a call that its caller waits for: it has no use for the result
