@@ -1,18 +1,19 @@
-"""Messages from one rank to another: `send`, `receive`, from one source or any, matched by group and tag.
+"""Point-to-point messages: `send`, and `receive` from one source or any, matched by group and tag.
 
-Ranks of one host have a segment with a ring of bytes for each ordered pair of them, ranks of other hosts an encrypted
-stream for each direction, opened with the first message. A message is a header and its bytes. A sender writes what has
-room and goes on when the receiver has made some; the receiver puts what comes where a receive waits for it, or keeps it
-until one does. So messages of a pair with one tag arrive in the order in which they were sent.
+Ranks of one host share a segment with a ring of bytes for each ordered pair. Ranks of different hosts use an encrypted
+stream for each direction, opened with the first message. A message is a header and its bytes. A sender writes as much
+as the ring has room for, and continues when the receiver has made room. The receiver copies bytes to the matching
+receive, or buffers them until there is one. So messages of a pair with one tag arrive in the order in which they were
+sent.
 
-Bytes of one host are moved by the native part (`messages.h`). A message whose ring has room is sent at once, and one
-that is there received at once. A thread that waits while nothing else is pending stays in the native part. Else the
-thread that waits makes progress on everything that is pending here, so that two ranks may send to each other and wait
-for that first. What no thread waits for is moved by a background thread, after a moment in which one may come.
+The native part moves the bytes of one host (`messages.h`). A message is sent at once if its ring has room, and received
+at once if it has arrived. A waiting thread stays in the native part if nothing else is pending. Otherwise it makes
+progress on everything that is pending, so that two ranks may send to each other and wait. A background thread moves
+messages that no thread waits for, after a short delay in which one may start to wait.
 
-Waiting in shared memory: each rank has a bell, to which a peer adds one after it has written bytes, or has taken some
-of a full ring. A rank notes what it says, looks at its rings, says that it sleeps, looks once more, and sleeps while
-the bell is as it was (`verify/messages.pml`).
+Waiting in shared memory: each rank has a bell, a counter that a peer increments after it has written bytes, or has read
+from a full ring. A rank reads its bell, checks its rings, announces that it sleeps, checks once more, and sleeps while
+the bell is unchanged (`verify/messages.pml`).
 """
 
 from __future__ import annotations
@@ -36,27 +37,27 @@ from hora.net.wire import Stream
 
 __all__ = ["ANY_SOURCE", "Message", "Messages"]
 
-_Bell = tuple[Counter, Counter]  # what a rank is woken by, and whether it sleeps
+_Bell = tuple[Counter, Counter]  # a rank's wake-up counter, and whether it sleeps
 
 ANY_SOURCE = -1
-_HEADER = struct.Struct("<qqqq")  # group, tag, bytes, digest of what they are
-_pack = struct.Struct("<qqqqQq").pack_into  # a header, where the bytes are, how many were moved: of a `MessageCall`
+_HEADER = struct.Struct("<qqqq")  # group, tag, bytes, digest of shape and dtype
+_pack = struct.Struct("<qqqqQq").pack_into  # fields of a `MessageCall`: header, address of the bytes, number moved
 _CALL_AT = MessageCall.group.offset
-_RINGS_BYTES = 64 * 2**20  # of all pairs of a host
+_RINGS_BYTES = 64 * 2**20  # for all pairs of a host
 _MOST_RING_BYTES, _LEAST_RING_BYTES = 2**20, 16 * 2**10
-_PAIR_LINES = 4  # of a pair, before its bytes: how much was written, how much was read
-_RANK_LINES = 4  # of a rank: its bell, and whether it sleeps
+_PAIR_LINES = 4  # per pair, before its bytes: number of bytes written and read
+_RANK_LINES = 4  # per rank: its bell, and whether it sleeps
 _POLL_MS = 1
-_MOST_AT_ONCE = 256 * 2**10  # of a longer message the receiver takes the beginning while the end is on its way
-_LEAST_LOOKS = 5000  # before a thread sleeps, where that was worth while: a peer that slept takes this long to answer
-_GRACE_S = 0.002  # in which a thread may come to wait for a message
-_LONGEST_IDLE = 250  # such moments in which the background thread has nothing to do, before it sleeps
+_MOST_AT_ONCE = 256 * 2**10  # the receiver reads the beginning of a longer message while the rest is being sent
+_LEAST_LOOKS = 5000  # spins before a thread sleeps, if spinning has paid off: a woken peer takes this long to answer
+_GRACE_S = 0.002  # delay in which a thread may start to wait for a message
+_LONGEST_IDLE = 250  # idle delays before the background thread sleeps
 
 
 class Message:
-    """A message that is sent or received. `memory`: where its bytes are, or are to go; `keep`: the owner of it.
+    """A message being sent or received. `memory`: the address of its bytes; `keep`: the owner of that memory.
 
-    A receive knows its `source` when it is done. `kind` is the dtype's number: both ends must have the same.
+    A completed receive has its `source`. `kind` is the dtype's number, which both ends must agree on.
     """
 
     def __init__(
@@ -69,8 +70,8 @@ class Message:
         self.done = False
         self.error: HorovodInternalError | None = None
         self.on_done: Callable[[], None] | None = None
-        self.num_moved = 0  # of header and bytes
-        self.ordinary = False  # another message came first
+        self.num_moved = 0  # header and bytes together
+        self.ordinary = False  # another message arrived first
 
     def finish(self, error: HorovodInternalError | None = None) -> None:
         self.error, self.done, self.keep = error, True, None
@@ -79,7 +80,7 @@ class Message:
 
 
 class _Arrival:
-    """A message on its way in, for a receive that waits for it or for one to come."""
+    """An incoming message, for a waiting receive or a later one."""
 
     def __init__(self, group: int, tag: int, num_bytes: int, kind: int, receive: Message | None) -> None:
         self.group, self.tag, self.num_bytes, self.kind = group, tag, num_bytes, kind
@@ -90,7 +91,7 @@ class _Arrival:
 
 
 class _Ring:
-    """One end of the bytes of an ordered pair, at `offset` of the host's segment. `bells`: this rank's, the other's."""
+    """One end of an ordered pair's ring, at `offset` of the host's segment. `bells`: this rank's and the other's."""
 
     def __init__(
         self, segment: Segment, offset: int, num_bytes: int, bells: Sequence[_Bell], patience: int, *, receives: bool
@@ -109,14 +110,14 @@ class _Ring:
         self._call = MessageCall(pipe=self._pipe_at, bell=bell.address, asleep=asleep.address, patience=patience)
         self._call.receives = receives
         self._call_at = ctypes.addressof(self._call)
-        self.busy = threading.Lock()  # of the thread that moves bytes
+        self.busy = threading.Lock()  # held by the thread that moves bytes
 
     def write(self, address: int, count: int) -> int:
-        """Write what has room; returns how many bytes."""
+        """Write as many bytes as there is room for; returns their number."""
         return self._move(self._native.pipe_write, address, count)
 
     def take(self, address: int, count: int) -> int:
-        """Take what is there; returns how many bytes."""
+        """Read the available bytes; returns their number."""
         return self._move(self._native.pipe_read, address, count)
 
     def _move(self, move: Callable[[int, int, int], int], address: int, count: int) -> int:
@@ -130,7 +131,7 @@ class _Ring:
     def move_now(
         self, move: Callable[[int], int], group: int, tag: int, kind: int, address: int, num_bytes: int
     ) -> bool:
-        """Move a whole message, or nothing of it."""
+        """Move a whole message or none of it."""
         if not self.busy.acquire(False):
             return False
         try:
@@ -140,7 +141,7 @@ class _Ring:
             self.busy.release()
 
     def move_waiting(self, message: Message) -> int:
-        """Move a message for a slice of time, with the lock `busy`; returns what `hora_message` says."""
+        """Move a message for a slice of time, holding `busy`; returns the result of `hora_message`."""
         head = message.group, message.tag, message.num_bytes, message.kind
         _pack(self._call, _CALL_AT, *head, message.address, message.num_moved)
         try:
@@ -150,7 +151,7 @@ class _Ring:
 
 
 class _Far:
-    """The streams with a rank of another host."""
+    """The streams to and from a rank of another host."""
 
     outgoing: Outgoing | None = None
     incoming: Incoming | None = None
@@ -175,7 +176,8 @@ class _Far:
 
 class Messages:
     """This rank's messages. `near`: the ranks of this host in a common order, with their segment; `open_stream` and
-    `take_stream` give the streams to and from another host's rank."""
+    `take_stream` return the streams to and from a rank of another host.
+    """
 
     def __init__(
         self,
@@ -191,8 +193,8 @@ class Messages:
         self._segment = segment
         self._lock = threading.RLock()
         self._sending: dict[int, deque[Message]] = {}  # by destination
-        self._receives: list[Message] = []  # that wait, in their order
-        self._arrivals: dict[int, deque[_Arrival]] = {}  # of each source, in their order; the last may be on its way
+        self._receives: list[Message] = []  # waiting receives, in order
+        self._arrivals: dict[int, deque[_Arrival]] = {}  # per source, in order; the last may be incomplete
         self._headers: dict[int, tuple[ctypes.Array[ctypes.c_char], list[int]]] = {}
         self._far: dict[int, _Far] = {}
         self._out: dict[int, _Ring] = {}
@@ -212,7 +214,7 @@ class Messages:
 
     @staticmethod
     def num_bytes(num_near: int) -> int:
-        """The size of the segment of so many ranks of a host."""
+        """Return the size of the segment for this many ranks of a host."""
         pair = _ring_bytes(num_near) + _PAIR_LINES * LINE_BYTES
         return num_near * _RANK_LINES * LINE_BYTES + num_near * num_near * pair
 
@@ -233,7 +235,7 @@ class Messages:
     # Sending and receiving.
 
     def send_now(self, peer: int, group: int, tag: int, kind: int, address: int, num_bytes: int) -> bool:
-        """Send a message to a rank of this host whose ring has room for it; False where it has to be begun."""
+        """Send a message at once if its ring on this host has room; returns False if `send` is needed."""
         ring = self._out.get(peer)
         if ring is None or num_bytes > _MOST_AT_ONCE or self._sending.get(peer):
             return False
@@ -243,8 +245,9 @@ class Messages:
         return ring.move_now(move, group, tag, kind, address, num_bytes)
 
     def receive_now(self, peer: int, group: int, tag: int, kind: int, address: int, num_bytes: int) -> bool:
-        """Receive a message that is in the ring of a rank of this host, or comes in a moment; False where it has to be
-        begun."""
+        """Receive a message at once if it is in a ring of this host, or arrives in a moment; returns False if `receive`
+        is needed.
+        """
         ring = self._in.get(peer)
         if ring is None or self._receives or self._closed:
             return False
@@ -253,12 +256,12 @@ class Messages:
         return ring.move_now(self._native.try_receive, group, tag, kind, address, num_bytes)
 
     def _is_between_messages(self, peer: int) -> bool:
-        """Return whether nothing of this source was read that is not done."""
+        """Return whether no message of this source is half read."""
         header = self._headers.get(peer)
         return not self._arrivals.get(peer) and (header is None or not header[1][0])
 
     def send(self, message: Message) -> None:
-        """Begin to send. It is done when all of it is on its way."""
+        """Start to send. The message is done when all of its bytes are written."""
         with self._lock:
             self._check()
             queue = self._sending.setdefault(message.peer, deque())
@@ -267,21 +270,21 @@ class Messages:
         self._call_direct_waiter()
 
     def receive(self, message: Message) -> None:
-        """Begin to receive."""
+        """Start to receive."""
         with self._lock:
             if self._closed:
                 raise HorovodInternalError(self._closed)
             self._receives.append(message)
             if self._status.is_open and message.peer in self._in and self._is_alone(message):
-                return  # it was not there a moment ago
-            self._progress()  # what came before its sender left is received, too
+                return  # it had not arrived a moment ago
+            self._progress()  # messages that arrived before their sender left are received, too
             if not message.done and not self._status.is_open:
                 self._receives.remove(message)
                 raise self._status.error()
         self._call_direct_waiter()
 
     def _call_direct_waiter(self) -> None:
-        """A thread that waits in the native part, for one message alone, has to see that there is another one."""
+        """Wake a thread that waits in the native part for a single message: now there is another one."""
         if self._num_direct:
             self._native.add(self._bells[self._rank][0].address, 1)
             self.interrupt()
@@ -292,7 +295,7 @@ class Messages:
         self._status.check_open()
 
     def wait(self, message: Message, deadline: float) -> bool:
-        """Return whether a message was done before the deadline; the calling thread makes progress meanwhile."""
+        """Wait for a message, making progress; returns whether it was done before the deadline."""
         with self._lock:
             self._num_waiting += 1
         try:
@@ -309,8 +312,9 @@ class Messages:
         return True
 
     def _move_alone(self, message: Message) -> bool:
-        """Wait in the native part for the one message that is pending; False where there is more to do, or it was in
-        vain for a moment."""
+        """Wait in the native part for the only pending message; returns False if there is more to do, or nothing
+        happened for a moment.
+        """
         receives = bool(message.sources)
         ring = (self._in if receives else self._out).get(message.peer)
         with self._lock:
@@ -330,14 +334,14 @@ class Messages:
         return state == 1
 
     def _is_alone(self, message: Message) -> bool:
-        """Return whether nothing else is pending."""
+        """Return whether this message is the only pending one."""
         num_sending = sum(map(len, self._sending.values()))
         if message.sources:
             return not num_sending and self._receives == [message] and self._is_between_messages(message.peer)
         return not self._receives and num_sending == 1 and message in self._sending[message.peer]
 
     def _take_note(self, message: Message, state: int) -> None:
-        """Take note of what the native part has moved. Under the lock."""
+        """Record what the native part has moved. Under the lock."""
         if message.done:  # failed meanwhile
             return
         if not message.sources:
@@ -355,7 +359,7 @@ class Messages:
             self._arrivals.setdefault(message.peer, deque()).append(arrival)
 
     def cancel(self, message: Message, error: HorovodInternalError) -> None:
-        """Give up a message that nobody has answered."""
+        """Cancel a message that has no match yet."""
         with self._lock:
             if message in self._receives:
                 self._receives.remove(message)
@@ -363,7 +367,7 @@ class Messages:
                 message.finish(error)
 
     def go_on(self) -> None:
-        """Make progress in the background with what no thread waits for."""
+        """Make progress in the background on messages that no thread waits for."""
         if self._background is None or self._parked:
             with self._lock:
                 if self._background is None and not self._closed:
@@ -374,7 +378,7 @@ class Messages:
     def _run(self) -> None:
         idle = 0
         while True:
-            time.sleep(_GRACE_S)  # most messages are waited for at once
+            time.sleep(_GRACE_S)  # for most messages a thread waits at once
             with self._lock:
                 if self._closed:
                     return
@@ -395,7 +399,7 @@ class Messages:
     # Progress.
 
     def _turn(self) -> None:
-        """Move what can be moved, or sleep for a moment."""
+        """Make progress if possible, or sleep for a moment."""
         mine = self._bells.get(self._rank)
         with self._lock:
             seen = 0 if mine is None else mine[0].value
@@ -434,7 +438,7 @@ class Messages:
         poll.poll(_POLL_MS)
 
     def _progress(self) -> bool:
-        """Move what can be moved without waiting. Under the lock."""
+        """Make progress without waiting. Under the lock."""
         moved = False
         for peer, queue in self._sending.items():
             while queue and self._push(peer, queue[0]):
@@ -449,8 +453,9 @@ class Messages:
         return moved
 
     def _sources(self) -> list[int]:
-        """The ranks of which something is to be read now: what nobody waits for stays where it is, unless it is in
-        front of what somebody waits for."""
+        """Return the ranks to read from now. A message without a receive stays in its ring, unless it precedes one with
+        a receive.
+        """
         wanted = {source for receive in self._receives for source in receive.sources}
         unfinished = {peer for peer, some in self._arrivals.items() if some and not _whole(some[-1])}
         return sorted(wanted | unfinished)
@@ -476,13 +481,13 @@ class Messages:
         return bool(moved)
 
     def _pull(self, peer: int) -> bool:
-        """Read some bytes of a source; returns whether there were any."""
+        """Read bytes from a source; returns whether there were any."""
         way = self._way(peer, outwards=False)
         arrivals = self._arrivals.setdefault(peer, deque())
         try:
             if not arrivals or _whole(arrivals[-1]):
                 if any(self._match_kept(receive) for receive in list(self._receives)):
-                    return True  # before the next one, which may have the same tag
+                    return True  # before the next message, which may have the same tag
                 if not any(peer in receive.sources for receive in self._receives):
                     return False
                 moved = self._pull_header(peer, way, arrivals)
@@ -512,13 +517,13 @@ class Messages:
                 if not self._fits(receive, peer, num_bytes, kind):
                     receive = None
                     arrivals.append(_Arrival(group, tag, num_bytes, kind, None))
-                    arrivals[-1].group = -1  # read, and thrown away
+                    arrivals[-1].group = -1  # read and discarded
                     return moved
             arrivals.append(_Arrival(group, tag, num_bytes, kind, receive))
         return moved
 
     def _match_kept(self, receive: Message) -> bool:
-        """Give a receive a message that has come before it."""
+        """Match a receive with a message that arrived before it."""
         for peer in receive.sources:
             arrivals = self._arrivals.get(peer)
             for arrival in arrivals or ():
@@ -560,10 +565,10 @@ class Messages:
                 far.incoming = Incoming(stream)
         return far
 
-    # The end.
+    # Shutdown.
 
     def interrupt(self) -> None:
-        """Have the thread that sleeps look at the world's status. Any thread."""
+        """Wake the sleeping thread so that it rechecks the world's status. Any thread."""
         mine = self._bells.get(self._rank)
         if mine is not None:
             with contextlib.suppress(AttributeError):
@@ -580,7 +585,7 @@ class Messages:
             message.finish(error)
 
     def close(self, why: str) -> None:
-        """End all that is pending, and let go of memory and streams."""
+        """Fail all pending messages, and release memory and streams."""
         with self._lock:
             if self._closed:
                 return

@@ -1,4 +1,4 @@
-"""Hora under torch.distributed: `init_process_group("hora")`. Importing this is not needed where Hora is installed."""
+"""The backend `init_process_group("hora")` of torch.distributed. torch imports it by itself if Hora is installed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Making a process group: its world, or its part of one, from what torch hands to a backend.
+"""Creation of process groups from the arguments that torch passes to a backend.
 
-The default group starts the engine, unless `hvd.init()` has done so with the same ranks: under a launcher of Hora's
-with its rendezvous, elsewhere through torch's store. Every other group is a set that its members alone register.
+The default group starts the engine, unless `hvd.init()` has started it with the same ranks. Ranks meet at the
+rendezvous of Hora's launcher, or under other launchers in torch's store. Every other group is a process set that only
+its members register.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ __all__ = ["create", "make_group"]
 
 
 def create(options: Any, backend_options: Any) -> HoraProcessGroup:
-    """Make a group for torch, which calls this (`extended_api`)."""
-    # Before 2.7 C++ code, such as DDP's, loses the Python half of a work object and waits for ever.
+    """Create a group; called by torch (`extended_api`)."""
+    # Before 2.7 C++ code, such as DDP's, loses the Python half of a work object and never returns.
     require("torch", torch.__version__, feature='the backend "hora" of torch.distributed', floor="2.7")
     _check_alone(sys._getframe(2).f_locals.get("backend_config"))
     ranks, timeout = list(options.global_ranks_in_group), options.timeout
@@ -35,7 +36,7 @@ def create(options: Any, backend_options: Any) -> HoraProcessGroup:
 
 
 def make_group(store: Any, rank: int, size: int, timeout: timedelta, global_ranks: Sequence[int]) -> HoraProcessGroup:
-    """Return this rank's end of a group (collective among its members). No global ranks: it is the default group."""
+    """Return this rank's end of a group (collective among its members). Without global ranks: the default group."""
     limit_s = timeout.total_seconds()
     if not global_ranks:
         owns = _start_engine(store, rank, size, limit_s)
@@ -57,23 +58,23 @@ def make_group(store: Any, rank: int, size: int, timeout: timedelta, global_rank
     on_shutdown = _end_engine if owns else _do_nothing
     group = HoraProcessGroup(store, rank, size, runtime, queue, timeout, on_shutdown, make_group)
     if not global_ranks:
-        group.wait_for_all()  # a rank that destroyed its group at once would end the engine under the others' init
+        group.wait_for_all()  # a rank that destroys its group at once would end the engine during the others' init
     return group
 
 
 def _end_engine() -> None:
-    """Stop the engine that `make_group` has started."""
+    """Stop the engine that `make_group` started."""
     point = engine.current_runtime().world.rendezvous
     engine.shutdown()
     close_store(point)
 
 
 def _do_nothing() -> None:
-    """The engine runs for others, too."""
+    """Leave the engine running: `hvd` uses it, too."""
 
 
 def _start_engine(store: Any, rank: int, size: int, limit_s: float) -> bool:
-    """Start the engine where it does not run; returns whether it has been started here."""
+    """Start the engine if it is not running; returns whether this call started it."""
     if engine.is_initialized():
         world = engine.current_runtime().world
         if (world.rank, world.size) != (rank, size):
@@ -90,7 +91,7 @@ def _start_engine(store: Any, rank: int, size: int, limit_s: float) -> bool:
 
 
 def _has_launcher() -> bool:
-    """Return whether a launcher of Hora's has started this process; variables of others may be half there."""
+    """Return whether Hora's launcher started this process; other launchers may set some of the variables."""
     try:
         return World.from_env().rendezvous.kind == "hora"
     except ValueError:
@@ -98,7 +99,7 @@ def _has_launcher() -> bool:
 
 
 def _check_alone(config: Any) -> None:
-    """Refuse several backends in one group before `BackendBase`: torch would drop all but this one without a word."""
+    """Reject several backends in one group before `BackendBase`: torch would silently drop all but this one."""
     names = set(config.get_device_backend_map().values()) if isinstance(config, dist.BackendConfig) else {"hora"}
     if len(names) > 1 and not hasattr(dist, "BackendBase"):
         raise ValueError(

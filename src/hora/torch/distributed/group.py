@@ -1,11 +1,11 @@
 """`HoraProcessGroup`: the engine as a backend of torch.distributed.
 
-A front: every method of a `ProcessGroup` becomes requests of the engine (`hora.engine.request`) in the process set of
-the group's members, and a `Work` that waits for them. Collectives of a group are numbered in the order in which a rank
-calls them, as torch wants it. What the engine does not do itself is put together from what it does: a gather is an
-alltoall in which one member receives, bitwise reductions fold what was gathered.
+A front end: every method of a `ProcessGroup` becomes requests of the engine (`hora.engine.request`) in the process set
+of the group's members, and a `Work` that waits for them. Collectives of a group are numbered in call order, as torch
+requires. Operations that the engine lacks are composed: a gather is an alltoall in which one member receives, and
+bitwise reductions fold a gathered result.
 
-torch reaches the methods under names that its versions have changed: the table at the end of the class.
+The table at the end of the class maps the method names of different torch versions.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = ["HoraProcessGroup"]
 _ZERO, _NO_TIMEOUT = timedelta(0), timedelta(milliseconds=-1)
 _KEPT = 4096
 _SUM = Reduce()
-# A torch with `BackendBase` has a backend for each device of a group; before, a group of Python's is a whole group.
+# With `BackendBase`, torch has a backend for each device of a group; before, a Python group is a whole group.
 _BASE: Any = getattr(dist, "BackendBase", dist.ProcessGroup)
 
 
 class _Until:
-    """A request, or the end of the time for it."""
+    """A request with its deadline."""
 
     def __init__(self, request: Request, deadline: float) -> None:
         self._request, self._deadline = request, deadline
@@ -52,7 +52,7 @@ class _Until:
 
 
 class _Requests(Operation):
-    """Requests of a group, and what is left to do when they are done: `finally_`, once."""
+    """Requests of a group, and `finally_`, which runs once when they are done."""
 
     def __init__(
         self, group: HoraProcessGroup, requests: Sequence[Request], finally_: Callable[[], None] | None, limit_s: float
@@ -97,7 +97,7 @@ class _Requests(Operation):
 
 
 class MessageOperation(Operation):
-    """A message of a group, and what is left to do when it is there."""
+    """A message of a group, and the function to call on its arrival."""
 
     def __init__(self, group: HoraProcessGroup, message: Message, finally_: Callable[[], object] | None) -> None:
         self._group, self._message, self._finally = group, message, finally_
@@ -131,7 +131,7 @@ class MessageOperation(Operation):
 
 
 class _Scattering:
-    """The requests of a reduce-scatter of several tensors, and what is left to do when they are done."""
+    """The requests of a reduce-scatter of several tensors, and the function to call when they are done."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
@@ -174,7 +174,7 @@ class HoraProcessGroup(_BASE):
         self._labels: dict[str, str] = {}
         self._messages: Messages = runtime.start_messages()
 
-    # What torch asks of a group.
+    # Properties that torch reads.
 
     def getBackendName(self) -> str:
         return "hora"
@@ -229,7 +229,7 @@ class HoraProcessGroup(_BASE):
     def get_group_store(self) -> Any:
         return self._store
 
-    # Parts of a group.
+    # Subgroups.
 
     def split_group(
         self,
@@ -260,12 +260,12 @@ class HoraProcessGroup(_BASE):
         return part
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """Members are connected from the start."""
+        """Do nothing: members are connected from the start."""
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Ranks that are not in a part have no share in making it."""
+        """Do nothing: ranks outside a subgroup take no part in its creation."""
 
-    # The end.
+    # Shutdown.
 
     def shutdown(self) -> None:
         """Leave the group. The default group of a process that has not called `hvd.init()` ends the engine."""
@@ -274,14 +274,14 @@ class HoraProcessGroup(_BASE):
             self._on_shutdown()
 
     def abort(self) -> None:
-        """End everything that is in flight in this group with an error, on this rank."""
+        """Fail all operations in flight in this group, on this rank."""
         self._queue.give_up(f"{self._label('process group')} was aborted by rank {self._ranks[self._rank]}")
         self.shutdown()
 
     # Waiting.
 
     def finish(self, request: Request, deadline: float, limit_s: float) -> None:
-        """Wait for a request of this group to this deadline."""
+        """Wait for a request of this group until the deadline."""
         queue = self._queue
         if not request.done:
             queue.wait(_Until(request, deadline))
@@ -290,8 +290,8 @@ class HoraProcessGroup(_BASE):
         queue.result(request)
 
     def _timed_out(self, request: Request, limit_s: float) -> HorovodInternalError:
-        """Name the ranks that have not come, end the group on this rank, and return the error."""
-        self._queue.waited_for = request.key  # before others ask, who have waited as long
+        """Abort the group on this rank, and return an error that names the missing ranks."""
+        self._queue.waited_for = request.key  # before the other ranks ask, which have waited as long
         absent = self._runtime.absent(self._queue.process_set_id, request.key)
         if request.done:
             return request.error or HorovodInternalError(f"{request.name} took longer than {limit_s:g} s")
@@ -304,18 +304,18 @@ class HoraProcessGroup(_BASE):
         return HorovodInternalError(text)
 
     def go_on_now(self) -> None:
-        """Go on with calls in flight as far as that takes no waiting."""
+        """Advance calls in flight as far as possible without waiting."""
         self._queue.go_on_now()
 
     def go_on_in_background(self) -> None:
-        """Have calls in flight driven while no thread waits for them."""
+        """Let a background thread drive calls in flight that no thread waits for."""
         if self._queue.in_flight:
             self._queue.wake_background()
 
     # Submitting.
 
     def _label(self, operation: str) -> str:
-        """The operation's name with the group's, as all views of a running job show it."""
+        """Return the operation's name with the group's, for the live page, timelines and messages."""
         found = self._labels.get(operation)
         if found is None:
             known = self._description not in ("", "undefined")
@@ -337,7 +337,7 @@ class HoraProcessGroup(_BASE):
         splits: Sequence[int] | None = None,
         grouped: bool = False,
     ) -> Request:
-        """Put a request in flight. `wait`: this thread will drive it at once."""
+        """Submit a request. `wait`: this thread will drive it at once."""
         self._check_here(tensors)
         queue = self._queue
         request = queue.validator.request(CollectiveCall(kind, None, reduce, root, splits, grouped), tensors, outputs)
@@ -370,11 +370,12 @@ class HoraProcessGroup(_BASE):
             return DONE
         return Work(operation, tensors)
 
-    # Calls like one before.
+    # Repeated calls.
 
     def _again(self, key: object, source: Tensor, target: Tensor, opts: Any, shift: int = 0) -> Work | None:
-        """Do what was done before by the path for repeated calls; None where that cannot be. `shift`: by how many
-        bytes the target may begin behind the source, if they share memory."""
+        """Repeat an earlier call on the fast path; returns None if that is impossible. `shift`: bytes by which the
+        target may begin after the source, if they share memory.
+        """
         plan = self._known.get(key)
         if plan is None or opts is None or not self._runtime.is_current or opts.timeout > _ZERO:
             return None
@@ -407,7 +408,7 @@ class HoraProcessGroup(_BASE):
         return DONE
 
     def _remember(self, key: object, request: Request, tensor: Tensor) -> None:
-        """Keep the plan for calls like this one of a CPU tensor, where the engine has one."""
+        """Keep the engine's plan for later calls like this one, if it has a plan."""
         if key not in self._known and tensor.is_cpu and request.tensors[0].dtype == tensor.dtype:
             if len(self._known) >= _KEPT:
                 self._known.clear()
@@ -455,7 +456,7 @@ class HoraProcessGroup(_BASE):
     def _allreduce_folded(
         self, operation: str, tensors: Sequence[Tensor], reductions: Sequence[Reduction], opts: Any
     ) -> Work:
-        """Reduce by operators that the engine has not: every member gathers all, and folds them in their order."""
+        """Reduce with an operator that the engine lacks: members gather all inputs and fold them in rank order."""
         gathered = [self._gather_alike(operation, tensor) for tensor in tensors]
 
         def finish() -> None:
@@ -465,7 +466,7 @@ class HoraProcessGroup(_BASE):
         return self._work(gathered, tensors, opts, finish)
 
     def _gather_alike(self, operation: str, tensor: Tensor) -> Request:
-        """Gather tensors of one shape; members that differ get an error."""
+        """Gather tensors of one shape; raises an error if shapes differ."""
         row = moved(tensor).reshape(1, -1)
         return self._submit(operation, Kind.ALLGATHER, [row], wait=False)
 
@@ -500,7 +501,7 @@ class HoraProcessGroup(_BASE):
         return self._work([request], tensors, opts, finish)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """Reduce the input, and keep this rank's part of it."""
+        """Reduce the input and keep this rank's part."""
         key = None
         if opts is not None:
             key = "reduce_scatter", input.shape, output.shape, input.dtype, output.dtype, hash(opts.reduceOp)
@@ -560,7 +561,7 @@ class HoraProcessGroup(_BASE):
             return
         target = one.view(output.detach())
         if rows.untyped_storage().data_ptr() == target.untyped_storage().data_ptr():
-            # The output is a part of the input, which is still being read when the first results are there.
+            # The output is a part of the input, which is still being read when the first results arrive.
             request = self._submit(operation, Kind.REDUCESCATTER, [rows], reduce=one.reduce, wait=wait)
             scattering.add(request, lambda: target.copy_(_outputs(request)[0].view_as(target)))
             return
@@ -569,7 +570,7 @@ class HoraProcessGroup(_BASE):
     def _scatter_parts(
         self, operation: str, parts: Sequence[Tensor], output: Tensor, one: Reduction, scattering: _Scattering
     ) -> None:
-        """Reduce parts of different sizes: everything is reduced, and each member keeps its own."""
+        """Reduce parts of different sizes: reduce everything, and keep this member's part."""
         if one.folded is not None:
             raise ValueError(f"{operation} cannot reduce parts of different sizes by this operator: pad them")
         whole, target = torch.cat(list(parts)), one.view(output.detach())
@@ -605,7 +606,7 @@ class HoraProcessGroup(_BASE):
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        # Of each member a list of tensors.
+        # A list of tensors for each member.
         by_tensor = [[of_member[index] for of_member in outputs] for index in range(len(inputs))]
         return self._allgather_lists("all_gather_coalesced", by_tensor, inputs, opts)
 
@@ -624,7 +625,7 @@ class HoraProcessGroup(_BASE):
         return self._work(requests, outputs, opts, finish)
 
     def _deal_out(self, operation: str, whole: Tensor, targets: Sequence[Tensor]) -> None:
-        """Copy what came of all members to the tensors that the caller has for it."""
+        """Copy the gathered data of all members to the caller's tensors."""
         views = [moved(target.detach()) for target in targets]
         if sum(view.numel() for view in views) != whole.numel():
             raise ValueError(
@@ -637,7 +638,7 @@ class HoraProcessGroup(_BASE):
             at += view.numel()
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """Gather the members' tensors of one size into one."""
+        """Gather tensors of one size into one tensor."""
         key = "all_gather", input.shape, output.shape, input.dtype, output.dtype
         work = self._again(key, input, output, opts, -self._rank * input.nbytes)
         if work is not None:
@@ -718,7 +719,7 @@ class HoraProcessGroup(_BASE):
         return self._work([request], [output], opts, finish)
 
     def _elements(self, what: str, tensor: Tensor, splits: Sequence[int]) -> list[int]:
-        """The elements for each member, from rows."""
+        """Return the number of elements for each member, from rows."""
         rows = tensor.shape[0] if tensor.dim() else 1
         per_row = tensor.numel() // rows if rows else math.prod(tensor.shape[1:])
         if not splits:
@@ -763,7 +764,7 @@ class HoraProcessGroup(_BASE):
         return self._receive(tensors, [self._ranks[source]], tag)
 
     def _move_now(self, move: Callable[..., bool], tensor: Tensor, member: int, tag: int) -> bool:
-        """Send or receive a message in one go, where there is room for it, or it is there already."""
+        """Send or receive a message at once, if the ring has room for it or contains it."""
         kind = DTYPE_CODES.get(tensor.dtype)
         if kind is None or not self._runtime.is_current or not _is_plain(tensor):
             return False
@@ -797,7 +798,7 @@ class HoraProcessGroup(_BASE):
             )
 
     def finish_message(self, message: Message, limit_s: float | None) -> None:
-        """Wait for a message; its error."""
+        """Wait for a message; raises its error."""
         limit_s = limit_s or self._limit_s
         if not message.done and not self._messages.wait(message, time.monotonic() + limit_s):
             self._messages.cancel(message, self._late_message(message, limit_s))
@@ -805,7 +806,7 @@ class HoraProcessGroup(_BASE):
             raise HorovodInternalError(*message.error.args)
 
     def carry_on(self) -> None:
-        """Let messages move on while no thread waits for one."""
+        """Advance messages in the background while no thread waits for one."""
         self._messages.go_on()
 
     def member_of(self, rank: int) -> int:
@@ -821,12 +822,12 @@ class HoraProcessGroup(_BASE):
         )
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Return when all members are here; member 0 names those that are not, after the timeout."""
+        """Wait for all members; after the timeout member 0 names the missing ones."""
         limit_s = self._limit_s if timeout is None else timeout.total_seconds()
         here, answer = (torch.zeros(1, dtype=torch.uint8, device="cpu") for _ in range(2))
         if self._rank:
             self.send([here], 0, _BARRIER_TAG).wait(timedelta(seconds=limit_s))
-            # Member 0 answers when its time for the others is over, and it has asked where they are.
+            # Member 0 answers after its own timeout, when it has asked for the others' positions.
             self.recv([answer], 0, _BARRIER_TAG).wait(timedelta(seconds=2 * limit_s + 5))
             if not answer.item():
                 raise HorovodInternalError(
@@ -855,7 +856,7 @@ class HoraProcessGroup(_BASE):
             )
 
     def wait_for_all(self) -> None:
-        """Return when every member is here; not a call of the user's, which are counted."""
+        """Wait for every member, without counting as a call of the user."""
         request = Request(Signature(int(Kind.BARRIER), self._label("init_process_group"), None))
         self._queue.submit(request, background=False)
         self.finish(request, time.monotonic() + self._limit_s, self._limit_s)
@@ -866,7 +867,7 @@ class HoraProcessGroup(_BASE):
         self._queue.submit(request, background=not _waits(opts))
         return self._work([request], [], opts)
 
-    # Names of other versions of torch.
+    # Method names of other torch versions.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -875,13 +876,13 @@ class HoraProcessGroup(_BASE):
 
 
 _SUM_OF_TORCH, _PREMUL_SUM = hash(dist.ReduceOp.SUM), hash(dist.ReduceOp.PREMUL_SUM)
-_BARRIER_TAG = -(2**31)  # of monitored_barrier's messages: no user's tag
+_BARRIER_TAG = -(2**31)  # tag of monitored_barrier's messages, which users cannot use
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES.values())}
-_SCATTERED = (0, 1)  # what the engine's reducescatter does: average and sum
+_SCATTERED = (0, 1)  # the operators of the engine's reducescatter
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether bytes can be moved to and from a tensor's memory as they are."""
+    """Return whether a tensor's memory can be copied bytewise."""
     return (
         type(tensor) is Tensor
         and tensor.is_cpu
@@ -898,7 +899,7 @@ def _tell_autograd(tensor: Tensor) -> None:
 
 
 def _waits(opts: Any) -> bool:
-    """Return whether the caller waits for the result. A torch that does not say drives it in the background."""
+    """Return whether the caller waits for the result. If torch does not say, a background thread drives it."""
     return opts is not None and not getattr(opts, "asyncOp", True)
 
 
@@ -908,5 +909,5 @@ def _outputs(request: Request) -> list[Tensor]:
 
 
 def _members(request: Request, size: int, like: Tensor) -> list[Tensor]:
-    """Return the members' contributions, in their order."""
+    """Return the members' contributions in rank order."""
     return [row.view(like.dtype) for row in _outputs(request)[0].view(size, -1)]

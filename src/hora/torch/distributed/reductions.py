@@ -1,8 +1,8 @@
-"""torch's reduction operators on torch's dtypes, in terms of the engine's.
+"""torch's reduction operators and dtypes, mapped to the engine's.
 
 The engine sums, averages, multiplies and compares real numbers. Complex numbers are reduced as pairs of real ones,
-bools by comparison. Bitwise operators and dtypes that the engine only moves are folded: each member reduces what all
-have given, in their order.
+bools by comparison. Bitwise operators and dtypes that the engine only moves are folded: each member gathers all inputs
+and reduces them in rank order.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _FOLDS: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Reduction(NamedTuple):
-    """The reduction of tensors of one dtype: by the engine, or by `folded` where that is not None."""
+    """Reduction of tensors of one dtype: by the engine, or by `folded` if that is not None."""
 
     reduce: Reduce
     folded: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -58,14 +58,14 @@ class Reduction(NamedTuple):
     as_bytes: bool = False
 
     def view(self, tensor: Tensor) -> Tensor:
-        """Return the same memory as numbers that the engine reduces."""
+        """Return a view in a dtype that the engine reduces."""
         if self.as_real:
             return torch.view_as_real(tensor)
         return tensor.view(torch.uint8) if self.as_bytes else tensor
 
 
 def reduction_of(opts: Any, dtype: torch.dtype, operation: str) -> Reduction:
-    """Return how to reduce a dtype. ValueError for an operator that it cannot have."""
+    """Return the reduction of a dtype. Raises ValueError if the dtype does not support the operator."""
     op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
     number = hash(op)
     name = _NAMES.get(number, str(op))
@@ -108,13 +108,13 @@ def _refusal(operation: str, name: str, dtype: torch.dtype) -> ValueError:
 
 
 def fold(one: Reduction, parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return the reduction of what the members gave, in their order."""
+    """Return the reduction of the members' inputs in rank order."""
     assert one.folded is not None or one.reduce.op in _FOLDS
     return fold_left(one.folded or _FOLDS[one.reduce.op], parts).view_as(like)
 
 
 def moved(tensor: Tensor) -> Tensor:
-    """Return the same memory in a dtype that the engine moves."""
+    """Return a view in a dtype that the engine moves."""
     if tensor.is_complex():
         return torch.view_as_real(tensor)
     if str(tensor.dtype).removeprefix("torch.") in DTYPES:

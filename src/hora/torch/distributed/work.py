@@ -1,8 +1,8 @@
-"""`Work`: a collective or a message of a process group in flight, as torch wants to see it.
+"""`Work`: a collective or message of a process group in flight, with torch's interface.
 
-The thread that waits for it drives it, as in all of the engine. Its future is made when somebody asks for it. A future
-without callbacks of Python's is completed by the thread that finished the operation; callbacks of Python's may wait for
-other operations (PowerSGD's do), so they run on threads of their own.
+The thread that waits for the operation drives it, as everywhere in the engine. The future is created on demand. Without
+Python callbacks, the thread that finished the operation completes the future. Python callbacks may wait for other
+operations (PowerSGD's do), so they run on separate threads.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ __all__ = ["DONE", "Operation", "Work"]
 
 
 class Operation:
-    """Base of what a `Work` stands for."""
+    """Base class of the operations behind a `Work`."""
 
     def done(self) -> bool:
         raise NotImplementedError
 
     def finish(self, limit_s: float | None) -> None:
-        """Wait until it is done, at most so long, or the group's limit; raise its error."""
+        """Wait until it is done, at most for the time given or the group's limit; raises its error."""
         raise NotImplementedError
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call this once it is done, on any thread."""
+        """Call a function once it is done, on any thread."""
         raise NotImplementedError
 
     def source(self) -> int:
-        """Return the member that a received message came from; -1 for anything else."""
+        """Return the sender of a received message; -1 for anything else."""
         return -1
 
 
 class _Callbacks:
-    """Threads that run callbacks. One that blocks does not hold up the others."""
+    """Threads that run callbacks. A blocked callback does not delay the others."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
@@ -60,7 +60,7 @@ class _Callbacks:
         while True:
             with self._changed:
                 self._num_idle += 1
-                self._changed.wait_for(lambda: self._waiting, 5.0)  # a thread without work ends
+                self._changed.wait_for(lambda: self._waiting, 5.0)  # an idle thread ends
                 self._num_idle -= 1
                 if not self._waiting:
                     return
@@ -72,7 +72,7 @@ _callbacks = _Callbacks()
 
 
 class _Future(Future):  # type: ignore[type-arg]
-    """A future that knows whether callbacks of Python's wait for it."""
+    """A future that knows whether it has Python callbacks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class _Future(Future):  # type: ignore[type-arg]
         super().add_done_callback(callback)
 
     def complete_here(self) -> bool:
-        """Return whether the thread that has finished the operation may complete this future itself."""
+        """Return whether the thread that finished the operation may complete this future."""
         with self._lock:
             self._completing = not self._has_callbacks
             return self._completing
@@ -97,12 +97,12 @@ class _Future(Future):  # type: ignore[type-arg]
         with self._lock:
             self._has_callbacks, completing = True, self._completing
         if completing:  # else the callback would run on that thread
-            with contextlib.suppress(Exception):  # its error is the callback's
+            with contextlib.suppress(Exception):  # the callback reports its own error
                 super().wait()
 
 
 class Work(dist.Work):
-    """An operation in flight with the tensors that are its result. No operation: it is done."""
+    """An operation in flight with its result tensors. No operation: it is done."""
 
     _lock = threading.Lock()  # of making futures
     _future: Any = None
@@ -114,7 +114,7 @@ class Work(dist.Work):
         self._tensors = tensors
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Wait for it; raises its error. Without a timeout the group's limit counts."""
+        """Wait for the operation; raises its error. The default timeout is the group's."""
         if self._operation is not None:
             limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
             try:
@@ -180,4 +180,4 @@ class Work(dist.Work):
             self._future.set_result(list(self._tensors))
 
 
-DONE = Work(None, [])  # of a call that its caller waits for: it has no use for the result
+DONE = Work(None, [])  # for a call whose caller waits: the result is not used
