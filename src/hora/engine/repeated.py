@@ -1,17 +1,17 @@
-"""Repeated calls: collectives of one tensor, on a host whose members do the same one after the other.
+"""Repeated calls: the fast path for collectives of one tensor that all members of one host call in the same order.
 
-Nothing is put in flight, nothing is announced and no thread is woken: the native part publishes a record
-(`negotiation.shared_memory`), and when all members' records are equal each member does its part. Whatever is
-not as simple as that (another request in flight, news of another kind, a rank that has joined, a timeline that is
-written, what the native part does not know) goes the ordinary way.
+The call is not queued or announced, and wakes no thread. The native part publishes a record
+(`negotiation.shared_memory`), and when all members' records are equal, each member does its part. Everything else takes
+the ordinary path: another request in flight, other news, a rank that has joined, an active timeline, operations that
+the native part lacks.
 
-CUDA tensors of members that share a GPU come by pinned memory, where the device's transport would do the same
+CUDA tensors of members that share a GPU are staged in pinned memory if the device's transport would do the same
 (`PinnedStage`).
 
-What the calls with one signature have in common is put together once, in a `CallPlan`; a call makes no object.
+A `CallPlan` holds the common part of all calls with one signature, so that a call allocates no object.
 
-A call that no thread waits in stands in the queue's lane (`OperationQueue.start_repeated`), and so does one whose
-thread was interrupted by Ctrl-C after its record was published: the driver of the queue goes on with it.
+An asynchronous call stands in the queue's lane (`OperationQueue.start_repeated`), and so does a call that Ctrl-C
+interrupted after its record was published: the driver of the queue completes it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["CallPlan", "RepeatedCalls"]
 _WAITING, _DONE, _MOVING = 0, 1, 2  # enum state of repeated.h
 _pack = CALL.pack_into
 _clock = time.perf_counter
-_MOVE = Sum(DTYPE_NUMBERS[torch.uint8], 1.0, NOTHING, 1.0)  # of bytes that nothing is added to
+_MOVE = Sum(DTYPE_NUMBERS[torch.uint8], 1.0, NOTHING, 1.0)  # for bytes that are moved, not reduced
 
 
 class CallPlan:
@@ -74,9 +74,9 @@ class CallPlan:
         self.prepare()
 
     def prepare(self) -> None:
-        """Describe the call to the native part, with the slots that are in use now.
+        """Describe the call to the native part, with the current slots.
 
-        Any thread. A ring that is replaced meanwhile has another number than this one notes, so the next call
+        Any thread. If the ring is replaced meanwhile, its number differs from the recorded one, so the next call
         prepares the plan again.
         """
         transport = self.transport
@@ -92,16 +92,16 @@ class CallPlan:
                 item_bytes=self._item_bytes,
                 direct=direct,
             )
-            self._specs.append(spec)  # the native part may still use an older one
+            self._specs.append(spec)  # the native part may still use the old ring
             address, is_staged = ctypes.addressof(spec), bool(spec.staged)
-        self.address = address  # 0: it goes the ordinary way
+        self.address = address  # 0: take the ordinary path
         self.num_steps = num_steps
-        self.is_staged = is_staged  # all of it is in the slots when its record is published
+        self.is_staged = is_staged  # all data is in the slots when the record is published
         self.num_rings = num_rings
 
 
 class RepeatedCalls:
-    """Of one queue, whose members share a host and have the native part."""
+    """Repeated calls of one queue, whose members share a host and have the native part."""
 
     def __init__(self, queue: OperationQueue, negotiation: SharedMemoryNegotiation) -> None:
         native = library()
@@ -115,12 +115,13 @@ class RepeatedCalls:
         self._job_at = ctypes.addressof(self._job)
 
     def member_of(self, rank: int) -> int:
-        """Return the number of a member among the queue's; -1 for no rank."""
+        """Return a rank's index among the queue's members; -1 for no rank."""
         return self._queue.ranks.index(rank) if rank >= 0 else -1
 
     def plan(self, signature: Signature) -> CallPlan | None:
-        """Return a plan for a collective of one tensor; None while the transport for it has not been made, and where
-        members give different amounts."""
+        """Return a plan for a collective of one tensor; None if its transport does not exist yet, or members' sizes
+        differ.
+        """
         transport = self._queue.made_transport()
         if not isinstance(transport, ShmTransport) or not self._passes_host_memory(signature):
             return None
@@ -138,7 +139,9 @@ class RepeatedCalls:
         return isinstance(device, CudaTransport) and device.stages(ITEM_BYTES[name] * prod(shape))
 
     def carry_out(self, plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor) -> bool:
-        """Do it with a contiguous tensor, into another one or in place. False if it has to go the ordinary way."""
+        """Execute the call on a contiguous tensor, into another one or in place. Returns False if it must take the
+        ordinary path.
+        """
         queue, negotiation = self._queue, self._negotiation
         if not self._is_ready(plan) or not queue.begin_exclusive():
             return False
@@ -157,13 +160,15 @@ class RepeatedCalls:
         return True
 
     def _is_ready(self, plan: CallPlan) -> bool:
-        """Return whether the native part can do it, with the slots that are in use now."""
+        """Return whether the native part can execute the call with the current slots."""
         if plan.num_rings != plan.transport.num_rings:
             plan.prepare()
         return bool(plan.address)
 
     def _try(self, plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor) -> tuple[bool, int]:
-        """Do it while no other thread uses the queue; return whether that was possible, and the running number."""
+        """Execute the call if no other thread uses the queue; returns whether that was possible, and the running
+        number.
+        """
         queue, negotiation = self._queue, self._negotiation
         ticket, instance, source, target = negotiation.ticket, 0, tensor, out
         if plan.unnamed:
@@ -184,7 +189,7 @@ class RepeatedCalls:
         return done, instance
 
     def _settle(self, plan: CallPlan, ticket: int, instance: int, state: int, began: float) -> bool:
-        """Wait, if the first call has not been enough, and take note of how it has ended."""
+        """Wait if the first attempt did not finish, and record the result."""
         waited_s = 0.0
         if state in (_WAITING, _MOVING):
             waiting = _clock()
@@ -208,9 +213,7 @@ class RepeatedCalls:
         return True
 
     def _wait(self, plan: CallPlan, instance: int, state: int) -> int:
-        """Call again, with time to sleep, until there is something else to say than that a member has not
-        come.
-        """
+        """Repeat the native call, which may sleep, until no member is missing."""
         queue = self._queue
         request = Request(plan.signature)
         request.key = plan.signature.key(instance)
@@ -221,7 +224,7 @@ class RepeatedCalls:
                 state = self.call(self._job_at, SLICE_NS)
                 if state == _WAITING:
                     queue.look_around(closing)
-                elif state == _MOVING:  # agreed on: carried out also while the world closes
+                elif state == _MOVING:  # agreed: executed even while the world closes
                     queue.status.check_alive()
         finally:
             meter.blocked = None
@@ -235,9 +238,9 @@ class RepeatedCalls:
         ticket: int,
         instance: int,
     ) -> None:
-        """Leave the request, which others may have seen already, to the next driver when a signal's handler has raised.
+        """Leave the request, which others may have seen, to the next driver if a signal handler raised.
 
-        Anything else than such an interruption of a wait has ended the world.
+        Any other exception has ended the world.
         """
         if isinstance(error, HorovodInternalError) or not self._negotiation.has_published(ticket):
             return
@@ -258,9 +261,9 @@ class RepeatedCalls:
         self._queue.leave_unfinished(_request(plan, tensor, out), instance, go_on)
 
     def start(self, plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor) -> Request | None:
-        """Begin to do it with tensors of the CPU, for a caller that goes on; None if it has to go the ordinary way.
+        """Start an asynchronous call on CPU tensors; returns None if it must take the ordinary path.
 
-        Where the other members find all that they need of it, no thread is woken to drive it.
+        If the other members can complete their parts without this one, no thread is woken to drive it.
         """
         queue, request = self._queue, _request(plan, tensor, out)
         if not self._is_ready(plan):
@@ -272,8 +275,9 @@ class RepeatedCalls:
         return request
 
     def publish(self, plan: CallPlan, source: torch.Tensor, target: torch.Tensor, instance: int) -> int:
-        """Prepare the native part for a call of the lane, whose record it publishes; returns the ticket, 0 where that
-        cannot be. On the driver's thread."""
+        """Publish the record of a call in the lane; returns its ticket, or 0 if that is impossible. On the driver's
+        thread.
+        """
         queue, negotiation = self._queue, self._negotiation
         void = negotiation.ticket == negotiation.void or queue.recorder.timeline is not None
         if void or not self._is_ready(plan) or not queue.planner.idle:
@@ -284,21 +288,21 @@ class RepeatedCalls:
         return ticket
 
     def go_on(self, plan: CallPlan, ticket: int, instance: int, slice_ns: int) -> bool | None:
-        """Go on with a call of the lane: whether all have agreed on it, and it is done; None if that is not known."""
+        """Advance a call of the lane; returns whether all agreed and it is done, or None if that is not known yet."""
         queue, began, closing = self._queue, _clock(), self._queue.status.closing
         state = self.call(self._job_at, slice_ns)
         if state == _WAITING:
             if slice_ns:
                 queue.look_around(closing)
             return None
-        if state == _MOVING:  # agreed on: carried out also while the world closes
+        if state == _MOVING:  # agreed: executed even while the world closes
             queue.status.check_alive()
             return None
         return self._settle(plan, ticket, instance, state, began)
 
 
 class _LaneCall:
-    """A repeated call in the lane of the queue. `ticket`: of a record that is published."""
+    """A repeated call in the queue's lane. `ticket`: the number of its published record."""
 
     def __init__(
         self,
@@ -320,7 +324,7 @@ class _LaneCall:
 
 
 def _request(plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor) -> Request:
-    """The same for the ordinary way."""
+    """Return the equivalent request for the ordinary path."""
     source = tensor.view(plan.signature.shapes[0])
     request = Request(plan.signature, [source], [source if out is tensor else out])
     request.results = [out]

@@ -1,36 +1,34 @@
-"""A schedule: reductions that the members of a set execute in a fixed order, step after step, without announcing them.
+"""A schedule: reductions that the members of a set execute in a fixed order, step after step, without negotiation.
 
-When the members have agreed on buckets they make them together, in memory that all of them map, and a schedule with
-them. From then on a step is every bucket, in that order, on every member: nothing is negotiated. What could differ is
-only whether a member has come, so that is all that is published. Item number n is bucket (n - 1) modulo their number; a
-member's counter says
+When the members have agreed on buckets, they create them together in shared memory, with a schedule. From then on a
+step is every bucket, in that order, on every member. Only the time of arrival can differ between members, so members
+publish nothing else. Item number n is bucket (n - 1) modulo their number. The values of a member's counter:
 
-    2 n       its data of item n is in its place
-    2 n + 1   it has done its part of item n (only where the members have to wait for that: a slice of the result)
-    OPEN      it has joined, and came to as many items as it says beside the counter: for later ones it is absent
+    2 n       its data of item n is in place
+    2 n + 1   it has done its part of item n (only if the members must wait for that: a slice of the result)
+    OPEN      it has joined; beside the counter is the number of its last item: it is absent for later ones
 
     started --the items before it were started too--> published --all members have published it--> reduced --> done
 
-Why no two members decide differently: an item is reduced when all members have published it or are absent for it. Both
-stay so until every member has gone on to the next item, and whether a member that joins is absent depends on the number
-alone that it has written down before. If one member has reduced an item, all have published it, and any other can
-reduce it too, even after its owner has left or died, since the data lies in shared memory. A wait for a member ends
-with an error when the world closes or breaks, and names the late rank when it takes long. `verify/schedule.pml` is a
-model of this.
+Members cannot decide differently: an item is reduced when every member has published it or is absent for it. Neither
+changes until every member has moved on to the next item, and a joining member's absence depends only on the number that
+it wrote before. If one member has reduced an item, all have published it, and any other member can reduce it too, even
+after its owner has left or died, because the data is in shared memory. A wait for a member ends with an error when the
+world closes or breaks, and a long wait is reported with the late rank. `verify/schedule.pml` models this.
 
-Progress is made by a background thread, or by a thread that waits for a result: never by the driver of the queue,
-because the member that is waited for may first need something of this one's queue.
+A background thread or a thread that waits for a result makes progress, never the driver of the queue: the late member
+may first need an operation of this member's queue.
 
 The items are `PersistentReduction`s, which the optimizer's buckets `start` when their data is in place and `wait` for.
 An item is executed in one of two ways:
 
-    scheduled    in its turn, without a message (`execute_scheduled`), when the members that share this memory have come
-    negotiated   as a request that all members announce (`execute_negotiated`), also a rank that has joined
+    scheduled    in order, without a message (`execute_scheduled`), when the members that share this memory have arrived
+    negotiated   as a request that all members announce (`execute_negotiated`), including a rank that has joined
 
-`execute_scheduled` returns False if the item is void: nothing was changed, every member says the same, and the item is
-negotiated. On one host that does not happen. Over several hosts a schedule has the members of one in common, and a link
-to the other hosts (`transport.host_reduction`): what hosts send one another names the item, so that they find that
-another host has something else to do.
+`execute_scheduled` returns False if the item is void: nothing changed, every member gets the same answer, and the item
+is negotiated. That does not happen on one host. Over several hosts, each host has a schedule with a link to the other
+hosts (`transport.host_reduction`): their messages name the item, so that a host notices if another one has a different
+item.
 """
 
 from __future__ import annotations
@@ -58,21 +56,21 @@ __all__ = ["Item", "ReductionSchedule", "PersistentReduction"]
 
 log = logging.getLogger("hora")
 
-_LIMIT_S = 24 * 3600.0  # a slow member is the stall report's business, a dead one is noticed at once
+_LIMIT_S = 24 * 3600.0  # the stall report names slow members, and a death is noticed at once
 
 
 class Link(Protocol):
     """The connections of a schedule with other hosts (`HostLink`)."""
 
     def leave(self, *, tell: bool) -> None:
-        """Negotiate items from now on. `tell`: the other hosts do not know it."""
+        """Negotiate items from now on. `tell`: inform the other hosts."""
 
     def close(self) -> None:
         """Close the connections."""
 
 
 class Item:
-    """One reduction of one step; without a reduction a meeting, or the end of this member's part (`leaves`)."""
+    """One reduction of one step; without a reduction a barrier, or the end of this member's part (`leaves`)."""
 
     __slots__ = ("absent", "done", "error", "leaves", "name", "number", "reduction")
 
@@ -80,18 +78,18 @@ class Item:
         self.reduction = reduction
         self.name = name
         self.leaves = leaves
-        self.number = 0  # 0: others come before it, and have not been started
+        self.number = 0  # 0: earlier items have not been started
         self.absent: Sequence[int] = ()  # members that have joined
         self.error: HorovodInternalError | None = None
         self.done = False
 
 
 class ReductionSchedule(ProgressEngine):
-    """This rank's end of it. `offset`: where the members' counters are in the segment, which were zero. `near`: those
-    members of the set that share this memory, if not all of them do.
+    """This rank's end of a schedule. `offset`: position of the members' counters, initially zero, in the segment.
+    `near`: the members that share this memory, if not all of them do.
 
-    `start`, `wait`, `meet`, `leave`, `finish_leaving` and `come_back` are called by one thread at a time, the one that
-    trains.
+    `start`, `wait`, `meet`, `leave`, `finish_leaving` and `come_back` are called by one thread at a time, the training
+    thread.
     """
 
     def __init__(
@@ -113,16 +111,16 @@ class ReductionSchedule(ProgressEngine):
         self._limits = limits
         self._counters = Counters(segment.memory, offset, member, len(ranks))
         places = [offset + peer * MEMBER_BYTES + LINE_BYTES for peer in range(len(ranks))]
-        # Of a member that has joined: to how many items it came.
+        # The number of items of a member that has joined.
         self._came = [Counter(segment.memory, place) for place in places]
-        self._left = [Counter(segment.memory, place + 8) for place in places]  # how often it has joined
-        self._void = [Counter(segment.memory, place + 16) for place in places]  # the last item that it found void
+        self._left = [Counter(segment.memory, place + 8) for place in places]  # number of joins
+        self._void = [Counter(segment.memory, place + 16) for place in places]  # the last void item
         self.link: Link | None = None
-        self._leaving = Item(None, "join", leaves=True)  # the last one
+        self._leaving = Item(None, "join", leaves=True)  # the last item
         self._reductions: list[tuple[PersistentReduction, str]] = []  # with their names in messages
-        self._next = 0  # the index of the reduction whose turn it is to be started
+        self._next = 0  # the index of the next reduction to start
         self._started: dict[int, Item] = {}  # by index, before their turn
-        self._num_items = 0  # that were given a number
+        self._num_items = 0  # numbered items
         self._waiting_since = self._warned = 0.0
         self._closed = False
         queue.schedules.add(self)
@@ -133,29 +131,30 @@ class ReductionSchedule(ProgressEngine):
         return num_members * MEMBER_BYTES
 
     def add(self, reduction: PersistentReduction) -> int:
-        """Append a reduction to the order, before the first step; returns its index."""
+        """Append a reduction to the schedule, before the first step; returns its index."""
         self._reductions.append((reduction, full_names(*reduction.signature.key(0), 1)[0]))
         return len(self._reductions) - 1
 
     def wake(self) -> None:
-        """Counters wake the driver, and nothing else: it looks around in a moment."""
+        """Do nothing: counters wake the driver, which rechecks the status within a moment."""
 
     def keys_in_flight(self) -> list[Key]:
         return [item.reduction.signature.key(0) for item in [*self._items] if item.reduction is not None]
 
-    # What the training thread does.
+    # Called by the training thread.
 
     def turn(self, index: int, num_turns: int) -> int:
-        """Return which of `num_turns` places takes the data of the next item of this reduction, in turn."""
+        """Return which of `num_turns` places receives the data of this reduction's next item."""
         return self.turn_of(self._num_items + index - self._next + 1, num_turns)
 
     def turn_of(self, number: int, num_turns: int) -> int:
-        """The same for item `number`."""
+        """Return which place holds the data of item `number`."""
         return (number - 1) // len(self._reductions) % num_turns
 
     def start(self, index: int, *, background: bool) -> Item:
-        """This rank's data of a reduction is in its place: reduce it when all reductions before it have been started.
-        Without `background` only `wait` drives it."""
+        """Start a reduction whose data on this rank is in place; it runs after all earlier reductions have been
+        started. Without `background` only `wait` drives it.
+        """
         if self._closed or not self.queue.status.is_open:
             self.queue.check_open()
         item = self._started[index] = Item(*self._reductions[index])
@@ -167,7 +166,7 @@ class ReductionSchedule(ProgressEngine):
         return item
 
     def wait(self, item: Item) -> None:
-        """Return when an item is done; drive the schedule unless another thread does."""
+        """Wait for an item; drive the schedule unless another thread does."""
         if not item.done:
             assert item.number, f"{item.name} is waited for before those that come before it were started"
             super().wait(item)
@@ -175,7 +174,7 @@ class ReductionSchedule(ProgressEngine):
             raise HorovodInternalError(*item.error.args)
 
     def meet(self, name: str) -> Sequence[int]:
-        """Return when every member is here, after all that was started before; gives the members that have joined."""
+        """Wait for every member, after everything that was started before; returns the members that have joined."""
         self.queue.check_open()
         item = Item(None, name)
         self._submit(item)
@@ -183,7 +182,7 @@ class ReductionSchedule(ProgressEngine):
         return item.absent
 
     def leave(self) -> None:
-        """This rank joins: after what it has started the others need not wait for it."""
+        """Leave the schedule because this rank joins: the others do not wait for it after its started items."""
         if self._closed:
             return
         self._started.clear()
@@ -193,7 +192,7 @@ class ReductionSchedule(ProgressEngine):
         self.wake_background()
 
     def finish_leaving(self) -> None:
-        """Return when nothing more will be announced: this rank may announce that it joins."""
+        """Wait until no item will be announced any more, so that this rank may announce its join."""
         item = self._leaving
         while self.link is not None and not self._closed and not item.done:
             self.drive_or_wait(item)
@@ -201,7 +200,7 @@ class ReductionSchedule(ProgressEngine):
             raise HorovodInternalError(*item.error.args)
 
     def come_back(self) -> None:
-        """All members have left: go on together. No member may start anything before all have come back."""
+        """Resume after all members have left. No member may start an item before all have returned."""
         # Python may collect an optimizer, and close its schedule, at any moment, also in this method, and on some ranks
         # alone.
         counters = self._left
@@ -231,13 +230,13 @@ class ReductionSchedule(ProgressEngine):
     # Progress. Everything in this part runs under the progress lock.
 
     def _step(self) -> None:
-        """Wait for the others and reduce. What is interrupted while it waits (Ctrl-C) can be done again."""
+        """Wait for the others and reduce. A wait that Ctrl-C interrupts can be repeated."""
         item, queue = self._items[0], self.queue
         if item.leaves:
             self._leave()
         else:
             value, self._waiting_since, self._warned = 2 * item.number, 0.0, 0.0
-            # Unlike an agreed operation, this one has not begun: after a goodbye the others will not come any more.
+            # Unlike an agreed operation, this one has not begun: after a goodbye the others will not arrive.
             look_around = partial(self._look_around, value)
             if self._counters.meet(value, look_around, limit_s=_LIMIT_S, what="a reduction"):
                 item.absent = [peer for peer in self._joined() if self._came[peer].value < item.number]
@@ -281,29 +280,29 @@ class ReductionSchedule(ProgressEngine):
         except HorovodInternalError as error:
             if not self.queue.status.is_open:
                 raise
-            item.error = error  # of all members, and of this item alone
+            item.error = error  # of all members, for this item alone
 
     def end_together(self, number: int, *, void: bool = False) -> bool:
-        """Return when every member has done its part of an item, which this one has: whether none has found it void."""
+        """Wait until every member has done its part of an item; returns whether no member found it void."""
         if void:
             self._void[self.member].store(number)
         self._counters.meet(2 * number + 1, self.queue.status.check_alive, limit_s=_LIMIT_S, what="a reduction")
         return self.link is None or number not in [counter.value for counter in self._void]
 
     def _look_around(self, value: int) -> None:
-        """While this member waits: raise when that has become pointless, and name those who are late."""
+        """Check the status while this member waits: raise if waiting is pointless, and report late members."""
         self.queue.check_open()
         self._watch(lambda: [self.ranks[peer] for peer in self._counters.missing(value)])
 
     def look_beyond(self, late: Callable[[Key], Sequence[int]]) -> None:
-        """While this member waits for other hosts, which may have done their part: the same.
+        """Do the same while this member waits for other hosts, which may have done their part.
 
-        `late(key)`: the members of the set that have not come to this.
+        `late(key)`: the members of the set that have not reached this item.
         """
         self.queue.status.check_alive()
         reduction = self._items[0].reduction
         if reduction is None:
-            return  # this member leaves, and nobody keeps it from that
+            return  # this member leaves, and waits for no one
         key = reduction.signature.key(0)
         self._watch(lambda: [self.queue.ranks[member] for member in late(key)])
 
@@ -345,16 +344,16 @@ class ReductionSchedule(ProgressEngine):
     def _error(self) -> HorovodInternalError:
         return HorovodInternalError(self.queue.status.reason)
 
-    # The end. Thread-safe.
+    # Shutdown. Thread-safe.
 
     def close(self) -> None:
-        """End the background thread, fail what is under way, let go of the memory."""
+        """End the background thread, fail items in progress, release the memory."""
         if self._closed:
             return
         self._closed = True
         self.queue.schedules.discard(self)
         for counter in self._left[self.member : self.member + 1]:
-            counter.set(OPEN)  # a join of the others does not wait for this member
+            counter.set(OPEN)  # the others' join does not wait for this member
         self._end()
 
     def _put_away(self) -> None:
@@ -365,11 +364,11 @@ class ReductionSchedule(ProgressEngine):
 
 
 class PersistentReduction:
-    """The same reduction of the same memory in every step, set up once by all members together: `SharedMemoryReduction`
-    on one host, `HostReduction` over several. `mine` is this rank's data, and the result of an allreduce in place;
-    `out`: where the result is otherwise.
+    """A reduction of the same memory in every step, set up once by all members: `SharedMemoryReduction` on one host,
+    `HostReduction` over several. `mine` is this rank's data, and the result of an allreduce in place; `out` is the
+    result otherwise.
 
-    All members must have made it before one starts it. In a step: idle --`start`--> in flight --`wait`--> idle.
+    All members must create it before one starts it. In a step: idle --`start`--> in flight --`wait`--> idle.
     """
 
     def __init__(
@@ -413,7 +412,7 @@ class PersistentReduction:
         return self._started is not None and self._started.done
 
     def start(self, *, background: bool) -> None:
-        """This rank's data is in its place: reduce it. Without `background` only `wait` drives it."""
+        """Start the reduction: this rank's data is in place. Without `background` only `wait` drives it."""
         if self._started is not None and not self._started.done:
             raise ValueError(
                 "a tensor with the same name as another tensor that is still being processed was submitted: "
@@ -422,7 +421,7 @@ class PersistentReduction:
         self._started = self.schedule.start(self._index, background=background)
 
     def wait(self) -> torch.Tensor:
-        """The result, when it is there. What was not started is started here."""
+        """Wait for the result and return it; starts the reduction if necessary."""
         if self._started is None:
             self.start(background=False)
         started, self._started = self._started, None
@@ -431,18 +430,18 @@ class PersistentReduction:
         return self._mine if self.out is None else self.out
 
     def release(self) -> None:
-        """Let the engine forget it and its schedule with all items; the memory goes with the last view of it."""
+        """Release it and its schedule with all items; the memory is freed with its last view."""
         self.schedule.queue.bound.pop(self._name, None)
         self.schedule.close()
 
     def execute_negotiated(self, number: int) -> None:
-        """Have all members agree on it, and wait until it is done."""
+        """Negotiate the reduction with all members, and wait until it is done."""
         request = Request(self.signature, (self._mine,))
         self.schedule.queue.submit(request, background=False)
         self.schedule.queue.result(request)
 
     def execute_scheduled(self, number: int, absent: Sequence[int]) -> bool:
-        """Execute item `number` of the schedule, for which the members in `absent` have joined. True when it is done,
-        False when it is void: then nothing was changed, every member finds the same, and the schedule has it
-        announced."""
+        """Execute item `number` of the schedule, for which the members in `absent` have joined. Returns False if it is
+        void: nothing changed, every member gets the same answer, and the schedule negotiates it.
+        """
         return False

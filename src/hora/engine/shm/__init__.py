@@ -1,1 +1,1 @@
-"""Memory that the ranks of one host share: segments, counters, barriers, and reductions of data that lies in it."""
+"""Shared memory of the ranks of one host: segments, counters, barriers, and reductions in place."""

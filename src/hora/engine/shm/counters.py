@@ -1,16 +1,16 @@
-"""Counters in shared memory: how the ranks of one host wait for one another.
+"""Counters in shared memory, with which the ranks of one host wait for one another.
 
-A `Counter` is a 64-bit number on a cache line of its own, which one process advances and others wait for. Everything
-that was written to shared memory before an update is visible to a process that has seen the new value: x86-64 keeps
-that order by itself, 64-bit ARM needs a fence. `Counters` are those of a group's members: each member advances its own
-and waits until all have advanced as far. Waits spin for a moment and then sleep in the kernel; the native part does
+A `Counter` is a 64-bit number on its own cache line, which one process advances and others wait for. A process that
+sees the new value also sees everything written to shared memory before it: x86-64 keeps that order by itself, 64-bit
+ARM needs a fence. `Counters` are the counters of a group's members: each member advances its own and waits until all
+have reached the same value. Waits spin for a moment and then sleep in the kernel; the native part does
 both, without the GIL (`struct group` of native.c).
 
-Layout of a member's part, `stride` bytes from the next one's: the counter on a line of its own; at the end of the next
-line, whether the member sleeps. The owner of the counters may use the bytes between them.
+Layout of a member's part, `stride` bytes from the next one's: the counter on its own line; at the end of the next line,
+whether the member sleeps. The owner of the counters may use the bytes between them.
 
-A member that is about to sleep announces it first and then looks once more. A member that publishes looks for sleepers
-afterwards. So the sleeper either sees the number, or is seen to sleep and is woken (`verify/schedule.pml`).
+A member announces that it will sleep, then checks once more. A publishing member checks for sleepers after it has
+published. So the sleeper either sees the number or is woken (`verify/schedule.pml`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SLICE_S = 0.05
 SLICE_NS = int(SLICE_S * 1e9)
 # No member waits for a counter with this value; its low half, which a sleeper watches, is no other number's.
 OPEN = 2**63 - 1
-_SLEEPS_AT = 120  # SLEEPS_AT of native.c
-_ONE_HAS_JOINED = 2  # of all_have of native.c
+_SLEEPS_AT = 120  # SLEEPS_AT in native.c
+_ONE_HAS_JOINED = 2  # results of all_have in native.c
 _WEAKLY_ORDERED = platform.machine() != "x86_64"
 
 
@@ -62,7 +62,7 @@ class Counter:
         return value
 
     def store(self, value: int) -> None:
-        """Publish `value` where no process sleeps on it."""
+        """Publish `value`; no process may sleep on it."""
         if _WEAKLY_ORDERED:
             self._native.fence()
         self._word.value = value
@@ -82,20 +82,20 @@ class Counter:
         self._native.wake(self.address)
 
     def wake_if(self, asleep: Counter) -> None:
-        """Wake every waiter if `asleep` is not zero; a waiter sets it before it looks a last time."""
-        self._native.fence()  # either the waiter sees what was written before, or this process sees that it sleeps
+        """Wake every waiter if `asleep` is not zero; a waiter sets it before its last check."""
+        self._native.fence()  # either the waiter sees the preceding writes, or this process sees that it sleeps
         if asleep.value:
             self.wake()
 
     def wait_beyond(self, seen: int) -> None:
-        """Return when the value differs from `seen`, or after one short slice; the caller loops and checks."""
+        """Wait until the value differs from `seen`, for one short slice of time; the caller loops and checks."""
         self._native.wait_change(self.address, seen, self._policy_at, SLICE_NS)
 
     def wait_for(self, target: int, *, check_alive: Callable[[], None], limit_s: float, what: str) -> None:
         """Wait until the value is at least `target`.
 
-        `check_alive` is called while waiting and raises when waiting has become pointless (a peer died, a
-        shutdown); after `limit_s` seconds TimeoutError names `what`.
+        `check_alive` is called while waiting and raises if waiting is pointless (a peer died, a shutdown). After
+        `limit_s` seconds TimeoutError names `what`.
         """
         begin = 0.0
         while (seen := self.value) < target:
@@ -139,13 +139,13 @@ class Counters:
         _open[id(self)] = weakref.ref(self)
 
     def publish(self, value: int) -> None:
-        """Advance the own counter, and wake members that sleep."""
+        """Advance this member's counter, and wake sleeping members."""
         self._native.publish(self._group_at, value)
 
     def meet(self, value: int, check_alive: Callable[[], None], *, limit_s: float, what: str) -> bool:
-        """Publish `value`, and return when all members have come as far: whether one of them has joined (OPEN).
+        """Publish `value`, and wait until all members have reached it; returns whether one of them has joined (OPEN).
 
-        `check_alive` raises when waiting has become pointless.
+        `check_alive` raises if waiting is pointless.
         """
         return self._until(self._native.meet, value, check_alive, limit_s, what) == _ONE_HAS_JOINED
 
@@ -167,7 +167,7 @@ class Counters:
         return found
 
     def missing(self, value: int) -> list[int]:
-        """Return the members that have not published this number."""
+        """Return the members that have not reached this number."""
         return [peer for peer, counter in enumerate(self.counters) if counter is not self.own and counter.value < value]
 
     def interrupt(self) -> None:

@@ -1,9 +1,9 @@
-"""The native part: `native.c` as a library. Wheels carry it; elsewhere it is built at installation by a C compiler.
+"""The native part: `native.c` as a library, built by a C compiler at installation or contained in the wheel.
 
 `ctypes` calls the library, which is independent of Python's version; long calls release the GIL. `library` returns None
-with HORA_NATIVE=0, where there was no compiler, on a processor that it does not know, and if it was built from another
-source. Ranks share no memory then: all data goes over sockets, with the same bits and slowly. `absence` gives the
-reason, for `hora doctor` and `--check-build`.
+with HORA_NATIVE=0, without a compiler, on an unsupported processor, and if it was built from other sources. Then ranks
+share no memory: all data goes over sockets, slowly, with the same bits. `absence` returns the reason, for `hora doctor`
+and `--check-build`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
 
 NOTHING, MULTIPLY, DIVIDE = range(3)  # enum finish of sums.h
 _PATH = Path(__file__).with_name("libhora.so")
-# A call this short keeps the GIL: to get it back from a busy thread would take longer than the work.
+# A call this short keeps the GIL: reacquiring it from a busy thread would take longer than the work.
 SHORT_BYTES = 32768
 
 DTYPE_NUMBERS = {
@@ -58,7 +58,7 @@ DTYPE_NUMBERS = {
     torch.float64: 1,
     torch.float16: 2,
     torch.bfloat16: 3,
-    torch.uint8: 4,  # sums wrap, whatever the sign
+    torch.uint8: 4,  # sums wrap, signed or not
     torch.int8: 4,
     torch.int16: 5,
     torch.int32: 6,
@@ -75,7 +75,7 @@ _TYPES = {
 
 
 def fields(declaration: str) -> list[tuple[str, Any]]:
-    """Members of a structure that have one type: "int32 member num_members"."""
+    """Parse the fields of a structure that share a type: "int32 member num_members"."""
     kind, *names = declaration.split()
     return [(name, _TYPES[kind]) for name in names]
 
@@ -86,14 +86,14 @@ class SpinPolicy(ctypes.Structure):
     _fields_ = fields("int32 looks patience tally many")
 
 
-# Looks of about 50 ns each before a thread sleeps, where that has been worth while: to be woken takes about as long.
-# With a core to spare for every member, looking takes no time from anyone.
+# Spins of about 50 ns each before a thread sleeps, if spinning has paid off: waking takes about as long.
+# With a free core for every member, spinning takes no time from others.
 _MANY_LOOKS = 600
 _MANY_LOOKS_TO_SPARE = 4000
 
 
 def new_spin_policy(num_members: int = 0) -> SpinPolicy:
-    """The policy of one of so many members on this host; 0: unknown."""
+    """Return the policy for one of this many members on this host; 0: unknown."""
     spare = 0 < 2 * num_members <= len(os.sched_getaffinity(0))
     return SpinPolicy(many=_MANY_LOOKS_TO_SPARE if spare else _MANY_LOOKS)
 
@@ -121,7 +121,7 @@ class RingStruct(ctypes.Structure):
 
 
 class Job(ctypes.Structure):
-    """A collective through a ring, and how far it has come: `struct job`."""
+    """A collective through a ring, and its progress: `struct job`."""
 
     _fields_ = (
         ("ring", ctypes.POINTER(RingStruct)),
@@ -154,7 +154,7 @@ class Repeated(ctypes.Structure):
         *fields("pointer heads round fed"),
         *fields("int64 head_bytes"),
         *fields("int32 late"),
-        # From here on: of one call, written by CALL.
+        # Fields from here on belong to one call and are written by CALL.
         *fields("pointer spec source out"),
         *fields("int64 rounds step ticket"),
         ("digest", ctypes.c_uint8 * 16),
@@ -212,7 +212,7 @@ class Library:
         long, short = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         if int(long.hora_source_checksum()) & 0xFFFFFFFF != _source_checksum():
             raise OSError(f"{path.name} was built from another source: build it anew with `pip install -e .`")
-        self.long = long  # for callers with structures of their own
+        self.long = long  # for callers with their own structures
         self.check(GroupStruct, RingStruct, Job, Spec, Repeated, Pipe, MessageCall)
         self.has_float16 = bool(long.hora_has_f16())
         for reduce in (long.hora_reduce, short.hora_reduce):
@@ -230,15 +230,15 @@ class Library:
             *(ctypes.c_double, ctypes.c_int, ctypes.c_double),
         )
         self._everywhere.restype = None
-        # 1: all members have come, 2: and one has joined, 0: one has not come yet.
+        # 1: all members have arrived, 2: and one has joined, 0: a member is missing.
         self.wait, self.meet, self.wait_change = long.hora_wait, long.hora_meet, long.hora_wait_change
         for wait in (self.wait, self.meet, self.wait_change):
             wait.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_long)
         self.publish, self.wake, self.fence = short.hora_publish, short.hora_wake, short.hora_fence
         self.publish.argtypes, self.wake.argtypes = (ctypes.c_void_p, ctypes.c_int64), (ctypes.c_void_p,)
         self.publish.restype = self.wake.restype = self.fence.restype = None
-        # -1: the members want different things, 0: a member has not come yet, 1: done, 2: agreed, and under way. The
-        # short one keeps the GIL.
+        # -1: the members' calls differ, 0: a member is missing, 1: done, 2: agreed, in progress. The short one keeps
+        # the GIL.
         self.repeated, self.short_repeated = long.hora_repeated, short.hora_repeated
         for repeated in (self.repeated, self.short_repeated):
             repeated.argtypes = (ctypes.c_void_p, ctypes.c_long)
@@ -261,14 +261,14 @@ class Library:
             one.argtypes = (ctypes.c_void_p,)
 
     def check(self, *kinds: type[ctypes.Structure], first: int = 0) -> None:
-        """Compare structures with those of native.c's `layouts` from number `first` on; OSError if they differ."""
+        """Compare structures with native.c's `layouts` from number `first` on; raises OSError if they differ."""
         for number, kind in enumerate(kinds, first):
             expected = [ctypes.sizeof(kind), *(getattr(kind, field[0]).offset for field in kind._fields_)]
             if expected != [int(self.long.hora_layout(number, index)) for index in range(len(expected))]:
                 raise OSError(f"libhora.so lays out {kind.__name__} in another way: it was built from another source")
 
     def sums(self, dtype: torch.dtype) -> bool:
-        """Return whether it can sum this dtype, on this processor."""
+        """Return whether the library can sum this dtype on this processor."""
         return dtype in DTYPE_NUMBERS and (dtype is not torch.float16 or self.has_float16)
 
     def reduce(self, what: Sum, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -276,7 +276,7 @@ class Library:
         self.reduction(what, operands, out)()
 
     def reduction(self, what: Sum, operands: Sequence[torch.Tensor], out: torch.Tensor) -> Callable[[], None]:
-        """The same, to be done as often as it is called. The caller keeps the tensors."""
+        """Return a function that does the same as often as it is called. The caller keeps the tensors."""
         num_operands, pointers = len(operands), addresses(operands)
         call = self._short_reduce if out.nbytes <= SHORT_BYTES else self._long_reduce
         number, prescale, how, factor = what
@@ -285,18 +285,18 @@ class Library:
     def reduction_everywhere(
         self, what: Sum, members: Sequence[torch.Tensor], begin: int, end: int
     ) -> Callable[[], None]:
-        """Sum elements `begin` to `end` of all members' flat tensors into all of them, as often as it is called."""
+        """Return a function that sums elements `begin` to `end` of all members' flat tensors into all of them."""
         pointers = addresses(members)
         number, prescale, how, factor = what
         return partial(self._everywhere, number, len(members), pointers, begin, end - begin, prescale, how, factor)
 
     def collective(self, job: Job, slice_ns: int) -> bool:
-        """Go on with a collective. False when it has waited for a slice of time in vain; then call again."""
+        """Advance a collective. Returns False after a slice of time without completion; then call again."""
         return bool(self._collective(job, slice_ns))
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    """Return where the tensors' data is, for a native call."""
+    """Return the addresses of the tensors' data, for a native call."""
     return (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
 
 
@@ -315,12 +315,12 @@ def _loaded() -> Library | str:
 
 
 def library() -> Library | None:
-    """The library of this process, found out once."""
+    """Return the library of this process; it is loaded once."""
     found = _loaded()
     return found if isinstance(found, Library) else None
 
 
 def absence() -> str | None:
-    """Why there is no library; None when there is."""
+    """Return why there is no library; None if there is one."""
     found = _loaded()
     return found if isinstance(found, str) else None

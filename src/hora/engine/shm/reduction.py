@@ -1,10 +1,10 @@
-"""Reduction of data that lies in memory which all members of a set on one host have mapped: gradient buckets.
+"""Reduction of data in shared memory that all members of a set on one host have mapped: gradient buckets.
 
-It is reduced where it is, in one of three ways. *Sliced* allreduce: member m reduces slice m into all members' data,
-and all wait for one another at the end. *Direct* allreduce of little data: each member reduces all of it into a private
-result; none waits, because the data of the next step goes to a second place, and a member in the step after that
-has finished this one. *Scatter*: each member reduces its slice; the caller sees to it that no member writes new data
-before all have read, or has the reduction end together.
+Data is reduced in place, in one of three ways. *Sliced* allreduce: member m reduces slice m into all members' data, and
+all wait for one another at the end. *Direct* allreduce of little data: each member reduces all of it into a private
+result. No member waits, because the data of the next step goes to a second place, and a member in the step after that
+has finished this one. *Scatter*: each member reduces its slice. The caller ensures that no member writes new data
+before all have read the old, or uses `ends_together`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def shared_slice(count: int, num_members: int, member: int) -> tuple[int, int]:
-    """The part of `count` elements that `member` reduces: begin and end.
+    """Return begin and end of the part of `count` elements that `member` reduces.
 
     Rounded to as many elements as a cache line has bytes, so that two members never write to one line.
     """
@@ -39,9 +39,9 @@ def shared_slice(count: int, num_members: int, member: int) -> tuple[int, int]:
 def reduce_slice(
     views: Tensors, begin: int, end: int, arithmetic: Arithmetic, out: torch.Tensor | None = None
 ) -> Callable[[], None]:
-    """Reduce these elements of all members' data into `out`, else into all of it, as often as it is called.
+    """Return a function that reduces these elements of all members' data into `out`, or into all members' data.
 
-    Data that is prescaled stays so.
+    Prescaled data stays prescaled.
     """
     slices = [view[begin:end] for view in views]
     result, scratch = slices[0] if out is None else out, torch.empty_like(slices[0])
@@ -59,9 +59,9 @@ def reduce_slice(
 
 
 class SharedMemoryReduction(PersistentReduction):
-    """`places[t][m]` is where member m puts its data in turn t; `out` is private, None for a sliced allreduce.
+    """`places[t][m]` holds the data of member m in turn t; `out` is private, None for a sliced allreduce.
 
-    `ends_together`: when it is done here, all members have read the data.
+    `ends_together`: it is done only when all members have read the data.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class SharedMemoryReduction(PersistentReduction):
         self._scatters = kind is Kind.REDUCESCATTER
         self._ends_together = ends_together or out is None
         self._arithmetic = arithmetic_of(reduce, places[0][0].dtype, len(places[0]))
-        self._work = [self._prepared(views) for views in places]  # of each turn
+        self._work = [self._prepared(views) for views in places]  # per turn
 
     @property
     def turn(self) -> int:
-        """Return the index of the place that takes the data of the next step."""
+        """Return the index of the place for the next step's data."""
         return self.schedule.turn(self._index, len(self.places))
 
     def execute_scheduled(self, number: int, absent: Sequence[int]) -> bool:
@@ -98,7 +98,7 @@ class SharedMemoryReduction(PersistentReduction):
         return True
 
     def _prepared(self, views: Tensors) -> Callable[[], None]:
-        """This member's part of the work."""
+        """Return this member's part of the work as a function."""
         arithmetic, out, member = self._arithmetic, self.out, self.schedule.member
         if not self._scatters and out is not None:
             if arithmetic.sum is not None:
@@ -114,14 +114,14 @@ class SharedMemoryReduction(PersistentReduction):
         return reduce_slice(views, begin, end, arithmetic, out)
 
     def _reduce_without(self, absent: Sequence[int], number: int, turn: int) -> None:
-        """Some members have joined, and add nothing."""
+        """Reduce without the members that have joined."""
         if self._scatters:
             joined = ", ".join(str(self.schedule.ranks[peer]) for peer in absent)
             raise HorovodInternalError(
                 f"REDUCESCATTER is not supported with Join: rank(s) {joined} have joined already ({self._name})"
             )
         views = [torch.zeros_like(view) if peer in absent else view for peer, view in enumerate(self.places[turn])]
-        if self._arithmetic.prescales:  # each member all of it: the data itself must stay as it is
+        if self._arithmetic.prescales:  # each member reduces all of it: the data itself must not change
             views = [view.clone() for view in views]
             for view in views:
                 self._arithmetic.prepare_(view)

@@ -1,15 +1,15 @@
 """Memory shared by the ranks of one host.
 
 A segment is an anonymous memory file: it has no name in any file system, so a SIGKILL anywhere leaves nothing
-behind and the size of `/dev/shm` is no limit. Its descriptor travels over a local socket (`control_tree`). The bytes
-are reserved when it is made, so a full machine is an error here and never a SIGBUS later.
+behind and the size of `/dev/shm` is no limit. Its descriptor is passed over a local socket (`control_tree`). The memory
+is reserved at creation, so a lack of memory is an error here and never a SIGBUS later.
 
-A forked child has its own copy of shared memory, as it was at the fork. A mapping that is shared stays so in a child: a
-child that writes a checkpoint or evaluates a model would see the next steps' parameters, and one that writes to them or
-to gradients would spoil the training. So private memory replaces every such mapping in the child, at the same address:
-with the same contents where its tensors may look, with zeros elsewhere (the other members' gradients). Pages that are
-copied when they are written to would still show what other ranks write later, and so would a copy that the child makes
-while its parent goes on. So the parent makes the copy before it forks.
+A forked child gets a private copy of shared memory, as of the fork. A shared mapping would stay shared in the child: a
+child that writes a checkpoint or evaluates a model would see the next steps' parameters, and a child that writes to
+parameters or gradients would corrupt the training. So private memory replaces every such mapping in the child, at the
+same address: with the same contents where its tensors may read, with zeros elsewhere (the other members' gradients).
+Copy-on-write pages would still show later writes of other ranks, and so would a copy that the child makes while its
+parent continues. So the parent copies before it forks.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ PAGE_BYTES = mmap.PAGESIZE
 
 
 def aligned(num_bytes: int, to_bytes: int = PAGE_BYTES) -> int:
-    """The smallest multiple of `to_bytes` that holds `num_bytes`."""
+    """Return the smallest multiple of `to_bytes` that holds `num_bytes`."""
     return -(-num_bytes // to_bytes) * to_bytes
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A mapped piece of shared memory. `descriptor` is kept open by its creator only, to hand it to peers."""
+    """A mapped piece of shared memory. Only its creator keeps `descriptor` open, to pass it to peers."""
 
     memory: mmap.mmap
     num_bytes: int
@@ -50,9 +50,9 @@ class Segment:
 
     @classmethod
     def create(cls, num_bytes: int, *, label: str = "hora") -> Segment:
-        """A zeroed segment. MemoryError says how much was asked for when the machine has not that much."""
+        """Create a zeroed segment. Raises MemoryError with the requested size if the machine lacks memory."""
         num_bytes = aligned(max(num_bytes, 1))
-        # Reserving more than there is would not fail: the kernel would end processes to make room.
+        # Reserving too much would not fail: the kernel would kill processes to free memory.
         left_bytes = available_bytes()
         if num_bytes > left_bytes:
             raise MemoryError(_refusal(num_bytes, label, f"only {left_bytes / 2**20:.0f} MiB are available"))
@@ -77,33 +77,34 @@ class Segment:
             os.close(descriptor)
 
     def take_descriptor(self) -> int:
-        """Hand the descriptor over to the caller, who closes it."""
+        """Return the descriptor; the caller closes it."""
         assert self.descriptor is not None
         descriptor = self.descriptor
         object.__setattr__(self, "descriptor", None)
         return descriptor
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat view of `count` elements at `offset`. It keeps the mapping alive."""
+        """Return a flat view of `count` elements at `offset`. It keeps the mapping alive."""
         if count == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
-        # numpy holds on to the mapping while the view lives; with torch.frombuffer `close` would unmap it.
+        # numpy keeps the mapping while the view lives; with torch.frombuffer `close` would unmap it.
         raw = np.frombuffer(self.memory, dtype=np.uint8, offset=offset, count=count * dtype.itemsize)
         return torch.from_numpy(raw).view(dtype)
 
     def close(self) -> None:
-        """Close the descriptor; the memory itself goes when the last view of it does."""
+        """Close the descriptor; the memory is freed with its last view."""
         if self.descriptor is not None:
             with contextlib.suppress(OSError):
                 os.close(self.descriptor)
             object.__setattr__(self, "descriptor", None)
-        with contextlib.suppress(BufferError):  # tensors still look into it; the last of them unmaps it
+        with contextlib.suppress(BufferError):  # tensors still use it; the last of them unmaps it
             self.memory.close()
 
 
 class SharedMemory:
-    """A segment that all members of a set have mapped, handed out piece by piece. Every member takes the same pieces in
-    the same order."""
+    """A segment that all members of a set have mapped, allocated piece by piece. Every member takes the same pieces in
+    the same order.
+    """
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
@@ -111,13 +112,13 @@ class SharedMemory:
 
     @staticmethod
     def space(count: int, dtype: torch.dtype) -> int:
-        """The bytes that `take` uses up."""
+        """Return the bytes that `take` uses."""
         return aligned(count * dtype.itemsize)
 
     def take(self, count: int, dtype: torch.dtype, *, copied: bool = True) -> torch.Tensor:
-        """The next piece, which begins on a page of its own.
+        """Return the next piece, which begins on a new page.
 
-        A forked child finds it private, and empty unless `copied`.
+        In a forked child it is private, and empty unless `copied`.
         """
         num_bytes = count * dtype.itemsize
         offset = self.reserve(num_bytes)
@@ -125,7 +126,7 @@ class SharedMemory:
         return self.segment.tensor(offset, count, dtype)
 
     def reserve(self, num_bytes: int) -> int:
-        """The place of the next piece in the segment."""
+        """Return the offset of the next piece in the segment."""
         offset = self._position
         self._position += aligned(num_bytes)
         return offset
@@ -157,15 +158,15 @@ _libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctyp
 _FAILED = ctypes.c_void_p(-1).value
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
-# The pieces that a child gets a copy of, as (offset, bytes). A mapping lives as long as a tensor looks into it.
+# The pieces that a child gets a copy of, as (offset, bytes). A mapping lives as long as a tensor uses it.
 _copied: weakref.WeakKeyDictionary[mmap.mmap, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
 
 
 class _Copy(NamedTuple):
-    """Of one mapping, for a child that is about to be forked."""
+    """A copy of one mapping, for the child of the next fork."""
 
     address: int  # of the mapping
-    private: int  # where the copy lies
+    private: int  # address of the copy
     num_bytes: int
 
 
@@ -173,9 +174,7 @@ _copies: dict[int, list[_Copy]] = {}  # by the thread that forks
 
 
 def _copy_in_children(memory: mmap.mmap, offset: int, num_bytes: int) -> None:
-    """From now on a forked child has private memory in this mapping's place, with a copy of this piece (and of
-    others).
-    """
+    """Give forked children private memory in place of this mapping, with a copy of this piece (and of others)."""
     _copied.setdefault(memory, []).append((offset, num_bytes))
 
 
@@ -210,7 +209,7 @@ def _after_fork_in_child() -> None:
 
 
 def _refuse(num_bytes: int) -> None:
-    """A hook of a fork cannot raise, and the child must not go on."""
+    """End the child with a message: a fork hook cannot raise, and the child must not continue."""
     text = (
         f"a forked process cannot have its own copy of {num_bytes / 2**20:.0f} MiB of shared parameters and state: "
         "there "
