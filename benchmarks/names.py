@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable
 
-__all__ = ["some_of"]
-
 
 def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
     """Return the `type` of an argument that takes known names with commas between them, or `all`."""
