@@ -392,6 +392,8 @@ def shrunk(training: Training, fails: Any) -> Training:
         if field.name in ("place", "num_ranks", "column", "death"):
             continue
         for smaller in _smaller(training, field.name, getattr(plain, field.name)):
+            if smaller.infinity and "scaler" not in smaller.habits:
+                continue  # the parameters would be NaN, in one process as well
             if fails(smaller):
                 training = smaller
                 break

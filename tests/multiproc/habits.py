@@ -488,6 +488,7 @@ def _train_with_a_failure(row: Row) -> None:
             raise hvd.HorovodInternalError("injected")
 
     def train(state):
+        left.discard(state.number)  # another rank's failure was first
         while state.number < row.steps:
             row.iterate(state.number, [hvd.rank()], fail)
             row.end_step()

@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from hvd_session import assert_same_everywhere, raises, session
+from torch import nn
 from torch.nn import functional
 from training import assert_close, batch, distributed, mlp, of_all_ranks, sgd, weights
 
@@ -118,6 +119,8 @@ def test_an_infinity_costs_one_step_with_every_compression():
             compression = compression(rank=8, start_step=2, min_compression_rate=0.1)
         for bad in (float("inf"), float("nan")):
             model, moved = mlp(), []
+            if bad == float("inf"):  # two buckets: parameters without a gradient have one of their own
+                model.append(nn.Linear(3, 3)).unused = nn.Parameter(torch.zeros(3))
             optimizer = distributed(model, sgd(model, lr=0.02, momentum=0.0), compression=compression)
             scaler = scaler_of(init_scale=2.0**10, growth_interval=100)
             for number in range(10):
@@ -128,7 +131,7 @@ def test_an_infinity_costs_one_step_with_every_compression():
                 scaler.scale(loss * (bad if number == 5 and hvd.rank() == 1 else 1.0)).backward()
                 scaler.step(optimizer)
                 scaler.update()
-                moved.append(not torch.equal(before[0], weights(model)[0]))
+                moved.append(not torch.equal(before[-1], weights(model)[-1]))
             assert scaler.get_scale() == 2.0**9, (name, bad, scaler.get_scale())
             assert moved == [number != 5 for number in range(10)], (name, bad, moved)
             assert_same_everywhere(weights(model))

@@ -89,8 +89,8 @@ class Bucket:
         if isinstance(reduction, SharedMemoryReduction) and reduction.out is not None:
             mine = [views[options.member] for views in reduction.places]
             self.places = [(place, _views_of(place, spec)) for place in mine]
-        # Values in the gaps would affect the scale of the gradients in their block.
-        self.gaps = [spec.gaps(place[:-1]) for place, _ in self.places]
+        # Values in the gaps and in the control element would affect the scale of the gradients in their block.
+        self.gaps = [spec.gaps(place) for place, _ in self.places]
         feeds_back = self._casts and isinstance(options.compression, ErrorFeedback)
         self._residuals = [torch.zeros_like(p) for p in spec.parameters] if feeds_back else None
         self.small: list[int] = []  # gradients that arrived and are not copied yet
@@ -102,7 +102,7 @@ class Bucket:
         return reduction.turn if isinstance(reduction, SharedMemoryReduction) and len(self.places) > 1 else 0
 
     def complete(self) -> None:
-        """Copy the remaining gradients and zero the gaps: the bucket is ready to be reduced."""
+        """Copy the remaining gradients; zero the gaps and the control element. The bucket is ready to be reduced."""
         if self.small:
             self.fill(self.small)
             self.small = []
@@ -337,7 +337,6 @@ class Buckets:
         self._buckets = buckets
         self._last = buckets[-1]
         self._control = self._last.flat[-1]
-        self._told = [0.0] * len(self._last.places)
         bound = [bucket.bound for bucket in buckets if bucket.bound is not None]
         self._finalizer = weakref.finalize(self, release_all, bound)
         self._in_order = True
@@ -370,9 +369,10 @@ class Buckets:
         self._in_order = False
 
     def finish(self) -> None:
-        self._tell(0.0 if self._in_order else 1.0)
-        self._in_order, self._next = True, 0
         self._last.complete()
+        if not self._in_order:
+            self._last.places[self._last.turn][0][-1] = 1.0
+        self._in_order, self._next = True, 0
         for bucket in self._buckets:
             if not bucket.reduction.in_flight:
                 bucket.reduction.start(background=False)
@@ -387,20 +387,10 @@ class Buckets:
             self._others.finish()
         if first_error is not None:
             raise first_error
-        answer = self._control.item()
-        self.change_wanted = answer != 0.0
-        if len(self._told) == 1:
-            self._told[0] = answer  # reduced in place
+        self.change_wanted = self._control.item() != 0.0
         for bucket in self._buckets:
             if bucket.converts:
                 bucket.give_back()
-
-    def _tell(self, value: float) -> None:
-        """Write the control element unless it is already there. Peers may still read the buffers of other turns."""
-        turn = self._last.turn
-        if self._told[turn] != value:
-            self._told[turn] = value
-            self._last.places[turn][0][-1] = value
 
     def release(self) -> None:
         """Release the reductions; gradients that are views of the buckets keep the memory alive."""
