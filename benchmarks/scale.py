@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 import torch
 
-from hora.engine.control_tree import FANOUT, ControlEvents, ControlTree, Tree
+from hora.engine.control_tree import FANOUT, ControlEvents, ControlTree, Tree, Whereabouts
 from hora.engine.negotiation.base import Announcer, Reader
 from hora.engine.negotiation.tree import ALL, SLOTS, Slots, TreeNegotiation, as_bytes
 from hora.engine.plan import BatchPlanner
@@ -213,7 +213,7 @@ def serve_rank_0(pipe: Pipe, world: bytes, size: int, ranks_per_host: int) -> No
         ControlEvents(
             **nothing,
             negotiating=lambda serial, rank, header, payload: negotiation.receive(rank, header, payload),
-            in_flight=lambda serial: [],
+            whereabouts=lambda serial: Whereabouts([]),
         ),
     )
     tree = tree_of(size, ranks_per_host)

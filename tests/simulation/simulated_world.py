@@ -17,7 +17,7 @@ from typing import Any
 from fibers import Condition, Fiber, Process, pause
 from simulator import Network, Simulation
 
-from hora.engine.control_tree import ControlEvents, ControlTree, Tree
+from hora.engine.control_tree import ControlEvents, ControlTree, Tree, Whereabouts
 from hora.engine.negotiation.tree import TreeNegotiation
 from hora.engine.plan import BatchPlanner
 from hora.engine.request import Kind, Signature
@@ -233,7 +233,7 @@ class Rank(Process):
             leaving=self._on_leaving,  # type: ignore[misc]
             fault=self._on_fault,
             negotiating=self._on_negotiating,
-            in_flight=lambda serial: [],
+            whereabouts=lambda serial: Whereabouts([]),
             tick=self._on_tick,
         )
         self.control_tree = ControlTree(self.rank, self.world.size, events)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hora.engine.control_tree import ControlEvents, ControlTree, Tree
+from hora.engine.control_tree import ControlEvents, ControlTree, Tree, Whereabouts
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.keys import RankKeys, rank_keys
 from hora.net.wire import Connection, Credentials, connect, cut_parts, join_parts, new_secret
@@ -27,9 +27,8 @@ def a_control_tree(rank: int, size: int, heard: list[tuple[object, ...]]) -> Con
     """Which writes down what it tells its runtime."""
     names = ("lost", "leaving", "fault", "negotiating")
     told = {name: lambda *what, name=name: heard.append((name, *what)) for name in names}
-    control_tree = ControlTree(
-        rank, size, ControlEvents(**told, tick=lambda: None, in_flight=lambda serial: [("allreduce", serial)])
-    )
+    waits = lambda serial: Whereabouts([("allreduce", serial)], "train.py:3")  # noqa: E731
+    control_tree = ControlTree(rank, size, ControlEvents(**told, tick=lambda: None, whereabouts=waits))
     control_tree.start(given(rank))
     return control_tree
 
@@ -213,7 +212,8 @@ def test_news_goes_around_a_stopped_rank(worlds, sender):
 
 def test_a_rank_is_asked_what_it_waits_for(worlds):
     world = worlds(1, 1)
-    assert world.control_trees[0].ask_in_flight(1, 7, limit_s=LIMIT_S) == {("allreduce", 7)}
+    found = world.control_trees[0].whereabouts(1, 7, limit_s=LIMIT_S)
+    assert found == Whereabouts([("allreduce", 7)], "train.py:3")
 
 
 def test_what_is_sent_before_there_is_a_link_comes_when_there_is_one(control_trees, heard):

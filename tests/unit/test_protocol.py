@@ -23,7 +23,7 @@ from hora.net.noise import Records
 from hora.net.wire import ClientHandshake, Credentials, Opener, ServerHandshake, new_secret
 
 LIMIT_S = 60.0
-_EVENTS = ("lost", "leaving", "fault", "negotiating", "in_flight", "tick")
+_EVENTS = ("lost", "leaving", "fault", "negotiating", "whereabouts", "tick")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 VECTORS = {
     name: bytes.fromhex(text)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hora.engine.control_tree import FANOUT, Tree
+from hora.engine.control_tree import FANOUT, Tree, Whereabouts
 from hora.engine.negotiation.tree import OLD_S, SLOTS, TreeNegotiation
 from hora.engine.plan import BatchPlanner
 from hora.engine.request import Key, Kind, Signature
@@ -100,10 +100,10 @@ class FakeControlTree:
     def call(self, function):
         self.network.calls[self.rank].append(function)
 
-    def ask_in_flight(self, rank, serial, *, limit_s):
+    def whereabouts(self, rank, serial, *, limit_s):
         if rank in self.network.stopped:
             raise TimeoutError
-        return self.network.in_flight[rank]
+        return Whereabouts(list(self.network.in_flight[rank]))
 
 
 def an_allreduce(name: str | None, *, size: int = 10) -> Signature:

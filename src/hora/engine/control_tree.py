@@ -38,7 +38,6 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from hora.engine.request import Key
 from hora.engine.shm.segment import Segment
@@ -48,7 +47,7 @@ from hora.net.server import Peer, Server
 from hora.net.sockets import Where
 from hora.net.wire import Connection, Header, Stream, connect, cut_parts, join_parts
 
-__all__ = ["FANOUT", "ControlEvents", "ControlTree", "Handoff", "News", "Rounds", "Tree"]
+__all__ = ["FANOUT", "ControlEvents", "ControlTree", "Handoff", "News", "Rounds", "Tree", "Whereabouts"]
 
 log = logging.getLogger("hora")
 
@@ -87,6 +86,22 @@ class News:
         rounds = {int(serial): int(number) for serial, number in json.loads(payload or b"{}").items()}
         around = tuple(int(rank) for rank in header.get("around", ()))
         return cls(str(header["kind"]), int(header["rank"]), str(header["text"]), around, rounds)
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """What a rank waits for in a set, and the line that its training thread is in."""
+
+    keys: Sequence[Key]
+    line: str = ""
+
+    def encode(self) -> bytes:
+        return json.dumps([self.keys, self.line]).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Whereabouts:
+        keys, line = json.loads(data)
+        return cls([(str(operation), name) for operation, name in keys], str(line))
 
 
 class Tree:
@@ -146,17 +161,15 @@ class ControlEvents:
     """Callbacks of the control tree to the runtime, called on the control tree's thread; they must not block.
 
     `negotiating(serial, rank, header, payload)`: a neighbour in the tree of a process set sent `up` or `round`.
-    `in_flight(serial)` returns the keys that this rank waits for in a set; `whereabouts(serial)` returns them and the
-    line that its training thread is in.
+    `whereabouts(serial)` returns what this rank waits for in a set.
     """
 
     lost: Callable[[int], None]
     leaving: Callable[[int, str, Rounds], None]
     fault: Callable[[str], None]
     negotiating: Callable[[int, int, Header, bytes], None]
-    in_flight: Callable[[int], list[Key]]
+    whereabouts: Callable[[int], Whereabouts]
     tick: Callable[[], None]
-    whereabouts: Callable[[int], dict[str, Any]] = lambda serial: {}
 
 
 class Handoff:
@@ -452,26 +465,15 @@ class ControlTree:
             )
             return gathering.result is not None or self._num_children < 0
 
-    def ask_in_flight(self, rank: int, serial: int, *, limit_s: float) -> set[Key]:
-        """Return the keys that this rank waits for in a set, over a separate connection.
-
-        Raises OSError or EOFError if it does not answer.
-        """
-        assert self._where is not None
-        with self._connect(rank, self._where(rank), limit_s) as connection:
-            connection.send({"want": "in flight", "set": serial})
-            return {(operation, name) for operation, name in json.loads(connection.receive(limit_s=limit_s)[1])}
-
-    def ask_whereabouts(self, rank: int, serial: int, *, limit_s: float) -> dict[str, Any]:
-        """Ask a rank what it waits for in a set and which line it is in.
+    def whereabouts(self, rank: int, serial: int, *, limit_s: float) -> Whereabouts:
+        """Ask a rank what it waits for in a set, over a separate connection.
 
         Raises OSError or EOFError without an answer.
         """
         assert self._where is not None
         with self._connect(rank, self._where(rank), limit_s) as connection:
             connection.send({"want": "whereabouts", "set": serial})
-            found: dict[str, Any] = json.loads(connection.receive(limit_s=limit_s)[1])
-            return found
+            return Whereabouts.decode(connection.receive(limit_s=limit_s)[1])
 
     def close(self) -> None:
         """Stop the thread and close all sockets and descriptors, after news has bypassed stopped ranks."""
@@ -539,9 +541,7 @@ class ControlTree:
             case "news":
                 self._on_news(peer, News.of(header, payload))
             case "whereabouts":
-                peer.send({}, json.dumps(self._events.whereabouts(int(header["set"]))).encode())
-            case "in flight":
-                peer.send({}, json.dumps(self._events.in_flight(int(header["set"]))).encode())
+                peer.send({}, self._events.whereabouts(int(header["set"])).encode())
             case _:
                 self._accept_link(peer)
 

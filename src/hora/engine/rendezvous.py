@@ -155,34 +155,24 @@ def _meet_at_rank_0(world: World, limit_s: float) -> RendezvousClient:
     """
     point, deadline = world.rendezvous, time.monotonic() + limit_s
     secret = read_secret_file(point.secret_file) if point.secret_file else b""  # shared by all ranks
-    credentials = Credentials(derived_secret(secret, "the meeting"), point.job)
     if world.rank == 0 and point not in _stores:
-        _stores[point] = _open_store(world, credentials)
+        _stores[point] = _open_store(world, secret)
     if not point.host_store:
         store = _stores[point] if world.rank == 0 else None
         point = replace(point, port=_published_port(point, store, limit_s))
-    client = _connect(point, credentials, name=f"rank {world.rank}", deadline=deadline)
-    # The user may use one file for many jobs: derive a secret for this one.
-    salt = client.get("salt", timeout_s=max(deadline - time.monotonic(), 0.001))
-    return RendezvousClient(client, derived_secret(secret, f"the job {point.job} {salt.hex()}"))
+    return _join(point, secret, world.rank, deadline)
 
 
 def open_store_at(address: str, secret: bytes, job: str, *, one_host: bool) -> int:
     """Open a store of rank 0, reachable at this address, for ranks with this secret; returns the port."""
-    where = listening_address(address, one_host=one_host), 0
-    store = KeyValueStore(where, Credentials(derived_secret(secret, "the meeting"), job), name="hora-meeting")
-    store.set("salt", secrets.token_bytes(32))
+    store = _new_store((listening_address(address, one_host=one_host), 0), secret, job)
     _stores[RendezvousEndpoint(kind="tcp", address=address, port=store.port, job=job)] = store
     return store.port
 
 
 def join_store(point: RendezvousEndpoint, secret: bytes, rank: int, *, limit_s: float) -> None:
     """Use the store at this endpoint as the rendezvous of worlds that name it."""
-    deadline = time.monotonic() + limit_s
-    credentials = Credentials(derived_secret(secret, "the meeting"), point.job)
-    client = _connect(point, credentials, name=f"rank {rank}", deadline=deadline)
-    salt = client.get("salt", timeout_s=max(deadline - time.monotonic(), 0.001))
-    _open[point] = RendezvousClient(client, derived_secret(secret, f"the job {point.job} {salt.hex()}"))
+    _open[point] = _join(point, secret, rank, time.monotonic() + limit_s)
 
 
 def close_store(point: RendezvousEndpoint) -> None:
@@ -194,18 +184,33 @@ def close_store(point: RendezvousEndpoint) -> None:
         store.close()
 
 
-def _open_store(world: World, credentials: Credentials) -> KeyValueStore:
+def _open_store(world: World, secret: bytes) -> KeyValueStore:
     point = world.rendezvous
     address = listening_address(point.address, one_host=world.local_size >= world.size)
     port = point.port if point.host_store else 0
     try:
-        store = KeyValueStore((address, port), credentials, name="hora-rendezvous")
+        return _new_store((address, port), secret, point.job)
     except OSError as error:
         raise HorovodInternalError(
             f"rank 0 cannot listen at {address}:{port} ({error.strerror}): set MASTER_PORT to a free port"
         ) from error
+
+
+def _credentials(secret: bytes, job: str) -> Credentials:
+    return Credentials(derived_secret(secret, "the meeting"), job)
+
+
+def _new_store(where: tuple[str, int], secret: bytes, job: str) -> KeyValueStore:
+    store = KeyValueStore(where, _credentials(secret, job), name="hora-rendezvous")
     store.set("salt", secrets.token_bytes(32))
     return store
+
+
+def _join(point: RendezvousEndpoint, secret: bytes, rank: int, deadline: float) -> RendezvousClient:
+    client = _connect(point, _credentials(secret, point.job), name=f"rank {rank}", deadline=deadline)
+    # The user may use one file for many jobs: derive a secret for this one.
+    salt = client.get("salt", timeout_s=max(deadline - time.monotonic(), 0.001))
+    return RendezvousClient(client, derived_secret(secret, f"the job {point.job} {salt.hex()}"))
 
 
 def _connect(point: RendezvousEndpoint, credentials: Credentials, *, name: str, deadline: float) -> ControlClient:

@@ -27,7 +27,7 @@ import torch
 
 from hora.config import EngineConfig
 from hora.engine.bootstrap import Bootstrap
-from hora.engine.control_tree import ControlEvents, ControlTree, Rounds
+from hora.engine.control_tree import ControlEvents, ControlTree, Rounds, Whereabouts
 from hora.engine.negotiation.base import LocalNegotiation, Negotiation
 from hora.engine.negotiation.shared_memory import SharedMemoryNegotiation
 from hora.engine.negotiation.tree import TreeNegotiation
@@ -106,7 +106,6 @@ class Runtime:
                     leaving=self._on_leaving,
                     fault=self._broken,
                     negotiating=self._on_negotiating,
-                    in_flight=self._keys_in_flight,
                     whereabouts=self._whereabouts,
                     tick=self._on_tick,
                 )
@@ -676,24 +675,19 @@ class Runtime:
         """Return whether another rank has executed rounds of a set that have not arrived here."""
         return any(negotiation.num_delivered < rounds.get(serial, 0) for serial, negotiation in self._trees().items())
 
-    def _keys_in_flight(self, serial: int) -> list[Key]:
-        """Return what this rank waits for in a set."""
+    def _whereabouts(self, serial: int) -> Whereabouts:
         queues = [one.queue for one in self._sets.copy().values() if one.serial == serial and one.queue is not None]
-        return [key for queue in queues for key in queue.keys_in_flight()]
-
-    def _whereabouts(self, serial: int) -> dict[str, Any]:
-        """Return what this rank waits for in a set, and the line that its training thread is in."""
-        keys, blocked = self._keys_in_flight(serial), meter.blocked
-        if blocked is not None:
+        keys, blocked = [key for queue in queues for key in queue.keys_in_flight()], meter.blocked
+        if blocked is not None and any(queue.ranks == tuple(blocked[2]) for queue in queues):
             keys.append(blocked[0].key)
-        return {"keys": keys, "line": current_line()}
+        return Whereabouts(keys, current_line())
 
     def line_of(self, rank: int) -> str:
         """Return the line that another rank's training thread is in, or why there is no answer."""
         tree = self._control_tree
         try:
-            return "" if tree is None else str(tree.ask_whereabouts(rank, -1, limit_s=_ASK_LIMIT_S)["line"])
-        except (OSError, EOFError, KeyError) as error:
+            return "" if tree is None else tree.whereabouts(rank, -1, limit_s=_ASK_LIMIT_S).line
+        except (OSError, EOFError) as error:
             return f"no answer: {error}"
 
     def absent(self, number: int, key: Key) -> dict[int, str]:
@@ -705,12 +699,12 @@ class Runtime:
 
         def ask(rank: int) -> None:
             try:
-                answer = tree.ask_whereabouts(rank, self._sets[number].serial, limit_s=_ASK_LIMIT_S)
+                answer = tree.whereabouts(rank, self._sets[number].serial, limit_s=_ASK_LIMIT_S)
             except (OSError, EOFError, KeyError) as error:
                 found[rank] = f"no answer: {error}"
             else:
-                if list(key) not in answer["keys"]:
-                    found[rank] = answer["line"]
+                if key not in answer.keys:
+                    found[rank] = answer.line
 
         threads = [threading.Thread(target=ask, args=(rank,), name="hora-ask", daemon=True) for rank in ranks]
         for thread in threads:

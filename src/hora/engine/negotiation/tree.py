@@ -441,7 +441,7 @@ class TreeNegotiation(Negotiation):
     def _answers_of(self, ranks: Sequence[int]) -> dict[int, set[Key]]:
         def answer(rank: int) -> set[Key]:
             try:
-                return self._control_tree.ask_in_flight(rank, self._serial, limit_s=_ASK_LIMIT_S)
+                return set(self._control_tree.whereabouts(rank, self._serial, limit_s=_ASK_LIMIT_S).keys)
             except (OSError, EOFError):
                 return set()  # it is stopped as well
 

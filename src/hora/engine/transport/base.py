@@ -53,9 +53,6 @@ class Transport(Protocol):
     def reducescatter(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], reduce: Reduce) -> None:
         """Reduce, and keep this member's part: member m gets `counts[i][m]` elements of tensor i, in member order."""
 
-    def barrier(self) -> None:
-        """Wait until every member has called."""
-
     def close(self) -> None:
         """Release all resources. Called once; other members may be gone already."""
 

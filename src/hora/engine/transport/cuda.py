@@ -24,7 +24,7 @@ from hora.engine.transport.cuda_staging import CudaStagingTransport, mark
 from hora.engine.transport.device_memory import DeviceMemoryTransport
 from hora.engine.transport.distributed import DistributedTransport
 from hora.engine.transport.group import connect
-from hora.engine.transport.nccl import NcclGroup, gpus_of
+from hora.engine.transport.nccl import NcclGroup, gpu_identity
 from hora.errors import HorovodInternalError
 
 __all__ = ["CudaTransport"]
@@ -94,11 +94,6 @@ class CudaTransport:
         self._choose(inputs[0].device).reducescatter(inputs, outputs, counts, reduce)
         self._mark()
 
-    def barrier(self) -> None:
-        self._choose(torch.device("cuda", torch.cuda.current_device())).barrier()
-        self._mark()
-        self.settle(self._check_alive)
-
     def settle(self, check_alive: AliveCheck) -> None:
         """Wait until the GPU has finished queued work, unless the liveness check raises."""
         stream, self._queued_on = self._queued_on, None
@@ -124,12 +119,7 @@ class CudaTransport:
 
     def _choose(self, device: torch.device) -> Chosen:
         if self._chosen is None:
-            gpus = connect(
-                lambda: gpus_of(self._store, self._member, self._num_members, device),
-                what=f"{self._num_members} members to publish their GPUs",
-                check_alive=self._check_alive,
-                limit_s=self._limit_s,
-            )
+            gpus = self._exchange(gpu_identity(device))
             if len(set(gpus)) == self._num_members:
                 self._chosen = self._over_nccl(device)
             else:
@@ -181,7 +171,7 @@ class CudaTransport:
             self._store.set(f"{name}/{self._member}", f"={mine}")
             return [bytes(self._store.get(f"{name}/{peer}")).decode()[1:] for peer in range(self._num_members)]
 
-        what = f"{self._num_members} members to share the memory of their GPU"
+        what = f"{self._num_members} members to describe their GPUs"
         return connect(exchange, what=what, check_alive=self._check_alive, limit_s=self._limit_s)
 
     def _mark(self) -> None:

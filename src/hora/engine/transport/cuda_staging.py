@@ -74,9 +74,6 @@ class CudaStagingTransport:
         self._cpu.reducescatter(staged, results, counts, reduce)
         self._return("out", results, outputs)
 
-    def barrier(self) -> None:
-        self._cpu.barrier()
-
     def close(self) -> None:
         for event in self._emptied.values():
             event.synchronize()

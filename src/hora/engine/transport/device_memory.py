@@ -163,9 +163,6 @@ class DeviceMemoryTransport:
             mine = [slot[me * cell : me * cell + count] for slot in slots]
             arithmetic.reduce(mine, result, self._scratch(count, dtype))
 
-    def barrier(self) -> None:
-        self._staged.barrier()
-
     def close(self) -> None:
         with suppress(DriverError):  # at process exit the driver may be gone
             self._memory.close()

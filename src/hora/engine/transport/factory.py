@@ -73,7 +73,7 @@ def make_transport(topology: Topology, device: str, transport_for: Callable[[str
     return CudaTransport(store, member, num_members, topology.check_alive, limit_s, lambda: transport_for("cpu"), share)
 
 
-def between_hosts(topology: Topology, local: Transport) -> HierarchicalTransport:
+def between_hosts(topology: Topology, local: ShmTransport | LocalTransport) -> HierarchicalTransport:
     """Return the transport of members on several hosts.
 
     `local` is the transport of the members on this host, for operations other than scheduled reductions.
@@ -101,7 +101,7 @@ def _group(topology: Topology, name: str, members: Sequence[int]) -> StreamGroup
     return StreamGroup(streams, me, num_members, check_alive=check_alive, limit_s=limit_s)
 
 
-def _shm_transport(topology: Topology, members: Sequence[int]) -> Transport:
+def _shm_transport(topology: Topology, members: Sequence[int]) -> ShmTransport:
     """Return the shared-memory transport of members on one host."""
     ranks = [topology.ranks[member] for member in members]
     index = list(members).index(topology.member)

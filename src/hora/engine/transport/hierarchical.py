@@ -27,10 +27,11 @@ import torch
 from hora.engine.request import Kind, Reduce, ReduceOp
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.arithmetic import HALVES, arithmetic_of, staged, stages
-from hora.engine.transport.base import AliveCheck, Tensors, Transport
+from hora.engine.transport.base import AliveCheck, LocalTransport, Tensors
 from hora.engine.transport.distributed import DistributedTransport
 from hora.engine.transport.native_hosts import HEADER_BYTES, NativeHosts, Scaling
 from hora.engine.transport.packing import Buffers, InTwoHalves, complete, overlap, runs, spread, total, unpack
+from hora.engine.transport.shm import ShmTransport
 from hora.engine.transport.stream import StreamGroup
 
 __all__ = ["Division", "HierarchicalTransport", "Portion", "consecutive", "portions", "where"]
@@ -48,7 +49,7 @@ class HierarchicalTransport:
 
     def __init__(
         self,
-        local: Transport,
+        local: ShmTransport | LocalTransport,
         hosts: Sequence[Sequence[int]],
         member: int,
         *,

@@ -2,7 +2,7 @@
 
 It is built directly on a store, without `init_process_group`, so the user's default group stays free. Calls queue work
 on the current stream and return; `execute_on_device` orders that stream after the caller's. Members that share a GPU
-cannot use NCCL: `gpus_of` finds them, and `CudaTransport` then uses another transport.
+cannot use NCCL: `CudaTransport` finds them by `gpu_identity` and uses another transport.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hora.engine.transport.group import PeerGroup, Work, connect
 from hora.engine.transport.packing import as_bytes
 from hora.errors import HorovodInternalError
 
-__all__ = ["NcclGroup", "gpus_of"]
+__all__ = ["NcclGroup", "gpu_identity"]
 
 _OPS = {
     ReduceOp.AVERAGE: dist.ReduceOp.SUM,
@@ -132,13 +132,8 @@ class NcclGroup(PeerGroup):
         work.wait()  # the current stream waits, not the host
 
 
-def gpus_of(store: Store, member: int, num_members: int, device: torch.device) -> list[str]:
-    """Return every member's GPU (collective, through the store)."""
-    store.set(f"gpu/{member}", _gpu_identity(device))
-    return [bytes(store.get(f"gpu/{peer}")).decode() for peer in range(num_members)]
-
-
-def _gpu_identity(device: torch.device) -> str:
+def gpu_identity(device: torch.device) -> str:
+    """Return a text that is equal for members on the same GPU."""
     properties: Any = torch.cuda.get_device_properties(device)
     uuid = getattr(properties, "uuid", None)
     if uuid is None:  # older than the supported versions, or a build without it

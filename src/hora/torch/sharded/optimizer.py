@@ -32,7 +32,7 @@ from hora.torch.optimizer.buckets import host_memory, view_like
 from hora.torch.optimizer.order import agree_on_order
 from hora.torch.optimizer.reducer import ReduceOptions
 from hora.torch.sharded.shards import Shards
-from hora.torch.sharded.state import ShardState, kinds_of
+from hora.torch.sharded.state import ShardState, copied, kinds_of
 
 __all__ = ["ELEMENTWISE", "ShardedOptimizer", "SliceCopies", "Slices", "check_shardable"]
 
@@ -144,7 +144,7 @@ class SliceCopies:
                 views = {key: view_like(flat, offset, parameter).clone() for key, flat in flats.items()}
                 values[parameter] = views.pop(_VALUES)
                 its = kinds[self._state.kind_of(parameter)]
-                state[parameter] = {key: views[key] if value is ... else _copied(value) for key, value in its.items()}
+                state[parameter] = {key: views[key] if value is ... else copied(value) for key, value in its.items()}
         return values, state
 
     def _whole(self, index: int, key: str, slices: Slices) -> torch.Tensor:
@@ -182,10 +182,6 @@ class SliceCopies:
 
     def _mine(self) -> _Slice:
         return {place: part.clone() for place, part in self._views().items()}
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def check_shardable(

@@ -19,7 +19,7 @@ from hora.torch.optimizer.bucket_plan import BucketSpec
 from hora.torch.optimizer.buckets import view_like
 from hora.torch.sharded.shards import Shard, Shards, in_memory_order
 
-__all__ = ["ParameterKinds", "ShardState", "kinds_of"]
+__all__ = ["ParameterKinds", "ShardState", "copied", "kinds_of"]
 
 
 @dataclass(frozen=True)
@@ -144,11 +144,7 @@ class ShardState:
             state = whole.get(parameter)
             if state:
                 keys = _elementwise_keys(whole, [parameter])
-                return {
-                    key: value.clone() if isinstance(value, torch.Tensor) else value
-                    for key, value in state.items()
-                    if key not in keys
-                }
+                return {key: copied(value) for key, value in state.items() if key not in keys}
         return {}
 
     def adopt(self) -> None:
@@ -182,7 +178,7 @@ class ShardState:
                     if flat is not None:
                         state[key] = view_like(flat, offset, parameter)
                     else:  # one copy each: a plain optimizer counts the steps of every parameter separately
-                        state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                        state[key] = copied(value)
 
     def _inner_state(self, kind: int) -> dict[str, Any] | None:
         for parameter in self._inner.param_groups[kind]["params"]:
@@ -218,7 +214,7 @@ class ShardState:
             states = ((p, self._inner.state.get(p)) for p in group["params"])
             parameter, state = next(((p, state) for p, state in states if state), (None, {}))
             divided = set(_elementwise_keys({parameter: state}, [parameter])) if parameter is not None else set()
-            found.append({key: ... if key in divided else _copied(value) for key, value in state.items()})
+            found.append({key: ... if key in divided else copied(value) for key, value in state.items()})
         return found
 
     def _gathered(self) -> list[dict[str, torch.Tensor]]:
@@ -246,7 +242,8 @@ class ShardState:
                 }
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """Return a copy of a tensor, and any other value itself."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
