@@ -15,7 +15,7 @@ from transport_checks import check_everything, combined, data, fingerprint
 
 from hora.engine.request import Reduce, ReduceOp
 from hora.engine.shm.native import absence, library
-from hora.engine.shm.reduction import reduce_slice, shared_slice
+from hora.engine.shm.reduction import shared_slice
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.arithmetic import arithmetic_of
 from hora.engine.transport.shm import ShmTransport
@@ -214,27 +214,26 @@ def test_integers_wrap_nan_spreads_and_averages_truncate(place):
     assert odd.tolist() == [-3, 3, 2]
 
 
-@pytest.mark.parametrize("prescale", [1.0, 0.7])
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_reduction_in_shared_memory(place, prescale):
+def test_reduction_in_shared_memory(place):
     rank, size, count = place.rank, place.size, 700_001
     segment = Provider(place, dist.PrefixStore("memory", place.store))(size * 4 * (count + 63))
     views = [segment.tensor(member * 4 * (count + 63), count, torch.float32) for member in range(size)]
     begin, end = shared_slice(count, size, rank)
     inputs = [data(3, member, count, torch.float32) for member in range(size)]
-    expected = combined([tensor * prescale for tensor in inputs], ReduceOp.SUM) / size
-    arithmetic = arithmetic_of(Reduce(ReduceOp.AVERAGE, prescale=prescale), torch.float32, size)
+    expected = combined(inputs, ReduceOp.SUM) / size
+    what, native = arithmetic_of(Reduce(ReduceOp.AVERAGE), torch.float32, size).sum, library()
     with made(place) as transport:
         for _ in range(3):
             views[rank].copy_(inputs[rank])
             own = torch.empty(end - begin)
             transport.barrier()
-            reduce_slice(views, begin, end, arithmetic, own)()
+            native.reduction(what, [view[begin:end] for view in views], own)()
             transport.barrier()
             assert torch.equal(own, expected[begin:end])
             views[rank].copy_(inputs[rank])
             transport.barrier()
-            reduce_slice(views, begin, end, arithmetic)()
+            native.reduction_everywhere(what, views, begin, end)()
             transport.barrier()
             assert torch.equal(views[rank], expected)
     assert sum(place.gather(end - begin)) == count

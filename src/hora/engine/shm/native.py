@@ -271,12 +271,11 @@ class Library:
         """Return whether the library can sum this dtype on this processor."""
         return dtype in DTYPE_NUMBERS and (dtype is not torch.float16 or self.has_float16)
 
-    def reduce(self, what: Sum, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Sum flat tensors in order into `out`, which may be one of them."""
-        self.reduction(what, operands, out)()
-
     def reduction(self, what: Sum, operands: Sequence[torch.Tensor], out: torch.Tensor) -> Callable[[], None]:
-        """Return a function that does the same as often as it is called. The caller keeps the tensors."""
+        """Sum flat tensors in order into `out`, which may be one of them, as often as it is called.
+
+        The caller keeps the tensors.
+        """
         num_operands, pointers = len(operands), addresses(operands)
         call = self._short_reduce if out.nbytes <= SHORT_BYTES else self._long_reduce
         number, prescale, how, factor = what

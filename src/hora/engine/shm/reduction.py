@@ -18,11 +18,10 @@ from hora.engine.schedule import PersistentReduction, ReductionSchedule
 from hora.engine.shm.counters import LINE_BYTES
 from hora.engine.shm.native import library
 from hora.engine.shm.segment import aligned
-from hora.engine.transport.arithmetic import Arithmetic, arithmetic_of, single_threaded
-from hora.engine.transport.packing import copy
+from hora.engine.transport.arithmetic import HALVES, arithmetic_of
 from hora.errors import HorovodInternalError
 
-__all__ = ["SharedMemoryReduction", "reduce_slice", "shared_slice"]
+__all__ = ["SharedMemoryReduction", "shared_slice"]
 
 Tensors = Sequence[torch.Tensor]
 
@@ -34,28 +33,6 @@ def shared_slice(count: int, num_members: int, member: int) -> tuple[int, int]:
     """
     share = aligned(-(-count // num_members), LINE_BYTES)
     return min(count, member * share), min(count, (member + 1) * share)
-
-
-def reduce_slice(
-    views: Tensors, begin: int, end: int, arithmetic: Arithmetic, out: torch.Tensor | None = None
-) -> Callable[[], None]:
-    """Return a function that reduces these elements of all members' data into `out`, or into all members' data.
-
-    Prescaled data stays prescaled.
-    """
-    slices = [view[begin:end] for view in views]
-    result, scratch = slices[0] if out is None else out, torch.empty_like(slices[0])
-
-    def work() -> None:
-        with single_threaded():
-            for each in slices:
-                arithmetic.prepare_(each)
-            arithmetic.reduce(slices, result, scratch)
-            if out is None:
-                for other in slices[1:]:
-                    copy(result, other)
-
-    return work
 
 
 class SharedMemoryReduction(PersistentReduction):
@@ -79,8 +56,14 @@ class SharedMemoryReduction(PersistentReduction):
         self.places = places
         self._scatters = kind is Kind.REDUCESCATTER
         self._ends_together = ends_together or out is None
-        self._arithmetic = arithmetic_of(reduce, places[0][0].dtype, len(places[0]))
-        self._work = [self._prepared(views) for views in places]  # per turn
+        arithmetic, native = arithmetic_of(reduce, places[0][0].dtype, len(places[0])), library()
+        assert native is not None, "ranks share memory only with the native part"
+        assert arithmetic.sum is not None, f"{reduce} is not a sum of floating-point numbers"
+        self._native, self._sum = native, arithmetic.sum
+        if arithmetic.prescales:
+            assert arithmetic.dtype in HALVES, "the caller scales other numbers on their way"
+            self._sum = arithmetic.sum._replace(prescale=reduce.prescale)
+        self._work = [self._prepared(views) for views in places]  # of each turn
 
     @property
     def turn(self) -> int:
@@ -98,20 +81,15 @@ class SharedMemoryReduction(PersistentReduction):
         return True
 
     def _prepared(self, views: Tensors) -> Callable[[], None]:
-        """Return this member's part of the work as a function."""
-        arithmetic, out, member = self._arithmetic, self.out, self.schedule.member
+        """This member's part of the work."""
+        native, what, out = self._native, self._sum, self.out
         if not self._scatters and out is not None:
-            if arithmetic.sum is not None:
-                return arithmetic.reduction(views, out)
-            return reduce_slice(views, 0, out.numel(), arithmetic, out)
-        begin, end = shared_slice(views[0].numel(), len(views), member)
-        assert out is None or out.numel() == end - begin, self._name
-        native = library()
-        if native is not None and arithmetic.sum is not None and not arithmetic.prescales:
-            if out is not None:
-                return native.reduction(arithmetic.sum, [view[begin:end] for view in views], out)
-            return native.reduction_everywhere(arithmetic.sum, views, begin, end)
-        return reduce_slice(views, begin, end, arithmetic, out)
+            return native.reduction(what, views, out)
+        begin, end = shared_slice(views[0].numel(), len(views), self.schedule.member)
+        if out is None:
+            return native.reduction_everywhere(what, views, begin, end)
+        assert out.numel() == end - begin, self._name
+        return native.reduction(what, [view[begin:end] for view in views], out)
 
     def _reduce_without(self, absent: Sequence[int], number: int, turn: int) -> None:
         """Reduce without the members that have joined."""
@@ -121,12 +99,8 @@ class SharedMemoryReduction(PersistentReduction):
                 f"REDUCESCATTER is not supported with Join: rank(s) {joined} have joined already ({self._name})"
             )
         views = [torch.zeros_like(view) if peer in absent else view for peer, view in enumerate(self.places[turn])]
-        if self._arithmetic.prescales:  # each member reduces all of it: the data itself must not change
-            views = [view.clone() for view in views]
-            for view in views:
-                self._arithmetic.prepare_(view)
         result = torch.empty_like(views[0]) if self.out is None else self.out
-        self._arithmetic.reduce(views, result, torch.empty_like(result))
+        self._native.reduction(self._sum, views, result)()
         if self.out is None:
             self.schedule.end_together(number)  # all have read the data
             self._mine.copy_(result)

@@ -20,7 +20,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -144,7 +144,7 @@ class Arithmetic:
         `out` may be one of the operands; `scratch` may not, and holds intermediate values.
         """
         if self.sum is not None and self._compiled is not None and out.is_cpu:
-            self._compiled.reduce(self.sum, operands, out)
+            self._compiled.reduction(self.sum, operands, out)()
             return
         if self._widens:
             self._reduce_widely(operands, out)
@@ -158,12 +158,6 @@ class Arithmetic:
                 so_far = scratch
             self._combine(so_far, operands[-1], out=out)
         self.finish_(out)
-
-    def reduction(self, operands: Sequence[torch.Tensor], out: torch.Tensor) -> Callable[[], None]:
-        """Return a function that repeats `reduce` on the same tensors, which the caller keeps."""
-        if self.sum is not None and self._compiled is not None and out.is_cpu:
-            return self._compiled.reduction(self.sum, operands, out)
-        return partial(self.reduce, operands, out, torch.empty_like(out))
 
     def _reduce_widely(self, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Reduce in float32, piece by piece: wide values stay in the cache."""

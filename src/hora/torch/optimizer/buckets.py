@@ -275,7 +275,7 @@ def _host_bucket(
 def _num_turns(options: ReduceOptions, spec: BucketSpec) -> int:
     """Return 2 for a direct reduction, in which each member reduces all data, and 1 for a sliced one."""
     if options.gradient_predivide_factor != 1.0:
-        return 1  # scaling changes the data itself, which all members read in a direct reduction
+        return 1  # gradients of a direct reduction are not scaled when they are copied
     return 2 if spec.num_elements * spec.dtype.itemsize * options.num_members <= _DIRECT_BYTES else 1
 
 

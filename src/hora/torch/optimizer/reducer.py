@@ -60,18 +60,24 @@ class ReduceOptions:
         return code if code and engine.current_runtime().spans_hosts(self.process_set_id) else ""
 
     def early_scale(self, dtype: torch.dtype) -> float:
-        """Return the factor applied when gradients are copied, so that a sum yields the average; 1.0 for none.
+        """Return the factor applied when gradients are copied: the prescale, or a share of an average; 1.0 for none.
 
-        Used only where it saves a pass and changes no bits except of numbers below 2^-126: Average over a power of two
-        of members, without compression, and not in half precision, whose gradients are that small.
+        An average becomes a sum only where that saves a pass and changes no bits except of numbers below 2^-126: over a
+        power of two of members, without compression. Half precision, whose gradients are that small, is not scaled.
         """
         size = self.num_members
-        plain = self.compression is NoneCompressor and self.gradient_predivide_factor == 1.0 and dtype not in HALVES
-        return 1.0 / size if plain and self.op == ReduceOp.AVERAGE and size & (size - 1) == 0 else 1.0
+        if dtype in HALVES:
+            return 1.0
+        if self.compression is not NoneCompressor or self.gradient_predivide_factor != 1.0:
+            return self.reduce.prescale
+        return 1.0 / size if self.op == ReduceOp.AVERAGE and size & (size - 1) == 0 else 1.0
 
     def reduce_after_early_scale(self, dtype: torch.dtype) -> Reduce:
         """Return the reduction for gradients that were multiplied by `early_scale`."""
-        return self.reduce if self.early_scale(dtype) == 1.0 else self.reduce._replace(op=int(ReduceOp.SUM))
+        if self.early_scale(dtype) == 1.0:
+            return self.reduce
+        sums = self.reduce.prescale == 1.0
+        return self.reduce._replace(op=int(ReduceOp.SUM)) if sums else self.reduce._replace(prescale=1.0)
 
 
 class Reducer(Protocol):

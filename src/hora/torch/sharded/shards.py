@@ -244,7 +244,8 @@ class Shards:
         out = torch.zeros(end - begin, dtype=spec.dtype, device="cpu") if places.in_turn else mine[begin:end]
         # Small gradients are copied together, so scaling them on the way would cost an extra call.
         scale, reduce = self._options.early_scale(spec.dtype), self._options.reduce_after_early_scale(spec.dtype)
-        if all(parameter.numel() * spec.dtype.itemsize < SMALL_BYTES for parameter in spec.parameters):
+        small = all(parameter.numel() * spec.dtype.itemsize < SMALL_BYTES for parameter in spec.parameters)
+        if small and self._options.reduce.prescale == 1.0:
             scale, reduce = 1.0, self._options.reduce
         bound = SharedMemoryReduction(
             schedule,
