@@ -1,13 +1,13 @@
-"""Several tensors as one: pieces that fit a slot, portions, and the order in which portions overlap."""
+"""Several tensors as one: portions, and the order in which portions overlap."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from hora.engine.transport.packing import Buffers, copy, cut, overlap, portions, put, runs, spread, take, total, unpack
+from hora.engine.transport.packing import Buffers, copy, overlap, portions, runs, spread, unpack
 
 sizes = st.lists(st.integers(0, 50), max_size=12)
 
@@ -80,37 +80,6 @@ def test_unpack_leaves_the_rest_alone():
     outputs = [torch.zeros(2), torch.zeros(0), torch.zeros(1)]
     unpack(torch.arange(5.0), outputs)
     assert [output.tolist() for output in outputs] == [[0.0, 1.0], [], [2.0]]
-
-
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 17))
-@settings(max_examples=300, deadline=None)
-def test_pieces_are_full_in_order_and_cover_everything(sizes, piece):
-    flat = torch.arange(sum(sizes))
-    pieces = cut(flat.split(sizes), piece)
-    lengths = [piece.count for piece in pieces]
-    assert lengths == [total(piece.parts) for piece in pieces]
-    assert lengths == [len(part) for part in flat.split(piece) if len(part)]
-    assert all(view.numel() for part in pieces for view in part.parts)
-    if pieces:
-        assert torch.cat([view for part in pieces for view in part.parts]).tolist() == flat.tolist()
-        addresses = [view.data_ptr() for part in pieces for view in part.parts]
-        assert addresses[0] == flat.data_ptr()
-
-
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 17))
-@settings(max_examples=100, deadline=None)
-def test_what_is_put_into_slots_is_taken_out_again(sizes, piece):
-    source, target = torch.arange(sum(sizes)), torch.zeros(sum(sizes), dtype=torch.int64)
-    for sent, received in zip(cut(source.split(sizes), piece), cut([target], piece), strict=True):
-        slot = torch.empty(sent.count, dtype=torch.int64)
-        put(sent, slot)
-        take(slot, received)
-    again = [torch.zeros(size, dtype=torch.int64) for size in sizes]
-    for sent, received in zip(cut([target], piece), cut(again, piece), strict=True):
-        slot = torch.empty(sent.count, dtype=torch.int64)
-        put(sent, slot)
-        take(slot, received)
-    assert torch.equal(torch.cat(again), source)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float64])

@@ -1,4 +1,4 @@
-"""Arithmetic of reductions: scale, combine in member order, finish; Adasum's pair rule; `single_threaded`.
+"""Arithmetic of reductions: scale, combine in member order, finish; Adasum's pair rule.
 
 Every transport that computes uses it, so that results do not depend on the transport. It does not communicate, and does
 not allocate in the plain cases; all tensors are flat and on one device.
@@ -15,13 +15,10 @@ their last bits, and sums that would overflow do not.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 
@@ -38,7 +35,6 @@ __all__ = [
     "arithmetic_of",
     "hostwise_arithmetic",
     "identity",
-    "single_threaded",
     "staged",
     "stages",
 ]
@@ -370,38 +366,3 @@ def adasum(
         distance *= 2
     for part, out in zip(mine, outputs, strict=True):
         arithmetic.finish(part, out)
-
-
-@contextmanager
-def single_threaded() -> Iterator[None]:
-    """Run the calling thread's operations on this thread only, if torch is built with OpenMP.
-
-    The ranks of a host share its cores, and the pieces of a transport are small, so starting threads does not pay off.
-    `torch.set_num_threads` would also change threads that start later; OpenMP's own setting is per thread.
-    """
-    num_threads = torch.get_num_threads()
-    set_num_threads = _openmp_setter()
-    if num_threads == 1 or set_num_threads is None:
-        yield
-        return
-    set_num_threads(1)
-    try:
-        yield
-    finally:
-        set_num_threads(num_threads)
-
-
-@lru_cache(maxsize=1)
-def _openmp_setter() -> Callable[[int], None] | None:
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    try:
-        setter = ctypes.PyDLL(str(library)).omp_set_num_threads
-    except (OSError, AttributeError):
-        return None
-    setter.argtypes = (ctypes.c_int,)
-    setter.restype = None
-
-    def set_num_threads(num_threads: int) -> None:
-        setter(num_threads)
-
-    return set_num_threads

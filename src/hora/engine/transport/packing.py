@@ -1,33 +1,28 @@
 """Packing of several flat tensors as one. No communication, no arithmetic.
 
-For shared memory: `cut` makes pieces that fit a slot exactly, across tensor borders; `put` and `take` copy between
-pieces and slots. Between processes: `portions` keeps small tensors together and splits large ones, `Buffers` is memory
-to pack them into, and `overlap` sends one portion while another is processed.
+`portions` keeps small tensors together and splits large ones, `Buffers` is memory to pack them into, and `overlap`
+sends one portion while another is processed.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
 __all__ = [
     "Buffers",
     "InTwoHalves",
-    "Piece",
     "as_bytes",
     "complete",
     "copy",
-    "cut",
+    "move",
     "overlap",
     "pack",
     "portions",
-    "put",
     "runs",
     "spread",
-    "take",
     "total",
     "unpack",
 ]
@@ -35,82 +30,29 @@ __all__ = [
 Tensors = Sequence[torch.Tensor]
 
 
-class Piece(NamedTuple):
-    """Consecutive views, and their total number of elements."""
-
-    parts: tuple[torch.Tensor, ...] | list[torch.Tensor]
-    count: int  # type: ignore[assignment] # a tuple has a method of this name, which is not called here
-
-
 # Copies use memmove, which starts no threads, needs no views and is independent of the dtype. Short ones keep the GIL:
 # getting it back from a busy main thread would take longer than the copy.
 _SHORT_BYTES = 32768
 _short_move = ctypes.PyDLL(None).memmove
 _long_move = ctypes.CDLL(None).memmove
-for _move in (_short_move, _long_move):
-    _move.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-    _move.restype = None
+for _each in (_short_move, _long_move):
+    _each.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    _each.restype = None
+
+
+def move(target: int, source: int, num_bytes: int) -> None:
+    """Copy bytes between two addresses."""
+    (_short_move if num_bytes <= _SHORT_BYTES else _long_move)(target, source, num_bytes)
 
 
 def copy(source: torch.Tensor, out: torch.Tensor) -> None:
     """Copy one flat tensor to another of the same dtype and size."""
-    num_bytes = source.nbytes
-    move = _short_move if num_bytes <= _SHORT_BYTES else _long_move
-    move(out.data_ptr(), source.data_ptr(), num_bytes)
+    move(out.data_ptr(), source.data_ptr(), source.nbytes)
 
 
 def total(tensors: Tensors) -> int:
     """Return the total number of elements."""
     return tensors[0].numel() if len(tensors) == 1 else sum([tensor.numel() for tensor in tensors])
-
-
-def cut(tensors: Tensors, most: int) -> list[Piece]:
-    """Return pieces of `most` elements each, the last one shorter. Empty tensors are dropped."""
-    pieces: list[Piece] = []
-    current: list[torch.Tensor] = []
-    room = most
-    for tensor in tensors:
-        count = tensor.numel()
-        if count > room:
-            if room < most:  # complete the piece begun by earlier tensors
-                current.append(tensor[:room])
-                pieces.append(Piece(current, most))
-                tensor = tensor[room:]
-                count -= room
-            whole = tensor.split(most)
-            left = count % most
-            pieces.extend(Piece((view,), most) for view in (whole[:-1] if left else whole))
-            current, room = ([whole[-1]], most - left) if left else ([], most)
-        elif count:
-            current.append(tensor)
-            room -= count
-        if room == 0:
-            pieces.append(Piece(current, most))
-            current, room = [], most
-    if current:
-        pieces.append(Piece(current, most - room))
-    return pieces
-
-
-def put(piece: Piece, slot: torch.Tensor) -> None:
-    """Copy a piece into a slot of its size."""
-    if len(piece.parts) == 1:
-        copy(piece.parts[0], slot)
-    else:
-        torch.cat(piece.parts, out=slot)
-
-
-def take(slot: torch.Tensor, piece: Piece) -> None:
-    """Copy a slot into a piece of its size."""
-    if len(piece.parts) == 1:
-        copy(slot, piece.parts[0])
-        return
-    address, item_bytes = slot.data_ptr(), slot.itemsize
-    for part in piece.parts:
-        num_bytes = part.numel() * item_bytes
-        move = _short_move if num_bytes <= _SHORT_BYTES else _long_move
-        move(part.data_ptr(), address, num_bytes)
-        address += num_bytes
 
 
 # Work on a portion that starts something, yields once while that runs in the background, and then does the rest.

@@ -1,9 +1,9 @@
-"""Collectives among ranks of one host through shared memory, by the native part or torch operations on views.
+"""Collectives among ranks of one host through shared memory: native sums, and a group for everything else.
 
 Private data goes through the slots of a `Ring` piece by piece, so the memory in use stays in the cache and is bounded
 for any tensor size. The native part computes sums: with two members or little data each member reduces all slots
 directly into its own output; otherwise member m reduces slice m of each piece, and the result is shared through memory.
-torch computes other reductions, in the first way. Members are combined in the order 0, 1, 2, … (`arithmetic`).
+Other collectives exchange bytes through the slots (`ShmGroup`), as `DistributedTransport` does over any group.
 
 Gradient buckets are already in shared memory and are reduced there (`shm.reduction`). After an exception the transport
 is unusable and must be closed.
@@ -14,8 +14,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,11 +24,13 @@ from hora.engine.request import Kind, Reduce
 from hora.engine.shm import native
 from hora.engine.shm.counters import LINE_BYTES, MEMBER_BYTES, SLICE_NS, Counters
 from hora.engine.shm.segment import PAGE_BYTES, Segment, aligned
-from hora.engine.transport.arithmetic import Arithmetic, adasum, arithmetic_of, single_threaded, staged
+from hora.engine.transport.arithmetic import arithmetic_of, staged
 from hora.engine.transport.base import AliveCheck, Tensors
-from hora.engine.transport.packing import Piece, copy, cut, put, take, total
+from hora.engine.transport.distributed import DistributedTransport
+from hora.engine.transport.group import PeerGroup, Work
+from hora.engine.transport.packing import move, total
 
-__all__ = ["AHEAD", "DEPTH", "Ring", "ShmTransport"]
+__all__ = ["AHEAD", "DEPTH", "Ring", "ShmGroup", "ShmTransport"]
 
 # A transport starts with small slots, because most process sets never send much, and gets large ones once. Larger
 # pieces mean fewer synchronizations, until the slots in use no longer fit the second-level cache.
@@ -82,21 +85,15 @@ class Ring:
             ]
             for peer in range(num_members)
         ]
-        self._scratch = torch.empty(slot_bytes, dtype=torch.uint8, device="cpu")
 
     @staticmethod
     def num_bytes(num_members: int, slot_bytes: int) -> int:
         """Return the size of the segment that a ring needs."""
         return aligned(num_members * MEMBER_BYTES) + (num_members + 1) * DEPTH * slot_bytes
 
-    def slot(self, member: int, step: int, count: int, dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
-        """Return the slot into which `member` writes its data for `step`."""
-        turn = member * DEPTH + step % DEPTH
-        return self._segment.tensor(self._slots_at + turn * self.slot_bytes + offset_bytes, count, dtype)
-
-    def scratch(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return private scratch memory between two operations, at most a slot; always the same."""
-        return self._scratch.view(dtype)[:count]
+    def slot(self, member: int, step: int) -> int:
+        """Return the address of the slot into which `member` writes its data for `step`."""
+        return self._counters.address + self._slots_at + (member * DEPTH + step % DEPTH) * self.slot_bytes
 
     def note(self, step: int, value: int) -> None:
         """Publish a number for the others together with this member's data for `step`."""
@@ -237,32 +234,27 @@ def _lag(num_pieces: int, direct: bool) -> int:
     return 0 if direct else AHEAD + 1 if num_pieces > AHEAD else num_pieces
 
 
-class ShmTransport:
-    """Implements `Transport` on shared memory.
+class ShmGroup(PeerGroup):
+    """Members of one host, which exchange bytes through the slots of a ring, on the calling thread.
 
     `segment_provider` is collective: it gives all members the same zeroed memory of the requested size.
     """
 
-    name = "shm"
+    backend = "shm"
 
     def __init__(
         self,
         segment_provider: Callable[[int], Segment],
         member: int,
         num_members: int,
+        *,
         check_alive: AliveCheck,
         limit_s: float,
     ) -> None:
-        self._segment_provider = segment_provider
-        self._member = member
-        self._num_members = num_members
-        self._check_alive = check_alive
-        self._limit_s = limit_s
-        self._ring = self._make_ring(SMALL_SLOT_BYTES)
+        super().__init__(check_alive=check_alive, limit_s=limit_s)
+        self._segment_provider, self._member, self._num_members = segment_provider, member, num_members
+        self.ring = self._make_ring(SMALL_SLOT_BYTES)
         self.num_rings = 1  # so far: state for one is invalid for the next
-        library = native.library()
-        assert library is not None, "ranks share memory only with the native part"
-        self._library = library
 
     def _make_ring(self, slot_bytes: int) -> Ring:
         return Ring(
@@ -274,33 +266,146 @@ class ShmTransport:
             limit_s=self._limit_s,
         )
 
-    def _ring_for(self, num_bytes: int) -> Ring:
+    def ring_for(self, num_bytes: int) -> Ring:
         """Return the ring; with large slots once an operation has needed them, which all members see alike."""
-        if num_bytes > self._ring.slot_bytes == SMALL_SLOT_BYTES:
-            small, self._ring = self._ring, self._make_ring(LARGE_SLOT_BYTES)
+        if num_bytes > self.ring.slot_bytes == SMALL_SLOT_BYTES:
+            small, self.ring = self.ring, self._make_ring(LARGE_SLOT_BYTES)
             self.num_rings += 1  # after the ring itself: other threads prepare calls for the ring that they see
             small.close()
-        return self._ring
+        return self.ring
+
+    def start_alltoall(
+        self, output: torch.Tensor, input: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
+    ) -> Work:
+        sent, received = _spans(input, send_counts), _spans(output, receive_counts)
+        move(received[self._member].address, *sent[self._member])
+        # No member knows what the others send each other. So the first step carries the beginnings of everything and
+        # the size of the largest part, and then all know how many steps are left.
+        ring = self.ring
+        done = share_of(ring.slot_bytes, self._num_members)
+        ring.note(ring.step + 1, max(span.num_bytes for span in sent))
+        self._exchange(ring, sent, received, 1)
+        left = max(ring.notes(ring.step)) - done
+        if left > 0:
+            ring = self.ring_for(left * self._num_members)
+            num_steps = -(-left // share_of(ring.slot_bytes, self._num_members))
+            self._exchange(
+                ring, [span.after(done) for span in sent], [span.after(done) for span in received], num_steps
+            )
+        return None, "alltoall"
+
+    def _exchange(self, ring: Ring, sent: Sequence[_Span], received: Sequence[_Span], num_steps: int) -> None:
+        """Send the first `num_steps` pieces of `sent[m]` to each other member m."""
+        share, others = share_of(ring.slot_bytes, self._num_members), {*range(self._num_members)} - {self._member}
+        sources = {peer * share: sent[peer] for peer in others}
+        results = {(peer, self._member * share): received[peer] for peer in others}
+        self._move(ring, sources, results, share, num_steps)
+
+    def start_allgather(self, output: torch.Tensor, input: torch.Tensor, counts: Sequence[int]) -> Work:
+        (own,), parts = _spans(input, [input.numel()]), _spans(output, counts)
+        if own.address != parts[self._member].address:
+            move(parts[self._member].address, *own)
+        largest = max(part.num_bytes for part in parts)
+        ring = self.ring_for(largest)
+        results = {(peer, 0): part for peer, part in enumerate(parts) if peer != self._member}
+        self._move(ring, {0: own}, results, ring.slot_bytes, -(-largest // ring.slot_bytes))
+        return None, "allgather"
+
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        (whole,) = _spans(tensor, [tensor.numel()])
+        ring, is_root = self.ring_for(whole.num_bytes), self._member == root
+        sources, results = ({0: whole}, {}) if is_root else ({}, {(root, 0): whole})
+        self._move(ring, sources, results, ring.slot_bytes, -(-whole.num_bytes // ring.slot_bytes))
+        return None, "broadcast"
+
+    def _move(
+        self,
+        ring: Ring,
+        sources: Mapping[int, _Span],
+        results: Mapping[tuple[int, int], _Span],
+        most: int,
+        num_steps: int,
+    ) -> None:
+        """Copy pieces of `most` bytes to this member's slots, by offset, and from others', by member and offset."""
+
+        def fill(index: int, step: int) -> None:
+            for offset, span in sources.items():
+                move(ring.slot(self._member, step) + offset, *span.piece(index, most))
+
+        def drain(index: int, step: int) -> None:
+            for (peer, offset), span in results.items():
+                address, num_bytes = span.piece(index, most)
+                move(address, ring.slot(peer, step) + offset, num_bytes)
+
+        ring.steps(num_steps, fill, drain)
+
+    def _wait(self, work: Any, what: str) -> None:
+        """Do nothing: what has started is done."""
+
+    def close(self) -> None:
+        self.ring.close()
+
+    discard = close
+
+
+class _Span(NamedTuple):
+    """Contiguous memory."""
+
+    address: int
+    num_bytes: int
+
+    def after(self, num_bytes: int) -> _Span:
+        return _Span(self.address + num_bytes, max(self.num_bytes - num_bytes, 0))
+
+    def piece(self, index: int, most: int) -> _Span:
+        """Return piece number `index` of `most` bytes each; empty beyond the end."""
+        return _Span(self.address + index * most, max(min(self.num_bytes - index * most, most), 0))
+
+
+def _spans(tensor: torch.Tensor, counts: Sequence[int]) -> list[_Span]:
+    """Return consecutive parts of a flat tensor with these numbers of elements."""
+    begin, size = tensor.data_ptr(), tensor.itemsize
+    return [_Span(begin + at * size, n * size) for at, n in zip(accumulate(counts, initial=0), counts, strict=False)]
+
+
+class ShmTransport(DistributedTransport):
+    """`DistributedTransport` over a `ShmGroup`, except that the native part computes sums of all members at once."""
+
+    def __init__(
+        self,
+        segment_provider: Callable[[int], Segment],
+        member: int,
+        num_members: int,
+        check_alive: AliveCheck,
+        limit_s: float,
+    ) -> None:
+        library = native.library()
+        assert library is not None, "ranks share memory only with the native part"
+        self._library = library
+        self._slots = ShmGroup(segment_provider, member, num_members, check_alive=check_alive, limit_s=limit_s)
+        super().__init__(self._slots, member, num_members, hosts=[range(num_members)])
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
-        dtype = inputs[0].dtype
-        num_members = self._num_members
+        dtype, num_members = inputs[0].dtype, self._num_members
         arithmetic = arithmetic_of(staged(reduce, dtype, num_members), dtype, num_members)
-        count = sum([tensor.numel() for tensor in inputs])
-        num_bytes = count * dtype.itemsize
-        ring = self._ring_for(num_bytes)
+        count = total(inputs)
         what, stage = arithmetic.sum, arithmetic.stage
         if what is not None and stage is not None and count:
-            direct = self.is_direct(num_bytes)
+            num_bytes = count * dtype.itemsize
+            ring, direct = self._slots.ring_for(num_bytes), self.is_direct(num_bytes)
             ring.allreduce(self._library, inputs, outputs, count, what, stage, direct)
         else:
-            most = ring.slot_bytes // dtype.itemsize
-            self._reduce_through(ring, {0: cut(inputs, most)}, cut(outputs, most), 0, arithmetic)
+            super().allreduce(inputs, outputs, reduce)
 
     @property
     def ring(self) -> Ring:
         """The slots in use."""
-        return self._ring
+        return self._slots.ring
+
+    @property
+    def num_rings(self) -> int:
+        """How many rings there were: a call that was prepared for one is invalid for the next."""
+        return self._slots.num_rings
 
     def is_direct(self, num_bytes: int) -> bool:
         """Return whether each member reduces all of this much data, natively."""
@@ -308,133 +413,7 @@ class ShmTransport:
 
     def has_room(self, num_bytes: int) -> bool:
         """Return whether the ring is large enough for this much data; otherwise one with larger slots is needed."""
-        return num_bytes <= self._ring.slot_bytes or self.num_rings > 1
-
-    def _reduce_through(
-        self, ring: Ring, sources: dict[int, list[Piece]], results: list[Piece], at: int, arithmetic: Arithmetic
-    ) -> None:
-        """Write pieces to this member's slots, by offset, and reduce what all members' slots have at `at`."""
-        dtype, scratch = arithmetic.dtype, ring.scratch
-
-        def fill(index: int, step: int) -> None:
-            for offset, pieces in sources.items():
-                if index < len(pieces):
-                    piece = pieces[index]
-                    slot = ring.slot(self._member, step, piece.count, dtype, offset)
-                    put(piece, slot)
-                    arithmetic.prepare_(slot)
-
-        def drain(index: int, step: int) -> None:
-            if index < len(results):
-                piece = results[index]
-                operands = [ring.slot(peer, step, piece.count, dtype, at) for peer in range(self._num_members)]
-                out = piece.parts[0] if len(piece.parts) == 1 else scratch(piece.count, dtype)
-                arithmetic.reduce(operands, out, scratch(piece.count, dtype))
-                if len(piece.parts) > 1:
-                    take(out, piece)
-
-        with single_threaded():
-            ring.steps(max(map(len, sources.values())), fill, drain)
-
-    def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
-        if self._num_members & (self._num_members - 1):
-            raise ValueError(f"Adasum needs a power of 2 of ranks, not {self._num_members}; use Average or Sum")
-        theirs = [torch.empty_like(out) for out in outputs]
-        swap = partial(self._swap, outputs, theirs)
-        adasum(inputs, outputs, reduce, self._member, self._num_members, mine=outputs, theirs=theirs, swap=swap)
-
-    def _swap(self, inputs: Tensors, outputs: Tensors, partner: int) -> None:
-        """Send `inputs` to the partner and receive its tensors, of the same sizes."""
-        dtype = inputs[0].dtype
-        ring = self._ring_for(total(inputs) * dtype.itemsize)
-        most = ring.slot_bytes // dtype.itemsize
-        sources = cut(inputs, most)
-        self._move(ring, {0: sources}, {(partner, 0): cut(outputs, most)}, len(sources), dtype)
-
-    def _move(
-        self,
-        ring: Ring,
-        sources: dict[int, list[Piece]],
-        results: dict[tuple[int, int], list[Piece]],
-        num_steps: int,
-        dtype: torch.dtype,
-    ) -> None:
-        """Write pieces to this member's slots, by offset, and copy other members' pieces, by member and offset."""
-
-        def fill(index: int, step: int) -> None:
-            for offset, pieces in sources.items():
-                if index < len(pieces):
-                    put(pieces[index], ring.slot(self._member, step, pieces[index].count, dtype, offset))
-
-        def drain(index: int, step: int) -> None:
-            for (peer, offset), pieces in results.items():
-                if index < len(pieces):
-                    take(ring.slot(peer, step, pieces[index].count, dtype, offset), pieces[index])
-
-        ring.steps(num_steps, fill, drain)
-
-    def allgather(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]]) -> None:
-        dtype, members = inputs[0].dtype, range(self._num_members)
-        parts = [out.split(list(row)) for out, row in zip(outputs, counts, strict=True)]
-        largest = max(sum(row[peer] for row in counts) for peer in members)
-        ring = self._ring_for(largest * dtype.itemsize)
-        most = ring.slot_bytes // dtype.itemsize
-        results = {(peer, 0): cut([part[peer] for part in parts], most) for peer in members if peer != self._member}
-        for source, part in zip(inputs, parts, strict=True):
-            copy(source, part[self._member])
-        self._move(ring, {0: cut(inputs, most)}, results, -(-largest // most), dtype)
-
-    def broadcast(self, tensors: Tensors, root: int) -> None:
-        dtype = tensors[0].dtype
-        ring = self._ring_for(total(tensors) * dtype.itemsize)
-        pieces = cut(tensors, ring.slot_bytes // dtype.itemsize)
-        if self._member == root:
-            self._move(ring, {0: pieces}, {}, len(pieces), dtype)
-        else:
-            self._move(ring, {}, {(root, 0): pieces}, len(pieces), dtype)
-
-    def alltoall(
-        self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
-    ) -> None:
-        sent = input[: sum(send_counts)].split(list(send_counts))
-        received = output.split(list(receive_counts))
-        copy(sent[self._member], received[self._member])
-        # No member knows what the others send each other. So the first step carries the beginnings of everything and
-        # the size of the largest part, and then all know how many steps are left.
-        ring = self._ring
-        most = self._share_bytes(ring) // input.itemsize
-        ring.note(ring.step + 1, max(send_counts))
-        self._exchange(ring, sent, received, 1)
-        largest = max(ring.notes(ring.step)) - most
-        if largest > 0:
-            ring = self._ring_for(largest * input.itemsize * self._num_members)
-            sent, received = tuple(part[most:] for part in sent), tuple(part[most:] for part in received)
-            num_steps = -(-largest // (self._share_bytes(ring) // input.itemsize))
-            self._exchange(ring, sent, received, num_steps)
-
-    def _share_bytes(self, ring: Ring) -> int:
-        return share_of(ring.slot_bytes, self._num_members)
-
-    def _exchange(self, ring: Ring, sent: Tensors, received: Tensors, num_steps: int) -> None:
-        """Send the first `num_steps` pieces of `sent[m]` to each other member m."""
-        dtype, share_bytes = sent[0].dtype, self._share_bytes(ring)
-        most, others = share_bytes // dtype.itemsize, [m for m in range(self._num_members) if m != self._member]
-        sources = {peer * share_bytes: cut([sent[peer]], most)[:num_steps] for peer in others}
-        results = {(peer, self._member * share_bytes): cut([received[peer]], most)[:num_steps] for peer in others}
-        self._move(ring, sources, results, num_steps, dtype)
-
-    def reducescatter(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], reduce: Reduce) -> None:
-        dtype = inputs[0].dtype
-        arithmetic = arithmetic_of(staged(reduce, dtype, self._num_members), dtype, self._num_members)
-        ring = self._ring_for(total(inputs) * dtype.itemsize)
-        share_bytes = self._share_bytes(ring)
-        most = share_bytes // dtype.itemsize
-        parts = [tensor.split(list(row)) for tensor, row in zip(inputs, counts, strict=True)]
-        sources = {m * share_bytes: cut([part[m] for part in parts], most) for m in range(self._num_members)}
-        self._reduce_through(ring, sources, cut(outputs, most), self._member * share_bytes, arithmetic)
+        return num_bytes <= self.ring.slot_bytes or self.num_rings > 1
 
     def barrier(self) -> None:
-        self._ring.meet()
-
-    def close(self) -> None:
-        self._ring.close()
+        self.ring.meet()
