@@ -141,7 +141,7 @@ def describe() -> dict[str, object]:
     return {
         "hosts": runtime.hosts,
         "place": [hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()],
-        "transport": runtime.queue(0).transport("cpu").name,
+        "transport": runtime.sets.queue(0).transport("cpu").name,
         "memory": shared_memory(),
     }
 
@@ -363,7 +363,7 @@ def steady_steps(victim: int | None) -> dict[str, object]:
                 wrong.append(what)
 
     def rounds() -> int:
-        return sum(engine.current_runtime().rounds().values())
+        return sum(engine.current_runtime().sets.rounds().values())
 
     announced = [rounds_of_sharded_steps(rounds)]
     for epoch in range(2):

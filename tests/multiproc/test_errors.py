@@ -363,7 +363,7 @@ def test_timeline_must_be_armed():
 @pytest.mark.ranks(2)
 @session
 def test_after_four_billion_unnamed_operations_their_number_begins_anew():
-    queue = engine.current_runtime().queue(0)
+    queue = engine.current_runtime().sets.queue(0)
     hvd.allreduce(torch.ones(1))
     queue.numbers["allreduce"] = queue.planner.unnamed["allreduce"] = 2**32 - 2
     for _ in range(4):
@@ -374,7 +374,7 @@ def test_after_four_billion_unnamed_operations_their_number_begins_anew():
 @pytest.mark.ranks(2)
 @session
 def test_an_operation_that_could_not_be_announced_is_not_in_flight():
-    queue = engine.current_runtime().queue(0)
+    queue = engine.current_runtime().sets.queue(0)
 
     def refuse(signature, instance):
         raise OverflowError("as planned")

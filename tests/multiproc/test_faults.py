@@ -80,7 +80,7 @@ def _die_inside_a_large_reduction(victim: int) -> None:
     big = torch.ones(16_000_000)
     hvd.allreduce_(big, name="warm")
     if hvd.rank() == victim:
-        queue = engine.current_runtime().queue(0)
+        queue = engine.current_runtime().sets.queue(0)
         hvd.allreduce_async_(big, name="big")
         wait_until("the reduction has begun", lambda: queue._stalls._since)
         _kill()
@@ -109,7 +109,7 @@ def test_a_rank_that_cannot_do_its_part_ends_it_for_all_with_the_reason():
     hvd.init()
     hvd.allreduce(torch.ones(4), name="warm")
     if hvd.rank() == 1:
-        queue = engine.current_runtime().queue(0)
+        queue = engine.current_runtime().sets.queue(0)
         queue.transport().allreduce = _no_memory
     with pytest.raises(hvd.HorovodInternalError, match="failed on rank 1: MemoryError: no more"):
         [hvd.allreduce(torch.ones(100_000), name=f"x{step}") for step in range(3)]
@@ -125,7 +125,7 @@ def test_ctrl_c_in_mid_collective_ends_it_for_all():
     hvd.init()
     hvd.allreduce(torch.ones(4), name="warm")
     if hvd.rank() == 1:
-        engine.current_runtime().queue(0).transport().allreduce = _interrupted
+        engine.current_runtime().sets.queue(0).transport().allreduce = _interrupted
         with pytest.raises(KeyboardInterrupt):
             hvd.allreduce(torch.ones(4), name="x")
     with pytest.raises(hvd.HorovodInternalError, match=r"rank 1 was interrupted \(KeyboardInterrupt\)"):

@@ -51,7 +51,7 @@ class Training:
 
 def rounds():
     """How many rounds this rank has agreed on."""
-    (number,) = engine.current_runtime().rounds().values()
+    (number,) = engine.current_runtime().sets.rounds().values()
     return number
 
 

@@ -53,7 +53,7 @@ def test_300_cycles_leave_nothing_behind():
 @pytest.mark.ranks(1, 2)
 def test_a_signal_handler_may_shut_down_whatever_it_interrupts(where):
     hvd.init()
-    negotiation = current_runtime().queue(0).negotiation
+    negotiation = current_runtime().sets.queue(0).negotiation
     _shut_down_in(negotiation, {"submit": "announce", "drive": "poll"}[where])
 
 

@@ -55,7 +55,7 @@ def test_sets_connect_at_the_same_time():
 def test_the_users_own_default_group_is_free():
     hvd.init()
     hvd.allreduce(torch.ones(3))
-    assert engine.current_runtime().queue(0).transport("cpu").name == "tcp"
+    assert engine.current_runtime().sets.queue(0).transport("cpu").name == "tcp"
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

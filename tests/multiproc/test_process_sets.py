@@ -189,7 +189,7 @@ def test_removal_with_operations_in_flight():
 
 def _look_for_rounds_in_the_removal_only(number):
     runtime = current_runtime()
-    queue, negotiation = runtime.queue(0), runtime.queue(number).negotiation
+    queue, negotiation = runtime.sets.queue(0), runtime.sets.queue(number).negotiation
     world, poll, removing = queue.world, negotiation.poll, threading.Event()
 
     def change(batch):

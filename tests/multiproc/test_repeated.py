@@ -213,7 +213,7 @@ def test_those_who_wait_alone_hear_of_a_death(size):
     for _ in range(3):
         hvd.allreduce(ones(size), name="lone", op=hvd.Sum)
     if hvd.rank() == 1:
-        negotiation = engine.current_runtime().queue(0).negotiation
+        negotiation = engine.current_runtime().sets.queue(0).negotiation
         wait_until("the others wait", lambda: _waiting(negotiation) == 2)
         others = [peer for peer in range(hvd.size()) if peer != hvd.rank()]
         wait_until("they sleep", lambda: all(_sleeps(negotiation.tickets.group, peer) for peer in others))
@@ -241,7 +241,7 @@ def test_process_sets_have_short_ways_of_their_own():
 def test_ctrl_c_while_waiting_alone_harms_no_rank(place, size, same):
     """As on the ordinary way, the request stays in flight: the other rank, which comes later, is not left alone."""
     hvd.init()
-    queue = engine.current_runtime().queue(0)
+    queue = engine.current_runtime().sets.queue(0)
     queue.inspect = lambda: None  # while the control tree's thread looks at the queue no request is lone
     negotiation = queue.negotiation
     for _ in range(3):

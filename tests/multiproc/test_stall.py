@@ -126,7 +126,7 @@ def test_a_rank_stopped_inside_a_collective_ends_the_job_when_asked_to():
     hvd.allreduce(torch.ones(1), name="fine")
     pids = hvd.allgather_object(os.getpid())
     if hvd.rank() == 1:
-        transport = engine.current_runtime().queue(0).transport()
+        transport = engine.current_runtime().sets.queue(0).transport()
         original = transport.allreduce
         transport.allreduce = lambda *a, **k: (_stop_inside_a_reduction(), original(*a, **k))
         with contextlib.suppress(hvd.HorovodInternalError):  # rank 0 has done its part: this may even succeed
@@ -164,7 +164,7 @@ def test_looking_for_stalls_never_takes_part_in_a_collective(place):
 
 def _count_looks() -> list[int]:
     """A list that grows whenever the control tree's thread looks for stalls."""
-    queue, looked = engine.current_runtime().queue(0), []
+    queue, looked = engine.current_runtime().sets.queue(0), []
     inspect = queue.inspect
     queue.inspect = lambda: (inspect(), looked.append(1))
     return looked

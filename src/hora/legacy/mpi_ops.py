@@ -164,7 +164,7 @@ class HorovodBasics:
 
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
         """Return the ranks of every registered process set."""
-        return engine.current_runtime().process_sets()
+        return engine.current_runtime().sets.process_sets()
 
 
 class MPI:

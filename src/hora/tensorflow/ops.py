@@ -351,7 +351,7 @@ def local_rank_op(name: str | None = None) -> Any:
 
 
 def _ranks(process_set_id: int) -> list[int]:
-    known = engine.current_runtime().process_sets()
+    known = engine.current_runtime().sets.process_sets()
     if process_set_id not in known:
         raise ValueError(
             f"Process set {process_set_id} does not exist or has not been registered on rank {hvd.rank()}, which knows "

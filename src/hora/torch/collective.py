@@ -108,7 +108,7 @@ def repeated_allreduce(
         return None
     plan = known.plan
     if plan is None:
-        plan = known.plan = runtime.repeated_plan(known.queue, known.signature)
+        plan = known.plan = runtime.sets.repeated_plan(known.queue, known.signature)
         if plan is None:
             return None
     if not in_place:
@@ -146,7 +146,7 @@ def _known(
     try:
         device, set_id = tensor.device, process_set.process_set_id
         key = tensor.shape, tensor.dtype, device, name, op, type(op), prescale, postscale, set_id
-        known: _KnownAllreduce | None = runtime.known_allreduces.get(key)
+        known: _KnownAllreduce | None = runtime.sets.known_allreduces.get(key)
     except (AttributeError, TypeError):  # no tensor or no process set: the general path reports it
         return None
     if (
@@ -170,13 +170,13 @@ def _learn(runtime: engine.Runtime, key: Any, tensor: Tensor, process_set: Proce
     wanted = int(ReduceOp.AVERAGE) if op is None else _whole_number(op, "op")
     if wanted == ReduceOp.ADASUM:
         return None
-    queue = runtime.queue(registered_id(process_set))
+    queue = runtime.sets.queue(registered_id(process_set))
     signature = queue.validator.known_allreduce(tensor, name, Reduce(wanted, float(prescale), float(postscale)))
     if signature is None:
         return None
-    if len(runtime.known_allreduces) >= _KEPT:
-        runtime.known_allreduces.clear()
-    known = runtime.known_allreduces[key] = _KnownAllreduce(queue, signature, process_set)
+    if len(runtime.sets.known_allreduces) >= _KEPT:
+        runtime.sets.known_allreduces.clear()
+    known = runtime.sets.known_allreduces[key] = _KnownAllreduce(queue, signature, process_set)
     return known
 
 

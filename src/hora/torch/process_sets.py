@@ -106,7 +106,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     runtime = _current_or_value_error()
     if runtime.status.closing:
         raise ValueError(f"no process set can be added any more: {runtime.status.reason}")
-    process_set.process_set_id = runtime.add_process_set(list(process_set.ranks or []))
+    process_set.process_set_id = runtime.sets.add_process_set(list(process_set.ranks or []))
     _bound.add(process_set)
     return process_set
 
@@ -114,10 +114,10 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def host_process_set() -> ProcessSet:
     """Return the set of the ranks on this host, registering the sets of all hosts if needed (collective)."""
     runtime = _current_or_value_error()
-    number = runtime.set_of_this_host()
+    number = runtime.sets.set_of_this_host()
     if number == 0:
         return global_process_set
-    process_set = ProcessSet(runtime.ranks(number))
+    process_set = ProcessSet(runtime.sets.ranks(number))
     process_set.process_set_id = number
     _bound.add(process_set)
     return process_set
@@ -131,7 +131,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         )
     runtime = _current_or_value_error()
     # Ask the engine even about a set it cannot know, because it reports static mode.
-    removed = runtime.remove_process_set(-1 if process_set.process_set_id is None else process_set.process_set_id)
+    removed = runtime.sets.remove_process_set(-1 if process_set.process_set_id is None else process_set.process_set_id)
     if removed:
         unbind(process_set)
     return removed
@@ -142,7 +142,7 @@ def bind(process_sets: Sequence[ProcessSet]) -> None:
     runtime = engine.current_runtime()
     world_ranks = list(range(runtime.world.size))
     global_process_set.ranks = world_ranks
-    known = {tuple(ranks): process_set_id for process_set_id, ranks in runtime.process_sets().items()}
+    known = {tuple(ranks): process_set_id for process_set_id, ranks in runtime.sets.process_sets().items()}
     seen: dict[tuple[int, ...], int] = {}
     for index, process_set in enumerate(process_sets):
         ranks = tuple(process_set.ranks or [])
@@ -186,7 +186,7 @@ def registered_id(process_set: ProcessSet) -> int:
 
 def _registered_ranks(process_set: ProcessSet) -> list[int]:
     assert process_set.process_set_id is not None
-    ranks = _current_or_value_error().process_sets().get(process_set.process_set_id)
+    ranks = _current_or_value_error().sets.process_sets().get(process_set.process_set_id)
     if ranks is None:
         raise ValueError(
             f"Process set with id {process_set.process_set_id} and ranks {process_set.ranks} does not exist, "

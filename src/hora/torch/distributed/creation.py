@@ -50,11 +50,11 @@ def make_group(store: Any, rank: int, size: int, timeout: timedelta, global_rank
                 f"the group names the rank(s) {outside}, but the ranks of this job are 0 to {runtime.world.size - 1}"
             )
     number = (
-        agree_on_number(store, rank, size, runtime.new_group_number(), limit_s=limit_s)
+        agree_on_number(store, rank, size, runtime.sets.new_group_number(), limit_s=limit_s)
         if size > 1
-        else (runtime.new_group_number())
+        else (runtime.sets.new_group_number())
     )
-    queue = runtime.add_group(ranks, number)
+    queue = runtime.sets.add_group(ranks, number)
     on_shutdown = _end_engine if owns else _do_nothing
     group = HoraProcessGroup(store, rank, size, runtime, queue, timeout, on_shutdown, make_group)
     if not global_ranks:

@@ -270,7 +270,7 @@ class HoraProcessGroup(_BASE):
     def shutdown(self) -> None:
         """Leave the group. The default group of a process that has not called `hvd.init()` ends the engine."""
         if self._runtime.is_current:
-            self._runtime.remove_group(self._queue.process_set_id)
+            self._runtime.sets.remove_group(self._queue.process_set_id)
             self._on_shutdown()
 
     def abort(self) -> None:
@@ -412,7 +412,7 @@ class HoraProcessGroup(_BASE):
         if key not in self._known and tensor.is_cpu and request.tensors[0].dtype == tensor.dtype:
             if len(self._known) >= _KEPT:
                 self._known.clear()
-            plan = self._runtime.repeated_plan(self._queue, request.signature)
+            plan = self._runtime.sets.repeated_plan(self._queue, request.signature)
             if plan is not None:
                 self._known[key] = plan
 

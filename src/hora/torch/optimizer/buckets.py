@@ -177,7 +177,7 @@ def make_buckets(runtime: engine.Runtime, options: ReduceOptions, specs: Sequenc
     """Create empty buckets, in shared memory if the members have some (collective)."""
     memory = _shared_memory(runtime, options, specs)
     if memory is not None:
-        schedule = runtime.schedule(memory, options.process_set_id)
+        schedule = runtime.sets.schedule(memory, options.process_set_id)
         buckets = [_shared_bucket(schedule, options, spec, memory) for spec in specs]
     else:
         num_bytes = sum(SharedMemory.space(spec.num_elements, spec.dtype) for spec in specs)
@@ -186,8 +186,8 @@ def make_buckets(runtime: engine.Runtime, options: ReduceOptions, specs: Sequenc
         if found is None:
             return [_private_bucket(runtime, options, spec) for spec in specs]
         memory, near = found
-        schedule = runtime.schedule(memory, options.process_set_id, near)
-        link = runtime.host_link(schedule)
+        schedule = runtime.sets.schedule(memory, options.process_set_id, near)
+        link = runtime.sets.host_link(schedule)
         buckets = [_host_bucket(schedule, link, options, spec, memory) for spec in specs]
     runtime.barrier(options.process_set_id)  # a reduction may start only once all members have created it
     return buckets
@@ -201,7 +201,7 @@ def _shared_memory(runtime: engine.Runtime, options: ReduceOptions, specs: Seque
     num_bytes = SharedMemory.space(ReductionSchedule.num_bytes(size), torch.uint8)
     for spec in specs:
         num_bytes += size * _num_turns(options, spec) * SharedMemory.space(spec.num_elements, spec.dtype)
-    return runtime.shared_memory(options.process_set_id, num_bytes)
+    return runtime.sets.shared_memory(options.process_set_id, num_bytes)
 
 
 def host_memory(
@@ -216,7 +216,7 @@ def host_memory(
     if not runtime.spans_hosts(set_id, in_order=in_order):
         return None
     schedules = 2 * SharedMemory.space(ReductionSchedule.num_bytes(1), torch.uint8)
-    memory, near = runtime.host_memory(set_id, num_bytes + schedules)
+    memory, near = runtime.sets.host_memory(set_id, num_bytes + schedules)
     found = torch.tensor([int(memory is not None)], dtype=torch.int64, device="cpu")
     everywhere = summed(found, options, "optimizer.memory")[0] == options.num_members
     return (memory, near) if everywhere and memory is not None else None
@@ -242,8 +242,8 @@ def make_reductions(
             for layout, flat, reduce in zip(layouts, flats, reduces, strict=True)
         ]
     memory, near = found
-    schedule = runtime.schedule(memory, options.process_set_id, near)
-    link = runtime.host_link(schedule)
+    schedule = runtime.sets.schedule(memory, options.process_set_id, near)
+    link = runtime.sets.host_link(schedule)
     flats, made = [], list[PersistentReduction]()
     for (name, count, dtype, _, _), reduce in zip(layouts, reduces, strict=True):
         places = [memory.take(count, dtype, copied=m == schedule.member) for m in range(len(schedule.ranks))]

@@ -287,7 +287,7 @@ def _raise_difference(
     compressions, of_all = zip(
         *allgather_object(told, name="optimizer.parameters", process_set=options.process_set), strict=True
     )
-    ranks = engine.current_runtime().ranks(options.process_set_id)
+    ranks = engine.current_runtime().sets.ranks(options.process_set_id)
     for rank, theirs in zip(ranks, compressions, strict=True):
         if theirs != compressions[0]:
             raise HorovodInternalError(

@@ -415,7 +415,7 @@ class ShardedOptimizer(_DistributedOptimizer):
             num_bytes = Shards.num_bytes(specs, size) + state.num_bytes()
             if self._watcher is not None:
                 num_bytes += SliceCopies.num_bytes(specs, state, size)
-            memory = self._runtime.shared_memory(self._options.process_set_id, num_bytes)
+            memory = self._runtime.sets.shared_memory(self._options.process_set_id, num_bytes)
             hosts = host_memory(self._runtime, self._options, Shards.num_bytes_in_hosts(specs), in_order=True)
         shards = Shards(self._runtime, self._options, specs, kinds.of.__getitem__, memory, hosts)
         inner = bare_copy(self, self._base_class)

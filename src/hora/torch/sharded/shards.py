@@ -192,7 +192,7 @@ class Shards:
         self._options = options
         self.member, self.num_members = options.member, options.num_members
         self.buckets: list[ShardBucket] = []
-        self._schedule = None if memory is None else runtime.schedule(memory, self._set_id)
+        self._schedule = None if memory is None else runtime.sets.schedule(memory, self._set_id)
         places = None if memory is None else GradientPlaces(specs, self.num_members, memory)
         self._gathers: list[HostReduction] = []  # of the parameters, if hosts have their own memory and schedules
         if hosts is not None:
@@ -264,8 +264,8 @@ class Shards:
     def _make_host_buckets(self, specs: Sequence[BucketSpec], memory: SharedMemory, near: Sequence[int]) -> None:
         """Create buckets with each member's parameters and gradients in memory that its host shares (collective)."""
         runtime, options = self.runtime, self._options
-        reducing, giving = (runtime.schedule(memory, self._set_id, near) for _ in range(2))
-        links = runtime.host_link(reducing), runtime.host_link(giving)
+        reducing, giving = (runtime.sets.schedule(memory, self._set_id, near) for _ in range(2))
+        links = runtime.sets.host_link(reducing), runtime.sets.host_link(giving)
         me = reducing.member
 
         def take(spec: BucketSpec, dtype: torch.dtype) -> list[torch.Tensor]:
