@@ -31,11 +31,12 @@ from typing import Any
 import psutil
 import torch
 
-from hora.engine.control_tree import FANOUT, ControlEvents, ControlTree, Tree, Whereabouts
+from hora.engine.control_tree import ControlEvents, ControlTree, Whereabouts
 from hora.engine.negotiation.base import Announcer, Reader
 from hora.engine.negotiation.tree import ALL, SLOTS, Slots, TreeNegotiation, as_bytes
 from hora.engine.plan import BatchPlanner
 from hora.engine.queue import OperationQueue, QueueWorld
+from hora.engine.rank_tree import FANOUT, Tree
 from hora.engine.request import Kind, Reduce, Signature
 from hora.engine.schedule import ReductionSchedule
 from hora.engine.shm.counters import MEMBER_BYTES, Counter

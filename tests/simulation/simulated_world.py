@@ -17,9 +17,10 @@ from typing import Any
 from fibers import Condition, Fiber, Process, pause
 from simulator import Network, Simulation
 
-from hora.engine.control_tree import ControlEvents, ControlTree, Tree, Whereabouts
+from hora.engine.control_tree import ControlEvents, ControlTree, Whereabouts
 from hora.engine.negotiation.tree import TreeNegotiation
 from hora.engine.plan import BatchPlanner
+from hora.engine.rank_tree import Tree
 from hora.engine.request import Kind, Signature
 from hora.engine.runtime import Runtime
 from hora.engine.status import WorldStatus
@@ -214,7 +215,12 @@ class Rank(Process):
         if self.negotiation is not None:
             self.negotiation.tick()
 
-    def _lacks(self, rounds: dict[int, int]) -> bool:
+    @property
+    def sets(self) -> Rank:
+        """The only set of this rank."""
+        return self
+
+    def lacks(self, rounds: dict[int, int]) -> bool:
         return self.negotiation is not None and self.negotiation.num_delivered < rounds.get(1, 0)
 
     def _say_goodbye_if_idle(self) -> None:

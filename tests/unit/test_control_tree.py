@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hora.engine.control_tree import ControlEvents, ControlTree, Tree, Whereabouts
+from hora.engine.control_tree import ControlEvents, ControlTree, Whereabouts
+from hora.engine.rank_tree import Tree
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.keys import RankKeys, rank_keys
 from hora.net.wire import Connection, Credentials, connect, cut_parts, join_parts, new_secret

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from hora.engine.control_tree import FANOUT, Tree, Whereabouts
+from hora.engine.control_tree import Whereabouts
 from hora.engine.negotiation.tree import OLD_S, SLOTS, TreeNegotiation
 from hora.engine.plan import BatchPlanner
+from hora.engine.rank_tree import FANOUT, Tree
 from hora.engine.request import Key, Kind, Signature
 from hora.net.wire import cut_parts
 from waiting import wait_until

@@ -22,7 +22,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hora.config import EngineConfig
-from hora.engine.control_tree import FANOUT, ControlEvents, ControlTree, Tree
+from hora.engine.control_tree import ControlEvents, ControlTree
+from hora.engine.rank_tree import FANOUT, Tree
 from hora.engine.rendezvous import RendezvousClient, open_rendezvous
 from hora.engine.shm.native import absence, library
 from hora.engine.shm.segment import Segment

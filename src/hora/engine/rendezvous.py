@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from hora.config import accept_risk
-from hora.engine.control_tree import FANOUT
+from hora.engine.rank_tree import FANOUT
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.client import ControlClient, RankGroup
 from hora.net.key_value_store import KeyValueStore

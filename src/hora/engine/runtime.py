@@ -1,36 +1,56 @@
 """The runtime: this process's part of a running world, from `init` to `shutdown`.
 
-It connects to the other ranks (`bootstrap`), submits operations to the queues of the process sets (`process_sets`), and
-passes the control tree's reports to the world's status (`status`). `process` keeps the only one. States:
+`Runtime` connects to the other ranks (`bootstrap`), submits operations, and passes the control tree's reports to the
+world's status (`status`). One runtime exists at a time; `process` keeps it. States:
 
     absent --init--> up --shutdown, here or on any rank--> closing --close--> absent
 
+`ProcessSets` keeps a queue for each set. Set number 0 is the world itself. All ranks register and remove sets in the
+same order, so that numbers and labels agree. `add_process_set`, `remove_process_set`, `shared_memory` and `host_memory`
+are requests like any other: the members agree on them, and `_execute` executes them. Messages about a set from other
+hosts may arrive before this rank has registered it; they are kept until then. A group is a set that only its members
+register.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from hora.config import EngineConfig
 from hora.engine.bootstrap import Bootstrap
-from hora.engine.control_tree import ControlEvents, ControlTree, Rounds
+from hora.engine.control_tree import ControlEvents, ControlTree, Whereabouts
+from hora.engine.negotiation.base import LocalNegotiation, Negotiation
+from hora.engine.negotiation.shared_memory import SharedMemoryNegotiation
+from hora.engine.negotiation.tree import TreeNegotiation
+from hora.engine.news import Rounds
+from hora.engine.plan import Batch, BatchPlanner
 from hora.engine.point_to_point import Messages
-from hora.engine.process_sets import ProcessSets, checked_ranks, request_without_tensors
-from hora.engine.queue import OperationQueue
-from hora.engine.request import CollectiveCall, Key, Kind, Reduce, ReduceOp, Request
+from hora.engine.queue import OperationQueue, QueueWorld
+from hora.engine.repeated import CallPlan, RepeatedCalls
+from hora.engine.request import CollectiveCall, Key, Kind, Reduce, ReduceOp, Request, Signature
 from hora.engine.schedule import ReductionSchedule
-from hora.engine.status import TimelineRecorder, WorldStatus
+from hora.engine.shm.segment import Segment, SharedMemory
+from hora.engine.status import StallLimits, TimelineRecorder, WorldStatus
+from hora.engine.transport.base import AliveCheck, LocalTransport, Transport
+from hora.engine.transport.factory import between_hosts, make_transport
+from hora.engine.transport.hierarchical import HierarchicalTransport
+from hora.engine.transport.host_reduction import HostLink
 from hora.net.wire import Header, Stream, derived_secret, new_secret
+from hora.telemetry.meters import meter
+from hora.telemetry.stacks import current_line
 from hora.world import World
 
-__all__ = ["Runtime"]
+__all__ = ["ProcessSets", "Runtime"]
 
 log = logging.getLogger("hora")
 
@@ -38,6 +58,330 @@ _GOODBYE_LIMIT_S = 2.0
 _FAREWELL_LIMIT_S = 1.0
 _SUM = Reduce()
 _ASK_LIMIT_S = 2.0
+_FIRST_GROUP = 2**32  # numbers of groups
+
+
+class _Set(NamedTuple):
+    """A process set. `serial` counts registrations, equally on every rank; numbers are reused."""
+
+    ranks: tuple[int, ...]
+    serial: int
+    queue: OperationQueue | None = None  # if this rank is a member
+    repeated: RepeatedCalls | None = None  # where the members share a host
+
+
+class ProcessSets:
+    """The sets of one world. `on_idle` is called when nothing is in flight any more while the world is closing."""
+
+    def __init__(
+        self, world: World, status: WorldStatus, recorder: TimelineRecorder, on_idle: Callable[[], None]
+    ) -> None:
+        self.known_allreduces: dict[object, Any] = {}  # state of repeated allreduces, kept by the interfaces, by call
+        self._world, self._status, self._recorder, self._on_idle = world, status, recorder, on_idle
+        self._bootstrap: Bootstrap | None = None  # None in a world of one
+        self._sets: dict[int, _Set] = {}
+        self._num_registered = 0
+        self._num_links: dict[str, int] = {}  # created links, by label of the set
+        self._early: dict[int, list[tuple[int, Header, bytes]]] = {}  # messages for future sets, by serial number
+        self._num_groups = 0  # that this rank has numbered
+        self._removed_groups: set[int] = set()
+        self._lock = threading.RLock()  # of messages
+
+    def start(self, config: EngineConfig, bootstrap: Bootstrap | None, sets: Sequence[tuple[int, ...]]) -> None:
+        """Register the set of all ranks and these (collective)."""
+        self._config, self._bootstrap = config, bootstrap
+        for ranks in (tuple(range(self._world.size)), *(ranks for ranks in sets if len(ranks) < self._world.size)):
+            self.register(ranks)
+
+    def close(self) -> None:
+        """End all queues. The sets' ranks stay known."""
+        for queue in self.queues():
+            queue.close()
+        self._sets = {number: _Set(one.ranks, one.serial) for number, one in self._sets.items()}
+        self._bootstrap = None
+        self.known_allreduces.clear()
+
+    def process_sets(self) -> dict[int, list[int]]:
+        """Return the ranks of every set, by number."""
+        return {number: list(one.ranks) for number, one in sorted(self._sets.items())}
+
+    def ranks(self, number: int) -> tuple[int, ...]:
+        """Return the members of a set. Raises ValueError if it does not exist."""
+        found = self._sets.get(number)
+        if found is None:
+            raise ValueError(f"Process set {number} does not exist, or has not been registered")
+        return found.ranks
+
+    def queue(self, number: int) -> OperationQueue:
+        """Return the queue of a set. Raises ValueError if it does not exist or this rank is not in it."""
+        found = self._sets.get(number)
+        if found is None or found.queue is None:
+            raise ValueError(
+                f"Rank {self._world.rank} is not a member of the provided process set {number}, "
+                f"which has the ranks {list(self.ranks(number))}"
+            )
+        return found.queue
+
+    def queues(self) -> list[OperationQueue]:
+        """Return the queues of the sets that this rank is in, by number. Thread-safe."""
+        return [one.queue for _, one in sorted(self._sets.copy().items()) if one.queue is not None]
+
+    def add_process_set(self, ranks: Sequence[int]) -> int:
+        """Register a set on all ranks (collective); returns its number."""
+        self._check_dynamic("add_process_set")
+        wanted = _checked_ranks(ranks, self._world.size)
+        number = next((number for number, known in self._sets.items() if known.ranks == wanted), None)
+        if number is not None:
+            raise ValueError(f"a process set with the ranks {list(wanted)} exists already: number {number}")
+        return int(self._request(0, Kind.ADD_PROCESS_SET, *wanted).answer)
+
+    def set_of_this_host(self) -> int:
+        """Return the number of this host's set, registering the sets of all hosts if needed (collective)."""
+        hosts = [(0,)] if self._bootstrap is None else [tuple(host) for host in self._bootstrap.sharing]
+        for host in hosts:
+            if host not in [known.ranks for known in self._sets.values()]:
+                self._request(0, Kind.ADD_PROCESS_SET, *host)
+        (mine,) = (host for host in hosts if self._world.rank in host)
+        return next(number for number, known in sorted(self._sets.items()) if known.ranks == mine)
+
+    def remove_process_set(self, number: int) -> bool:
+        """Remove a set on all ranks (collective). Returns False for the global set and unknown ones."""
+        self._check_dynamic("remove_process_set")
+        if number == 0 or number not in self._sets:
+            return False
+        self._request(0, Kind.REMOVE_PROCESS_SET, number)
+        return True
+
+    def _check_dynamic(self, what: str) -> None:
+        if not self._config.dynamic_process_sets:
+            raise ValueError(
+                f"{what} needs dynamic process sets: set HOROVOD_DYNAMIC_PROCESS_SETS=1 before hvd.init(), "
+                'or call hvd.init(process_sets="dynamic")'
+            )
+        self._status.check_open()
+
+    def _request(self, number: int, kind: Kind, *values: int) -> Request:
+        queue, request = self.queue(number), _request_without_tensors(kind, values)
+        queue.submit(request, background=False)
+        queue.result(request)
+        return request
+
+    def _execute(self, batch: Batch) -> int | Segment | None:
+        """Execute a request of `_request` once all have agreed to it, on the thread that drives the queue."""
+        values = batch.signature.extra
+        if batch.kind is Kind.ADD_PROCESS_SET:
+            return self.register(values)
+        if batch.kind is Kind.SHARED_MEMORY:
+            assert self._bootstrap is not None
+            number, num_bytes, for_each = values
+            near = self._bootstrap.beside(self.ranks(number))
+            return self._bootstrap.share_or_none(
+                f"{self._label(number)}/memory", near, num_bytes * (len(near) if for_each else 1)
+            )
+        self._remove(*values)
+        return None
+
+    def register(self, ranks: tuple[int, ...]) -> int:
+        """Add a set under the lowest free number (collective)."""
+        number = next(candidate for candidate in itertools.count() if candidate not in self._sets)
+        self._add(number, ranks, self._num_registered + 1)  # on every rank, whether a member or not
+        return number
+
+    def _add(self, number: int, ranks: tuple[int, ...], serial: int) -> None:
+        queue = repeated = None
+        if self._world.rank in ranks:
+            queue = self._make_queue(number, ranks, serial)
+            if isinstance(queue.negotiation, SharedMemoryNegotiation):
+                repeated = RepeatedCalls(queue, queue.negotiation)
+        # The control tree's thread must neither drop a message now nor deliver one before early ones.
+        with self._lock:
+            if serial < _FIRST_GROUP:
+                self._num_registered = serial
+            self._sets[number] = _Set(ranks, serial, queue, repeated)
+            for message in self._early.pop(serial, []):
+                self.deliver(serial, *message)
+
+    def new_group_number(self) -> int:
+        """Return a number for a group that no other rank assigns in this world."""
+        self._num_groups += 1
+        return (self._num_groups * self._world.size + self._world.rank) + _FIRST_GROUP
+
+    def add_group(self, ranks: Sequence[int], number: int) -> OperationQueue:
+        """Register a set among its members only (collective), under a number that one of them assigned."""
+        self._status.check_open()
+        members = tuple(ranks)
+        _checked_ranks(members, self._world.size)
+        self._add(number, members, number)
+        return self.queue(number)
+
+    def remove_group(self, number: int) -> None:
+        """Release a group on this rank; the others may still use theirs."""
+        removed = self._sets.get(number)
+        if removed is None or removed.queue is None:
+            return
+        removed.queue.drain()
+        removed.queue.close()
+        with self._lock:
+            self._removed_groups.add(number)
+            self._sets.pop(number, None)
+
+    def _remove(self, number: int) -> None:
+        removed = self._sets.get(number)
+        if removed is None:
+            return  # two threads have requested it
+        if removed.queue is not None:
+            ranks = list(removed.ranks)
+            removed.queue.retire(f"the process set {number} with the ranks {ranks} has been removed")
+        with self._lock:
+            del self._sets[number]
+            self.known_allreduces.clear()
+
+    def serial(self, number: int) -> int:
+        """Return the serial number of a set, which is never reused: leftovers of an earlier set must not be found."""
+        return self._sets[number].serial
+
+    def _label(self, number: int) -> str:
+        return f"set{number}.{self.serial(number)}"
+
+    def _make_queue(self, number: int, ranks: tuple[int, ...], serial: int) -> OperationQueue:
+        member, config, label = ranks.index(self._world.rank), self._config, f"set{number}.{serial}"
+        world = QueueWorld(self._world.rank, self._status, self._recorder, self._execute, self._on_idle, self._core())
+        return OperationQueue(
+            number,
+            ranks,
+            world,
+            negotiation=self._make_agreement(label, serial, ranks, member),
+            planner=BatchPlanner(
+                ranks,
+                fusion_threshold_bytes=config.fusion_threshold_bytes,
+                group_fusion=not config.disable_group_fusion,
+            ),
+            stall=self._stall_limits(number, ranks, member),
+            make_transport=functools.partial(self._make_transport, number, label, ranks),
+        )
+
+    def _make_agreement(self, label: str, serial: int, ranks: tuple[int, ...], member: int) -> Negotiation:
+        if len(ranks) == 1:
+            return LocalNegotiation()
+        peers, capacity = self._bootstrap, self._config.cache_capacity
+        assert peers is not None
+        if peers.can_share(ranks):
+            segment = peers.share(f"{label}/control", ranks, SharedMemoryNegotiation.num_bytes(len(ranks)))
+            return SharedMemoryNegotiation(segment, member, len(ranks), cache_capacity=capacity)
+        return TreeNegotiation(peers.control_tree, serial, peers.set_tree(ranks), ranks, cache_capacity=capacity)
+
+    def _make_transport(self, number: int, label: str, ranks: tuple[int, ...], device: str) -> Transport:
+        if self._bootstrap is None or len(ranks) == 1:
+            return LocalTransport()
+        topology = self._bootstrap.topology(label, device, ranks, self._status.check_alive)
+        return make_transport(topology, device, lambda other: self.queue(number).transport(other))
+
+    def _stall_limits(self, number: int, ranks: Sequence[int], member: int) -> StallLimits | None:
+        """Return the stall limits for the first member of a set, which watches for stalls."""
+        config = self._config
+        if member != 0 or len(ranks) == 1 or config.stall_check_disable:
+            return None
+        if 0 < config.stall_shutdown_s < config.stall_warning_s and number == 0:
+            log.warning(
+                "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=%g is below HOROVOD_STALL_CHECK_TIME_SECONDS=%g: ignored",
+                config.stall_shutdown_s,
+                config.stall_warning_s,
+            )
+        return StallLimits.of(config)
+
+    def _core(self) -> int | None:
+        cores, local_rank = self._config.thread_affinity, self._world.local_rank
+        if not cores:
+            return None
+        if local_rank >= len(cores) or cores[local_rank] not in os.sched_getaffinity(0):
+            raise ValueError(
+                f"HOROVOD_THREAD_AFFINITY must name a core of {sorted(os.sched_getaffinity(0))} for every local rank, "
+                f"but it is {','.join(map(str, cores))} and this is local rank {local_rank}"
+            )
+        return cores[local_rank]
+
+    def repeated_plan(self, queue: OperationQueue, signature: Signature) -> CallPlan | None:
+        """The fast path for a collective of one tensor; None where the members of the set share no host."""
+        found = self._sets.get(queue.process_set_id)
+        return None if found is None or found.repeated is None else found.repeated.plan(signature)
+
+    def shared_memory(self, number: int, num_bytes: int) -> SharedMemory | None:
+        """Allocate zeroed memory shared by all members (collective); None if they share no host or memory is short."""
+        queue, peers = self.queue(number), self._bootstrap
+        if peers is None or len(queue.ranks) == 1 or not peers.can_share(queue.ranks):
+            return None
+        return self._request_memory(number, num_bytes, False)
+
+    def host_memory(self, number: int, num_bytes: int) -> tuple[SharedMemory | None, list[int]]:
+        """Allocate zeroed memory that the members of each host share, `num_bytes` for each of them (collective).
+
+        Also returns the members on this host. None if all share one host, and on hosts with too little memory.
+        """
+        queue, peers = self.queue(number), self._bootstrap
+        if peers is None or not peers.spans_hosts(queue.ranks):
+            return None, []
+        near = [queue.ranks.index(rank) for rank in peers.beside(queue.ranks)]
+        return self._request_memory(number, num_bytes, True), near
+
+    def _request_memory(self, number: int, num_bytes: int, for_each: bool) -> SharedMemory | None:
+        segment = self._request(number, Kind.SHARED_MEMORY, number, num_bytes, for_each).answer
+        return None if segment is None else SharedMemory(segment)
+
+    def schedule(
+        self, memory: SharedMemory, process_set_id: int = 0, near: Sequence[int] | None = None
+    ) -> ReductionSchedule:
+        """Return a schedule of the members, or of this host's (`near`), in their shared memory (collective)."""
+        queue = self.queue(process_set_id)
+        offset = memory.reserve(ReductionSchedule.num_bytes(len(queue.ranks if near is None else near)))
+        return ReductionSchedule(queue, memory.segment, offset, limits=StallLimits.of(self._config), near=near)
+
+    def host_link(self, schedule: ReductionSchedule) -> HostLink:
+        """Connect a schedule of this host's members with the other hosts (collective, in the same order on all)."""
+        queue, peers = schedule.queue, self._bootstrap
+        assert peers is not None
+        ranks, negotiation = queue.ranks, queue.negotiation
+        assert isinstance(negotiation, TreeNegotiation), negotiation
+        label = self._label(queue.process_set_id)
+        self._num_links[label] = self._num_links.get(label, 0) + 1
+        label = f"{label}/lane{self._num_links[label]}"
+
+        def connect(times: int, check_alive: AliveCheck) -> HierarchicalTransport:
+            return between_hosts(peers.topology(f"{label}.{times}", "cpu", ranks, check_alive), LocalTransport())
+
+        def lacking(key: Key, members: Sequence[int]) -> list[int]:
+            return [ranks.index(rank) for rank in negotiation.lacking(key, [ranks[member] for member in members])]
+
+        return HostLink(schedule, connect, lacking)
+
+    def deliver(self, serial: int, rank: int, header: Header, payload: bytes) -> None:
+        """Handle a message of a neighbour in the tree of a set. Late messages of a removed set are dropped."""
+        with self._lock:
+            known = serial in self._sets or serial in self._removed_groups if serial >= _FIRST_GROUP else False
+            if serial > self._num_registered and not known:
+                self._early.setdefault(serial, []).append((rank, header, payload))
+            elif (negotiation := self.trees().get(serial)) is not None:
+                negotiation.receive(rank, header, payload)
+
+    def trees(self) -> dict[int, TreeNegotiation]:
+        """Return the negotiations of the sets that span hosts, by serial number."""
+        sets = [(one.serial, one.queue.negotiation) for one in self._sets.copy().values() if one.queue is not None]
+        return {serial: negotiation for serial, negotiation in sets if isinstance(negotiation, TreeNegotiation)}
+
+    def rounds(self) -> dict[int, int]:
+        """Return the rounds that this rank has executed of each set that spans hosts, by serial number."""
+        return {serial: negotiation.rounds for serial, negotiation in self.trees().items()}
+
+    def lacks(self, rounds: Mapping[int, int]) -> bool:
+        """Return whether another rank has executed rounds of a set that have not arrived here."""
+        return any(negotiation.num_delivered < rounds.get(serial, 0) for serial, negotiation in self.trees().items())
+
+    def whereabouts(self, serial: int) -> Whereabouts:
+        """Return what this rank waits for in a set."""
+        queues = [one.queue for one in self._sets.copy().values() if one.serial == serial and one.queue is not None]
+        keys, blocked = [key for queue in queues for key in queue.keys_in_flight()], meter.blocked
+        if blocked is not None and any(queue.ranks == tuple(blocked[2]) for queue in queues):
+            keys.append(blocked[0].key)
+        return Whereabouts(keys, current_line())
 
 
 class Runtime:
@@ -78,7 +422,7 @@ class Runtime:
                 wanted = self._bootstrap.meet(wanted)
                 self.config = self._bootstrap.config
             try:
-                sets = [checked_ranks(ranks, size) for ranks in wanted]  # the same on all ranks
+                sets = [_checked_ranks(ranks, size) for ranks in wanted]  # the same on all ranks
             except ValueError as error:
                 raise ValueError(f"Horovod initialization failed: {error}") from None
             with contextlib.nullcontext() if self._bootstrap is None else self._bootstrap.peers_may_go():
@@ -145,7 +489,7 @@ class Runtime:
         if kind is Kind.ALLREDUCE and reduce.op == ReduceOp.ADASUM:
             self._check_adasum(process_set_id)
         if kind is Kind.BARRIER:
-            request = request_without_tensors(kind)
+            request = _request_without_tensors(kind)
         else:
             request = queue.validator.request(
                 CollectiveCall(kind, name, reduce, root_rank, splits, grouped), tensors, outputs
@@ -222,7 +566,7 @@ class Runtime:
             schedule.leave()
         for schedule in schedules:
             schedule.finish_leaving()
-        requests = [(queue, request_without_tensors(Kind.JOIN)) for queue in queues]
+        requests = [(queue, _request_without_tensors(Kind.JOIN)) for queue in queues]
         for queue, request in requests:
             # This thread waits for the world, and drives it meanwhile.
             queue.submit(request, background=queue.process_set_id != 0)
@@ -297,7 +641,7 @@ class Runtime:
         control_tree = self._control_tree
         if rank != self.world.rank and control_tree is not None and rank not in control_tree.goodbyes:
             self._broken(f"rank {rank} {how}. Horovod has been shut down")
-            control_tree.expect_nothing_of(rank)
+            control_tree.news.expect_nothing_of(rank)
 
     def _report_fault(self, text: str) -> None:
         if self._control_tree is not None:
@@ -391,3 +735,20 @@ class Runtime:
 
 def _no_stream(rank: int) -> Stream:
     raise ValueError(f"there is no rank {rank} in a world of one")
+
+
+def _request_without_tensors(kind: Kind, extra: tuple[int, ...] = ()) -> Request:
+    # Unnamed, so that they are numbered: two barriers of two threads are two barriers.
+    return Request(Signature(int(kind), kind.name.lower(), None, extra=extra))
+
+
+def _checked_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
+    """Return the ranks of a process set, sorted. Raises ValueError if they are not a set of ranks of this world."""
+    values = sorted(ranks)
+    if not values:
+        raise ValueError("a process set needs at least one rank")
+    if len(set(values)) != len(values):
+        raise ValueError(f"a process set must not name a rank twice: {values}")
+    if values[0] < 0 or values[-1] >= size:
+        raise ValueError(f"a process set of this world may contain the ranks 0..{size - 1}, but it has {values}")
+    return tuple(values)

@@ -48,9 +48,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from operator import and_, or_
 
-from hora.engine.control_tree import ControlTree, Tree
+from hora.engine.control_tree import ControlTree
 from hora.engine.negotiation.base import Announcer, Negotiation, Reader, WaitingRequests
 from hora.engine.plan import Batch, BatchPlanner
+from hora.engine.rank_tree import Tree
 from hora.engine.request import Key, Kind, Signature
 from hora.net.wire import Header, cut_parts, join_parts
 

@@ -28,7 +28,7 @@ from hora.engine.transport.arithmetic import arithmetic_of, staged
 from hora.engine.transport.base import AliveCheck, Tensors
 from hora.engine.transport.distributed import DistributedTransport
 from hora.engine.transport.group import PeerGroup, Work
-from hora.engine.transport.packing import move, total
+from hora.engine.transport.packing import move
 
 __all__ = ["AHEAD", "DEPTH", "Ring", "ShmGroup", "ShmTransport"]
 
@@ -388,7 +388,7 @@ class ShmTransport(DistributedTransport):
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         dtype, num_members = inputs[0].dtype, self._num_members
         arithmetic = arithmetic_of(staged(reduce, dtype, num_members), dtype, num_members)
-        count = total(inputs)
+        count = sum([tensor.numel() for tensor in inputs])
         what, stage = arithmetic.sum, arithmetic.stage
         if what is not None and stage is not None and count:
             num_bytes = count * dtype.itemsize
