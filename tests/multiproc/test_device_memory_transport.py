@@ -76,7 +76,7 @@ def made(place, check_alive=lambda: None, refuses=1 << 40):
                 check_alive=check_alive,
                 limit_s=LIMIT_S,
                 complete=lambda: None,
-                staged=cuda_staging.CudaStagingTransport(cpu),
+                cpu=cpu,
             )
             yield transport
             transport.close()

@@ -143,7 +143,7 @@ def test_members_that_are_late_or_early_never_see_each_others_old_or_new_data(pl
                 plan.choice((3000, 70_000)) if kind == "fused" else plan.randrange(size) if kind == "broadcast" else 0
             )
             _check_one(transport, kind, inputs, rank, part)
-        assert len(transport._slots._segment_provider.asked) == 2
+        assert len(transport.slots._segment_provider.asked) == 2
 
 
 def _check_one(transport, kind, inputs, rank, part):
@@ -184,7 +184,7 @@ def test_staging_is_bounded_whatever_the_size(place):
         transport.allreduce([tensor], [tensor], Reduce(ReduceOp.SUM))
         assert tensor.eq(3).all()
         transport.broadcast([tensor], 0)
-        asked = transport._slots._segment_provider.asked
+        asked = transport.slots._segment_provider.asked
     assert len(asked) == 2
     assert asked[0] < 1 << 20
     assert sum(asked) / 2 <= 32 << 20

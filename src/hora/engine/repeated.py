@@ -49,7 +49,7 @@ class CallPlan:
         (name,), (shape,) = signature.dtypes, signature.shapes
         self.path = path
         self.signature = signature
-        self.transport = transport
+        self._transport, self.slots = transport, transport.slots
         self.unnamed = signature.name is None
         self.digest = signature.digest()
         self.kind = KINDS[signature.kind]
@@ -79,11 +79,11 @@ class CallPlan:
         Any thread. If the ring is replaced meanwhile, its number differs from the recorded one, so the next call
         prepares the plan again.
         """
-        transport = self.transport
-        num_rings, address, num_steps, is_staged = transport.num_rings, 0, 0, False
+        transport = self._transport
+        num_rings, address, num_steps, is_staged = self.slots.num_rings, 0, 0, False
         if self._what is not None and self._count and transport.has_room(self.num_bytes):
             direct = self.kind is not Kind.ALLREDUCE or transport.is_direct(self.num_bytes)
-            spec, num_steps = transport.ring.spec(
+            spec, num_steps = self.slots.ring.spec(
                 self.kind,
                 self._root,
                 self._count,
@@ -160,8 +160,8 @@ class RepeatedCalls:
         return True
 
     def _is_ready(self, plan: CallPlan) -> bool:
-        """Return whether the native part can execute the call with the current slots."""
-        if plan.num_rings != plan.transport.num_rings:
+        """Return whether the native part can do it, with the slots that are in use now."""
+        if plan.num_rings != plan.slots.num_rings:
             plan.prepare()
         return bool(plan.address)
 
@@ -177,7 +177,7 @@ class RepeatedCalls:
         if plan.stage is not None:
             source = target = plan.stage.fetch(tensor)
         try:
-            began, step, at = _clock(), plan.transport.ring.step + 1, (source.data_ptr(), target.data_ptr())
+            began, step, at = _clock(), plan.slots.ring.step + 1, (source.data_ptr(), target.data_ptr())
             _pack(self._job, CALL_AT, plan.address, *at, negotiation.rounds, step, ticket, instance, 0, 0)
             state = plan.call(self._job_at, plan.slice_ns)
             done = self._settle(plan, ticket, instance, state, began)
@@ -202,7 +202,7 @@ class RepeatedCalls:
                 negotiation.void = ticket
             return False
         negotiation.ticket = ticket + 1
-        plan.transport.ring.step += plan.num_steps
+        plan.slots.ring.step += plan.num_steps
         if plan.unnamed:
             self._queue.planner.note_number(plan.signature.operation, instance)
         lasted_s = _clock() - began - waited_s
@@ -220,12 +220,7 @@ class RepeatedCalls:
         meter.blocked = request, _clock(), queue.ranks  # for the live page
         try:
             while state in (_WAITING, _MOVING):
-                closing = queue.status.closing
-                state = self.call(self._job_at, SLICE_NS)
-                if state == _WAITING:
-                    queue.look_around(closing)
-                elif state == _MOVING:  # agreed: executed even while the world closes
-                    queue.status.check_alive()
+                state = self._call_again(SLICE_NS)
         finally:
             meter.blocked = None
         return state
@@ -283,22 +278,25 @@ class RepeatedCalls:
         if void or not self._is_ready(plan) or not queue.planner.idle:
             return 0
         ticket, at = negotiation.ticket, (source.data_ptr(), target.data_ptr())
-        step = plan.transport.ring.step + 1
+        step = plan.slots.ring.step + 1
         _pack(self._job, CALL_AT, plan.address, *at, negotiation.rounds, step, ticket, instance, 0, 0)
         return ticket
 
     def go_on(self, plan: CallPlan, ticket: int, instance: int, slice_ns: int) -> bool | None:
-        """Advance a call of the lane; returns whether all agreed and it is done, or None if that is not known yet."""
-        queue, began, closing = self._queue, _clock(), self._queue.status.closing
-        state = self.call(self._job_at, slice_ns)
-        if state == _WAITING:
-            if slice_ns:
-                queue.look_around(closing)
-            return None
-        if state == _MOVING:  # agreed: executed even while the world closes
-            queue.status.check_alive()
-            return None
-        return self._settle(plan, ticket, instance, state, began)
+        """Go on with a call of the lane: whether all have agreed on it, and it is done; None if that is not known."""
+        began, state = _clock(), self._call_again(slice_ns)
+        return None if state in (_WAITING, _MOVING) else self._settle(plan, ticket, instance, state, began)
+
+    def _call_again(self, slice_ns: int) -> int:
+        """Go on in the native part; raise where a member that has not come will not come any more."""
+        status = self._queue.status
+        closing = status.closing
+        state: int = self.call(self._job_at, slice_ns)
+        if state == _WAITING and slice_ns:
+            self._queue.look_around(closing)
+        elif state == _MOVING:  # agreed on: carried out also while the world closes
+            status.check_alive()
+        return state
 
 
 class _LaneCall:

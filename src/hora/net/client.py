@@ -291,9 +291,7 @@ class ControlClient:
                 )
             case "lost":
                 raise HorovodInternalError(f"{self._name}, waiting for {waiting_for}: {header['message']}")
-            case "refused":
-                raise HorovodInternalError(f"{self._name}: {header['message']}")
-            case "mismatch":
+            case "refused" | "mismatch":
                 raise HorovodInternalError(f"{self._name}: {header['message']}")
             case "closed":
                 raise ConnectionError(

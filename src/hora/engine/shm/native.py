@@ -222,8 +222,8 @@ class Library:
             )
             reduce.restype = None
         self._long_reduce, self._short_reduce = long.hora_reduce, short.hora_reduce
-        self._collective = long.hora_collective
-        self._collective.argtypes = (ctypes.POINTER(Job), ctypes.c_long)
+        self.collective = long.hora_collective  # 0: it has waited for a slice of time in vain; then call again
+        self.collective.argtypes = (ctypes.POINTER(Job), ctypes.c_long)
         self._everywhere = long.hora_reduce_everywhere
         self._everywhere.argtypes = (
             *(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
@@ -288,10 +288,6 @@ class Library:
         pointers = addresses(members)
         number, prescale, how, factor = what
         return partial(self._everywhere, number, len(members), pointers, begin, end - begin, prescale, how, factor)
-
-    def collective(self, job: Job, slice_ns: int) -> bool:
-        """Advance a collective. Returns False after a slice of time without completion; then call again."""
-        return bool(self._collective(job, slice_ns))
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:

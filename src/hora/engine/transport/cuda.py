@@ -35,7 +35,7 @@ _SPIN_S = 0.0005
 _PAUSE_S = 0.0001
 _GUARD_EVERY_S = 0.05
 
-Chosen = DistributedTransport | DeviceMemoryTransport | CudaStagingTransport
+Chosen = DistributedTransport | CudaStagingTransport
 
 
 class CudaTransport:
@@ -138,12 +138,10 @@ class CudaTransport:
         )
         return DistributedTransport(group, self._member, self._num_members, device)
 
-    def _on_shared_gpu(
-        self, device: torch.device, share: Callable[[int], Segment] | None
-    ) -> DeviceMemoryTransport | CudaStagingTransport:
-        staged = CudaStagingTransport(self._make_cpu())
+    def _on_shared_gpu(self, device: torch.device, share: Callable[[int], Segment] | None) -> CudaStagingTransport:
+        cpu = self._make_cpu()
         if share is None:
-            return staged
+            return CudaStagingTransport(cpu)
         segment = share(DeviceMemoryTransport.num_bytes(self._num_members))
         try:
             return DeviceMemoryTransport(
@@ -155,12 +153,12 @@ class CudaTransport:
                 check_alive=self._check_alive,
                 limit_s=self._limit_s,
                 complete=lambda: _wait_for(mark(), self._check_alive),
-                staged=staged,
+                cpu=cpu,
             )
         except DriverError as error:
             segment.close()
             log.info("the members cannot share the memory of %s, so tensors go through host memory: %s", device, error)
-            return staged
+            return CudaStagingTransport(cpu)
 
     def _exchange(self, mine: str) -> list[str]:
         """Return every member's value (collective)."""

@@ -22,7 +22,7 @@ from hora.engine.request import Reduce
 from hora.engine.shm.counters import LINE_BYTES, Counter
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.arithmetic import arithmetic_of
-from hora.engine.transport.base import AliveCheck, Tensors
+from hora.engine.transport.base import AliveCheck, Tensors, Transport
 from hora.engine.transport.cuda_ipc import DriverError, Mapped, Shared
 from hora.engine.transport.cuda_staging import CudaStagingTransport
 from hora.engine.transport.packing import Buffers, pack, portions, unpack
@@ -36,14 +36,14 @@ _LARGEST_SLOT_BYTES = 128 * 2**20
 _KEEP_BYTES = 128 * 2**20
 
 
-class DeviceMemoryTransport:
-    """See `Transport`. `segment`: zeroed host memory of `num_bytes` for the counters, shared by all members.
+class DeviceMemoryTransport(CudaStagingTransport):
+    """`CudaStagingTransport` with a way through the GPU's memory for much data.
+
+    `segment`: zeroed host memory of `num_bytes` for the counters, shared by all members.
 
     `exchange(words)` is collective and returns what each member passed. `complete()` returns when the current stream
     has finished queued work. Raises DriverError on all members if they cannot share memory of this GPU.
     """
-
-    name = "cuda-ipc"
 
     def __init__(
         self,
@@ -56,15 +56,16 @@ class DeviceMemoryTransport:
         check_alive: AliveCheck,
         limit_s: float,
         complete: Callable[[], None],
-        staged: CudaStagingTransport,
+        cpu: Transport,
     ) -> None:
+        super().__init__(cpu)
+        self.name = "cuda-ipc"
         self._exchange, self._member, self._num_members = exchange, member, num_members
         self._check_alive, self._limit_s, self._complete = check_alive, limit_s, complete
-        self._staged = staged
         self._segment = segment
         self._counters = [Counter(segment.memory, LINE_BYTES * peer) for peer in range(num_members)]
         self._step = 0
-        self._buffers = Buffers(device, _KEEP_BYTES)
+        self._on_gpu = Buffers(device, _KEEP_BYTES)
         self._most_bytes = _LARGEST_SLOT_BYTES  # of a slot; less if the GPU has little to spare
         self._memory = _Slots(exchange, member, num_members, _FIRST_SLOT_BYTES)
 
@@ -77,10 +78,10 @@ class DeviceMemoryTransport:
         dtype = inputs[0].dtype
         count = sum(tensor.numel() for tensor in inputs)
         if self.stages(count * dtype.itemsize):
-            self._staged.allreduce(inputs, outputs, reduce)
+            super().allreduce(inputs, outputs, reduce)
             return
         arithmetic = arithmetic_of(reduce, dtype, self._num_members)
-        for sources, results in portions(inputs, outputs, self._room(count * dtype.itemsize) // dtype.itemsize):
+        for sources, results in portions(inputs, outputs, self._slot_bytes(count * dtype.itemsize) // dtype.itemsize):
             sizes = [source.numel() for source in sources]
             own, slots = self._turn(sum(sizes), dtype)
             if arithmetic.prescales:
@@ -89,25 +90,22 @@ class DeviceMemoryTransport:
             else:
                 pack(sources, own)
             self._publish("allreduce")
-            out = results[0] if len(results) == 1 else self._buffers.take("out", sum(sizes), dtype)
+            out = results[0] if len(results) == 1 else self._on_gpu.take("out", sum(sizes), dtype)
             arithmetic.reduce(slots, out, self._scratch(sum(sizes), dtype))
             if len(results) > 1:
                 unpack(out, results)
 
-    def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
-        self._staged.adasum(inputs, outputs, reduce)
-
     def allgather(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]]) -> None:
         dtype = inputs[0].dtype
         if self.stages(sum(map(sum, counts)) * dtype.itemsize):
-            self._staged.allgather(inputs, outputs, counts)
+            super().allgather(inputs, outputs, counts)
             return
         for source, output, sizes in zip(inputs, outputs, counts, strict=True):
             self._gather(source, output.split(list(sizes)))
 
     def _gather(self, source: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         most = max(part.numel() for part in parts)
-        limit = self._room(most * source.dtype.itemsize) // source.dtype.itemsize
+        limit = self._slot_bytes(most * source.dtype.itemsize) // source.dtype.itemsize
         for start in range(0, most, limit):
             here = slice(start, start + limit)
             own, slots = self._turn(min(limit, most - start), source.dtype)
@@ -122,9 +120,9 @@ class DeviceMemoryTransport:
         dtype = tensors[0].dtype
         count = sum(tensor.numel() for tensor in tensors)
         if self.stages(count * dtype.itemsize):
-            self._staged.broadcast(tensors, root)
+            super().broadcast(tensors, root)
             return
-        for group, _ in portions(tensors, tensors, self._room(count * dtype.itemsize) // dtype.itemsize):
+        for group, _ in portions(tensors, tensors, self._slot_bytes(count * dtype.itemsize) // dtype.itemsize):
             own, slots = self._turn(sum(tensor.numel() for tensor in group), dtype)
             if self._member == root:
                 pack(group, own)
@@ -132,15 +130,10 @@ class DeviceMemoryTransport:
             if self._member != root:
                 unpack(slots[root], group)
 
-    def alltoall(
-        self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
-    ) -> None:
-        self._staged.alltoall(input, output, send_counts, receive_counts)
-
     def reducescatter(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], reduce: Reduce) -> None:
         dtype = inputs[0].dtype
         if self.stages(sum(map(sum, counts)) * dtype.itemsize):
-            self._staged.reducescatter(inputs, outputs, counts, reduce)
+            super().reducescatter(inputs, outputs, counts, reduce)
             return
         for source, output, sizes in zip(inputs, outputs, counts, strict=True):
             self._reduce_and_scatter(source.split(list(sizes)), output, reduce)
@@ -150,7 +143,7 @@ class DeviceMemoryTransport:
         dtype, num_members, me = output.dtype, self._num_members, self._member
         arithmetic = arithmetic_of(reduce, dtype, num_members)
         most = max(part.numel() for part in parts)
-        cell = min(self._room(num_members * most * dtype.itemsize) // dtype.itemsize // num_members, most)
+        cell = min(self._slot_bytes(num_members * most * dtype.itemsize) // dtype.itemsize // num_members, most)
         for start in range(0, most, max(cell, 1)):
             here = slice(start, start + cell)
             own, slots = self._turn(num_members * cell, dtype)
@@ -166,16 +159,15 @@ class DeviceMemoryTransport:
     def close(self) -> None:
         with suppress(DriverError):  # at process exit the driver may be gone
             self._memory.close()
-        self._staged.close()
-        self._buffers.clear()
+        super().close()
+        self._on_gpu.clear()
         self._counters.clear()
         self._segment.close()
 
     def stages(self, num_bytes: int) -> bool:
-        """Return whether this much data goes through host memory."""
         return num_bytes < SMALL_BYTES * self._num_members
 
-    def _room(self, num_bytes: int) -> int:
+    def _slot_bytes(self, num_bytes: int) -> int:
         """Return the bytes of a slot, after growing it for an operation of this size, alike on all members."""
         wanted = min(1 << max(num_bytes - 1, 0).bit_length(), self._most_bytes)
         if wanted > self._memory.slot_bytes:
@@ -213,7 +205,7 @@ class DeviceMemoryTransport:
                 )
 
     def _scratch(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._buffers.take("scratch", count if self._num_members > 2 else 0, dtype)
+        return self._on_gpu.take("scratch", count if self._num_members > 2 else 0, dtype)
 
 
 class _Slots:

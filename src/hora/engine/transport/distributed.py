@@ -8,7 +8,7 @@ for all members. `HierarchicalTransport` and `CudaTransport` build on it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -145,7 +145,7 @@ class DistributedTransport:
         self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], turn: int, reduce: Reduce
     ) -> InTwoHalves:
         """Start a reducescatter of all tensors at once; of two that overlap, one has turn 0 and one turn 1."""
-        dtype, n, me = inputs[0].dtype, self._num_members, self._member
+        dtype, n = inputs[0].dtype, self._num_members
         arithmetic = self._arithmetic(reduce, dtype)
         totals = [sum(each[m] for each in counts) for m in range(n)]
         packed = inputs[0]
@@ -156,13 +156,20 @@ class DistributedTransport:
             for m in range(n):
                 for part in parts:
                     arithmetic.prepare(part[m], next(targets))
-        received = self._buffers.take(f"received{turn}", n * totals[me], dtype)
-        pending = self.start_alltoall(packed, received, totals, [totals[me]] * n)
+        unpack((yield from self._reduce_slice(packed, totals, turn, arithmetic)), outputs)
+
+    def _reduce_slice(
+        self, packed: torch.Tensor, counts: Sequence[int], turn: int, arithmetic: AnyArithmetic
+    ) -> Generator[None, None, torch.Tensor]:
+        """Send each member its slice, and return this one's slice of all members, combined."""
+        mine = counts[self._member]
+        received = self._buffers.take(f"received{turn}", self._num_members * mine, packed.dtype)
+        pending = self.start_alltoall(packed, received, counts, [mine] * self._num_members)
         yield
         self._group.finish(pending)
-        own = received[: totals[me]]
-        self._combine(arithmetic, received.split(max(totals[me], 1)), own)
-        unpack(own, outputs)
+        own = received[:mine]
+        self._combine(arithmetic, received.split(max(mine, 1)), own)
+        return own
 
     def start_alltoall(
         self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
@@ -220,15 +227,9 @@ class DistributedTransport:
 
     def _reduce_in_two_steps(self, portion: _Portion, arithmetic: AnyArithmetic) -> InTwoHalves:
         """Member m receives slice m of all and combines it; then all receive all slices."""
-        n, me = self._num_members, self._member
-        slices = spread(portion.total, n)
+        slices = spread(portion.total, self._num_members)
         own = portion.sources[0] if portion.single and not arithmetic.prescales else self._prepare(portion, arithmetic)
-        received = self._take("received", n * slices[me], portion)
-        pending = self.start_alltoall(own, received, slices, [slices[me]] * n)
-        yield
-        self._group.finish(pending)
-        reduced = received[: slices[me]]
-        self._combine(arithmetic, received.split(max(slices[me], 1)), reduced)
+        reduced = yield from self._reduce_slice(own, slices, portion.turn, arithmetic)
         gathered = portion.results[0] if portion.single else self._take("gathered", portion.total, portion)
         self._gather(reduced, gathered, slices)
         if not portion.single:

@@ -382,8 +382,8 @@ class ShmTransport(DistributedTransport):
         library = native.library()
         assert library is not None, "ranks share memory only with the native part"
         self._library = library
-        self._slots = ShmGroup(segment_provider, member, num_members, check_alive=check_alive, limit_s=limit_s)
-        super().__init__(self._slots, member, num_members, hosts=[range(num_members)])
+        self.slots = ShmGroup(segment_provider, member, num_members, check_alive=check_alive, limit_s=limit_s)
+        super().__init__(self.slots, member, num_members, hosts=[range(num_members)])
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         dtype, num_members = inputs[0].dtype, self._num_members
@@ -392,20 +392,10 @@ class ShmTransport(DistributedTransport):
         what, stage = arithmetic.sum, arithmetic.stage
         if what is not None and stage is not None and count:
             num_bytes = count * dtype.itemsize
-            ring, direct = self._slots.ring_for(num_bytes), self.is_direct(num_bytes)
+            ring, direct = self.slots.ring_for(num_bytes), self.is_direct(num_bytes)
             ring.allreduce(self._library, inputs, outputs, count, what, stage, direct)
         else:
             super().allreduce(inputs, outputs, reduce)
-
-    @property
-    def ring(self) -> Ring:
-        """The slots in use."""
-        return self._slots.ring
-
-    @property
-    def num_rings(self) -> int:
-        """How many rings there were: a call that was prepared for one is invalid for the next."""
-        return self._slots.num_rings
 
     def is_direct(self, num_bytes: int) -> bool:
         """Return whether each member reduces all of this much data, natively."""
@@ -413,7 +403,7 @@ class ShmTransport(DistributedTransport):
 
     def has_room(self, num_bytes: int) -> bool:
         """Return whether the ring is large enough for this much data; otherwise one with larger slots is needed."""
-        return num_bytes <= self.ring.slot_bytes or self.num_rings > 1
+        return num_bytes <= self.slots.ring.slot_bytes or self.slots.num_rings > 1
 
     def barrier(self) -> None:
-        self.ring.meet()
+        self.slots.ring.meet()

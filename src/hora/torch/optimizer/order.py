@@ -102,8 +102,7 @@ class BucketOrder:
         if not self.possible:
             return current
         if self._options.memory is not None and self._low_rank_is_due(current):
-            order = agree_on_order(self._options, self._names, self._parameters, arrivals, self._sparse)
-            return current if order is None else self._reducer_for(order, current)
+            return self._agree(arrivals, current)
         if isinstance(current, LowRankReducer):
             return current
         tuner = self._tuner
@@ -116,10 +115,12 @@ class BucketOrder:
             self._steps, self._pause = 0, 2 * self._pause
         if isinstance(current, PerParameterReducer):
             self._sparse |= current.sparse
+        return self._agree(arrivals, current)
+
+    def _agree(self, arrivals: Sequence[torch.Tensor], current: Reducer) -> Reducer:
+        """Return the reducer for the order that the members agree on; the current one if some have joined."""
         order = agree_on_order(self._options, self._names, self._parameters, arrivals, self._sparse)
-        if order is None:
-            return current
-        return self._reducer_for(order, current)
+        return current if order is None else self._reducer_for(order, current)
 
     def _low_rank_is_due(self, current: Reducer) -> bool:
         """Count a step; return whether the next step is the first compressed one (between hosts only)."""
@@ -156,9 +157,7 @@ class BucketOrder:
             return current
         # Agree again on the same order, for a new label: no two reductions may share a name. If it fails, a rank has
         # joined again, and the others retry.
-        arrivals = self._order.parameters[: self._order.num_everywhere]
-        order = agree_on_order(self._options, self._names, self._parameters, arrivals, self._sparse)
-        return current if order is None else self._reducer_for(order, current)
+        return self._agree(self._order.parameters[: self._order.num_everywhere], current)
 
     def _start_tuning(self, specs: Sequence[BucketSpec]) -> None:
         runtime = engine.current_runtime()
