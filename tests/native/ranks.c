@@ -146,10 +146,10 @@ static void test_repeated(struct member *member, int64_t number) {
     void *source = test_room((size_t)(it.total * size));
     void *out = (number & 1) ? source : test_room((size_t)(it.total * size));
     test_draw(source, it.dtype, number, member->number, 0, it.total);
-    struct spec spec = {.ring = &member->ring, .count = it.total, .digest = {(uint8_t)it.dtype, (uint8_t)it.finish},
-                        .dtype = it.dtype, .finish = it.finish, .direct = it.direct,
-                        .staged = it.direct && pieces == 1, .lag = it.direct ? 0 : pieces > AHEAD ? LAG : pieces,
-                        .stage = it.stage, .prescale = it.prescale, .factor = it.factor};
+    struct spec spec = {.job = {.ring = &member->ring, .total = it.total, .dtype = it.dtype, .finish = it.finish,
+                                .direct = it.direct, .lag = it.direct ? 0 : pieces > AHEAD ? LAG : pieces,
+                                .stage = it.stage, .prescale = it.prescale, .factor = it.factor},
+                        .digest = {(uint8_t)it.dtype, (uint8_t)it.finish}, .staged = it.direct && pieces == 1};
     struct repeated *call = &member->repeated;
     call->spec = &spec, call->source = source, call->out = out, call->step = member->step + 1;
     call->record.ticket = ++member->ticket, call->record.instance = number, call->published = 0, call->state = WAITING;
@@ -157,7 +157,7 @@ static void test_repeated(struct member *member, int64_t number) {
     while ((state = hora_repeated(call, sleeps_between ? SLICE_NS : 0)) == WAITING || state == MOVING)
         if (!sleeps_between) sched_yield();
     if (state != DONE) test_fail("equal records differ", member->number, number);
-    member->step += pieces + spec.lag;
+    member->step += pieces + spec.job.lag;
     test_check(member, &it, number, out);
     if (out != source) free(out);
     free(source);
@@ -178,10 +178,10 @@ static void test_moves(struct member *member, int64_t number) {
     char *source = test_room(part * (size_t)(divided ? num_members : 1)), *wanted = test_room(part);
     char *out = kind == BROADCAST ? source : test_room(part * (size_t)(spread ? num_members : 1));
     for (int m = 0; m < (divided ? num_members : 1); m++) test_draw_part(source + m * part, &it, number, own, m);
-    struct spec spec = {.ring = &member->ring, .count = it.total, .digest = {(uint8_t)it.dtype, (uint8_t)kind},
-                        .dtype = it.dtype, .direct = 1, .kind = kind, .root = root, .stage = 1.0, .prescale = 1.0, .factor = 1.0};
-    struct job job = {.ring = spec.ring, .total = it.total, .dtype = it.dtype, .kind = kind};
-    int64_t pieces = (it.total + most(&job) - 1) / most(&job);
+    struct spec spec = {.job = {.ring = &member->ring, .total = it.total, .dtype = it.dtype, .direct = 1, .kind = kind,
+                                .root = root, .stage = 1.0, .prescale = 1.0, .factor = 1.0},
+                        .digest = {(uint8_t)it.dtype, (uint8_t)kind}};
+    int64_t pieces = (it.total + most(&spec.job) - 1) / most(&spec.job);
     spec.staged = pieces == 1;
     struct repeated *call = &member->repeated;
     call->spec = &spec, call->source = source, call->out = out, call->step = member->step + 1;

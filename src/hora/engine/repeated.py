@@ -83,16 +83,12 @@ class CallPlan:
         num_rings, address, num_steps, is_staged = self.slots.num_rings, 0, 0, False
         if self._what is not None and self._count and transport.has_room(self.num_bytes):
             direct = self.kind is not Kind.ALLREDUCE or transport.is_direct(self.num_bytes)
-            spec, num_steps = self.slots.ring.spec(
-                self.kind,
-                self._root,
-                self._count,
-                self.digest,
-                *self._what,
-                item_bytes=self._item_bytes,
-                direct=direct,
+            job, num_steps = self.slots.ring.job(
+                self.kind, self._root, self._count, *self._what, item_bytes=self._item_bytes, direct=direct
             )
-            self._specs.append(spec)  # the native part may still use the old ring
+            digest = (ctypes.c_uint8 * 16)(*self.digest)
+            spec = Spec(job=job, digest=digest, staged=direct and num_steps == 1)
+            self._specs.append(spec)  # the native part may still use an older one
             address, is_staged = ctypes.addressof(spec), bool(spec.staged)
         self.address = address  # 0: take the ordinary path
         self.num_steps = num_steps

@@ -136,14 +136,7 @@ class Job(ctypes.Structure):
 class Spec(ctypes.Structure):
     """The common part of all collectives with one signature: `struct spec`."""
 
-    _fields_ = (
-        ("ring", ctypes.POINTER(RingStruct)),
-        *fields("int64 count"),
-        ("digest", ctypes.c_uint8 * 16),
-        *fields("int32 dtype finish direct staged kind root"),
-        *fields("int64 lag"),
-        *fields("double stage prescale factor"),
-    )
+    _fields_ = (("job", Job), ("digest", ctypes.c_uint8 * 16), *fields("int32 staged"))
 
 
 class Repeated(ctypes.Structure):

@@ -16,12 +16,9 @@ struct record {
 };
 
 struct spec { /* what all requests with one signature have in common */
-    struct ring *ring;
-    int64_t count;
+    struct job job;
     uint8_t digest[16];
-    int32_t dtype, finish, direct, staged, kind, root;
-    int64_t lag;
-    double stage, prescale, factor;
+    int32_t staged;
 };
 
 struct repeated {
@@ -71,17 +68,11 @@ void hora_nudge(const struct group *group) {
     rouse(group, 0);
 }
 
-static struct job job_of(const struct repeated *it) {
-    const struct spec *spec = it->spec;
-    return (struct job){.ring = spec->ring, .inputs = &it->source, .outputs = &it->out, .counts = &spec->count,
-                        .total = spec->count, .first_step = it->step, .lag = spec->lag, .dtype = spec->dtype,
-                        .finish = spec->finish, .direct = spec->direct, .kind = spec->kind, .root = spec->root,
-                        .stage = spec->stage, .prescale = spec->prescale, .factor = spec->factor};
-}
-
 static void publish_record(struct repeated *it) {
     const struct spec *spec = it->spec;
-    it->job = job_of(it);
+    it->job = spec->job;
+    it->job.inputs = &it->source, it->job.outputs = &it->out, it->job.counts = &spec->job.total;
+    it->job.first_step = it->step;
     if (spec->staged) fill_slot(&it->job, 0);
     memcpy(it->record.digest, spec->digest, sizeof spec->digest);
     *record_of(it, it->group.member) = it->record;
@@ -143,7 +134,7 @@ int hora_repeated(struct repeated *it, long slice_ns) {
         it->state = agree(it, slice_ns);
         if (it->state != MOVING) return it->state;
         if (it->spec->staged) {
-            const struct group *members = &it->spec->ring->group;
+            const struct group *members = &it->spec->job.ring->group;
             empty_slots(&it->job, 0);
             __atomic_store_n(counter_of(members, members->member), it->step, __ATOMIC_SEQ_CST);
             return it->state = DONE;

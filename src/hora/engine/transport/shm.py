@@ -138,24 +138,12 @@ class Ring:
         sources = native.addresses(inputs)
         results = sources if outputs is inputs else native.addresses(outputs)
         counts = (ctypes.c_int64 * len(inputs))(*[tensor.numel() for tensor in inputs])
-        num_pieces = -(-count * inputs[0].itemsize // self.slot_bytes)
-        lag = _lag(num_pieces, direct)
-        job = native.Job(
-            ring=ctypes.pointer(self.description),
-            first_step=self.step + 1,
-            inputs=ctypes.addressof(sources),
-            outputs=ctypes.addressof(results),
-            counts=ctypes.addressof(counts),
-            total=count,
-            lag=lag,
-            dtype=what.dtype_number,
-            finish=what.how,
-            direct=direct,
-            stage=stage,
-            prescale=what.prescale,
-            factor=what.factor,
-        )
-        self.step += num_pieces + lag
+        item_bytes = inputs[0].itemsize
+        job, num_steps = self.job(Kind.ALLREDUCE, -1, count, what, stage, item_bytes=item_bytes, direct=direct)
+        job.inputs, job.outputs = ctypes.addressof(sources), ctypes.addressof(results)
+        job.counts = ctypes.addressof(counts)
+        job.first_step = self.step + 1
+        self.step += num_steps
         begin = 0.0
         while not library.collective(job, SLICE_NS):
             self._check_alive()
@@ -164,39 +152,29 @@ class Ring:
             if now - begin > self._limit_s:
                 raise TimeoutError(f"waited {self._limit_s:g} s for member {job.late} in shared memory")
 
-    def spec(
-        self,
-        kind: Kind,
-        root: int,
-        count: int,
-        digest: bytes,
-        what: native.Sum,
-        stage: float,
-        *,
-        item_bytes: int,
-        direct: bool,
-    ) -> tuple[native.Spec, int]:
-        """The common part of repeated collectives of one kind, and how many steps of the ring each of them takes."""
+    def job(
+        self, kind: Kind, root: int, count: int, what: native.Sum, stage: float, *, item_bytes: int, direct: bool
+    ) -> tuple[native.Job, int]:
+        """Describe collectives of one kind; returns how many steps of the ring each of them takes, too."""
         divided = kind in (Kind.ALLTOALL, Kind.REDUCESCATTER)
         share_bytes = share_of(self.slot_bytes, self._num_members) if divided else self.slot_bytes
         num_pieces = -(-count // (share_bytes // item_bytes))
-        lag = _lag(num_pieces, direct)
-        spec = native.Spec(
+        # A member that has published step s + AHEAD + 1 has reduced its slice of step s.
+        lag = 0 if direct else AHEAD + 1 if num_pieces > AHEAD else num_pieces
+        job = native.Job(
             ring=ctypes.pointer(self.description),
-            count=count,
-            digest=(ctypes.c_uint8 * 16)(*digest),
+            total=count,
+            lag=lag,
             dtype=what.dtype_number,
             finish=what.how,
             direct=direct,
-            staged=direct and num_pieces == 1,
             kind=kind,
             root=root,
-            lag=lag,
             stage=stage,
             prescale=what.prescale,
             factor=what.factor,
         )
-        return spec, num_pieces + lag
+        return job, num_pieces + lag
 
     @functools.cached_property
     def description(self) -> native.RingStruct:
@@ -227,11 +205,6 @@ class Ring:
 def share_of(slot_bytes: int, num_members: int) -> int:
     """Return each member's share of a slot that is divided among them: `share_bytes` of native.c."""
     return slot_bytes // num_members // LINE_BYTES * LINE_BYTES
-
-
-def _lag(num_pieces: int, direct: bool) -> int:
-    """Return the lag in steps: a member that has published step s + AHEAD + 1 has reduced its slice of step s."""
-    return 0 if direct else AHEAD + 1 if num_pieces > AHEAD else num_pieces
 
 
 class ShmGroup(PeerGroup):
