@@ -224,7 +224,7 @@ class Rank(Process):
         return self.negotiation is not None and self.negotiation.num_delivered < rounds.get(1, 0)
 
     def _say_goodbye_if_idle(self) -> None:
-        if self.rank not in self.control_tree.goodbyes and not self.num_in_flight:
+        if self.rank not in self.control_tree.news.goodbyes and not self.num_in_flight:
             self.control_tree.leave(self.status.reason, self._rounds())
 
     def _rounds(self) -> dict[int, int]:

@@ -118,11 +118,6 @@ class ControlTree:
             rank, self._links, self._server, connect=self._call, deliver=self._on_news, changed=self._changed
         )
 
-    @property
-    def goodbyes(self) -> set[int]:
-        """The ranks known to have shut down or to be lost."""
-        return self.news.goodbyes
-
     # Setup, called by the runtime in this order: start, offer and fetch, listen_tcp, join, gather, know.
 
     def start(self, keys: RankKeys) -> None:
@@ -260,7 +255,7 @@ class ControlTree:
 
     def closed(self, peer: Peer) -> None:
         rank = peer.number
-        if rank >= 0 and rank not in self.goodbyes:
+        if rank >= 0 and rank not in self.news.goodbyes:
             self.news.spread(News("lost", rank))
             self._on_news(News("lost", rank))
 

@@ -639,7 +639,7 @@ class Runtime:
     def lost(self, rank: int, how: str) -> None:
         """Handle the launcher's report that a rank is gone."""
         control_tree = self._control_tree
-        if rank != self.world.rank and control_tree is not None and rank not in control_tree.goodbyes:
+        if rank != self.world.rank and control_tree is not None and rank not in control_tree.news.goodbyes:
             self._broken(f"rank {rank} {how}. Horovod has been shut down")
             control_tree.news.expect_nothing_of(rank)
 
@@ -657,7 +657,7 @@ class Runtime:
     def _say_goodbye_if_idle(self) -> None:
         """Tell the leaving rank that it is no longer needed."""
         control_tree = self._control_tree
-        if control_tree is None or self.world.rank in control_tree.goodbyes:
+        if control_tree is None or self.world.rank in control_tree.news.goodbyes:
             return
         if not any(queue.num_in_flight for queue in self.sets.queues()):
             control_tree.leave(self.status.reason, self.sets.rounds())

@@ -46,6 +46,7 @@ _ON_THE_WAY, _AT_ONCE, _VOID = 1, 2, 2  # `enum check` and `enum outcome` of hos
 _SPARE_BYTES = 16
 # Processors fetch lines in pairs.
 _COUNTER_BYTES = 2 * LINE_BYTES
+_RESIDENT = {"resident": 1, "window": _RESIDENT_WINDOW}  # fields of such a job
 _HALVES = {Kind.REDUCESCATTER: 1, Kind.ALLGATHER: 2}  # `enum kind` of hosts.h
 _CODE_NUMBERS = {"": 0, "fp16": 1, "bf16": 2, "int8": 3}
 
@@ -239,8 +240,8 @@ class NativeHosts:
         """
         cut = cut_for(end - begin, places[0].itemsize, 1, self._num_hosts)
         residuals = () if residual is None else (residual,)
-        fields = {"begin": begin, "end": end, "num_pieces": -(-(end - begin) // cut.most)}
-        return self._run_resident(numbers, cut, places, residuals, header, most_records, fields)
+        fields = {**_RESIDENT, "begin": begin, "end": end, "num_pieces": -(-(end - begin) // cut.most)}
+        return self._run(numbers, cut, places, (), residuals, [0, places[0].numel()], fields, header, most_records)
 
     def half(
         self,
@@ -261,6 +262,7 @@ class NativeHosts:
         most = max(_longest(self._num_hosts) // (self._num_hosts * places[0].itemsize), 1)
         begins, counts = _integers([span.start for span in spans]), _integers([len(span) for span in spans])
         fields = {
+            **_RESIDENT,
             "kind": _HALVES[kind],
             "begins": ctypes.addressof(begins),
             "counts": ctypes.addressof(counts),
@@ -268,25 +270,12 @@ class NativeHosts:
             "owned": owned,
             "num_pieces": -(-max(map(len, spans)) // most),
         }
-        return self._run_resident(numbers, Cut(most, two_steps=False), places, (), header, most_records, fields)
+        cut, starts = Cut(most, two_steps=False), [0, places[0].numel()]
+        return self._run(numbers, cut, places, (), (), starts, fields, header, most_records)
 
     def num_records(self, count: int, itemsize: int) -> int:
         """Return the maximum number of records of a checked reduction of `count` resident elements, per direction."""
         return 2 * -(-count * itemsize // _longest(self._num_hosts)) + 3
-
-    def _run_resident(
-        self,
-        numbers: Scaling,
-        cut: Cut,
-        places: Tensors,
-        residuals: Tensors,
-        header: bytes,
-        most_records: int,
-        fields: Mapping[str, int],
-    ) -> bool:
-        starts = [0, places[0].numel()]
-        fields = {"resident": 1, "window": _RESIDENT_WINDOW, **fields}
-        return self._run(numbers, cut, places, (), residuals, starts, fields, header, most_records)
 
     def _run(
         self,
