@@ -88,7 +88,7 @@ class CallPlan:
             )
             digest = (ctypes.c_uint8 * 16)(*self.digest)
             spec = Spec(job=job, digest=digest, staged=direct and num_steps == 1)
-            self._specs.append(spec)  # the native part may still use an older one
+            self._specs.append(spec)  # the native part may still use the old ring
             address, is_staged = ctypes.addressof(spec), bool(spec.staged)
         self.address = address  # 0: take the ordinary path
         self.num_steps = num_steps
@@ -156,7 +156,7 @@ class RepeatedCalls:
         return True
 
     def _is_ready(self, plan: CallPlan) -> bool:
-        """Return whether the native part can do it, with the slots that are in use now."""
+        """Return whether the native part can execute the call with the current slots."""
         if plan.num_rings != plan.slots.num_rings:
             plan.prepare()
         return bool(plan.address)
@@ -279,18 +279,18 @@ class RepeatedCalls:
         return ticket
 
     def go_on(self, plan: CallPlan, ticket: int, instance: int, slice_ns: int) -> bool | None:
-        """Go on with a call of the lane: whether all have agreed on it, and it is done; None if that is not known."""
+        """Advance a call of the lane; returns whether all agreed and it is done, or None if that is not known yet."""
         began, state = _clock(), self._call_again(slice_ns)
         return None if state in (_WAITING, _MOVING) else self._settle(plan, ticket, instance, state, began)
 
     def _call_again(self, slice_ns: int) -> int:
-        """Go on in the native part; raise where a member that has not come will not come any more."""
+        """Advance the call in the native part. Raises if a member that is late will never arrive."""
         status = self._queue.status
         closing = status.closing
         state: int = self.call(self._job_at, slice_ns)
         if state == _WAITING and slice_ns:
             self._queue.look_around(closing)
-        elif state == _MOVING:  # agreed on: carried out also while the world closes
+        elif state == _MOVING:  # agreed: executed even while the world closes
             status.check_alive()
         return state
 

@@ -215,7 +215,7 @@ class Library:
             )
             reduce.restype = None
         self._long_reduce, self._short_reduce = long.hora_reduce, short.hora_reduce
-        self.collective = long.hora_collective  # 0: it has waited for a slice of time in vain; then call again
+        self.collective = long.hora_collective  # 0 after a slice of time without completion: call again
         self.collective.argtypes = (ctypes.POINTER(Job), ctypes.c_long)
         self._everywhere = long.hora_reduce_everywhere
         self._everywhere.argtypes = (
@@ -265,7 +265,7 @@ class Library:
         return dtype in DTYPE_NUMBERS and (dtype is not torch.float16 or self.has_float16)
 
     def reduction(self, what: Sum, operands: Sequence[torch.Tensor], out: torch.Tensor) -> Callable[[], None]:
-        """Sum flat tensors in order into `out`, which may be one of them, as often as it is called.
+        """Return a function that sums flat tensors in order into `out`, which may be one of them.
 
         The caller keeps the tensors.
         """

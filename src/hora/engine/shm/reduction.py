@@ -63,7 +63,7 @@ class SharedMemoryReduction(PersistentReduction):
         if arithmetic.prescales:
             assert arithmetic.dtype in HALVES, "the caller scales other numbers on their way"
             self._sum = arithmetic.sum._replace(prescale=reduce.prescale)
-        self._work = [self._prepared(views) for views in places]  # of each turn
+        self._work = [self._prepared(views) for views in places]  # per turn
 
     @property
     def turn(self) -> int:
@@ -81,7 +81,7 @@ class SharedMemoryReduction(PersistentReduction):
         return True
 
     def _prepared(self, views: Tensors) -> Callable[[], None]:
-        """This member's part of the work."""
+        """Return this member's part of the work as a function."""
         native, what, out = self._native, self._sum, self.out
         if not self._scatters and out is not None:
             return native.reduction(what, views, out)
