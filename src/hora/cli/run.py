@@ -68,14 +68,11 @@ def run(args: object) -> list[Any] | None:
     if function is None:
         _run(options)
         return None
-    import cloudpickle
-
     from hora.launch.pickling import pickle_call
     from hora.launch.start import start
 
     executable = getattr(args, "executable", None)
-    result = start(options, environment.variables(), function=pickle_call(function), executable=executable)
-    return [cloudpickle.loads(value) for value in result.results if value is not None]
+    return start(options, environment.variables(), function=pickle_call(function), executable=executable).values()
 
 
 def make_parser(prog: str = "hora run") -> argparse.ArgumentParser:

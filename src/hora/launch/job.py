@@ -200,6 +200,12 @@ class JobResult:
     exits: tuple[WorkerExit, ...]
     results: tuple[bytes | None, ...] = field(repr=False)
 
+    def values(self) -> list[Any]:
+        """Return the values of the ranks that returned one, in rank order."""
+        import cloudpickle  # only jobs of functions need it
+
+        return [cloudpickle.loads(value) for value in self.results if value is not None]
+
 
 class LeadershipLostError(Exception):
     """This process no longer leads the job. Its workers keep running."""

@@ -14,8 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
 
-import cloudpickle
-
 from hora.launch.environment import variables
 from hora.launch.options import Options
 from hora.launch.pickling import pickle_call
@@ -91,8 +89,7 @@ def run(
     )
     function = pickle_call(func, args, kwargs)
     named = partial(replace, title=getattr(func, "__name__", ""))
-    result = start(options, environ, function=function, executable=executable, adjust=named)
-    return [cloudpickle.loads(value) for value in result.results if value is not None]
+    return start(options, environ, function=function, executable=executable, adjust=named).values()
 
 
 def _renamed(old: str, old_value: Any, new: str, new_value: Any) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from hora.launch.controller.hosts import DiscoveryScript
-from hora.launch.slots import Slot
+from hora.launch.slots import INVALID_SLOT_INFO, Slot
 
 __all__ = [
     "DISCOVER_HOSTS_FREQUENCY_SECS",
@@ -66,8 +66,6 @@ class FixedHosts(HostDiscovery):
 DISCOVER_HOSTS_FREQUENCY_SECS = 1.0  # how often Ray's executors query a discovery
 ELASTIC_TIMEOUT_SECS = 600.0  # how long they wait for enough workers by default
 
-_NOWHERE = Slot(hostname="", rank=-1, local_rank=-1, cross_rank=-1, size=-1, local_size=-1, cross_size=-1)
-
 
 class ElasticDriver:
     """An elastic job seen from outside: the current assignment of slots."""
@@ -85,7 +83,7 @@ class ElasticDriver:
     def get_slot_info(self, host: str, local_rank: int) -> Slot:
         """Return the slot of this process; rank -1 if the current generation has no such process."""
         with self._lock:
-            return self._places.get((host, local_rank), _NOWHERE)
+            return self._places.get((host, local_rank), INVALID_SLOT_INFO)
 
     def get_worker_client(self, slot: Slot) -> Slot | None:
         """Return a true value if the process is a member of the current generation and is notified of changes."""

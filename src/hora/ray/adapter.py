@@ -42,37 +42,19 @@ class BaseParams:
 
 
 class Adapter(ABC):
-    """The part of an executor that uses Ray; an actor under Ray Client. `queue`: of `ray_logger.log`."""
+    """The part of an executor that uses Ray; an actor under Ray Client. Functions get the worker's executable."""
 
     @abstractmethod
-    def start(
-        self,
-        executable_cls: Callable[..., Any] | None = None,
-        executable_args: Sequence[Any] | None = None,
-        executable_kwargs: Mapping[str, Any] | None = None,
-        extra_env_vars: Mapping[str, str] | None = None,
-    ) -> None:
-        """Acquire everything needed to run functions."""
-
-    @abstractmethod
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        queue: Any = None,
-    ) -> list[Any]:
-        """Call `fn(*args, **kwargs)` on all workers."""
-
-    @abstractmethod
-    def run_remote(
-        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
-    ) -> list[Any]:
-        """Do the same without waiting; returns references to the results."""
+    def start(self, make_executable: Callable[[], Any] | None, env: Mapping[str, str]) -> None:
+        """Acquire everything needed to run functions. `env`: variables of the workers, from their start on."""
 
     @abstractmethod
     def execute(self, fn: Callable[[Any], Any], queue: Any = None) -> list[Any]:
-        """Call `fn(executable)` on all workers."""
+        """Call `fn(executable)` on all workers. `queue`: of `ray_logger.log`."""
+
+    @abstractmethod
+    def run_remote(self, fn: Callable[[Any], Any]) -> list[Any]:
+        """Do the same without waiting; returns references to the results."""
 
     @abstractmethod
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:

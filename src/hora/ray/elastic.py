@@ -11,11 +11,10 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import cloudpickle
 import ray
 
 from hora.launch.controller.elastic_policy import Limits
@@ -192,18 +191,10 @@ class ElasticAdapter(Adapter):
         self._make_executable: Callable[[], Any] | None = None
         self._env: dict[str, str] = {}
 
-    def start(
-        self,
-        executable_cls: Callable[..., Any] | None = None,
-        executable_args: Sequence[Any] | None = None,
-        executable_kwargs: Mapping[str, Any] | None = None,
-        extra_env_vars: Mapping[str, str] | None = None,
-    ) -> None:
+    def start(self, make_executable: Callable[[], Any] | None, env: Mapping[str, str]) -> None:
         if self._reservations is not None:
             raise RuntimeError("the executor is already running: call shutdown() first")
-        self._env = {name: str(value) for name, value in (extra_env_vars or {}).items()}
-        if executable_cls is not None:
-            self._make_executable = partial(executable_cls, *(executable_args or ()), **(executable_kwargs or {}))
+        self._make_executable, self._env = make_executable, dict(env)
         resources = {"CPU": self.params.cpus_per_worker, "GPU": self.params.gpus_per_worker or 0}
         self._reservations = Reservations(resources, self.limits.max_num_proc)
         interval_s = lambda: float(elastic_driver.DISCOVER_HOSTS_FREQUENCY_SECS)  # noqa: E731
@@ -214,34 +205,18 @@ class ElasticAdapter(Adapter):
             self.shutdown()
             raise
 
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        queue: Any = None,
-    ) -> list[Any]:
-        return self._run(Call(function=fn, args=tuple(args or ()), kwargs=dict(kwargs or {})), queue)
-
-    def execute(self, fn: Callable[[Any], Any], queue: Any = None) -> list[Any]:
-        return self._run(Call(function=fn), queue, passes_executable=True)
-
-    def run_remote(
-        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
-    ) -> list[Any]:
+    def run_remote(self, fn: Callable[[Any], Any]) -> list[Any]:
         raise NotImplementedError("an elastic executor has no run_remote(), because its workers change: use run()")
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         raise NotImplementedError("an elastic executor has no execute_single(), because its workers change: use run()")
 
-    def _run(self, call: Call, queue: Any, *, passes_executable: bool = False) -> list[Any]:
+    def execute(self, fn: Callable[[Any], Any], queue: Any = None) -> list[Any]:
         """Return the values of the last generation's workers, in rank order."""
         if self._reservations is None or self._hosts is None:
             raise RuntimeError("the executor is not running: call start() first")
         prepare = None if queue is None else partial(ray_logger.configure, queue)
-        call = replace(
-            call, prepare=prepare, make_executable=self._make_executable, passes_executable=passes_executable
-        )
+        call = Call(function=fn, prepare=prepare, make_executable=self._make_executable)
         launcher = RayLauncher(
             self._reservations,
             address=driver_address(self.settings.nics),
@@ -258,10 +233,9 @@ class ElasticAdapter(Adapter):
             on_places=self.driver.places,
         )
         try:
-            result = run_job(self._job(), launcher, spec)
+            return run_job(self._job(), launcher, spec).values()
         finally:
             self.driver.stop()
-        return [cloudpickle.loads(value) for value in result.results if value is not None]
 
     def _job(self) -> Job:
         return Job(
@@ -348,12 +322,12 @@ class ElasticRayExecutor:
 
     def start(self) -> None:
         """Wait until the cluster has room for as many workers as the job needs."""
-        self._adapter.start(extra_env_vars=self.env_vars)
+        self._adapter.start(None, {name: str(value) for name, value in self.env_vars.items()})
 
     def run(self, worker_fn: Callable[[], Any], callbacks: Sequence[Callback] | None = None) -> list[Any]:
         """Call `worker_fn()` on all workers; returns the values in rank order."""
         try:
             with queue_for(callbacks) as queue:
-                return self._adapter.run(worker_fn, queue=queue)
+                return self._adapter.execute(lambda _: worker_fn(), queue)
         finally:
             self._adapter.shutdown()

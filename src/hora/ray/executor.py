@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
@@ -154,7 +155,11 @@ class RayExecutor:
             make = ray.remote(num_cpus=0)(make).remote
         self.adapter = make(self.settings, self.params)
         try:
-            self._call("start", executable_cls, executable_args, executable_kwargs, extra_env_vars)
+            make_executable = None
+            if executable_cls is not None:
+                make_executable = partial(executable_cls, *(executable_args or ()), **(executable_kwargs or {}))
+            env = {name: str(value) for name, value in (extra_env_vars or {}).items()}
+            self._call("start", make_executable, env)
         except BaseException:
             self.shutdown()
             raise
@@ -167,15 +172,13 @@ class RayExecutor:
         callbacks: Sequence[Callback] | None = None,
     ) -> list[Any]:
         """Call `fn(*args, **kwargs)` on all workers; returns values in rank order. `callbacks` get what workers log."""
-        self._must_run()
-        with queue_for(callbacks) as queue:
-            return list(self._call("run", fn, args, kwargs, queue))
+        return self.execute(_with_arguments(fn, args, kwargs), callbacks)
 
     def run_remote(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
         """Do the same without waiting; returns references to the values, in rank order."""
-        return list(self._call("run_remote", fn, args, kwargs))
+        return list(self._call("run_remote", _with_arguments(fn, args, kwargs)))
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callback] | None = None) -> list[Any]:
         """Call `fn(executable)` on all workers; returns their values in rank order."""
@@ -218,6 +221,13 @@ class RayExecutor:
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at interpreter exit anything may be gone, and Ray cleans up
             self.shutdown()
+
+
+def _with_arguments(
+    fn: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+) -> Callable[[Any], Any]:
+    """Return a function of the executable, which it does not use."""
+    return lambda _: fn(*(args or ()), **(kwargs or {}))
 
 
 def _renamed(old_names: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,22 +65,15 @@ class StaticAdapter(Adapter):
         self._broken = ""  # why the executor cannot continue, such as a dead worker
         self._stop_reason = ""
 
-    def start(
-        self,
-        executable_cls: Callable[..., Any] | None = None,
-        executable_args: Sequence[Any] | None = None,
-        executable_kwargs: Mapping[str, Any] | None = None,
-        extra_env_vars: Mapping[str, str] | None = None,
-    ) -> None:
+    def start(self, make_executable: Callable[[], Any] | None, env: Mapping[str, str]) -> None:
         if self.strategy is not None:
             raise RuntimeError("the executor is already running: call shutdown() first")
         try:
             self.strategy = self._choose_strategy()
-            self.workers, _ = self.strategy.create_workers(extra_env_vars)
-            envs = self._meet(self.strategy, dict(extra_env_vars or {}))
-            executable = [ray.put(part) for part in (executable_cls, executable_args, executable_kwargs)]
+            self.workers, _ = self.strategy.create_workers(env)
+            envs, executable = self._meet(self.strategy, env), ray.put(make_executable)
             self._outcomes(
-                [worker.settle.remote(env, *executable) for worker, env in zip(self.workers, envs, strict=True)]
+                [worker.settle.remote(own, executable) for worker, own in zip(self.workers, envs, strict=True)]
             )
         except BaseException:
             self.shutdown()
@@ -102,7 +95,7 @@ class StaticAdapter(Adapter):
             settings=self.settings, num_hosts=params.num_hosts, num_workers_per_host=per_host, **params.per_worker
         )
 
-    def _meet(self, strategy: BaseStrategy, extra: dict[str, str]) -> list[dict[str, Any]]:
+    def _meet(self, strategy: BaseStrategy, extra: Mapping[str, str]) -> list[dict[str, Any]]:
         """Return the variables of each rank: its devices, its place, the rendezvous, and the user's."""
         coordinator = self.coordinator = Coordinator(self.settings, end=self._stop)
         for rank, place in enumerate(strategy.places):
@@ -115,19 +108,8 @@ class StaticAdapter(Adapter):
             for rank, place in coordinator.finalize_registration().items()
         ]
 
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        queue: Any = None,
-    ) -> list[Any]:
-        return self.execute(lambda _: fn(*(args or ()), **(kwargs or {})), queue)
-
-    def run_remote(
-        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
-    ) -> list[Any]:
-        references = self._submit(lambda _: fn(*(args or ()), **(kwargs or {})), self._living())
+    def run_remote(self, fn: Callable[[Any], Any]) -> list[Any]:
+        references = self._submit(fn, self._living())
         for rank, worker in enumerate(self.workers):
             # It follows the call, so it reports a death during the call without fetching the result.
             worker.node_id.remote().future().add_done_callback(self._death_watch(rank))

@@ -60,10 +60,10 @@ class BaseHorovodWorker:
         if executable_cls is not None:
             self.executable = executable_cls(*(executable_args or ()), **(executable_kwargs or {}))
 
-    def settle(self, env_vars: Mapping[str, Any], *executable: Any) -> None:
+    def settle(self, env_vars: Mapping[str, Any], make_executable: Callable[[], Any] | None) -> None:
         """Complete the start: first the environment, because the executable may call `hvd.init()`."""
         self.update_env_vars(env_vars)
-        self.start_executable(*executable)
+        self.start_executable(make_executable)
 
     def execute(self, func: Callable[[Any], Any]) -> Any:
         return func(self.executable)

@@ -11,11 +11,9 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any
 
-import cloudpickle
-
 from hora.errors import BadCallError, StartTimeoutError
 from hora.launch.environment import variables
-from hora.launch.job import JobResult, OutputOptions, Watching
+from hora.launch.job import OutputOptions, Watching
 from hora.launch.pickling import pickle_call
 from hora.launch.providers.spark.cluster import (
     active_cluster,
@@ -74,7 +72,7 @@ def run(
         verbose=verbose >= 2,
         watching=Watching.wanted(variables()),
     )
-    return _values(run_on_cluster(cluster, job))
+    return run_on_cluster(cluster, job).values()
 
 
 def run_elastic(
@@ -132,7 +130,7 @@ def run_elastic(
     result = run_elastic_on_spark(
         context, job, min_num_proc=least, max_num_proc=most, elastic_timeout_s=timeout_s, reset_limit=reset_limit
     )
-    return _values(result)
+    return result.values()
 
 
 def _cluster(fn: Callable[..., Any], find: Callable[[], Any], caller: str) -> Any:
@@ -170,10 +168,6 @@ def _output(stdout: IO[Any] | None, stderr: IO[Any] | None, timestamp: bool) -> 
 
 def _start_timeout_s(given: float | None) -> float:
     return start_timeout_s() if given is None else float(given)
-
-
-def _values(result: JobResult) -> list[Any]:
-    return [cloudpickle.loads(value) for value in result.results if value is not None]
 
 
 def _renamed(old: str, old_value: int | None, new: str, new_value: int | None) -> int | None:

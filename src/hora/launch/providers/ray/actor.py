@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hora.launch import worker
@@ -49,24 +49,16 @@ def node_id() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Function call for an actor.
+    """Call of `function(executable)` in an actor. `prepare` is called first, then `make_executable`."""
 
-    `prepare` is called first, then `make_executable`. `passes_executable`: what it made is the function's only
-    argument.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    function: Callable[[Any], Any]
     make_executable: Callable[[], Any] | None = None
-    passes_executable: bool = False
     prepare: Callable[[], None] | None = None
 
     def __call__(self) -> Any:
         if self.prepare is not None:
             self.prepare()
-        executable = None if self.make_executable is None else self.make_executable()
-        return self.function(executable) if self.passes_executable else self.function(*self.args, **self.kwargs)
+        return self.function(None if self.make_executable is None else self.make_executable())
 
 
 _call: Call | None = None

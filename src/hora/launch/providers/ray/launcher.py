@@ -31,12 +31,12 @@ _KILLED = 137
 
 @dataclass(eq=False)
 class _Member:
-    """A worker and its actor. `company`: workers of its host that were started with it."""
+    """A worker and its actor. `peers`: workers of its host that were started with it."""
 
     spec: WorkerSpec
     actor: Any
     reservation: Reservation
-    company: list[_Member]
+    peers: list[_Member]
     place: ActorProcess | None = None
     status: int | None = None
     work: Any = field(default=None, repr=False)
@@ -74,14 +74,14 @@ class RayLauncher:
                 reason = f"slot {spec.slot.local_rank} of {spec.slot.hostname} is gone"
                 events.exited(WorkerExit(worker=spec.worker, code=_KILLED, reason=reason))
                 continue
-            company = by_host.setdefault(spec.slot.hostname, [])
-            member = _Member(spec=spec, actor=self._create(reservation), reservation=reservation, company=company)
-            company.append(member)
+            peers = by_host.setdefault(spec.slot.hostname, [])
+            member = _Member(spec=spec, actor=self._create(reservation), reservation=reservation, peers=peers)
+            peers.append(member)
             self._reservations.enter(reservation)
             with self._changed:
                 self._members[spec.worker] = member
-        for company in by_host.values():
-            for member in list(company):
+        for peers in by_host.values():
+            for member in list(peers):
                 self._when_done(member.actor.place.remote(), functools.partial(self._placed, member))
 
     def _create(self, reservation: Reservation) -> Any:
@@ -135,8 +135,8 @@ class RayLauncher:
         with self._changed:
             member.place = place
             # With GPUs, workers that start together wait for each other, because each needs the GPUs of all.
-            waits = self._use_gpu and any(one.place is None and not one.ended for one in member.company)
-            ready = [] if waits else [one for one in member.company if one.place and one.work is None and not one.ended]
+            waits = self._use_gpu and any(one.place is None and not one.ended for one in member.peers)
+            ready = [] if waits else [one for one in member.peers if one.place and one.work is None and not one.ended]
             if not self._use_gpu:
                 ready = [member]
             for one in ready:
