@@ -83,12 +83,12 @@ def test_only_the_present_leader_writes(url):
 
 def test_a_lease_that_is_not_renewed_ends(url):
     store, other = (open_store(*with_ttl(url, 3)).below("job") for _ in range(2))
-    office = store.lead("a")
-    assert office is not None
-    assert store.renew(office)
+    leader = store.lead("a")
+    assert leader is not None
+    assert store.renew(leader)
     wait_until("the leader is gone", lambda: other.read().term == 0, 60)
     assert other.lead("b") is not None
-    assert not store.renew(office)
+    assert not store.renew(leader)
 
 
 def test_a_leader_whose_lease_was_taken_hears_of_it(url):
@@ -97,14 +97,14 @@ def test_a_leader_whose_lease_was_taken_hears_of_it(url):
     assert leadership is not None
     assert Leadership.won(store, "b") is None
     lost = []
-    leadership.lost = lambda: lost.append(True)
-    leadership.save("state", {"x": 1})
-    store.resign(leadership._office)
+    leadership.watch(lambda: lost.append(True))
+    leadership.put("state", {"x": 1})
+    store.resign(leadership._leader)
     wait_until("it has heard", lambda: lost == [True], 60)
     with pytest.raises(LeadershipLostError):
         leadership.check()
     with pytest.raises(LeadershipLostError):
-        leadership.save("state", {"x": 2})
+        leadership.put("state", {"x": 2})
     leadership.resign()
     again = Leadership.won(store, "b")
     assert again is not None
@@ -115,21 +115,21 @@ def test_a_leader_whose_lease_was_taken_hears_of_it(url):
 def test_one_of_many_that_stand_at_once_leads(url):
     stores = [open_store(*with_ttl(url, 60)).below("job") for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        offices = [office for office in pool.map(lambda store: store.lead("x"), stores) if office is not None]
+        offices = [leader for leader in pool.map(lambda store: store.lead("x"), stores) if leader is not None]
     assert len(offices) == 1
     stores[0].resign(offices[0])
 
 
 def test_an_entry_of_a_leader_is_removed_unless_it_has_changed(url):
     first, second = (open_store(*with_ttl(url, 60)).below("job") for _ in range(2))
-    office = first.lead("a")
-    assert office is not None
+    leader = first.lead("a")
+    assert leader is not None
     second.evict("1")
-    assert second.read().term == office.term
-    assert first.renew(office)
+    assert second.read().term == leader.term
+    assert first.renew(leader)
     second.evict(second.read().leader_version)
     assert second.read().term == 0
-    assert not first.renew(office)
+    assert not first.renew(leader)
     assert second.lead("b") is not None
 
 
@@ -138,18 +138,18 @@ def test_an_entry_of_a_leader_is_removed_unless_it_has_changed(url):
 
 def test_writers_of_a_secret_wait_for_one_another_and_lose_nothing(api):
     store = open_store(api.url(REQUEST.state), api.environment).below("job")
-    office = store.lead("a")
-    assert office is not None
+    leader = store.lead("a")
+    assert leader is not None
     with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(lambda number: store.put(f"key{number}", {"x": number}, term=office.term), range(8)))
+        assert all(pool.map(lambda number: store.put(f"key{number}", {"x": number}, term=leader.term), range(8)))
     assert store.read().values == {"leader": {"name": "a"}} | {f"key{number}": {"x": number} for number in range(8)}
 
 
 def test_a_leader_that_was_stopped_between_reading_and_writing_is_refused(api, monkeypatch):
     store, other = (open_store(api.url(REQUEST.state, "ttl=3"), api.environment).below("job") for _ in range(2))
-    office = store.lead("a")
-    assert office is not None
-    assert store.put("state", {"x": 1}, term=office.term)
+    leader = store.lead("a")
+    assert leader is not None
+    assert store.put("state", {"x": 1}, term=leader.term)
     replace, later = LeaseStore._replace, []
 
     def stopped(self, *arguments):
@@ -159,7 +159,7 @@ def test_a_leader_that_was_stopped_between_reading_and_writing_is_refused(api, m
         return replace(self, *arguments)
 
     monkeypatch.setattr(LeaseStore, "_replace", stopped)
-    assert not store.put("state", {"x": 2}, term=office.term)
+    assert not store.put("state", {"x": 2}, term=leader.term)
     assert later[0] is not None
     assert other.read().values["state"] == {"x": 1}
 
@@ -167,12 +167,12 @@ def test_a_leader_that_was_stopped_between_reading_and_writing_is_refused(api, m
 def test_a_lease_of_another_job_is_not_taken(api):
     open_one = lambda job: open_store(api.url(REQUEST.state), api.environment).below(job)  # noqa: E731
     first, second = open_one("one"), open_one("two")
-    office = first.lead("a")
-    assert office is not None
-    assert first.put("over", {"run": "x"}, term=office.term)
+    leader = first.lead("a")
+    assert leader is not None
+    assert first.put("over", {"run": "x"}, term=leader.term)
     with pytest.raises(StoreError, match="another job uses the Lease train-hora-state"):
         second.read()
-    first.resign(office)
+    first.resign(leader)
     assert second.lead("b") is not None
     assert second.read().values == {"leader": {"name": "b"}}
 
@@ -225,9 +225,9 @@ def test_a_password(tmp_path: Path):
         ctl(etcd, "auth", "enable")
         host = f"127.0.0.1:{etcd.port}"
         store = EtcdStore.from_url(f"etcd://trainer:p%40ss%20w%3Ard@{host}").below("job")
-        office = store.lead("a")
-        assert office
-        assert store.put("state", {"x": 1}, term=office.term)
+        leader = store.lead("a")
+        assert leader
+        assert store.put("state", {"x": 1}, term=leader.term)
         for url, words in (
             (f"etcd://trainer:wrong@{host}", "refuses user 'trainer'.*authentication failed"),
             (f"etcd://{host}", "refuses a client without a user"),

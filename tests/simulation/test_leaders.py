@@ -258,7 +258,7 @@ class Node(Process):
         limits = {"num_nodes": 9, "silence_limit_s": 20.0, "elastic": True, "return_s": 30.0}
         nodes = Agents((self.name, 0), SECRET, nonce=term.run, term=term.term, **limits)
         try:
-            term.save("where", {"host": self.name, "port": nodes.port, "term": term.term})
+            term.put("where", {"host": self.name, "port": nodes.port, "term": term.term})
             while number < world.goal:
                 pause(self.simulation.rng.expovariate(1.0))
                 term.check()
@@ -268,7 +268,7 @@ class Node(Process):
                 order = Start(number, ["note"], env, inherit_env=True, cwd=None, private_files={}, preload=None)
                 for host in nodes.hosts():
                     nodes.agent(host.hostname).send(order)
-                term.save("state", {"run": term.run, "count": number})
+                term.put("state", {"run": term.run, "count": number})
             nodes.dismiss(0)
         except LeadershipLostError:
             nodes.abandon()

@@ -52,7 +52,7 @@ def test_a_leader_that_could_not_renew_in_time_knows_it_by_its_own_clock():
     with pytest.raises(LeadershipLostError):
         leadership.check()
     with pytest.raises(LeadershipLostError):
-        leadership.save("state", {})
+        leadership.put("state", {})
 
 
 def link(**rest) -> LeaderLink:

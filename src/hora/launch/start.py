@@ -59,10 +59,9 @@ def start(
         if elastic is None:
             return run_job(job, launcher)
         if leadership is not None:
-            from hora.launch.ha.leadership import AgentSuccession
-
             assert nodes is not None
-            job = replace(job, id=leadership.run, succession=AgentSuccession(leadership, nodes, launcher))
+            leadership.agents, leadership.launcher = nodes, launcher
+            job = replace(job, id=leadership.run, succession=leadership)
         return _run_elastic(job, replace(elastic, local_only=launcher.local_only), launcher)
 
 

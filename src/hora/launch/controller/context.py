@@ -18,15 +18,15 @@ import socket
 import sys
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hora.errors import JobFailedError
 from hora.launch.controller.output import OutputWriter
 from hora.launch.controller.rendezvous import ErrorReport, Rendezvous, RendezvousEvents
 from hora.launch.environment import module_command
-from hora.launch.job import Job, Launcher, LeadershipLostError, Succession, WorkerExit, WorkerSpec
+from hora.launch.job import Job, Launcher, LeadershipLostError, WorkerExit, WorkerSpec
 from hora.launch.limits import KILLED_S
 from hora.launch.slots import Slot
 from hora.net.client import FUNCTION_KEY, PATH_KEY
@@ -35,6 +35,9 @@ from hora.net.sockets import is_local
 from hora.net.wire import new_secret
 from hora.telemetry.stacks import stack_text
 from hora.world import RendezvousEndpoint, World
+
+if TYPE_CHECKING:
+    from hora.watch.live import Dashboard
 
 __all__ = ["REPORTING", "STOPPED", "JobContext", "Observation", "StallStacks", "WorkerEvents", "facts_of"]
 
@@ -60,36 +63,11 @@ class WorkerEvents(RendezvousEvents):
         """Its process has ended."""
 
 
-class Observer(Protocol):
-    """Interface of an observer. Called in any thread: implementations must not block."""
-
-    def world(self, generation: int, places: list[tuple[int, int, str]]) -> None:
-        """A world was formed: (worker, rank, host) of its members."""
-
-    def joined(self, worker: int) -> None:
-        """A worker has connected."""
-
-    def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
-        """A worker's telemetry: `report`, `stack`, `profile`."""
-
-    def raised(self, worker: int, headline: str) -> None:
-        """The function raised on this worker."""
-
-    def exited(self, worker: int, code: int, reason: str) -> None:
-        """A worker's process has ended."""
-
-    def output(self, worker: int, stream: str, data: bytes) -> None:
-        """Some bytes of a worker's output; worker -1 is the launcher."""
-
-    def ended(self, outcome: str, text: str) -> None:
-        """The job is over: `done`, `failed` or `stopped`. The last call."""
-
-
 class Observation:
-    """The observer of a job, if it has one. An observer that fails gets no more events."""
+    """The observer of a job, if it has one: it gets events in any thread. One that fails gets no more of them."""
 
     def __init__(self) -> None:
-        self.observer: Observer | None = None
+        self.observer: Dashboard | None = None
 
     def tell(self, event: str, *arguments: object) -> None:
         """Call this method of the observer."""
@@ -266,10 +244,6 @@ class JobContext(WorkerEvents):
                 "MASTER_ADDR": hosts[0],
                 "MASTER_PORT": str(_FIRST_PORT + zlib.crc32(self.id.encode()) % _NUM_PORTS),
             }
-
-    def adopt(self, succession: Succession, workers: Mapping[str, Collection[int]]) -> set[int]:
-        """Supervise workers that an earlier leader started; return those that their hosts still know."""
-        return succession.adopt(workers, self)
 
     def wait(self, until: float | None) -> None:
         """Wait for the next event, then handle all queued events."""

@@ -311,7 +311,7 @@ class _Controller(WorkerEvents):
             else:
                 self._gone.add(worker.number)
                 self.run.rendezvous.give_up(worker.number)
-        known = self.run.adopt(succession, alive)
+        known = succession.adopt(alive, self.run)
         never_started: list[tuple[Slot, World]] = []
         for worker in self._roster:
             if not worker.alive or worker.number in known:

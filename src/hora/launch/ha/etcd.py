@@ -103,19 +103,19 @@ class Etcd:
             return None
         return LeaderTerm(answer, lease, name)
 
-    def renew(self, office: LeaderTerm) -> bool:
+    def renew(self, leader: LeaderTerm) -> bool:
         """Renew the lease; return whether this leader still leads. If another client's write detached the entry from
         the lease, it would outlive this leader: restore it.
         """
-        answer = self._ask("lease/keepalive", {"ID": office.lease})
+        answer = self._ask("lease/keepalive", {"ID": leader.lease})
         if int(answer.get("result", {}).get("TTL", 0)) <= 0:
             return False
-        if self._conditionally("MOD", "mod_revision", office.term, []):
+        if self._conditionally("MOD", "mod_revision", leader.term, []):
             return True
-        return bool(self._led(office.term, self._leader_entry(office.name, office.lease)))
+        return bool(self._led(leader.term, self._leader_entry(leader.name, leader.lease)))
 
-    def resign(self, office: LeaderTerm) -> None:
-        self._ask("lease/revoke", {"ID": office.lease})
+    def resign(self, leader: LeaderTerm) -> None:
+        self._ask("lease/revoke", {"ID": leader.lease})
 
     def evict(self, leader_version: str) -> None:
         """Remove the leader's entry, unless it has another version."""

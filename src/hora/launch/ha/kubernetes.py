@@ -106,21 +106,21 @@ class LeaseStore:
             return None
         spec = lease.get("spec") or {}
         term = 1 + max(int(spec.get("leaseTransitions") or 0), self._written_by(self._get(_SECRET)))
-        office = LeaderTerm(term, f"{self.job}.{name}.{secrets.token_hex(4)}")
+        leader = LeaderTerm(term, f"{self.job}.{name}.{secrets.token_hex(4)}")
         now = {"acquireTime": _now(), "renewTime": _now()}
-        lease["spec"] = {"holderIdentity": office.lease, "leaseTransitions": term, "leaseDurationSeconds": self.ttl_s}
+        lease["spec"] = {"holderIdentity": leader.lease, "leaseTransitions": term, "leaseDurationSeconds": self.ttl_s}
         lease["spec"] |= now
         if not self._replace(_LEASE, lease) or not self._write(term, lambda values: None):
             return None
-        return office
+        return leader
 
-    def renew(self, office: LeaderTerm) -> bool:
+    def renew(self, leader: LeaderTerm) -> bool:
         """Renew the lease; return whether this leader still leads."""
-        return self._hold(office, {"renewTime": _now()})
+        return self._hold(leader, {"renewTime": _now()})
 
-    def resign(self, office: LeaderTerm) -> None:
+    def resign(self, leader: LeaderTerm) -> None:
         """Give up the leadership."""
-        self._hold(office, {"holderIdentity": ""})
+        self._hold(leader, {"holderIdentity": ""})
 
     def evict(self, leader_version: str) -> None:
         """Remove the leader's name from the Lease, unless the Lease has another version."""
@@ -144,12 +144,12 @@ class LeaseStore:
             raise StoreError(f"another job uses the Lease {self.name}; give each job its own (HORA_STORE)")
         return int(spec.get("leaseTransitions") or 0)
 
-    def _hold(self, office: LeaderTerm, change: Mapping[str, Any]) -> bool:
+    def _hold(self, leader: LeaderTerm, change: Mapping[str, Any]) -> bool:
         """Change the Lease if this leader holds it."""
         for _ in range(_ATTEMPTS):
             lease = self._get(_LEASE)
             spec = lease.get("spec") or {}
-            if spec.get("holderIdentity") != office.lease:
+            if spec.get("holderIdentity") != leader.lease:
                 return False
             if self._replace(_LEASE, {**lease, "spec": {**spec, **change}}):
                 return True

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hora.launch.controller.agents import Agents
     from hora.launch.controller.launcher import HostLauncher
 
-__all__ = ["AgentSuccession", "ElectionLoop", "Leadership", "Over", "View", "next_step", "open_store", "own_address"]
+__all__ = ["ElectionLoop", "Leadership", "Over", "View", "next_step", "open_store", "own_address"]
 
 _OVER_S = 120  # how long the other nodes can read the job's outcome
 
@@ -98,18 +98,21 @@ def next_step(view: View) -> str | Over:
 
 
 class Leadership:
-    """A term as leader, until it is resigned or lost. `run`: the id of the job's run; `state`: saved by the previous
-    leader. `followed`: this process has seen that leader, so the run did not end long ago.
+    """A term as leader, until it is resigned or lost. Implements `job.Succession`.
 
-    `lost`: called, in a thread of its own, when it is lost.
+    `run`: the id of the job's run; `state`: saved by the previous leader. `followed`: this process has seen that one,
+    so the run did not end long ago. `agents` and `launcher`: of this leader, once it has them.
     """
 
-    def __init__(self, store: JobStore, office: LeaderTerm, *, since_s: float) -> None:
-        self.store, self.term = store, office.term
+    agents: Agents
+    launcher: HostLauncher
+
+    def __init__(self, store: JobStore, leader: LeaderTerm, *, since_s: float) -> None:
+        self.store, self.term = store, leader.term
         self.state: dict[str, Any] | None = None
         self.run, self.followed = "", False
-        self.lost: Callable[[], None] = lambda: None
-        self._office, self._ttl_s = office, store.ttl_s
+        self._lost: Callable[[], None] = lambda: None
+        self._leader, self._ttl_s = leader, store.ttl_s
         self._valid_until = since_s + store.ttl_s
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="hora-leadership", daemon=True)
@@ -118,10 +121,10 @@ class Leadership:
     def won(cls, store: JobStore, name: str) -> Leadership | None:
         """Stand for election; return None if another process leads. Raises StoreError."""
         since_s = now_s()
-        office = store.lead(name)
-        if office is None:
+        leader = store.lead(name)
+        if leader is None:
             return None
-        leadership = cls(store, office, since_s=since_s)
+        leadership = cls(store, leader, since_s=since_s)
         leadership._thread.start()
         return leadership
 
@@ -130,8 +133,29 @@ class Leadership:
         if self._over.is_set() or now_s() >= self._valid_until:
             raise LeadershipLostError
 
-    def save(self, key: str, value: Mapping[str, Any], *, lasting_s: int = 0) -> None:
-        """Write the state for the next leader.
+    def watch(self, lost: Callable[[], None]) -> None:
+        self._lost = lost
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        self.put("state", {**state, "run": self.run})
+
+    def adopt(self, workers: Mapping[str, Collection[int]], events: LaunchEvents) -> set[int]:
+        known = {host: set(numbers) & set(self.agents.workers_at(host)) for host, numbers in workers.items()}
+        self.launcher.adopt({host: numbers for host, numbers in known.items() if self.has_host(host)}, events)
+        return set().union(*known.values())
+
+    def has_host(self, name: str) -> bool:
+        return any(host.hostname == name for host in self.agents.hosts())
+
+    def meet_at(self, port: int) -> None:
+        self.agents.meet_at(port)
+
+    def abandon(self) -> None:
+        self.launcher.abandon()
+        self.agents.abandon()
+
+    def put(self, key: str, value: Mapping[str, Any], *, lasting_s: int = 0) -> None:
+        """Write a value for the other nodes and the next leader.
 
         Raises LeadershipLostError if this process no longer leads, or cannot write in time.
         """
@@ -148,7 +172,7 @@ class Leadership:
     def end(self, status: int) -> None:
         """The job is over: the other nodes end with this status."""
         try:
-            self.save("over", {"run": self.run, "status": status}, lasting_s=_OVER_S)
+            self.put("over", {"run": self.run, "status": status}, lasting_s=_OVER_S)
             self.store.delete("state", term=self.term)
         except (LeadershipLostError, StoreError) as error:
             _log.warning("the other nodes could not be told that the job is over (%s)", error or type(error).__name__)
@@ -158,19 +182,19 @@ class Leadership:
         self._over.set()
         self._thread.join(self._ttl_s + 10.0)
         with contextlib.suppress(StoreError):  # it expires by itself
-            self.store.resign(self._office)
+            self.store.resign(self._leader)
 
     def give_up(self) -> None:
         """Tell the controller that the leadership is lost. Thread-safe."""
         if not self._over.is_set():
             self._over.set()
-            self.lost()
+            self._lost()
 
     def _renew(self) -> None:
         while not self._over.wait(self._ttl_s / 3):
             asked_s = now_s()
             try:
-                if not self.store.renew(self._office):
+                if not self.store.renew(self._leader):
                     break
                 self._valid_until = asked_s + self._ttl_s
             except StoreError as error:
@@ -179,45 +203,6 @@ class Leadership:
                 _log.warning("%s", error)
                 break
         self.give_up()
-
-
-class AgentSuccession:
-    """Implements `job.Succession` with the nodes' agents and the store."""
-
-    def __init__(self, leadership: Leadership, agents: Agents, launcher: HostLauncher) -> None:
-        self._leadership, self._agents, self._launcher = leadership, agents, launcher
-
-    @property
-    def state(self) -> Mapping[str, Any] | None:
-        return self._leadership.state
-
-    @property
-    def term(self) -> int:
-        return self._leadership.term
-
-    def watch(self, lost: Callable[[], None]) -> None:
-        self._leadership.lost = lost
-
-    def check(self) -> None:
-        self._leadership.check()
-
-    def save(self, state: Mapping[str, Any]) -> None:
-        self._leadership.save("state", {**state, "run": self._leadership.run})
-
-    def adopt(self, workers: Mapping[str, Collection[int]], events: LaunchEvents) -> set[int]:
-        known = {host: set(numbers) & set(self._agents.workers_at(host)) for host, numbers in workers.items()}
-        self._launcher.adopt({host: numbers for host, numbers in known.items() if self.has_host(host)}, events)
-        return set().union(*known.values())
-
-    def has_host(self, name: str) -> bool:
-        return any(host.hostname == name for host in self._agents.hosts())
-
-    def meet_at(self, port: int) -> None:
-        self._agents.meet_at(port)
-
-    def abandon(self) -> None:
-        self._launcher.abandon()
-        self._agents.abandon()
 
 
 _AGENT_LIMIT_S, _OVER_LIMIT_S = 60.0, 10.0

@@ -89,10 +89,10 @@ class JobStore(Protocol):
     def lead(self, name: str) -> LeaderTerm | None:
         """Become the leader, unless there is one."""
 
-    def renew(self, office: LeaderTerm) -> bool:
+    def renew(self, leader: LeaderTerm) -> bool:
         """Renew the lease; return whether this leader still leads."""
 
-    def resign(self, office: LeaderTerm) -> None:
+    def resign(self, leader: LeaderTerm) -> None:
         """Give up the leadership."""
 
     def evict(self, leader_version: str) -> None:
@@ -198,11 +198,11 @@ class AuthenticatedStore:
     def lead(self, name: str) -> LeaderTerm | None:
         return self._store.lead(f"{name}.{self._mac('leader', name)}")
 
-    def renew(self, office: LeaderTerm) -> bool:
-        return self._store.renew(office)
+    def renew(self, leader: LeaderTerm) -> bool:
+        return self._store.renew(leader)
 
-    def resign(self, office: LeaderTerm) -> None:
-        self._store.resign(office)
+    def resign(self, leader: LeaderTerm) -> None:
+        self._store.resign(leader)
 
     def evict(self, leader_version: str) -> None:
         self._store.evict(leader_version)

@@ -257,7 +257,7 @@ def open_nodes(
         try:
             if leadership is not None:
                 there = {"host": opened.address, "port": opened.port, "term": leadership.term}
-                leadership.save("where", there)
+                leadership.put("where", there)
             if leadership is not None and leadership.state is not None:
                 _wait_for_agents(opened, leadership, limits["return_s"])
             else:

@@ -212,7 +212,7 @@ class TaskAgents(Agents):
             return_s=return_s,
         )
         self._closing = contextlib.ExitStack()
-        self._closing.callback(self.dismiss_all)
+        self._closing.callback(self.dismiss, 0)
 
     @property
     def address(self) -> str:
@@ -278,9 +278,6 @@ class TaskAgents(Agents):
         # After the loss of a task Spark would repeat the stage for nothing.
         if self.missing() or self._lost_one or not self.stage.ended.wait(_LEAVE_LIMIT_S):
             self.stage.cancel()
-
-    def dismiss_all(self) -> None:
-        self.dismiss(0)
 
     # ---- in the server's thread -------------------------------------------------------------------------
 

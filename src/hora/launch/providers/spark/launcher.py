@@ -80,8 +80,8 @@ def run_in_tasks(driver: TaskAgents, places: Sequence[TaskPlace], wanted: SparkJ
 
 def _meet(driver: StageDriver, wanted: SparkJob) -> list[TaskPlace]:
     """Wait until every task has arrived."""
-    patience = _Patience(driver, wanted)
-    places = driver.meet(wanted.num_proc, patience.go_on)
+    deadline = _StartDeadline(driver, wanted)
+    places = driver.meet(wanted.num_proc, deadline.go_on)
     if places is not None:
         return places
     if driver.stage.ended.is_set():
@@ -96,7 +96,7 @@ def _meet(driver: StageDriver, wanted: SparkJob) -> list[TaskPlace]:
     )
 
 
-class _Patience:
+class _StartDeadline:
     """Deadline for the tasks: the start timeout, which with `wait_for_slots` begins when Spark starts the stage."""
 
     def __init__(self, driver: StageDriver, wanted: SparkJob) -> None:
