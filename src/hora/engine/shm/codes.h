@@ -1,7 +1,7 @@
-/* Fewer bytes for numbers that travel between hosts. Included by native.c alone, after sums.h. */
+/* Compression of numbers that are sent between hosts. Included by native.c alone, after sums.h. */
 
-/* Numbers as bytes, as in codes.py: so many 127ths of the largest of their block, whose scale comes with them. What is not
- * finite makes its whole block NaN.
+/* Numbers as bytes (Compression.int8): multiples of 1/127 of the largest number of their block, whose scale is sent with them. A
+ * non-finite number makes its whole block NaN.
  */
 enum { CODE_BLOCK = 256 };
 static const float SMALLEST = 1.17549435e-38f;
@@ -11,7 +11,7 @@ WIDEST static uint32_t largest_bits(const float *numbers, size_t count) {
     const uint32_t *bits = (const uint32_t *)(const void *)numbers;
     uint32_t largest = 0;
     for (size_t i = 0; i < count; i++) {
-        uint32_t size = bits[i] & 0x7fffffff; /* floats without a sign are in the order of their bits, NaN above all */
+        uint32_t size = bits[i] & 0x7fffffff; /* the bits of unsigned floats sort like the floats, with NaN at the top */
         largest = size > largest ? size : largest;
     }
     return largest;
@@ -34,7 +34,8 @@ WIDEST static void keep_loss(const float *wanted, const float *sent, float *resi
     for (size_t i = 0; i < count; i++) residual[i] = wanted[i] - sent[i];
 }
 
-/* The numbers become what was encoded of them. With a `residual` they are added to it first, and it is what was lost. */
+/* Encode the numbers and replace them by the decoded values. With a `residual`, add it first; it then holds the rounding error.
+ */
 void hora_encode_int8(float *numbers, float *residual, float *scales, int8_t *steps, size_t count) {
     float wanted[CODE_BLOCK];
     for (size_t at = 0; at < count; at += CODE_BLOCK, numbers += CODE_BLOCK, steps += CODE_BLOCK) {

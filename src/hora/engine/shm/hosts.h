@@ -1,70 +1,72 @@
-/* The way between hosts: an allreduce through each host's memory and connections between the slice leaders of the hosts. What
- * it computes is what hierarchical.py computes in Python, bit for bit. Included by native.c alone.
+/* Allreduce between hosts: through each host's memory, and over connections between the slice leaders of the hosts. The result
+ * has the same bits as hierarchical.py's. Included by native.c alone.
  *
- * Carrier c of every host has slice c of each piece. It combines the slice of its host's members and exchanges it with
- * the slice leaders c of the other hosts. In one step: all send all they have to all, and each combines it. In two steps, for
- * what is larger, on more than two hosts: host h gets part h of the slice from all (A), combines it, and sends the result to
- * all (B). The hosts are combined in their order either way, so the bits do not depend on the cut. Staged data goes through
- * the host's memory; resident data lies there already, and each slice leader has its slice of it to itself.
+ * Slice leader c of every host handles slice c of each piece. It combines the slice of its host's members and exchanges it with
+ * the slice leaders c of the other hosts. In one step: every host sends its slice to all, and each combines them. In two steps,
+ * for larger data on more than two hosts: host h receives part h of the slice from all hosts (A), combines it, and sends the
+ * result to all (B). Both combine the hosts in the same order, so the bits do not depend on the choice. Staged data goes
+ * through the host's memory; resident data is there already, and each slice leader has exclusive access to its slice.
  *
- * A job may be half of an allreduce of resident data, of which every member owns a slice, in their order, host by host. A
- * slice leader carries a part of what the members of each host own. SCATTER: it gets all members' sum of its part of this host's,
- * for the owners. GATHER: it sends that to all, and gives what comes to all members of its host.
+ * A job may be half of an allreduce of resident data, of which every member owns a slice, in rank order, host by host. A slice
+ * leader handles a part of the elements that the members of each host own. SCATTER: it receives all members' sum of its part of
+ * this host's elements, for the owners. GATHER: it sends that part to all hosts, and copies the received parts to all members
+ * of its host.
  *
- * A checked job, which nobody has announced, begins with a header on every stream. If those of all hosts are equal, they
- * have the same thing to do; if not, the job is VOID on every host, before anything has been changed.
+ * A checked job, which was not negotiated, begins with a header on every stream. If the headers of all hosts are equal, they
+ * have the same job; if not, the job is VOID on every host, before any data has changed.
  */
 enum { NUM_INPUTS = 4, QUEUE = 64, RECORD_BYTES = 256 * 1024, HEADER_BYTES = 32 };
 enum stage { FILL, COMBINE, RECEIVE_A, RECEIVE_B, READ_OUT };
 enum outcome { BROKEN = -1, NOT_YET, COMPLETE, VOID };
-enum check { NONE, ON_THE_WAY, AT_ONCE }; /* AT_ONCE: wait for the headers first, since to combine changes data */
+enum check { NONE, ON_THE_WAY, AT_ONCE }; /* AT_ONCE: wait for the headers first, because combining changes data */
 enum kind { ALLREDUCE, SCATTER, GATHER };
 enum greeting { TO_SEND, SENT, FOUND_EQUAL };
-enum code { PLAIN, CODE_F16, CODE_BF16, CODE_INT8 }; /* the numbers are native_hosts.py's */
+enum code { PLAIN, CODE_F16, CODE_BF16, CODE_INT8 }; /* numbered as in native_hosts.py */
 
-/* One direction of a connection, with messages that are moved in order, `num_moved` of `num_queued` so far. Encrypted, each
- * record holds up to RECORD_BYTES of one message. */
+/* One direction of a connection, whose messages are moved in order, `num_moved` of `num_queued` so far. If encrypted, each
+ * record holds up to RECORD_BYTES of one message.
+ */
 struct stream {
-    struct records *records; /* NULL: plain */
+    struct records *records; /* NULL: unencrypted */
     int64_t num_queued, num_moved;
-    int64_t at, in_record; /* bytes of the message that have been moved; of its record */
-    int32_t socket, sealed; /* `sealed`: the record is in the room */
+    int64_t at, in_record; /* moved bytes of the message, and of its record */
+    int32_t socket, sealed; /* `sealed`: the encrypted record is in the buffer */
     struct { char *data; int64_t num_bytes; } queue[QUEUE];
 };
 
-struct hosts { /* where a member is, and where everything is */
+struct hosts { /* the member's position, and the memory and streams that it uses */
     char *memory; /* of the host: counters, inputs, results */
-    char *room; /* of a slice leader alone */
-    char *headers; /* of a slice leader: the one of each host */
-    struct stream *outgoing, *incoming; /* a slice leader's, one for each host (its own ones are not used); else NULL */
+    char *room; /* private to a slice leader */
+    char *headers; /* of a slice leader: one per host */
+    struct stream *outgoing, *incoming; /* of a slice leader, one per host (its own is unused); otherwise NULL */
     int64_t counter_bytes, inputs_at, results_at, slice_room, piece_room;
     int32_t member, num_local, num_leaders, host, num_hosts, num_results, num_rooms;
     struct spin_policy patience;
 };
 
-struct numbers { /* what is done to them */
+struct numbers { /* arithmetic */
     double prescale, factor;
     int32_t dtype, finish;
 };
 
 struct hosts_job {
     struct hosts *hosts;
-    const char *const *inputs; /* of each tensor; of each member's place where the data is resident */
-    char *const *outputs, *const *residuals; /* of each tensor; `residuals` may be NULL */
-    const int64_t *starts; /* elements before each tensor, and of all at the end */
-    const float *weights; /* of the hosts, in an average of half precision; else NULL */
-    int64_t num_tensors, begin, end; /* `begin`, `end`: this slice leader's elements of resident data; of staged data all */
-    int64_t most, first, num_pieces; /* `most` elements make a slice */
-    const int64_t *begins, *counts; /* of half an allreduce: this slice leader's part of what each host owns */
-    int64_t first_owned, owned; /* the first element that this host owns, and how many each member does */
-    struct numbers inside, between, last; /* of members, of hosts; of the result, where a code comes in between */
-    double stage; /* times this before anything else */
+    const char *const *inputs; /* per tensor; for resident data per member */
+    char *const *outputs, *const *residuals; /* per tensor; `residuals` may be NULL */
+    const int64_t *starts; /* elements before each tensor, and the total at the end */
+    const float *weights; /* per host, in an average of half precision; otherwise NULL */
+    int64_t num_tensors, begin, end; /* `begin`, `end`: this slice leader's elements of resident data; all elements of staged data */
+    int64_t most, first, num_pieces; /* `most`: elements of a slice */
+    const int64_t *begins, *counts; /* for half an allreduce: this slice leader's part of each host's elements */
+    int64_t first_owned, owned; /* the first element that this host owns, and the number per member */
+    struct numbers inside, between, last; /* of members, of hosts; of the result, if it is encoded in between */
+    double stage; /* factor applied first */
     int32_t resident, code, two_steps, window, kind, check, greeting;
-    /* How far it has come: a job that was interrupted goes on from here. */
+    /* Progress: an interrupted job continues from here. */
     int64_t number;
-    int32_t step, asked, late, error; /* `late`: who was last waited for: a member of this host, or -1 - host */
+    int32_t step, asked, late, error; /* `late`: the one that the last wait missed: a member of this host, or -1 - host */
     char header[HEADER_BYTES];
-    int64_t sent_a[QUEUE], sent_b[QUEUE]; /* messages of every outgoing stream up to the one of a piece */
+    int64_t sent_a[QUEUE], sent_b[QUEUE]; /* messages of every outgoing stream up to a piece's message */
 };
 
 /* Streams. */
@@ -74,8 +76,8 @@ static void enqueue(struct stream *stream, char *data, int64_t num_bytes) {
     stream->queue[at].data = data, stream->queue[at].num_bytes = num_bytes;
 }
 
-/* Move bytes until the kernel takes or has no more: 0. -1 when the connection is broken. What comes is written where it is wanted
- * before its record is known to be the one that was sent: if it is not, the job ends.
+/* Move bytes until the kernel blocks; return 0, or -1 if the connection is broken. Received bytes are written to their
+ * destination before their record is authenticated: if that fails, the job ends.
  */
 static int move(struct stream *stream, int incoming, int flags, int32_t *error) {
     while (stream->num_moved < stream->num_queued) {
@@ -90,7 +92,7 @@ static int move(struct stream *stream, int incoming, int flags, int32_t *error) 
         if (records && !incoming && !stream->sealed && !(stream->sealed = seal(records, data, (int)length)))
             return *error = EPROTO, -1;
         char *from = records && !incoming ? (char *)records->room : data;
-        int64_t behind = at > length ? at - length : 0; /* of the tag */
+        int64_t behind = at > length ? at - length : 0; /* bytes of the tag */
         struct iovec parts[] = {{from + at - behind, (size_t)(length - at + behind)},
                                 {records ? records->room + length + behind : NULL, (size_t)(TAG_BYTES - behind)}};
         struct msghdr message = {.msg_iov = parts, .msg_iovlen = records ? 2 : 1};
@@ -108,7 +110,7 @@ static int move(struct stream *stream, int incoming, int flags, int32_t *error) 
     return 0;
 }
 
-/* Each host begins with the next one, so that not all of them send to the same one first. */
+/* Each host begins with the next host, so that they do not all send to the same one first. */
 static int push_all(struct hosts_job *job) {
     struct hosts *hosts = job->hosts;
     for (int distance = 1; distance < hosts->num_hosts; distance++) {
@@ -118,8 +120,9 @@ static int push_all(struct hosts_job *job) {
     return 0;
 }
 
-/* Wait until so many messages have been sent to every host, and all that were asked for have come. What else is queued is
- * sent as well: a host may not send before it has got it. */
+/* Wait until this many messages have been sent to every host and all requested ones have arrived. Other queued messages are
+ * sent, too: a host may need them before it sends.
+ */
 static int settle(struct hosts_job *job, int64_t sent, long slice_ns) {
     struct hosts *hosts = job->hosts;
     struct pollfd polled[2 * hosts->num_hosts];
@@ -133,9 +136,9 @@ static int settle(struct hosts_job *job, int64_t sent, long slice_ns) {
             pending |= out->num_moved < out->num_queued;
         }
         for (int distance = 1; distance < hosts->num_hosts; distance++) {
-            int h = (hosts->host + hosts->num_hosts - distance) % hosts->num_hosts; /* its first one comes here */
+            int h = (hosts->host + hosts->num_hosts - distance) % hosts->num_hosts; /* that host sends here first */
             struct stream *in = &hosts->incoming[h], *out = &hosts->outgoing[h];
-            /* With nothing to send, one call of the kernel waits for a whole message (at most SO_RCVTIMEO). */
+            /* With nothing to send, one system call waits for a whole message (at most SO_RCVTIMEO). */
             int64_t before = in->num_moved + in->at + in->in_record;
             if (move(in, 1, pending ? MSG_DONTWAIT : MSG_WAITALL, &job->error) < 0) return BROKEN;
             if (in->num_moved < in->num_queued) {
@@ -150,7 +153,7 @@ static int settle(struct hosts_job *job, int64_t sent, long slice_ns) {
     }
 }
 
-/* Where data is. */
+/* Addresses of data. */
 
 static int64_t *filled_by(const struct hosts *hosts, int member) {
     return (int64_t *)(void *)(hosts->memory + 2 * hosts->counter_bytes * member);
@@ -170,8 +173,9 @@ static char *result_of(const struct hosts *hosts, int64_t piece, int leader) {
            leader * hosts->slice_room;
 }
 
-/* A slice leader's own rooms: for each of some pieces what the host has together, the same in code, and a result in code; for each
- * host what comes from it, and that decoded; and what was lost. */
+/* A slice leader's private buffers: for each of some pieces the combined data of the host, the same encoded, and an encoded
+ * result; for each host the received data, and the same decoded; and the residual.
+ */
 enum room { OURS, CODED, RECODED, NUM_RINGS };
 
 static char *ring_room(const struct hosts *hosts, enum room ring, int64_t piece) {
@@ -190,7 +194,7 @@ static int64_t size_of(const struct hosts_job *job) { return (int64_t)item_bytes
 
 struct span { int64_t begin, count; }; /* elements; none: count <= 0 */
 
-/* The slice of a slice leader in a piece of this job. */
+/* Return the slice of a slice leader in a piece of this job. */
 static struct span slice_of(const struct hosts_job *job, int64_t index, int leader) {
     int64_t number = job->resident ? index : index * job->hosts->num_leaders + leader;
     struct span span = {job->begin + number * job->most, job->most};
@@ -198,7 +202,7 @@ static struct span slice_of(const struct hosts_job *job, int64_t index, int lead
     return span;
 }
 
-/* What host h combines of a slice. */
+/* Return the part of a slice that host h combines. */
 static struct span part_of(const struct hosts_job *job, int64_t count, int h) {
     if (!job->two_steps) return (struct span){0, count};
     int64_t each = (count + job->hosts->num_hosts - 1) / job->hosts->num_hosts;
@@ -208,7 +212,7 @@ static struct span part_of(const struct hosts_job *job, int64_t count, int h) {
     return part;
 }
 
-/* The tensor that has this element. */
+/* Return the tensor that contains this element. */
 static int64_t tensor_at(const struct hosts_job *job, int64_t element) {
     int64_t low = 0, high = job->num_tensors;
     while (high - low > 1) {
@@ -221,14 +225,14 @@ static int64_t tensor_at(const struct hosts_job *job, int64_t element) {
     return low;
 }
 
-/* Where these elements lie in the tensors, if they lie in one of them. */
+/* Return the address of these elements if they are in one tensor. */
 static char *in_one_place(const struct hosts_job *job, const char *const *tensors, struct span span) {
     int64_t tensor = tensor_at(job, span.begin);
     if (span.begin + span.count > job->starts[tensor + 1]) return NULL;
     return (char *)(uintptr_t)tensors[tensor] + (span.begin - job->starts[tensor]) * size_of(job);
 }
 
-/* Copy elements of the tensors into memory, times `factor`, or out of it. */
+/* Copy elements of the tensors to memory, times `factor`, or back. */
 static void copy_elements(const struct hosts_job *job, const char *const *tensors, struct span span, char *memory, int out,
                           double factor) {
     int64_t begin = span.begin, end = begin + span.count, size = size_of(job);
@@ -246,7 +250,7 @@ static void copy_elements(const struct hosts_job *job, const char *const *tensor
 
 static const char *const *constant(char *const *tensors) { return (const char *const *)(const void *)tensors; }
 
-/* Where the result of this slice leader's slice is made. */
+/* Return where the result of this slice leader's slice is computed. */
 static char *result_place(const struct hosts_job *job, int64_t index, struct span span) {
     const struct hosts *hosts = job->hosts;
     char *out = NULL;
@@ -255,13 +259,13 @@ static char *result_place(const struct hosts_job *job, int64_t index, struct spa
     return out ? out : result_of(hosts, job->first + index, hosts->member);
 }
 
-/* What this member has of its own slice, if it need not be copied for that. */
+/* Return this member's data of its own slice if it needs no copy. */
 static const char *own_data(const struct hosts_job *job, struct span span) {
     if (job->resident) return job->inputs[job->hosts->member] + span.begin * size_of(job);
     return job->stage == 1.0 ? in_one_place(job, job->inputs, span) : NULL;
 }
 
-/* Where the members' data is combined, which is sent from there. What the only member of a host has is sent from where it is. */
+/* Return where the members' data is combined and sent from. The data of a host's only member is sent from its place. */
 static char *combined_place(const struct hosts_job *job, int64_t index, struct span span) {
     const struct numbers *inside = &job->inside;
     const char *own = own_data(job, span);
@@ -269,14 +273,14 @@ static char *combined_place(const struct hosts_job *job, int64_t index, struct s
     return own && as_it_is ? (char *)(uintptr_t)own : ring_room(job->hosts, OURS, job->first + index);
 }
 
-/* Numbers. */
+/* Arithmetic. */
 
 static void add_up(const struct numbers *what, int k, const void *const *operands, void *out, int64_t count) {
     sum((enum dtype)what->dtype, k, operands, out, 0, (size_t)count, what->prescale, (enum finish)what->finish,
         what->factor);
 }
 
-/* Half precision, each host times its weight. */
+/* Half precision, with each host multiplied by its weight. */
 static void add_up_weighted(const struct numbers *what, const float *weights, int k, const void *const *operands, void *out,
                             int64_t count) {
     int is_f16 = what->dtype == F16;
@@ -294,7 +298,7 @@ static void add_up_weighted(const struct numbers *what, const float *weights, in
     }
 }
 
-/* Bytes of so many numbers on the way. */
+/* Return the encoded bytes of this many numbers. */
 static int64_t way_bytes(const struct hosts_job *job, int64_t count) {
     if (job->code == PLAIN) return count * size_of(job);
     if (job->code != CODE_INT8) return 2 * count;
@@ -304,11 +308,11 @@ static int64_t way_bytes(const struct hosts_job *job, int64_t count) {
 WIDEST static void keep_finite_loss(const float *sent, float *residual, size_t count) {
     for (size_t i = 0; i < count; i++) {
         float lost = residual[i] - sent[i];
-        residual[i] = lost - lost == 0.0f ? lost : 0.0f; /* what is not finite has been told, and must not come back */
+        residual[i] = lost - lost == 0.0f ? lost : 0.0f; /* non-finite values are sent but kept out of the residual */
     }
 }
 
-/* As `Code.encode` of codes.py: the numbers become what the bytes say. */
+/* Encode the numbers, and replace them by the decoded values. */
 static void encode(int code, float *numbers, float *residual, char *out, int64_t count) {
     if (code == CODE_INT8) {
         int64_t scales = (count + CODE_BLOCK - 1) / CODE_BLOCK * 4;
@@ -334,7 +338,7 @@ static void decode(int code, const char *data, float *out, int64_t count) {
         (code == CODE_F16 ? widen_f16 : widen_bf16)((const uint16_t *)(const void *)data, out, (size_t)count);
 }
 
-/* What was lost of these elements before, in one place; `keep_lost` puts it back there if it was copied. */
+/* Return the residual of these elements, contiguous; `keep_lost` writes it back if it was copied. */
 static float *take_lost(const struct hosts_job *job, struct span span) {
     if (!job->residuals) return NULL;
     char *lost = in_one_place(job, constant(job->residuals), span);
@@ -349,7 +353,7 @@ static void keep_lost(const struct hosts_job *job, struct span span, float *lost
 
 /* The steps of a piece. */
 
-/* Whether all these members have come so far; if not, a slice of time has passed. */
+/* Return whether all these members have reached this value; 0 after a slice of time. */
 static int all_reached(struct hosts_job *job, int64_t *(*counter)(const struct hosts *, int), int num, int64_t piece,
                        long slice_ns) {
     for (int m = 0; m < num; m++) {
@@ -370,12 +374,12 @@ static void fill(const struct hosts_job *job, int64_t index) {
     for (int c = 0; c < hosts->num_leaders; c++) {
         struct span span = slice_of(job, index, c);
         if (span.count <= 0) return;
-        if (c == hosts->member && own_data(job, span)) continue; /* combined where it is */
+        if (c == hosts->member && own_data(job, span)) continue; /* combined in place */
         copy_elements(job, job->inputs, span, input_of(hosts, job->first + index, hosts->member, c), 0, job->stage);
     }
 }
 
-/* Find the resident data of the members, times `stage`: in the cache, just before it is read. */
+/* Return the resident data of the members, times `stage`: it is scaled in the cache, just before it is read. */
 static void stage_operands(const struct hosts_job *job, struct span span, const void **operands) {
     for (int m = 0; m < job->hosts->num_local; m++) {
         operands[m] = job->inputs[m] + span.begin * size_of(job);
@@ -384,7 +388,7 @@ static void stage_operands(const struct hosts_job *job, struct span span, const 
     }
 }
 
-/* This slice leader's part, in this piece, of what host h owns. */
+/* Return this slice leader's part, in this piece, of the elements that host h owns. */
 static struct span half_of(const struct hosts_job *job, int64_t index, int h) {
     struct span span = {job->begins[h] + index * job->most, job->counts[h] - index * job->most};
     if (span.count > job->most) span.count = job->most;
@@ -392,7 +396,7 @@ static struct span half_of(const struct hosts_job *job, int64_t index, int h) {
     return span;
 }
 
-/* Copy elements that this host owns from or to their owners, where these are other members. */
+/* Copy elements that this host owns from or to their owners, if these are other members. */
 static void copy_owned(const struct hosts_job *job, struct span span, int to_owners) {
     const struct hosts *hosts = job->hosts;
     int64_t size = size_of(job), end = span.begin + span.count;
@@ -407,13 +411,13 @@ static void copy_owned(const struct hosts_job *job, struct span span, int to_own
     }
 }
 
-/* Begin to send each host what this one has of its elements, or all hosts what this one owns. */
+/* Start to send each host its elements (SCATTER), or all hosts the elements that this one owns (GATHER). */
 static int combine_half(struct hosts_job *job, int64_t index) {
     const struct hosts *hosts = job->hosts;
     int64_t size = size_of(job);
     const void *operands[hosts->num_local];
     struct span own = half_of(job, index, hosts->host);
-    if (job->kind == GATHER) copy_owned(job, own, 0); /* all of it is overwritten whatever becomes of the job */
+    if (job->kind == GATHER) copy_owned(job, own, 0); /* all of it will be overwritten in any case */
     for (int h = 0; h < hosts->num_hosts; h++) {
         struct span span = job->kind == SCATTER ? half_of(job, index, h) : own;
         char *from = (char *)(uintptr_t)job->inputs[hosts->member] + span.begin * size;
@@ -429,7 +433,7 @@ static int combine_half(struct hosts_job *job, int64_t index) {
     return push_all(job);
 }
 
-/* Combine the own slice of all members of this host, and begin to send it. */
+/* Combine this slice of all members of this host, and start to send it. */
 static int combine(struct hosts_job *job, int64_t index) {
     const struct hosts *hosts = job->hosts;
     if (job->kind) return combine_half(job, index);
@@ -463,7 +467,7 @@ static int combine(struct hosts_job *job, int64_t index) {
     return push_all(job);
 }
 
-/* The slice is done: members may have it. */
+/* Publish that the slice is done. */
 static void complete_slice(const struct hosts_job *job, int64_t index, struct span span) {
     const struct hosts *hosts = job->hosts;
     if (!job->resident) {
@@ -477,7 +481,7 @@ static void complete_slice(const struct hosts_job *job, int64_t index, struct sp
                    (size_t)(span.count * size_of(job)));
 }
 
-/* Ask every host for a message, once: `bytes` and places are given by `two_steps`' second step or its first. */
+/* Request a message from every host, once; `two_steps`' first or second step gives bytes and addresses. */
 static void ask(struct hosts_job *job, struct span span, char *result, int second) {
     const struct hosts *hosts = job->hosts;
     if (job->asked) return;
@@ -490,7 +494,9 @@ static void ask(struct hosts_job *job, struct span span, char *result, int secon
     }
 }
 
-/* Send the own part of the result in code, which it becomes; what that loses of all hosts' sum, this host adds the next time. */
+/* Send this host's part of the result, encoded, and replace it by the decoded values; the rounding error goes to this host's
+ * residual.
+ */
 static void recode(const struct hosts_job *job, int64_t index, struct span span, struct span part, float *mine) {
     float *wanted = (float *)(void *)decoded_of(job->hosts, job->hosts->host), *lost = take_lost(job, span);
     if (lost) memcpy(wanted, mine, (size_t)part.count * sizeof(float));
@@ -501,7 +507,7 @@ static void recode(const struct hosts_job *job, int64_t index, struct span span,
     keep_lost(job, span, lost);
 }
 
-/* Send the header, and ask for those of the others. */
+/* Send the header, and request the others' headers. */
 static int greet(struct hosts_job *job) {
     const struct hosts *hosts = job->hosts;
     for (int h = 0; h < hosts->num_hosts; h++) {
@@ -513,7 +519,7 @@ static int greet(struct hosts_job *job) {
     return push_all(job);
 }
 
-/* COMPLETE when all hosts have sent the same header. */
+/* Return COMPLETE if all hosts have sent the same header. */
 static int compare(struct hosts_job *job, long slice_ns) {
     const struct hosts *hosts = job->hosts;
     int outcome = settle(job, 0, slice_ns);
@@ -524,7 +530,7 @@ static int compare(struct hosts_job *job, long slice_ns) {
     return COMPLETE;
 }
 
-/* Combine what the hosts have. */
+/* Combine the hosts' data. */
 static void add_up_hosts(const struct hosts_job *job, const void *const *operands, void *out, int64_t count) {
     if (job->weights)
         add_up_weighted(&job->between, job->weights, job->hosts->num_hosts, operands, out, count);
@@ -532,7 +538,9 @@ static void add_up_hosts(const struct hosts_job *job, const void *const *operand
         add_up(&job->between, job->hosts->num_hosts, operands, out, count);
 }
 
-/* Receive what the other hosts have of the own elements, and combine it, or what they own, for all members of this host. */
+/* Receive and combine the other hosts' data for this host's elements (SCATTER), or receive their elements for all members of
+ * this host (GATHER).
+ */
 static int receive_half(struct hosts_job *job, int64_t index, long slice_ns) {
     const struct hosts *hosts = job->hosts;
     int64_t size = size_of(job);
@@ -563,7 +571,7 @@ static int receive_half(struct hosts_job *job, int64_t index, long slice_ns) {
     return COMPLETE;
 }
 
-/* Receive what the other hosts have of the own part, combine it; that is the result, or it is sent to all. */
+/* Receive and combine the other hosts' data of this host's part. That is the result, or it is sent to all. */
 static int receive(struct hosts_job *job, int64_t index, long slice_ns) {
     const struct hosts *hosts = job->hosts;
     struct span span = slice_of(job, index, hosts->member);
@@ -628,18 +636,19 @@ static void read_out(const struct hosts_job *job, int64_t index) {
     for (int c = 0; c < hosts->num_leaders; c++) {
         struct span span = slice_of(job, index, c);
         if (span.count <= 0) return;
-        if (hosts->num_local == 1 && in_one_place(job, constant(job->outputs), span)) continue; /* it was made there */
+        if (hosts->num_local == 1 && in_one_place(job, constant(job->outputs), span)) continue; /* it was computed there */
         copy_elements(job, constant(job->outputs), span, result_of(hosts, job->first + index, c), 1, 1.0);
     }
 }
 
-/* COMPLETE, VOID (see the top), BROKEN (`error` says how), or NOT_YET: a slice of time has passed in vain, look around and call again.
+/* Return COMPLETE, VOID (see the top), BROKEN (see `error`), or NOT_YET after a slice of time: recheck the status and call
+ * again.
  *
- * Every member works on piece k in this order, always: fill k, combine k - 1, receive k - 1 - window, in two steps the rest of
- * k - 1 - 2 * window, read out the one before that. So both ends of a stream know which message comes next; one that has
- * filled piece n has combined all up to n - 2 and read all up to n - 3 - lag: with NUM_INPUTS places for inputs and lag + 3 for
- * results no member has to say more than how far it has filled, and a slice leader how far it has received. Piece numbers run on
- * from one staged job to the next. Before a piece is received, it has been sent: so no two hosts wait for one another.
+ * Every member works on piece k in this order: fill k, combine k - 1, receive k - 1 - window, in two steps the rest of k - 1 -
+ * 2 * window, read out the one before that. So both ends of a stream know which message is next. A member that has filled piece
+ * n has combined all up to n - 2 and read all up to n - 3 - lag: with NUM_INPUTS places for inputs and lag + 3 for results, a
+ * member only publishes its last filled piece, and a slice leader its last received one. Piece numbers continue from one staged
+ * job to the next. A piece is sent before one is received, so no two hosts wait for one another.
  */
 int hora_between_hosts(struct hosts_job *job, long slice_ns) {
     struct hosts *hosts = job->hosts;
@@ -654,7 +663,7 @@ int hora_between_hosts(struct hosts_job *job, long slice_ns) {
         switch (job->step) {
         case FILL:
             if (staged && number < job->num_pieces) {
-                at = job->first + number - 2; /* a slice leader has waited for that to combine it */
+                at = job->first + number - 2; /* a slice leader waited for that before it combined it */
                 if (!carries && number > 1 && !all_reached(job, filled_by, num_local, at, slice_ns)) return NOT_YET;
                 fill(job, number);
                 tell(hosts, filled_by(hosts, hosts->member), job->first + number + 1);

@@ -1,9 +1,9 @@
-/* Messages between two ranks of a host (point_to_point.py has the rules): a ring of bytes for each ordered pair of ranks, and a bell
- * for each rank. A rank that has written bytes, or has taken some of a full ring, rings the other's bell. A rank notes what its bell
- * says, looks at the ring, says that it sleeps, looks again, and sleeps while the bell is as it was (verify/messages.pml). Included
- * by native.c alone.
+/* Messages between two ranks of a host (see point_to_point.py): a ring of bytes for each ordered pair of ranks, and a bell, a
+ * counter, for each rank. A rank that has written bytes, or has read from a full ring, rings the other's bell. A rank reads its
+ * bell, checks the ring, announces that it sleeps, checks again, and sleeps while the bell is unchanged (verify/messages.pml).
+ * Included by native.c alone.
  */
-struct pipe { /* one direction, at one end of it */
+struct pipe { /* one end of one direction */
     int64_t *written, *read;
     char *bytes;
     int64_t num_bytes;
@@ -18,13 +18,13 @@ struct message {
     const struct pipe *pipe;
     struct header header;
     char *data;
-    int64_t moved; /* of header and bytes */
-    int64_t *bell, *asleep; /* the own ones */
+    int64_t moved; /* header and bytes together */
+    int64_t *bell, *asleep; /* this rank's */
     struct spin_policy *patience;
     int32_t receives;
 };
 
-enum { HEAD_BYTES = sizeof(struct header), MOST_AT_ONCE = 262144 }; /* the other end goes on with a part of a long message */
+enum { HEAD_BYTES = sizeof(struct header), MOST_AT_ONCE = 262144 }; /* the other end starts with a part of a long message */
 
 int64_t hora_add(int64_t *word, int64_t by) { return __atomic_add_fetch(word, by, __ATOMIC_SEQ_CST); }
 
@@ -54,7 +54,7 @@ static void note_given(const struct pipe *pipe, int64_t at, int64_t count) {
     ring_bell(pipe);
 }
 
-/* The writer sleeps only while it finds the ring full: either it sees this, or its last byte is seen here. */
+/* The writer sleeps only while the ring is full: either it sees this update, or this reader sees the full ring. */
 static void note_taken(const struct pipe *pipe, int64_t at, int64_t count) {
     __atomic_store_n(pipe->read, at + count, __ATOMIC_SEQ_CST);
     if (value_of(pipe->written) - at == pipe->num_bytes) ring_bell(pipe);
@@ -62,7 +62,7 @@ static void note_taken(const struct pipe *pipe, int64_t at, int64_t count) {
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Write what has room; how many bytes. */
+/* Write as many bytes as there is room for; return their number. */
 int64_t hora_pipe_write(const struct pipe *pipe, const char *from, int64_t count) {
     int64_t done = 0, some;
     while ((some = least(least(count - done, space(pipe)), MOST_AT_ONCE)) > 0) {
@@ -74,7 +74,7 @@ int64_t hora_pipe_write(const struct pipe *pipe, const char *from, int64_t count
     return done;
 }
 
-/* Take what is there; how many bytes. */
+/* Read the available bytes; return their number. */
 int64_t hora_pipe_read(const struct pipe *pipe, char *to, int64_t count) {
     int64_t done = 0, some;
     while ((some = least(least(count - done, available(pipe)), MOST_AT_ONCE)) > 0) {
@@ -86,7 +86,7 @@ int64_t hora_pipe_read(const struct pipe *pipe, char *to, int64_t count) {
     return done;
 }
 
-/* Send all of a message, or nothing of it; whether it was sent. */
+/* Send a whole message or none of it; return whether it was sent. */
 int hora_try_send(const struct message *it) {
     const struct pipe *pipe = it->pipe;
     int64_t at = *pipe->written, num_bytes = it->header.num_bytes;
@@ -97,7 +97,7 @@ int hora_try_send(const struct message *it) {
     return 1;
 }
 
-/* Whether the next message is there (1), and is this one; -1: it is another one. */
+/* Return 1 if the next message has arrived and matches, -1 if it is another one, else 0. */
 static int comes_next(const struct pipe *pipe, const struct header *header) {
     struct header found;
     if (available(pipe) < HEAD_BYTES) return 0;
@@ -105,8 +105,8 @@ static int comes_next(const struct pipe *pipe, const struct header *header) {
     return memcmp(&found, header, sizeof found) ? -1 : 1;
 }
 
-/* Look for a while whether the other end has moved on. The other end's Python takes the same time on every processor, a look
- * between 20 and 60 ns: so the while is measured, as NS_PER_LOOK for each look.
+/* Spin until the other end has advanced, for a limited time. The other end's Python takes the same time on every processor, but
+ * a spin takes 20 to 60 ns: so the time is measured, with NS_PER_LOOK per spin.
  */
 static int spin(struct spin_policy *patience, const int64_t *word, int64_t was) {
     enum { NS_PER_LOOK = 50, LOOKS_PER_CLOCK = 16 };
@@ -122,7 +122,7 @@ static int spin(struct spin_policy *patience, const int64_t *word, int64_t was) 
     return 0;
 }
 
-/* Receive all of a message, or nothing of it; whether it was received. It may come in a moment. */
+/* Receive a whole message, which may arrive in a moment, or none of it; return whether it was received. */
 int hora_try_receive(const struct message *it) {
     const struct pipe *pipe = it->pipe;
     struct spin_policy *patience = it->patience;
@@ -137,7 +137,7 @@ int hora_try_receive(const struct message *it) {
     return 1;
 }
 
-/* Move some of a message; how many bytes, -1 when another message comes first. */
+/* Move a part of a message; return the number of bytes, or -1 if another message is first. */
 static int64_t move_some(struct message *it) {
     int64_t before = it->moved;
     if (it->moved < HEAD_BYTES) {
@@ -157,14 +157,14 @@ static int64_t move_some(struct message *it) {
     return it->moved - before;
 }
 
-/* 1: it was moved; -1: another message comes first; 0: a slice has passed, or this thread was woken to look around. */
+/* Return 1 if the message was moved, -1 if another message is first, 0 after a slice of time or a wake-up. */
 int hora_message(struct message *it, long slice_ns) {
     const int64_t *word = it->receives ? it->pipe->written : it->pipe->read;
     for (;;) {
         int64_t seen = value_of(it->bell), was = value_of(word), moved = move_some(it);
         if (moved < 0) return -1;
         if (it->moved == HEAD_BYTES + it->header.num_bytes) return 1;
-        int looked = it->receives && !it->moved; /* hora_try_receive has, for the beginning of it */
+        int looked = it->receives && !it->moved; /* hora_try_receive has spun for its beginning */
         if (moved || (!looked && spin(it->patience, word, was))) continue;
         hora_add(it->asleep, 1);
         if (value_of(word) == was) {

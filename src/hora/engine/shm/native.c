@@ -1,7 +1,7 @@
-/* The fast path of one host, and sums and codes between hosts: copy in, wait, reduce, encode. Called through ctypes by
- * `native.py`; libc only, nothing of Python's. Without it ranks use sockets and torch's arithmetic, which gives the same bits
- * (`sums.h`, `codes.h`, `repeated.h`, `messages.h`, `records.h`, `hosts.h`).
- * Built with -ffp-contract=off: a multiplication and an addition that became one would give other bits.
+/* The fast path of one host, and sums and codes between hosts: copy in, wait, reduce, encode. `native.py` calls it through
+ * ctypes; it uses libc and nothing of Python. Without it ranks use sockets and torch's arithmetic, with the same bits
+ * (`sums.h`, `codes.h`, `repeated.h`, `messages.h`, `records.h`, `hosts.h`). Built with -ffp-contract=off: a fused
+ * multiplication and addition would give other bits.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -29,13 +29,15 @@ void hora_reduce(int dtype, int k, const void *const *operands, void *out, size_
     sum((enum dtype)dtype, k, operands, out, 0, count, prescale, (enum finish)how, factor);
 }
 
-/* Counters (counters.py): 64 bits with one writer. A wait looks at the word a few times, then sleeps on its low half. */
+/* Counters (counters.py): 64 bits with one writer. A wait spins on the word for a while, then sleeps on its low half. */
 
 static int64_t value_of(const int64_t *word) { return __atomic_load_n(word, __ATOMIC_SEQ_CST); }
 
 static void wake(const int64_t *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
 
-/* Publish, and wake whoever waits for it, if a member sleeps: `sleeps` is member 0's word, the next one's `stride` bytes on. */
+/* Publish the value, and wake its waiters if a member sleeps: `sleeps` is member 0's word, the next member's is `stride` bytes
+ * further on.
+ */
 static void publish_to(int64_t *own, int64_t value, const int64_t *sleeps, int64_t stride, int num_members, int member) {
     __atomic_store_n(own, value, __ATOMIC_SEQ_CST);
     for (int m = 0; m < num_members; m++)
@@ -58,17 +60,17 @@ static void sleep_on(const int64_t *word, int64_t seen, long slice_ns) {
     syscall(SYS_futex, word, FUTEX_WAIT, (uint32_t)(uint64_t)seen, &slice, NULL, 0);
 }
 
-/* How often to look before sleeping. To be woken takes tens of microseconds, so spinning pays when peers are in step and have
- * cores of their own; otherwise it takes time from the peer that is waited for. So each waiter learns: after `patience` sleeps
- * that were over soon it looks `many` times; when that was in vain MISSES times in a row it looks FEW_LOOKS times again, and
- * has twice the patience from then on. `many` is larger where there are cores to spare.
+/* The number of spins before sleeping. Waking takes tens of microseconds, so spinning pays off if peers are in step and have
+ * their own cores; otherwise it takes time from the late peer. So each waiter adapts: after `patience` short sleeps it spins
+ * `many` times; after MISSES unsuccessful spins in a row it spins FEW_LOOKS times again, and doubles its patience. `many` is
+ * larger if there are free cores.
  */
 struct spin_policy {
     int32_t looks, patience, tally, many;
 };
 
 enum { FEW_LOOKS = 30, MISSES = 3, LEAST_PATIENCE = 4, MOST_PATIENCE = 512 };
-static const int64_t SOON_NS_PER_LOOK = 160; /* what is over sooner than in so many times the looks might have been seen */
+static const int64_t SOON_NS_PER_LOOK = 160; /* a sleep shorter than this per spin could have been a spin */
 
 static int64_t now_ns(void) {
     struct timespec now;
@@ -93,8 +95,8 @@ static void learn(struct spin_policy *it, int64_t slept_ns) {
     }
 }
 
-/* Whether the value is `target`; if not, a slice has passed, or somebody wants this thread to look up, and has woken it without a
- * new value. `sleeps` says meanwhile that its owner has to be woken; NULL: the others wake whoever may be there.
+/* Return whether the value is `target`; if not, a slice of time has passed, or this thread was woken to recheck the status.
+ * `sleeps` announces meanwhile that its owner must be woken; NULL: the others always wake.
  */
 static int patiently(const int64_t *word, int64_t target, struct spin_policy *it, long slice_ns, int64_t *sleeps) {
     if (look(word, target, it->looks)) {
@@ -102,7 +104,7 @@ static int patiently(const int64_t *word, int64_t target, struct spin_policy *it
         return 1;
     }
     int64_t before, seen, begin = now_ns(), end = begin;
-    if (sleeps) __atomic_store_n(sleeps, 1, __ATOMIC_SEQ_CST); /* either it sees the value, or is seen to sleep */
+    if (sleeps) __atomic_store_n(sleeps, 1, __ATOMIC_SEQ_CST); /* either it sees the value, or the writer sees that it sleeps */
     do {
         if ((before = value_of(word)) < target) sleep_on(word, before, slice_ns);
         seen = value_of(word);
@@ -113,8 +115,8 @@ static int patiently(const int64_t *word, int64_t target, struct spin_policy *it
     return seen >= target;
 }
 
-/* The members of a group, each with a counter that it alone advances, at `words` + m * `stride`; beside the counter, whether its
- * member sleeps. The one way of waiting among the members of a host.
+/* The members of a group. Each has a counter that only it advances, at `words` + m * `stride`, and beside it a word that says
+ * whether the member sleeps. All waits among the members of a host use it.
  */
 struct group {
     char *words;
@@ -137,7 +139,7 @@ static void publish(const struct group *group, int64_t value) {
                group->member);
 }
 
-/* Whether all members have published the value; if not, a slice of time has passed in vain. 2: one of them has joined. */
+/* Return whether all members have published the value; 0 after a slice of time, 2 if one of them has joined. */
 static int all_have(struct group *group, int64_t value, int32_t *late, long slice_ns) {
     int64_t *own_sleep = sleeps(group, group->member);
     int found = 1;
@@ -162,7 +164,7 @@ void hora_wake(const int64_t *word) { wake(word); }
 
 void hora_fence(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
-/* Wait until the word differs from `seen`. Whether it does; if not, a slice has passed, or the thread was woken to look around. */
+/* Wait until the word differs from `seen`; return 0 after a slice of time, or if the thread was woken to recheck the status. */
 int hora_wait_change(const int64_t *word, int64_t seen, struct spin_policy *policy, long slice_ns) {
     begin_spinning(policy);
     for (int i = 0; i < policy->looks; i++) {
@@ -178,22 +180,23 @@ int hora_wait_change(const int64_t *word, int64_t seen, struct spin_policy *poli
     return value_of(word) != seen;
 }
 
-/* Publish the value, unless that was done in a call before, and wait for the others. */
+/* Publish the value, unless an earlier call did, and wait for the others. */
 int hora_meet(struct group *group, int64_t value, int32_t *late, long slice_ns) {
     if (value_of(counter_of(group, group->member)) != value) publish(group, value);
     return all_have(group, value, late, slice_ns);
 }
 
-/* A collective through the slots of a ring (ring.py has the rules: steps, depth, how far ahead a member may be).
- * The tensors of an allreduce are one row of elements; a piece of the row goes through a slot at a time. `direct`: each member
- * reduces all slots into its own output. Else member m reduces slice m into a common result, which all copy out `lag` steps
- * later. The other kinds have one tensor, of which `total` elements go to each member, or come from each, and are direct.
+/* A collective through the slots of a ring (transport/shm.py defines steps, depth, and the lead that a member may have). The
+ * tensors of an allreduce form one row of elements, and one piece of the row at a time goes through a slot. `direct`: each
+ * member reduces all slots into its own output. Otherwise member m reduces slice m into a common result, which all members copy
+ * out `lag` steps later. The other kinds have one tensor, of which `total` elements go to or come from each member, and are
+ * direct.
  */
 enum { LINE = 64 };
-enum collective { ALL_REDUCE, ALL_GATHER, BROADCAST, ALL_TO_ALL, REDUCE_SCATTER }; /* the numbers are request.py's */
+enum collective { ALL_REDUCE, ALL_GATHER, BROADCAST, ALL_TO_ALL, REDUCE_SCATTER }; /* numbered as in request.py */
 
 struct ring {
-    char *slots, *results; /* of member 0 for step 0; the common results */
+    char *slots, *results; /* member 0's slot for step 0; the common results */
     int64_t slot_bytes;
     int32_t depth, ahead;
     struct group group;
@@ -205,18 +208,18 @@ struct job {
     void *const *outputs;
     const int64_t *counts; /* elements of each tensor */
     int64_t total, first_step, lag;
-    int64_t filled, drained; /* how many steps so far: a job that was interrupted goes on from here */
-    int32_t dtype, finish, direct, late; /* `late`: the member that was last waited for in vain */
-    int32_t kind, root;                  /* `root`: the member that a broadcast comes from */
-    double stage, prescale, factor; /* `stage`: times this, on the way into a slot */
-    int64_t put_part, put_offset, take_part, take_offset; /* how far into the tensors both ends are */
+    int64_t filled, drained; /* steps done so far: an interrupted job continues from here */
+    int32_t dtype, finish, direct, late; /* `late`: the member that the last wait missed */
+    int32_t kind, root;                  /* `root`: the sender of a broadcast */
+    double stage, prescale, factor; /* `stage`: factor applied on the way into a slot */
+    int64_t put_part, put_offset, take_part, take_offset; /* positions of both ends in the tensors */
 };
 
 static char *slot(const struct ring *ring, int member, int64_t step) {
     return ring->slots + ((int64_t)member * ring->depth + step % ring->depth) * ring->slot_bytes;
 }
 
-/* Whether a slot is divided, because each member gets something else. */
+/* Return whether a slot is divided because each member receives different data. */
 static int divides(const struct job *job) { return job->kind == ALL_TO_ALL || job->kind == REDUCE_SCATTER; }
 
 static int64_t share_bytes(const struct job *job) {
@@ -224,7 +227,7 @@ static int64_t share_bytes(const struct job *job) {
     return divides(job) ? ring->slot_bytes / ring->group.num_members / LINE * LINE : ring->slot_bytes;
 }
 
-/* The elements of a piece that is not the last. */
+/* Return the number of elements of every piece but the last. */
 static int64_t most(const struct job *job) { return share_bytes(job) / (int64_t)item_bytes[job->dtype]; }
 
 static int64_t piece(const struct job *job, int64_t index) {
@@ -246,7 +249,7 @@ static void put(struct job *job, char *to, int64_t count) {
     }
 }
 
-/* Bring what all members have in their slots, or what is in the common result, to the outputs. */
+/* Copy the reduction of all members' slots, or the common result, to the outputs. */
 static void take(struct job *job, int64_t step, int64_t count) {
     const struct ring *ring = job->ring;
     int64_t size = (int64_t)item_bytes[job->dtype], done = 0;
@@ -273,7 +276,7 @@ static const char *input_at(const struct job *job, int64_t element) {
     return (const char *)job->inputs[0] + element * (int64_t)item_bytes[job->dtype];
 }
 
-/* Put a piece into the own slot: as much of it as others read. */
+/* Copy the part of a piece that others read into this member's slot. */
 static void fill_slot(struct job *job, int64_t index) {
     const struct ring *ring = job->ring;
     int own = ring->group.member, num_members = ring->group.num_members;
@@ -293,7 +296,7 @@ static void fill_slot(struct job *job, int64_t index) {
     }
 }
 
-/* Bring a piece from all members' slots to the output. */
+/* Copy a piece from all members' slots to the output. */
 static void empty_slots(struct job *job, int64_t index) {
     const struct ring *ring = job->ring;
     int own = ring->group.member, num_members = ring->group.num_members;
@@ -319,7 +322,7 @@ static void empty_slots(struct job *job, int64_t index) {
     }
 }
 
-/* As `shared_slice` of reduction.py: two members never write to one cache line. */
+/* Like `shared_slice` in reduction.py: two members never write to one cache line. */
 static void own_slice(const struct ring *ring, int64_t count, int64_t *begin, int64_t *end) {
     int64_t share = ((count + ring->group.num_members - 1) / ring->group.num_members + 63) / 64 * 64;
     *begin = ring->group.member * share, *end = *begin + share;
@@ -337,7 +340,7 @@ static void reduce_own_slice(struct job *job, int64_t step, int64_t count) {
         (size_t)begin, (size_t)(end - begin), job->prescale, (enum finish)job->finish, job->factor);
 }
 
-/* Whether it is done; if not, a slice has passed in vain: look around and call again. */
+/* Return whether the job is done; 0 after a slice of time: recheck the status and call again. */
 int hora_collective(struct job *job, long slice_ns) {
     struct ring *ring = job->ring;
     int64_t pieces = (job->total + most(job) - 1) / most(job);
@@ -359,7 +362,7 @@ int hora_collective(struct job *job, long slice_ns) {
     return 1;
 }
 
-/* Sum what lies at `data[m]` of every member m, from element `begin` on, into all of it. */
+/* Sum the data at `data[m]` of every member m, from element `begin` on, into all of them. */
 void hora_reduce_everywhere(int dtype, int k, char *const *data, int64_t begin, int64_t count, double prescale, int how,
                             double factor) {
     int64_t size = (int64_t)item_bytes[dtype], end = begin + count;
@@ -379,7 +382,7 @@ void hora_reduce_everywhere(int dtype, int k, char *const *data, int64_t begin, 
 
 #include "hosts.h"
 
-/* The size of every struct that Python fills in, and where its members are: `Library.check` compares them. */
+/* The size and member offsets of every struct that Python fills in; `Library.check` compares them. */
 #define AT(type, member) (int32_t) offsetof(struct type, member)
 static const int32_t layouts[][36] = {
     {sizeof(struct group), AT(group, words), AT(group, stride), AT(group, member), AT(group, num_members),

@@ -1,13 +1,13 @@
-/* A repeated call (negotiation/shared_memory.py has the rules): publish a record, wait for the others' equal ones, do it. What fits a
- * slot is staged there before the record is published; anything else goes through the ring when all records are there.
+/* A repeated call (see negotiation/shared_memory.py): publish a record, wait for equal records of the others, execute. Data
+ * that fits a slot is staged before the record is published; other data goes through the ring when all records have arrived.
  * Each member has four lines: its ticket and its sleep word (`struct group`), and four records. Included by native.c alone.
  *
- * A member waits here for two things at once: a record, and news of any member. So it sleeps on its own sleep word, which says
- * for whose record (1 + that member), and whoever has something for it clears the word and wakes it (`rouse`): that it does
- * between the sleeper's last look and its sleep is not lost, because the kernel finds another word than the sleeper wrote.
+ * A member waits for two events at once: a record, and news of any member. So it sleeps on its own sleep word, which contains 1
+ * + the member whose record it waits for. A member with an event for it clears the word and wakes it (`rouse`). A wake-up
+ * between the sleeper's last check and its sleep is not lost, because the kernel then finds a changed word.
  */
 enum { KEPT = 4 };
-enum state { DIFFERENT = -1, WAITING, DONE, MOVING }; /* MOVING: all members have agreed, and are in the ring */
+enum state { DIFFERENT = -1, WAITING, DONE, MOVING }; /* MOVING: all members have agreed and use the ring */
 
 struct record {
     int64_t ticket;
@@ -15,7 +15,7 @@ struct record {
     int64_t instance;
 };
 
-struct spec { /* what all requests with one signature have in common */
+struct spec { /* the common part of all requests with one signature */
     struct job job;
     uint8_t digest[16];
     int32_t staged;
@@ -23,10 +23,10 @@ struct spec { /* what all requests with one signature have in common */
 
 struct repeated {
     struct group group; /* tickets */
-    const char *heads; /* of member 0: what it has announced; the next member's is `head_bytes` further on */
-    const int64_t *round, *fed; /* the round that was cut last; how far into the announcements the own member has read */
+    const char *heads; /* member 0's announcements; the next member's are `head_bytes` further on */
+    const int64_t *round, *fed; /* the last round; this member's position in the announcements */
     int64_t head_bytes;
-    int32_t late; /* the member that was last waited for */
+    int32_t late; /* the member that the last wait missed */
     /* Of one call. */
     const struct spec *spec;
     const void *source;
@@ -42,7 +42,7 @@ static struct record *record_of(const struct repeated *it, int member) {
     return (struct record *)(void *)records + it->record.ticket % KEPT;
 }
 
-/* Whether all that any member has announced was agreed on in a round that this one has seen. */
+/* Return whether every announcement was agreed on in a round that this member has seen. */
 static int quiet(const struct repeated *it) {
     if (value_of(it->round) != it->rounds) return 0;
     for (int m = 0; m < it->group.num_members; m++)
@@ -50,8 +50,8 @@ static int quiet(const struct repeated *it) {
     return 1;
 }
 
-/* Wake the members that wait for `what`, or for whatever it is (0). It may hit one that has looked up meanwhile and sleeps
- * again, for something else: that one looks once more than it had to.
+/* Wake the members that wait for `what`, or for anything (0). A member that sleeps again for another event may be woken, too:
+ * it only checks once more than necessary.
  */
 static void rouse(const struct group *group, int64_t what) {
     for (int m = 0; m < group->num_members; m++) {
@@ -62,9 +62,9 @@ static void rouse(const struct group *group, int64_t what) {
     }
 }
 
-/* Tell members that wait for a record that this one has announced something instead. */
+/* Wake members that wait for a record: this member has announced something else. */
 void hora_nudge(const struct group *group) {
-    __atomic_thread_fence(__ATOMIC_SEQ_CST); /* after the announcement, which Python wrote */
+    __atomic_thread_fence(__ATOMIC_SEQ_CST); /* after the announcement, which Python code wrote */
     rouse(group, 0);
 }
 
@@ -87,10 +87,10 @@ static int all_published(const struct repeated *it) {
     return 1;
 }
 
-/* Sleep until the late member may have come, or for a slice. Whether it is worth while to go on waiting. */
+/* Sleep until the late member may have arrived, or for a slice of time. Return whether to continue waiting. */
 static int sleep_unless_news(struct repeated *it, const int64_t *word, long slice_ns) {
     int64_t *own = sleeps(&it->group, it->group.member), begin = now_ns(), what = 1 + it->late;
-    __atomic_store_n(own, what, __ATOMIC_SEQ_CST); /* either this member sees what others do, or they see that it sleeps */
+    __atomic_store_n(own, what, __ATOMIC_SEQ_CST); /* either this member sees the others' updates, or they see that it sleeps */
     int hopeful = quiet(it);
     if (hopeful && value_of(word) < it->record.ticket) {
         sleep_on(own, what, slice_ns);
@@ -100,7 +100,7 @@ static int sleep_unless_news(struct repeated *it, const int64_t *word, long slic
     return hopeful;
 }
 
-/* WAITING, DIFFERENT, or MOVING when all members have published this very record. */
+/* Return WAITING, DIFFERENT, or MOVING if all members have published an equal record. */
 static int agree(struct repeated *it, long slice_ns) {
     struct spin_policy *patience = &it->group.patience;
     begin_spinning(patience);
@@ -112,7 +112,7 @@ static int agree(struct repeated *it, long slice_ns) {
             if (patience->looks == patience->many) patience->tally = 0;
         } else if (!slice_ns) {
             return WAITING;
-        } else if (!sleep_unless_news(it, word, slice_ns)) { /* the news may have come after all have published */
+        } else if (!sleep_unless_news(it, word, slice_ns)) { /* the news may have arrived after all have published */
             if (!all_published(it)) return DIFFERENT;
             break;
         } else if (value_of(word) < it->record.ticket) {
@@ -124,7 +124,7 @@ static int agree(struct repeated *it, long slice_ns) {
     return MOVING;
 }
 
-/* The state: without a slice of time to sleep in, or when one has passed, it may be WAITING or MOVING; call again then. */
+/* Return the state. Without a slice of time to sleep in, or after it, that may be WAITING or MOVING; then call again. */
 int hora_repeated(struct repeated *it, long slice_ns) {
     if (!it->published) {
         if (!quiet(it)) return it->state = DIFFERENT;

@@ -1,5 +1,5 @@
-/* Sums of members' numbers, the part of `native.c` that knows dtypes and processors. Members are added in the order 0, 1, 2,
- * ..., half precision in float, rounded once: the bits are those of `arithmetic.py`. Included by native.c alone.
+/* Sums of members' numbers: the part of `native.c` that depends on dtypes and processors. Members are added in the order 0, 1,
+ * 2, ..., half precision in float with one rounding: the same bits as `arithmetic.py`. Included by native.c alone.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -9,20 +9,20 @@
 #include <cpuid.h>
 #include <immintrin.h>
 #define CPU_RELAX() _mm_pause()
-#define WIDEST __attribute__((target_clones("avx512f", "avx2", "default"))) /* the loader takes what the processor has */
+#define WIDEST __attribute__((target_clones("avx512f", "avx2", "default"))) /* the loader chooses by processor */
 #else
 #define CPU_RELAX() __asm__ volatile("yield")
 #define WIDEST /* NEON is part of every 64-bit ARM */
 #endif
 
-#define BLOCK 2048 /* elements that are summed at a time: they stay in the first-level cache */
+#define BLOCK 2048 /* elements that are summed at a time, so that they stay in the first-level cache */
 
-enum dtype { F32, F64, F16, BF16, I8, I16, I32, I64 }; /* the numbers are native.py's */
+enum dtype { F32, F64, F16, BF16, I8, I16, I32, I64 }; /* numbered as in native.py */
 enum finish { NOTHING, MULTIPLY, DIVIDE };
 
 static const size_t item_bytes[] = {4, 8, 2, 2, 1, 2, 4, 8};
 
-/* Whether 16-bit floats can be converted here as torch converts them. */
+/* Return whether this processor converts 16-bit floats as torch does. */
 int hora_has_f16(void) {
 #if defined(__x86_64__)
     unsigned a, b, c = 0, d;
@@ -34,8 +34,8 @@ int hora_has_f16(void) {
 
 /* Sums. `out` may be one of the operands: element i is read before it is written, hence ivdep. */
 
-/* Seven, three or one more members are added to what there is so far in one pass over it, in registers: so many are read at
- * the same time, and other cores' caches are slow to answer. The last pass writes `out`, which may be what it reads.
+/* Add seven, three or one more members in one pass, in registers: reading several at the same time hides the latency of other
+ * cores' caches. The last pass writes `out`, which may be one of its inputs.
  */
 #define NEXT(type, j) ((const type *)operands[m + (j)] + from + at)
 #define EACH _Pragma("GCC ivdep") for (size_t i = 0; i < n; i++)
@@ -80,7 +80,7 @@ SUMMED(uint16_t, sum_i16)
 SUMMED(uint32_t, sum_i32)
 SUMMED(uint64_t, sum_i64)
 
-/* Two members are the usual case, and need no room in between. */
+/* Two members, the usual case, need no intermediate buffer. */
 #define PAIRED(type, name)                                                                                             \
     WIDEST static void name(const type *a, const type *b, type *out, size_t count, enum finish how, double factor) {  \
         type by = (type)factor;                                                                                        \
@@ -96,7 +96,7 @@ SUMMED(uint64_t, sum_i64)
 PAIRED(float, pair_f32)
 PAIRED(double, pair_f64)
 
-/* Half precision: each operand becomes float, and is multiplied by the prescale; the sum is rounded at the end. */
+/* Half precision: each operand is converted to float and multiplied by the prescale; the sum is rounded at the end. */
 
 WIDEST static void widen_bf16(const uint16_t *in, float *out, size_t count) {
     uint32_t *bits = (uint32_t *)(void *)out;
@@ -169,7 +169,7 @@ static void sum_halves(enum dtype dtype, int k, const void *const *operands, voi
     }
 }
 
-/* On the way into a slot numbers are multiplied by a factor, `stage`. Integers have none. */
+/* Numbers are multiplied by a factor, `stage`, on the way into a slot. Integers have none. */
 
 #define SCALED(type, name)                                                                                             \
     WIDEST static void name(const type *in, type *out, size_t count, double factor) {                                  \
@@ -180,7 +180,7 @@ static void sum_halves(enum dtype dtype, int k, const void *const *operands, voi
 SCALED(float, scaled_f32)
 SCALED(double, scaled_f64)
 
-/* Two members, of which one's numbers, `a`, are not in a slot. Which of them is the first makes no difference to a sum. */
+/* Sum two members, where the numbers `a` of one are not in a slot. Their order does not change the sum. */
 #define PAIRED_STAGED(type, name)                                                                                      \
     WIDEST static void name(const type *a, const type *b, type *out, size_t count, double factor) {                    \
         type by = (type)factor;                                                                                        \
@@ -228,13 +228,13 @@ static void sum(enum dtype dtype, int k, const void *const *operands, void *out,
     }
 }
 
-/* Whether `sum_with_own` takes the own numbers from where they were, not from the slot. */
+/* Return whether `sum_with_own` reads this member's numbers from its source, not from the slot. */
 static int sums_source(enum dtype dtype, int k, double stage, enum finish how) {
     return stage == 1.0 || (k == 2 && how == NOTHING && (dtype == F32 || dtype == F64));
 }
 
-/* The same of all members' slots, in which the own member has put `source`. That has to come into the cache anyway if it is
- * overwritten, so it is taken from there where that can be done.
+/* Sum all members' slots; this member's slot holds a copy of `source`. A `source` that is overwritten must enter the cache
+ * anyway, so it is read instead of the slot where possible.
  */
 static void sum_with_own(enum dtype dtype, int k, const void **operands, int own, const void *source, void *out,
                          size_t count, double stage, double prescale, enum finish how, double factor) {
