@@ -78,6 +78,8 @@ def run_ranks(
         for rank in range(num_local * len(hosts)):
             office, local_rank = divmod(rank, num_local)
             place = {
+                "RANK": rank,
+                "WORLD_SIZE": num_local * len(hosts),
                 "HOROVOD_RANK": rank,
                 "HOROVOD_SIZE": num_local * len(hosts),
                 "HOROVOD_LOCAL_RANK": local_rank,

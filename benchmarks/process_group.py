@@ -3,6 +3,9 @@
     python -m benchmarks.process_group                    all cases, about five minutes on two cores
     python -m benchmarks.process_group --quick            fewer rounds and sizes
     python -m benchmarks.process_group --cases all_reduce,messages --sizes 4K,1M
+    python -m benchmarks.offices --ranks 2 -- python -m benchmarks.process_group --cases all_reduce,DDP
+
+The last one has two hosts of two ranks, as root: Hora's streams are encrypted with HORA_ENCRYPT=always, gloo's never.
 
 One thread per rank, float32. Bytes are a rank's input: its part of a gather, its input of a reduce-scatter divided by
 the ranks. "times" is gloo's time divided by ours, the median over the rounds, with the smallest and largest round in
@@ -43,9 +46,11 @@ def collective(case: str, size: int, group: Group) -> Call:
     if case == "all_reduce":
         return lambda: dist.all_reduce(mine, group=group)
     if case == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, mine, group=group)
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the new name does not warn
+        return lambda: gather(whole, mine, group=group)
     if case == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(mine, whole, group=group)
+        reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        return lambda: reduce_scatter(mine, whole, group=group)
     if case == "broadcast":
         return lambda: dist.broadcast(mine, 0, group=group)
     if case == "all_to_all":

@@ -58,7 +58,8 @@ def make_group(store: Any, rank: int, size: int, timeout: timedelta, global_rank
     on_shutdown = _end_engine if owns else _do_nothing
     group = HoraProcessGroup(store, rank, size, runtime, queue, timeout, on_shutdown, make_group)
     if not global_ranks:
-        group.wait_for_all()  # a rank that destroys its group at once would end the engine during the others' init
+        # A rank that destroys its group at once would end the engine during the others' init.
+        group.wait_for_all("init_process_group")
     return group
 
 

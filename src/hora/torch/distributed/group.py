@@ -35,6 +35,7 @@ __all__ = ["HoraProcessGroup"]
 _ZERO, _NO_TIMEOUT = timedelta(0), timedelta(milliseconds=-1)
 _KEPT = 4096
 _SUM = Reduce()
+_Step = tuple[Request, Callable[[], object] | None]  # with the function that processes the result
 # With `BackendBase`, torch has a backend for each device of a group; before, a Python group is a whole group.
 _BASE: Any = getattr(dist, "BackendBase", dist.ProcessGroup)
 
@@ -52,13 +53,12 @@ class _Until:
 
 
 class _Requests(Operation):
-    """Requests of a group, and `finally_`, which runs once when they are done."""
+    """Requests of a group, and functions that process their results, which run once when all are done."""
 
-    def __init__(
-        self, group: HoraProcessGroup, requests: Sequence[Request], finally_: Callable[[], None] | None, limit_s: float
-    ) -> None:
-        self._group, self._requests, self._finally = group, requests, finally_
-        self._limit_s = limit_s
+    def __init__(self, group: HoraProcessGroup, steps: Sequence[_Step], limit_s: float) -> None:
+        self._group, self._limit_s = group, limit_s
+        self._requests = [request for request, _ in steps]
+        self._finals = [final for _, final in steps if final is not None]
         self._lock = threading.Lock()
 
     def done(self) -> bool:
@@ -72,9 +72,8 @@ class _Requests(Operation):
         for request in self._requests:
             self._group.finish(request, deadline, limit_s or self._limit_s)
         with self._lock:
-            finally_, self._finally = self._finally, None
-            if finally_ is not None:
-                finally_()
+            while self._finals:
+                self._finals.pop(0)()
 
     def when_done(self, callback: Callable[[], None]) -> None:
         left, lock, told = [0], threading.Lock(), set[int]()
@@ -130,23 +129,6 @@ class MessageOperation(Operation):
         return self._group.member_of(self._message.source)
 
 
-class _Scattering:
-    """The requests of a reduce-scatter of several tensors, and the function to call when they are done."""
-
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-        self._finals: list[Callable[[], object]] = []
-
-    def add(self, request: Request, final: Callable[[], object] | None = None) -> None:
-        self.requests.append(request)
-        if final is not None:
-            self._finals.append(final)
-
-    def finish(self) -> None:
-        for final in self._finals:
-            final()
-
-
 class HoraProcessGroup(_BASE):
     """This rank's end of a process group."""
 
@@ -166,6 +148,7 @@ class HoraProcessGroup(_BASE):
         self._rank, self._size = rank, size
         self._runtime, self._queue = runtime, queue
         self._ranks = queue.ranks
+        self._own_rank = self._ranks[rank]  # in the job
         self._limit_s = timeout.total_seconds()
         self._on_shutdown, self._make = on_shutdown, make
         self._name = self._description = ""
@@ -244,7 +227,7 @@ class HoraProcessGroup(_BASE):
         outside = [member for member in ranks if not 0 <= member < self._size]
         if outside or len(set(ranks)) != len(ranks):
             raise ValueError(
-                f"split_group on rank {self._ranks[self._rank]}: the ranks must be different members, 0 to "
+                f"split_group on rank {self._own_rank}: the ranks must be different members, 0 to "
                 f"{self._size - 1}, but they are {list(ranks)}"
             )
         if self._rank not in ranks:
@@ -275,7 +258,7 @@ class HoraProcessGroup(_BASE):
 
     def abort(self) -> None:
         """Fail all operations in flight in this group, on this rank."""
-        self._queue.give_up(f"{self._label('process group')} was aborted by rank {self._ranks[self._rank]}")
+        self._queue.give_up(f"{self._label('process group')} was aborted by rank {self._own_rank}")
         self.shutdown()
 
     # Waiting.
@@ -297,7 +280,7 @@ class HoraProcessGroup(_BASE):
             return request.error or HorovodInternalError(f"{request.name} took longer than {limit_s:g} s")
         names = "; ".join(f"rank {rank} is at {line}" for rank, line in absent.items()) or "all ranks are in it"
         text = (
-            f"rank {self._ranks[self._rank]} waited {limit_s:g} s until the timeout in {request.name} for "
+            f"rank {self._own_rank} waited {limit_s:g} s until the timeout in {request.name} for "
             f"rank(s) {list(absent)}: {names}. This process group cannot be used any more"
         )
         self._queue.give_up(text)
@@ -338,7 +321,7 @@ class HoraProcessGroup(_BASE):
         grouped: bool = False,
     ) -> Request:
         """Submit a request. `wait`: this thread will drive it at once."""
-        self._check_here(tensors)
+        self._check_here()
         queue = self._queue
         request = queue.validator.request(CollectiveCall(kind, None, reduce, root, splits, grouped), tensors, outputs)
         request.signature = request.signature._replace(operation=self._label(operation))
@@ -347,24 +330,18 @@ class HoraProcessGroup(_BASE):
         queue.submit(request, background=not wait)
         return request
 
-    def _check_here(self, tensors: Sequence[Tensor]) -> None:
+    def _check_here(self) -> None:
         self._num_calls += 1
         if not self._runtime.is_current:
             raise HorovodInternalError(
-                f"the process group {self._name!r} of rank {self._ranks[self._rank]} cannot be used here: it was "
+                f"the process group {self._name!r} of rank {self._own_rank} cannot be used here: it was "
                 "destroyed, or this process was forked from the one that made it"
             )
 
-    def _work(
-        self,
-        requests: Sequence[Request],
-        tensors: Sequence[Any],
-        opts: Any,
-        finally_: Callable[[], None] | None = None,
-    ) -> Work:
+    def _work(self, steps: Sequence[_Step], tensors: Sequence[Any], opts: Any) -> Work:
         timeout = getattr(opts, "timeout", _NO_TIMEOUT)
         limit_s = timeout.total_seconds() if timeout > _ZERO else self._limit_s
-        operation = _Requests(self, requests, finally_, limit_s)
+        operation = _Requests(self, steps, limit_s)
         if _waits(opts):
             operation.finish(None)
             return DONE
@@ -390,7 +367,7 @@ class HoraProcessGroup(_BASE):
             if request is None:
                 return None
             self._num_calls += 1
-            return Work(_Requests(self, [request], None, self._limit_s), [target])
+            return Work(_Requests(self, [(request, None)], self._limit_s), [target])
         queue = self._queue
         queue.deadline = time.monotonic() + self._limit_s
         try:
@@ -441,39 +418,38 @@ class HoraProcessGroup(_BASE):
         if any(one.folded for one in reductions):
             return self._allreduce_folded(operation, tensors, reductions, opts)
         views = [one.view(tensor) for one, tensor in zip(reductions, tensors, strict=True)]
-        if len(tensors) > 1 and len({one.reduce for one in reductions}) > 1:
+        if len({one.reduce for one in reductions}) > 1:
             requests = [
                 self._submit(operation, Kind.ALLREDUCE, [view], [view], reduce=one.reduce, wait=False)
                 for view, one in zip(views, reductions, strict=True)
             ]
-            return self._work(requests, tensors, opts)
+            return self._work([(request, None) for request in requests], tensors, opts)
         reduce, many = reductions[0].reduce, len(tensors) > 1
         request = self._submit(operation, Kind.ALLREDUCE, views, views, reduce=reduce, grouped=many, wait=wait)
         if key is not None and hash(opts.reduceOp) != _PREMUL_SUM:
             self._remember(key, request, tensors[0])
-        return self._work([request], tensors, opts)
+        return self._work([(request, None)], tensors, opts)
 
     def _allreduce_folded(
         self, operation: str, tensors: Sequence[Tensor], reductions: Sequence[Reduction], opts: Any
     ) -> Work:
         """Reduce with an operator that the engine lacks: members gather all inputs and fold them in rank order."""
-        gathered = [self._gather_alike(operation, tensor) for tensor in tensors]
 
-        def finish() -> None:
-            for tensor, one, request in zip(tensors, reductions, gathered, strict=True):
-                tensor.detach().copy_(fold(one, _members(request, self._size, tensor), tensor))
+        def step(tensor: Tensor, one: Reduction) -> _Step:
+            request = self._submit(operation, Kind.ALLGATHER, [moved(tensor).reshape(1, -1)], wait=False)
 
-        return self._work(gathered, tensors, opts, finish)
+            def finish() -> None:
+                parts = [row.view(tensor.dtype) for row in _outputs(request)[0].view(self._size, -1)]
+                tensor.detach().copy_(fold(one, parts, tensor))
 
-    def _gather_alike(self, operation: str, tensor: Tensor) -> Request:
-        """Gather tensors of one shape; raises an error if shapes differ."""
-        row = moved(tensor).reshape(1, -1)
-        return self._submit(operation, Kind.ALLGATHER, [row], wait=False)
+            return request, finish
+
+        return self._work([step(*both) for both in zip(tensors, reductions, strict=True)], tensors, opts)
 
     def _allreduce_sparse(self, operation: str, tensors: Sequence[Tensor], opts: Any) -> Work:
         (tensor,) = tensors
         if hash(opts.reduceOp) != _SUM_OF_TORCH:
-            raise ValueError(f"{operation} of sparse tensors takes ReduceOp.SUM only, on rank {self._rank}")
+            raise ValueError(f"{operation} of sparse tensors takes ReduceOp.SUM only, on rank {self._own_rank}")
         own = tensor.coalesce()
         indices = self._submit(operation, Kind.ALLGATHER, [own.indices().t().contiguous()], wait=False)
         values = self._submit(operation, Kind.ALLGATHER, [own.values()], wait=False)
@@ -484,7 +460,7 @@ class HoraProcessGroup(_BASE):
             with torch.no_grad():
                 tensor.copy_(total)
 
-        return self._work([indices, values], tensors, opts, finish)
+        return self._work([(indices, None), (values, finish)], tensors, opts)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         (tensor,) = tensors
@@ -498,7 +474,7 @@ class HoraProcessGroup(_BASE):
             if opts.rootRank == self._rank:
                 view.detach().copy_(_outputs(request)[0])
 
-        return self._work([request], tensors, opts, finish)
+        return self._work([(request, finish)], tensors, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Reduce the input and keep this rank's part."""
@@ -516,60 +492,49 @@ class HoraProcessGroup(_BASE):
         return self._reduce_scatter("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
-        scattering = _Scattering()
+        steps = []
         for output, some in zip(outputs, inputs, strict=True):
             one = reduction_of(opts, output.dtype, "reduce_scatter")
             parts = [one.view(tensor.detach()).reshape(-1) for tensor in some]
             if len({part.numel() for part in parts}) == 1 and parts[0].numel() == one.view(output).numel():
-                self._scatter_rows("reduce_scatter", torch.stack(parts), output, one, scattering, wait=False)
+                steps.append(self._scatter_rows("reduce_scatter", torch.stack(parts), output, one, wait=False))
             else:
-                self._scatter_parts("reduce_scatter", parts, output, one, scattering)
-        return self._work(scattering.requests, outputs, opts, scattering.finish)
+                steps.append(self._scatter_parts("reduce_scatter", parts, output, one))
+        return self._work(steps, outputs, opts)
 
     def _reduce_scatter(
         self, operation: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, key: object = None
     ) -> Work:
-        scattering = _Scattering()
+        steps = []
         for output, input_ in zip(outputs, inputs, strict=True):
             if output.numel() * self._size != input_.numel() or output.dtype != input_.dtype:
                 raise ValueError(
-                    f"{operation} on rank {self._ranks[self._rank]}: the input must have the output's dtype and "
+                    f"{operation} on rank {self._own_rank}: the input must have the output's dtype and "
                     f"{self._size} times its elements, but it has {input_.numel()} of {input_.dtype} and the output "
                     f"{output.numel()} of {output.dtype}"
                 )
             one = reduction_of(opts, output.dtype, operation)
             rows = one.view(input_.detach()).reshape(self._size, -1)
-            self._scatter_rows(operation, rows, output, one, scattering, wait=_waits(opts) and len(outputs) == 1)
-        kind = scattering.requests[0].signature.kind
-        if key is not None and kind == Kind.REDUCESCATTER and hash(opts.reduceOp) != _PREMUL_SUM:
-            self._remember(key, scattering.requests[0], inputs[0])
-        return self._work(scattering.requests, outputs, opts, scattering.finish)
+            wait = _waits(opts) and len(outputs) == 1
+            steps.append(self._scatter_rows(operation, rows, output, one, wait=wait))
+        request = steps[0][0]
+        if key is not None and request.signature.kind == Kind.REDUCESCATTER and hash(opts.reduceOp) != _PREMUL_SUM:
+            self._remember(key, request, inputs[0])
+        return self._work(steps, outputs, opts)
 
-    def _scatter_rows(
-        self, operation: str, rows: Tensor, output: Tensor, one: Reduction, scattering: _Scattering, *, wait: bool
-    ) -> None:
+    def _scatter_rows(self, operation: str, rows: Tensor, output: Tensor, one: Reduction, *, wait: bool) -> _Step:
         """Reduce row m to member m."""
+        target = one.view(output.detach())
         if one.folded is not None or one.reduce.op not in _SCATTERED:
             request = self._submit(operation, Kind.ALLTOALL, [moved(rows)], splits=[1] * self._size, wait=False)
-            target = one.view(output.detach())
-
-            def finish() -> None:
-                parts = list(_outputs(request)[0].view(rows.dtype))
-                target.copy_(fold(one, parts, target))
-
-            scattering.add(request, finish)
-            return
-        target = one.view(output.detach())
+            return request, lambda: target.copy_(fold(one, list(_outputs(request)[0].view(rows.dtype)), target))
         if rows.untyped_storage().data_ptr() == target.untyped_storage().data_ptr():
             # The output is a part of the input, which is still being read when the first results arrive.
             request = self._submit(operation, Kind.REDUCESCATTER, [rows], reduce=one.reduce, wait=wait)
-            scattering.add(request, lambda: target.copy_(_outputs(request)[0].view_as(target)))
-            return
-        scattering.add(self._submit(operation, Kind.REDUCESCATTER, [rows], [target], reduce=one.reduce, wait=wait))
+            return request, lambda: target.copy_(_outputs(request)[0].view_as(target))
+        return self._submit(operation, Kind.REDUCESCATTER, [rows], [target], reduce=one.reduce, wait=wait), None
 
-    def _scatter_parts(
-        self, operation: str, parts: Sequence[Tensor], output: Tensor, one: Reduction, scattering: _Scattering
-    ) -> None:
+    def _scatter_parts(self, operation: str, parts: Sequence[Tensor], output: Tensor, one: Reduction) -> _Step:
         """Reduce parts of different sizes: reduce everything, and keep this member's part."""
         if one.folded is not None:
             raise ValueError(f"{operation} cannot reduce parts of different sizes by this operator: pad them")
@@ -577,13 +542,11 @@ class HoraProcessGroup(_BASE):
         begin = sum(part.numel() for part in parts[: self._rank])
         if target.numel() != parts[self._rank].numel():
             raise ValueError(
-                f"{operation} on rank {self._ranks[self._rank]}: the output has {target.numel()} elements, but this "
+                f"{operation} on rank {self._own_rank}: the output has {target.numel()} elements, but this "
                 f"rank's part of the input {parts[self._rank].numel()}"
             )
         request = self._submit(operation, Kind.ALLREDUCE, [whole], reduce=one.reduce, wait=False)
-        scattering.add(
-            request, lambda: target.copy_(_outputs(request)[0][begin : begin + target.numel()].view_as(target))
-        )
+        return request, lambda: target.copy_(_outputs(request)[0][begin : begin + target.numel()].view_as(target))
 
     # Moving.
 
@@ -598,7 +561,7 @@ class HoraProcessGroup(_BASE):
         request = self._submit("broadcast", Kind.BROADCAST, views, views, root=root, grouped=many, wait=_waits(opts))
         if not many:
             self._remember(key, request, tensors[0])
-        return self._work([request], tensors, opts)
+        return self._work([(request, None)], tensors, opts)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         return self._allgather_lists("all_gather", outputs, inputs, opts)
@@ -614,28 +577,28 @@ class HoraProcessGroup(_BASE):
         self, operation: str, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
     ) -> Work:
         wait = _waits(opts) and len(inputs) == 1
-        requests = [
-            self._submit(operation, Kind.ALLGATHER, [moved(tensor).reshape(-1)], wait=wait) for tensor in inputs
-        ]
+
+        def step(tensor: Tensor, targets: Sequence[Tensor]) -> _Step:
+            request = self._submit(operation, Kind.ALLGATHER, [moved(tensor).reshape(-1)], wait=wait)
+            return self._deal_out(operation, request, targets)
+
+        return self._work([step(*both) for both in zip(inputs, outputs, strict=True)], outputs, opts)
+
+    def _deal_out(self, operation: str, request: Request, targets: Sequence[Tensor]) -> _Step:
+        """Return a step that copies the gathered data of all members to the caller's tensors."""
 
         def finish() -> None:
-            for request, targets in zip(requests, outputs, strict=True):
-                self._deal_out(operation, _outputs(request)[0], targets)
+            whole, views = _outputs(request)[0], [moved(target.detach()) for target in targets]
+            sizes = [view.numel() for view in views]
+            if sum(sizes) != whole.numel():
+                raise ValueError(
+                    f"{operation} on rank {self._own_rank}: {whole.numel()} elements came, but the tensors for them "
+                    f"have {sizes}: give each the size of its member's tensor"
+                )
+            for view, part in zip(views, whole.split(sizes), strict=True):
+                view.copy_(part.view_as(view))
 
-        return self._work(requests, outputs, opts, finish)
-
-    def _deal_out(self, operation: str, whole: Tensor, targets: Sequence[Tensor]) -> None:
-        """Copy the gathered data of all members to the caller's tensors."""
-        views = [moved(target.detach()) for target in targets]
-        if sum(view.numel() for view in views) != whole.numel():
-            raise ValueError(
-                f"{operation} on rank {self._ranks[self._rank]}: {whole.numel()} elements came, but the tensors for "
-                f"them have {[view.numel() for view in views]}: give each the size of its member's tensor"
-            )
-        at = 0
-        for view in views:
-            view.copy_(whole[at : at + view.numel()].view_as(view))
-            at += view.numel()
+        return request, finish
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Gather tensors of one size into one tensor."""
@@ -656,12 +619,12 @@ class HoraProcessGroup(_BASE):
         for output, input_ in zip(outputs, inputs, strict=True):
             if output.numel() != input_.numel() * self._size:
                 raise ValueError(
-                    f"{operation} on rank {self._ranks[self._rank]}: the output must have {self._size} times the "
+                    f"{operation} on rank {self._own_rank}: the output must have {self._size} times the "
                     f"input's elements, but it has {output.numel()} and the input {input_.numel()}"
                 )
             if output.dtype != input_.dtype:
                 raise ValueError(
-                    f"{operation} on rank {self._ranks[self._rank]}: output and input must have one dtype, but they "
+                    f"{operation} on rank {self._own_rank}: output and input must have one dtype, but they "
                     f"are {output.dtype} and {input_.dtype}"
                 )
         rows, targets = [moved(tensor).reshape(1, -1) for tensor in inputs], [moved(tensor) for tensor in outputs]
@@ -669,7 +632,7 @@ class HoraProcessGroup(_BASE):
         request = self._submit(operation, Kind.ALLGATHER, rows, targets, grouped=many, wait=_waits(opts))
         if key is not None:
             self._remember(key, request, inputs[0])
-        return self._work([request], outputs, opts)
+        return self._work([(request, None)], outputs, opts)
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Work:
         (tensor,) = inputs
@@ -677,11 +640,9 @@ class HoraProcessGroup(_BASE):
         splits = [row.numel() if member == opts.rootRank else 0 for member in range(self._size)]
         request = self._submit("gather", Kind.ALLTOALL, [row], splits=splits, wait=_waits(opts))
 
-        def finish() -> None:
-            if opts.rootRank == self._rank:
-                self._deal_out("gather", _outputs(request)[0], outputs[0])
-
-        return self._work([request], outputs, opts, finish)
+        at_root = opts.rootRank == self._rank
+        step = self._deal_out("gather", request, outputs[0]) if at_root else (request, None)
+        return self._work([step], outputs, opts)
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Work:
         (output,) = outputs
@@ -691,7 +652,7 @@ class HoraProcessGroup(_BASE):
         else:
             row, splits = moved(output).new_empty(0), [0] * self._size
         request = self._submit("scatter", Kind.ALLTOALL, [row], splits=splits, wait=_waits(opts))
-        return self._work([request], outputs, opts, lambda: self._deal_out("scatter", _outputs(request)[0], [output]))
+        return self._work([self._deal_out("scatter", request, outputs)], outputs, opts)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
@@ -711,12 +672,12 @@ class HoraProcessGroup(_BASE):
             whole, sent = _outputs(request)
             if sent.tolist() != receive:
                 raise ValueError(
-                    f"all_to_all_single on rank {self._ranks[self._rank]}: the others sent {sent.tolist()} elements, "
+                    f"all_to_all_single on rank {self._own_rank}: the others sent {sent.tolist()} elements, "
                     f"but output_split_sizes make it {receive}"
                 )
             target.detach().copy_(whole.view_as(target))
 
-        return self._work([request], [output], opts, finish)
+        return self._work([(request, finish)], [output], opts)
 
     def _elements(self, what: str, tensor: Tensor, splits: Sequence[int]) -> list[int]:
         """Return the number of elements for each member, from rows."""
@@ -725,13 +686,13 @@ class HoraProcessGroup(_BASE):
         if not splits:
             if rows % self._size:
                 raise ValueError(
-                    f"all_to_all_single on rank {self._ranks[self._rank]}: the first dimension of the {what}, {rows}, "
+                    f"all_to_all_single on rank {self._own_rank}: the first dimension of the {what}, {rows}, "
                     f"must divide by the group's {self._size} members, or {what}_split_sizes say how many rows each has"
                 )
             return [rows // self._size * per_row] * self._size
         if len(splits) != self._size or sum(splits) != rows or min(splits) < 0:
             raise ValueError(
-                f"all_to_all_single on rank {self._ranks[self._rank]}: {what}_split_sizes must be {self._size} numbers "
+                f"all_to_all_single on rank {self._own_rank}: {what}_split_sizes must be {self._size} numbers "
                 f"whose sum is {rows}, the first dimension of the {what}, but they are {list(splits)}"
             )
         return [rows_of * per_row for rows_of in splits]
@@ -741,7 +702,7 @@ class HoraProcessGroup(_BASE):
         request = self._submit(
             "all_to_all", Kind.ALLTOALL, [torch.cat(parts)], splits=[part.numel() for part in parts], wait=_waits(opts)
         )
-        return self._work([request], outputs, opts, lambda: self._deal_out("all_to_all", _outputs(request)[0], outputs))
+        return self._work([self._deal_out("all_to_all", request, outputs)], outputs, opts)
 
     # Messages.
 
@@ -785,7 +746,7 @@ class HoraProcessGroup(_BASE):
         return Work(MessageOperation(self, message, None if direct else lambda: target.copy_(data)), tensors)
 
     def _message(self, data: Tensor, peer: int, tag: int, sources: Sequence[int]) -> Message:
-        self._check_here([])
+        self._check_here()
         memory = data.data_ptr(), data.nbytes
         number = self._queue.process_set_id
         return Message(peer, number, tag, memory, DTYPE_CODES[data.dtype], data, sources)
@@ -793,7 +754,7 @@ class HoraProcessGroup(_BASE):
     def _check_peer(self, what: str, member: int) -> None:
         if not 0 <= member < self._size or member == self._rank:
             raise ValueError(
-                f"rank {self._ranks[self._rank]}: the {what} must be another member of the group, 0 to "
+                f"rank {self._own_rank}: the {what} must be another member of the group, 0 to "
                 f"{self._size - 1}, but it is {member}"
             )
 
@@ -817,7 +778,7 @@ class HoraProcessGroup(_BASE):
         verb = "send" if message.sources else "receive"
         lines = "; ".join(f"rank {rank} is at {self._runtime.line_of(rank)}" for rank in peers)
         return HorovodInternalError(
-            f"rank {self._ranks[self._rank]} waited {limit_s:g} s until the timeout for rank(s) {list(peers)} to "
+            f"rank {self._own_rank} waited {limit_s:g} s until the timeout for rank(s) {list(peers)} to "
             f"{verb} a message with tag {message.tag} in {self._label('messages')}: {lines}"
         )
 
@@ -831,12 +792,18 @@ class HoraProcessGroup(_BASE):
             self.recv([answer], 0, _BARRIER_TAG).wait(timedelta(seconds=2 * limit_s + 5))
             if not answer.item():
                 raise HorovodInternalError(
-                    f"Rank {self._ranks[self._rank]} successfully reached monitoredBarrier, but received errors while "
+                    f"Rank {self._own_rank} successfully reached monitoredBarrier, but received errors while "
                     f"waiting for send/recv from rank {self._ranks[0]}: see the error of that one"
                 )
-            return
+        else:
+            self._answer_members(limit_s, wait_all_ranks=wait_all_ranks)
+        self.wait_for_all("monitored_barrier")  # every member has its answer before one may leave the job
+
+    def _answer_members(self, limit_s: float, *, wait_all_ranks: bool) -> None:
+        """Tell the members that have arrived whether all have; raises an error that names the missing ones."""
         deadline = time.monotonic() + limit_s
         missing = []
+        here = torch.zeros(1, dtype=torch.uint8, device="cpu")
         works = [self.recv([torch.zeros_like(here)], member, _BARRIER_TAG) for member in range(1, self._size)]
         for member, work in enumerate(works, 1):
             try:
@@ -847,7 +814,7 @@ class HoraProcessGroup(_BASE):
                     break
         came = [member for member in range(1, self._size) if works[member - 1].is_success()]
         for member in came:
-            self.send([torch.full_like(answer, not missing)], member, _BARRIER_TAG)
+            self.send([torch.full_like(here, not missing)], member, _BARRIER_TAG)
         if missing:
             raise HorovodInternalError(
                 f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} failed to pass monitoredBarrier: Rank "
@@ -855,17 +822,19 @@ class HoraProcessGroup(_BASE):
                 + "; ".join(f"rank {rank} is at {self._runtime.line_of(rank)}" for rank in missing)
             )
 
-    def wait_for_all(self) -> None:
+    def wait_for_all(self, operation: str) -> None:
         """Wait for every member, without counting as a call of the user."""
-        request = Request(Signature(int(Kind.BARRIER), self._label("init_process_group"), None))
-        self._queue.submit(request, background=False)
+        request = self._submit_barrier(operation, wait=True)
         self.finish(request, time.monotonic() + self._limit_s, self._limit_s)
 
     def barrier(self, opts: Any = None) -> Work:
-        self._check_here([])
-        request = Request(Signature(int(Kind.BARRIER), self._label("barrier"), None))
-        self._queue.submit(request, background=not _waits(opts))
-        return self._work([request], [], opts)
+        self._check_here()
+        return self._work([(self._submit_barrier("barrier", wait=_waits(opts)), None)], [], opts)
+
+    def _submit_barrier(self, operation: str, *, wait: bool) -> Request:
+        request = Request(Signature(int(Kind.BARRIER), self._label(operation), None))
+        self._queue.submit(request, background=not wait)
+        return request
 
     # Method names of other torch versions.
     _allgather_base = all_gather_single
@@ -906,8 +875,3 @@ def _waits(opts: Any) -> bool:
 def _outputs(request: Request) -> list[Tensor]:
     assert request.outputs is not None
     return request.outputs
-
-
-def _members(request: Request, size: int, like: Tensor) -> list[Tensor]:
-    """Return the members' contributions in rank order."""
-    return [row.view(like.dtype) for row in _outputs(request)[0].view(size, -1)]
