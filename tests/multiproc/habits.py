@@ -507,10 +507,12 @@ def alone(row: type[Row], column: Column, hosts: list[list[int]]) -> Row:
             made.end_step()
         return made
     replicas = [row(unwrapped, is_one_rank=len(ranks) == 1) for ranks in hosts]
+    made = 0
     for number in range(row.steps):
         for ranks, replica in zip(hosts, replicas, strict=True):
             replica.iterate(number, ranks, lambda: None)
-        if (number + 1 - replicas[0].num_left_out) % column.every == 0:
+        made, before = number + 1 - replicas[0].num_left_out, made
+        if made > before and made % column.every == 0:
             _exchange(replicas, moments="DESLOC" in str(column.make))
         for replica in replicas:
             replica.end_step()
