@@ -70,6 +70,21 @@ def test_a_rank_that_recovers_leaves_its_worst_finding(tmp_path):
     assert verdict["until"] < run.began + 36.0
 
 
+@pytest.mark.parametrize(("pause_s", "num_verdicts"), [(8.0, 1), (30.0, 2)])
+def test_a_rank_that_is_slow_again_soon_keeps_its_verdict(pause_s, num_verdicts):
+    slow = [Slowness(2, 1.5, begin=5.0, end=20.0), Slowness(2, 1.5, begin=20.0 + pause_s)]
+    simulation = Simulation(num_ranks=4, slow=slow)
+    run, closed = Run(simulation.facts), False
+    for number, entry in enumerate(simulation.entries(75.0)):
+        run.take(entry)
+        if number % 4 == 0:
+            run.look(run.now)
+            closed |= any(verdict.until is not None for verdict in run.verdicts)
+    assert closed
+    assert len(run.verdicts) == num_verdicts
+    assert run.verdicts[-1].until is None
+
+
 def test_the_line_is_where_the_slow_rank_is_and_the_ordinary_one_is_not():
     profiles = {
         rank: {"at": at, "num_samples": 100, "stacks": stacks}

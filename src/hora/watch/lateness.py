@@ -202,11 +202,12 @@ class Verdict:
         return PART_WORDS.get(self.finding.main_part, "")
 
     def update(self, finding: Straggler) -> None:
-        self.finding = finding
+        self.finding, self.until = finding, None
         self._worst = max(self._worst or finding, finding, key=lambda one: one.slowdown)
 
     def close(self, at: float) -> None:
-        self.until, self.finding = at, self._worst or self.finding
+        if self.until is None:
+            self.until, self.finding = at, self._worst or self.finding
 
     def sentence(self) -> str:
         verb = "is" if self.until is None else "was"

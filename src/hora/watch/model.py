@@ -36,6 +36,7 @@ STUCK_S = 5.0
 _LAST_TIME = 1e11  # seconds since the epoch: later times in a foreign file are invalid
 _MAX_GENERATION = 2**31
 _MAX_VERDICTS = 50
+_SAME_EPISODE_S = 10.0  # a rank that is slow again so soon keeps its verdict, and the line that was found
 _LATE_PROFILE_S = 10.0  # a profile may arrive this long after its rank has caught up
 
 
@@ -234,6 +235,7 @@ class Run:
         self.profiles: dict[int, dict[str, Any]] = {}
         self.stragglers: list[Straggler] = []
         self.verdicts: deque[Verdict] = deque(maxlen=_MAX_VERDICTS)
+        self._latest_verdicts: dict[int, Verdict] = {}  # of each rank of this world
         self.outcome: str | None = None  # done, failed, stopped
         self.outcome_text = ""
         self.stepped = False  # a rank has completed a step in this generation
@@ -402,10 +404,9 @@ class Run:
 
     def _judge(self) -> None:
         """Open, update and close the verdicts."""
-        open_ones = {verdict.rank: verdict for verdict in self.verdicts if verdict.until is None}
         for straggler in self.stragglers:
-            verdict = open_ones.pop(straggler.rank, None)
-            if verdict is not None:
+            verdict = self._latest_verdicts.get(straggler.rank)
+            if verdict is not None and (verdict.until is None or self.now - verdict.until < _SAME_EPISODE_S):
                 verdict.update(straggler)
                 continue
             others = [rank for rank in self._recent if rank != straggler.rank]
@@ -413,15 +414,16 @@ class Run:
             place = self.places.get(straggler.rank)
             verdict = Verdict(straggler, place.host if place is not None else "?", than)
             self.verdicts.append(verdict)
+            self._latest_verdicts[straggler.rank] = verdict
             self.note(self.now, "stall", straggler.rank, verdict.sentence())
-        for verdict in open_ones.values():
-            verdict.close(self.now)
+        for rank in self._latest_verdicts.keys() - self._named.keys():
+            self._latest_verdicts[rank].close(self.now)
 
     def _close_verdicts(self, at: float) -> None:
         """Close all verdicts: their ranks no longer exist under these numbers."""
-        for verdict in self.verdicts:
-            if verdict.until is None:
-                verdict.close(at)
+        for verdict in self._latest_verdicts.values():
+            verdict.close(at)
+        self._latest_verdicts.clear()
         self._named.clear()
         self.stragglers = []
 
