@@ -142,3 +142,17 @@ def test_a_machine_is_described():
     assert facts["memory_total"] > 1e8
     assert facts["net_in"] >= 0
     json.dumps(facts)
+
+
+def test_a_thread_in_an_instruction_without_a_line_is_shown_at_the_beginning_of_its_function():
+    began, done = threading.Event(), threading.Event()
+    code = compile("began.set(); done.wait(60)", "made_up.py", "exec").replace(co_linetable=b"")
+    thread = threading.Thread(target=exec, args=(code, {"began": began, "done": done}), name="without a line")
+    thread.start()
+    assert began.wait(60)
+    try:
+        stacks = dict(json.loads(current_stacks())["threads"])
+    finally:
+        done.set()
+        thread.join()
+    assert ["made_up.py", 1, "<module>", ""] in stacks["without a line"]

@@ -31,7 +31,8 @@ def _places(frame: FrameType | None) -> tuple[Place, ...]:
     places: list[Place] = []
     while frame is not None and len(places) < _MAX_FRAMES:
         code = frame.f_code
-        places.append((code.co_filename, frame.f_lineno, code.co_name))
+        # Instructions that the compiler adds have no line: a thread seen in one has None.
+        places.append((code.co_filename, frame.f_lineno or code.co_firstlineno, code.co_name))
         frame = frame.f_back
     return tuple(places)
 
