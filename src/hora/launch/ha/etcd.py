@@ -26,7 +26,7 @@ _BAD_PASSWORD, _BAD_TOKEN = "authentication failed", "invalid auth token"
 
 @dataclass(frozen=True, kw_only=True)
 class Etcd:
-    """A cluster and the prefix of a job's keys. Safe to use from several threads."""
+    """A cluster and the prefix of a job's keys: see `store.JobStore`."""
 
     members: tuple[tuple[str, int], ...]
     prefix: str
@@ -86,16 +86,13 @@ class Etcd:
         return Contents(int(leaders[0]["create_revision"]), values, str(leaders[0]["mod_revision"]))
 
     def put(self, key: str, value: Mapping[str, Any], *, term: int, lasting_s: int = 0) -> bool:
-        """Set a value as this leader; return False if it does not lead."""
         lease = self._grant(lasting_s) if lasting_s else "0"
         return bool(self._led(term, {"requestPut": {"key": self._key(key), "value": _encode(value), "lease": lease}}))
 
     def delete(self, key: str, *, term: int) -> bool:
-        """Remove a value as this leader."""
         return bool(self._led(term, {"requestDeleteRange": {"key": self._key(key)}}))
 
     def lead(self, name: str) -> LeaderTerm | None:
-        """Become the leader, unless there is one."""
         lease = self._grant(self.ttl_s)
         answer = self._led(0, self._leader_entry(name, lease))
         if not answer:
@@ -118,7 +115,6 @@ class Etcd:
         self._ask("lease/revoke", {"ID": leader.lease})
 
     def evict(self, leader_version: str) -> None:
-        """Remove the leader's entry, unless it has another version."""
         remove = {"requestDeleteRange": {"key": self._key("leader")}}
         self._conditionally("MOD", "mod_revision", int(leader_version), [remove])
 

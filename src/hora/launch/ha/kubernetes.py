@@ -36,7 +36,7 @@ _CONFLICT = 409
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseStore:
-    """`name`: of both objects. `account`: a folder with `token`, `ca.crt` and `namespace`."""
+    """See `store.JobStore`. `name`: of both objects. `account`: a folder with `token`, `ca.crt` and `namespace`."""
 
     name: str
     members: tuple[tuple[str, int], ...]
@@ -82,7 +82,6 @@ class LeaseStore:
         return f"the Lease and the Secret {self.name} in {self.namespace}"
 
     def read(self) -> Contents:
-        """Return the leader's term, and values that are at least as recent."""
         lease = self._get(_LEASE)
         term, values = self._leader(lease), self._values(self._get(_SECRET))
         values.pop("leader", None)
@@ -96,11 +95,9 @@ class LeaseStore:
         return self._write(term, lambda values: values.update({key: value}))
 
     def delete(self, key: str, *, term: int) -> bool:
-        """Remove a value as this leader."""
         return self._write(term, lambda values: values.pop(key, None))
 
     def lead(self, name: str) -> LeaderTerm | None:
-        """Become the leader, unless there is one."""
         lease = self._get(_LEASE)
         if self._leader(lease):
             return None
@@ -115,11 +112,9 @@ class LeaseStore:
         return leader
 
     def renew(self, leader: LeaderTerm) -> bool:
-        """Renew the lease; return whether this leader still leads."""
         return self._hold(leader, {"renewTime": _now()})
 
     def resign(self, leader: LeaderTerm) -> None:
-        """Give up the leadership."""
         self._hold(leader, {"holderIdentity": ""})
 
     def evict(self, leader_version: str) -> None:

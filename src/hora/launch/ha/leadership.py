@@ -52,7 +52,7 @@ def now_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def open_store(url: str, environ: Mapping[str, str]) -> JobStore:
+def open_store(url: str, environ: Mapping[str, str]) -> Etcd | LeaseStore:
     """Open the store that `HORA_STORE` names. ValueError, without the password, if the URL is invalid.
 
     `etcd://user:password@host:2379,host2:2379/prefix`; `etcds://`, or `?ca=FILE&cert=FILE&key=FILE`, is TLS. Inside

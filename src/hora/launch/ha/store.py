@@ -74,9 +74,6 @@ class JobStore(Protocol):
     def ttl_s(self) -> int:
         """Seconds after which a leader that does not renew its lease is replaced."""
 
-    def below(self, name: str) -> JobStore:
-        """Return the store of one job."""
-
     def read(self) -> Contents:
         """Return the leader's term, and values that are at least as recent."""
 
@@ -153,7 +150,7 @@ class AuthenticatedStore:
     """
 
     def __init__(self, store: JobStore, secret: bytes) -> None:
-        self._store, self._secret = store, secret
+        self._store = store
         self._key = derived_secret(secret, "values of the store")
         self._complained: set[str] = set()
         self._forged_leader: tuple[str, float] | None = None  # the version of the entry, and since when it is known
@@ -165,9 +162,6 @@ class AuthenticatedStore:
     @property
     def ttl_s(self) -> int:
         return self._store.ttl_s
-
-    def below(self, name: str) -> AuthenticatedStore:
-        return AuthenticatedStore(self._store.below(name), self._secret)
 
     def read(self) -> Contents:
         found, values = self._store.read(), {}

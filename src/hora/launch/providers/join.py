@@ -12,7 +12,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hora.errors import AuthenticationError
@@ -54,42 +54,35 @@ def find_place(
 ) -> NodeSpec:
     """Return this node's place. Raises ValueError if it is unknown or incomplete."""
     found = None
-    if num_nodes is None or index is None or meet is None:
-        present = (read for name, read in _PLATFORMS.items() if name in environ)
-        reader = next(present, None)
-        found = reader(environ, machine) if reader is not None and None in (num_nodes, index) else None
-        given = meet or environ.get("MASTER_ADDR")
-        if found is None and (num_nodes is None or index is None or given is None):
+    if num_nodes is None or index is None:
+        found = next((read(environ, machine) for name, read in _PLATFORMS.items() if name in environ), None)
+    if found is None:
+        if num_nodes is None or index is None or (meet or environ.get("MASTER_ADDR")) is None:
             missing = "--nnodes" if num_nodes is None else "--node-rank" if index is None else "--meet HOST:PORT"
             raise ValueError(
                 f"{missing} is missing: no variables of Kubeflow, SkyPilot, Slurm, LSF, PBS, SageMaker, Open MPI or "
                 "PMI tell which node this is"
             )
+        found = NodeSpec(num_nodes=num_nodes, index=index, host="")
     host, port = _host_and_port(meet, found, environ)
-    return NodeSpec(
-        num_nodes=num_nodes if num_nodes is not None else _known(found).num_nodes,
-        index=index if index is not None else _known(found).index,
+    return replace(
+        found,
+        num_nodes=found.num_nodes if num_nodes is None else num_nodes,
+        index=found.index if index is None else index,
         host=host,
         port=port,
-        slots=slots or (found.slots if found else None),
-        name=(found.name if found else "") or machine.hostname,
-        platform=found.platform if found else "flags",
+        slots=slots or found.slots,
+        name=found.name or machine.hostname,
     )
 
 
-def _known(found: NodeSpec | None) -> NodeSpec:
-    assert found is not None
-    return found
-
-
-def _host_and_port(meet: str | None, found: NodeSpec | None, environ: Mapping[str, str]) -> tuple[str, int]:
-    if meet is None and found is not None and found.host:
+def _host_and_port(meet: str | None, found: NodeSpec, environ: Mapping[str, str]) -> tuple[str, int]:
+    if meet is None and found.host:
         return found.host, found.port
     text = meet if meet is not None else environ.get("MASTER_ADDR", "")
     if not text:
-        where = found.platform if found else "flags"
         raise ValueError(
-            f"nothing says where the nodes meet ({where}); give --meet HOST:PORT, with the first node's name"
+            f"nothing says where the nodes meet ({found.platform}); give --meet HOST:PORT, with the first node's name"
         )
     host, colon, port = text.rpartition(":") if text.count(":") == 1 else (text, "", "")
     port = port or environ.get("MASTER_PORT", "") or str(DEFAULT_PORT)
@@ -114,6 +107,12 @@ def _number(environ: Mapping[str, str], name: str, platform: str) -> int:
     return int(text)
 
 
+def _gpus(environ: Mapping[str, str], name: str) -> int | None:
+    """Return the number of GPUs of this node, None if there are none."""
+    text = environ.get(name, "")
+    return int(text) or None if text.isdecimal() else None
+
+
 def _kubeflow(environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
     wanted = environ.get("PET_NPROC_PER_NODE", "auto")
     by_word = {"cpu": machine.num_cores, "gpu": machine.num_gpus, "auto": machine.num_gpus or machine.num_cores}
@@ -130,11 +129,10 @@ def _kubeflow(environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
 
 
 def _skypilot(environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
-    gpus = environ.get("SKYPILOT_NUM_GPUS_PER_NODE", "0")
     return NodeSpec(
         num_nodes=_number(environ, "SKYPILOT_NUM_NODES", "SkyPilot"),
         index=_number(environ, "SKYPILOT_NODE_RANK", "SkyPilot"),
-        slots=int(gpus) if gpus.isdecimal() and int(gpus) else None,
+        slots=_gpus(environ, "SKYPILOT_NUM_GPUS_PER_NODE"),
         host=_text(environ, "SKYPILOT_NODE_IPS", "SkyPilot").split()[0],
         platform="SkyPilot",
     )
@@ -146,12 +144,11 @@ def _slurm(environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
             "--join inside a Slurm job is for `srun --ntasks-per-node=1 hora run --join …`; leave --join out"
         )
     nodes = slurm_nodes(environ.get("SLURM_STEP_NODELIST") or _text(environ, "SLURM_JOB_NODELIST", "Slurm"))
-    gpus = environ.get("SLURM_GPUS_ON_NODE", "")
     job = environ.get("SLURM_JOB_ID", "0")
     return NodeSpec(
         num_nodes=len(nodes),
         index=_number(environ, "SLURM_NODEID", "Slurm"),
-        slots=int(gpus) if gpus.isdecimal() and int(gpus) else None,
+        slots=_gpus(environ, "SLURM_GPUS_ON_NODE"),
         host=nodes[0],
         port=20000 + int(job) % 20000 if job.isdecimal() else DEFAULT_PORT,
         name=environ.get("SLURMD_NODENAME", ""),
@@ -192,8 +189,7 @@ def _pbs(environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
 def _sagemaker(environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
     hosts = json.loads(_text(environ, "SM_HOSTS", "SageMaker"))
     place = _listed(hosts, _text(environ, "SM_CURRENT_HOST", "SageMaker"), "SageMaker")
-    gpus = environ.get("SM_NUM_GPUS", "0")
-    return NodeSpec(**{**place.__dict__, "slots": int(gpus) if gpus.isdecimal() and int(gpus) else None})
+    return replace(place, slots=_gpus(environ, "SM_NUM_GPUS"))
 
 
 def _mpi(rank: str, size: str, local: str, platform: str) -> Callable[[Mapping[str, str], NodeFacts], NodeSpec]:
@@ -325,7 +321,7 @@ def find_node(options: Options, environ: Mapping[str, str]) -> NodeSpec:
         slots=options.slots,
     )
     if place.slots is None and options.num_proc is not None:  # equal parts
-        return NodeSpec(**{**place.__dict__, "slots": -(-options.num_proc // place.num_nodes)})
+        return replace(place, slots=-(-options.num_proc // place.num_nodes))
     return place
 
 
