@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -132,6 +133,9 @@ def test_bad_input_names_the_rank_and_the_remedy(rank, size):
 @pytest.mark.ranks(2)
 def test_bad_backends(place):
     torch_backend.register()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of backends whose devices it does not know
+        assert dist.BackendConfig("hora").get_device_backend_map() == {"cpu": "hora", "cuda": "hora"}
     arguments = {"store": place.store, "rank": place.rank, "world_size": place.size}
     with pytest.raises(ValueError, match=r"several backends in one process group.*\"hora\""):
         dist.init_process_group("cpu:hora,cuda:nccl", **arguments)

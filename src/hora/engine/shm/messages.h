@@ -24,7 +24,7 @@ struct message {
     int32_t receives;
 };
 
-enum { HEAD_BYTES = sizeof(struct header), MOST_AT_ONCE = 262144 }; /* the other end starts with a part of a long message */
+enum { HEAD_BYTES = sizeof(struct header), MOST_AT_ONCE = 65536 }; /* the other end starts with a part of a long message */
 
 int64_t hora_add(int64_t *word, int64_t by) { return __atomic_add_fetch(word, by, __ATOMIC_SEQ_CST); }
 
