@@ -35,6 +35,9 @@ _PORTION_BYTES = 8 * 2**20
 # A GPU needs larger ones to be busy.
 _CUDA_PORTION_BYTES = 64 * 2**20
 
+# Up to this size each member combines all data, in one exchange instead of two.
+_DIRECT_BYTES = 64 * 2**10
+
 AnyArithmetic = Arithmetic | HostwiseArithmetic
 
 
@@ -209,6 +212,8 @@ class DistributedTransport:
             and self._group.reduces(arithmetic.dtype)
         ):
             return self._reduce_natively(self._group, portion, op, arithmetic)
+        if portion.total * arithmetic.dtype.itemsize <= _DIRECT_BYTES:
+            return self._reduce_in_one_step(portion, arithmetic)
         return self._reduce_in_two_steps(portion, arithmetic)
 
     def _reduce_natively(self, group: NcclGroup, portion: _Portion, op: int, arithmetic: Arithmetic) -> InTwoHalves:
@@ -224,6 +229,19 @@ class DistributedTransport:
         arithmetic.finish_(work)
         if not portion.single:
             unpack(work, portion.results)
+
+    def _reduce_in_one_step(self, portion: _Portion, arithmetic: AnyArithmetic) -> InTwoHalves:
+        """Every member receives everything and combines it."""
+        count, n = portion.total, self._num_members
+        own = portion.sources[0] if portion.single and not arithmetic.prescales else self._prepare(portion, arithmetic)
+        received = self._take("received", n * count, portion)
+        pending = self.start_gather(own, received, [count] * n)
+        yield
+        self._group.finish(pending)
+        out = portion.results[0] if portion.single else received[:count]
+        self._combine(arithmetic, received.split(count), out)
+        if not portion.single:
+            unpack(out, portion.results)
 
     def _reduce_in_two_steps(self, portion: _Portion, arithmetic: AnyArithmetic) -> InTwoHalves:
         """Member m receives slice m of all and combines it; then all receive all slices."""
