@@ -7,18 +7,17 @@ connection, or leaves the next ones in the backlog for a moment; any other error
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
 import resource
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from hora.net import sockets
 
-__all__ = ["Acceptor", "Arrival", "EventLoop", "PendingConnections", "RejectionLog"]
+__all__ = ["Acceptor", "Arrival", "EventLoop", "RejectionLog", "max_pending"]
 
 
 MAX_STRANGERS = 128
@@ -40,51 +39,10 @@ class _Arrived(NamedTuple):
     since: float
 
 
-class PendingConnections(Generic[Stranger]):
-    """Unauthenticated connections in order of arrival."""
-
-    def __init__(self) -> None:
-        self._strangers: dict[Stranger, _Arrived] = {}
-
-    def __iter__(self) -> Iterator[Stranger]:
-        return iter(list(self._strangers))
-
-    def __contains__(self, stranger: object) -> bool:
-        return stranger in self._strangers
-
-    def __len__(self) -> int:
-        return len(self._strangers)
-
-    @property
-    def limit(self) -> int:
-        """Maximum number of strangers."""
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return MAX_STRANGERS if soft < 0 else max(min(MAX_STRANGERS, soft // _SHARE_OF_DESCRIPTORS), 1)
-
-    @property
-    def full(self) -> bool:
-        return len(self._strangers) >= self.limit
-
-    def add(self, stranger: Stranger, host: str) -> None:
-        self._strangers[stranger] = _Arrived(host, time.monotonic())
-
-    def discard(self, stranger: Stranger) -> None:
-        self._strangers.pop(stranger, None)
-
-    def next_deadline(self) -> float | None:
-        """Return the deadline of the oldest stranger."""
-        oldest = next(iter(self._strangers.values()), None)
-        return None if oldest is None else oldest.since + HANDSHAKE_LIMIT_S
-
-    def overdue(self, now: float) -> list[Stranger]:
-        came = self._strangers.items()
-        return [one for one, _ in itertools.takewhile(lambda item: item[1].since + HANDSHAKE_LIMIT_S <= now, came)]
-
-    def oldest_of_the_crowd(self) -> Stranger:
-        """Return the connection to drop: the oldest from the host with the most strangers."""
-        crowds = Counter(arrived.host for arrived in self._strangers.values())
-        [(host, _)] = crowds.most_common(1)
-        return next(stranger for stranger, arrived in self._strangers.items() if arrived.host == host)
+def max_pending() -> int:
+    """Return how many unauthenticated connections a server keeps."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_STRANGERS if soft < 0 else max(min(MAX_STRANGERS, soft // _SHARE_OF_DESCRIPTORS), 1)
 
 
 class RejectionLog:
@@ -144,7 +102,7 @@ class Acceptor(Generic[Stranger]):
         refused: Callable[[str, str], None] = lambda where, why: None,
     ) -> None:
         self._loop, self._turn_away, self._refused = loop, turn_away, refused
-        self.pending: PendingConnections[Stranger] = PendingConnections()
+        self.pending: dict[Stranger, _Arrived] = {}  # unauthenticated connections in order of arrival
         self._listeners: dict[socket.socket, Callable[[Arrival], Stranger | None]] = {}
         self._has_timer = False
         self._next_log = 0.0
@@ -164,7 +122,7 @@ class Acceptor(Generic[Stranger]):
 
     def identified(self, stranger: Stranger) -> None:
         """Remove a stranger from the pending ones: the server applies its own limits from now on."""
-        self.pending.discard(stranger)
+        self.pending.pop(stranger, None)
 
     gone = identified
 
@@ -181,7 +139,7 @@ class Acceptor(Generic[Stranger]):
                 continue
             except OSError as error:
                 if error.errno in _OUT_OF_DESCRIPTORS and self.pending:
-                    self._drop(self.pending.oldest_of_the_crowd(), "descriptors have run out")
+                    self._drop_from_crowd("descriptors have run out")
                     continue
                 self._rest(listener, error)
                 return
@@ -193,9 +151,8 @@ class Acceptor(Generic[Stranger]):
     def _receive(
         self, sock: socket.socket, address: tuple[str, int], arrived: Callable[[Arrival], Stranger | None]
     ) -> None:
-        if self.pending.full:
-            crowd = f"{self.pending.limit} connections wait for authentication, the limit"
-            self._drop(self.pending.oldest_of_the_crowd(), crowd)
+        if len(self.pending) >= max_pending():
+            self._drop_from_crowd(f"{max_pending()} connections wait for authentication, the limit")
         if sock.family == socket.AF_UNIX:
             process = sockets.process_at(sock)
             host, where = f"process {process.pid}", str(process)
@@ -208,7 +165,7 @@ class Acceptor(Generic[Stranger]):
         sock.setblocking(False)
         stranger = arrived(Arrival(sock, host, where))
         if stranger is not None:
-            self.pending.add(stranger, host)
+            self.pending[stranger] = _Arrived(host, time.monotonic())
             self._set_timer()
 
     def _rest(self, listener: socket.socket, error: OSError) -> None:
@@ -225,17 +182,23 @@ class Acceptor(Generic[Stranger]):
             self._loop.add_reader(listener.fileno(), self._accept, listener)
 
     def _set_timer(self) -> None:
-        deadline = self.pending.next_deadline()
-        if deadline is not None and not self._has_timer:
+        if self.pending and not self._has_timer:
             self._has_timer = True
+            deadline = next(iter(self.pending.values())).since + HANDSHAKE_LIMIT_S
             self._loop.call_later(max(deadline - time.monotonic(), 0.0), self._drop_overdue)
 
     def _drop_overdue(self) -> None:
         self._has_timer = False
-        for stranger in self.pending.overdue(time.monotonic()):
+        began = time.monotonic() - HANDSHAKE_LIMIT_S
+        for stranger in [one for one, arrived in self.pending.items() if arrived.since <= began]:
             self._drop(stranger, f"it did not authenticate within {HANDSHAKE_LIMIT_S:g} s")
         self._set_timer()
 
+    def _drop_from_crowd(self, why: str) -> None:
+        """Drop the oldest connection from the host with the most strangers."""
+        [(host, _)] = Counter(arrived.host for arrived in self.pending.values()).most_common(1)
+        self._drop(next(stranger for stranger, arrived in self.pending.items() if arrived.host == host), why)
+
     def _drop(self, stranger: Stranger, why: str) -> None:
-        self.pending.discard(stranger)
+        self.pending.pop(stranger, None)
         self._turn_away(stranger, why)

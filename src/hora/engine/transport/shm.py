@@ -111,18 +111,10 @@ class Ring:
         for index in range(num_steps):
             while filled < num_steps and filled <= index + AHEAD:
                 fill(filled, first + filled)
-                self.publish(first + filled)
+                self._counters.publish(first + filled)
                 filled += 1
-            self.wait(first + index)
+            self._counters.wait(first + index, self._check_alive, limit_s=self._limit_s, what="shared memory")
             drain(index, first + index)
-
-    def publish(self, step: int) -> None:
-        """Publish that this member's slot of `step` is filled."""
-        self._counters.publish(step)
-
-    def wait(self, step: int) -> None:
-        """Wait until all members have published `step`."""
-        self._counters.wait(step, self._check_alive, limit_s=self._limit_s, what="shared memory")
 
     def allreduce(
         self,
@@ -192,8 +184,7 @@ class Ring:
     def meet(self) -> None:
         """Run a step without data: waits until all members have arrived."""
         self.step += 1
-        self.publish(self.step)
-        self.wait(self.step)
+        self._counters.meet(self.step, self._check_alive, limit_s=self._limit_s, what="shared memory")
 
     def close(self) -> None:
         """Release the memory; the ring is unusable afterwards."""
