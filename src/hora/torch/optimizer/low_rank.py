@@ -33,6 +33,9 @@ __all__ = ["BUCKET_BYTES", "LowRankReducer"]
 BUCKET_BYTES = 512 * 2**10
 
 
+_Reduction = PersistentReduction | RequestedReduction
+
+
 class _Flat:
     """Layout of one buffer: a matrix for each shape, followed by uncompressed parameters."""
 
@@ -51,27 +54,6 @@ class _Flat:
         return matrices, [part.view(p.shape) for part, p in zip(parts[len(self._shapes) :], self._rest, strict=True)]
 
 
-class _Sum:
-    """Sum of one buffer over the members, in place, once per step."""
-
-    def __init__(self, reduction: PersistentReduction | RequestedReduction) -> None:
-        self._reduction = reduction
-        self._due = False
-
-    def expect(self) -> None:
-        """Begin a step, in which all members compute this sum."""
-        self._due = True
-
-    def start(self, *, background: bool) -> None:
-        self._reduction.start(background=background)
-
-    def wait(self) -> None:
-        """Wait for the sum, starting it if needed. Further calls in the same step do nothing."""
-        if self._due:
-            self._due = False
-            self._reduction.wait()
-
-
 class _Bucket:
     """Parameters whose factors P are sent together. `second` holds their factors Q, transposed."""
 
@@ -82,14 +64,14 @@ class _Bucket:
         memory: PowerSGDMemory,
         layout: _Flat,
         flat: torch.Tensor,
-        made: _Sum,
+        reduction: _Reduction,
         second: Sequence[torch.Tensor],
     ) -> None:
         self._options, self._memory, self._second = options, memory, second
         self.parameters = parameters
         self.matrices = [p for p in parameters if memory.rank_of(p)]
         self._rest = [p for p in parameters if not memory.rank_of(p)]
-        self.sum, self._flat = made, flat
+        self.reduction, self._flat = reduction, flat
         self._first, self._places = layout.divide(flat)
         # By id: the index of a matrix, or the complement of the index of an uncompressed parameter.
         self._index = {id(p): index for index, p in enumerate(self.matrices)}
@@ -123,9 +105,8 @@ class _Bucket:
         return self.num_ready == len(self.parameters)
 
     def make_second(self) -> None:
-        """Wait for P and compute this rank's Q."""
+        """Compute this rank's Q, once the sum of all P is complete."""
         self.num_ready = 0
-        self.sum.wait()
         # An infinity on one rank makes the sum infinite on all, so they decide alike. Gradients then become non-finite,
         # as a GradScaler expects, and the residuals are lost.
         finite = bool(torch.isfinite(self._flat.sum()))
@@ -209,14 +190,15 @@ class LowRankReducer:
         flats, reductions = make_reductions(
             runtime, options, [(flat.name, flat.count, flat.dtype, flat.device, "") for flat in layouts]
         )
-        self._sums = [_Sum(reduction) for reduction in reductions]
-        self._seconds = self._sums[len(first) :]
+        self._reductions: list[_Reduction] = [*reductions]
+        self._seconds = self._reductions[len(first) :]
+        self._due: list[_Reduction] = []  # of this step; all members compute them
         room: dict[int, torch.Tensor] = {}
         for alike, layout, flat in zip(matrices.values(), second, flats[len(first) :], strict=True):
             room.update((id(p), place) for p, place in zip(alike, layout.divide(flat)[0], strict=True))
         self._buckets = [
-            _Bucket(options, members, memory, layout, flat, made, [room[id(p)] for p in members if id(p) in room])
-            for members, layout, flat, made in zip(planned, first, flats, self._sums, strict=False)
+            _Bucket(options, members, memory, layout, flat, each, [room[id(p)] for p in members if id(p) in room])
+            for members, layout, flat, each in zip(planned, first, flats, self._reductions, strict=False)
         ]
         self._of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._in_step = False
@@ -240,15 +222,14 @@ class LowRankReducer:
         else:
             bucket.fill(parameter)
             if bucket.complete:  # `finish` sends the last bucket on the thread that waits for it
-                bucket.sum.start(background=bucket is not self._buckets[-1])
+                bucket.reduction.start(background=bucket is not self._buckets[-1])
 
     def _begin_step(self) -> None:
         self._in_step = self._memory.amid = True
         if self._runtime.num_joins != self._memory.num_joins:  # joined ranks have missed the others' factors
             self._memory.num_joins = self._runtime.num_joins
             self._memory.forget()
-        for made in self._sums:
-            made.expect()
+        self._due = list(self._reductions)
         factors = iter(self._memory.factors([p for bucket in self._buckets for p in bucket.matrices]))
         for bucket in self._buckets:
             bucket.take([next(factors) for _ in bucket.matrices])
@@ -256,15 +237,22 @@ class LowRankReducer:
     def note_missing(self) -> None:
         pass
 
+    def _wait(self, reduction: _Reduction) -> None:
+        """Wait for a reduction of this step, starting it if needed."""
+        if reduction in self._due:
+            self._due.remove(reduction)
+            reduction.wait()
+
     def finish(self) -> None:
         self._in_step = False
         try:
             for bucket in self._buckets:
+                self._wait(bucket.reduction)
                 bucket.make_second()
-            for made in self._seconds:
-                made.start(background=len(self._seconds) > 1)
-            for made in self._seconds:
-                made.wait()
+            for reduction in self._seconds:
+                reduction.start(background=len(self._seconds) > 1)
+            for reduction in self._seconds:
+                self._wait(reduction)
             for bucket in self._buckets:
                 bucket.write_back()
             if self._others is not None:
@@ -273,9 +261,9 @@ class LowRankReducer:
         except BaseException:
             for bucket in self._buckets:
                 bucket.num_ready = 0
-            for made in self._sums:  # the other members compute all sums; the first error is already being raised
+            for reduction in list(self._due):  # the other members compute all; the first error is being raised
                 with contextlib.suppress(Exception):
-                    made.wait()
+                    self._wait(reduction)
             self._memory.forget()
             self._memory.amid = False
             raise
