@@ -233,7 +233,7 @@ class DistributedTransport:
     def _reduce_in_one_step(self, portion: _Portion, arithmetic: AnyArithmetic) -> InTwoHalves:
         """Every member receives everything and combines it."""
         count, n = portion.total, self._num_members
-        own = portion.sources[0] if portion.single and not arithmetic.prescales else self._prepare(portion, arithmetic)
+        own = self._prepare(portion, arithmetic)
         received = self._take("received", n * count, portion)
         pending = self.start_gather(own, received, [count] * n)
         yield
@@ -246,7 +246,7 @@ class DistributedTransport:
     def _reduce_in_two_steps(self, portion: _Portion, arithmetic: AnyArithmetic) -> InTwoHalves:
         """Member m receives slice m of all and combines it; then all receive all slices."""
         slices = spread(portion.total, self._num_members)
-        own = portion.sources[0] if portion.single and not arithmetic.prescales else self._prepare(portion, arithmetic)
+        own = self._prepare(portion, arithmetic)
         reduced = yield from self._reduce_slice(own, slices, portion.turn, arithmetic)
         gathered = portion.results[0] if portion.single else self._take("gathered", portion.total, portion)
         self._gather(reduced, gathered, slices)
@@ -288,6 +288,9 @@ class DistributedTransport:
         return self._buffers.take(f"{purpose}{portion.turn}", count, portion.sources[0].dtype)
 
     def _prepare(self, portion: _Portion, arithmetic: AnyArithmetic) -> torch.Tensor:
+        """Return this member's data as one tensor, prescaled."""
+        if portion.single and not arithmetic.prescales:
+            return portion.sources[0]
         packed = self._take("own", portion.total, portion)
         torch.cat(portion.sources, out=packed)
         arithmetic.prepare_(packed)
