@@ -238,7 +238,7 @@ def test_ranks_of_an_elastic_job_are_killed_and_removed_and_it_stops_after_a_com
     with _job(tmp_path, "-np", "3", "--min-np", "1", "--max-np", "3", ELASTIC=1) as job:
         tab.goto(job.url)
         _goes_on(tab, job.url)
-        os.kill(_pid_of_rank(2), signal.SIGKILL)
+        os.kill(_pid_of_rank(job, 2), signal.SIGKILL)
         _shows(tab, "#events li.lost", "rank 2 on .* is lost", 60)
         _shows(tab, "#events li.world", "generation 1: 2 ranks", 60)
         _goes_on(tab, job.url)
@@ -261,12 +261,13 @@ def _goes_on(tab, url: str) -> None:
     _shows(tab, "#words", "training", 60)
 
 
-def _pid_of_rank(rank: int) -> int:
+def _pid_of_rank(job: Job, rank: int) -> int:
+    wanted = {f"ORDERS={job.folder}".encode(), f"HOROVOD_RANK={rank}".encode()}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                is_ours = str(SCRIPT).encode() in (entry / "cmdline").read_bytes().split(b"\0")
-                if is_ours and f"HOROVOD_RANK={rank}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                is_script = str(SCRIPT).encode() in (entry / "cmdline").read_bytes().split(b"\0")
+                if is_script and wanted <= set((entry / "environ").read_bytes().split(b"\0")):
                     return int(entry.name)
             except OSError:
                 continue
