@@ -1,4 +1,4 @@
-"""Another user of this machine, for tests of what such a one can do: no groups, no rights, an id that is nobody's.
+"""Another user of this machine, for tests: no groups, no rights, an unused id.
 
 Its program runs after imports, with the identity of root until then: the interpreter may lie in root's own folder.
 """

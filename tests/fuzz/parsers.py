@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing (atheris) of what reads bytes of others: each input is understood, or refused as documented.
+"""Coverage-guided fuzzing (atheris) of parsers of foreign bytes: each input is parsed, or rejected as documented.
 
     python tests/fuzz/parsers.py --seconds 60                 every target for a minute
     python tests/fuzz/parsers.py --seconds 3600 frames hosts  these for an hour

@@ -1,4 +1,4 @@
-"""An elastic job in a process of its own, and what its ranks returned: for the elastic tests.
+"""An elastic job in a separate process, and the values of its ranks: for the elastic tests.
 
 As a program: `python elastic_job.py JSON` with the arguments of `horovod.run` and a plan, or worlds to be played again;
 prints the results as JSON. With a plan alone it is a rank of a job, and writes its result down.

@@ -1,4 +1,4 @@
-"""Ranks on hosts that are network namespaces, for tests: `two_hosts_rank` says what they do."""
+"""Ranks on hosts that are network namespaces, for tests; the ranks run `two_hosts_rank`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A launcher in a process of its own, and what it leaves behind: for tests that run commands and kill things.
+"""A launcher in a separate process, and a check of its leftovers: for tests that run commands and kill processes.
 
 Every process of a job inherits a token in its environment, so that whatever is left of it can be found
 however it was started, orphaned or renamed.

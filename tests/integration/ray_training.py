@@ -1,4 +1,4 @@
-"""An elastic training on Ray that a test watches: what its workers log comes home, and then something happens."""
+"""An elastic training on Ray whose test reads the workers' log, and then causes a fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two nodes, played by network namespaces: what passes the cable between them, and what happens when it is cut."""
+"""Two nodes, simulated by network namespaces: traffic on the cable between them, and its loss."""
 
 from __future__ import annotations
 

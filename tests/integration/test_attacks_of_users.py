@@ -1,4 +1,4 @@
-"""Attacks of other users of the machine, and what is shown to them or left behind.
+"""Attacks of other users of the machine, and the information and leftovers that they can see.
 
 By commands, `horovod.torch` and sockets alone. docs/security.md lists them with those that other files repeat.
 """

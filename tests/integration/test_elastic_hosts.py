@@ -1,4 +1,4 @@
-"""Elastic jobs whose hosts come and go, as a discovery script tells. All hosts are names of this machine."""
+"""Elastic jobs whose hosts are added and removed by a discovery script. All hosts are names of this machine."""
 
 from __future__ import annotations
 

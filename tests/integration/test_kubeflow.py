@@ -1,4 +1,4 @@
-"""Progress for Kubeflow's controller: what it is told, that only it is told, and that a job does not depend on it."""
+"""Progress reports to Kubeflow's controller: their content, their only receiver, and jobs without a controller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Things that go wrong in a local job: who is named, what is raised, and that nothing is left behind."""
+"""Faults of a local job: the rank that is named, the exception, and no leftovers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`horovod.ray` on a real Ray cluster of two nodes: executors of both kinds, and what is left when something dies."""
+"""`horovod.ray` on a real Ray cluster of two nodes: both kinds of executors, deaths, and no leftovers."""
 
 from __future__ import annotations
 

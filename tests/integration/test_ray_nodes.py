@@ -1,4 +1,4 @@
-"""Elastic jobs on Ray while nodes fall silent, drain, come and go."""
+"""Elastic jobs on Ray while nodes fall silent, drain, join and leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A host that was taken over speaks for its own ranks and for no others; one that was given up does not come back.
+"""A compromised host can impersonate its own ranks alone, and a dropped host cannot rejoin.
 
 It holds the real keys of its workers, and the ranks of the job go on meanwhile.
 """

@@ -1,4 +1,4 @@
-"""`TorchEstimator` on a real standalone cluster: what comes back, what lies in the store, and what is refused."""
+"""`TorchEstimator` on a real standalone cluster: models, stores, and rejected input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live page of real jobs, in a real browser: who is late, who hangs, who is lost, and what strangers get."""
+"""The live page of real jobs, in a real browser: late, hanging and lost ranks, and access without the token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheels: one with the native part for this kind of machine, one for all, and what needs no compiler."""
+"""The wheels: one with the native part for this machine, one for all, and installation without a compiler."""
 
 from __future__ import annotations
 

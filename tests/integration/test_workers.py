@@ -1,4 +1,4 @@
-"""The worker functions over real processes: their contract, their limits, and what is left when somebody dies."""
+"""The worker functions over real processes: contract, limits, deaths and leftovers."""
 
 from __future__ import annotations
 

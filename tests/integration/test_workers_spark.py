@@ -1,4 +1,4 @@
-"""Workers as tasks of a real Spark cluster: the same functions, the same answers, and slots that come back."""
+"""Workers as tasks of a real Spark cluster: the same functions and results, and released slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of `test_two_hosts` or `several_hosts`: enters its host's network namespace, runs, and sends what it saw.
+"""One rank of `test_two_hosts` or `several_hosts`: enters its host's network namespace, runs, and sends its results.
 
 Started by a fork server that has torch loaded, so that four ranks load it once.
 """

@@ -1,4 +1,4 @@
-"""The transport over our own streams, plain and encrypted: results, lost peers, what is left behind."""
+"""The transport over streams, plain and encrypted: results, lost peers, no leftovers."""
 
 from __future__ import annotations
 

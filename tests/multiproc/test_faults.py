@@ -1,4 +1,4 @@
-"""Fail rank r in mid-collective by SIGKILL, exit or an exception: the others hear of it, and who it was.
+"""Fail rank r in mid-collective by SIGKILL, exit or an exception: the others get an error that names it.
 
 A wait that only its own limit ends would outlast the test.
 """

@@ -1,4 +1,4 @@
-"""join: ranks with unequal numbers of batches, again in the next epoch, and what is refused meanwhile."""
+"""join: ranks with unequal numbers of batches, in several epochs, and operations that are rejected meanwhile."""
 
 from __future__ import annotations
 

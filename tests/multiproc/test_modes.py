@@ -1,4 +1,4 @@
-"""Modes that a user's thread may be in: they must not reach what the engine does, nor end the world."""
+"""Modes of a user's thread, such as inference mode, do not affect the engine."""
 
 from __future__ import annotations
 

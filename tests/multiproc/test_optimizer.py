@@ -1,4 +1,4 @@
-"""DistributedOptimizer: what Horovod promises about arguments, hooks, synchronize, step and zero_grad."""
+"""DistributedOptimizer: Horovod's contract for arguments, hooks, synchronize, step and zero_grad."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compression.powersgd: torch's own hook as the reference, and what the optimizer promises with it.
+"""Compression.powersgd: torch's own hook as the reference, and the optimizer's contract with it.
 
 Over TCP every rank is a host of its own, so everything is compressed; on one host nothing is.
 """

@@ -1,4 +1,4 @@
-"""`torch.distributed` on Hora: collectives of a process group, against what each rank computes of the others' data."""
+"""`torch.distributed` on Hora: collectives of a process group, against results that each rank computes itself."""
 
 from __future__ import annotations
 

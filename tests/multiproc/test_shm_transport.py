@@ -1,4 +1,4 @@
-"""The shared-memory transport, directly: results, bits, races, bounds, lost peers, what is left behind."""
+"""The shared-memory transport, directly: results, bits, races, bounds, lost peers, no leftovers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of a simulation that may block: threads of which one runs at a time, when the simulation says so.
+"""Blocking processes of a simulation: threads of which the simulation runs one at a time.
 
 What waits in the real classes (a `Condition`, a connection) hands over to the simulation and gets its turn back when
 its time has come. So everything still follows from the seed.

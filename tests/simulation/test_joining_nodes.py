@@ -1,4 +1,4 @@
-"""Jobs on nodes that come by themselves, under every kind of fault: real agents and the real other end of them.
+"""Jobs on nodes that join, under every kind of fault: real agents and the real controller's end.
 
     python -m pytest tests/simulation/test_joining_nodes.py --seed 4711     one again, exactly
 

@@ -1,4 +1,4 @@
-"""Benchmarks run rarely; so here is checked that what they take from the package is still there."""
+"""Benchmarks run rarely, so these tests check that the names they import still exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which gradient goes into which bucket, and what users say about parameters: pure functions, no process."""
+"""Assignment of gradients to buckets, and users' parameter groups: pure functions, no process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers in a byte each between hosts: what is decoded, what is lost, and what becomes of the loss."""
+"""Compression to one byte per number between hosts: decoded values, errors and residuals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a run says what was skipped and why, and a rerun is written down."""
+"""The summary of a test run lists skipped tests with reasons, and reruns are recorded."""
 
 from __future__ import annotations
 

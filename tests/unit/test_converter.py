@@ -1,4 +1,4 @@
-"""Loaders of an existing Parquet directory: batches, shards, passes, and what is refused."""
+"""Loaders of an existing Parquet directory: batches, shards, passes, and rejected input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which functions `HorovodRunner` takes for elastic: those that say so, and those whose code does."""
+"""Functions that `HorovodRunner` treats as elastic: by attribute, and by their code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check for gradients that are not finite: what it finds, what it names, and what it leaves alone."""
+"""The check for non-finite gradients: findings, names, and values that it ignores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manifests against the schemas of Kubernetes, JobSet and Kubeflow; what they start; and that no secret is in them."""
+"""Manifests against the schemas of Kubernetes, JobSet and Kubeflow; their commands; no secret in them."""
 
 from __future__ import annotations
 

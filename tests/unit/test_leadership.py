@@ -1,4 +1,4 @@
-"""Leaders that follow one another: who leads, what the next one is told, and that nobody obeys one of the past.
+"""Elections: the leader, the state that the next leader reads, and rejected messages of past leaders.
 
 No process.
 """

@@ -1,4 +1,4 @@
-"""Somebody between the ends changes, cuts, drops, repeats, reorders, reflects or splices what passes, at random.
+"""An attacker between the ends changes, cuts, drops, repeats, reorders, reflects or splices traffic, at random.
 
 Whatever it does, each end has heard exactly what was said up to there, and then the connection ends in words. `make
 test` tries four hundred manipulations of connections and as many of streams, `make test-security` ten thousand.

@@ -1,4 +1,4 @@
-"""The model file: what is kept, and that nothing wrong is loaded."""
+"""The model file: its content, and rejection of damaged files."""
 
 import hashlib
 import itertools

@@ -1,4 +1,4 @@
-"""The native part against Python: the same bits, and what happens where it is not there."""
+"""The native part against Python: the same bits, and behaviour without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes that come by themselves: which one this is, who may join, and how long is waited. No process is started."""
+"""Nodes that join: this node's rank, admission, and time limits. No process is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags, YAML keys and variables of a launch, and what is refused."""
+"""Flags, YAML keys and variables of a launch, and rejected values."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Saved estimators and models: what is read again, and files of other classes or from before."""
+"""Saved estimators and models: round trips, and files of other classes or older versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`horovod.ray` as far as it needs no cluster: arguments, places, names. Also what elastic jobs forgive."""
+"""The parts of `horovod.ray` that need no cluster: arguments, placement, names, and failures that elastic jobs
+tolerate.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reader of pickles and `torch.save` files: it reads what they hold, and calls nothing that they name."""
+"""The reader of pickles and `torch.save` files: it reads their data, and calls no function that they name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many ranks at one table, without processes: what passes is what docs/scale.md says.
+"""Many ranks in one process: the traffic matches docs/scale.md.
 
 `make scale` plays a thousand of them.
 """

@@ -1,4 +1,4 @@
-"""A Connect client hears its job's first task, and keeps out who has no key.
+"""A Connect client receives the log of its job's first task, and rejects connections without the key.
 
 Without a client, lines wait for the end.
 """

@@ -1,4 +1,4 @@
-"""Stores: paths under a prefix for every kind of file system, and what is copied into a run."""
+"""Stores: paths under a prefix for every kind of file system, and the files of a run."""
 
 from __future__ import annotations
 

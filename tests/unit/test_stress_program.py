@@ -1,4 +1,4 @@
-"""The pure parts of the engine's stress: programs from seeds, what they must give, the judge, and shrinking."""
+"""The pure parts of the engine's stress test: programs from seeds, expected results, the judge, and shrinking."""
 
 from __future__ import annotations
 

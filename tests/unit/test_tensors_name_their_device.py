@@ -1,4 +1,4 @@
-"""A user may change torch's default device and dtype: what the engine and the fronts make must not follow them."""
+"""Tensors that the engine and the front ends create ignore torch's default device and dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The timeline's file where the disk is full: a valid trace of what fitted, and no error for the training."""
+"""The timeline's file on a full disk: a valid, shorter trace, and no error in the training."""
 
 import json
 import resource

@@ -1,4 +1,4 @@
-"""The oldest versions of other packages: one list, the metadata, and an error that says what to change."""
+"""The oldest supported versions of other packages: one list, the metadata, and an error with the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recordings and timelines of somebody else's: each is shown, in JSON that browsers read, or refused in words.
+"""Hostile recordings and timelines: each is shown, in JSON that browsers read, or rejected with an explanation.
 
 The recordings are written here from the format that `hora.watch.recording` documents.
 """

@@ -1,4 +1,4 @@
-"""The run: states in words, pending operations, membership, bounded memory, a recording that says the same."""
+"""The model of a run: states, pending operations, membership, bounded memory, and an equal recording."""
 
 from __future__ import annotations
 

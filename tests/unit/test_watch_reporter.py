@@ -1,4 +1,4 @@
-"""The reporter of a rank: samples, what it waits in, stacks on demand, and quiet when the launcher is gone."""
+"""The reporter of a rank: samples, pending operations, stacks on demand, and silence without a launcher."""
 
 from __future__ import annotations
 

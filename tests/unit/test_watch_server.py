@@ -1,4 +1,4 @@
-"""The server: who gets in, who does not, and that neither crowds nor slow readers do any harm."""
+"""The page's server: access control, floods of connections, and slow readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank tells about itself: few bytes, whole steps, and nothing that a decoder would choke on."""
+"""Telemetry of a rank: few bytes, whole steps, and valid encodings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hora top` and `hora view`: what they print, of a job that never was."""
+"""The output of `hora top` and `hora view`, for a made-up job."""
 
 from __future__ import annotations
 

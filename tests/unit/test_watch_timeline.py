@@ -1,4 +1,4 @@
-"""A timeline file for the page: spans by tensor, who came last, files without an end, and files that are none."""
+"""A timeline file for the page: spans by tensor, late ranks, truncated and invalid files."""
 
 from __future__ import annotations
 

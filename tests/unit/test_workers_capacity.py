@@ -1,4 +1,4 @@
-"""What workers are granted, what is refused, and the shell lines in their code."""
+"""Resources of workers: granted and rejected requests, and the shell lines in their code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workflows of a public forge do nothing but call make targets that exist: what they run, runs here."""
+"""The workflows of a public forge only call make targets that exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks saw, against what they must have seen. Pure: it gets records and gives words."""
+"""Compare the ranks' records with the expected ones. Pure: returns the differences as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plays a program inside one rank, with `horovod.torch` alone, and writes down what it saw.
+"""Runs a program inside one rank, with `horovod.torch` alone, and records the results.
 
 `play` is called in every rank at the same time. Nothing is judged here except values against the reference.
 """

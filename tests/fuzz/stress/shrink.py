@@ -1,4 +1,4 @@
-"""A small program that fails like a large one. Pure: `fails` plays a program and says whether it still fails.
+"""Shrink a failing program. Pure: `fails` runs a program and returns whether it still fails.
 
 Greedy: take away phases, operations and ranks, then make what is left plainer, as long as it still fails; again from
 the start after every success, until nothing more can go. `fails` sees a program only once.

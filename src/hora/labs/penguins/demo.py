@@ -28,7 +28,8 @@ _STYLE = """
 body { font: 16px/1.55 system-ui, sans-serif; color: #1f2430; max-width: 62rem; margin: 2.5rem auto;
   padding: 0 1rem }
 h1 { font-size: 1.9rem; margin-bottom: .2rem } h2 { font-size: 1.2rem; margin-top: 2.2rem }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6rem 0 }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6rem 0; display: block;
+  overflow-x: auto }
 th, td { text-align: left; padding: .3rem 1.1rem .3rem 0; border-bottom: 1px solid #e5e7eb }
 th { color: #6b7280; font-weight: 600 } img { max-width: 100% }
 pre { background: #f6f7f9; padding: .8rem 1rem; white-space: pre-wrap; overflow-wrap: anywhere;
@@ -70,7 +71,10 @@ class LabReport:
     def write(self, path: str | Path) -> Path:
         """Write the page."""
         title = html.escape(self.title)
-        head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        head = (
+            '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        )
+        head += f"<title>{title}</title>"
         page = "\n".join([head, f"<style>{_STYLE}</style>", f"<h1>{title}</h1>", *self.parts, "</html>"])
         Path(path).write_text(page, encoding="utf-8")
         return Path(path)
