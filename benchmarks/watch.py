@@ -73,7 +73,8 @@ def _page(printed: Path, limit_s: float = 60.0) -> str:
 
 def _one_run(model: str, steps: int, np: int, way: str) -> tuple[float, float]:
     """Return the milliseconds of a step and the bytes that a rank sent per second."""
-    from hora.watch.terminal import page_from_url, snapshots
+    from hora.watch.address import page_from_url
+    from hora.watch.terminal import snapshots
 
     with tempfile.TemporaryDirectory() as folder:
         printed, record = Path(folder, "stderr"), Path(folder, "run.hora")
@@ -165,7 +166,7 @@ def _meter_us() -> float:
 @contextlib.contextmanager
 def _obedient_job(np: int) -> Iterator[tuple[Page, Path]]:
     """Run the training of the page's tests, which files in a folder control; yields its page and the folder."""
-    from hora.watch.terminal import page_from_url
+    from hora.watch.address import page_from_url
 
     with tempfile.TemporaryDirectory() as name:
         folder, printed = Path(name), Path(name, "stderr")

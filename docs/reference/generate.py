@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import re
 import textwrap
 from collections.abc import Iterator
@@ -23,8 +22,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from hora.cli.demo import LABS
-from hora.cli.dispatch import COMMANDS
+from hora.cli.dispatch import COMMANDS, LABS
 from hora.config import EngineConfig
 from hora.launch.options import all_options
 from horovod._modules import _MODULES as OLD_MODULES
@@ -261,7 +259,7 @@ def _commands() -> Iterator[str]:
         for lab in LABS if name == "demo" else (None,):
             title = {"run": "hora run, horovodrun"}.get(name, f"hora {name}{f' {lab}' if lab else ''}")
             yield f"\n## {title}\n"
-            parser = importlib.import_module(LABS[lab][0]).make_parser() if lab else command.make_parser()
+            parser = (LABS[lab] if lab else command).make_parser()
             summary = command.summary.partition(":")[0]
             if parser is None:
                 yield f"{summary[0].upper()}{summary[1:]}.\n"

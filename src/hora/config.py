@@ -17,40 +17,6 @@ from typing import Any
 __all__ = ["EngineConfig", "accept_risk", "changed_environment", "on_databricks", "strict", "trusts_files"]
 
 
-def _boolean(text: str) -> bool:
-    return int(text) > 0
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if value < 0:
-        raise ValueError("negative")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise ValueError("negative")
-    return value
-
-
-def _cores(text: str) -> tuple[int, ...]:
-    return tuple(_count(item) for item in text.split(","))
-
-
-def _transport(text: str) -> str:
-    if text not in ("auto", "tcp"):
-        raise ValueError("unknown transport")
-    return text
-
-
-def _encrypt(text: str) -> str:
-    if text not in ("auto", "always", "never"):
-        raise ValueError("unknown choice")
-    return text
-
-
 _ALLOCATOR = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 
 
@@ -58,57 +24,74 @@ def _variable(name: str, default: Any, parse: Callable[[str], Any], what: str, m
     return field(default=default, metadata={"variable": name, "parse": parse, "what": what, "meaning": meaning})
 
 
+def _text(name: str, default: str, what: str, meaning: str) -> Any:
+    return _variable(name, default, str, what, meaning)
+
+
+def _flag(name: str, default: bool, meaning: str) -> Any:
+    return _variable(name, default, lambda text: int(text) > 0, "0 or 1", meaning)
+
+
+def _number(name: str, default: float, unit: str, meaning: str) -> Any:
+    """A number that is not negative, of the default's type."""
+
+    def parse(text: str) -> float:
+        value = type(default)(text)
+        if value < 0:
+            raise ValueError("negative")
+        return value
+
+    return _variable(name, default, parse, f"a number of {unit} ≥ 0", meaning)
+
+
+def _choice(name: str, choices: tuple[str, ...], meaning: str) -> Any:
+    """One of these words; the first is the default."""
+    what = f"{', '.join(choices[:-1])} or {choices[-1]}"
+    return _variable(name, choices[0], lambda text: choices[choices.index(text)], what, meaning)
+
+
+def _cores(text: str) -> tuple[int, ...]:
+    cores = tuple(map(int, text.split(",")))
+    if min(cores) < 0:
+        raise ValueError("negative")
+    return cores
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Settings of one runtime. If ranks must agree on a value, all use rank 0's."""
 
-    fusion_threshold_bytes: int = _variable(
-        "HOROVOD_FUSION_THRESHOLD",
-        128 * 2**20,
-        _count,
-        "a number of bytes ≥ 0",
-        "largest fused batch of small tensors; 0: no fusion",
+    fusion_threshold_bytes: int = _number(
+        "HOROVOD_FUSION_THRESHOLD", 128 * 2**20, "bytes", "largest fused batch of small tensors; 0: no fusion"
     )
-    cache_capacity: int = _variable(
-        "HOROVOD_CACHE_CAPACITY", 1024, _count, "a number of entries ≥ 0", "entries of the response cache; 0: no cache"
+    cache_capacity: int = _number(
+        "HOROVOD_CACHE_CAPACITY", 1024, "entries", "entries of the response cache; 0: no cache"
     )
-    disable_group_fusion: bool = _variable(
-        "HOROVOD_DISABLE_GROUP_FUSION", False, _boolean, "0 or 1", "do not fuse grouped operations with others"
+    disable_group_fusion: bool = _flag(
+        "HOROVOD_DISABLE_GROUP_FUSION", False, "do not fuse grouped operations with others"
     )
-    dynamic_process_sets: bool = _variable(
-        "HOROVOD_DYNAMIC_PROCESS_SETS", False, _boolean, "0 or 1", "allow new process sets after hvd.init()"
+    dynamic_process_sets: bool = _flag("HOROVOD_DYNAMIC_PROCESS_SETS", False, "allow new process sets after hvd.init()")
+    timeline: str = _text(
+        "HOROVOD_TIMELINE", "", "a file path or DYNAMIC", "write a Chrome trace to this file, on rank 0"
     )
-    timeline: str = _variable(
-        "HOROVOD_TIMELINE", "", str, "a file path or DYNAMIC", "write a Chrome trace to this file, on rank 0"
+    timeline_mark_cycles: bool = _flag(
+        "HOROVOD_TIMELINE_MARK_CYCLES", False, "mark the engine's cycles in the timeline"
     )
-    timeline_mark_cycles: bool = _variable(
-        "HOROVOD_TIMELINE_MARK_CYCLES", False, _boolean, "0 or 1", "mark the engine's cycles in the timeline"
+    stall_check_disable: bool = _flag("HOROVOD_STALL_CHECK_DISABLE", False, "do not report ranks that stall")
+    stall_warning_s: float = _number(
+        "HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0, "seconds", "report a stall after this time"
     )
-    stall_check_disable: bool = _variable(
-        "HOROVOD_STALL_CHECK_DISABLE", False, _boolean, "0 or 1", "do not report ranks that stall"
+    stall_shutdown_s: float = _number(
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0, "seconds", "end the job after a stall of this length; 0: never"
     )
-    stall_warning_s: float = _variable(
-        "HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0, _seconds, "a number of seconds ≥ 0", "report a stall after this time"
+    init_timeout_s: float = _number(
+        "HOROVOD_GLOO_TIMEOUT_SECONDS", 120.0, "seconds", "time limit for the ranks' rendezvous in hvd.init()"
     )
-    stall_shutdown_s: float = _variable(
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-        0.0,
-        _seconds,
-        "a number of seconds ≥ 0",
-        "end the job after a stall of this length; 0: never",
+    interface: str = _text(
+        "HOROVOD_GLOO_IFACE", "", "a network interface", "network interface for tensors between hosts"
     )
-    init_timeout_s: float = _variable(
-        "HOROVOD_GLOO_TIMEOUT_SECONDS",
-        120.0,
-        _seconds,
-        "a number of seconds ≥ 0",
-        "time limit for the ranks' rendezvous in hvd.init()",
-    )
-    interface: str = _variable(
-        "HOROVOD_GLOO_IFACE", "", str, "a network interface", "network interface for tensors between hosts"
-    )
-    log_level: str = _variable("HOROVOD_LOG_LEVEL", "warning", str, "a log level", "lowest level to log")
-    log_hide_time: bool = _variable("HOROVOD_LOG_HIDE_TIME", False, _boolean, "0 or 1", "log without timestamps")
+    log_level: str = _text("HOROVOD_LOG_LEVEL", "warning", "a log level", "lowest level to log")
+    log_hide_time: bool = _flag("HOROVOD_LOG_HIDE_TIME", False, "log without timestamps")
     thread_affinity: tuple[int, ...] = _variable(
         "HOROVOD_THREAD_AFFINITY",
         (),
@@ -116,49 +99,33 @@ class EngineConfig:
         "a comma list of core numbers, one per local rank",
         "cores to pin the engine's threads to",
     )
-    transport: str = _variable(
-        "HORA_TRANSPORT", "auto", _transport, "auto or tcp", "tcp: use sockets also between ranks of one host"
-    )
-    encrypt: str = _variable(
+    transport: str = _choice("HORA_TRANSPORT", ("auto", "tcp"), "tcp: use sockets also between ranks of one host")
+    encrypt: str = _choice(
         "HORA_ENCRYPT",
-        "auto",
-        _encrypt,
-        "auto, always or never",
+        ("auto", "always", "never"),
         "encrypt tensors between hosts; never: only on a trusted network",
     )
-    native: bool = _variable("HORA_NATIVE", True, _boolean, "0 or 1", "0: do not use the native part")
-    cuda_ipc: bool = _variable("HORA_CUDA_IPC", True, _boolean, "0 or 1", "0: ranks that share a GPU use host memory")
-    keep_freed_memory: bool = _variable(
-        "HORA_KEEP_FREED_MEMORY", True, _boolean, "0 or 1", "keep freed memory for the next step"
+    native: bool = _flag("HORA_NATIVE", True, "0: do not use the native part")
+    cuda_ipc: bool = _flag("HORA_CUDA_IPC", True, "0: ranks that share a GPU use host memory")
+    keep_freed_memory: bool = _flag("HORA_KEEP_FREED_MEMORY", True, "keep freed memory for the next step")
+    autotune: bool = _flag("HOROVOD_AUTOTUNE", False, "tune the reduction during the first steps")
+    autotune_log: str = _text("HOROVOD_AUTOTUNE_LOG", "", "a file path", "write the trials to this CSV file")
+    autotune_warmup_samples: int = _number(
+        "HOROVOD_AUTOTUNE_WARMUP_SAMPLES", 3, "trials", "trials that are not counted"
     )
-    autotune: bool = _variable(
-        "HOROVOD_AUTOTUNE", False, _boolean, "0 or 1", "tune the reduction during the first steps"
+    autotune_steps_per_sample: int = _number("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", 10, "steps", "steps per trial")
+    autotune_max_samples: int = _number(
+        "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", 20, "trials", "largest number of trials"
     )
-    autotune_log: str = _variable("HOROVOD_AUTOTUNE_LOG", "", str, "a file path", "write the trials to this CSV file")
-    autotune_warmup_samples: int = _variable(
-        "HOROVOD_AUTOTUNE_WARMUP_SAMPLES", 3, _count, "a number of trials ≥ 0", "trials that are not counted"
+    telemetry_s: float = _number(
+        "HORA_TELEMETRY_S", 0.0, "seconds", "interval of the ranks' reports; set by the launcher"
     )
-    autotune_steps_per_sample: int = _variable(
-        "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", 10, _count, "a number of steps ≥ 0", "steps per trial"
+    elastic_per_step: bool = _flag(
+        "HORA_ELASTIC_PER_STEP", False, "elastic states recover by the step, as with per_step=True"
     )
-    autotune_max_samples: int = _variable(
-        "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", 20, _count, "a number of trials ≥ 0", "largest number of trials"
-    )
-    telemetry_s: float = _variable(
-        "HORA_TELEMETRY_S",
-        0.0,
-        _seconds,
-        "the seconds between two reports to the launcher",
-        "interval of the ranks' reports; set by the launcher",
-    )
-    elastic_per_step: bool = _variable(
-        "HORA_ELASTIC_PER_STEP", False, _boolean, "0 or 1", "elastic states recover by the step, as with per_step=True"
-    )
-    nan_check: bool = _variable(
-        "HORA_NAN_CHECK", False, _boolean, "0 or 1", "check every gradient for NaN and infinity"
-    )
-    plan: bool = _variable("HORA_PLAN", False, _boolean, "0 or 1", "set by hora plan")  # set by `hora plan`
-    lifeline: str = _variable("HORA_LIFELINE", "", str, "a file of the agent's", "set by the agent")  # set by it
+    nan_check: bool = _flag("HORA_NAN_CHECK", False, "check every gradient for NaN and infinity")
+    plan: bool = _flag("HORA_PLAN", False, "set by hora plan")
+    lifeline: str = _text("HORA_LIFELINE", "", "a file of the agent's", "set by the agent")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> EngineConfig:

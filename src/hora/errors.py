@@ -88,16 +88,3 @@ class JobFailedError(RuntimeError):
         self.exit_code = exit_code
         self.remote_traceback = remote_traceback
         self.log_tail = log_tail
-
-    def __reduce__(self) -> tuple[object, tuple[str, dict[str, object]]]:
-        state: dict[str, object] = {
-            "rank": self.rank,
-            "exit_code": self.exit_code,
-            "remote_traceback": self.remote_traceback,
-            "log_tail": self.log_tail,
-        }
-        return _rebuild_job_failed, (str(self.args[0]), state)
-
-
-def _rebuild_job_failed(message: str, state: dict[str, object]) -> JobFailedError:
-    return JobFailedError(message, **state)  # type: ignore[arg-type]

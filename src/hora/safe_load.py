@@ -1,9 +1,9 @@
 """A safe reader of pickles and of `torch.save` files: runs no code of the file, with any version of torch.
 
-It is a pickle machine of its own: it builds tensors, arrays and plain values, and calls nothing that a file names. A
-name is a value (a dtype), an object that this module creates from checked arguments (a tensor), a class whose instances
-get attributes (`Vocabulary.instances`), or a foreign name, which is recorded and never looked up. It uses neither
-torch.load nor pickle.Unpickler.
+It is the pickle machine of the standard library, reduced to the opcodes that data needs: it builds tensors, arrays and
+plain values, and calls nothing that a file names. A name is a value (a dtype), an object that this module creates from
+checked arguments (a tensor), a class whose instances get attributes (`Vocabulary.instance_class`), or a foreign name,
+which is recorded and never looked up. It does not use torch.load.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import collections
 import io
 import math
-import pickletools
+import pickle
+import struct
 import sys
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
@@ -48,6 +49,11 @@ class Foreign:
 
     def __hash__(self) -> int:
         return id(self)
+
+    def append(self, *items: Any) -> None:
+        """Ignore the items of a container of an unknown class."""
+
+    extend = add = __setitem__ = append
 
 
 def declared(module: str, name: str) -> Any:
@@ -98,8 +104,7 @@ class Loaded:
 
 def load_pickle(data: bytes, vocabulary: Vocabulary | None = None, *, encoding: str = "ascii") -> Loaded:
     """Read a pickle. Raises ValueError if it is malformed. `encoding`: of Python 2's strings (`bytes`: unchanged)."""
-    machine = _Machine(vocabulary or Vocabulary(), encoding=encoding)
-    return Loaded(machine.run(io.BytesIO(data)), machine.foreign)
+    return _Machine(io.BytesIO(data), vocabulary or Vocabulary(), encoding=encoding).loaded()
 
 
 def load_torch(file: bytes | IO[bytes], vocabulary: Vocabulary | None = None) -> Loaded:
@@ -128,16 +133,14 @@ def _load_archive(archive: zipfile.ZipFile, vocabulary: Vocabulary) -> Loaded:
     def storage(saved: Any) -> _Storage:
         if not isinstance(saved, tuple) or len(saved) != 5 or saved[0] != "storage":
             raise ValueError("it refers to something that is not a storage")
-        _, kind, key, _, num_elements = saved
-        dtype = _storage_dtype(kind)
+        _, dtype, key, _, num_elements = saved
         if key not in flat:
             flat[key] = _flat(archive.read(entries[f"data/{key}"]), dtype, num_elements)
         if flat[key].dtype != dtype:
             raise ValueError("two storages have one key")
         return _Storage(flat[key])
 
-    machine = _Machine(vocabulary, persistent=storage)
-    return Loaded(machine.run(io.BytesIO(archive.read(entries["data.pkl"]))), machine.foreign)
+    return _Machine(io.BytesIO(archive.read(entries["data.pkl"])), vocabulary, persistent=storage).loaded()
 
 
 def _load_legacy(file: IO[bytes], vocabulary: Vocabulary) -> Loaded:
@@ -148,10 +151,9 @@ def _load_legacy(file: IO[bytes], vocabulary: Vocabulary) -> Loaded:
     def storage(saved: Any) -> _Storage:
         if not isinstance(saved, tuple) or len(saved) != 6 or saved[0] != "storage" or saved[5] is not None:
             raise ValueError("it refers to something that is not its own storage")
-        _, kind, key, _, num_elements, _ = saved
-        dtype = _storage_dtype(kind)
+        _, dtype, key, _, num_elements, _ = saved
         if key not in flat:
-            _check_counts((num_elements,))
+            _check_storage(dtype, num_elements)
             sizes[key] = dtype, num_elements
             if num_elements * dtype.itemsize > _left(file):
                 raise ValueError("a storage has fewer bytes than it declares")
@@ -159,15 +161,14 @@ def _load_legacy(file: IO[bytes], vocabulary: Vocabulary) -> Loaded:
         return _Storage(flat[key])
 
     def plain() -> Any:
-        return Loaded((machine := _Machine(Vocabulary())).run(file), machine.foreign).plain()
+        return _Machine(file, Vocabulary()).loaded().plain()
 
     if plain() != _LEGACY_MAGIC:
         raise ValueError("this is not a file of torch.save")
     plain()  # the version, then the machine
     if plain().get("little_endian") is not (sys.byteorder == "little"):
         raise ValueError("it was saved on a machine with another byte order")
-    machine = _Machine(vocabulary, persistent=storage)
-    loaded = Loaded(machine.run(file), machine.foreign)
+    loaded = _Machine(file, vocabulary, persistent=storage).loaded()
     for key in plain():
         if key not in flat:
             raise ValueError("it holds a storage to which nothing refers")
@@ -188,17 +189,13 @@ def _left(file: IO[bytes]) -> int:
 # ---- tensors ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _StorageKind:
-    dtype: torch.dtype | None  # None: bytes, interpreted by the tensor
-
-
 @dataclass(frozen=True, eq=False)
 class _Storage:
     flat: torch.Tensor
 
 
 _STORAGES = {
+    "UntypedStorage": torch.uint8,  # bytes, interpreted by the tensor
     "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
     "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
     "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
@@ -206,14 +203,14 @@ _STORAGES = {
 }  # fmt: skip
 
 
-def _storage_dtype(kind: Any) -> torch.dtype:
-    if not isinstance(kind, _StorageKind):
+def _check_storage(dtype: Any, num_elements: Any) -> None:
+    if not isinstance(dtype, torch.dtype):
         raise ValueError("a storage has no type")
-    return kind.dtype or torch.uint8
-
-
-def _flat(data: bytes, dtype: torch.dtype, num_elements: Any) -> torch.Tensor:
     _check_counts((num_elements,))
+
+
+def _flat(data: bytes, dtype: Any, num_elements: Any) -> torch.Tensor:
+    _check_storage(dtype, num_elements)
     if len(data) != num_elements * dtype.itemsize:
         raise ValueError(f"a storage of {num_elements} {dtype} has {len(data)} bytes")
     return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
@@ -414,8 +411,7 @@ _NAMES: dict[Name, Any] = {
     ("torch._utils", "_rebuild_parameter_with_state"): _Function(lambda *args: _parameter(*args[:3])),
     ("torch._tensor", "_rebuild_from_type_v2"): _Function(_with_attributes),
     ("torch.storage", "_load_from_bytes"): _Function(_storage_from_bytes),
-    ("torch.storage", "UntypedStorage"): _StorageKind(None),
-    **{("torch", name): _StorageKind(dtype) for name, dtype in _STORAGES.items()},
+    **{(module, name): dtype for name, dtype in _STORAGES.items() for module in ("torch", "torch.storage")},
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype | torch.layout)},
     ("numpy", "dtype"): np.dtype,
     ("numpy", "ndarray"): np.ndarray,
@@ -427,170 +423,93 @@ _NAMES: dict[Name, Any] = {
 
 # ---- the machine ------------------------------------------------------------------------------------------
 
-_PUSHED = {
-    "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "UNICODE", "BINUNICODE",
-    "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",
-}  # fmt: skip
-_OLD_TEXTS = {"STRING", "BINSTRING", "SHORT_BINSTRING"}
-_CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_LIST": list, "EMPTY_TUPLE": tuple, "EMPTY_DICT": dict, "EMPTY_SET": set}
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_GATHERED: dict[str, Callable[[list[Any]], Any]] = {
-    "TUPLE": tuple,
-    "LIST": list,
-    "DICT": lambda found: dict(_pairs(found)),
-    "FROZENSET": frozenset,
+# Opcodes that create values, and those that only move them.
+_PLAIN = (
+    "PROTO FRAME STOP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING "
+    "BINSTRING SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 "
+    "EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST LIST EMPTY_DICT DICT EMPTY_SET FROZENSET MARK POP POP_MARK DUP "
+    "GET BINGET LONG_BINGET PUT BINPUT LONG_BINPUT MEMOIZE GLOBAL STACK_GLOBAL BINPERSID"
+)
+_DICTIONARIES = (dict, collections.OrderedDict, collections.defaultdict, Foreign)
+# Opcodes that fill a container: where it is, and of which class it must be.
+_FILLING: dict[str, tuple[Callable[[Any], Any], tuple[type, ...]]] = {
+    "APPEND": (lambda machine: machine.stack[-2], (list, Foreign)),
+    "APPENDS": (lambda machine: machine.metastack[-1][-1], (list, Foreign)),
+    "SETITEM": (lambda machine: machine.stack[-3], _DICTIONARIES),
+    "SETITEMS": (lambda machine: machine.metastack[-1][-1], _DICTIONARIES),
+    "ADDITEMS": (lambda machine: machine.metastack[-1][-1], (set, Foreign)),
 }
-_MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
+_Unpickler: Any = pickle._Unpickler  # in Python, with a table of its opcodes
+_MALFORMED = (
+    IndexError, KeyError, TypeError, AttributeError, UnicodeError, OverflowError, RuntimeError, EOFError, MemoryError,
+    struct.error, pickle.UnpicklingError,
+)  # fmt: skip
 
 
-class _Machine:
+def _code(name: str) -> int:
+    return int(getattr(pickle, name)[0])
+
+
+def _filling(name: str) -> Callable[[Any], None]:
+    (find, classes), fill = _FILLING[name], _Unpickler.dispatch[_code(name)]
+
+    def checked(machine: Any) -> None:
+        if type(find(machine)) not in classes:
+            raise ValueError("something other than a list, a dictionary or a set is filled")
+        fill(machine)
+
+    return checked
+
+
+class _Memo(dict[int, Any]):
+    """The objects that a pickle refers to by their numbers; an array's placeholder knows its number."""
+
+    def __setitem__(self, number: int, value: Any) -> None:
+        if isinstance(value, _Array):
+            value.number = number
+        super().__setitem__(number, value)
+
+
+class _Machine(_Unpickler):
     """The part of pickle's machine that data needs. Stack and memo hold values, which are never called."""
+
+    dispatch = {_code(name): _Unpickler.dispatch[_code(name)] for name in _PLAIN.split()} | {
+        _code(name): _filling(name) for name in _FILLING
+    }
 
     def __init__(
         self,
+        file: IO[bytes],
         vocabulary: Vocabulary,
         *,
         persistent: Callable[[Any], Any] | None = None,
         encoding: str = "ascii",
     ) -> None:
+        super().__init__(file, encoding=encoding)
+        self.memo = _Memo()
         self.foreign: list[Foreign] = []
-        self._vocabulary, self._persistent, self._encoding = vocabulary, persistent, encoding
-        self._stack: list[Any] = []
-        self._marks: list[int] = []
-        self._memo: dict[int, Any] = {}
+        self._vocabulary, self._persistent = vocabulary, persistent
 
-    def run(self, file: IO[bytes]) -> Any:
+    def loaded(self) -> Loaded:
         """Return the object of the pickle that begins here. Raises ValueError for anything else."""
         try:
-            for opcode, arg, _ in pickletools.genops(file):
-                if opcode.name == "STOP":
-                    return self._stack.pop()
-                self._step(opcode.name, arg)
-        except (IndexError, KeyError, TypeError, AttributeError, UnicodeError, OverflowError, RuntimeError) as error:
-            raise ValueError(f"this pickle is malformed: {error!r}") from error
-        raise ValueError("this pickle is malformed: it has no end")
+            return Loaded(self.load(), self.foreign)
+        except _MALFORMED as error:
+            raise ValueError(f"this pickle is malformed, or uses what data does not need: {error!r}") from error
 
-    def _step(self, name: str, arg: Any) -> None:
-        stack = self._stack
-        if name in _PUSHED:
-            stack.append(arg)
-        elif name in _OLD_TEXTS:
-            stack.append(self._old_text(arg))
-        elif name in _CONSTANTS:
-            stack.append(_CONSTANTS[name])
-        elif name in _EMPTY:
-            stack.append(_EMPTY[name]())
-        elif name in _TUPLES:
-            count = _TUPLES[name]
-            stack[-count:] = [tuple(stack[-count:])]
-        elif name in _GATHERED:
-            stack.append(_GATHERED[name](self._to_mark()))
-        else:
-            method = getattr(self, f"_{name.lower()}", None)
-            if method is None:
-                raise ValueError(f"this pickle uses {name}, which data does not need")
-            method(arg)
-
-    def _old_text(self, text: Any) -> Any:
-        data = text.encode("latin1") if isinstance(text, str) else bytes(text)
-        return data if self._encoding == "bytes" else data.decode(self._encoding)
-
-    def _to_mark(self) -> list[Any]:
-        mark = self._marks.pop()
-        found = self._stack[mark:]
-        del self._stack[mark:]
-        return found
-
-    def _proto(self, arg: int) -> None:
-        if arg > 5:
-            raise ValueError(f"this pickle is of protocol {arg}")
-
-    def _frame(self, arg: int) -> None:
-        pass
-
-    def _mark(self, arg: None) -> None:
-        self._marks.append(len(self._stack))
-
-    def _pop(self, arg: None) -> None:
-        if self._marks and self._marks[-1] == len(self._stack):
-            self._marks.pop()
-        else:
-            self._stack.pop()
-
-    def _pop_mark(self, arg: None) -> None:
-        self._to_mark()
-
-    def _dup(self, arg: None) -> None:
-        self._stack.append(self._stack[-1])
-
-    def _get(self, arg: int) -> None:
-        self._stack.append(self._memo[int(arg)])
-
-    _binget = _long_binget = _get
-
-    def _put(self, arg: int) -> None:
-        self._memo[int(arg)] = top = self._stack[-1]
-        if isinstance(top, _Array):
-            top.number = int(arg)
-
-    _binput = _long_binput = _put
-
-    def _memoize(self, arg: None) -> None:
-        self._put(len(self._memo))
-
-    def _append(self, arg: None) -> None:
-        self._extend([self._stack.pop()])
-
-    def _appends(self, arg: None) -> None:
-        self._extend(self._to_mark())
-
-    def _extend(self, items: list[Any]) -> None:
-        target = self._stack[-1]
-        if type(target) is list:
-            target.extend(items)
-        elif not isinstance(target, Foreign):
-            raise ValueError("something other than a list is extended")
-
-    def _setitem(self, arg: None) -> None:
-        value, key = self._stack.pop(), self._stack.pop()
-        self._update([key, value])
-
-    def _setitems(self, arg: None) -> None:
-        self._update(self._to_mark())
-
-    def _update(self, items: list[Any]) -> None:
-        target = self._stack[-1]
-        if type(target) in _MAPPINGS:
-            target.update(_pairs(items))
-        elif not isinstance(target, Foreign):
-            raise ValueError("something other than a dictionary is filled")
-
-    def _additems(self, arg: None) -> None:
-        items, target = self._to_mark(), self._stack[-1]
-        if type(target) is set:
-            target.update(items)
-        elif not isinstance(target, Foreign):
-            raise ValueError("something other than a set is filled")
-
-    def _binpersid(self, arg: None) -> None:
+    def persistent_load(self, saved: Any) -> Any:
         if self._persistent is None:
             raise ValueError("this pickle refers to another file")
-        self._stack.append(self._persistent(self._stack.pop()))
+        return self._persistent(saved)
+
+    def _bytearray(self) -> None:
+        self.append(bytearray(self.read(int.from_bytes(self.read(8), "little"))))
+
+    dispatch[_code("BYTEARRAY8")] = _bytearray
 
     # ---- names, and what a file does with them --------------------------------------------------------------
 
-    def _global(self, arg: str) -> None:
-        module, _, name = arg.partition(" ")
-        self._stack.append(self._find(module, name))
-
-    def _stack_global(self, arg: None) -> None:
-        name, module = self._stack.pop(), self._stack.pop()
-        if type(name) is not str or type(module) is not str:
-            raise ValueError("a name is not a string")
-        self._stack.append(self._find(module, name))
-
-    def _find(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> Any:
         module, name = self._vocabulary.rename(module, name)
         if (module, name) in _NAMES:
             return _NAMES[module, name]
@@ -605,11 +524,13 @@ class _Machine:
         self.foreign.append(foreign)
         return foreign
 
-    def _reduce(self, arg: None) -> None:
-        args, function = self._stack.pop(), self._stack.pop()
+    def _reduce(self) -> None:
+        args, function = self.stack.pop(), self.stack.pop()
         if type(args) is not tuple:
             raise ValueError("arguments are not a tuple")
-        self._stack.append(self._called(function, args))
+        self.append(self._called(function, args))
+
+    dispatch[_code("REDUCE")] = _reduce
 
     def _called(self, function: Any, args: tuple[Any, ...]) -> Any:
         if any(isinstance(one, Foreign) for one in (function, *args)):
@@ -627,28 +548,32 @@ class _Machine:
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
         return isinstance(module, str) and isinstance(name, str) and known(module, name) is value
 
-    def _newobj(self, arg: None) -> None:
-        args, cls = self._stack.pop(), self._stack.pop()
+    def _newobj(self) -> None:
+        args, cls = self.stack.pop(), self.stack.pop()
         if self._is(cls, self._vocabulary.trusted):
-            self._stack.append(cls.__new__(cls, *args))
+            self.append(cls.__new__(cls, *args))
         elif args == () and self._is(cls, self._vocabulary.instance_class):
-            self._stack.append(cls.__new__(cls))
+            self.append(cls.__new__(cls))
         else:
-            self._stack.append(self._called(cls, args))
+            self.append(self._called(cls, args))
 
-    def _newobj_ex(self, arg: None) -> None:
-        if self._stack.pop() != {}:
+    dispatch[_code("NEWOBJ")] = _newobj
+
+    def _newobj_ex(self) -> None:
+        if self.stack.pop() != {}:
             raise ValueError("an instance is created with keyword arguments, which data does not need")
-        self._newobj(None)
+        self._newobj()
 
-    def _build(self, arg: None) -> None:
-        state, target = self._stack.pop(), self._stack[-1]
+    dispatch[_code("NEWOBJ_EX")] = _newobj_ex
+
+    def _build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, Foreign):
             return
         if isinstance(target, _Array):
-            self._stack[-1] = made = _array_of_state(state)
+            self.stack[-1] = made = _array_of_state(state)
             if target.number is not None:
-                self._memo[target.number] = made
+                self.memo[target.number] = made
         elif isinstance(target, _DType):
             if type(state) is not tuple or len(state) < 2 or state[1] not in ("<", ">", "=", "|"):
                 raise ValueError("a type of arrays has another state")
@@ -667,11 +592,7 @@ class _Machine:
         else:
             raise ValueError(f"a {type(target).__qualname__} has a state, which data does not need")
 
-
-def _pairs(items: list[Any]) -> Iterable[tuple[Any, Any]]:
-    if len(items) % 2:
-        raise ValueError("a dictionary has a key without a value")
-    return zip(items[::2], items[1::2], strict=True)
+    dispatch[_code("BUILD")] = _build
 
 
 def _array_of_state(state: Any) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import importlib
 import importlib.util
 import multiprocessing
 import os
@@ -22,8 +21,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-from hora.cli.demo import LABS
-from hora.cli.dispatch import COMMANDS
+from hora.cli.dispatch import COMMANDS, LABS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -139,7 +137,7 @@ def test_printed_commands_exist_with_their_options(line, page):
     name, rest = ("run", words) if program == "horovodrun" else (words[0], words[1:])
     assert name in COMMANDS, page
     if name == "demo" and rest:
-        parser = importlib.import_module(LABS[rest[0]][0]).make_parser()
+        parser = LABS[rest[0]].make_parser()
         rest = rest[1:]
     else:
         parser = COMMANDS[name].make_parser()

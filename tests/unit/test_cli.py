@@ -7,7 +7,6 @@ import pytest
 
 import horovod
 from hora.cli import dispatch, run
-from hora.cli.demo import LABS
 from hora.cli.doctor import examine, findings
 from hora.cli.doctor.findings import Finding
 from hora.launch import start
@@ -53,7 +52,7 @@ def test_completion_knows_every_command_lab_and_shown_flag(capsys):
     for shell in ("bash", "zsh", "fish"):
         assert dispatch.main(["completion", shell]) == 0
         text = capsys.readouterr().out
-        for word in (*dispatch.COMMANDS, *LABS, "manifest"):
+        for word in (*dispatch.COMMANDS, *dispatch.LABS, "manifest"):
             assert word in text, (shell, word)
         for flag in ("min-np", "fusion-threshold-mb", "any-leader", "help-all"):
             assert flag in text, (shell, flag)
@@ -287,3 +286,12 @@ def test_ports_that_cannot_be_reached_are_named_with_both_ends():
     assert isinstance(found, Finding)
     assert "a cannot connect to a port of b: No route to host" in found.text
     assert "firewall of b" in found.advice
+
+
+def test_top_without_rich_names_it(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.delitem(sys.modules, "hora.watch.terminal", raising=False)
+    assert dispatch.main(["top", "--url", "http://127.0.0.1:1/#token=x"]) == 0
+    assert dispatch.main(["top", "http://127.0.0.1:1/#token=x"]) == 1
+    assert "hora top draws with rich: pip install rich" in capsys.readouterr().err

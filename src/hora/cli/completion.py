@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Iterator, Sequence
 
-from hora.cli.demo import LABS
+from hora.cli.dispatch import COMMANDS, LABS
 
 __all__ = ["main", "make_parser"]
 
@@ -35,13 +35,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _words() -> dict[str, dict[str, str]]:
     """Return the options and subcommands of each command, with a short text."""
-    from hora.cli.dispatch import COMMANDS
-
     found: dict[str, dict[str, str]] = {}
     for name, command in COMMANDS.items():
         parser = command.make_parser()
         found[name] = dict(_words_of(parser)) if parser is not None else {"--help": "show help"}
-    found["demo"] |= {lab: summary for lab, (_, summary) in LABS.items()}
+    found["demo"] |= {name: lab.summary for name, lab in LABS.items()}
     return found
 
 
@@ -58,8 +56,6 @@ def _words_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
 
 
 def _summaries() -> dict[str, str]:
-    from hora.cli.dispatch import COMMANDS
-
     return {name: command.summary.partition(":")[0] for name, command in COMMANDS.items()}
 
 

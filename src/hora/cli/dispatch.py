@@ -1,7 +1,7 @@
 """The command `hora`: a table of subcommands, each imported only when it is called.
 
-This module only dispatches, so `hora --help` needs neither torch nor pyspark. To add a subcommand, add a line to
-`COMMANDS`: its function takes the remaining arguments and returns an exit status (None is 0).
+This module only dispatches, so `hora --help` needs neither torch nor pyspark. To add a subcommand, or a lab of `hora
+demo`, add a line to its table: its function takes the remaining arguments and returns an exit status (None is 0).
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["COMMANDS", "Command", "main"]
+from hora.errors import JobFailedError
+
+__all__ = ["COMMANDS", "LABS", "Command", "demo", "main"]
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,36 @@ COMMANDS = {
         "hora.cli.watch:view", "show a recorded run in the browser: hora view run.hora", "make_view_parser"
     ),
     "workers": Command("hora.cli.workers:main", "launch, list and stop workers: hora workers launch -n 2"),
-    "demo": Command("hora.cli.demo:main", "a lab to try: hora demo faults, images or penguins", ""),
+    "demo": Command("hora.cli.dispatch:demo", "a lab to try: hora demo faults, images or penguins", ""),
     "completion": Command("hora.cli.completion:main", "completion for a shell: hora completion bash, zsh or fish"),
 }
+
+LABS = {
+    "penguins": Command(
+        "hora.labs.penguins.demo:main", "three species of penguins, alone and distributed, in a minute"
+    ),
+    "faults": Command(
+        "hora.labs.faults.demo:main", "a training whose ranks you kill on its live page, while it goes on"
+    ),
+    "images": Command("hora.labs.images.demo:main", "a ResNet on handwritten digits or CIFAR-10, on two ranks"),
+}
+
+
+def demo(argv: Sequence[str]) -> int:
+    """Run a lab; without one, list the labs."""
+    name, *rest = argv or ["--help"]
+    if name not in LABS:
+        print(f"usage: hora demo <lab> [arguments …]\n\n{_listed(LABS)}")
+        print("\nhora demo <lab> --help shows its arguments.")
+        if name in ("-h", "--help"):
+            return 0
+        print(f"hora: there is no lab {name!r}", file=sys.stderr)
+        return 2
+    try:
+        return LABS[name](rest)
+    except JobFailedError as error:
+        print(f"hora demo: {error}", file=sys.stderr)
+        return error.exit_code or 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,24 +125,23 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _help() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: hora <command> [arguments ...]",
-            "",
-            "examples:",
-            "  hora demo faults                              # a training here; kill its ranks on its live page",
-            "  hora init --from train.py distributed.py      # your script, with the lines that distribute it",
-            "  hora run -np 4 --dashboard python train.py    # on 4 ranks of this machine, with a live page",
-            "",
-            "commands:",
-            *lines,
-            "",
-            "hora <command> --help shows a command's own arguments; hora --version the version;",
-            "hora --check-build what works on this machine.",
-        ]
-    )
+    return f"""usage: hora <command> [arguments ...]
+
+examples:
+  hora demo faults                              # a training here; kill its ranks on its live page
+  hora init --from train.py distributed.py      # your script, with the lines that distribute it
+  hora run -np 4 --dashboard python train.py    # on 4 ranks of this machine, with a live page
+
+commands:
+{_listed(COMMANDS)}
+
+hora <command> --help shows a command's own arguments; hora --version the version;
+hora --check-build what works on this machine."""
+
+
+def _listed(commands: Mapping[str, Command]) -> str:
+    width = max(map(len, commands))
+    return "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in commands.items())
 
 
 def _unknown(name: str) -> int:

@@ -17,31 +17,17 @@ __all__ = ["main", "make_parser"]
 
 def main(argv: Sequence[str]) -> int:
     end = argv.index("--") if "--" in argv else len(argv)
-    arguments, command = make_parser().parse_args(list(argv[:end])), argv[end + 1 :]
+    arguments = vars(make_parser().parse_args(list(argv[:end])))
+    kind = arguments.pop("kind")
     try:
-        request = ManifestRequest(
-            name=arguments.name,
-            image=arguments.image,
-            command=tuple(command),
-            num_nodes=arguments.nodes,
-            slots=arguments.slots,
-            min_nodes=arguments.min_nodes,
-            any_leader=arguments.any_leader,
-            namespace=arguments.namespace,
-            cpu=arguments.cpu,
-            memory=arguments.memory,
-            gpus=arguments.gpus,
-            leave_s=arguments.leave_timeout,
-            writable_root=arguments.writable_root,
-            runtime=arguments.runtime,
-        )
-        made = manifests(arguments.kind, request)
+        request = ManifestRequest(**arguments, command=tuple(argv[end + 1 :]))
+        made = manifests(kind, request)
     except ValueError as error:
         print(f"hora kubernetes: error: {error}", file=sys.stderr)
         return 2
     import yaml
 
-    if arguments.kind != "mpijob":
+    if kind != "mpijob":
         print(f"# The nodes' secret, once, before this is applied:\n#   {secret_command(request)}")
     print(yaml.safe_dump_all(made, sort_keys=False), end="")
     return 0
@@ -61,7 +47,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     manifest.add_argument("--name", required=True, help="name of the job")
     manifest.add_argument("--image", required=True, help="container image that has Hora and the training")
-    manifest.add_argument("--nodes", type=int, default=2, help="number of pods (default: 2)")
+    manifest.add_argument(
+        "--nodes", dest="num_nodes", metavar="NODES", type=int, default=2, help="number of pods (default: 2)"
+    )
     manifest.add_argument("--slots", type=int, default=1, help="processes per pod (default: 1)")
     manifest.add_argument("--min-nodes", type=int, help="smallest number of pods; makes the job elastic")
     manifest.add_argument(
@@ -72,7 +60,12 @@ def make_parser() -> argparse.ArgumentParser:
     manifest.add_argument("--memory", help="memory per pod, for example 16Gi")
     manifest.add_argument("--gpus", type=int, default=0, help="NVIDIA GPUs per pod (default: 0)")
     manifest.add_argument(
-        "--leave-timeout", type=int, default=25, help="seconds for a last commit when pods are removed (default: 25)"
+        "--leave-timeout",
+        dest="leave_s",
+        metavar="LEAVE_TIMEOUT",
+        type=int,
+        default=25,
+        help="seconds for a last commit when pods are removed (default: 25)",
     )
     manifest.add_argument(
         "--writable-root",

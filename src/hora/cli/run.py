@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hora.errors import JobFailedError
 from hora.launch import environment
 from hora.launch.options import About, Options, all_options, build_parser, parse
-from hora.version import foreign_message
+from hora.version import foreign_message, horovod_version, version
 
 if TYPE_CHECKING:
     from hora.launch.job import Job
@@ -92,7 +92,7 @@ def _parse(argv: Sequence[str], *, prog: str) -> tuple[argparse.Namespace, Optio
 def _about(prog: str) -> dict[str, Any]:
     return {
         "prog": prog,
-        "on_version": _version if prog == "horovodrun" else _own_version,
+        "on_version": horovod_version if prog == "horovodrun" else version,
         "on_check_build": _check_build,
         "about": _PLAN if prog == "hora plan" else _run_help(prog),
     }
@@ -214,18 +214,6 @@ def set_up_log(options: Options) -> None:
     if options.log_level is not None:
         level = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}.get(options.log_level, options.log_level)
         logging.getLogger("hora").setLevel(level)
-
-
-def _version() -> str:
-    from hora.version import horovod_version
-
-    return horovod_version()
-
-
-def _own_version() -> str:
-    from hora.version import version
-
-    return version()
 
 
 def _check_build() -> str:

@@ -60,21 +60,19 @@ def make_top_parser() -> argparse.ArgumentParser:
 def top(argv: Sequence[str]) -> int:
     """Run `hora top`."""
     arguments = make_top_parser().parse_args(argv)
-    from hora.watch.terminal import choose_page
+    from hora.watch.address import choose_page
 
     try:
         page = choose_page(arguments.url)
         if arguments.print_url:
             print(page.full_url)
             return 0
-        try:
-            from hora.watch.terminal import show
-        except ModuleNotFoundError as error:
-            if error.name is None or not error.name.startswith("rich"):
-                raise
-            print("hora top draws with rich: pip install rich", file=sys.stderr)
-            return 1
+        from hora.watch.terminal import show
+
         show(page, once=arguments.once)
+    except ModuleNotFoundError as error:
+        print(f"hora top draws with rich: pip install {error.name}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 0
     except (OSError, ValueError) as error:

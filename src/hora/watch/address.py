@@ -15,10 +15,22 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from hora.net import sockets
 
-__all__ = ["Page", "answer_caller", "bind", "find_pages", "is_private", "parse_address", "serve_address", "urls_of"]
+__all__ = [
+    "Page",
+    "answer_caller",
+    "bind",
+    "choose_page",
+    "find_pages",
+    "is_private",
+    "page_from_url",
+    "parse_address",
+    "serve_address",
+    "urls_of",
+]
 
 _PREFIX = "hora-watch-"
 _ANSWER_BYTES = 64 * 1024
@@ -116,3 +128,28 @@ def _ask(name: str) -> Page | None:
             return Page(str(facts["url"]), str(facts["token"]), str(facts["title"]), int(facts["pid"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+def page_from_url(url: str) -> Page:
+    """Return the page at an address as the job printed it. Raises ValueError without its token."""
+    parts = urlsplit(url)
+    token = parse_qs(parts.fragment).get("token", [""])[0]
+    if parts.scheme != "http" or not parts.hostname or not token:
+        raise ValueError(f"not the address of a page: {url!r}; use the whole one, http://HOST:PORT/#token=...")
+    return Page(f"http://{parts.netloc}/", token, parts.netloc, 0)
+
+
+def choose_page(url: str | None) -> Page:
+    """Return the page at this address, or this user's newest one on this machine.
+
+    Raises ValueError if there is none.
+    """
+    if url is not None:
+        return page_from_url(url)
+    pages = find_pages()
+    if not pages:
+        raise ValueError(
+            "no job of yours with a dashboard runs on this machine: start one with `hora run --dashboard ...`, "
+            "or pass the address that the job printed"
+        )
+    return pages[-1]

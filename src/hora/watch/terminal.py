@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from hora.telemetry import PARTS
-from hora.watch.address import Page, find_pages
+from hora.watch.address import Page
 
-__all__ = ["choose_page", "page_from_url", "post", "show", "snapshots"]
+__all__ = ["post", "show", "snapshots"]
 
 _CONNECT_LIMIT_S = 10.0
 _SILENCE_LIMIT_S = 40.0  # the page sends at least a heartbeat every 15 s
@@ -28,31 +28,6 @@ _WAIT = PARTS.index("wait")
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _BAR = 60
 _MAX_RANKS = 24
-
-
-def page_from_url(url: str) -> Page:
-    """Return the page at an address as the job printed it. Raises ValueError without its token."""
-    parts = urlsplit(url)
-    token = parse_qs(parts.fragment).get("token", [""])[0]
-    if parts.scheme != "http" or not parts.hostname or not token:
-        raise ValueError(f"not the address of a page: {url!r}; use the whole one, http://HOST:PORT/#token=...")
-    return Page(f"http://{parts.netloc}/", token, parts.netloc, 0)
-
-
-def choose_page(url: str | None) -> Page:
-    """Return the page at this address, or this user's newest one on this machine.
-
-    Raises ValueError if there is none.
-    """
-    if url is not None:
-        return page_from_url(url)
-    pages = find_pages()
-    if not pages:
-        raise ValueError(
-            "no job of yours with a dashboard runs on this machine: start one with `hora run --dashboard ...`, "
-            "or pass the address that the job printed"
-        )
-    return pages[-1]
 
 
 def snapshots(page: Page) -> Iterator[dict[str, Any]]:
