@@ -185,7 +185,6 @@ class Rank(Process):
         self.outcome = ""
         self.negotiation: TreeNegotiation | None = None
         self._early: list[tuple[int, dict[str, Any], bytes]] = []
-        self._farewells: list[Any] = []
         self.num_in_flight = 0
         self.step = 0
         Fiber(self, self._live)
@@ -193,14 +192,12 @@ class Rank(Process):
     # The runtime's part.
 
     _on_leaving = Runtime._on_leaving
-    _close_if_caught_up = Runtime._close_if_caught_up
 
     def _on_negotiating(self, serial: int, rank: int, header: dict[str, Any], payload: bytes) -> None:
         if self.negotiation is None:
             self._early.append((rank, header, payload))
         else:
             self.negotiation.receive(rank, header, payload)
-        self._close_if_caught_up()  # type: ignore[misc]
 
     def _on_lost(self, rank: int) -> None:
         self.world.called_lost(self.rank, rank)
@@ -211,24 +208,12 @@ class Rank(Process):
         self.control_tree.stop_waiting(self.status.reason)
 
     def _on_tick(self) -> None:
-        self._close_if_caught_up()  # type: ignore[misc]
         if self.negotiation is not None:
             self.negotiation.tick()
 
-    @property
-    def sets(self) -> Rank:
-        """The only set of this rank."""
-        return self
-
-    def lacks(self, rounds: dict[int, int]) -> bool:
-        return self.negotiation is not None and self.negotiation.num_delivered < rounds.get(1, 0)
-
     def _say_goodbye_if_idle(self) -> None:
         if self.rank not in self.control_tree.news.goodbyes and not self.num_in_flight:
-            self.control_tree.leave(self.status.reason, self._rounds())
-
-    def _rounds(self) -> dict[int, int]:
-        return {} if self.negotiation is None else {1: self.negotiation.rounds}
+            self.control_tree.leave(self.status.reason)
 
     # Its life.
 
@@ -297,12 +282,9 @@ class Rank(Process):
     def _drive(self) -> None:
         """One turn of an `OperationQueue`'s driver."""
         assert self.negotiation is not None
-        closing = self.status.closing
         batches = self.negotiation.poll(self.planner)
         if batches is None:
             self.status.check_alive()
-            if closing:
-                raise self.status.error()
             self.negotiation.wait()
             return
         for batch in batches:
@@ -325,7 +307,7 @@ class Rank(Process):
         text = f"Horovod has been shut down by rank {self.rank}"
         self.num_in_flight = 0
         self.status.close(text)
-        self.control_tree.leave(self.status.reason if self.status.broken else text, self._rounds())
+        self.control_tree.leave(self.status.reason if self.status.broken else text)
         if not self.status.broken:
             self.control_tree.wait_for_goodbyes(GOODBYE_LIMIT_S)
         self.control_tree.close()

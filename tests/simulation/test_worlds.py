@@ -20,7 +20,7 @@ from fibers import Condition, Pool, Thread
 from simulated_world import SILENCE_LIMIT_S, ControlServer, SimulatedWorld, connect
 from simulator import Network, Simulation, played
 
-from hora.engine import control_tree, handoff, news, runtime, status
+from hora.engine import control_tree, handoff, news, status
 from hora.engine.negotiation import tree
 from hora.engine.negotiation.tree import Collector
 
@@ -95,13 +95,13 @@ class Run:
         threads = SimpleNamespace(Condition=Condition, Thread=Thread)
         chance = SimpleNamespace(token_hex=lambda num_bytes: f"{self.rng.getrandbits(8 * num_bytes):x}")
         with contextlib.ExitStack() as stack:
-            for module in (control_tree, handoff, news, tree, status, runtime):
+            for module in (control_tree, handoff, news, tree, status):
                 stack.enter_context(mock.patch.object(module, "time", clock))
             for module in (control_tree, handoff, news, tree):
                 stack.enter_context(mock.patch.object(module, "threading", threads))
             for name, other in {"Server": ControlServer, "connect": connect, "secrets": chance}.items():
                 stack.enter_context(mock.patch.object(control_tree, name, other))
-            stack.enter_context(mock.patch.object(tree, "ThreadPoolExecutor", Pool))
+            stack.enter_context(mock.patch.object(control_tree, "ThreadPoolExecutor", Pool))
             yield
 
 
@@ -126,8 +126,7 @@ def test_a_rule_that_is_broken_is_noticed(rule: str, monkeypatch: pytest.MonkeyP
     elif rule == "one bit is enough":
         monkeypatch.setattr(tree, "and_", lambda *bits: bits[0] | bits[1])
     else:
-        monkeypatch.setattr(runtime.Runtime, "_close_if_caught_up", lambda *_: None)
-        monkeypatch.setattr("simulated_world.Rank._close_if_caught_up", lambda *_: None)
+        monkeypatch.setattr("simulated_world.Rank._on_leaving", lambda *_: None)
     with pytest.raises(AssertionError, match=r"seed \d+: "):
         played_all(range(200))
 

@@ -143,11 +143,11 @@ def test_a_member_speaks_for_its_own_side_of_the_tree_and_for_no_other(control_t
             with a_member(control_trees[0], taken) as second, pytest.raises(EOFError):
                 second.receive(limit_s=LIMIT_S)
         other.send(news("lost", 1))
-        other.send(news("leaving", 1, "says rank 2"), b"{}")
+        other.send(news("leaving", 1, "says rank 2"))
         other.send(news("gone mad", 2))
-        other.send(news("leaving", 2, "the end"), b'{"1": 7}')
+        other.send(news("leaving", 2, "the end"))
         wait_until("rank 2 has left", lambda: heard)
-    assert heard == [("leaving", 2, "the end", {1: 7})]
+    assert heard == [("leaving", "the end")]
 
 
 def test_what_a_rank_announces_is_its_own_whatever_it_says(control_trees, heard):
@@ -180,10 +180,10 @@ def test_who_does_not_come_is_named(worlds):
 def test_one_goodbye_is_heard_by_all_and_all_goodbyes_are_waited_for(worlds, leaver):
     world = worlds(2, 2, 1, 1, 1)
     others = [rank for rank in range(7) if rank != leaver]
-    world.control_trees[leaver].leave("the end", {3: 4})
-    world.all_heard(("leaving", leaver, "the end", {3: 4}), others)
+    world.control_trees[leaver].leave("the end")
+    world.all_heard(("leaving", "the end"), others)
     for rank in others:
-        world.control_trees[rank].leave("the end too", {})
+        world.control_trees[rank].leave("the end too")
     for control_tree in world.control_trees:
         assert control_tree.wait_for_goodbyes(LIMIT_S)
     for control_tree in world.control_trees:
@@ -206,15 +206,15 @@ def test_news_goes_around_a_stopped_rank(worlds, sender):
     world.stop(2)
     world.control_trees[sender].report_fault(sender, "it broke")
     world.all_heard(("fault", "it broke"), [rank for rank in range(10) if rank not in (2, sender)])
-    world.control_trees[sender].leave("the end", {})
+    world.control_trees[sender].leave("the end")
     others = [rank for rank in range(10) if rank not in (2, sender)]
-    world.all_heard(("leaving", sender, "the end", {}), others)
+    world.all_heard(("leaving", "the end"), others)
 
 
 def test_a_rank_is_asked_what_it_waits_for(worlds):
     world = worlds(1, 1)
-    found = world.control_trees[0].whereabouts(1, 7, limit_s=LIMIT_S)
-    assert found == Whereabouts([("allreduce", 7)], "train.py:3")
+    found = world.control_trees[0].whereabouts([1], 7)
+    assert found == {1: Whereabouts([("allreduce", 7)], "train.py:3")}
 
 
 def test_what_is_sent_before_there_is_a_link_comes_when_there_is_one(control_trees, heard):

@@ -101,10 +101,9 @@ class FakeControlTree:
     def call(self, function):
         self.network.calls[self.rank].append(function)
 
-    def whereabouts(self, rank, serial, *, limit_s):
-        if rank in self.network.stopped:
-            raise TimeoutError
-        return Whereabouts(list(self.network.in_flight[rank]))
+    def whereabouts(self, ranks, serial):
+        stopped, in_flight = self.network.stopped, self.network.in_flight
+        return {rank: "no answer" if rank in stopped else Whereabouts(list(in_flight[rank])) for rank in ranks}
 
 
 def an_allreduce(name: str | None, *, size: int = 10) -> Signature:

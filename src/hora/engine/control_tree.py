@@ -12,9 +12,8 @@ have additional links along that tree where needed. Links carry
     ack           the receiver has this news and forwards it
     bye           the sender has said goodbye: the end of its link is no loss
 
-Goodbyes are gathered like other values, so there are as many messages as ranks. Executing everything that was agreed
-before a goodbye does not depend on the order of messages: a goodbye carries the number of rounds seen in each set, and
-a rank that has seen fewer waits for those first (`Runtime`).
+Goodbyes are gathered like other values, so there are as many messages as ranks. A rank that hears the first one still
+executes what was agreed before: rounds of sets take other links, and have a moment to arrive (`WorldStatus`).
 
 `Handoff` passes descriptors of shared memory and streams for tensors beside the tree. Each process has one `Server` for
 everything, whose thread sleeps unless something happens.
@@ -29,10 +28,11 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from hora.engine.handoff import Handoff
-from hora.engine.news import News, NewsChannel, Rounds
+from hora.engine.news import News, NewsChannel
 from hora.engine.rank_tree import Tree
 from hora.engine.request import Key
 from hora.errors import HorovodInternalError
@@ -48,6 +48,8 @@ log = logging.getLogger("hora")
 _TICK_S = 1.0  # how often to look for stalls
 _SILENCE_LIMIT_S = 8
 _CLOSE_LIMIT_S = 3.0
+_ASK_LIMIT_S = 2.0
+_ASKED_AT_ONCE = 16
 _GOODBYES = "goodbyes"  # gathered at the end
 
 
@@ -76,7 +78,7 @@ class ControlEvents:
     """
 
     lost: Callable[[int], None]
-    leaving: Callable[[int, str, Rounds], None]
+    leaving: Callable[[str], None]
     fault: Callable[[str], None]
     negotiating: Callable[[int, int, Header, bytes], None]
     whereabouts: Callable[[int], Whereabouts]
@@ -199,15 +201,12 @@ class ControlTree:
         """Run a function on the control tree's thread, after the messages that have already arrived."""
         self._server.call(function)
 
-    def leave(self, why: str, rounds: Rounds) -> None:
-        """Say goodbye: this rank shuts down after having seen these rounds of its sets.
-
-        The first goodbye ends the world.
-        """
+    def leave(self, why: str) -> None:
+        """Say goodbye: this rank shuts down. The first goodbye ends the world."""
         self.news.goodbye(self.rank)
         if not self._ending:
             self._ending = True
-            self.news.spread(News("leaving", self.rank, why, rounds=rounds))
+            self.news.spread(News("leaving", self.rank, why))
         for link in list(self._links.values()):
             link.send({"t": "bye"})
         self._server.call(self._count_goodbye)
@@ -228,14 +227,21 @@ class ControlTree:
             )
             return gathering.result is not None or self._num_children < 0
 
-    def whereabouts(self, rank: int, serial: int, *, limit_s: float) -> Whereabouts:
-        """Ask a rank what it waits for in a set, over a separate connection.
-
-        Raises OSError or EOFError without an answer.
+    def whereabouts(self, ranks: Sequence[int], serial: int) -> dict[int, Whereabouts | str]:
+        """Ask ranks what they wait for in a set, over separate connections; returns each one's answer, or why there is
+        none.
         """
-        with self._call(rank, limit_s) as connection:
-            connection.send({"want": "whereabouts", "set": serial})
-            return Whereabouts.decode(connection.receive(limit_s=limit_s)[1])
+
+        def ask(rank: int) -> Whereabouts | str:
+            try:
+                with self._call(rank, _ASK_LIMIT_S) as connection:
+                    connection.send({"want": "whereabouts", "set": serial})
+                    return Whereabouts.decode(connection.receive(limit_s=_ASK_LIMIT_S)[1])
+            except (OSError, EOFError, KeyError) as error:
+                return f"no answer: {error}"
+
+        with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="hora-control-ask") as pool:
+            return dict(zip(ranks, pool.map(ask, ranks), strict=True))
 
     def close(self) -> None:
         """Stop the thread and close all sockets and descriptors, after news has bypassed stopped ranks."""
@@ -272,11 +278,11 @@ class ControlTree:
     def _on_message(self, peer: Peer, header: Header, payload: bytes) -> None:
         kind, rank = header.get("t"), peer.number
         if rank < 0:
-            self._introduce(peer, header, payload)
+            self._introduce(peer, header)
         elif kind in ("up", "round"):
             self._events.negotiating(int(header["set"]), rank, header, payload)
         elif kind == "news":
-            self.news.receive(peer, News.of(header, payload))
+            self.news.receive(peer, News.of(header))
         elif kind == "ack":
             self.news.acknowledged(str(header["kind"]), int(header["rank"]), rank)
         elif kind == "gather":
@@ -288,14 +294,14 @@ class ControlTree:
 
     # Links.
 
-    def _introduce(self, peer: Peer, header: Header, payload: bytes) -> None:
+    def _introduce(self, peer: Peer, header: Header) -> None:
         match header.get("want"):
             case "segment":
                 self.handoff.segment_wanted(peer, str(header["key"]))
             case "stream":
                 self.handoff.keep_stream(peer, (str(header["key"]), peer.speaker))
             case "news":
-                self.news.receive(peer, News.of(header, payload))
+                self.news.receive(peer, News.of(header))
             case "whereabouts":
                 peer.send({}, self._events.whereabouts(int(header["set"])).encode())
             case _:
@@ -367,7 +373,7 @@ class ControlTree:
         self.news.goodbye(news.rank)
         if news.kind == "leaving":
             self._ending = True
-            self._events.leaving(news.rank, news.text, news.rounds)
+            self._events.leaving(news.text)
         else:
             self.news.expect_nothing_of(news.rank)
             self._events.lost(news.rank)

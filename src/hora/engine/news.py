@@ -10,50 +10,43 @@ accepts news about another rank only from that rank's side of the tree.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from hora.engine.rank_tree import Tree
 from hora.net.server import Peer, Server
 from hora.net.wire import Connection, Header
 
-__all__ = ["News", "NewsChannel", "Rounds"]
+__all__ = ["News", "NewsChannel"]
 
 log = logging.getLogger("hora")
 
 _ACK_LIMIT_S = 1.0  # a rank that does not acknowledge news in time counts as stopped
 _AROUND_LIMIT_S = 5.0
 
-Rounds = Mapping[int, int]  # by process set (its serial number): how many rounds a rank has seen
-
 
 @dataclass(frozen=True)
 class News:
     """A message for every rank: `rank` shuts down (leaving), was lost, or broke the world (fault).
 
-    `around`: stopped ranks that it bypassed. `rounds`: for a leaving rank, the number it has executed of each set.
+    `around`: stopped ranks that it bypassed.
     """
 
     kind: str
     rank: int
     text: str = ""
     around: tuple[int, ...] = ()
-    rounds: Rounds = field(default_factory=dict)
 
-    def message(self) -> tuple[Header, bytes]:
-        """Return the header and the payload."""
-        header = {"t": "news", "kind": self.kind, "rank": self.rank, "text": self.text, "around": list(self.around)}
-        return header, json.dumps(dict(self.rounds)).encode()
+    def message(self) -> Header:
+        return {"t": "news", "kind": self.kind, "rank": self.rank, "text": self.text, "around": list(self.around)}
 
     @classmethod
-    def of(cls, header: Header, payload: bytes) -> News:
-        rounds = {int(serial): int(number) for serial, number in json.loads(payload or b"{}").items()}
+    def of(cls, header: Header) -> News:
         around = tuple(int(rank) for rank in header.get("around", ()))
-        return cls(str(header["kind"]), int(header["rank"]), str(header["text"]), around, rounds)
+        return cls(str(header["kind"]), int(header["rank"]), str(header["text"]), around)
 
 
 class NewsChannel:
@@ -105,14 +98,14 @@ class NewsChannel:
     def has_told_all(self) -> bool:
         """Return whether every rank that can acknowledge what this one has told it has done so."""
         silent = self.goodbyes | self.dead
-        return not self._num_telling and all(rank in silent for *_, rank in list(self._unacknowledged))
+        return not self._num_telling and silent.issuperset(rank for *_, rank in list(self._unacknowledged))
 
     def spread(self, news: News, *, skip: int = -1) -> None:
         """Send news to the neighbours, except the one it came from."""
         self._noted.add((news.kind, news.rank))
         for rank, link in list(self._links.items()):
             if rank != skip and rank not in news.around and rank not in self.goodbyes:
-                link.send(*news.message())
+                link.send(news.message())
                 if self.tree is not None and len(self.tree.neighbours(rank)) > 1:
                     self._expect_ack(rank, news)
 
@@ -135,17 +128,14 @@ class NewsChannel:
         """Send news to the other neighbours of a stopped rank."""
         assert self.tree is not None
         others = [rank for rank in self.tree.neighbours(stopped) if rank not in (self._rank, *self.goodbyes)]
-        header, payload = replace(news, around=(*news.around, stopped)).message()
+        header = {**replace(news, around=(*news.around, stopped)).message(), "want": "news"}
         log.info("rank %d does not acknowledge news: sending it to the ranks %s beyond it", stopped, others)
 
         def tell() -> None:
             try:
                 for rank in others:
-                    with (
-                        contextlib.suppress(OSError, EOFError),
-                        self._connect(rank, _AROUND_LIMIT_S) as line,
-                    ):
-                        line.send({**header, "want": "news"}, payload)
+                    with contextlib.suppress(OSError, EOFError), self._connect(rank, _AROUND_LIMIT_S) as line:
+                        line.send(header)
                         line.receive(limit_s=_AROUND_LIMIT_S)
             finally:
                 with self._changed:

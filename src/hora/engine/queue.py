@@ -425,7 +425,7 @@ class OperationQueue(ProgressEngine):
         batches = self._poll()
         if batches is None:
             self.status.check_alive()
-            if closing:
+            if closing and not self.negotiation.may_be_late:
                 raise self.status.error()
             return False
         if self.recorder.timeline is not None:

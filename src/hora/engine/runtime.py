@@ -20,8 +20,7 @@ import itertools
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,6 @@ from hora.engine.control_tree import ControlEvents, ControlTree, Whereabouts
 from hora.engine.negotiation.base import LocalNegotiation, Negotiation
 from hora.engine.negotiation.shared_memory import SharedMemoryNegotiation
 from hora.engine.negotiation.tree import TreeNegotiation
-from hora.engine.news import Rounds
 from hora.engine.plan import Batch, BatchPlanner
 from hora.engine.point_to_point import Messages
 from hora.engine.queue import OperationQueue, QueueWorld
@@ -55,9 +53,7 @@ __all__ = ["ProcessSets", "Runtime"]
 log = logging.getLogger("hora")
 
 _GOODBYE_LIMIT_S = 2.0
-_FAREWELL_LIMIT_S = 1.0
 _SUM = Reduce()
-_ASK_LIMIT_S = 2.0
 _FIRST_GROUP = 2**32  # numbers of groups
 
 
@@ -371,10 +367,6 @@ class ProcessSets:
         """Return the rounds that this rank has executed of each set that spans hosts, by serial number."""
         return {serial: negotiation.rounds for serial, negotiation in self.trees().items()}
 
-    def lacks(self, rounds: Mapping[int, int]) -> bool:
-        """Return whether another rank has executed rounds of a set that have not arrived here."""
-        return any(negotiation.num_delivered < rounds.get(serial, 0) for serial, negotiation in self.trees().items())
-
     def whereabouts(self, serial: int) -> Whereabouts:
         """Return what this rank waits for in a set."""
         queues = [one.queue for one in self._sets.copy().values() if one.serial == serial and one.queue is not None]
@@ -400,8 +392,6 @@ class Runtime:
         self._next_handle = itertools.count()
         self._bootstrap: Bootstrap | None = None  # None in a world of one
         self._solo_secret = new_secret()  # of a world of one
-        # Of leaving ranks: the reason, the rounds they have seen, and the time limit.
-        self._farewells: list[tuple[str, Rounds, float]] = []
         self._messages: Messages | None = None
 
     def start(self, process_sets: Sequence[Sequence[int]]) -> None:
@@ -414,7 +404,7 @@ class Runtime:
                     lost=self._on_lost,
                     leaving=self._on_leaving,
                     fault=self._broken,
-                    negotiating=self._on_negotiating,
+                    negotiating=self.sets.deliver,
                     whereabouts=self.sets.whereabouts,
                     tick=self._on_tick,
                 )
@@ -616,7 +606,7 @@ class Runtime:
         if self._control_tree is not None:
             if self.status.broken:  # the others may learn it from here first; then no rank waits for goodbyes
                 self._report_fault(self.status.reason)
-            self._control_tree.leave(self.status.reason if self.status.broken else text, self.sets.rounds())
+            self._control_tree.leave(self.status.reason if self.status.broken else text)
             if not self.status.broken:
                 self._control_tree.wait_for_goodbyes(_GOODBYE_LIMIT_S)
         self.close(behind=behind)
@@ -660,7 +650,7 @@ class Runtime:
         if control_tree is None or self.world.rank in control_tree.news.goodbyes:
             return
         if not any(queue.num_in_flight for queue in self.sets.queues()):
-            control_tree.leave(self.status.reason, self.sets.rounds())
+            control_tree.leave(self.status.reason)
 
     # What the control tree reports, on its thread.
 
@@ -673,64 +663,30 @@ class Runtime:
         if self._control_tree is not None:
             self._control_tree.stop_waiting(self.status.reason)
 
-    def _on_negotiating(self, serial: int, rank: int, header: Header, payload: bytes) -> None:
-        self.sets.deliver(serial, rank, header, payload)
-        self._close_if_caught_up()
-
-    def _on_leaving(self, rank: int, why: str, rounds: Rounds) -> None:
-        self._farewells.append((why, rounds, time.monotonic() + _FAREWELL_LIMIT_S))
-        self._close_if_caught_up()
-
-    def _close_if_caught_up(self) -> None:
-        """End a world that another rank has left, once the rounds that it has executed have arrived.
-
-        It may wait for this rank in one of them, and goodbyes take another path than the rounds of a set.
-        """
-        for why, rounds, deadline in self._farewells:
-            if not self.sets.lacks(rounds) or time.monotonic() > deadline:
-                self._farewells = []
-                self.status.close(why)
-                self._say_goodbye_if_idle()
-                return
+    def _on_leaving(self, why: str) -> None:
+        self.status.close(why)
+        self._say_goodbye_if_idle()
 
     def _on_tick(self) -> None:
-        """Also look for stalls."""
-        self._close_if_caught_up()
+        """Look for stalls."""
         for negotiation in self.sets.trees().values():
             negotiation.tick()
         for queue in self.sets.queues():
             queue.inspect()
 
-    def line_of(self, rank: int) -> str:
-        """Return the line that another rank's training thread is in, or why there is no answer."""
+    def lines_of(self, ranks: Sequence[int], number: int = 0, key: Key | None = None) -> dict[int, str]:
+        """Return the line that each of these other ranks' training threads is in, or why there is no answer.
+
+        With a key, only of the ranks that do not wait for it in this set.
+        """
         tree = self._control_tree
-        try:
-            return "" if tree is None else tree.whereabouts(rank, -1, limit_s=_ASK_LIMIT_S).line
-        except (OSError, EOFError) as error:
-            return f"no answer: {error}"
-
-    def absent(self, number: int, key: Key) -> dict[int, str]:
-        """Return the other members of a set that do not wait for this, each with its current line."""
-        tree, found = self._control_tree, dict[int, str]()
-        ranks = [rank for rank in self.sets.ranks(number) if rank != self.world.rank]
-        if tree is None:
-            return {}
-
-        def ask(rank: int) -> None:
-            try:
-                answer = tree.whereabouts(rank, self.sets.serial(number), limit_s=_ASK_LIMIT_S)
-            except (OSError, EOFError, KeyError) as error:
-                found[rank] = f"no answer: {error}"
-            else:
-                if key not in answer.keys:
-                    found[rank] = answer.line
-
-        threads = [threading.Thread(target=ask, args=(rank,), name="hora-ask", daemon=True) for rank in ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(_ASK_LIMIT_S + 1.0)
-        return dict(sorted(found.items()))
+        answers = {} if tree is None else tree.whereabouts(ranks, self.sets.serial(number))
+        lines = {
+            rank: answer if isinstance(answer, str) else answer.line
+            for rank, answer in answers.items()
+            if isinstance(answer, str) or key not in answer.keys
+        }
+        return dict(sorted(lines.items()))
 
 
 def _no_stream(rank: int) -> Stream:

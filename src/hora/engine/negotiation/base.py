@@ -36,6 +36,7 @@ class Negotiation(ABC):
     """One per process set. Any thread calls `announce` under the queue's lock; the driver calls the rest."""
 
     rounds = 0  # taken by this member
+    may_be_late = False  # rounds may arrive after another member's goodbye
 
     @property
     def holds_back(self) -> bool:

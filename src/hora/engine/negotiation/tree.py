@@ -44,7 +44,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from operator import and_, or_
 
@@ -62,8 +61,6 @@ SLOTS = 0xFFFFFFFE  # the same, with a bit vector of slots as the announcement
 _NUM_SLOTS = 1024
 OLD_S = 1.0
 _SLICE_S = 0.05
-_ASK_LIMIT_S = 1.0
-_ASKED_AT_ONCE = 16
 
 Announced = tuple[int, Signature, int]  # who (a rank, or ALL), what, its running number
 
@@ -247,10 +244,11 @@ class TreeNegotiation(Negotiation):
     takes rounds from it.
     """
 
+    may_be_late = True
+
     def __init__(
         self, control_tree: ControlTree, serial: int, tree: Tree, ranks: Sequence[int], *, cache_capacity: int
     ) -> None:
-        self.num_delivered = 0  # rounds that have arrived
         self._control_tree, self._serial, self._rank = control_tree, serial, control_tree.rank
         self._tree = tree
         self._members = {rank: member for member, rank in enumerate(ranks)}
@@ -268,7 +266,7 @@ class TreeNegotiation(Negotiation):
         self._joined: set[int] = set()  # at the root
         self._asking = False
         self._asked_at = 0.0
-        self._answers: dict[int, set[Key]] = {}
+        self._answers: dict[int, Sequence[Key]] = {}
         self._delivered: deque[list[Announced]] = deque()
         self._changed = threading.Condition()
 
@@ -406,7 +404,6 @@ class TreeNegotiation(Negotiation):
                 delivered.append((who, signature, instance))
                 if who == ALL:
                     self._slots.learn(signature)
-        self.num_delivered += 1
         with self._changed:
             self._delivered.append(delivered)
             self._changed.notify_all()
@@ -435,19 +432,14 @@ class TreeNegotiation(Negotiation):
         finally:
             self._asking = False
 
+    def _answers_of(self, ranks: Sequence[int]) -> dict[int, Sequence[Key]]:
+        """Return what these ranks wait for; nothing for a rank that does not answer: it is stopped as well."""
+        answers = self._control_tree.whereabouts(ranks, self._serial)
+        return {rank: () if isinstance(answer, str) else answer.keys for rank, answer in answers.items()}
+
     def lacking(self, key: Key, ranks: Sequence[int]) -> list[int]:
         """Return the ranks that do not wait for this, or do not answer. Thread-safe; takes seconds."""
         return [rank for rank, waits_for in self._answers_of(ranks).items() if key not in waits_for]
-
-    def _answers_of(self, ranks: Sequence[int]) -> dict[int, set[Key]]:
-        def answer(rank: int) -> set[Key]:
-            try:
-                return set(self._control_tree.whereabouts(rank, self._serial, limit_s=_ASK_LIMIT_S).keys)
-            except (OSError, EOFError):
-                return set()  # it is stopped as well
-
-        with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="hora-control-ask") as pool:
-            return dict(zip(ranks, pool.map(answer, ranks), strict=True))
 
 
 def as_bytes(bits: int) -> bytes:

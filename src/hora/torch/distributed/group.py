@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -275,13 +275,13 @@ class HoraProcessGroup(_BASE):
     def _timed_out(self, request: Request, limit_s: float) -> HorovodInternalError:
         """Abort the group on this rank, and return an error that names the missing ranks."""
         self._queue.waited_for = request.key  # before the other ranks ask, which have waited as long
-        absent = self._runtime.absent(self._queue.process_set_id, request.key)
+        others = [rank for rank in self._ranks if rank != self._own_rank]
+        absent = self._runtime.lines_of(others, self._queue.process_set_id, request.key)
         if request.done:
             return request.error or HorovodInternalError(f"{request.name} took longer than {limit_s:g} s")
-        names = "; ".join(f"rank {rank} is at {line}" for rank, line in absent.items()) or "all ranks are in it"
         text = (
-            f"rank {self._own_rank} waited {limit_s:g} s until the timeout in {request.name} for "
-            f"rank(s) {list(absent)}: {names}. This process group cannot be used any more"
+            f"rank {self._own_rank} waited {limit_s:g} s until the timeout in {request.name} for rank(s) "
+            f"{list(absent)}: {_listed(absent) or 'all ranks are in it'}. This process group cannot be used any more"
         )
         self._queue.give_up(text)
         return HorovodInternalError(text)
@@ -776,7 +776,7 @@ class HoraProcessGroup(_BASE):
     def _late_message(self, message: Message, limit_s: float) -> HorovodInternalError:
         peers = message.sources or [message.peer]
         verb = "send" if message.sources else "receive"
-        lines = "; ".join(f"rank {rank} is at {self._runtime.line_of(rank)}" for rank in peers)
+        lines = _listed(self._runtime.lines_of(peers))
         return HorovodInternalError(
             f"rank {self._own_rank} waited {limit_s:g} s until the timeout for rank(s) {list(peers)} to "
             f"{verb} a message with tag {message.tag} in {self._label('messages')}: {lines}"
@@ -819,7 +819,7 @@ class HoraProcessGroup(_BASE):
             raise HorovodInternalError(
                 f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} failed to pass monitoredBarrier: Rank "
                 f"{self._ranks[0]} timed out in monitoredBarrier after {round(limit_s * 1000)} ms; "
-                + "; ".join(f"rank {rank} is at {self._runtime.line_of(rank)}" for rank in missing)
+                + _listed(self._runtime.lines_of(missing))
             )
 
     def wait_for_all(self, operation: str) -> None:
@@ -865,6 +865,10 @@ def _tell_autograd(tensor: Tensor) -> None:
     """Count a write to a tensor, whose bytes the engine writes without autograd."""
     if not tensor.is_inference():
         increment_version(tensor)
+
+
+def _listed(lines: Mapping[int, str]) -> str:
+    return "; ".join(f"rank {rank} is at {line}" for rank, line in lines.items())
 
 
 def _waits(opts: Any) -> bool:
