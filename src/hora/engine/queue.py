@@ -246,9 +246,9 @@ class QueueWorld(NamedTuple):
     core: int | None
 
 
-# A repeated call that no thread waits in, with its running number. `go_on(slice_ns)` says whether all members have
-# agreed on it, and then it is done; None: that is not known yet.
-GoOn = Callable[[int], bool | None]
+# A repeated call that no thread waits in, with its running number. `go_on(number, slice_ns)` says whether all members
+# have agreed on it, and then it is done; None: that is not known yet.
+GoOn = Callable[[int, int], bool | None]
 _LaneCall = tuple[Request, int, GoOn]
 
 
@@ -555,9 +555,11 @@ class OperationQueue(ProgressEngine):
         self._hold(request, request.signature.key(instance))
         self._lane.append((request, instance, go_on))
 
-    def start_repeated(self, request: Request, make: Callable[[int], GoOn]) -> bool:
-        """Put a repeated call in the lane, and go on with it without waiting; `make` gets its running number. False
-        where it has to be announced. The caller sees to it that a thread drives it."""
+    def start_repeated(self, request: Request, go_on: GoOn) -> bool:
+        """Put a repeated call in the lane, and advance it without waiting. Returns False if it must be announced.
+
+        The caller ensures that a thread drives it.
+        """
         signature = request.signature
         with self.lock:
             self.check_open()
@@ -571,7 +573,7 @@ class OperationQueue(ProgressEngine):
                 self.numbers[signature.operation] = instance
                 return False
             self._exclusive = True
-            self._lane.append((request, instance, make(instance)))
+            self._lane.append((request, instance, go_on))
         self.go_on_now()
         return True
 
@@ -596,7 +598,7 @@ class OperationQueue(ProgressEngine):
     def _go_on_with_first(self, slice_ns: int) -> bool:
         """Go on with the first call of the lane; returns whether it is settled."""
         call = self._lane[0]
-        done = call[2](slice_ns)
+        done = call[2](call[1], slice_ns)
         if done is None or not self._lane or self._lane[0] is not call:  # failed meanwhile
             return False
         if done:

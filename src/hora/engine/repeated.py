@@ -23,7 +23,7 @@ from math import prod
 import torch
 
 from hora.engine.negotiation.shared_memory import SharedMemoryNegotiation
-from hora.engine.queue import OperationQueue
+from hora.engine.queue import GoOn, OperationQueue
 from hora.engine.request import DTYPES, ITEM_BYTES, KINDS, Kind, Request, Signature
 from hora.engine.shm.counters import SLICE_NS
 from hora.engine.shm.native import CALL, CALL_AT, DTYPE_NUMBERS, NOTHING, SHORT_BYTES, Repeated, Spec, Sum, library
@@ -141,10 +141,25 @@ class RepeatedCalls:
         queue, negotiation = self._queue, self._negotiation
         if not self._is_ready(plan) or not queue.begin_exclusive():
             return False
+        instance, source, target = 0, tensor, out
         try:
             if negotiation.ticket == negotiation.void:
                 return False
-            done, instance = self._try(plan, tensor, out)
+            if plan.unnamed:
+                with queue.lock:
+                    instance = queue.next_instance(plan.signature)
+            if plan.stage is not None:
+                source = target = plan.stage.fetch(tensor)
+            ticket = negotiation.ticket
+            try:
+                began = _clock()
+                self._describe(plan, source, target, instance)
+                done = self._settle(plan, ticket, instance, plan.call(self._job_at, plan.slice_ns), began)
+            except BaseException as error:
+                self._interrupted(error, plan, (tensor, target, out), ticket, instance)
+                raise
+            if done and target is not out:
+                copy_to_gpu(target, out)
         finally:
             queue.end_exclusive()
         if not done:
@@ -161,28 +176,11 @@ class RepeatedCalls:
             plan.prepare()
         return bool(plan.address)
 
-    def _try(self, plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor) -> tuple[bool, int]:
-        """Execute the call if no other thread uses the queue; returns whether that was possible, and the running
-        number.
-        """
-        queue, negotiation = self._queue, self._negotiation
-        ticket, instance, source, target = negotiation.ticket, 0, tensor, out
-        if plan.unnamed:
-            with queue.lock:
-                instance = queue.next_instance(plan.signature)
-        if plan.stage is not None:
-            source = target = plan.stage.fetch(tensor)
-        try:
-            began, step, at = _clock(), plan.slots.ring.step + 1, (source.data_ptr(), target.data_ptr())
-            _pack(self._job, CALL_AT, plan.address, *at, negotiation.rounds, step, ticket, instance, 0, 0)
-            state = plan.call(self._job_at, plan.slice_ns)
-            done = self._settle(plan, ticket, instance, state, began)
-        except BaseException as error:
-            self._interrupted(error, plan, (tensor, target, out), ticket, instance)
-            raise
-        if done and target is not out:
-            copy_to_gpu(target, out)
-        return done, instance
+    def _describe(self, plan: CallPlan, source: torch.Tensor, target: torch.Tensor, instance: int) -> None:
+        """Describe the call with the next ticket to the native part."""
+        negotiation, step = self._negotiation, plan.slots.ring.step + 1
+        at, rounds, ticket = (source.data_ptr(), target.data_ptr()), negotiation.rounds, negotiation.ticket
+        _pack(self._job, CALL_AT, plan.address, *at, rounds, step, ticket, instance, 0, 0)
 
     def _settle(self, plan: CallPlan, ticket: int, instance: int, state: int, began: float) -> bool:
         """Wait if the first attempt did not finish, and record the result."""
@@ -240,10 +238,10 @@ class RepeatedCalls:
             return
         tensor, target, out = tensors
         stream = None if target is out else torch.cuda.current_stream(out.device)
-        call = _LaneCall(self, plan, (tensor, out), instance, ticket)
+        call = self._in_lane(plan, tensor, out, ticket)
 
-        def go_on(slice_ns: int) -> bool | None:
-            done = call.go_on(slice_ns)
+        def go_on(instance: int, slice_ns: int) -> bool | None:
+            done = call(instance, slice_ns)
             if done and stream is not None:
                 with torch.cuda.stream(stream):
                     copy_to_gpu(target, out)
@@ -257,31 +255,28 @@ class RepeatedCalls:
         If the other members can complete their parts without this one, no thread is woken to drive it.
         """
         queue, request = self._queue, _request(plan, tensor, out)
-        if not self._is_ready(plan):
-            return None
-        if not queue.start_repeated(request, lambda number: _LaneCall(self, plan, (tensor, out), number).go_on):
+        if not self._is_ready(plan) or not queue.start_repeated(request, self._in_lane(plan, tensor, out)):
             return None
         if not request.done and not (plan.is_staged and queue.stands_first(request)):
             queue.wake_background()
         return request
 
-    def publish(self, plan: CallPlan, source: torch.Tensor, target: torch.Tensor, instance: int) -> int:
-        """Publish the record of a call in the lane; returns its ticket, or 0 if that is impossible. On the driver's
-        thread.
-        """
-        queue, negotiation = self._queue, self._negotiation
-        void = negotiation.ticket == negotiation.void or queue.recorder.timeline is not None
-        if void or not self._is_ready(plan) or not queue.planner.idle:
-            return 0
-        ticket, at = negotiation.ticket, (source.data_ptr(), target.data_ptr())
-        step = plan.slots.ring.step + 1
-        _pack(self._job, CALL_AT, plan.address, *at, negotiation.rounds, step, ticket, instance, 0, 0)
-        return ticket
+    def _in_lane(self, plan: CallPlan, source: torch.Tensor, target: torch.Tensor, ticket: int = 0) -> GoOn:
+        """Return the function that advances a call in the queue's lane. `ticket`: of its record, if it is published."""
 
-    def go_on(self, plan: CallPlan, ticket: int, instance: int, slice_ns: int) -> bool | None:
-        """Advance a call of the lane; returns whether all agreed and it is done, or None if that is not known yet."""
-        began, state = _clock(), self._call_again(slice_ns)
-        return None if state in (_WAITING, _MOVING) else self._settle(plan, ticket, instance, state, began)
+        def go_on(instance: int, slice_ns: int) -> bool | None:
+            nonlocal ticket
+            negotiation, queue = self._negotiation, self._queue
+            if not ticket:
+                void = negotiation.ticket == negotiation.void or queue.recorder.timeline is not None
+                if void or not self._is_ready(plan) or not queue.planner.idle:
+                    return False
+                ticket = negotiation.ticket
+                self._describe(plan, source, target, instance)
+            began, state = _clock(), self._call_again(slice_ns)
+            return None if state in (_WAITING, _MOVING) else self._settle(plan, ticket, instance, state, began)
+
+        return go_on
 
     def _call_again(self, slice_ns: int) -> int:
         """Advance the call in the native part. Raises if a member that is late will never arrive."""
@@ -293,28 +288,6 @@ class RepeatedCalls:
         elif state == _MOVING:  # agreed: executed even while the world closes
             status.check_alive()
         return state
-
-
-class _LaneCall:
-    """A repeated call in the queue's lane. `ticket`: the number of its published record."""
-
-    def __init__(
-        self,
-        path: RepeatedCalls,
-        plan: CallPlan,
-        tensors: tuple[torch.Tensor, torch.Tensor],
-        instance: int,
-        ticket: int = 0,
-    ) -> None:
-        self._path, self._plan, self._tensors = path, plan, tensors
-        self._instance, self._ticket = instance, ticket
-
-    def go_on(self, slice_ns: int) -> bool | None:
-        if not self._ticket:
-            self._ticket = self._path.publish(self._plan, *self._tensors, self._instance)
-            if not self._ticket:
-                return False
-        return self._path.go_on(self._plan, self._ticket, self._instance, slice_ns)
 
 
 def _request(plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor) -> Request:
