@@ -29,7 +29,7 @@ pytestmark = [
     ),
 ]
 
-MOST_FILES_TO_THE_USERS_CODE = 29
+MOST_FILES_TO_THE_USERS_CODE = 28
 MOST_FILES_OF_A_DEATH = 18
 ROOT = str(Path(hora.__file__).parent)
 

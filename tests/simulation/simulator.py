@@ -1,10 +1,9 @@
 """A virtual clock, network and set of processes for the control plane's real classes: everything follows from one seed.
 
 Time passes only when somebody waits; then the next event happens. Messages of a connection keep their order, those of
-different connections do not. What is real: `run_job`, its controller, policies, roster, hosts and blacklist, its
-`JobContext`, the rendezvous and its table. What is played: sockets (`VirtualServer` stands for
-`hora.net.server.Server`), the queue in which the controller waits, the launcher's processes, and what runs in them
-(`simulated_workers`).
+different connections do not. What is real: `run_job`, its controller, policies, roster, hosts and blacklist, the
+rendezvous and its table. What is played: sockets (`VirtualServer` stands for `hora.net.server.Server`), the queue in
+which the controller waits, the launcher's processes, and what runs in them (`simulated_workers`).
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from simulated_workers import Referee, Worker
 from simulator import LONGEST_RUN_S, Discovery, Network, Simulation, StuckError, VirtualLauncher, VirtualServer, played
 
 from hora.errors import JobFailedError, StartTimeoutError
-from hora.launch.controller import context
 from hora.launch.controller import hosts as elastic
+from hora.launch.controller import loop
 from hora.launch.controller.elastic_policy import Limits
 from hora.launch.controller.hosts import ElasticSpec
 from hora.launch.controller.loop import run_job
@@ -142,8 +142,8 @@ class Run:
             for name, module in list(sys.modules.items()):
                 if name.startswith(("hora.launch.controller.", "hora.net.key_value_store")) and hasattr(module, "time"):
                     stack.enter_context(mock.patch.object(module, "time", clock))
-            queues = SimpleNamespace(SimpleQueue=self.simulation.simple_queue, Empty=context.queue.Empty)
-            stack.enter_context(mock.patch.object(context, "queue", queues))
+            queues = SimpleNamespace(SimpleQueue=self.simulation.simple_queue, Empty=loop.queue.Empty)
+            stack.enter_context(mock.patch.object(loop, "queue", queues))
             stack.enter_context(mock.patch.object(key_value_store, "Server", VirtualServer))
             stack.enter_context(mock.patch.object(elastic, "random", SimpleNamespace(random=self.rng.random)))
             stack.enter_context(mock.patch.object(Rendezvous, "publish", published))

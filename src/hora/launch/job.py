@@ -7,7 +7,11 @@ the workers.
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Protocol
@@ -15,6 +19,8 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 from hora.errors import JobFailedError
 from hora.launch.limits import GRACE_S
 from hora.launch.slots import Slot
+from hora.telemetry.stacks import stack_text
+from hora.world import World
 
 if TYPE_CHECKING:
     from hora.watch import live
@@ -27,13 +33,25 @@ __all__ = [
     "LaunchEvents",
     "Launcher",
     "LeadershipLostError",
+    "Observation",
     "OutputOptions",
+    "REPORTING",
+    "STOPPED",
+    "StallStacks",
     "Succession",
     "Watching",
     "WorkerExit",
     "WorkerSpec",
     "exit_status",
+    "facts_of",
 ]
+
+# Variables for the workers of an observed job: they report once a second.
+REPORTING = {"HORA_TELEMETRY_S": "1.0"}
+STOPPED = 143  # the exit status of a job that its observer stopped
+_STACKS_AGAIN_S = 30.0
+
+_log = logging.getLogger("hora.launch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +133,77 @@ def _controller(environ: Mapping[str, str]) -> Controller | None:
     from hora.watch.kubeflow import Controller
 
     return Controller.of(environ)
+
+
+class Observation:
+    """The observer of a job, if it has one: it gets events in any thread. One that fails gets no more of them."""
+
+    def __init__(self) -> None:
+        self.observer: live.Dashboard | None = None
+
+    def tell(self, event: str, *arguments: object) -> None:
+        """Call this method of the observer."""
+        if self.observer is None:
+            return
+        try:
+            getattr(self.observer, event)(*arguments)
+        except Exception:  # an observer's error must not end the training
+            _log.exception("the job is not observed any more")
+            self.observer = None
+
+    def tell_line(self, worker: int, stream: str, text: str) -> None:
+        """Report a line that did not come from a worker's output."""
+        self.tell("output", worker, stream, text.encode(errors="replace") + b"\n")
+
+    def tell_world(self, generation: int, worlds: Mapping[int, World]) -> None:
+        """The job has formed a world."""
+        places = [(worker, world.rank, world.hostname) for worker, world in sorted(worlds.items())]
+        self.tell("world", generation, places)
+
+
+class StallStacks:
+    """Stacks of late ranks: requested when a rank reports a stall, and shown to the user.
+
+    `ask(question, worker)` queries a worker, `say(text)` tells the user. `worlds`: the present one, by worker.
+    """
+
+    def __init__(self, ask: Callable[[dict[str, Any], int], None], say: Callable[[str], None]) -> None:
+        self._ask, self._say = ask, say
+        self.worlds: Mapping[int, World] = {}
+        self._asked_at: dict[int, float] = {}
+        self._to_show: set[int] = set()
+
+    def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
+        """Handle a worker's message: a stall, or an answer to one of our questions. Others are ignored."""
+        if kind == "stall":
+            ranks = json.loads(data)
+            for number, world in self.worlds.items():
+                if world.rank in ranks and time.monotonic() - self._asked_at.get(number, -1e9) > _STACKS_AGAIN_S:
+                    self._asked_at[number] = time.monotonic()
+                    self._to_show.add(number)
+                    self._ask({"question": "stack"}, number)
+        elif kind == "stack" and worker in self._to_show and worker in self.worlds:
+            self._to_show.discard(worker)
+            world = self.worlds[worker]
+            where = f"rank {world.rank} on {world.hostname}"
+            self._say(f"{where} keeps the others waiting; it is here:\n{stack_text(data)}")
+
+
+def facts_of(job_id: str, *, title: str, command: Sequence[str] = (), elastic: bool = False) -> dict[str, Any]:
+    """Return the facts that an observer gets when a job begins."""
+    return {
+        "id": job_id,
+        "title": title or _title(command),
+        "command": " ".join(command)[:500],
+        "began": time.time(),
+        "elastic": elastic,
+    }
+
+
+def _title(command: Sequence[str]) -> str:
+    """The script's name, for a command that has one."""
+    scripts = [word for word in command if word.endswith((".py", ".sh"))]
+    return os.path.basename(scripts[0] if scripts else command[0]) if command else "a function"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,9 @@ from typing import Any
 
 import ray
 
-from hora.launch.controller.context import REPORTING, Observation, StallStacks, facts_of
 from hora.launch.controller.rendezvous import ErrorReport, OnlyLines, Rendezvous
 from hora.launch.environment import variables
-from hora.launch.job import Watching
+from hora.launch.job import REPORTING, Observation, StallStacks, Watching, facts_of
 from hora.launch.slots import Slot, place_ranks
 from hora.net.sockets import interface_address
 from hora.net.wire import new_secret

@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from hora.errors import HorovodInternalError, JobFailedError
-from hora.launch.controller.context import STOPPED
+from hora.launch.job import STOPPED
 from hora.ray.adapter import Adapter, BaseParams, nics_to_env_var
 from hora.ray.coordinator import Coordinator
 from hora.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy

@@ -48,7 +48,7 @@ class JobControl(Protocol):
 
 
 class Dashboard:
-    """The observer of a job (`launch.controller.context.Observation`), and the page's `Controls`. Thread-safe.
+    """The observer of a job (`launch.job.Observation`), and the page's `Controls`. Thread-safe.
 
     `listen`: host:port. `record`: a file for `hora view`. `page=False`: no page. `controller`: Kubeflow's.
     """

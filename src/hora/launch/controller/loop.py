@@ -1,24 +1,33 @@
 """The controller runs a job: it polls events, asks the policy and acts, until the job is over.
 
 All jobs use it: the policy (`policy`, `elastic_policy`) handles fixed and changing sizes. A `Launcher` starts the
-processes. SIGTERM and SIGHUP become exceptions, so that every `finally` runs.
+processes. It and the rendezvous report events from their own threads: an event goes to the observer, such as the live
+page, at once, and into a queue, which the controller handles in its own thread. SIGTERM and SIGHUP become exceptions,
+so that every `finally` runs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
+import os
+import queue
 import re
+import secrets
 import signal
+import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec
 
 from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch.agent.agent import LEFT
-from hora.launch.controller.context import JobContext, WorkerEvents
 from hora.launch.controller.output import OutputWriter
 from hora.launch.controller.policy import (
     Begin,
@@ -39,10 +48,29 @@ from hora.launch.controller.policy import (
     modules_to_preload,
     provisional,
 )
-from hora.launch.controller.rendezvous import ErrorReport
-from hora.launch.job import Job, JobResult, Launcher, LeadershipLostError, Succession, WorkerExit
+from hora.launch.controller.rendezvous import ErrorReport, Rendezvous, RendezvousEvents
+from hora.launch.environment import module_command
+from hora.launch.job import (
+    REPORTING,
+    STOPPED,
+    Job,
+    JobResult,
+    Launcher,
+    LeadershipLostError,
+    Observation,
+    StallStacks,
+    Succession,
+    WorkerExit,
+    WorkerSpec,
+    facts_of,
+)
+from hora.launch.limits import KILLED_S
 from hora.launch.slots import HostInfo, Slot
-from hora.world import World
+from hora.net.client import FUNCTION_KEY, PATH_KEY
+from hora.net.keys import worker_key
+from hora.net.sockets import is_local
+from hora.net.wire import new_secret
+from hora.world import RendezvousEndpoint, World
 
 if TYPE_CHECKING:
     from hora.launch.controller.hosts import ElasticSpec, Hosts  # jobs that never change size start faster without
@@ -55,8 +83,12 @@ _LOADING_LIMIT_S = 120.0  # torch, from a slow network disk
 _PING_S = 1.0
 _ANSWER_S = 3.0  # without an answer for so long a worker counts as silent
 _STUCK_GRACE_S = 1.0
+_INTERRUPTIBLE_S = 3600.0
+_FIRST_PORT, _NUM_PORTS = 20000, 12000
 _LEAVE = 4  # the kind of change in the notice to ranks (`hora.torch.elastic.state` has the others)
 _ENDED = 128 + signal.SIGTERM
+
+P = ParamSpec("P")
 
 
 def signal_text(code: int) -> str:
@@ -166,16 +198,16 @@ def run_job(job: Job, launcher: Launcher, elastic: ElasticSpec | None = None) ->
         output = OutputWriter(job.output, {slot.rank: slot.rank for slot in job.slots})
         stack.callback(output.close)
         controller = _Controller(job, launcher, output, elastic)
-        stack.enter_context(controller.run.observed(elastic=elastic is not None))
-        stack.callback(controller.run.rendezvous.close)
+        stack.enter_context(controller.observed())
+        stack.callback(controller.rendezvous.close)
         if elastic is not None:
-            signals.first = lambda: controller.run.call(lambda: controller.leave(elastic.leave_s))
+            signals.first = lambda: controller.leave(elastic.leave_s)
         if job.lease is not None:
             job.lease.watch(controller.end_host)
         stack.callback(launcher.close)  # the workers end while there is still a rendezvous to report to
         if job.succession is not None:
             stack.enter_context(_letting_go(job.succession))
-            job.succession.watch(lambda: controller.run.call(_raise_lost))
+            job.succession.watch(lambda: controller.fail_with(LeadershipLostError()))
         return controller.to_the_end()
 
 
@@ -189,15 +221,23 @@ def _letting_go(succession: Succession) -> Iterator[None]:
         raise
 
 
-def _raise_lost() -> NoReturn:
-    raise LeadershipLostError
+def _queued(method: Callable[Concatenate[_Controller, P], None]) -> Callable[Concatenate[_Controller, P], None]:
+    """Make a method callable from any thread: it runs in the controller's, while that waits."""
+
+    @functools.wraps(method)
+    def put(controller: _Controller, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        controller.events.put(lambda: method(controller, *args, **kwargs))
+
+    return put
 
 
-class _Controller(WorkerEvents):
-    """Records the state of the workers."""
+class _Controller(RendezvousEvents):
+    """Records the state of the workers and acts for the policy. Implements `LaunchEvents`, and the controls of an
+    observer. A worker keeps its number for life; in a job of fixed size it is its rank.
+    """
 
     def __init__(self, job: Job, launcher: Launcher, output: OutputWriter, elastic: ElasticSpec | None) -> None:
-        self._job = job
+        self._job, self._launcher, self._out = job, launcher, output
         self._roster = Roster()
         self._places: dict[int, Slot] = {}  # of the current generation
         self._failures: list[Failure] = []  # of the current generation
@@ -208,27 +248,80 @@ class _Controller(WorkerEvents):
         self._notified, self._last_notice = False, 0
         self._begun_at = self._short_since = time.monotonic()
         self._ping_at = 0.0
+        self._exits: dict[int, WorkerExit] = {}
+        self._ending = False
+        self._stop_reason = ""
+        self._reasons: dict[int, str] = {}  # reasons for exits that the job itself causes
+        self._master: dict[str, str] = {}  # where torch's env:// meets
+        self.events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._preload = None if job.function is None else modules_to_preload(job.function)
         self._hosts: Hosts | None = None  # only elastic jobs have hosts that come and go
-        preload = None if job.function is None else modules_to_preload(job.function)
-        self._policy = self._fixed_size(bool(preload)) if elastic is None else self._elastic(elastic)
-        self.run = JobContext(job, launcher, output, self, preload=preload)
-
-    def _fixed_size(self, loads_torch: bool) -> Policy:
-        return FixedSize(
-            [(slot.hostname, slot.local_rank) for slot in self._job.slots],
-            needs_results=self._job.function is not None,
-            start_timeout_s=self._job.start_timeout_s + (_LOADING_LIMIT_S if loads_torch else 0.0),
+        self._policy = self._choose_policy(elastic)
+        self._id, self._secret = job.id or secrets.token_hex(8), job.secret or new_secret()
+        term = 0 if job.succession is None else job.succession.term
+        self.rendezvous = Rendezvous(launcher.bind_address, secret=self._secret, job=self._id, events=self, term=term)
+        self._endpoint = RendezvousEndpoint(
+            kind="hora", address=launcher.advertised_address, port=self.rendezvous.port, job=self._id
         )
+        self._observation = Observation()
+        # Queued: a console may block, but the thread that receives stacks may not.
+        self._stall_stacks = StallStacks(self.rendezvous.ask, lambda text: self.events.put(lambda: self._log(text)))
+        self._argv = self._lay_out()
 
-    def _elastic(self, spec: ElasticSpec) -> Policy:
+    def _choose_policy(self, spec: ElasticSpec | None) -> Policy:
+        needs_results = self._job.function is not None
+        if spec is None:
+            return FixedSize(
+                [(slot.hostname, slot.local_rank) for slot in self._job.slots],
+                needs_results=needs_results,
+                start_timeout_s=self._job.start_timeout_s + (_LOADING_LIMIT_S if self._preload else 0.0),
+            )
         from hora.launch.controller.elastic_policy import ElasticPolicy
         from hora.launch.controller.hosts import Hosts
 
         self._hosts = Hosts(spec)
-        return ElasticPolicy(spec.limits_for(self._job.env), needs_results=self._job.function is not None)
+        return ElasticPolicy(spec.limits_for(self._job.env), needs_results=needs_results)
+
+    def _lay_out(self) -> tuple[str, ...]:
+        """Publish what the workers will fetch and return their argv."""
+        job = self._job
+        if job.function is None:
+            return job.command
+        self.rendezvous.set(FUNCTION_KEY, job.function)
+        # The current directory is where the caller finds modules only if its own path says so (a notebook's does).
+        path = [os.path.abspath(entry) for entry in sys.path] if job.executable == sys.executable else []
+        self.rendezvous.set(PATH_KEY, json.dumps(path).encode())
+        return module_command(job.executable, "hora.launch.worker")
+
+    @contextlib.contextmanager
+    def observed(self) -> Iterator[None]:
+        """Report the job's end to its observer, whatever the outcome."""
+        job, tell = self._job, self._observation.tell
+        if job.watching is not None:
+            try:
+                facts = facts_of(self._id, title=job.title, command=job.command, elastic=self._policy.elastic)
+                self._observation.observer = job.watching.open(facts, self)
+            except BaseException:  # such as an address in use
+                self.rendezvous.close()
+                raise
+        try:
+            yield
+        except KeyboardInterrupt:
+            tell("ended", "stopped", "interrupted")
+            raise
+        except LeadershipLostError:
+            tell("ended", "stopped", "another process leads the job now")
+            raise
+        except BaseException as error:
+            tell("ended", "stopped" if self._stop_reason else "failed", self._stop_reason or str(error))
+            raise
+        tell("ended", "done", "")
 
     def to_the_end(self) -> JobResult:
-        with self._watching_hosts():
+        with contextlib.ExitStack() as stack:
+            if self._hosts is not None:
+                stack.callback(self._hosts.close)
+                self._hosts.watch(self._change_hosts)
             if self._job.succession is not None:
                 self._take_over(self._job.succession)
             while True:
@@ -248,7 +341,8 @@ class _Controller(WorkerEvents):
                     case Fail(failure, message):
                         self._fail(failure, message)
                     case GiveUp(message):
-                        self._give_up(message)
+                        self._end_all(message if self._places else "")
+                        raise StartTimeoutError(message)
                     case _:
                         self._change(decision, now)
 
@@ -296,12 +390,12 @@ class _Controller(WorkerEvents):
             self._last_notice = int(state["last_notice"])
             self._places = assign([self._roster[number] for number in state["ranks"]])
             self._begun_at = self._short_since = now
-            self.run.out.set_ranks({number: slot.rank for number, slot in self._places.items()})
+            self._out.set_ranks({number: slot.rank for number, slot in self._places.items()})
             worlds = {number: self._world(number, slot, self._generation) for number, slot in self._places.items()}
-            self.run.publish(self._generation, worlds)
+            self._tell_worlds(worlds)
             self._adopt(succession)
-            self.run.log(f"this process leads the job now (term {succession.term}), generation {self._generation}")
-        succession.meet_at(self.run.rendezvous.port)
+            self._log(f"this process leads the job now (term {succession.term}), generation {self._generation}")
+        succession.meet_at(self.rendezvous.port)
 
     def _adopt(self, succession: Succession) -> None:
         alive: dict[str, list[int]] = {}
@@ -310,15 +404,15 @@ class _Controller(WorkerEvents):
                 alive.setdefault(worker.host, []).append(worker.number)
             else:
                 self._gone.add(worker.number)
-                self.run.rendezvous.give_up(worker.number)
-        known = succession.adopt(alive, self.run)
+                self.rendezvous.give_up(worker.number)
+        known = succession.adopt(alive, self)
         never_started: list[tuple[Slot, World]] = []
         for worker in self._roster:
             if not worker.alive or worker.number in known:
                 continue
             if not succession.has_host(worker.host):
                 reason = f"its node, {worker.host}, has not come to the new leader"
-                self.run.exited(WorkerExit(worker=worker.number, code=255, reason=reason))
+                self.exited(WorkerExit(worker=worker.number, code=255, reason=reason))
                 continue
             # The previous leader died between its decision and the order.
             newcomer = worker.number not in self._places
@@ -327,20 +421,9 @@ class _Controller(WorkerEvents):
             )
             never_started.append((slot, self._world(worker.number, slot, -1 if newcomer else self._generation)))
         if never_started:
-            self.run.start(never_started)
+            self._start(never_started)
 
     # ---- facts --------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _watching_hosts(self) -> Iterator[None]:
-        if self._hosts is None:
-            yield
-            return
-        try:
-            self._hosts.watch(lambda hosts: self.run.call(lambda: self._on_hosts_changed(hosts)))
-            yield
-        finally:
-            self._hosts.close()
 
     def _facts(self, now: float) -> Facts:
         facts = Facts(
@@ -358,7 +441,7 @@ class _Controller(WorkerEvents):
         return replace(facts, hosts=hosts.usable(now), barred=hosts.barred(now), may_grow=hosts.may_grow(now))
 
     def _with_silence(self, worker: Worker, now: float) -> Worker:
-        heard = self.run.rendezvous.heard_at(worker.number)
+        heard = self.rendezvous.heard_at(worker.number)
         if not self._ping_at or heard is None or now - max(heard, self._ping_at) < _ANSWER_S:
             return worker
         return replace(worker, silent_since=max(heard, self._ping_at))
@@ -373,11 +456,11 @@ class _Controller(WorkerEvents):
         times = [until, None if self._hosts is None else self._hosts.next_return(now)]
         if self._policy.watches_silence or self._one_waits_for_another():
             self._ping_at = self._ping_at or now
-            self.run.rendezvous.ping()
+            self.rendezvous.ping()
             times.append(now + _PING_S)
         else:
             self._ping_at = 0.0
-        self.run.wait(min((t for t in times if t is not None), default=None))
+        self._wait_for_events(min((t for t in times if t is not None), default=None))
         woken = time.monotonic()
         if self._ping_at and woken > now + 2 * _PING_S:
             self._ping_at = woken  # this process was stopped: silence of workers in that time does not count
@@ -386,7 +469,7 @@ class _Controller(WorkerEvents):
 
     def _begin(self, places: Sequence[HostSlot], now: float) -> None:
         self._publish([self._roster.add(host, slot, WorkerState.READY, now) for host, slot in places], now)
-        self.run.start((slot, self._world(number, slot, 0)) for number, slot in self._places.items())
+        self._start([(slot, self._world(number, slot, 0)) for number, slot in self._places.items()])
         self._begun_at = time.monotonic()
 
     def _start_newcomers(self, places: Sequence[HostSlot], now: float) -> None:
@@ -397,11 +480,11 @@ class _Controller(WorkerEvents):
             worker = self._roster.add(host, number, WorkerState.STARTING, now)
             newcomers.append((slot, self._world(worker, slot, -1)))
         self._save(now)
-        self.run.log(f"starting {len(newcomers)} more on {', '.join(dict.fromkeys(host for host, _ in places))}")
-        self.run.start(newcomers)
+        self._log(f"starting {len(newcomers)} more on {', '.join(dict.fromkeys(host for host, _ in places))}")
+        self._start(newcomers)
 
     def _world(self, number: int, slot: Slot, generation: int) -> World:
-        return slot.world(self.run.endpoint, worker=number, generation=generation, elastic=self._policy.elastic)
+        return slot.world(self._endpoint, worker=number, generation=generation, elastic=self._policy.elastic)
 
     def _publish(self, numbers: Sequence[int], now: float) -> None:
         self._num_resets += self._generation >= 0
@@ -410,21 +493,26 @@ class _Controller(WorkerEvents):
         self._failures.clear()  # the job has got over them
         self._places = assign([self._roster[number] for number in numbers])
         ranks = {number: slot.rank for number, slot in self._places.items()}
-        self.run.out.set_ranks(ranks)
+        self._out.set_ranks(ranks)
         if self._generation:
-            self.run.log(f"generation {self._generation}: {len(ranks)} workers")
+            self._log(f"generation {self._generation}: {len(ranks)} workers")
         self._roster.begin(self._generation, ranks, now)
         worlds = {number: self._world(number, slot, self._generation) for number, slot in self._places.items()}
         self._save(now)
-        self.run.publish(self._generation, worlds)
+        self._tell_worlds(worlds)
         if self._hosts is not None:
             self._hosts.tell(self._places)
+
+    def _tell_worlds(self, worlds: Mapping[int, World]) -> None:
+        self._stall_stacks.worlds = worlds
+        self._observation.tell_world(self._generation, worlds)
+        self.rendezvous.publish(self._generation, worlds)
 
     def _notify(self, change: int) -> None:
         self._notified = True
         # Horovod uses whole seconds. Make each one greater than the last: a worker ignores a notice that is not newer.
         self._last_notice = max(int(time.time()), self._last_notice + 1)
-        self.run.rendezvous.notify(
+        self.rendezvous.notify(
             {
                 "notice": "hosts_updated",
                 "timestamp": self._last_notice,
@@ -438,10 +526,10 @@ class _Controller(WorkerEvents):
             self._bar_the_place_of(number)
         self._save(time.monotonic())
         for number in numbers:
-            if number not in self.run.exits:
+            if number not in self._exits:
                 # The function has ended on this worker, even if a thread or child keeps the process alive.
                 self._tell_the_others(number, f"raised {self._reports[number].headline}", failed=True)
-                self.run.terminate([number], grace_s=self._job.grace_s)
+                self._launcher.terminate([number], grace_s=self._job.grace_s)
 
     def _end(self, numbers: Sequence[int], why: str, *, failed: bool, now: float) -> None:
         for number in numbers:
@@ -452,10 +540,10 @@ class _Controller(WorkerEvents):
             else:
                 self._roster.set(number, WorkerState.LEFT, now)
                 self._tell_the_others(number, f"is ended: {why}", failed=True)
-            self.run.rendezvous.give_up(number)
+            self.rendezvous.give_up(number)
         self._save(now)
-        self.run.log(f"ending {', '.join(self._name(number) for number in numbers)}: {why}")
-        self.run.terminate(numbers, grace_s=min(_STUCK_GRACE_S, self._job.grace_s))
+        self._log(f"ending {', '.join(self._name(number) for number in numbers)}: {why}")
+        self._launcher.terminate(numbers, grace_s=min(_STUCK_GRACE_S, self._job.grace_s))
 
     def _bar_the_place_of(self, number: int) -> None:
         """Bar the place of a failed worker; the job continues elsewhere."""
@@ -464,37 +552,40 @@ class _Controller(WorkerEvents):
         failure = next(failure for failure in self._failures if failure.worker == number)
         self._hosts.bar(self._roster[number], failure.at)
         reason = f" ({failure.reason})" if failure.reason else ""
-        self.run.log(f"process {self._name(number)} failed with exit code {failure.code}{reason}")
+        self._log(f"process {self._name(number)} failed with exit code {failure.code}{reason}")
 
     # ---- endings ------------------------------------------------------------------------------------------
 
     def _finish(self) -> JobResult:
         by_rank = sorted(self._places, key=lambda number: self._places[number].rank)
         succeeded = [n for n in by_rank if self._roster[n].state is WorkerState.SUCCEEDED]
-        lingering = [self._places[number].rank for number in succeeded if number not in self.run.exits]
+        lingering = [self._places[number].rank for number in succeeded if number not in self._exits]
         why = f"ranks {lingering} have returned but their processes do not end: ending them" if lingering else ""
-        self.run.end([worker.number for worker in self._roster], why)
+        self._end_all(why)
         return JobResult(
-            job=self.run.id,
-            exits=tuple(self.run.exits[number] for number in by_rank if number in self.run.exits),
+            job=self._id,
+            exits=tuple(self._exits[number] for number in by_rank if number in self._exits),
             results=tuple(self._results.get(number) for number in by_rank),
         )
 
-    def leave(self, limit_s: float) -> NoReturn:
+    @_queued
+    def leave(self, limit_s: float) -> None:
         """End the job on SIGTERM from a scheduler: the ranks end at their next commit. The exit status is `LEFT`, for
         "resume me", if all of them reach it in time.
         """
-        run, workers = self.run, [worker.number for worker in self._roster]
-        run.leaving(f"end requested: the ranks commit and leave, within {limit_s:g} s (--leave-timeout)")
-        if all(run.rendezvous.heard_at(worker) is None for worker in workers):
+        self._ending = True  # from now on the exit of a worker is not a failure
+        self._stop_reason = f"end requested: the ranks commit and leave, within {limit_s:g} s (--leave-timeout)"
+        self._log(self._stop_reason)
+        workers = [worker.number for worker in self._roster]
+        if all(self.rendezvous.heard_at(worker) is None for worker in workers):
             raise SystemExit(_ENDED)  # a command that knows nothing of commits
-        alive = [worker for worker in workers if worker not in run.exits]
+        alive = [worker for worker in workers if worker not in self._exits]
         self._notify(_LEAVE)
         limit = time.monotonic() + limit_s
-        while time.monotonic() < limit and any(worker not in run.exits for worker in alive):
-            run.wait(limit)
-        if {run.exits[worker].code if worker in run.exits else -1 for worker in alive} <= {0, LEFT}:
-            run.log(f"all ranks have committed and left: start the job again to go on (exit status {LEFT})")
+        while time.monotonic() < limit and any(worker not in self._exits for worker in alive):
+            self._wait_for_events(limit)
+        if {self._exits[worker].code if worker in self._exits else -1 for worker in alive} <= {0, LEFT}:
+            self._log(f"all ranks have committed and left: start the job again to go on (exit status {LEFT})")
             raise SystemExit(LEFT)
         raise SystemExit(_ENDED)
 
@@ -506,36 +597,30 @@ class _Controller(WorkerEvents):
             nonlocal found
             found = [worker.number for worker in self._roster if worker.host == host]
             for number in found:
-                if number not in self.run.exits:
-                    self.run.remove(number, why)
+                if number not in self._exits:
+                    self.remove(number, why)
 
-        self.run.call(end)
-        return lambda: found is not None and self.run.exits.keys() >= set(found)
-
-    def _give_up(self, message: str) -> NoReturn:
-        everyone = [worker.number for worker in self._roster]
-        self.run.end(everyone, message if everyone else "")
-        raise StartTimeoutError(message)
+        self.events.put(end)
+        return lambda: found is not None and self._exits.keys() >= set(found)
 
     def _fail(self, failure: Failure | None, message: str) -> NoReturn:
-        everyone = [worker.number for worker in self._roster]
         if failure is None:
-            self.run.end(everyone)
+            self._end_all()
             raise JobFailedError(message)
         worker, slot = self._roster[failure.worker], self._places.get(failure.worker)
-        others = "; ending the others" if len(everyone) > 1 else ""
+        others = "; ending the others" if len([*self._roster]) > 1 else ""
         reason = f" ({failure.reason})" if failure.reason else ""
         line = (
             f"process {self._name(failure.worker)} on host {worker.host} failed with exit code {failure.code}{reason}"
         )
-        self.run.end(everyone, "" if worker.written_off else line + others)
+        self._end_all("" if worker.written_off else line + others)
         raise job_failed(
             failure,
             name=self._name(failure.worker),
             rank=None if slot is None else slot.rank,
             preface=message,
             report=self._reports.get(failure.worker),
-            tail=self.run.out.tail(failure.worker),
+            tail=self._out.tail(failure.worker),
             shown=self._job.output.console,
         )
 
@@ -543,46 +628,187 @@ class _Controller(WorkerEvents):
         worker = self._roster[number]
         return f"{worker.host}[{worker.slot}]" if self._policy.elastic else str(number)
 
-    # ---- news ---------------------------------------------------------------------------------------------
+    # ---- the processes ------------------------------------------------------------------------------------
 
-    def _on_hosts_changed(self, hosts: Sequence[HostInfo]) -> None:
+    def _start(self, worlds: Sequence[tuple[Slot, World]]) -> None:
+        job = self._job
+        reporting = REPORTING if job.watching is not None else {}
+        self._choose_master(worlds)
+        workers = [
+            WorkerSpec(
+                worker=world.worker,
+                slot=slot,
+                argv=self._argv,
+                env={
+                    **self._master,
+                    **job.env,
+                    "PYTHONUNBUFFERED": "1",
+                    **reporting,
+                    **job.host_env.get(slot.hostname, {}),
+                    **world.to_env(mpi_names=job.mpi_names),
+                },
+                cwd=job.cwd,
+                private_files={"HORA_SECRET_FILE": worker_key(self._secret, world.worker)},
+                grace_s=job.grace_s,
+                preload=self._preload,
+            )
+            for slot, world in worlds
+        ]
+        if job.verbose:
+            self._log(f"starting {len(workers)} processes: {' '.join(self._argv)}")
+        self._launcher.start(workers, self)
+
+    def _choose_master(self, worlds: Sequence[tuple[Slot, World]]) -> None:
+        """Choose where rank 0 opens torch's store, should the workers' program ask for one (`env://`)."""
+        hosts = [slot.hostname for slot, world in worlds if world.rank == 0]
+        if not hosts or self._master:
+            return
+        address, port = hosts[0], _FIRST_PORT + zlib.crc32(self._id.encode()) % _NUM_PORTS
+        if all(is_local(slot.hostname) for slot, _ in worlds):
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                address, port = probe.getsockname()
+        # On another host a port below the ephemeral range, which nobody has looked at.
+        self._master = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+
+    def _end_all(self, why: str = "") -> None:
+        """End all workers; return when they have ended, or after the time that SIGKILL needs."""
+        self._ending = True
+        left = {worker.number for worker in self._roster} - self._exits.keys()
+        self._launcher.terminate(sorted(left), grace_s=self._job.grace_s)
+        if why:  # last: a blocked console must not keep the workers alive
+            self._log(why)
+        limit = time.monotonic() + self._job.grace_s + KILLED_S
+        while left - self._exits.keys() and time.monotonic() < limit:
+            self._wait_for_events(limit)
+
+    def _wait_for_events(self, until: float | None) -> None:
+        """Wait for the next event, then handle all queued events."""
+        # On some platforms a notebook or a signal cannot interrupt a wait without a limit.
+        limit_s = _INTERRUPTIBLE_S if until is None else max(until - time.monotonic(), 0.0)
+        try:
+            self.events.get(timeout=limit_s)()
+            while not self.events.empty():
+                self.events.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _log(self, text: str) -> None:
+        """Write one of the launcher's own lines."""
+        self._out.say(f"hora: {text}", stream="stderr")
+        self._observation.tell_line(-1, "stderr", text)
+
+    # ---- events, from other threads -----------------------------------------------------------------------
+
+    def output(self, worker: int, stream: str, data: bytes) -> None:
+        self._observation.tell("output", worker, stream, data)
+        self._or_raise_there(lambda: self._out.feed(worker, stream, data))
+
+    def exited(self, ended: WorkerExit) -> None:
+        ended = replace(ended, reason=self._reasons.get(ended.worker, ended.reason))
+        self._observation.tell("exited", ended.worker, ended.code, ended.reason)
+        self._or_raise_there(lambda: self._out.end(ended.worker))
+        self._on_exit(ended)
+
+    def joined(self, worker: int) -> None:
+        self._observation.tell("joined", worker)
+        self._on_join(worker)
+
+    def raised(self, worker: int, report: ErrorReport) -> None:
+        if not report.consequence:
+            self._observation.tell("raised", worker, report.headline)
+        if self._runs_a_function(worker):
+            self._on_error(worker, report)
+
+    def _runs_a_function(self, worker: int) -> bool:
+        """Return whether this worker runs the caller's function: results of other workers are never unpickled."""
+        return self._job.function is not None and worker >= 0
+
+    def on_log_line(self, worker: int, text: str) -> None:
+        self._observation.tell_line(worker, "stdout", text)
+        self._out.say(text)
+
+    def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
+        """Pass telemetry to the observer. Stalls are also reported to the user, with the stacks of the late ranks."""
+        self._observation.tell("on_telemetry", worker, kind, data)
+        self._stall_stacks.on_telemetry(worker, kind, data)
+
+    def _or_raise_there(self, write: Callable[[], None]) -> None:
+        """Raise an error of the caller's own stream in the controller's thread, not in this one."""
+        try:
+            write()
+        except Exception as error:
+            self.fail_with(error)
+
+    # ---- what an observer may do, from other threads --------------------------------------------------------
+
+    def ask(self, question: Mapping[str, Any], worker: int | None = None) -> None:
+        self.rendezvous.ask(dict(question), worker)
+
+    def stop(self, why: str) -> None:
+        self._stop_reason = why
+        self.fail_with(JobFailedError(f"the job was stopped: {why}", exit_code=STOPPED))
+
+    @_queued
+    def remove(self, worker: int, why: str) -> None:
+        self._reasons[worker] = why
+        self._log(f"ending worker {worker}: {why}")
+        self._launcher.terminate([worker], grace_s=self._job.grace_s)
+
+    @_queued
+    def fail_with(self, error: Exception) -> None:
+        raise error
+
+    # ---- events, in the controller's thread ---------------------------------------------------------------
+
+    @_queued
+    def _change_hosts(self, hosts: Sequence[HostInfo]) -> None:
         assert self._hosts is not None
         for text in self._hosts.change(hosts):
-            self.run.log(text)
+            self._log(text)
 
+    @_queued
     def started(self, worker: int) -> None:
         self._roster.started(worker)
 
-    def joined(self, worker: int) -> None:
+    @_queued
+    def _on_join(self, worker: int) -> None:
         news = worker in self._roster and not self._roster[worker].joined
         self._roster.joined(worker)
         if news:
             self._save(time.monotonic())
 
+    @_queued
     def waiting(self, worker: int, generation: int) -> None:
         self._roster.waits(worker, generation, time.monotonic())
 
+    @_queued
     def lost(self, worker: int) -> None:
         self._roster.lost(worker, time.monotonic())
 
+    @_queued
     def returned(self, worker: int, result: bytes) -> None:
-        self._results[worker] = result
-        if worker in self._roster and self._roster[worker].alive:
-            self._roster.set(worker, WorkerState.SUCCEEDED, time.monotonic())
+        if self._runs_a_function(worker):
+            self._results[worker] = result
+            if worker in self._roster and self._roster[worker].alive:
+                self._roster.set(worker, WorkerState.SUCCEEDED, time.monotonic())
 
-    def raised(self, worker: int, report: ErrorReport) -> None:
+    @_queued
+    def _on_error(self, worker: int, report: ErrorReport) -> None:
         self._reports[worker] = report
-        if worker in self._roster and self._roster[worker].alive and not self.run.ending:
+        if worker in self._roster and self._roster[worker].alive and not self._ending:
             self._note_failure(worker, 1, report.headline, report.headline if report.consequence else "")
 
-    def exited(self, ended: WorkerExit) -> None:
+    @_queued
+    def _on_exit(self, ended: WorkerExit) -> None:
+        self._exits[ended.worker] = ended
         number, before = ended.worker, self._roster[ended.worker]
         self._roster.exited(number)
-        failed = not self.run.ending and self._judge_exit(before, ended)
+        failed = not self._ending and self._judge_exit(before, ended)
         succeeded = before.state is WorkerState.SUCCEEDED
         how = f"ended with exit code {ended.code}"
         self._tell_the_others(number, how, failed=failed or (ended.code != 0 and not succeeded))
-        self.run.rendezvous.give_up(number)
+        self.rendezvous.give_up(number)
 
     def _judge_exit(self, worker: Worker, ended: WorkerExit) -> bool:
         """Record the exit of a process; return whether it is a failure."""
@@ -598,7 +824,7 @@ class _Controller(WorkerEvents):
         if code == 0:
             return False
         # Only the output of a command shows whether it ended because another worker was lost.
-        words = self.run.out.tail(worker.number).rstrip().rpartition("\n")[2]
+        words = self._out.tail(worker.number).rstrip().rpartition("\n")[2]
         complaint = words if "HorovodInternalError" in words else ""
         self._note_failure(worker.number, code, reason or signal_text(code), complaint)
         return worker.alive
@@ -618,4 +844,4 @@ class _Controller(WorkerEvents):
         """Tell the ranks, once, not to wait for this worker any longer."""
         if number not in self._gone:
             self._gone.add(number)
-            self.run.rendezvous.worker_exited(number, how, failed=failed)
+            self.rendezvous.worker_exited(number, how, failed=failed)
