@@ -196,6 +196,11 @@ def normalises_alike(hvd, tf):
     rows = slice(8 * hvd.rank(), 8 * hvd.rank() + 8)
     np.testing.assert_allclose(layer(x_all[rows], training=True), expected[rows], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(layer.moving_mean, plain.moving_mean, rtol=1e-5)
+    layer, plain = horovod.tensorflow.SyncBatchNormalization(), tf.keras.layers.BatchNormalization()
+    images = np.reshape(x_all, (len(x_all), 1, 1, -1))
+    plain(images, training=True)
+    layer(images[rows], training=True)
+    np.testing.assert_allclose(layer.moving_mean, plain.moving_mean, rtol=1e-5)
 
 
 @pytest.mark.ranks(2, env=LEGACY)
@@ -247,6 +252,11 @@ def test_keras_3_on_torch():
         with tempfile.TemporaryDirectory() as folder:
             fits_with_callbacks(hvd, keras, folder)
         leaves_a_step_out_everywhere(hvd, keras)
+        variables = [keras.Variable(1.0), keras.Variable(1.0)]
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+        for second in (torch.ones(()), None, None, torch.ones(())):
+            optimizer.apply([torch.ones(()), second], variables)
+        assert [float(v.value) for v in variables] == [-3.0, -1.0]
         assert hvd.allreduce(torch.ones(2), average=False).tolist() == [2.0, 2.0]
         assert "hora.tensorflow" not in sys.modules
 

@@ -265,6 +265,15 @@ def test_backward_passes_per_step():
 
 
 @session
+def test_gradients_that_only_some_backward_passes_have():
+    variables, one = [tf.Variable(1.0), tf.Variable(1.0)], tf.constant(1.0)
+    optimizer = hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+    for second in (one, None, None, one):
+        optimizer.apply([one, second], variables)
+    assert [v.numpy() for v in variables] == [-3.0, -1.0]
+
+
+@session
 def test_local_layers_are_not_reduced():
     model = network()
     x, y = data(hvd.rank())
@@ -360,6 +369,26 @@ def test_synchronised_batch_normalisation():
         check(run(tf.constant(x_all[rows]), training=True), expected[rows], tf.float32)
     with raises(ValueError, "fused"):
         hvd.SyncBatchNormalization(fused=True)
+
+
+@session
+def test_synchronised_batch_normalisation_far_from_zero():
+    x_all = 1e4 + np.concatenate([data(rank)[0] for rank in range(hvd.size())])
+    plain, layer = tf.keras.layers.BatchNormalization(), hvd.SyncBatchNormalization()
+    expected = plain(x_all.astype(np.float64), training=True).numpy()
+    mine = layer(tf.constant(x_all[8 * hvd.rank() : 8 * hvd.rank() + 8]), training=True).numpy()
+    np.testing.assert_allclose(mine, expected[8 * hvd.rank() : 8 * hvd.rank() + 8], atol=2e-2)
+
+
+@session
+def test_synchronised_batch_normalisation_leaves_masked_steps_out():
+    steps = np.stack([data(rank)[0] for rank in range(hvd.size())])
+    mask = np.stack([np.arange(8) < 8 - 3 * rank for rank in range(hvd.size())])
+    plain, layer = tf.keras.layers.BatchNormalization(momentum=0.0), hvd.SyncBatchNormalization(momentum=0.0)
+    plain(steps, training=True, mask=mask)
+    for run in (layer, tf.function(layer)):
+        run(tf.constant(steps[hvd.rank()][np.newaxis]), training=True, mask=mask[hvd.rank()][np.newaxis])
+        assert_close([v.numpy() for v in layer.weights], [v.numpy() for v in plain.weights])
 
 
 @session

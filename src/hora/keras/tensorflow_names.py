@@ -96,20 +96,33 @@ class _SyncBatchNormalization:
         if kwargs.get("renorm"):
             raise ValueError("SyncBatchNormalization does not support renorm=True")
         super().__init__(**kwargs)
+        if hasattr(self, "fused"):  # Keras 2, which would otherwise normalize images by a kernel of its own
+            self.fused = False
 
     def _moments(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return mean and variance over all ranks. Keras 3 passes a mask, Keras 2 the axes and whether to keep them."""
-        keras2 = "reduction_axes" in kwargs or (args and isinstance(args[0], (list, tuple)))
-        given: Any = args[0] if args else kwargs.get("reduction_axes")
-        axes = list(given if keras2 else self._reduction_axes)  # type: ignore[attr-defined]
-        keep = bool(args[1] if len(args) > 1 else kwargs.get("keep_dims", False)) if keras2 else False
-        x = tf.cast(inputs, tf.float32) if inputs.dtype in (tf.float16, tf.bfloat16) else tf.convert_to_tensor(inputs)
-        sums = tf.stack([tf.reduce_sum(x, axes, keepdims=keep), tf.reduce_sum(x * x, axes, keepdims=keep)])
-        count = tf.cast(tf.size(x) // tf.size(sums[0]), x.dtype)
-        total = allreduce(tf.concat([tf.reshape(sums, [-1]), [count]], 0), op=Sum)
-        mean, square = tf.unstack(tf.reshape(total[:-1] / total[-1], tf.shape(sums)), num=2)
-        variance = tf.maximum(square - mean * mean, 0.0)
-        return tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
+        parent: Any = super()
+        if hasattr(parent, "_calculate_mean_and_var"):  # Keras 2, which calls it
+            return parent._moments(inputs, *args, **kwargs)
+        return self._calculate_mean_and_var(inputs, self._reduction_axes, False, *args, **kwargs)  # type: ignore[attr-defined]
 
     def _calculate_mean_and_var(self, inputs: Any, reduction_axes: Any, keep_dims: bool, mask: Any = None) -> Any:
-        return self._moments(inputs, reduction_axes, keep_dims)
+        """Return mean and variance over all ranks, of the steps that a mask selects."""
+        x = tf.cast(inputs, tf.float32) if inputs.dtype in (tf.float16, tf.bfloat16) else tf.convert_to_tensor(inputs)
+        axes, chosen = list(reduction_axes), tf.ones([], tf.bool)
+        if mask is not None:
+            chosen = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(x))
+
+        def total(values: Any) -> Any:
+            return tf.reduce_sum(values if mask is None else tf.where(chosen, values, 0), axes, keepdims=True)
+
+        per_channel = tf.size(x) // tf.maximum(tf.size(total(x)), 1)
+        count = tf.cast(per_channel if mask is None else tf.math.count_nonzero(mask), x.dtype)
+        mean = tf.math.divide_no_nan(total(x), count)
+        variance = tf.math.divide_no_nan(total(tf.square(x - mean)), count)
+        # In float64, because differences of squares cancel in float32.
+        mean, variance, count = (tf.cast(value, tf.float64) for value in (mean, variance, count))
+        sums = tf.stack([mean, variance + mean * mean]) * count
+        packed = allreduce(tf.concat([tf.reshape(sums, [-1]), [count]], 0), op=Sum)
+        mean, square = tf.unstack(tf.reshape(packed[:-1] / tf.maximum(packed[-1], 1), tf.shape(sums)), num=2)
+        found = mean, tf.maximum(square - mean * mean, 0)
+        return tuple(tf.cast(value if keep_dims else tf.squeeze(value, axes), inputs.dtype) for value in found)

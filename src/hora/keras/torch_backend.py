@@ -26,7 +26,7 @@ class TorchAggregation:
         self._passes, self._average, self._scale_local = passes, average, scale_local
         self._hooked: Any = None
         self._parameters: list[torch.Tensor] = []
-        self._sums: list[torch.Tensor | None] = []
+        self._sums: dict[int, torch.Tensor] = {}  # by the variable's id
         self._num_calls = 0
         self.local: dict[int, Any] = {}
         self.process_set: ProcessSet = options["process_set"]
@@ -36,22 +36,22 @@ class TorchAggregation:
         """Take the gradients of one call; calls `update(gradients, variables)` once the step is complete."""
         self._num_calls += 1
         if self._passes > 1:
-            self._add(gradients)
+            self._add(gradients, variables)
             if self._num_calls % self._passes:
                 optimizer._iterations.assign_add(1)
                 return None
-            gradients, self._sums = list(self._sums), []
+            gradients, self._sums = [self._sums.get(id(variable)) for variable in variables], {}
         with torch.no_grad():
             reduced = self._reduced(gradients, variables)
             return update(reduced, variables)
 
-    def _add(self, gradients: list[Any]) -> None:
+    def _add(self, gradients: list[Any], variables: list[Any]) -> None:
         scale = 1.0 / self._passes if self._average else 1.0
-        if not self._sums:
-            self._sums = [None if gradient is None else torch.zeros_like(gradient) for gradient in gradients]
-        for total, gradient in zip(self._sums, gradients, strict=True):
-            if total is not None and gradient is not None:
-                total.add_(gradient, alpha=scale)
+        for gradient, variable in zip(gradients, variables, strict=True):
+            if id(variable) in self._sums and gradient is not None:
+                self._sums[id(variable)].add_(gradient, alpha=scale)
+            elif gradient is not None:
+                self._sums[id(variable)] = gradient.detach() * scale
 
     def _reduced(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         members = self.process_set.size() or 1

@@ -147,13 +147,15 @@ class LocalAggregation:
 
     def compute_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Accumulate gradients; returns the reduced sums in every `passes`-th call, otherwise the sums."""
-        known = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        pairs = enumerate(zip(gradients, variables, strict=True))
+        # Also without a gradient: an earlier pass may have added one.
+        known = [i for i, (gradient, variable) in pairs if gradient is not None or id(variable) in self._sums]
         with tf.init_scope():
             self._make([variables[i] for i in known])
         sums = [self._sums[id(variables[i])] for i in known]
-        new = [tf.convert_to_tensor(gradients[i]) for i in known]
-        with tf.control_dependencies(new):
-            added = [total.assign_add(gradient) for total, gradient in zip(sums, new, strict=True)]
+        new = {i: tf.convert_to_tensor(gradients[i]) for i in known if gradients[i] is not None}
+        with tf.control_dependencies(list(new.values())):
+            added = [self._sums[id(variables[i])].assign_add(gradient) for i, gradient in new.items()]
             count = tf.identity(self.counter.assign_add(1))
         self._is_last = tf.equal(count, self.backward_passes_per_step)
         scale = 1.0 / self.backward_passes_per_step if self.average_aggregated_gradients else 1.0
