@@ -26,14 +26,13 @@ from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util
 from torch.utils import dlpack
 
-import hora.torch as hvd
 from hora import engine
 from hora.engine.request import Kind, Reduce
 from hora.errors import HorovodInternalError
 from hora.tensorflow.kernel import Execution, Work, add_operation
 from hora.torch.basics import rank
 from hora.torch.collective import Collective, repeated_allreduce, run
-from hora.torch.process_sets import ProcessSet, registered_id
+from hora.torch.process_sets import registered_id
 
 __all__ = [
     "ArgumentError",
@@ -43,10 +42,8 @@ __all__ = [
     "carry_out",
     "check_no_xla",
     "gpu_available",
-    "init",
     "own_errors",
     "recording",
-    "translate_errors",
 ]
 
 
@@ -62,12 +59,6 @@ _SIGNED = {tf.uint16: tf.int16, tf.uint32: tf.int32, tf.uint64: tf.int64}
 
 # AutoGraph rewrites called functions; these modules need no rewriting, and their errors are clearer without.
 autograph.CONVERSION_RULES = (autograph.DoNotConvert("hora"), *autograph.CONVERSION_RULES)
-
-
-def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Connect to all ranks and start the runtime unless it is running. `process_sets`: a list or "dynamic"."""
-    translate_errors()
-    hvd.init(comm, process_sets)
 
 
 def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> bool:
@@ -106,17 +97,16 @@ def own_errors() -> Iterator[None]:
         raise ArgumentError(None, None, str(error)) from error
 
 
-def translate_errors() -> None:
-    """Make TensorFlow raise a `CollectiveError` if an operation of a function raised a HorovodInternalError.
+def _new_unknown_error(cls: type, node_def: Any = None, op: Any = None, message: Any = "", *details: Any) -> Any:
+    """Return a `CollectiveError` if an operation of a function raised a HorovodInternalError.
 
     TensorFlow's native part calls the class of an error, so a subclass can replace it there and nowhere else.
     """
-    tf.errors.UnknownError.__new__ = _new_unknown_error
-
-
-def _new_unknown_error(cls: type, node_def: Any = None, op: Any = None, message: Any = "", *details: Any) -> Any:
     ours = cls is tf.errors.UnknownError and f"{HorovodInternalError.__name__}: " in str(message)
     return Exception.__new__(CollectiveError if ours else cls, node_def, op, message, *details)
+
+
+tf.errors.UnknownError.__new__ = _new_unknown_error
 
 
 def _load_from_memory(source: str, delete_on_exit: bool) -> tuple[Any, str]:

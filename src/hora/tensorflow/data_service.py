@@ -29,7 +29,6 @@ from hora.net.client import ControlClient
 from hora.net.key_value_store import KeyValueStore
 from hora.net.sockets import source_address
 from hora.net.wire import Credentials, new_secret
-from hora.tensorflow.bridge import init
 from hora.world import RendezvousEndpoint
 
 __all__ = [
@@ -216,7 +215,7 @@ def send_to_data_service(
 
 def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
     """Run a worker of the data service, and on some ranks a dispatcher, until the service is shut down."""
-    init()
+    hvd.init()
     index, each = hvd.rank(), compute_config.workers_per_dispatcher
     dispatcher_id, timeout = index // each, compute_config.timeout
     client = compute_config.compute_client()
@@ -244,7 +243,7 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
 
 def serve(configfile: str, dispatchers: int = 1, dispatcher_side: str = "compute", timeout: int = 60) -> None:
     """Run this rank of a compute job; rank 0 keeps the table and writes the file."""
-    init()
+    hvd.init()
     rank, size = hvd.rank(), hvd.size()
     if dispatchers < 1 or size % dispatchers:
         raise ValueError(

@@ -22,8 +22,6 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
-    "engine_rank",
-    "generation",
     "gloo_built",
     "gloo_enabled",
     "init",

@@ -11,12 +11,10 @@ from hora.keras.optimizer import load_model as _load_model
 from horovod.keras import callbacks, elastic
 
 if keras_backend() == "torch":
-    from hora.torch import init
     from hora.torch.compression import Compression
 else:
-    from hora.tensorflow.bridge import init
     from hora.tensorflow.compression import Compression  # type: ignore[assignment]
 
-__all__ = [*_names, "Compression", "callbacks", "elastic", "init", "load_model"]
+__all__ = [*_names, "Compression", "callbacks", "elastic", "load_model"]
 
 load_model = functools.partial(_load_model, keras)

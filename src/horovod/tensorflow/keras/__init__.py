@@ -7,10 +7,9 @@ import tensorflow as tf
 from hora.keras.names import *
 from hora.keras.names import __all__ as _names
 from hora.keras.optimizer import load_model as _load_model
-from hora.tensorflow.bridge import init
 from hora.tensorflow.compression import Compression
 from horovod.tensorflow.keras import callbacks, elastic
 
-__all__ = [*_names, "Compression", "callbacks", "elastic", "init", "load_model"]
+__all__ = [*_names, "Compression", "callbacks", "elastic", "load_model"]
 
 load_model = functools.partial(_load_model, tf.keras)
