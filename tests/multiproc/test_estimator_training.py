@@ -16,7 +16,7 @@ from hora.spark.estimator.dataset import Dataset
 from hora.spark.estimator.packing import ModelAndOptimizer
 from hora.spark.estimator.params import ESTIMATOR
 from hora.spark.estimator.store import Store
-from hora.spark.estimator.training import TrainingSpec, train
+from hora.spark.estimator.training import RankSpec, train
 
 pytestmark = pytest.mark.ranks(1, 2)
 NUM_ROWS = 24
@@ -56,8 +56,8 @@ def fit(folder, *, make=lambda: torch.nn.Linear(2, 1), checkpoint=None, run="run
         "shuffle": False,
         "reader_pool_type": "dummy",
     }
-    spec = TrainingSpec(
-        model_and_optimizer=ModelAndOptimizer.of(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)),
+    spec = RankSpec(
+        model=ModelAndOptimizer.of(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)),
         store=store,
         remote=store.to_remote(run, 0),
         dataset=Dataset(index=0, train_rows=NUM_ROWS, val_rows=val_rows, columns={}),
@@ -74,7 +74,7 @@ def fit(folder, *, make=lambda: torch.nn.Linear(2, 1), checkpoint=None, run="run
 
 
 def weights(result):
-    return result.trained.unpack()[0].state_dict()
+    return result.model.unpack()[0].state_dict()
 
 
 def test_two_labels_with_weights_for_losses_and_rows(folder):

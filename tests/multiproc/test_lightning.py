@@ -82,21 +82,22 @@ def by_hand(epochs, *, rate=0.1):
 
 def fit(folder, module, *, checkpoint=None, val_rows=0, features=("x",), save_runs=True, **values):
     """Train on this rank; the result is rank 0's, on all ranks."""
-    from hora.spark.lightning.estimator import LIGHTNING
+    from hora.spark.estimator.training import RankSpec
+    from hora.spark.lightning.estimator import TorchEstimator
     from hora.spark.lightning.package import default_package
-    from hora.spark.lightning.training import LightningSpec, train
+    from hora.spark.lightning.training import train
 
     store = Store.create(folder, save_runs=save_runs)
     given = {"label_cols": ["y"], "batch_size": 64, "epochs": 3, "verbose": 0, "shuffle": False}
     columns = {name: Column(name, "scalar", "double", 1) for name in ("x", "y", "name")}
-    spec = LightningSpec(
+    spec = RankSpec(
         package=default_package(),
-        module=pack_model(module),
+        model=pack_model(module),
         store=store,
         remote=store.to_remote("run", 0),
         dataset=Dataset(index=0, train_rows=NUM_ROWS, val_rows=val_rows, columns=columns),
         features=tuple(features),
-        values={name: default for name, (default, _) in LIGHTNING.items()} | given | values,
+        values={name: default for name, (default, _) in TorchEstimator.table.items()} | given | values,
         checkpoint=checkpoint,
     )
     try:
@@ -129,7 +130,7 @@ def test_a_training_equals_one_by_hand_and_goes_on_where_it_was(folder):
     result = fit(folder, regression(), callbacks=[counting()])
     assert [entry["ends"] for entry in result.history] == [101, 102, 103]
     expected = {f"layer.{name}": value for name, value in by_hand(3).items()}
-    torch.testing.assert_close(result.state, expected)
+    torch.testing.assert_close(result.model, expected)
     assert [entry["epoch"] for entry in result.history] == [0, 1, 2]
     assert result.logged_metrics["batches"] == 1
     assert result.logged_metrics["train_loss"] == pytest.approx(result.history[-1]["train_loss"])
@@ -139,7 +140,7 @@ def test_a_training_equals_one_by_hand_and_goes_on_where_it_was(folder):
     assert [name.rpartition("/")[2] for name in store.get_checkpoints("run")] == ["checkpoint.ckpt"]
     resumed = fit(folder, regression(), checkpoint=checkpoint, epochs=5)
     expected = {f"layer.{name}": value for name, value in by_hand(5).items()}
-    torch.testing.assert_close(resumed.state, expected)
+    torch.testing.assert_close(resumed.model, expected)
     assert [entry["epoch"] for entry in resumed.history] == [0, 1, 2, 3, 4]
 
 
@@ -308,7 +309,7 @@ def test_every_callback_of_lightning(folder, name):
         return
     result = fit(folder, finetuned(), **given)
     assert [entry["epoch"] for entry in result.history] == [0, 1, 2]
-    assert all(torch.isfinite(value).all() for value in result.state.values())
+    assert all(torch.isfinite(value).all() for value in result.model.values())
 
 
 def test_a_run_that_is_not_saved_has_a_logger_too(folder):
@@ -386,12 +387,12 @@ def test_a_plain_module_with_validation_early_stopping_and_rows_made_of_texts(fo
     assert [entry["epoch"] for entry in result.history] == [0, 1]
     losses = [entry["val_loss"] for entry in result.history]
     assert losses[1] < losses[0]
-    torch.testing.assert_close(result.state, {f"_model.layer.{n}": v for n, v in by_hand(2).items()})
+    torch.testing.assert_close(result.model, {f"_model.layer.{n}": v for n, v in by_hand(2).items()})
 
 
 def test_gradients_of_several_batches_are_added_before_they_are_averaged(folder):
     result = fit(folder, regression(), batch_size=6, trainer_args={"accumulate_grad_batches": 2}, epochs=2)
-    torch.testing.assert_close(result.state, {f"layer.{n}": v for n, v in by_hand(2).items()}, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(result.model, {f"layer.{n}": v for n, v in by_hand(2).items()}, atol=1e-5, rtol=1e-4)
 
 
 def validated():
@@ -416,7 +417,7 @@ def test_a_validation_step_that_returns_nothing_has_no_outputs(folder):
 
 def test_a_module_that_validates_trains_without_a_validation_set(folder):
     result = fit(folder, validated())
-    torch.testing.assert_close(result.state, {f"layer.{name}": value for name, value in by_hand(3).items()})
+    torch.testing.assert_close(result.model, {f"layer.{name}": value for name, value in by_hand(3).items()})
     assert all("val_loss" not in entry for entry in result.history)
 
 
@@ -426,7 +427,7 @@ def test_arguments_of_lightning_1_become_callbacks_beside_the_estimators_own(fol
     assert [entry["epoch"] for entry in result.history] == list(range(10)), "the estimator's own callback is there"
     # Lightning averages what the last three epochs begin with: 0.8 of the epochs are over.
     last = [{f"layer.{name}": value for name, value in by_hand(epochs).items()} for epochs in (7, 8, 9)]
-    torch.testing.assert_close(result.state, {name: sum(state[name] for state in last) / 3 for name in last[0]})
+    torch.testing.assert_close(result.model, {name: sum(state[name] for state in last) / 3 for name in last[0]})
 
 
 def test_a_loss_that_is_not_finite_stops_the_training(folder):

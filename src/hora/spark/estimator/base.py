@@ -1,10 +1,10 @@
 """Base of all estimators and their models: parameters, the path from a DataFrame to a model, saving and loading.
 
 `HorovodEstimator` validates the parameters, writes the data to the store, runs a training through a backend and wraps
-its result. A subclass defines the training function (`_training`) and interprets its result (`_create_model`). Other
-packages subclass these and override the methods with Horovod's names: `_get_or_create_backend`,
-`_fit_on_prepared_data`, `_read_checkpoint`, `get_model_class`, `_get_model_kwargs`. Clients' tests also use
-`TorchEstimator._load_checkpoint`.
+its result. A subclass defines the training function (`train`), what the ranks get (`_pack`), and interprets the result
+(`_create_model`). Other packages subclass these and override the methods with Horovod's names:
+`_get_or_create_backend`, `_fit_on_prepared_data`, `_read_checkpoint`, `get_model_class`, `_get_model_kwargs`. Clients'
+tests also use `TorchEstimator._load_checkpoint`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pyspark.ml.param import Params
 from hora.spark.estimator.dataset import Column, Dataset, InUse, describe, materialise, open_dataset
 from hora.spark.estimator.params import ESTIMATOR, MODEL, ParamTable, check_columns, with_params
 from hora.spark.estimator.persistence import ParamsReadable, ParamsWritable
+from hora.spark.estimator.training import RankSpec, TrainingResult
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -146,6 +147,11 @@ class HorovodEstimator(Estimator[Any], EstimatorParams, ParamsWritable, ParamsRe
     """Fits a model on a DataFrame, on several processes."""
 
     run_prefix: ClassVar[str] = "pytorch"
+    validates_on_all_ranks: ClassVar[bool] = False
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        self.setParams(**kwargs)
 
     def fit_on_parquet(self, params: Mapping[Any, Any] | None = None, dataset_idx: int | None = None) -> Any:
         """Train on the Parquet data at the store's train (and, if present, validation) path."""
@@ -226,9 +232,23 @@ class HorovodEstimator(Estimator[Any], EstimatorParams, ParamsWritable, ParamsRe
         num_proc = backend.num_processes()
         if train_rows < num_proc:
             raise ValueError(f"{train_rows} training rows are too few for {num_proc} processes; use fewer")
-        run_id = values["run_id"] or _new_run(values["store"], self.run_prefix)
-        function, spec = self._training(values, dataset, features, run_id)
-        results = backend.run(function, args=(spec,), kwargs={}, env=dict(values.get("backend_env") or {}))
+        if self.validates_on_all_ranks and 0 < val_rows < num_proc:
+            raise ValueError(f"{val_rows} validation rows are too few for {num_proc} processes; use fewer")
+        store = values["store"]
+        run_id = values["run_id"] or _new_run(store, self.run_prefix)
+        packed = self._pack(values, features)
+        # Do not send what the ranks do not need or get otherwise.
+        packed["values"] = values | {"model": None, "store": None, "backend": None} | packed["values"]
+        spec = RankSpec(
+            store=store,
+            remote=store.to_remote(run_id, dataset_idx),
+            dataset=dataset,
+            features=tuple(features),
+            checkpoint=self._load_checkpoint(run_id),
+            **packed,
+        )
+        results = backend.run(type(self).train, args=(spec,), kwargs={}, env=dict(values.get("backend_env") or {}))
+        assert isinstance(results[0], TrainingResult), "rank 0 returned no result"
         columns = {name: dataclasses.asdict(column) for name, column in metadata.items()}
         return self._create_model(results, run_id, {"columns": columns, "features": features})
 
@@ -269,11 +289,18 @@ class HorovodEstimator(Estimator[Any], EstimatorParams, ParamsWritable, ParamsRe
         """Raise ValueError for parameters that are invalid for any data."""
         raise NotImplementedError
 
-    def _training(
-        self, values: dict[str, Any], dataset: Dataset, features: Sequence[str], run_id: str
-    ) -> tuple[Callable[[Any], Any], Any]:
-        """Return the function that every process calls, and its argument."""
+    @staticmethod
+    def train(spec: RankSpec) -> Any:
+        """Train on one rank. Every process calls it; rank 0 returns a `TrainingResult`."""
         raise NotImplementedError
+
+    def _pack(self, values: dict[str, Any], features: Sequence[str]) -> dict[str, Any]:
+        """Return the `model` (and `package`) of a `RankSpec`, and the `values` that replace given ones."""
+        raise NotImplementedError
+
+    def _load_checkpoint(self, run_id: str) -> Any:
+        """Return what the ranks resume from; None for a new run."""
+        return self._read_checkpoint(run_id)
 
     def _create_model(self, run_results: Sequence[Any], run_id: str, metadata: dict[str, Any]) -> Any:
         """Return the model for the values of all processes, in rank order."""

@@ -19,7 +19,6 @@ __all__ = [
     "MODEL",
     "ParamTable",
     "check_columns",
-    "check_plain_training",
     "check_torch_values",
     "check_validation_value",
     "check_values",
@@ -182,15 +181,6 @@ def check_torch_values(values: Mapping[str, Any]) -> None:
         )
     if not values["loss"] and not values["loss_constructors"]:
         raise ValueError("one of loss and loss_constructors must be given, but none of them is")
-
-
-def check_plain_training(values: Mapping[str, Any]) -> None:
-    """Raise ValueError for parameters that only Lightning supports."""
-    if values["callbacks"]:
-        raise ValueError(
-            "callbacks are not supported for a plain module: use "
-            "horovod.spark.lightning.TorchEstimator, or train_minibatch_fn"
-        )
 
 
 def check_validation_value(validation: Any) -> None:

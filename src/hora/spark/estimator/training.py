@@ -1,6 +1,6 @@
 """Training on one rank of an estimator: read the rank's rows, train, write a checkpoint and a log, report.
 
-`train` does all of it, configured by one `TrainingSpec`; a backend calls it.
+`train` does all of it, configured by a `RankSpec`; a backend calls it.
 
 Steps, validation and averages are those of `hora.workflow`. The epoch loop differs from `fit`'s because an estimator
 has other guarantees. The data module's batches are endless and continue across epochs, as do accumulated gradients,
@@ -24,7 +24,7 @@ from hora.data.shard import Transformation
 from hora.spark.estimator.data_module import ParquetDataModule
 from hora.spark.estimator.dataset import Dataset
 from hora.spark.estimator.objective import LabelColumns, Minibatch, split_columns
-from hora.spark.estimator.packing import ModelAndOptimizer, pack_model
+from hora.spark.estimator.packing import pack_model
 from hora.spark.estimator.store import RemoteStore, Store
 from hora.torch.elastic.loop import is_elastic
 from hora.workflow.fit import register_handlers
@@ -32,12 +32,12 @@ from hora.workflow.history import Tally
 from hora.workflow.step import Recipe, Scored, Stepper, score_all
 
 __all__ = [
-    "TrainingPosition",
     "RankSpec",
+    "TrainingPosition",
     "TrainingResult",
-    "TrainingSpec",
     "endless",
     "go_on",
+    "losses_of",
     "minibatches",
     "num_steps",
     "open_data_module",
@@ -48,12 +48,15 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """Configuration of a rank of any estimator, apart from its model.
+    """Configuration of a rank of any estimator.
 
-    `values` are the estimator's parameters. `checkpoint` is what the run resumes from: a state for `TorchEstimator`,
-    the bytes of Lightning's file for its estimator.
+    `model` is packed: a `ModelAndOptimizer`, or bytes for the modules of Lightning's or Keras's `package`. `values` are
+    the estimator's parameters. `checkpoint` is what the run resumes from: a state for `TorchEstimator`, else the bytes
+    of its file.
     """
 
+    model: Any = field(repr=False)
+    package: Any = None
     store: Store
     remote: RemoteStore
     dataset: Dataset
@@ -67,35 +70,42 @@ class RankSpec:
             torch.multiprocessing.set_start_method(self.values["mp_start_method"], force=True)
         hvd.init()
 
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingSpec(RankSpec):
-    """Configuration of a rank."""
-
-    model_and_optimizer: ModelAndOptimizer
+    @contextlib.contextmanager
+    def run_folder(self) -> Iterator[str]:
+        """Yield rank 0's folder for the run, to be copied to the store; empty on other ranks and for unsaved runs."""
+        if not self.remote.saving_runs or hvd.rank() != 0:
+            yield ""
+            return
+        with self.remote.get_local_output_dir() as folder:
+            yield folder
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """Rank 0's report: the trained model with its optimizer, and a dict per epoch."""
+    """Rank 0's report: the trained model as the estimator's `_create_model` takes it, and the history.
 
-    trained: ModelAndOptimizer
-    history: list[dict[str, Any]]
-    output_sizes: tuple[int, ...]
+    `output_sizes`: the number of values per row of each output. `logged_metrics`: what Lightning logged at the end.
+    """
+
+    model: Any = field(repr=False)
+    history: Any
+    output_sizes: tuple[int, ...] = ()
+    logged_metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
-def train(spec: TrainingSpec) -> TrainingResult | None:
+def train(spec: RankSpec) -> TrainingResult | None:
     """Train to the end; returns a result on rank 0, None elsewhere."""
     values = spec.values
     spec.join()
     if values["random_seed"] is not None:
         torch.manual_seed(int(values["random_seed"]))
     device = rank_device(bool(values["use_gpu"]))
-    model, inner = spec.model_and_optimizer.unpack(device)
+    model, inner = spec.model.unpack(device)
     place: Any = TrainingPosition(json.dumps(_resume(spec, model, inner)))
     rates = [float(group["lr"]) for group in inner.param_groups]
     optimizer = _distributed(values, model, inner)
-    objective = LabelColumns(values, _losses(spec, model, optimizer), device)
+    losses = losses_of(values, model=model, optimizer=optimizer, feature_cols=list(spec.features))
+    objective = LabelColumns(values, losses, device)
     recipe = Recipe(accumulate=values["backward_passes_per_step"])
     trainer = _Trainer(Stepper(model, optimizer, objective, recipe=recipe, device=device), objective, values)
 
@@ -107,7 +117,7 @@ def train(spec: TrainingSpec) -> TrainingResult | None:
     if hvd.rank() != 0:
         return None
     packed = pack_model(model.cpu().eval())
-    trained = replace(spec.model_and_optimizer, model=packed, state=_unscaled(optimizer))
+    trained = replace(spec.model, model=packed, state=_unscaled(optimizer))
     return TrainingResult(trained, json.loads(place.history), objective.output_sizes)
 
 
@@ -145,7 +155,7 @@ def go_on(
     return elastic
 
 
-def _train_epochs(place: Any, spec: TrainingSpec, trainer: _Trainer, rates: Sequence[float]) -> None:
+def _train_epochs(place: Any, spec: RankSpec, trainer: _Trainer, rates: Sequence[float]) -> None:
     """Train the remaining epochs on the current ranks."""
     stepper, values = trainer.stepper, spec.values
     for group, rate in zip(stepper.optimizer.param_groups, rates, strict=True):
@@ -252,7 +262,7 @@ def rank_device(use_gpu: bool) -> torch.device:
     return device
 
 
-def _resume(spec: TrainingSpec, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _resume(spec: RankSpec, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Load the checkpoint, if any, into model and optimizer; returns the history of the run so far."""
     if spec.checkpoint is None:
         return []
@@ -265,14 +275,14 @@ def _resume(spec: TrainingSpec, model: torch.nn.Module, optimizer: torch.optim.O
     return history
 
 
-def _losses(spec: TrainingSpec, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
-    given = spec.values["loss"]
+def losses_of(values: Mapping[str, Any], **known: Any) -> list[Callable[..., Any]]:
+    """Return the loss of each label, made here if the parameters have constructors, which get `values` and `known`."""
+    given = values["loss"]
     if given is None:
-        makers = spec.values["loss_constructors"]
-        known = {**spec.values, "model": model, "optimizer": optimizer, "feature_cols": list(spec.features)}
-        given = [maker(**known) for maker in (makers if isinstance(makers, list | tuple) else [makers])]
+        makers = values["loss_constructors"]
+        given = [maker(**{**values, **known}) for maker in (makers if isinstance(makers, list | tuple) else [makers])]
     losses = list(given) if isinstance(given, list | tuple) else [given]
-    return losses * len(spec.values["label_cols"]) if len(losses) == 1 else losses
+    return losses * len(values["label_cols"]) if len(losses) == 1 else losses
 
 
 def open_data_module(spec: RankSpec) -> Any:
@@ -351,15 +361,15 @@ def minibatches(spec: RankSpec, batches: Iterable[Any], device: torch.device) ->
 class _RunFiles:
     """Files of a saved run that rank 0 writes to the store: the checkpoint, and scalars for TensorBoard."""
 
-    def __init__(self, spec: TrainingSpec, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, spec: RankSpec, optimizer: torch.optim.Optimizer) -> None:
         self._spec, self._optimizer = spec, optimizer
         self._stack = contextlib.ExitStack()
         self._folder = ""
         self._writer: Any = None
 
     def __enter__(self) -> _RunFiles:
-        if self._spec.remote.saving_runs and hvd.rank() == 0:
-            self._folder = self._stack.enter_context(self._spec.remote.get_local_output_dir())
+        self._folder = self._stack.enter_context(self._spec.run_folder())
+        if self._folder:
             with contextlib.suppress(ImportError):  # tensorboard is optional
                 from torch.utils.tensorboard import SummaryWriter
 

@@ -6,17 +6,17 @@ it from `horovod.spark.keras`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from hora.spark.estimator.base import HorovodEstimator
-from hora.spark.estimator.dataset import Dataset
 from hora.spark.estimator.params import ESTIMATOR, ParamTable, check_values, signature_of, with_params
+from hora.spark.estimator.training import TrainingResult
 from hora.spark.keras.model import KerasModel
 from hora.spark.keras.packing import keras_of, pack, pack_model, unpack_model
-from hora.spark.keras.training import KerasResult, KerasSpec, train
+from hora.spark.keras.training import train
 
-__all__ = ["KERAS", "KerasEstimator"]
+__all__ = ["KerasEstimator"]
 
 _OWN: dict[str, tuple[Any, str]] = {
     "custom_objects": (None, "the model's own classes and functions by name"),
@@ -31,22 +31,17 @@ _NOT_KERAS = (
     "backward_passes_per_step",
     "compress_sparse_cols",
 )
-KERAS: dict[str, tuple[Any, str]] = {
-    name: entry for name, entry in (ESTIMATOR | _OWN).items() if name not in _NOT_KERAS
-}
 
 
 @with_params(_OWN)
 class KerasEstimator(HorovodEstimator):
-    """Fits a Keras model on a DataFrame. Keywords are the parameters of `KERAS`."""
+    """Fits a Keras model on a DataFrame. The keywords are the parameters of `table`, but those of torch models."""
 
     table: ClassVar[ParamTable] = ESTIMATOR | _OWN
     run_prefix: ClassVar[str] = "keras"
-    __signature__ = signature_of(KERAS)
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__()
-        self.setParams(**kwargs)
+    validates_on_all_ranks = True
+    __signature__ = signature_of({name: entry for name, entry in (ESTIMATOR | _OWN).items() if name not in _NOT_KERAS})
+    train = staticmethod(train)
 
     def get_model_class(self) -> type[Any]:
         return KerasModel
@@ -60,29 +55,13 @@ class KerasEstimator(HorovodEstimator):
         if unknown:
             raise ValueError(f"{', '.join(unknown)} has no meaning for Keras")
 
-    def _training(
-        self, values: dict[str, Any], dataset: Dataset, features: Sequence[str], run_id: str
-    ) -> tuple[Callable[[Any], Any], Any]:
-        num_proc = self._get_or_create_backend().num_processes()
-        if 0 < dataset.val_rows < num_proc:
-            raise ValueError(f"{dataset.val_rows} validation rows are too few for {num_proc} processes; use fewer")
-        store, package = values["store"], keras_of(values["model"])
+    def _pack(self, values: dict[str, Any], features: Sequence[str]) -> dict[str, Any]:
+        package = keras_of(values["model"])
         packed = {name: pack(package, values[name]) for name in ("optimizer", "loss", "metrics")}
-        spec = KerasSpec(
-            package=package,
-            model=pack_model(values["model"]),
-            store=store,
-            remote=store.to_remote(run_id, dataset.index),
-            dataset=dataset,
-            features=tuple(features),
-            values=values | packed | {"model": None, "store": None, "backend": None},
-            checkpoint=self._read_checkpoint(run_id),
-        )
-        return train, spec
+        return {"model": pack_model(values["model"]), "package": package, "values": packed}
 
     def _create_model(self, run_results: Sequence[Any], run_id: str, metadata: dict[str, Any]) -> Any:
-        result = run_results[0]
-        assert isinstance(result, KerasResult), "rank 0 returned no result"
+        result: TrainingResult = run_results[0]
         known = self.getOrDefault("custom_objects")
         model = unpack_model(keras_of(self.getOrDefault("model")), result.model, known)
         return self.get_model_class()(

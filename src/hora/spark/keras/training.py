@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from hora.safe_load import load_torch
 from hora.spark.estimator.training import (
     RankSpec,
     TrainingPosition,
+    TrainingResult,
     endless,
     go_on,
     minibatches,
@@ -32,29 +32,12 @@ from hora.spark.estimator.training import (
 from hora.spark.keras.packing import pack_model, unpack, unpack_model
 from hora.torch.arrays import as_numpy, as_torch
 
-__all__ = ["KerasResult", "KerasSpec", "train"]
+__all__ = ["train"]
 
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, kw_only=True)
-class KerasSpec(RankSpec):
-    """Configuration of a rank. `package`: keras or tf_keras."""
-
-    package: str
-    model: bytes = field(repr=False)
-
-
-@dataclass(frozen=True)
-class KerasResult:
-    """Rank 0's report: the trained model, the history, and the number of values per row of each output."""
-
-    model: bytes = field(repr=False)
-    history: dict[str, list[float]]
-    output_sizes: tuple[int, ...]
-
-
-def train(spec: KerasSpec) -> KerasResult | None:
+def train(spec: RankSpec) -> TrainingResult | None:
     """Train to the end; returns a result on rank 0, None elsewhere."""
     values = spec.values
     spec.join()
@@ -68,7 +51,7 @@ def train(spec: KerasSpec) -> KerasResult | None:
     if hvd.rank() != 0:
         return None
     sizes = tuple(int(np.prod([extent or 1 for extent in output.shape[1:]])) for output in model.outputs)
-    return KerasResult(pack_model(model), json.loads(place.history), sizes)
+    return TrainingResult(pack_model(model), json.loads(place.history), sizes)
 
 
 @dataclass
@@ -82,12 +65,12 @@ def _state(model: Any, optimizer: Any, **place: Any) -> Any:
     return elastic.KerasState(model, optimizer, **place)
 
 
-def _train_epochs(place: Any, spec: KerasSpec, keras: Any, model: Any) -> None:
+def _train_epochs(place: Any, spec: RankSpec, keras: Any, model: Any) -> None:
     """Train the remaining epochs on the current ranks."""
     _scale_rate(model.optimizer, hvd.size() / place.size)
     place.size = hvd.size()
     done, epochs = len(json.loads(place.history).get("loss", ())), spec.values["epochs"]
-    with open_data_module(spec) as data, _run_folder(spec) as folder:
+    with open_data_module(spec) as data, spec.run_folder() as folder:
         total = num_steps(spec, data)
         first = min(round(place.done * total), total - 1)
         if first:  # the rest of an epoch
@@ -98,7 +81,7 @@ def _train_epochs(place: Any, spec: KerasSpec, keras: Any, model: Any) -> None:
 
 
 def _fit(
-    place: Any, spec: KerasSpec, keras: Any, model: Any, data: Any, folder: str, epochs: range, first: int, total: int
+    place: Any, spec: RankSpec, keras: Any, model: Any, data: Any, folder: str, epochs: range, first: int, total: int
 ) -> None:
     """Train these epochs of `total` batches each; `first` batches of the first epoch are already done."""
     keeper = type("Keeper", (_Keeper, keras.callbacks.Callback), {})(spec, folder, place, first, total)
@@ -119,7 +102,7 @@ def _fit(
     )
 
 
-def _compile(spec: KerasSpec, keras: Any, model: Any) -> Any:
+def _compile(spec: RankSpec, keras: Any, model: Any) -> Any:
     """Compile with the user's optimizer, wrapped, at a rate scaled by the number of ranks."""
     values = spec.values
     known = values["custom_objects"]
@@ -140,7 +123,7 @@ def _scale_rate(optimizer: Any, factor: float) -> None:
         optimizer.learning_rate.assign(float(optimizer.learning_rate.numpy()) * factor)
 
 
-def _callbacks(spec: KerasSpec, keras: Any, folder: str, keeper: Any) -> list[Any]:
+def _callbacks(spec: RankSpec, keras: Any, folder: str, keeper: Any) -> list[Any]:
     base = keras.callbacks.Callback
     broadcast = type("Broadcast", (methods.Broadcast, base), {})(0)
     average = type("MetricAverage", (methods.MetricAverage, base), {})()
@@ -152,7 +135,7 @@ def _callbacks(spec: KerasSpec, keras: Any, folder: str, keeper: Any) -> list[An
     return [*callbacks, keeper]
 
 
-def _rows(spec: KerasSpec, model: Any, batches: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+def _rows(spec: RankSpec, model: Any, batches: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
     """Yield `(inputs, labels)` or `(inputs, labels, weights)` in the shapes and dtypes of the model's inputs."""
     wanted = [(tuple(one.shape[1:]), _dtype(one)) for one in model.inputs]
     for minibatch in minibatches(spec, batches, _CPU):
@@ -180,22 +163,12 @@ def _one_or_all(arrays: list[Any]) -> Any:
     return arrays[0] if len(arrays) == 1 else tuple(arrays)
 
 
-@contextlib.contextmanager
-def _run_folder(spec: KerasSpec) -> Iterator[str]:
-    """Yield rank 0's folder for the run, which is copied to the store; empty on other ranks and for unsaved runs."""
-    if not spec.remote.saving_runs or hvd.rank() != 0:
-        yield ""
-        return
-    with spec.remote.get_local_output_dir() as folder:
-        yield folder
-
-
 class _Keeper:
     """The last callback: records history, writes a checkpoint to the store after each epoch, and commits."""
 
     model: Any
 
-    def __init__(self, spec: KerasSpec, folder: str, place: Any, first: int, total: int) -> None:
+    def __init__(self, spec: RankSpec, folder: str, place: Any, first: int, total: int) -> None:
         super().__init__()
         self._spec, self._folder, self._place = spec, folder, place
         self._first, self._total = first, total
@@ -224,7 +197,7 @@ class _Keeper:
         self._spec.remote.sync(self._folder)
 
 
-def _resume(spec: KerasSpec, model: Any, optimizer: Any) -> dict[str, list[float]]:
+def _resume(spec: RankSpec, model: Any, optimizer: Any) -> dict[str, list[float]]:
     """Load the checkpoint, if any, into model and optimizer; returns the history of the run so far."""
     if spec.checkpoint is None:
         return {}

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from hora.config import trusts_files
 from hora.spark.estimator.base import HorovodEstimator
-from hora.spark.estimator.dataset import Dataset
 from hora.spark.estimator.packing import pack_model, unpack_model
 from hora.spark.estimator.params import (
     ESTIMATOR,
@@ -26,11 +25,12 @@ from hora.spark.estimator.params import (
 )
 from hora.spark.estimator.persistence import load_checkpoint
 from hora.spark.estimator.torch_model import TorchModel as _TorchModel
+from hora.spark.estimator.training import TrainingResult, losses_of
 from hora.spark.lightning.module import to_lightning_module
 from hora.spark.lightning.package import default_package, package_of
-from hora.spark.lightning.training import LightningResult, LightningSpec, train
+from hora.spark.lightning.training import train
 
-__all__ = ["LIGHTNING", "TorchEstimator", "TorchModel"]
+__all__ = ["TorchEstimator", "TorchModel"]
 
 _HYPERPARAMETERS = (
     "hparams_name",
@@ -52,10 +52,6 @@ _OWN: dict[str, tuple[Any, str]] = {
     "train_async_data_loader_queue_size": (None, "for data modules that have such a queue"),
     "val_async_data_loader_queue_size": (None, "for data modules that have such a queue"),
 }
-# Lightning accumulates gradients itself (`trainer_args={"accumulate_grad_batches": 4}`).
-LIGHTNING: dict[str, tuple[Any, str]] = {
-    name: entry for name, entry in (ESTIMATOR | _OWN).items() if name != "backward_passes_per_step"
-}
 
 
 class TorchModel(_TorchModel):
@@ -67,14 +63,15 @@ class TorchModel(_TorchModel):
 
 @with_params(_OWN, {"num_gpus": "NumGPUs", "log_every_n_steps": "LogEveryNSteps"})
 class TorchEstimator(HorovodEstimator):
-    """Fits a LightningModule, or a plain module with optimizer and loss, on a DataFrame. Keywords: `LIGHTNING`."""
+    """Fits a LightningModule, or a plain module with optimizer and loss, on a DataFrame. Keywords: those of `table`."""
 
     table: ClassVar[ParamTable] = ESTIMATOR | _OWN
-    __signature__ = signature_of(LIGHTNING)
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__()
-        self.setParams(**kwargs)
+    validates_on_all_ranks = True
+    # Lightning accumulates gradients itself (`trainer_args={"accumulate_grad_batches": 4}`).
+    __signature__ = signature_of(
+        {name: entry for name, entry in (ESTIMATOR | _OWN).items() if name != "backward_passes_per_step"}
+    )
+    train = staticmethod(train)
 
     def get_model_class(self) -> type[Any]:
         return TorchModel
@@ -99,26 +96,12 @@ class TorchEstimator(HorovodEstimator):
             if values[name]:
                 raise ValueError(f"{name} has no meaning for Lightning: the module's own steps and logs do that")
 
-    def _training(
-        self, values: dict[str, Any], dataset: Dataset, features: Sequence[str], run_id: str
-    ) -> tuple[Callable[[Any], Any], Any]:
-        num_proc = self._get_or_create_backend().num_processes()
-        if 0 < dataset.val_rows < num_proc:
-            raise ValueError(f"{dataset.val_rows} validation rows are too few for {num_proc} processes; use fewer")
-        store = values["store"]
-        package = package_of(values["model"]) or default_package()
-        left = ("model", "optimizer", "store", "backend", "loss", "loss_constructors")
-        spec = LightningSpec(
-            package=package,
-            module=pack_model(self._lightning_module(values, features)),
-            store=store,
-            remote=store.to_remote(run_id, dataset.index),
-            dataset=dataset,
-            features=tuple(features),
-            values=values | dict.fromkeys(left),
-            checkpoint=self._load_checkpoint(run_id),
-        )
-        return train, spec
+    def _pack(self, values: dict[str, Any], features: Sequence[str]) -> dict[str, Any]:
+        return {
+            "model": pack_model(self._lightning_module(values, features)),
+            "package": package_of(values["model"]) or default_package(),
+            "values": dict.fromkeys(("optimizer", "loss", "loss_constructors")),
+        }
 
     def _load_checkpoint(self, run_id: str) -> bytes | None:
         """Return the run's Lightning checkpoint, rewritten from its data: ranks unpickle nothing from the store.
@@ -135,14 +118,10 @@ class TorchEstimator(HorovodEstimator):
     def _lightning_module(self, values: Mapping[str, Any], features: Sequence[str]) -> Any:
         if package_of(values["model"]) is not None:
             return values["model"]
-        losses = values["loss"]
-        if losses is None:
-            makers = values["loss_constructors"]
-            losses = [maker(**values) for maker in (makers if isinstance(makers, list | tuple) else [makers])]
         return to_lightning_module(
             values["model"],
             values["optimizer"],
-            losses,
+            losses_of(values),
             values["loss_weights"],
             features,
             values["label_cols"],
@@ -151,13 +130,12 @@ class TorchEstimator(HorovodEstimator):
         )
 
     def _create_model(self, run_results: Sequence[Any], run_id: str, metadata: dict[str, Any]) -> Any:
-        result = run_results[0]
-        assert isinstance(result, LightningResult), "rank 0 returned no result"
+        result: TrainingResult = run_results[0]
         given = self.getOrDefault("model")
         plain = package_of(given) is None
         model: torch.nn.Module = unpack_model(pack_model(given))  # the user's module stays unchanged
-        state = {name.removeprefix("_model."): value for name, value in result.state.items()} if plain else result.state
-        model.load_state_dict(state)
+        prefix = "_model." if plain else ""
+        model.load_state_dict({name.removeprefix(prefix): value for name, value in result.model.items()})
         optimizer = self.getOrDefault("optimizer")
         metadata = metadata | {"epochs": result.history}
         return self.get_model_class()(

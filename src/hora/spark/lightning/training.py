@@ -9,7 +9,6 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,13 +16,13 @@ import torch
 import hora.torch as hvd
 from hora.safe_load import load_torch
 from hora.spark.estimator.packing import unpack_model
-from hora.spark.estimator.training import RankSpec, rank_device
+from hora.spark.estimator.training import RankSpec, TrainingResult, rank_device
 from hora.spark.lightning.data_module import parquet_data_module
 from hora.spark.lightning.module import modern, old_hooks
 from hora.spark.lightning.package import Package
 from hora.spark.lightning.strategy import horovod_strategy
 
-__all__ = ["LightningResult", "LightningSpec", "train"]
+__all__ = ["train"]
 
 # Arguments of `Trainer` before Lightning 2 and their successors; {} for none.
 _RENAMED: dict[str, Callable[[Any], dict[str, Any]]] = {
@@ -45,34 +44,17 @@ _RENAMED: dict[str, Callable[[Any], dict[str, Any]]] = {
 _STRATEGY = ("accelerator", "strategy", "distributed_backend")  # arguments that have named "horovod" over the years
 
 
-@dataclass(frozen=True, kw_only=True)
-class LightningSpec(RankSpec):
-    """Configuration of a rank."""
-
-    package: Package
-    module: bytes = field(repr=False)
-
-
-@dataclass(frozen=True)
-class LightningResult:
-    """Rank 0's report: the module's state, what was logged at the end, and a dict per epoch."""
-
-    state: dict[str, torch.Tensor]
-    logged_metrics: dict[str, Any]
-    history: list[dict[str, Any]]
-
-
-def train(spec: LightningSpec) -> LightningResult | None:
+def train(spec: RankSpec) -> TrainingResult | None:
     """Train to the end; returns a result on rank 0, None elsewhere."""
     values, package = spec.values, spec.package
     spec.join()
     if values["random_seed"] is not None:
         package.module.seed_everything(int(values["random_seed"]))
     device = rank_device(bool(values["use_gpu"]) and values["num_gpus"] != 0)
-    module: Any = modern(unpack_model(spec.module))
+    module: Any = modern(unpack_model(spec.model))
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(spec.remote.get_local_output_dir())
-        keeper = _keeper(package)(spec, folder)
+        keeper = _made(package, _RunKeeper)(spec, folder)
         trainer = _trainer(spec, folder, device, keeper)
         trainer.fit(module, datamodule=_data_module(spec), **_resume(spec, folder, trainer))
         keeper.sync()
@@ -81,10 +63,10 @@ def train(spec: LightningSpec) -> LightningResult | None:
         state = _best(folder, keeper.users_checkpoint) or module.state_dict()
         logged = {name: torch.as_tensor(value).detach().cpu() for name, value in trainer.logged_metrics.items()}
         cpu = {name: tensor.detach().cpu() for name, tensor in state.items()}
-        return LightningResult(state=cpu, logged_metrics=logged, history=keeper.history)
+        return TrainingResult(cpu, keeper.history, logged_metrics=logged)
 
 
-def _trainer(spec: LightningSpec, folder: str, device: torch.device, keeper: Any) -> Any:
+def _trainer(spec: RankSpec, folder: str, device: torch.device, keeper: Any) -> Any:
     values, package = spec.values, spec.package
     users = list(values["callbacks"] or ())
     callbacks = [*users, *old_hooks(package, users), keeper]  # a copy: the estimator's list stays unchanged
@@ -95,7 +77,7 @@ def _trainer(spec: LightningSpec, folder: str, device: torch.device, keeper: Any
     own = translated(package, values["trainer_args"] or {})
     callbacks += own.pop("callbacks", None) or []
     if values["terminate_on_nan"]:
-        callbacks.append(_stop_on_nan(package)())
+        callbacks.append(_made(package, _StopOnNan)())
     arguments: dict[str, Any] = {
         "strategy": horovod_strategy(package)(new_data=lambda: _data_module(spec)),
         "accelerator": "gpu" if device.type == "cuda" else "cpu",
@@ -121,7 +103,7 @@ def translated(package: Package, given: Mapping[str, Any]) -> dict[str, Any]:
     callbacks = list(given.get("callbacks") or ())
     for name, value in given.items():
         if name in _CALLBACKS:
-            callbacks += [_CALLBACKS[name](package)()] if value else []
+            callbacks += [_made(package, *_CALLBACKS[name])()] if value else []
             _warn_of_removed(name, "add its callback to `callbacks`")
         elif name in _RENAMED:
             instead = _RENAMED[name](value)
@@ -136,7 +118,7 @@ def _warn_of_removed(name: str, advice: str) -> None:
     warnings.warn(f"trainer_args: {name} was removed in Lightning 2.0; {advice}", DeprecationWarning, stacklevel=3)
 
 
-def _take_over(package: Package, callbacks: list[Any], spec: LightningSpec, folder: str) -> Any:
+def _take_over(package: Package, callbacks: list[Any], spec: RankSpec, folder: str) -> Any:
     """Point the user's first ModelCheckpoint at the run's folder and the store's name, as Horovod does."""
     kind = package.part("callbacks").ModelCheckpoint
     found = next((callback for callback in callbacks if isinstance(callback, kind)), None)
@@ -145,7 +127,7 @@ def _take_over(package: Package, callbacks: list[Any], spec: LightningSpec, fold
     return found
 
 
-def _logger(spec: LightningSpec, folder: str) -> Any:
+def _logger(spec: RankSpec, folder: str) -> Any:
     """Return the user's logger, else one that writes to the run's folder.
 
     As in Lightning, that is TensorBoard's if it is installed and the run is saved.
@@ -158,7 +140,7 @@ def _logger(spec: LightningSpec, folder: str) -> Any:
     return getattr(spec.package.part("loggers"), kind)(folder, name=spec.remote.logs_subdir, version="")
 
 
-def _data_module(spec: LightningSpec) -> Any:
+def _data_module(spec: RankSpec) -> Any:
     values = spec.values
     weight = values["sample_weight_col"]
     kind = values["data_module"] or parquet_data_module(spec.package)
@@ -195,7 +177,7 @@ def _data_module(spec: LightningSpec) -> Any:
     )
 
 
-def _resume(spec: LightningSpec, folder: str, trainer: Any) -> dict[str, Any]:
+def _resume(spec: RankSpec, folder: str, trainer: Any) -> dict[str, Any]:
     """Return arguments of `fit` that resume the run: weights, optimizers, schedulers, epoch, callbacks."""
     if spec.checkpoint is None:
         return {}
@@ -219,14 +201,15 @@ def _best(folder: str, users_checkpoint: Any) -> dict[str, torch.Tensor] | None:
     return found
 
 
-def _keeper(package: Package) -> type[Any]:
-    return type("_RunKeeper", (_RunKeeper, package.part("callbacks").Callback), {})
+def _made(package: Package, kind: type[Any], base: str = "Callback") -> Callable[..., Any]:
+    """Return the constructor of a callback of the package with these methods."""
+    return type(kind.__name__, (kind, getattr(package.part("callbacks"), base)), {})
 
 
 class _RunKeeper:
     """Callback that records and prints an entry per epoch; rank 0 copies a checkpoint to the store."""
 
-    def __init__(self, spec: LightningSpec, folder: str) -> None:
+    def __init__(self, spec: RankSpec, folder: str) -> None:
         self._spec, self._folder = spec, folder
         self.history: list[dict[str, Any]] = []
         self.users_checkpoint: Any = None
@@ -268,10 +251,6 @@ class _RunKeeper:
             self._spec.remote.sync(self._folder)
 
 
-def _stop_on_nan(package: Package) -> type[Any]:
-    return type("_StopOnNan", (_StopOnNan, package.part("callbacks").Callback), {})
-
-
 class _StopOnNan:
     """Callback that raises ValueError if the loss is not finite."""
 
@@ -279,10 +258,6 @@ class _StopOnNan:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor) and not bool(torch.isfinite(loss).all()):
             raise ValueError(f"the loss of rank {hvd.rank()} is {loss.item()} in batch {batch_idx} (terminate_on_nan)")
-
-
-def _averaging(package: Package) -> type[Any]:
-    return type("_Averaging", (_Averaging, package.part("callbacks").StochasticWeightAveraging), {})
 
 
 class _Averaging:
@@ -299,8 +274,8 @@ class _Averaging:
         super().on_train_epoch_start(trainer, pl_module)  # type: ignore[misc]
 
 
-# Arguments of `Trainer` before Lightning 2 that are callbacks now.
-_CALLBACKS: dict[str, Callable[[Package], type[Any]]] = {
-    "stochastic_weight_avg": _averaging,
-    "terminate_on_nan": _stop_on_nan,
+# Arguments of `Trainer` before Lightning 2 that are callbacks now: their methods and Lightning's class.
+_CALLBACKS: dict[str, tuple[type[Any], str]] = {
+    "stochastic_weight_avg": (_Averaging, "StochasticWeightAveraging"),
+    "terminate_on_nan": (_StopOnNan, "Callback"),
 }
