@@ -40,19 +40,21 @@ _WAITING, _DONE, _MOVING = 0, 1, 2  # enum state of repeated.h
 _pack = CALL.pack_into
 _clock = time.perf_counter
 _MOVE = Sum(DTYPE_NUMBERS[torch.uint8], 1.0, NOTHING, 1.0)  # for bytes that are moved, not reduced
+_TOKEN = ("uint8",), ((1,),)  # dtype and shape of the tensor that a barrier reduces
 
 
 class CallPlan:
     """The common part of all requests with one signature."""
 
     def __init__(self, path: RepeatedCalls, signature: Signature, transport: ShmTransport) -> None:
-        (name,), (shape,) = signature.dtypes, signature.shapes
+        is_barrier = signature.kind == Kind.BARRIER
+        (name,), (shape,) = _TOKEN if is_barrier else (signature.dtypes, signature.shapes)
         self.path = path
         self.signature = signature
         self._transport, self.slots = transport, transport.slots
         self.unnamed = signature.name is None
         self.digest = signature.digest()
-        self.kind = KINDS[signature.kind]
+        self.kind = Kind.ALLREDUCE if is_barrier else KINDS[signature.kind]
         count, size, dtype = prod(shape), path.num_members, DTYPES[name]
         self.num_bytes = ITEM_BYTES[name] * count
         # A short call keeps the GIL, so it must not sleep.
@@ -63,7 +65,7 @@ class CallPlan:
         self._count = count // size if self.kind in (Kind.ALLTOALL, Kind.REDUCESCATTER) else count
         self._item_bytes = ITEM_BYTES[name]
         self._what: tuple[Sum, float] | None = None
-        if self.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER):
+        if self.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER) and not is_barrier:
             arithmetic = arithmetic_of(staged(signature.reduce, dtype, size), dtype, size)
             if arithmetic.sum is not None and arithmetic.stage is not None:
                 self._what = arithmetic.sum, arithmetic.stage
@@ -115,13 +117,13 @@ class RepeatedCalls:
         return self._queue.ranks.index(rank) if rank >= 0 else -1
 
     def plan(self, signature: Signature) -> CallPlan | None:
-        """Return a plan for a collective of one tensor; None if its transport does not exist yet, or members' sizes
-        differ.
+        """Return a plan for a collective of one tensor, or a barrier; None if its transport does not exist yet, or
+        members' sizes differ.
         """
         transport = self._queue.made_transport()
         if not isinstance(transport, ShmTransport) or not self._passes_host_memory(signature):
             return None
-        rows = signature.shapes[0][0] if signature.shapes[0] else 1
+        rows = signature.shapes[0][0] if signature.shapes and signature.shapes[0] else 1
         splits = signature.extra or ((rows // self.num_members,) if signature.kind == Kind.REDUCESCATTER else ())
         if splits and (len(set(splits)) > 1 or splits[0] * self.num_members != rows):
             return None
@@ -292,6 +294,8 @@ class RepeatedCalls:
 
 def _request(plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor) -> Request:
     """Return the equivalent request for the ordinary path."""
+    if plan.signature.kind == Kind.BARRIER:
+        return Request(plan.signature)
     source = tensor.view(plan.signature.shapes[0])
     request = Request(plan.signature, [source], [source if out is tensor else out])
     request.results = [out]

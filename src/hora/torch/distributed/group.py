@@ -153,6 +153,7 @@ class HoraProcessGroup(_BASE):
         self._on_shutdown, self._make = on_shutdown, make
         self._name = self._description = ""
         self._known: dict[object, Any] = {}
+        self._token = torch.zeros(1, dtype=torch.uint8, device="cpu")  # what a barrier reduces
         self._num_calls = 0
         self._labels: dict[str, str] = {}
         self._messages: Messages = runtime.start_messages()
@@ -384,9 +385,10 @@ class HoraProcessGroup(_BASE):
         _tell_autograd(target)
         return DONE
 
-    def _remember(self, key: object, request: Request, tensor: Tensor) -> None:
+    def _remember(self, key: object, request: Request, *tensors: Tensor) -> None:
         """Keep the engine's plan for later calls like this one, if it has a plan."""
-        if key not in self._known and tensor.is_cpu and request.tensors[0].dtype == tensor.dtype:
+        as_given = all(one.is_cpu and one.dtype == sent.dtype for one, sent in zip(tensors, request.tensors, strict=True))
+        if key not in self._known and as_given:
             if len(self._known) >= _KEPT:
                 self._known.clear()
             plan = self._runtime.sets.repeated_plan(self._queue, request.signature)
@@ -828,8 +830,13 @@ class HoraProcessGroup(_BASE):
         self.finish(request, time.monotonic() + self._limit_s, self._limit_s)
 
     def barrier(self, opts: Any = None) -> Work:
+        work = self._again("barrier", self._token, self._token, opts)
+        if work is not None:
+            return work
         self._check_here()
-        return self._work([(self._submit_barrier("barrier", wait=_waits(opts)), None)], [], opts)
+        request = self._submit_barrier("barrier", wait=_waits(opts))
+        self._remember("barrier", request)
+        return self._work([(request, None)], [], opts)
 
     def _submit_barrier(self, operation: str, *, wait: bool) -> Request:
         request = Request(Signature(int(Kind.BARRIER), self._label(operation), None))
