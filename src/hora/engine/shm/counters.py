@@ -25,7 +25,17 @@ from collections.abc import Callable
 
 from hora.engine.shm.native import GroupStruct, library, new_spin_policy
 
-__all__ = ["LINE_BYTES", "MEMBER_BYTES", "OPEN", "SLICE_NS", "SLICE_S", "Counter", "Counters", "interrupt_waits"]
+__all__ = [
+    "LINE_BYTES",
+    "MEMBER_BYTES",
+    "OPEN",
+    "SLICE_NS",
+    "SLICE_S",
+    "Counter",
+    "Counters",
+    "interrupt_waits",
+    "wait_until",
+]
 
 LINE_BYTES = 64
 MEMBER_BYTES = 2 * LINE_BYTES  # processors fetch lines in pairs: this keeps members apart
@@ -37,6 +47,23 @@ OPEN = 2**63 - 1
 _SLEEPS_AT = 120  # SLEEPS_AT in native.c
 _ONE_HAS_JOINED = 2  # results of all_have in native.c
 _WEAKLY_ORDERED = platform.machine() != "x86_64"
+
+
+def wait_until(
+    come: Callable[[], int], check_alive: Callable[[], None], limit_s: float, missing: Callable[[], str]
+) -> int:
+    """Call `come`, which waits for a slice of time, until it returns something other than 0; returns that.
+
+    `check_alive` raises in between if waiting is pointless. After the limit TimeoutError names what is `missing`.
+    """
+    begin = 0.0
+    while not (found := come()):
+        check_alive()
+        now = time.monotonic()
+        begin = begin or now
+        if now - begin > limit_s:
+            raise TimeoutError(f"waited {limit_s:g} s for {missing()}")
+    return found
 
 
 class Counter:
@@ -97,15 +124,14 @@ class Counter:
         `check_alive` is called while waiting and raises if waiting is pointless (a peer died, a shutdown). After
         `limit_s` seconds TimeoutError names `what`.
         """
-        begin = 0.0
-        while (seen := self.value) < target:
-            now = time.monotonic()
-            if begin:
-                check_alive()
-            begin = begin or now
-            if now - begin > limit_s:
-                raise TimeoutError(f"waited {limit_s:g} s for {what} (at {seen}, needs {target})")
-            self.wait_beyond(seen)
+
+        def come() -> bool:
+            seen = self.value
+            if seen < target:
+                self.wait_beyond(seen)
+            return self.value >= target
+
+        wait_until(come, check_alive, limit_s, lambda: f"{what} (at {self.value}, needs {target})")
 
 
 _open: dict[int, weakref.ref[Counters]] = {}  # of this process, by id
@@ -156,15 +182,12 @@ class Counters:
     def _until(
         self, come: Callable[..., int], value: int, check_alive: Callable[[], None], limit_s: float, what: str
     ) -> int:
-        begin = 0.0
-        while not (found := come(self._group_at, value, self._late_at, SLICE_NS)):
-            check_alive()
-            now = time.monotonic()
-            begin = begin or now
-            if now - begin > limit_s:
-                late = ", ".join(map(str, self.missing(value)))
-                raise TimeoutError(f"waited {limit_s:g} s for member {late} in {what}")
-        return found
+        return wait_until(
+            lambda: come(self._group_at, value, self._late_at, SLICE_NS),
+            check_alive,
+            limit_s,
+            lambda: f"member {', '.join(map(str, self.missing(value)))} in {what}",
+        )
 
     def missing(self, value: int) -> list[int]:
         """Return the members that have not reached this number."""

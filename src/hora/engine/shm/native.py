@@ -80,6 +80,13 @@ def fields(declaration: str) -> list[tuple[str, Any]]:
     return [(name, _TYPES[kind]) for name in names]
 
 
+def _function(library: ctypes.CDLL, name: str, arguments: str, result: str = "") -> Any:
+    """Return a function of native.c; without a result by default."""
+    found = getattr(library, f"hora_{name}")
+    found.argtypes, found.restype = [_TYPES[kind] for kind in arguments.split()], _TYPES[result] if result else None
+    return found
+
+
 class SpinPolicy(ctypes.Structure):
     """Time to spin before sleeping: `struct spin_policy`."""
 
@@ -208,50 +215,29 @@ class Library:
         self.long = long  # for callers with their own structures
         self.check(GroupStruct, RingStruct, Job, Spec, Repeated, Pipe, MessageCall)
         self.has_float16 = bool(long.hora_has_f16())
-        for reduce in (long.hora_reduce, short.hora_reduce):
-            reduce.argtypes = (
-                *(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
-                *(ctypes.c_double, ctypes.c_int, ctypes.c_double),
-            )
-            reduce.restype = None
-        self._long_reduce, self._short_reduce = long.hora_reduce, short.hora_reduce
-        self.collective = long.hora_collective  # 0 after a slice of time without completion: call again
-        self.collective.argtypes = (ctypes.POINTER(Job), ctypes.c_long)
-        self._everywhere = long.hora_reduce_everywhere
-        self._everywhere.argtypes = (
-            *(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
-            *(ctypes.c_double, ctypes.c_int, ctypes.c_double),
-        )
-        self._everywhere.restype = None
+        # Functions that wait release the GIL (`long`). What only takes a moment keeps it (`short`).
+        reduce = "int32 int32 pointer pointer int64 double int32 double"
+        self._long_reduce, self._short_reduce = (_function(kind, "reduce", reduce) for kind in (long, short))
+        self._everywhere = _function(long, "reduce_everywhere", "int32 int32 pointer int64 int64 double int32 double")
+        # 0 after a slice of time without completion: call again.
+        self.collective = _function(long, "collective", "pointer int64", "int32")
         # 1: all members have arrived, 2: and one has joined, 0: a member is missing.
-        self.wait, self.meet, self.wait_change = long.hora_wait, long.hora_meet, long.hora_wait_change
-        for wait in (self.wait, self.meet, self.wait_change):
-            wait.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_long)
-        self.publish, self.wake, self.fence = short.hora_publish, short.hora_wake, short.hora_fence
-        self.publish.argtypes, self.wake.argtypes = (ctypes.c_void_p, ctypes.c_int64), (ctypes.c_void_p,)
-        self.publish.restype = self.wake.restype = self.fence.restype = None
-        # -1: the members' calls differ, 0: a member is missing, 1: done, 2: agreed, in progress. The short one keeps
-        # the GIL.
-        self.repeated, self.short_repeated = long.hora_repeated, short.hora_repeated
-        for repeated in (self.repeated, self.short_repeated):
-            repeated.argtypes = (ctypes.c_void_p, ctypes.c_long)
-        self._declare_messages(long, short)
-        self.nudge = short.hora_nudge
-        self.nudge.argtypes = (ctypes.c_void_p,)
-        self.nudge.restype = None
-
-    def _declare_messages(self, long: ctypes.CDLL, short: ctypes.PyDLL) -> None:
-        self.pipe_write, self.pipe_read, self.message = long.hora_pipe_write, long.hora_pipe_read, long.hora_message
-        for move in (self.pipe_write, self.pipe_read):
-            move.argtypes, move.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64
-        self.message.argtypes = (ctypes.c_void_p, ctypes.c_long)
-        self.add = short.hora_add
-        self.add.argtypes, self.add.restype = (ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64
-        # The short one keeps the GIL.
-        self.try_send, self.short_try_send = long.hora_try_send, short.hora_try_send
-        self.try_receive = long.hora_try_receive
-        for one in (self.try_send, self.short_try_send, self.try_receive):
-            one.argtypes = (ctypes.c_void_p,)
+        self.wait, self.meet, self.wait_change = (
+            _function(long, name, "pointer int64 pointer int64", "int32") for name in ("wait", "meet", "wait_change")
+        )
+        self.publish, self.wake = _function(short, "publish", "pointer int64"), _function(short, "wake", "pointer")
+        self.fence, self.nudge = _function(short, "fence", ""), _function(short, "nudge", "pointer")
+        self.add = _function(short, "add", "pointer int64", "int64")
+        # -1: the members' calls differ, 0: a member is missing, 1: done, 2: agreed, in progress.
+        self.repeated, self.short_repeated = (
+            _function(kind, "repeated", "pointer int64", "int32") for kind in (long, short)
+        )
+        self.pipe_write, self.pipe_read = (
+            _function(long, name, "pointer pointer int64", "int64") for name in ("pipe_write", "pipe_read")
+        )
+        self.message = _function(long, "message", "pointer int64", "int32")
+        self.try_send, self.short_try_send = (_function(kind, "try_send", "pointer", "int32") for kind in (long, short))
+        self.try_receive = _function(long, "try_receive", "pointer", "int32")
 
     def check(self, *kinds: type[ctypes.Structure], first: int = 0) -> None:
         """Compare structures with native.c's `layouts` from number `first` on; raises OSError if they differ."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -18,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from hora.engine.request import Kind
-from hora.engine.shm.counters import LINE_BYTES, SLICE_NS
+from hora.engine.shm.counters import LINE_BYTES, SLICE_NS, wait_until
 from hora.engine.shm.native import NOTHING, Library, SpinPolicy, Sum, addresses, fields, library, new_spin_policy
 from hora.engine.shm.segment import Segment, aligned
 from hora.engine.transport.base import AliveCheck, Tensors
@@ -325,15 +324,15 @@ class NativeHosts:
             return self._run_to_its_end(job)
 
     def _run_to_its_end(self, job: _Job) -> bool:
-        begin = 0.0
-        while not (outcome := self._run_some(job, SLICE_NS)):
+        def run_some() -> int:
+            outcome = int(self._run_some(job, SLICE_NS))
             self.late_host = -1 - job.late if job.late < 0 else None
-            self._check_alive()
-            now = time.monotonic()
-            begin = begin or now
-            if now - begin > self._limit_s:
-                who = f"member {job.late} of this host" if job.late >= 0 else f"host {-1 - job.late} of the set"
-                raise TimeoutError(f"waited {self._limit_s:g} s for {who}")
+            return outcome
+
+        def missing() -> str:
+            return f"member {job.late} of this host" if job.late >= 0 else f"host {-1 - job.late} of the set"
+
+        outcome = wait_until(run_some, self._check_alive, self._limit_s, missing)
         if outcome < 0 and job.error == errno.EBADMSG:
             raise AuthenticationError("data from a peer was modified in transit")
         if outcome < 0:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ import torch
 
 from hora.engine.request import Kind, Reduce
 from hora.engine.shm import native
-from hora.engine.shm.counters import LINE_BYTES, MEMBER_BYTES, SLICE_NS, Counters
+from hora.engine.shm.counters import LINE_BYTES, MEMBER_BYTES, SLICE_NS, Counters, wait_until
 from hora.engine.shm.segment import PAGE_BYTES, Segment, aligned
 from hora.engine.transport.arithmetic import arithmetic_of, staged
 from hora.engine.transport.base import AliveCheck, Tensors
@@ -136,13 +135,13 @@ class Ring:
         job.counts = ctypes.addressof(counts)
         job.first_step = self.step + 1
         self.step += num_steps
-        begin = 0.0
-        while not library.collective(job, SLICE_NS):
-            self._check_alive()
-            now = time.monotonic()
-            begin = begin or now
-            if now - begin > self._limit_s:
-                raise TimeoutError(f"waited {self._limit_s:g} s for member {job.late} in shared memory")
+        job_at = ctypes.addressof(job)
+        wait_until(
+            lambda: library.collective(job_at, SLICE_NS),
+            self._check_alive,
+            self._limit_s,
+            lambda: f"member {job.late} in shared memory",
+        )
 
     def job(
         self, kind: Kind, root: int, count: int, what: native.Sum, stage: float, *, item_bytes: int, direct: bool

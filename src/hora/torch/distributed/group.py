@@ -387,7 +387,9 @@ class HoraProcessGroup(_BASE):
 
     def _remember(self, key: object, request: Request, *tensors: Tensor) -> None:
         """Keep the engine's plan for later calls like this one, if it has a plan."""
-        as_given = all(one.is_cpu and one.dtype == sent.dtype for one, sent in zip(tensors, request.tensors, strict=True))
+        as_given = all(
+            one.is_cpu and one.dtype == sent.dtype for one, sent in zip(tensors, request.tensors, strict=True)
+        )
         if key not in self._known and as_given:
             if len(self._known) >= _KEPT:
                 self._known.clear()
@@ -740,7 +742,7 @@ class HoraProcessGroup(_BASE):
 
     def _receive(self, tensors: Sequence[Tensor], sources: Sequence[int], tag: int) -> Work:
         (tensor,) = tensors
-        target = moved(tensor.detach())
+        target = moved(tensor if _is_plain(tensor) else tensor.detach())
         direct = target.is_cpu and target.is_contiguous()
         data = target if direct else torch.empty(target.shape, dtype=target.dtype, device="cpu")
         message = self._message(data, sources[0] if len(sources) == 1 else ANY_SOURCE, tag, sources)
