@@ -11,7 +11,6 @@ The table at the end of the class maps the method names of different torch versi
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -53,77 +52,40 @@ class _Until:
 
 
 class _Requests(Operation):
-    """Requests of a group, and functions that process their results, which run once when all are done."""
+    """Requests of a group."""
 
     def __init__(self, group: HoraProcessGroup, steps: Sequence[_Step], limit_s: float) -> None:
         self._group, self._limit_s = group, limit_s
         self._requests = [request for request, _ in steps]
-        self._finals = [final for _, final in steps if final is not None]
-        self._lock = threading.Lock()
+        super().__init__(self._requests, [final for _, final in steps if final is not None])
 
     def done(self) -> bool:
-        if all(request.done for request in self._requests):
+        if super().done():
             return True
         self._group.go_on_now()
-        return all(request.done for request in self._requests)
+        return super().done()
 
-    def finish(self, limit_s: float | None) -> None:
+    def _wait(self, limit_s: float | None) -> None:
         deadline = time.monotonic() + (limit_s or self._limit_s)
         for request in self._requests:
             self._group.finish(request, deadline, limit_s or self._limit_s)
-        with self._lock:
-            while self._finals:
-                self._finals.pop(0)()
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        left, lock, told = [0], threading.Lock(), set[int]()
-
-        def one_is_done(index: int) -> None:
-            with lock:
-                if index in told:
-                    return
-                told.add(index)
-                left[0] += 1
-                last = left[0] == len(self._requests)
-            if last:
-                callback()
-
-        for index, request in enumerate(self._requests):
-            request.on_done = lambda index=index: one_is_done(index)
-            if request.done:
-                one_is_done(index)
+        super().when_done(callback)
         self._group.go_on_in_background()
 
 
-class MessageOperation(Operation):
-    """A message of a group, and the function to call on its arrival."""
+class _MessageOperation(Operation):
+    """A message of a group."""
 
-    def __init__(self, group: HoraProcessGroup, message: Message, finally_: Callable[[], object] | None) -> None:
-        self._group, self._message, self._finally = group, message, finally_
-        self._lock = threading.Lock()
+    def __init__(self, group: HoraProcessGroup, message: Message, *finals: Callable[[], object]) -> None:
+        super().__init__([message], finals)
+        self._group, self._message = group, message
         if not message.done:
             group.carry_on()
 
-    def done(self) -> bool:
-        return self._message.done
-
-    def finish(self, limit_s: float | None) -> None:
+    def _wait(self, limit_s: float | None) -> None:
         self._group.finish_message(self._message, limit_s)
-        with self._lock:
-            finally_, self._finally = self._finally, None
-            if finally_ is not None:
-                finally_()
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        told = threading.Lock()
-
-        def once() -> None:
-            if told.acquire(blocking=False):
-                callback()
-
-        self._message.on_done = once
-        if self._message.done:
-            once()
 
     def source(self) -> int:
         return self._group.member_of(self._message.source)
@@ -511,12 +473,7 @@ class HoraProcessGroup(_BASE):
     ) -> Work:
         steps = []
         for output, input_ in zip(outputs, inputs, strict=True):
-            if output.numel() * self._size != input_.numel() or output.dtype != input_.dtype:
-                raise ValueError(
-                    f"{operation} on rank {self._own_rank}: the input must have the output's dtype and "
-                    f"{self._size} times its elements, but it has {input_.numel()} of {input_.dtype} and the output "
-                    f"{output.numel()} of {output.dtype}"
-                )
+            self._check_sizes(operation, ("input", input_), ("output", output))
             one = reduction_of(opts, output.dtype, operation)
             rows = one.view(input_.detach()).reshape(self._size, -1)
             wait = _waits(opts) and len(outputs) == 1
@@ -621,22 +578,23 @@ class HoraProcessGroup(_BASE):
         self, operation: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, key: object = None
     ) -> Work:
         for output, input_ in zip(outputs, inputs, strict=True):
-            if output.numel() != input_.numel() * self._size:
-                raise ValueError(
-                    f"{operation} on rank {self._own_rank}: the output must have {self._size} times the "
-                    f"input's elements, but it has {output.numel()} and the input {input_.numel()}"
-                )
-            if output.dtype != input_.dtype:
-                raise ValueError(
-                    f"{operation} on rank {self._own_rank}: output and input must have one dtype, but they "
-                    f"are {output.dtype} and {input_.dtype}"
-                )
+            self._check_sizes(operation, ("output", output), ("input", input_))
         rows, targets = [moved(tensor).reshape(1, -1) for tensor in inputs], [moved(tensor) for tensor in outputs]
         many = len(rows) > 1
         request = self._submit(operation, Kind.ALLGATHER, rows, targets, grouped=many, wait=_waits(opts))
         if key is not None:
             self._remember(key, request, inputs[0])
         return self._work([(request, None)], outputs, opts)
+
+    def _check_sizes(self, operation: str, whole: tuple[str, Tensor], part: tuple[str, Tensor]) -> None:
+        """Check the tensor of all members' parts against one part; both have their names in messages."""
+        (whole_name, all_parts), (part_name, one_part) = whole, part
+        if all_parts.numel() != one_part.numel() * self._size or all_parts.dtype != one_part.dtype:
+            raise ValueError(
+                f"{operation} on rank {self._own_rank}: the {whole_name} must have {self._size} times the "
+                f"{part_name}'s elements and its dtype, but it has {all_parts.numel()} of {all_parts.dtype} and the "
+                f"{part_name} {one_part.numel()} of {one_part.dtype}"
+            )
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Work:
         (tensor,) = inputs
@@ -718,7 +676,7 @@ class HoraProcessGroup(_BASE):
         data = moved(tensor.detach()).cpu().contiguous()
         message = self._message(data, self._ranks[destination], tag, [])
         self._messages.send(message)
-        return Work(MessageOperation(self, message, None), tensors)
+        return Work(_MessageOperation(self, message), tensors)
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Work:
         self._check_peer("source", source)
@@ -747,7 +705,8 @@ class HoraProcessGroup(_BASE):
         data = target if direct else torch.empty(target.shape, dtype=target.dtype, device="cpu")
         message = self._message(data, sources[0] if len(sources) == 1 else ANY_SOURCE, tag, sources)
         self._messages.receive(message)
-        return Work(MessageOperation(self, message, None if direct else lambda: target.copy_(data)), tensors)
+        finals = [] if direct else [lambda: target.copy_(data)]
+        return Work(_MessageOperation(self, message, *finals), tensors)
 
     def _message(self, data: Tensor, peer: int, tag: int, sources: Sequence[int]) -> Message:
         self._check_here()

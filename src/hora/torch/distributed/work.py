@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,19 +21,44 @@ from torch.futures import Future
 __all__ = ["DONE", "Operation", "Work"]
 
 
+class _Part(Protocol):
+    """A request or a message."""
+
+    done: bool
+    on_done: Callable[[], None] | None
+
+
 class Operation:
-    """Base class of the operations behind a `Work`."""
+    """Base class of the operations behind a `Work`: its parts, and functions to run once when all are done."""
+
+    def __init__(self, parts: Sequence[_Part], finals: Sequence[Callable[[], object]]) -> None:
+        self._parts, self._finals = parts, list(finals)
+        self._lock = threading.Lock()
 
     def done(self) -> bool:
-        raise NotImplementedError
+        return all(part.done for part in self._parts)
 
     def finish(self, limit_s: float | None) -> None:
         """Wait until it is done, at most for the time given or the group's limit; raises its error."""
+        self._wait(limit_s)
+        with self._lock:
+            while self._finals:
+                self._finals.pop(0)()
+
+    def _wait(self, limit_s: float | None) -> None:
         raise NotImplementedError
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call a function once it is done, on any thread."""
-        raise NotImplementedError
+        once = threading.Lock()
+
+        def part_is_done() -> None:
+            if all(part.done for part in self._parts) and once.acquire(blocking=False):
+                callback()
+
+        for part in self._parts:
+            part.on_done = part_is_done
+        part_is_done()
 
     def source(self) -> int:
         """Return the sender of a received message; -1 for anything else."""
