@@ -70,35 +70,28 @@ class CudaTransport:
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         self._choose(inputs[0].device).allreduce(inputs, outputs, reduce)
-        self._mark()
 
     def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         self._choose(inputs[0].device).adasum(inputs, outputs, reduce)
-        self._mark()
 
     def allgather(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]]) -> None:
         self._choose(inputs[0].device).allgather(inputs, outputs, counts)
-        self._mark()
 
     def broadcast(self, tensors: Tensors, root: int) -> None:
         self._choose(tensors[0].device).broadcast(tensors, root)
-        self._mark()
 
     def alltoall(
         self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> None:
         self._choose(input.device).alltoall(input, output, send_counts, receive_counts)
-        self._mark()
 
     def reducescatter(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], reduce: Reduce) -> None:
         self._choose(inputs[0].device).reducescatter(inputs, outputs, counts, reduce)
-        self._mark()
 
     def settle(self, check_alive: AliveCheck) -> None:
         """Wait until the GPU has finished queued work, unless the liveness check raises."""
-        stream, self._queued_on = self._queued_on, None
-        if stream is not None:
-            _wait_for(stream.record_event(), check_alive)
+        if self._queued_on is not None:
+            _wait_for(self._queued_on.record_event(), check_alive)
 
     def give_up(self) -> None:
         """End GPU work that waits for a lost peer: the world is broken. Thread-safe; may be called repeatedly."""
@@ -118,6 +111,8 @@ class CudaTransport:
         self._chosen.close()
 
     def _choose(self, device: torch.device) -> Chosen:
+        """Return the transport, which is about to queue work on the current stream."""
+        self._queued_on = torch.cuda.current_stream()
         if self._chosen is None:
             gpus = self._exchange(gpu_identity(device))
             if len(set(gpus)) == self._num_members:
@@ -171,9 +166,6 @@ class CudaTransport:
 
         what = f"{self._num_members} members to describe their GPUs"
         return connect(exchange, what=what, check_alive=self._check_alive, limit_s=self._limit_s)
-
-    def _mark(self) -> None:
-        self._queued_on = torch.cuda.current_stream()
 
 
 def _wait_for(event: torch.cuda.Event, check_alive: AliveCheck) -> None:

@@ -52,10 +52,7 @@ class CudaStagingTransport:
         self._return("in", staged, outputs)
 
     def allgather(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]]) -> None:
-        staged, results = self._stage("in", inputs), self._room("out", outputs)
-        mark().synchronize()
-        self._cpu.allgather(staged, results, counts)
-        self._return("out", results, outputs)
+        self._at_once(inputs, outputs, lambda staged, results: self._cpu.allgather(staged, results, counts))
 
     def broadcast(self, tensors: Tensors, root: int) -> None:
         self._in_portions(tensors, tensors, lambda portion: self._cpu.broadcast([portion], root))
@@ -63,15 +60,20 @@ class CudaStagingTransport:
     def alltoall(
         self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> None:
-        staged, results = self._stage("in", [input]), self._room("out", [output])
-        mark().synchronize()
-        self._cpu.alltoall(staged[0], results[0], send_counts, receive_counts)
-        self._return("out", results, [output])
+        self._at_once(
+            [input],
+            [output],
+            lambda staged, results: self._cpu.alltoall(staged[0], results[0], send_counts, receive_counts),
+        )
 
     def reducescatter(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], reduce: Reduce) -> None:
+        self._at_once(inputs, outputs, lambda staged, results: self._cpu.reducescatter(staged, results, counts, reduce))
+
+    def _at_once(self, inputs: Tensors, outputs: Tensors, work: Callable[[Tensors, Tensors], None]) -> None:
+        """Copy everything in, let `work` process it, and copy its results out."""
         staged, results = self._stage("in", inputs), self._room("out", outputs)
         mark().synchronize()
-        self._cpu.reducescatter(staged, results, counts, reduce)
+        work(staged, results)
         self._return("out", results, outputs)
 
     def close(self) -> None:
