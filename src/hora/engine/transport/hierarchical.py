@@ -34,7 +34,7 @@ from hora.engine.transport.packing import Buffers, InTwoHalves, complete, overla
 from hora.engine.transport.shm import ShmTransport
 from hora.engine.transport.stream import StreamGroup
 
-__all__ = ["Division", "HierarchicalTransport", "Portion", "consecutive", "portions", "where"]
+__all__ = ["HierarchicalTransport", "Portion", "consecutive", "portions", "where"]
 
 # Two portions are in flight at a time, which bounds the memory.
 _PORTION_BYTES = 4 * 2**20
@@ -224,33 +224,30 @@ class HierarchicalTransport:
         overlap(self._gather(each) for each in portions(inputs, outputs, counts, self._limit(inputs[0])))
 
     def _gather(self, portion: Portion) -> InTwoHalves:
-        turn, dtype, divisions = portion.turn, portion.own[0].dtype, [self._divide(each) for each in portion.counts]
+        turn, dtype, shares = portion.turn, portion.own[0].dtype, [self._shares(each) for each in portion.counts]
         # Inside the host: the members' data becomes the host's block, which all of them get.
-        members = [division.block(self._host) for division in divisions]
+        members = [[counts[member] for member in self._here] for counts in portion.counts]
         blocks = self._take(f"blocks{turn}", [sum(sizes) for sizes in members], dtype)
         self._local.allgather(portion.own, blocks, members)
         # Between hosts: each slice leader sends its share of this host's block, and gets the same share of all blocks.
-        carried = [division.carried for division in divisions]
-        slices = self._take(f"slices{turn}", [each[self._index] for each in carried], dtype)
+        mine = self._own_shares(shares)
+        slices = self._take(f"slices{turn}", [sum(sizes) for sizes in mine], dtype)
         pending = None
         if self._between is not None:
-            own = [
-                block.split(list(division.shares[self._host]))[self._index]
-                for block, division in zip(blocks, divisions, strict=True)
-            ]
-            shares = self._own_shares(divisions)
+            own = [block.split(each[self._host])[self._index] for block, each in zip(blocks, shares, strict=True)]
             if len(own) > 1:
-                self._between.allgather(own, slices, shares)
+                self._between.allgather(own, slices, mine)
             elif slices[0].numel():
-                pending = self._between.start_gather(own[0], slices[0], shares[0])
+                pending = self._between.start_gather(own[0], slices[0], mine[0])
         yield
         if self._between is not None and pending is not None:
             self._between.finish(pending)
-        # Inside the host: the slice leaders' slices together are all blocks.
-        arranged = self._take(f"arranged{turn}", [sum(sizes) for sizes in carried], dtype)
-        self._local.allgather(slices, arranged, carried)
-        for division, tensor, targets in zip(divisions, arranged, portion.members, strict=True):
-            division.by_member(tensor, targets)
+        # Inside the host: the slice leaders' shares together are all hosts' blocks.
+        carried = list(itertools.chain(*shares))
+        whole = self._take(f"whole{turn}", [sum(sizes) for sizes in carried], dtype)
+        self._local.allgather(_split(slices, mine), whole, carried)
+        for block, (targets, host) in zip(whole, itertools.product(portion.members, self._hosts), strict=True):
+            unpack(block, [targets[member] for member in host])
 
     def broadcast(self, tensors: Tensors, root: int) -> None:
         if self._apart is not None:
@@ -300,21 +297,22 @@ class HierarchicalTransport:
         overlap(self._scatter(each, reduce) for each in portions(outputs, inputs, counts, self._limit(inputs[0])))
 
     def _scatter(self, portion: Portion, reduce: Reduce) -> InTwoHalves:
-        turn, dtype, divisions = portion.turn, portion.own[0].dtype, [self._divide(each) for each in portion.counts]
+        turn, dtype, shares = portion.turn, portion.own[0].dtype, [self._shares(each) for each in portion.counts]
         # Inside the host: each slice leader gets its share of all hosts' blocks, combined over this host's members.
-        carried = [division.carried for division in divisions]
-        arranged = self._take(f"arranged{turn}", [sum(sizes) for sizes in carried], dtype)
-        for division, sources, out in zip(divisions, portion.members, arranged, strict=True):
-            division.by_leader(sources, out)
-        slices = self._take(f"slices{turn}", [each[self._index] for each in carried], dtype)
+        mine, carried = self._own_shares(shares), list(itertools.chain(*shares))
+        whole = [
+            torch.cat([sources[member] for member in host])
+            for sources, host in itertools.product(portion.members, self._hosts)
+        ]
+        slices = self._take(f"slices{turn}", [sum(sizes) for sizes in mine], dtype)
         inside, between, end = stages(reduce, dtype, self._num_members)
-        self._local.reducescatter(arranged, slices, carried, inside)
+        self._local.reducescatter(whole, _split(slices, mine), carried, inside)
         # Between hosts: each slice leader gets its share of this host's block, combined over the hosts.
-        here = [division.shares[self._host] for division in divisions]
-        reduced = self._take(f"reduced{turn}", [shares[self._index] for shares in here], dtype)
+        here = [each[self._host] for each in shares]
+        reduced = self._take(f"reduced{turn}", [sizes[self._index] for sizes in here], dtype)
         under_way = None
         if self._between is not None:
-            under_way = self._between.start_scatter(slices, reduced, self._own_shares(divisions), turn, between)
+            under_way = self._between.start_scatter(slices, reduced, mine, turn, between)
             next(under_way)
         yield
         if under_way is not None:
@@ -322,10 +320,10 @@ class HierarchicalTransport:
             for part in reduced:
                 end.finish_(part)
         # Inside the host: the slice leaders' shares together are the host's block, of which each member takes its part.
-        blocks = self._take(f"blocks{turn}", [sum(shares) for shares in here], dtype)
+        blocks = self._take(f"blocks{turn}", [sum(sizes) for sizes in here], dtype)
         self._local.allgather(reduced, blocks, here)
-        for division, block, output in zip(divisions, blocks, portion.own, strict=True):
-            output.copy_(block.split(division.block(self._host))[self._index])
+        for block, counts, output in zip(blocks, portion.counts, portion.own, strict=True):
+            output.copy_(block.split([counts[member] for member in self._here])[self._index])
 
     def barrier(self) -> None:
         self._local.barrier()
@@ -353,13 +351,13 @@ class HierarchicalTransport:
         idle = len(self._here) - self._num_leaders
         return spread(total, self._num_leaders) + [0] * idle
 
-    def _divide(self, counts: Sequence[int]) -> Division:
-        blocks = [sum(counts[member] for member in host) for host in self._hosts]
-        return Division(self._hosts, counts, [self._carried(size) for size in blocks])
+    def _shares(self, counts: Sequence[int]) -> list[list[int]]:
+        """Return how much each member of this host carries of every host's block, the data of the host's members."""
+        return [self._carried(sum(counts[member] for member in host)) for host in self._hosts]
 
-    def _own_shares(self, divisions: Sequence[Division]) -> list[list[int]]:
-        """Return this slice leader's share of each host's block."""
-        return [[shares[self._index] for shares in division.shares] for division in divisions]
+    def _own_shares(self, shares: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
+        """Return how much this member carries of each host's block, for each tensor."""
+        return [[of_host[self._index] for of_host in each] for each in shares]
 
     def _take(self, purpose: str, sizes: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
         """Return buffers for a part of each of several tensors."""
@@ -369,43 +367,9 @@ class HierarchicalTransport:
         return _PORTION_BYTES // tensor.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Division:
-    """The division of one tensor among members, hosts and the slice leaders of this host.
-
-    `counts[m]` elements belong to member m. A host's block is the concatenation of its members' elements; slice leader
-    c of every host carries `shares[h][c]` elements of host h's block.
-    """
-
-    hosts: Sequence[Sequence[int]]
-    counts: Sequence[int]
-    shares: Sequence[Sequence[int]]
-
-    @property
-    def carried(self) -> list[int]:
-        """Return how much each member of this host carries, over all blocks."""
-        return [sum(shares) for shares in zip(*self.shares, strict=True)]
-
-    def block(self, host: int) -> list[int]:
-        """Return how much of a host's block belongs to each of its members."""
-        return [self.counts[member] for member in self.hosts[host]]
-
-    def by_leader(self, members: Tensors, out: torch.Tensor) -> None:
-        """Arrange the members' parts by slice leader: for each, its share of every host's block."""
-        shares = self._shares(out)
-        for number, host in enumerate(self.hosts):
-            block = torch.cat([members[member] for member in host])
-            unpack(block, shares[number :: len(self.hosts)])
-
-    def by_member(self, arranged: torch.Tensor, members: Tensors) -> None:
-        """Undo `by_leader`."""
-        shares = self._shares(arranged)
-        for number, host in enumerate(self.hosts):
-            block = torch.cat(shares[number :: len(self.hosts)])
-            unpack(block, [members[member] for member in host])
-
-    def _shares(self, arranged: torch.Tensor) -> list[torch.Tensor]:
-        return list(arranged.split([size for leader in zip(*self.shares, strict=True) for size in leader]))
+def _split(tensors: Tensors, sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Return the parts of several tensors."""
+    return [part for tensor, each in zip(tensors, sizes, strict=True) for part in tensor.split(list(each))]
 
 
 @dataclass(frozen=True)
