@@ -91,7 +91,7 @@ def facts(members=(), *, where="a:0-2", generation=0, num_proc=3, min_num_proc=2
 
 
 def test_it_begins_as_soon_as_there_are_enough_slots():
-    assert decide(facts(generation=-1, where="a:0-1"), 0) == Wait(60, short=True)
+    assert decide(facts(generation=-1, where="a:0-1"), 0) == Wait(60, waits_for_more=True)
     assert decide(facts(generation=-1, where="a:0-2"), 0) == Begin((("a", 0), ("a", 1), ("a", 2)))
 
 
@@ -125,12 +125,12 @@ def test_too_few_survivors_and_no_hope():
 
 def test_too_few_survivors_wait_for_a_slot_to_come_back():
     short = facts(workers(READY, FAILED, FAILED), where="a:0", may_grow=True, short_since=5)
-    assert decide(short, 10) == Wait(65, short=True)
+    assert decide(short, 10) == Wait(65, waits_for_more=True)
     assert isinstance(decide(short, 65), GiveUp)
     back = replace(short, hosts=hosts("a:0-1"))
     assert decide(back, 10) == StartWorkers((("a", 1),))
     booting = replace(back, workers=[*back.workers, Worker(number=3, host="a", slot=1, state=STARTING)])
-    assert decide(booting, 10) == Wait(65, short=True)
+    assert decide(booting, 10) == Wait(65, waits_for_more=True)
     arrived = replace(back, workers=[*back.workers, Worker(number=3, host="a", slot=1, state=READY)])
     assert decide(arrived, 10) == Publish((0, 3))
 
@@ -280,7 +280,7 @@ def test_a_process_that_lingers_after_its_success_does_not_keep_the_results():
 
 
 def test_which_decisions_let_the_patience_with_too_few_workers_run_on():
-    patient = (Wait(1.0, short=True), StartWorkers((("a", 0),)), End((1,), "gone", failed=False), WriteOff((1,)))
+    patient = (Wait(1.0, waits_for_more=True), StartWorkers((("a", 0),)), End((1,), "gone", failed=False), WriteOff((1,)))
     assert all(decision.waits_for_more for decision in patient)
     others = (Wait(1.0), Begin(()), Publish(()), Notify(ADDED), EndJob(), Fail(None), GiveUp(""))
     assert not any(decision.waits_for_more for decision in others)
@@ -524,7 +524,7 @@ class History:
                     return decision
                 case Wait(until):
                     assert until is None or until > self.now
-                    self.facts = replace(self.facts, short_since=self.facts.short_since if decision.short else self.now)
+                    self.facts = replace(self.facts, short_since=self.facts.short_since if decision.waits_for_more else self.now)
                     self.happen()
         for worker in self.facts.workers:
             self.update(worker.number, **({"state": SUCCEEDED, "exited": True} if worker.state is WORKING else {}))

@@ -18,7 +18,7 @@ from hora.launch.controller.hosts import Blacklist
 from hora.launch.controller.policy import Roster, WorkerState
 from hora.launch.controller.rendezvous import Rendezvous
 from hora.launch.ha.following import LeaderLink, Relay
-from hora.launch.ha.leadership import Leadership, Over, View, next_step, open_store
+from hora.launch.ha.leadership import Leadership, next_step, open_store
 from hora.launch.ha.store import AuthenticatedStore, Contents, LeaderTerm, StoreError
 from hora.launch.job import LeadershipLostError
 from hora.net import sockets
@@ -33,18 +33,18 @@ OVER = {"run": "b", "status": 7}
 
 
 @pytest.mark.parametrize(
-    ("view", "step"),
+    ("term", "values", "former", "step"),
     [
-        (View(leader=True), "follow"),
-        (View(leader=False), "stand"),
-        (View(leader=True, over=OVER), Over(7)),
-        (View(leader=False, over=OVER, former="a"), Over(7)),
-        (View(leader=False, over=OVER, former="b"), "stand"),  # it was over before this node came
-        (View(leader=True, over=OVER, former="b"), "follow"),
+        (1, {}, "", "follow"),
+        (0, {}, "", "stand"),
+        (1, {"over": OVER}, "", 7),
+        (0, {"over": OVER}, "a", 7),
+        (0, {"over": OVER}, "b", "stand"),  # it was over before this node came
+        (1, {"over": OVER}, "b", "follow"),
     ],
 )
-def test_what_a_node_does_next(view: View, step: str | Over):
-    assert next_step(view) == step
+def test_what_a_node_does_next(term: int, values: dict, former: str, step: str | int):
+    assert next_step(Contents(term, values), former) == step
 
 
 def test_a_leader_that_could_not_renew_in_time_knows_it_by_its_own_clock():
@@ -206,7 +206,7 @@ def test_the_next_leader_knows_the_workers():
     roster.begin(0, {0, 1}, 2.0)
     roster.joined(0)
     roster.set(1, WorkerState.FAILED, 3.0)
-    roster.write_off(1)
+    roster.mark(1, written_off=True)
     taken_over = Roster()
     taken_over.restore(roster.saved(), 100.0)
     assert [(w.number, w.host, w.slot, w.state, w.generation) for w in taken_over] == [

@@ -149,7 +149,7 @@ class Agents:
         """
         deadline = time.monotonic() + limit_s
         with self._changed:
-            while not self._enough(num_slots):
+            while not (len(self._nodes) >= self._num_nodes if num_slots is None else self._num_slots() >= num_slots):
                 problem = self._refused or self._starter_ended()
                 if problem:
                     raise RuntimeError(problem)
@@ -158,10 +158,8 @@ class Agents:
                     raise StartTimeoutError(self._who_is_missing(limit_s))
                 self._changed.wait(min(left_s, 1.0))
 
-    def _enough(self, num_slots: int | None) -> bool:
-        if num_slots is not None:
-            return sum(host.slots for host in self.hosts()) >= num_slots
-        return len(self._nodes) >= self._num_nodes
+    def _num_slots(self) -> int:
+        return sum(host.slots for host in self.hosts())
 
     def _who_is_missing(self, limit_s: float) -> str:
         wanted = range(self._first_index, self._first_index + self._num_nodes)
@@ -275,7 +273,9 @@ class Agents:
 
     def _join(self, peer: SessionPeer, joining: Join) -> None:
         index, name = joining.node, joining.name[:_MAX_NAME_CHARS]
-        problem = self._problem(peer, joining)
+        problem = self._misplaced(peer, index, joining.slots)
+        if (joining.version, joining.protocol) != (version(), VERSION):
+            problem = self._other_version(joining.version)
         if problem:
             self._refuse(peer, index, name, problem, comes_again=bool(joining.run))
             return
@@ -320,11 +320,6 @@ class Agents:
         """
         choices = itertools.chain([name, f"{name}-{index}"], (f"{name}-{index}-{turn}" for turn in itertools.count(2)))
         return next(choice for choice in choices if choice not in self._names and not self.is_own(choice))
-
-    def _problem(self, peer: SessionPeer, joining: Join) -> str:
-        if (joining.version, joining.protocol) != (version(), VERSION):
-            return self._other_version(joining.version)
-        return self._misplaced(peer, joining.node, joining.slots)
 
     def _other_version(self, theirs: object) -> str:
         return f"it has Hora {theirs}, but the first node has {version()}; install the same version on every node"

@@ -78,9 +78,7 @@ class Limits:
 class _Interim(Decision):
     """A decision on the way to enough workers."""
 
-    @property
-    def waits_for_more(self) -> bool:
-        return True
+    waits_for_more = True
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,7 @@ class ElasticPolicy:
             return Begin(tuple(places[: limits.max_num_proc]))
         deadline = facts.short_since + limits.elastic_timeout_s
         if now < deadline:
-            return Wait(deadline, short=True)
+            return Wait(deadline, waits_for_more=True)
         return GiveUp(
             f"Timed out waiting for {limits.num_proc} slots (-np); there are {len(places)}, on "
             f"{', '.join(f'{host}:{len(slots)}' for host, slots in facts.hosts.items()) or 'no host'}. Raise "
@@ -260,7 +258,7 @@ class ElasticPolicy:
             return Fail(root_cause(facts.failures), f"{have}, and no further slots can be expected")
         deadline = facts.short_since + limits.elastic_timeout_s
         if now < deadline:
-            return Wait(deadline, short=True)
+            return Wait(deadline, waits_for_more=True)
         return GiveUp(
             f"Timed out waiting for more workers: {have}. Raise --elastic-timeout (HOROVOD_ELASTIC_TIMEOUT) if new "
             f"ones need longer. Timeout after {limits.elastic_timeout_s:g} seconds."

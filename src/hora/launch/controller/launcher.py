@@ -20,7 +20,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from hora.launch.agent.protocol import (
     Bye,
@@ -44,6 +44,9 @@ from hora.launch.environment import variables
 from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
 from hora.launch.limits import KILLED_S
 from hora.net.session import SessionPeer
+
+if TYPE_CHECKING:
+    from hora.launch.controller.agents import Agents
 
 __all__ = ["BEATS", "AgentHandle", "AgentProcess", "HostLauncher", "LocalAgent", "LocalProcess", "wait_or_kill"]
 
@@ -135,19 +138,17 @@ class AgentHandle:
         for spec in workers:
             if ended is not None:
                 self._events.exited(WorkerExit(worker=spec.worker, code=255, reason=ended))
-            else:
-                self.send(self._order(spec))
-
-    def _order(self, spec: WorkerSpec) -> Start:
-        return Start(
-            worker=spec.worker,
-            argv=list(spec.argv),
-            env=dict(spec.env),
-            inherit_env=self.inherit_env,
-            cwd=spec.cwd,
-            private_files={name: data.hex() for name, data in spec.private_files.items()},
-            preload=list(spec.preload) if spec.preload is not None and self._has_fork_server else None,
-        )
+                continue
+            order = Start(
+                worker=spec.worker,
+                argv=list(spec.argv),
+                env=dict(spec.env),
+                inherit_env=self.inherit_env,
+                cwd=spec.cwd,
+                private_files={name: data.hex() for name, data in spec.private_files.items()},
+                preload=list(spec.preload) if spec.preload is not None and self._has_fork_server else None,
+            )
+            self.send(order)
 
     def terminate(self, workers: Iterable[int], *, grace_s: float) -> None:
         with self._lock:
@@ -285,7 +286,6 @@ class AgentProcess(Child, Protocol):
     """An agent's process on this machine, and the socket that is its standard input."""
 
     sock: socket.socket
-    stderr: IO[bytes] | None
 
 
 class LocalProcess:
@@ -305,18 +305,19 @@ class LocalProcess:
                 start_new_session=True,
                 bufsize=0,
             )
+        assert self._process.stderr is not None
         self.stderr = self._process.stderr
         self.wait, self.kill = self._process.wait, self._process.kill
 
 
 class LocalAgent(AgentHandle):
-    """An agent on this machine. `process`: a running agent to use; None starts one."""
+    """An agent on this machine, which it starts."""
 
     inherit_env = False
 
-    def __init__(self, name: str, process: AgentProcess | None = None) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._process: AgentProcess = process or LocalProcess()
+        self._process = LocalProcess()
         self._sending = threading.Lock()
 
     @property
@@ -344,59 +345,34 @@ class LocalAgent(AgentHandle):
         if self._events is not None:
             self._reported.wait(KILLED_S)
         self._process.sock.close()
-        if self._process.stderr is not None:
-            self._process.stderr.close()
+        self._process.stderr.close()
 
     def _deliver(self) -> None:
         frames, joined = Frames(), False
         try:
-            while data := self._read():
+            while data := self._process.sock.recv(_READ_BYTES):
                 for message in frames.feed(data):
                     joined = joined or isinstance(message, Join)
                     self._report(message)
+        except OSError:
+            pass  # it is gone
         except ValueError as error:
             self.blame(error)
         status = self._process.wait()
-        if self._process.stderr is not None:
-            os.set_blocking(self._process.stderr.fileno(), False)
-            with contextlib.suppress(BlockingIOError):
-                self.complaints.add(self._process.stderr.read(_TAIL_BYTES) or b"")
+        os.set_blocking(self._process.stderr.fileno(), False)
+        self.complaints.add(self._process.stderr.read(_TAIL_BYTES) or b"")
         self._report_end(status, joined=joined)
-
-    def _read(self) -> bytes:
-        with contextlib.suppress(OSError):
-            return self._process.sock.recv(_READ_BYTES)
-        return b""
-
-
-class RemoteAgents(Protocol):
-    """The agents of other nodes. `brings_environment`: their workers start with the environment of their agent."""
-
-    brings_environment: bool
-
-    def is_own(self, hostname: str) -> bool:
-        """Return whether this host is the machine where we run, which has no agent."""
-
-    def agent(self, hostname: str) -> AgentHandle:
-        """The agent of a node. One that is gone has ended already."""
 
 
 class HostLauncher:
     """Starts workers on this machine, or on all hosts of `agents`, this machine included.
 
-    `listen`: the address at which all of them reach this process. `process`: a running agent of this machine to use
-    first.
+    `listen`: the address at which all of them reach this process.
     """
 
-    def __init__(
-        self,
-        *,
-        agents: RemoteAgents | None = None,
-        listen: str = "127.0.0.1",
-        process: AgentProcess | None = None,
-    ) -> None:
+    def __init__(self, *, agents: Agents | None = None, listen: str = "127.0.0.1") -> None:
         self.bind_address = self.advertised_address = listen
-        self._agents, self._process = agents, process
+        self._agents = agents
         self._hosts: dict[str, AgentHandle] = {}
         self._former: list[AgentHandle] = []  # they have ended, or are about to
         self._grace_s = 0.0
@@ -406,28 +382,29 @@ class HostLauncher:
         """Return whether workers can be started on this machine only."""
         return self._agents is None
 
-    def _is_remote(self, name: str) -> bool:
-        return self._agents is not None and not self._agents.is_own(name)
-
     def start(self, workers: Sequence[WorkerSpec], events: LaunchEvents) -> None:
         self._grace_s = max([self._grace_s, *(spec.grace_s for spec in workers)])
         by_host: dict[str, list[WorkerSpec]] = {}
         for spec in workers:
             by_host.setdefault("localhost" if self.local_only else spec.slot.hostname, []).append(spec)
-        remote = {name for name in by_host if self._is_remote(name)}
+        remote = {name for name in by_host if self._agents is not None and not self._agents.is_own(name)}
         # Open all connections before starting workers, so that the agents start in parallel.
         for name in by_host:
             if name in self._hosts and self._hosts[name].ended:  # it was disconnected or killed and may be back
                 self._retire(self._hosts.pop(name))
             if name not in self._hosts:
-                self._hosts[name] = self._reach(name, events) if name in remote else self._open(name, events)
+                agents = self._agents if name in remote else None
+                self._hosts[name] = LocalAgent(name) if agents is None else agents.agent(name)
+                self._hosts[name].look_after(events)
         for name, specs in by_host.items():
             self._hosts[name].start([self._for_elsewhere(spec) for spec in specs] if name in remote else specs)
 
     def adopt(self, workers: Mapping[str, Collection[int]], events: LaunchEvents) -> None:
         """Supervise workers, by host, that an earlier leader started. Workers that have ended are reported."""
+        assert self._agents is not None
         for name, numbers in workers.items():
-            self._hosts[name] = self._reach(name, events, frozenset(numbers))
+            self._hosts[name] = self._agents.agent(name)
+            self._hosts[name].look_after(events, numbers)
 
     def abandon(self) -> None:
         """Release all workers: another leader supervises them."""
@@ -443,20 +420,6 @@ class HostLauncher:
             self._former.remove(over)
             over.wait(KILLED_S)
         self._former.append(host)
-
-    def _open(self, name: str, events: LaunchEvents) -> AgentHandle:
-        """Return this machine's agent: a running one, or a new one."""
-        running, self._process = self._process, None
-        agent = LocalAgent(name, running)
-        agent.look_after(events)
-        return agent
-
-    def _reach(self, name: str, events: LaunchEvents, ours: Collection[int] = ()) -> AgentHandle:
-        """Return another machine's agent. `ours`: workers that already run there for this process."""
-        assert self._agents is not None
-        agent = self._agents.agent(name)
-        agent.look_after(events, ours)
-        return agent
 
     def terminate(self, workers: Iterable[int], *, grace_s: float) -> None:
         chosen = list(workers)

@@ -548,7 +548,7 @@ class _Controller(RendezvousEvents):
     def _bar_the_place_of(self, number: int) -> None:
         """Bar the place of a failed worker; the job continues elsewhere."""
         assert self._hosts is not None
-        self._roster.write_off(number)
+        self._roster.mark(number, written_off=True)
         failure = next(failure for failure in self._failures if failure.worker == number)
         self._hosts.bar(self._roster[number], failure.at)
         reason = f" ({failure.reason})" if failure.reason else ""
@@ -769,7 +769,7 @@ class _Controller(RendezvousEvents):
 
     @_queued
     def started(self, worker: int) -> None:
-        self._roster.started(worker)
+        self._roster.mark(worker, started=True)
 
     @_queued
     def _on_join(self, worker: int) -> None:
@@ -803,7 +803,7 @@ class _Controller(RendezvousEvents):
     def _on_exit(self, ended: WorkerExit) -> None:
         self._exits[ended.worker] = ended
         number, before = ended.worker, self._roster[ended.worker]
-        self._roster.exited(number)
+        self._roster.mark(number, exited=True)
         failed = not self._ending and self._judge_exit(before, ended)
         succeeded = before.state is WorkerState.SUCCEEDED
         how = f"ended with exit code {ended.code}"

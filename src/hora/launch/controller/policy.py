@@ -136,7 +136,8 @@ class Roster:
     def restore(self, saved: Sequence[Sequence[Any]], now: float) -> None:
         """Take over the previous leader's workers: those that were connected count as lost until they reconnect."""
         for number, host, slot, state, generation, first, joined, written_off in saved:
-            worker = Worker(
+            alive = WorkerState[state] in _ALIVE
+            self._workers[number] = Worker(
                 number=number,
                 host=host,
                 slot=slot,
@@ -147,9 +148,9 @@ class Roster:
                 started=True,
                 joined=joined,
                 written_off=written_off,
+                exited=not alive,
+                lost_at=now if alive and joined else None,
             )
-            lost_at = now if worker.alive and joined else None
-            self._workers[number] = replace(worker, lost_at=lost_at, exited=not worker.alive)
 
     def add(self, host: str, slot: int, state: WorkerState, now: float) -> int:
         """A new worker's number."""
@@ -158,21 +159,21 @@ class Roster:
         return number
 
     def set(self, number: int, state: WorkerState, now: float) -> None:
-        self._workers[number] = replace(self._workers[number], state=state, since=now)
+        self.mark(number, state=state, since=now)
 
-    def started(self, number: int) -> None:
-        self._workers[number] = replace(self._workers[number], started=True)
+    def mark(self, number: int, **facts: Any) -> None:
+        self._workers[number] = replace(self._workers[number], **facts)
 
     def joined(self, number: int) -> None:
         """The worker has connected or reconnected."""
         if number in self._workers:
-            self._workers[number] = replace(self._workers[number], joined=True, lost_at=None)
+            self.mark(number, joined=True, lost_at=None)
 
     def lost(self, number: int, now: float) -> None:
         """Its connection ended without a good-bye."""
         worker = self._workers.get(number)
         if worker is not None and worker.alive:
-            self._workers[number] = replace(worker, lost_at=now)
+            self.mark(number, lost_at=now)
 
     def waits(self, number: int, generation: int, now: float) -> None:
         """The worker asks for a place after this generation. Old requests are ignored."""
@@ -180,21 +181,13 @@ class Roster:
         if worker is not None and worker.alive and worker.generation == generation:
             self.set(number, WorkerState.READY, now)
 
-    def exited(self, number: int) -> None:
-        self._workers[number] = replace(self._workers[number], exited=True)
-
-    def write_off(self, number: int) -> None:
-        """Continue the job without this failed worker."""
-        self._workers[number] = replace(self._workers[number], written_off=True)
-
     def begin(self, generation: int, members: Collection[int], now: float) -> None:
         """Begin a generation: its members work; earlier members without a place in it leave."""
         for worker in self:
             if worker.number in members:
                 first = generation if worker.generation < 0 else worker.first_generation
-                self._workers[worker.number] = replace(
-                    worker, state=WorkerState.WORKING, since=now, generation=generation, first_generation=first
-                )
+                self.set(worker.number, WorkerState.WORKING, now)
+                self.mark(worker.number, generation=generation, first_generation=first)
             elif worker.state is WorkerState.READY and worker.generation >= 0:
                 self.set(worker.number, WorkerState.LEFT, now)
 
@@ -259,9 +252,7 @@ class Decision:
     running.
     """
 
-    @property
-    def waits_for_more(self) -> bool:
-        return False
+    waits_for_more = False
 
 
 @dataclass(frozen=True)
@@ -273,14 +264,10 @@ class Begin(Decision):
 
 @dataclass(frozen=True)
 class Wait(Decision):
-    """Wait until that time or the next event. `short`: there are too few workers to continue."""
+    """Wait until that time or the next event."""
 
     until: float | None
-    short: bool = False
-
-    @property
-    def waits_for_more(self) -> bool:
-        return self.short
+    waits_for_more: bool = False
 
 
 @dataclass(frozen=True)
@@ -306,11 +293,8 @@ class GiveUp(Decision):
 class Policy(Protocol):
     """Decides the next step of a job. `watches_silence`: workers are polled for signs of life."""
 
-    @property
-    def elastic(self) -> bool: ...
-
-    @property
-    def watches_silence(self) -> bool: ...
+    elastic: bool
+    watches_silence: bool
 
     def decide(self, facts: Facts, now: float) -> Decision:
         """The next step of the job."""
@@ -343,7 +327,9 @@ class FixedSize:
         if lost and now >= min(lost)[0] + LOST_LIMIT_S:  # it may run forever, but its result can no longer arrive
             lost_at, number = min(lost)
             return Fail(Failure(worker=number, at=lost_at, code=1, reason=LOST))
-        missing = [worker.number for worker in facts.workers if not self._arrived(worker)]
+        missing = [
+            w.number for w in facts.workers if not (w.exited or (w.joined if self._needs_results else w.started))
+        ]
         deadline = facts.begun_at + self._start_timeout_s
         if not missing or now < deadline:
             deadlines = [deadline] * bool(missing) + [lost_at + LOST_LIMIT_S for lost_at, _ in lost]
@@ -371,9 +357,6 @@ class FixedSize:
                 return Wait(limit)
             cause = next((failure for failure in facts.failures if failure.worker == cause.blames), cause)
         return Fail(cause)
-
-    def _arrived(self, worker: Worker) -> bool:
-        return worker.exited or (worker.joined if self._needs_results else worker.started)
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure | None:

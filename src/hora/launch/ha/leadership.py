@@ -20,7 +20,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hora.launch.agent.agent import LEFT
@@ -29,7 +28,7 @@ from hora.launch.controller.loop import ended_by_signals
 from hora.launch.environment import module_command
 from hora.launch.ha.etcd import Etcd
 from hora.launch.ha.kubernetes import LeaseStore
-from hora.launch.ha.store import AuthenticatedStore, JobStore, LeaderTerm, StoreError
+from hora.launch.ha.store import AuthenticatedStore, Contents, JobStore, LeaderTerm, StoreError
 from hora.launch.job import LaunchEvents, LeadershipLostError, exit_status
 from hora.launch.options import Options
 from hora.launch.slots import NodeSpec
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from hora.launch.controller.agents import Agents
     from hora.launch.controller.launcher import HostLauncher
 
-__all__ = ["ElectionLoop", "Leadership", "Over", "View", "next_step", "open_store", "own_address"]
+__all__ = ["ElectionLoop", "Leadership", "next_step", "open_store", "own_address"]
 
 _OVER_S = 120  # how long the other nodes can read the job's outcome
 
@@ -71,30 +70,15 @@ def own_address(hosts: Iterable[tuple[str, int]]) -> str:
     return "127.0.0.1"
 
 
-@dataclass(frozen=True)
-class Over:
-    """The job has ended with this status."""
+def next_step(found: Contents, former: str) -> str | int:
+    """Decide what a node that does not lead does next: `follow`, `stand` for election, or end with the job's status.
 
-    status: int
-
-
-@dataclass(frozen=True)
-class View:
-    """State of the job as a node reads it in the store.
-
-    `over`: the last run of the job that ended; `former`: the one that had already ended when the node started.
+    `former`: the run of the job that had already ended when the node started.
     """
-
-    leader: bool
-    over: Mapping[str, Any] | None = None
-    former: str = ""
-
-
-def next_step(view: View) -> str | Over:
-    """Decide what a node that does not lead does next: `follow`, `stand` for election, or end with the job."""
-    if view.over is not None and view.over["run"] != view.former:
-        return Over(int(view.over["status"]))
-    return "follow" if view.leader else "stand"
+    over = found.values.get("over")
+    if over is not None and over["run"] != former:
+        return int(over["status"])
+    return "follow" if found.term else "stand"
 
 
 class Leadership:
@@ -235,19 +219,19 @@ class ElectionLoop:
             seen_at, complained = time.monotonic(), False
             while True:
                 signals.first = lambda: self._leave(agent)
-                step: str | Over = "follow"
+                step: str | int = "follow"
                 try:
                     found = self._store.read()
                     if found.term and "state" in found.values:
                         self._followed = str(found.values["state"]["run"])
-                    step = next_step(View(bool(found.term), found.values.get("over"), self._former))
+                    step = next_step(found, self._former)
                     seen_at, complained = time.monotonic(), False
                 except StoreError as error:
                     if not complained:
                         _log.warning("%s; the ranks go on", error)
                     complained = True
-                if isinstance(step, Over):
-                    return step.status
+                if isinstance(step, int):
+                    return step
                 if step == "stand" and not self._left:
                     status = self._stand(lead)
                     if status is not None:

@@ -27,12 +27,12 @@ from typing import Any
 import cloudpickle
 
 from hora.config import accept_risk
-from hora.errors import JobFailedError, StartTimeoutError
+from hora.errors import JobFailedError
 from hora.launch.controller.policy import modules_to_preload
 from hora.launch.job import JobResult
 from hora.launch.limits import SILENCE_S, SPARK_END_S
 from hora.launch.providers.spark import warm_pool
-from hora.launch.providers.spark.cluster import TaskPlace, is_connect, is_local, listening_address
+from hora.launch.providers.spark.cluster import is_connect, is_local, listening_address
 from hora.launch.providers.spark.driver import TaskAgents
 from hora.launch.providers.spark.launcher import SparkJob, run_in_tasks, run_on_spark
 from hora.launch.providers.spark.live_log import ClientLogSink, Invitation, LiveLog, LogStream
@@ -108,23 +108,10 @@ class ConnectTasks:
         output = replace(self.wanted.output, stdout=stdout, stderr=stderr)
         try:
             wanted = replace(self.wanted, function=self._function(), output=output)
-            found = ("result", cloudpickle.dumps(run_in_tasks(driver, self._meet(driver), wanted)))
+            found = ("result", cloudpickle.dumps(run_in_tasks(driver, wanted)))
         except BaseException as error:  # it belongs to the client; a task that fails would be repeated
             found = ("error", _pickled(error))
         return [found, *sink.close().items()]
-
-    def _meet(self, driver: TaskAgents) -> list[TaskPlace]:
-        """Wait until every task has arrived."""
-        num_proc, timeout_s = self.wanted.num_proc, self.wanted.start_timeout_s
-        deadline = time.monotonic() + timeout_s
-        places = driver.meet(num_proc, lambda: time.monotonic() <= deadline)
-        if places is None:
-            raise StartTimeoutError(
-                f"Timed out waiting for Spark tasks to start. Tasks {driver.missing()} of {num_proc} had not reached "
-                f"the first one at {driver.address} after {timeout_s:g} s. Check that executors can reach one another, "
-                "or raise start_timeout (HOROVOD_SPARK_START_TIMEOUT)."
-            )
-        return places
 
     def _function(self) -> bytes:
         if not self.artifact:
@@ -245,7 +232,13 @@ def _run_on_connect(session: Any, wanted: SparkJob) -> JobResult:
         limit_s = min(wanted.start_timeout_s, SILENCE_S)
         found = query.run(_Watch(log, query.tag, wanted.num_proc, limit_s))
         log.show(found)
-    return _result(found)
+    if "error" in found:
+        error, cause = cloudpickle.loads(found["error"])
+        raise error from cause
+    if "result" not in found:
+        raise JobFailedError("Spark job has failed: its first task has given no result")
+    result: JobResult = cloudpickle.loads(found["result"])
+    return result
 
 
 def _call(session: Any, function: bytes) -> tuple[bytes, str]:
@@ -283,16 +276,6 @@ class _Watch:
                 self._limit_s,
                 self._num_proc,
             )
-
-
-def _result(rows: dict[str, bytes]) -> JobResult:
-    if "error" in rows:
-        error, cause = cloudpickle.loads(rows["error"])
-        raise error from cause
-    if "result" not in rows:
-        raise JobFailedError("Spark job has failed: its first task has given no result")
-    found: JobResult = cloudpickle.loads(rows["result"])
-    return found
 
 
 def check_protection(session: Any) -> None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch.agent.protocol import Bye, Join, pack
 from hora.launch.controller.agents import Agents
 from hora.launch.controller.launcher import AgentHandle
@@ -37,8 +40,11 @@ _numbers = itertools.count()
 T = TypeVar("T", bound="TaskAgents")
 
 _POLL_S = 0.25
+_NOTICE_AFTER_S = 5.0
 _LEAVE_LIMIT_S = 10.0
 _LOST_EXIT_CODE = 137
+
+_log = logging.getLogger("hora.launch")
 
 
 class SparkStage:
@@ -238,9 +244,51 @@ class TaskAgents(Agents):
             if (self.stage is not None and self.stage.ended.is_set()) or not go_on():
                 return None
 
-    def num_arrived(self) -> int:
+    def meet_in_time(
+        self, num_tasks: int, limit_s: float, *, least: int | None = None, wait_for_slots: bool = False
+    ) -> list[TaskPlace]:
+        """Wait until this many tasks have arrived, or `least` at the end of the time limit; return the places of all.
+
+        `wait_for_slots`: the limit begins when Spark starts the stage. Raises JobFailedError if the stage ends first,
+        StartTimeoutError if too few tasks arrive.
+        """
+        began = started = time.monotonic()
+        noticed = False
+
+        def go_on() -> bool:
+            nonlocal started, noticed
+            now = time.monotonic()
+            if not (wait_for_slots and self._others_have_the_slots(num_tasks)):
+                return now - started <= limit_s
+            started = now
+            if now - began > _NOTICE_AFTER_S and not noticed and self.stage is not None:
+                noticed = True
+                _log.warning("waiting for %d free Spark task slots (job group %s)", num_tasks, self.stage.group)
+            return True
+
+        places = self.meet(num_tasks, go_on)
+        if places is not None:
+            return places
+        if self.stage is not None and self.stage.ended.is_set():
+            raise JobFailedError(
+                f"Spark job has failed before its {num_tasks} processes started: {self.stage.failure_text()}"
+            )
         with self._changed:
-            return len(self._places)
+            if least is not None and len(self._places) >= least:
+                return list(self._places.values())
+        needs = "" if least is None else f", and the job needs {least} tasks"
+        raise StartTimeoutError(
+            f"Timed out waiting for Spark tasks to start. Tasks {self.missing()} of {num_tasks} had not reached "
+            f"{self.address} after {limit_s:g} s{needs}. Check that the cluster has {num_tasks} free task slots and "
+            "that executors can reach the driver and one another, or raise start_timeout "
+            "(HOROVOD_SPARK_START_TIMEOUT)."
+        )
+
+    def _others_have_the_slots(self, num_tasks: int) -> bool:
+        """Return whether there are enough slots and other jobs hold them."""
+        if self.stage is None or self._places or not self.stage.is_waiting():
+            return False
+        return self.stage.count_slots() >= num_tasks
 
     def host_of(self, task: int) -> str:
         """Return the address from which a task has connected."""

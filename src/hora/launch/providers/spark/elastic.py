@@ -12,12 +12,10 @@ import contextlib
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch.agent.protocol import Join
 from hora.launch.controller.elastic_policy import Limits
 from hora.launch.controller.hosts import ElasticSpec
@@ -58,7 +56,8 @@ def run_elastic_on_spark(
     )
     stage = {"group": wanted.group, "stream_output": wanted.stream_output, "return_s": limits.lost_s}
     with _Attempts(context, max_num_proc, least=min_num_proc, **stage) as driver:
-        hosts = _meet(driver, wanted, limits)
+        driver.meet_in_time(limits.num_proc, wanted.start_timeout_s, least=min_num_proc)
+        hosts = driver.hosts()
         job = replace(wanted, env={**wanted.env, **limits.worker_env()}).job(
             place_ranks([host.hostname for host in hosts])
         )
@@ -66,22 +65,6 @@ def run_elastic_on_spark(
         with _leaving_watched(driver, watch=decommissions(context)):
             result = run_job(job, _ElasticLauncher(driver, bind_gpus=wanted.bind_gpus), spec)
         return replace(result, results=tuple(value for value in result.results if value is not None))
-
-
-def _meet(driver: _Attempts, wanted: SparkJob, limits: Limits) -> list[HostInfo]:
-    """Return the first hosts: `num_proc` of them, or after the start timeout at least `min_num_proc`."""
-    deadline = time.monotonic() + wanted.start_timeout_s
-    places = driver.meet(limits.num_proc, lambda: time.monotonic() <= deadline)
-    if places is None and driver.stage.ended.is_set():
-        raise JobFailedError(f"Spark job has failed before its processes started: {driver.stage.failure_text()}")
-    if places is None and driver.num_arrived() < limits.min_num_proc:
-        raise StartTimeoutError(
-            f"Timed out waiting for Spark tasks to start. {driver.num_arrived()} of {limits.num_proc} had "
-            f"started after {wanted.start_timeout_s:g} s, and the job needs {limits.min_num_proc}. Check that "
-            "the cluster has free task slots and that executors can reach the driver, or raise start_timeout "
-            "(HOROVOD_SPARK_START_TIMEOUT)."
-        )
-    return driver.hosts()
 
 
 @contextlib.contextmanager

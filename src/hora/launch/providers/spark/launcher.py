@@ -8,25 +8,18 @@ not import pyspark.
 from __future__ import annotations
 
 import dataclasses
-import logging
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch.controller.launcher import AgentHandle
 from hora.launch.controller.loop import run_job
 from hora.launch.job import Job, JobResult, LaunchEvents, OutputOptions, Watching, WorkerExit, WorkerSpec
-from hora.launch.providers.spark.cluster import GPU_VARIABLE, Placement, TaskPlace, place_tasks
+from hora.launch.providers.spark.cluster import GPU_VARIABLE, Placement, place_tasks
 from hora.launch.providers.spark.driver import StageDriver, TaskAgent, TaskAgents
 from hora.launch.slots import Slot
 
 __all__ = ["SparkJob", "SparkLauncher", "run_in_tasks", "run_on_spark"]
-
-_NOTICE_AFTER_S = 5.0
-
-_log = logging.getLogger("hora.launch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,58 +61,15 @@ class SparkJob:
 def run_on_spark(context: Any, wanted: SparkJob) -> JobResult:
     """Run the job on the cluster of this SparkContext. All task slots are freed, whatever the outcome."""
     with StageDriver(context, wanted.num_proc, group=wanted.group, stream_output=wanted.stream_output) as driver:
-        return run_in_tasks(driver, _meet(driver, wanted), wanted)
+        return run_in_tasks(driver, wanted)
 
 
-def run_in_tasks(driver: TaskAgents, places: Sequence[TaskPlace], wanted: SparkJob) -> JobResult:
-    """Run the job in these tasks, which have arrived."""
+def run_in_tasks(driver: TaskAgents, wanted: SparkJob) -> JobResult:
+    """Run the job in these tasks, as soon as they have arrived."""
+    places = driver.meet_in_time(wanted.num_proc, wanted.start_timeout_s, wait_for_slots=wanted.wait_for_slots)
     placements = place_tasks(places)
     launcher = SparkLauncher(driver, placements, bind_gpus=wanted.bind_gpus, executable=wanted.executable)
     return run_job(wanted.job(placement.slot for placement in placements), launcher)
-
-
-def _meet(driver: StageDriver, wanted: SparkJob) -> list[TaskPlace]:
-    """Wait until every task has arrived."""
-    deadline = _StartDeadline(driver, wanted)
-    places = driver.meet(wanted.num_proc, deadline.go_on)
-    if places is not None:
-        return places
-    if driver.stage.ended.is_set():
-        raise JobFailedError(
-            f"Spark job has failed before its {wanted.num_proc} processes started: {driver.stage.failure_text()}"
-        )
-    raise StartTimeoutError(
-        f"Timed out waiting for Spark tasks to start. Tasks {driver.missing()} of {wanted.num_proc} "
-        f"had not started after {wanted.start_timeout_s:g} s. Check that the cluster has "
-        f"{wanted.num_proc} free task slots and that executors can reach the driver, or raise "
-        "start_timeout (HOROVOD_SPARK_START_TIMEOUT)."
-    )
-
-
-class _StartDeadline:
-    """Deadline for the tasks: the start timeout, which with `wait_for_slots` begins when Spark starts the stage."""
-
-    def __init__(self, driver: StageDriver, wanted: SparkJob) -> None:
-        self._driver, self._wanted = driver, wanted
-        self._began = self._started = time.monotonic()
-        self._noticed = False
-
-    def go_on(self) -> bool:
-        stage, now = self._driver.stage, time.monotonic()
-        if self._wanted.wait_for_slots and self._others_have_the_slots():
-            self._started = now
-            if now - self._began > _NOTICE_AFTER_S and not self._noticed:
-                self._noticed = True
-                num_proc = self._wanted.num_proc
-                _log.warning("waiting for %d free Spark task slots (job group %s)", num_proc, stage.group)
-            return True
-        return now - self._started <= self._wanted.start_timeout_s
-
-    def _others_have_the_slots(self) -> bool:
-        """Return whether there are enough slots and other jobs hold them."""
-        if self._driver.num_arrived() or not self._driver.stage.is_waiting():
-            return False
-        return self._driver.stage.count_slots() >= self._wanted.num_proc
 
 
 class SparkLauncher:

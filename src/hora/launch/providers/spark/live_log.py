@@ -52,16 +52,15 @@ class LiveLog:
             "stderr": output.stderr if output.stderr is not None else sys.stderr,
         }
         self.calls, self._on_call = 0, on_call
-        self._key, self._job = new_secret(), f"log-{secrets.token_hex(8)}"
         self._server = Server(self, name="hora-connect-log")
-        self.invitation = Invitation("", 0, self._job, self._key)
+        address, port = "", 0
         with contextlib.suppress(OSError):
-            address = source_address((resolve(server_host) or [server_host])[0])
-            port = self._server.listen((address, 0))
-            self.invitation = Invitation(address, port, self._job, self._key)
+            own = source_address((resolve(server_host) or [server_host])[0])
+            address, port = own, self._server.listen((own, 0))
+        self.invitation = Invitation(address, port, f"log-{secrets.token_hex(8)}", new_secret())
 
     def __enter__(self) -> LiveLog:
-        self._server.start(Credentials(self._key, self._job))
+        self._server.start(Credentials(self.invitation.key, self.invitation.job))
         return self
 
     def __exit__(self, *_: object) -> None:

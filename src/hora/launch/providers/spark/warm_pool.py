@@ -5,8 +5,8 @@ clean process, which imports the modules of ranks and waits (`agent.fork_server`
 and their workers, are forks, which start in hundredths of a second. User code runs only in forks, which end with their
 job. The process ends with the worker, which Spark keeps for a minute without work.
 
-`begin` makes it load early, before the tasks meet; `agent` requests an agent and passes the agent's link, its stderr
-and a socket. The socket reports the agent's exit status; a byte sent into it kills the agent.
+`begin` makes it load early, before the tasks meet; `agent` requests an agent and passes the agent's link and a socket.
+The socket reports the agent's exit status; a byte sent into it kills the agent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from hora.launch.agent.agent import serve_locally
 from hora.launch.agent.fork_server import OWN, ForkServer, differ_only_in, fork, run_forked, serve
@@ -100,18 +100,16 @@ _beside: _WarmProcess | None = None
 
 
 class _WarmAgent:
-    """A requested agent, as a `LocalAgent` needs it."""
+    """A requested agent. See `launcher.AgentProcess`."""
 
     def __init__(self, server: _WarmProcess, modules: Sequence[str]) -> None:
         (self.sock, link), (self._control, control) = socket.socketpair(), socket.socketpair()
-        our_err, their_err = os.pipe()
-        given = [link.detach(), their_err, control.detach()]
+        given = [link.detach(), control.detach()]
         try:
             server.ask({}, given, modules)
         finally:
             for descriptor in given:
                 os.close(descriptor)
-        self.stderr: IO[bytes] | None = os.fdopen(our_err, "rb", buffering=0)
         self._hearing = threading.Lock()
         self._code: int | None = None
 
@@ -138,12 +136,11 @@ class _WarmAgent:
 def _look_after_agent(request: dict[str, Any], descriptors: list[int], worker: socket.socket) -> NoReturn:
     """In a fork: start an agent as a child, kill it on request, and report its exit status."""
     worker.close()
-    link, stderr, control = descriptors
+    link, control = descriptors
     pid = fork()
     if pid == 0:
-        _be_agent(link, stderr)
+        _be_agent(link)
     os.close(link)
-    os.close(stderr)
     ended, heard = os.pidfd_open(pid), [control]
     while True:
         ready, _, _ = select.select([ended, *heard], [], [])
@@ -157,18 +154,17 @@ def _look_after_agent(request: dict[str, Any], descriptors: list[int], worker: s
             heard = []  # the worker is gone, and the agent knows it by its own pipe
 
 
-def _be_agent(link: int, stderr: int) -> NoReturn:
+def _be_agent(link: int) -> NoReturn:
     """In a fork: run an agent with this link, whose workers are forks too."""
     status = 1
     try:
         os.setsid()
         name_process("hora-agent")
         os.dup2(link, 0)
-        os.dup2(stderr, 1)
-        os.dup2(stderr, 2)
+        os.dup2(2, 1)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         status = serve_locally(execute=_be_worker)
-    except BaseException:  # this process has no caller to tell, only the pipe
+    except BaseException:  # this process has no caller to tell, only the executor's log
         os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(status)
