@@ -280,7 +280,8 @@ def test_a_process_that_lingers_after_its_success_does_not_keep_the_results():
 
 
 def test_which_decisions_let_the_patience_with_too_few_workers_run_on():
-    patient = (Wait(1.0, waits_for_more=True), StartWorkers((("a", 0),)), End((1,), "gone", failed=False), WriteOff((1,)))
+    end = End((1,), "gone", failed=False)
+    patient = (Wait(1.0, waits_for_more=True), StartWorkers((("a", 0),)), end, WriteOff((1,)))
     assert all(decision.waits_for_more for decision in patient)
     others = (Wait(1.0), Begin(()), Publish(()), Notify(ADDED), EndJob(), Fail(None), GiveUp(""))
     assert not any(decision.waits_for_more for decision in others)
@@ -524,7 +525,8 @@ class History:
                     return decision
                 case Wait(until):
                     assert until is None or until > self.now
-                    self.facts = replace(self.facts, short_since=self.facts.short_since if decision.waits_for_more else self.now)
+                    since = self.facts.short_since if decision.waits_for_more else self.now
+                    self.facts = replace(self.facts, short_since=since)
                     self.happen()
         for worker in self.facts.workers:
             self.update(worker.number, **({"state": SUCCEEDED, "exited": True} if worker.state is WORKING else {}))

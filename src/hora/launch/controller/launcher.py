@@ -20,7 +20,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from hora.launch.agent.protocol import (
     Bye,
@@ -44,9 +44,6 @@ from hora.launch.environment import variables
 from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
 from hora.launch.limits import KILLED_S
 from hora.net.session import SessionPeer
-
-if TYPE_CHECKING:
-    from hora.launch.controller.agents import Agents
 
 __all__ = ["BEATS", "AgentHandle", "AgentProcess", "HostLauncher", "LocalAgent", "LocalProcess", "wait_or_kill"]
 
@@ -364,13 +361,25 @@ class LocalAgent(AgentHandle):
         self._report_end(status, joined=joined)
 
 
+class RemoteAgents(Protocol):
+    """The agents of other nodes. `brings_environment`: their workers start with the environment of their agent."""
+
+    brings_environment: bool
+
+    def is_own(self, hostname: str) -> bool:
+        """Return whether this host is the machine where we run, which has no agent."""
+
+    def agent(self, hostname: str) -> AgentHandle:
+        """The agent of a node. One that is gone has ended already."""
+
+
 class HostLauncher:
     """Starts workers on this machine, or on all hosts of `agents`, this machine included.
 
     `listen`: the address at which all of them reach this process.
     """
 
-    def __init__(self, *, agents: Agents | None = None, listen: str = "127.0.0.1") -> None:
+    def __init__(self, *, agents: RemoteAgents | None = None, listen: str = "127.0.0.1") -> None:
         self.bind_address = self.advertised_address = listen
         self._agents = agents
         self._hosts: dict[str, AgentHandle] = {}

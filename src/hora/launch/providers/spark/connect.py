@@ -232,13 +232,7 @@ def _run_on_connect(session: Any, wanted: SparkJob) -> JobResult:
         limit_s = min(wanted.start_timeout_s, SILENCE_S)
         found = query.run(_Watch(log, query.tag, wanted.num_proc, limit_s))
         log.show(found)
-    if "error" in found:
-        error, cause = cloudpickle.loads(found["error"])
-        raise error from cause
-    if "result" not in found:
-        raise JobFailedError("Spark job has failed: its first task has given no result")
-    result: JobResult = cloudpickle.loads(found["result"])
-    return result
+    return _result(found)
 
 
 def _call(session: Any, function: bytes) -> tuple[bytes, str]:
@@ -276,6 +270,16 @@ class _Watch:
                 self._limit_s,
                 self._num_proc,
             )
+
+
+def _result(rows: dict[str, bytes]) -> JobResult:
+    if "error" in rows:
+        error, cause = cloudpickle.loads(rows["error"])
+        raise error from cause
+    if "result" not in rows:
+        raise JobFailedError("Spark job has failed: its first task has given no result")
+    found: JobResult = cloudpickle.loads(rows["result"])
+    return found
 
 
 def check_protection(session: Any) -> None:
