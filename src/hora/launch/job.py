@@ -105,7 +105,11 @@ class Watching:
         if not listen and setting not in ("", "0", "1"):
             listen = setting
         record = record or environ.get("HORA_RECORD") or None
-        controller = _controller(environ) if "KUBEFLOW_TRAINER_SERVER_URL" in environ else None
+        controller = None
+        if "KUBEFLOW_TRAINER_SERVER_URL" in environ:
+            from hora.watch.kubeflow import Controller
+
+            controller = Controller.of(environ)
         if not page and not record and controller is None:
             return None
         return cls(page=page, listen=listen or "", record=record, controller=controller)
@@ -127,12 +131,6 @@ class Watching:
 
             webbrowser.open(dashboard.page.full_url)
         return dashboard
-
-
-def _controller(environ: Mapping[str, str]) -> Controller | None:
-    from hora.watch.kubeflow import Controller
-
-    return Controller.of(environ)
 
 
 class Observation:
@@ -190,20 +188,15 @@ class StallStacks:
 
 
 def facts_of(job_id: str, *, title: str, command: Sequence[str] = (), elastic: bool = False) -> dict[str, Any]:
-    """Return the facts that an observer gets when a job begins."""
+    """Return the facts that an observer gets when a job begins. A command with a script has its name as title."""
+    names = [word for word in command if word.endswith((".py", ".sh"))] + [*command[:1], "a function"]
     return {
         "id": job_id,
-        "title": title or _title(command),
+        "title": title or os.path.basename(names[0]),
         "command": " ".join(command)[:500],
         "began": time.time(),
         "elastic": elastic,
     }
-
-
-def _title(command: Sequence[str]) -> str:
-    """The script's name, for a command that has one."""
-    scripts = [word for word in command if word.endswith((".py", ".sh"))]
-    return os.path.basename(scripts[0] if scripts else command[0]) if command else "a function"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -167,10 +167,6 @@ def _number(text: str, what: str) -> int:
     return int(text)
 
 
-def _num_proc(parsed: MpiCommand, text: str) -> None:
-    parsed.num_proc = _number(text, "-np")
-
-
 def _hosts(parsed: MpiCommand, text: str) -> None:
     for item in text.split(","):
         if not _HOST.fullmatch(item.strip()):
@@ -189,14 +185,6 @@ def _variable(parsed: MpiCommand, text: str) -> None:
         parsed.set_variables[name] = value
     else:
         parsed.passed_variables.append(name)
-
-
-def _set_variable(parsed: MpiCommand, name: str, value: str) -> None:
-    parsed.set_variables[name] = value
-
-
-def _pass_variables(parsed: MpiCommand, names: str) -> None:
-    parsed.passed_variables += names.split(",")
 
 
 def _map_by(parsed: MpiCommand, text: str) -> None:
@@ -218,36 +206,33 @@ def _rank_by(parsed: MpiCommand, text: str) -> None:
     parsed.by_node = parsed.by_node or text == "node"
 
 
-def _per_host(parsed: MpiCommand, text: str) -> None:
-    parsed.per_host = _number(text, "the number of processes of each host")
-
-
 def _bind_to(parsed: MpiCommand, text: str) -> None:
     if text != "none":
         parsed.left_out.append(f"-bind-to {text}")
 
 
-def _limit(parsed: MpiCommand, text: str) -> None:
-    parsed.limit_s = float(_number(text, "--timeout"))
+def _says(name: str) -> Callable[..., None]:
+    """An option that sets this attribute: to its value, or True where it has none."""
+    return lambda parsed, *values: setattr(parsed, name, values[0] if values else True)
 
 
-def _says(name: str, value: object = True) -> Callable[..., None]:
-    """An option that sets this attribute: to its value, where it has one."""
-    return lambda parsed, *values: setattr(parsed, name, values[0] if values else value)
+def _counts(name: str, what: str) -> Callable[..., None]:
+    """An option that sets this attribute to a whole number."""
+    return lambda parsed, text: setattr(parsed, name, _number(text, what))
 
 
 _MEANINGS: dict[str, Callable[..., None]] = {
-    **_each("np n c", _num_proc),
+    **_each("np n c", _counts("num_proc", "-np")),
     **_each("H host hosts", _hosts),
     **_each("hostfile machinefile default-hostfile f", _hostfile),
     **_each("x env", _variable),
-    "genv": _set_variable,
-    **_each("genvlist envlist", _pass_variables),
+    "genv": lambda parsed, name, value: parsed.set_variables.update({name: value}),
+    **_each("genvlist envlist", lambda parsed, names: parsed.passed_variables.extend(names.split(","))),
     "map-by": _map_by,
     "rank-by": _rank_by,
-    **_each("ppn perhost N npernode", _per_host),
+    **_each("ppn perhost N npernode", _counts("per_host", "the number of processes of each host")),
     "bind-to": _bind_to,
-    "timeout": _limit,
+    "timeout": _counts("limit_s", "--timeout"),
     **_each("wdir wd", _says("directory")),
     "output-filename": _says("output_directory"),
     "iface": _says("interface"),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from hora.launch.controller.launcher import HostLauncher
 from hora.launch.controller.loop import run_job
-from hora.launch.job import Job, JobResult, Launcher, OutputOptions, Watching
+from hora.launch.job import Job, JobResult, OutputOptions, Watching
 from hora.launch.options import Options
 from hora.launch.slots import HostInfo, get_host_assignments, parse_host_files, parse_hosts
 from hora.net import sockets
@@ -62,7 +62,9 @@ def start(
             assert nodes is not None
             leadership.agents, leadership.launcher = nodes, launcher
             job = replace(job, id=leadership.run, succession=leadership)
-        return _run_elastic(job, replace(elastic, local_only=launcher.local_only), launcher)
+        result = run_job(job, launcher, replace(elastic, local_only=launcher.local_only))
+        values = [value for value in result.results if value is not None]
+        return replace(result, results=tuple(values[: elastic.limits.min_num_proc]))
 
 
 def _nodes_of(
@@ -74,12 +76,6 @@ def _nodes_of(
     from hora.launch.providers.join import open_nodes  # imported only here: other jobs start faster without it
 
     return open_nodes(options, environ, leadership)
-
-
-def _run_elastic(job: Job, elastic: ElasticSpec, launcher: Launcher) -> JobResult:
-    result = run_job(job, launcher, elastic)
-    values = [value for value in result.results if value is not None]
-    return replace(result, results=tuple(values[: elastic.limits.min_num_proc]))
 
 
 def find_hosts(options: Options, environ: Mapping[str, str], nodes: Agents | None = None) -> list[HostInfo]:

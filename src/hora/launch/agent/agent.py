@@ -104,11 +104,10 @@ class LocalLink:
     silence_limit_s: float | None = None
     elastic = False
 
-    def __init__(self, descriptor: int = 0) -> None:
+    def __init__(self) -> None:
         self.gone = False
-        self._descriptor = descriptor
         self._frames, self._unsent = Frames(), bytearray()
-        os.set_blocking(descriptor, False)
+        os.set_blocking(0, False)
 
     @property
     def backlog(self) -> int:
@@ -119,11 +118,11 @@ class LocalLink:
         return bool(self._unsent)
 
     def fileno(self) -> int:
-        return self._descriptor
+        return 0
 
     def receive(self) -> list[Message]:
         try:
-            data = os.read(self._descriptor, _READ_BYTES)
+            data = os.read(0, _READ_BYTES)
         except BlockingIOError:
             return []
         except OSError:
@@ -139,7 +138,7 @@ class LocalLink:
     def flush(self) -> None:
         try:
             while self._unsent:
-                sent = os.write(self._descriptor, self._unsent[:_READ_BYTES])
+                sent = os.write(0, self._unsent[:_READ_BYTES])
                 del self._unsent[:sent]
         except BlockingIOError:
             pass  # the controller is slow: the selector reports when the socket is writable
@@ -183,16 +182,13 @@ class Agent:
         self._strays: dict[int, int] = {}  # pid -> status
         self._guardian_pid, self._become_worker = os.getppid(), execute
         self._heard = float("inf")  # counts from the first order on: a node may wait long for its job to begin
-        self._watch(controller_pid)
-
-    def _watch(self, controller_pid: int | None) -> None:
         self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._wake_out, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         self._selector.register(self._link, selectors.EVENT_READ)
-        self._selector.register(self._wake_in, selectors.EVENT_READ, self._drain_wake)
+        self._selector.register(self._wake_in, selectors.EVENT_READ, lambda: os.read(self._wake_in, 4096))
         if controller_pid is not None:
             # End of file means that the controller is gone, unless a process that it forked keeps the socket open: so
             # watch the controller itself too.
@@ -282,9 +278,6 @@ class Agent:
                 else:
                     self._selector.register(descriptor, selectors.EVENT_READ)
 
-    def _drain_wake(self) -> None:
-        os.read(self._wake_in, 4096)
-
     def _controller_died(self, pidfd: int) -> None:
         self._selector.unregister(pidfd)
         self._link.gone = True
@@ -329,13 +322,6 @@ class Agent:
         readers.add(worker)
         return f"/proc/{os.getpid()}/fd/{descriptor}"
 
-    def _forget_private_files(self, worker: int) -> None:
-        for data, (descriptor, readers) in list(self._private_files.items()):
-            readers.discard(worker)
-            if not readers:
-                del self._private_files[data]
-                os.close(descriptor)
-
     def _start(self, order: Start) -> None:
         worker = order.worker
         if self._finished and self._status is None and not self._link.gone:  # the next leader of the job goes on
@@ -350,7 +336,8 @@ class Agent:
         if self.scratch:
             env["HORA_SCRATCH"] = f"{self.scratch}/{worker}"
         # N ranks with one thread per core each would compete for the cores.
-        env.setdefault("OMP_NUM_THREADS", _fair_share(env))
+        share = len(os.sched_getaffinity(0)) // int(env.get("HOROVOD_LOCAL_SIZE", "1"))
+        env.setdefault("OMP_NUM_THREADS", str(max(share, 1)))
         if order.preload is None or not self._ask_to_fork(order, order.preload, env):
             self._execute(order, env)
 
@@ -491,7 +478,11 @@ class Agent:
         if (line := self._lifelines.pop(worker, None)) is not None:
             line.close()
         self._requested.pop(worker, None)
-        self._forget_private_files(worker)
+        for data, (descriptor, readers) in list(self._private_files.items()):
+            readers.discard(worker)
+            if not readers:
+                del self._private_files[data]
+                os.close(descriptor)
         self._link.send(Exited(worker, code, reason))
         if self.scratch:
             remove_folder(f"{self.scratch}/{worker}")
@@ -537,11 +528,6 @@ class Agent:
                 del self._killing[worker]
         if self._ending is not None and now >= self._ending:
             processes.kill(processes.descendants(os.getpid()))
-
-
-def _fair_share(env: dict[str, str]) -> str:
-    """Return the number of this host's cores per rank."""
-    return str(max(len(os.sched_getaffinity(0)) // int(env.get("HOROVOD_LOCAL_SIZE", "1")), 1))
 
 
 def guarded() -> None:

@@ -10,6 +10,7 @@ barriers only as its own rank, and gets only the keys of generations in which it
 
 from __future__ import annotations
 
+import functools
 import struct
 import time
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from weakref import WeakValueDictionary
 from hora.net.key_value_store import NAME_CHARACTERS, KeyValueStore, Operation, Parked
 from hora.net.keys import rank_keys, worker_credentials, world_secret
 from hora.net.server import Peer
-from hora.net.wire import Credentials, Header
+from hora.net.wire import Header
 from hora.world import World
 
 __all__ = ["ErrorReport", "OnlyLines", "Rendezvous", "RendezvousEvents"]
@@ -92,7 +93,7 @@ class Rendezvous(KeyValueStore):
     def __init__(self, bind_address: str, *, secret: bytes, job: str, events: RendezvousEvents, term: int = 0) -> None:
         self._events = events
         self._stamp = {"term": term} if term else {}
-        self._secret, self._job = secret, job
+        self._secret = secret
         self._next_worlds: dict[int, tuple[Parked, int]] = {}
         self._worlds: dict[int, World] = {}  # of this generation, by worker
         self._heard: dict[int, float] = {}  # worker -> when
@@ -100,10 +101,8 @@ class Rendezvous(KeyValueStore):
         self._notices: list[Header] = []  # of this generation
         self._given_up: set[int] = set()  # workers that are dismissed for good
         self._reporting: dict[int, Peer] = {}  # worker -> the connection of its telemetry
-        super().__init__((bind_address, 0), self._credentials_of, name="hora-rendezvous")
-
-    def _credentials_of(self, worker: int) -> Credentials:
-        return worker_credentials(self._secret, self._job, worker)
+        credentials = functools.partial(worker_credentials, secret, job)
+        super().__init__((bind_address, 0), credentials, name="hora-rendezvous")
 
     def notify(self, notice: Header) -> None:
         """Push a notice to every connected worker."""
@@ -182,7 +181,9 @@ class Rendezvous(KeyValueStore):
             "keys": self._keys,
             "returned": self._returned,
             "raised": self._raised,
-            "log_line": self._log_line,
+            "log_line": lambda peer, _, payload: self._events.on_log_line(
+                peer.number, payload[:_LINE_BYTES].decode(errors="replace")
+            ),
             "telemetry": self._telemetry,
             "next_world": self._next_world,
         }
@@ -237,9 +238,6 @@ class Rendezvous(KeyValueStore):
         self._events.raised(peer.number, report)
         self._answer(peer, header["id"])
 
-    def _log_line(self, peer: Peer, header: Header, payload: bytes) -> None:
-        self._events.on_log_line(peer.number, payload[:_LINE_BYTES].decode(errors="replace"))
-
     def _telemetry(self, peer: Peer, header: Header, payload: bytes) -> None:
         worker = peer.speaker if peer.speaker >= 0 else int(header["worker"])
         if worker in self._given_up:
@@ -271,7 +269,11 @@ class Rendezvous(KeyValueStore):
         if generation != self.generation or worker not in self._worlds:
             return
         rank = self._worlds[worker].rank
-        self._gone[rank] = "waits for the next world"
+        self._release(rank, "waits for the next world")
+
+    def _release(self, rank: int, how: str) -> None:
+        """Release the ranks that wait for this one in a barrier."""
+        self._gone[rank] = how
         for key, gather in list(self._gathers.items()):
             if gather.lacks(rank):
                 self._fail_gather(key, self._lost_ranks_message())
@@ -312,11 +314,8 @@ class Rendezvous(KeyValueStore):
         if world is None and self._worlds:
             return  # it has no place in this generation: no rank waits for it
         rank = worker if world is None else world.rank
-        self._gone[rank] = how
         self._failed = self._failed or failed
-        for key, gather in list(self._gathers.items()):
-            if gather.lacks(rank):
-                self._fail_gather(key, self._lost_ranks_message())
+        self._release(rank, how)
         if failed:
             waiting = [one for parked in self._gets.values() for one in parked]
             self._gets.clear()
