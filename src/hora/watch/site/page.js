@@ -306,12 +306,12 @@ function showDemo() {
   const shown = run.facts.demo && run.may.includes("remove") && !isOver();
   $("demo").hidden = !shown;
   if (!shown) return;
-  const key = JSON.stringify(run.head.ranks.map((r) => [r.rank, r.state]).concat(run.head.size, run.events.length));
-  if ($("demo-ranks").dataset.key === key) return;
-  $("demo-ranks").dataset.key = key;
-  $("demo-ranks").replaceChildren(...run.head.ranks.map((r) => h("button", { disabled: r.state !== "here" || run.head.size < 2, title: `SIGKILL to the process of rank ${r.rank} on ${r.host}`, onclick: () => act("remove", { rank: r.rank }) }, `Kill rank ${r.rank}`)));
   const resumed = run.events.findLast((e) => e[2] === "resumed");
   text("demo-note", resumed ? `${clock(resumed[1])}  ${resumed[4]}` : "After a kill, this line says how long the training was interrupted.");
+  const key = JSON.stringify([run.head.size, run.head.ranks.map((r) => [r.rank, r.host, r.state])]);
+  if ($("demo-ranks").dataset.key === key) return; // a button that is replaced between press and release misses the click
+  $("demo-ranks").dataset.key = key;
+  $("demo-ranks").replaceChildren(...run.head.ranks.map((r) => h("button", { disabled: r.state !== "here" || run.head.size < 2, title: `SIGKILL to the process of rank ${r.rank} on ${r.host}`, onclick: () => act("remove", { rank: r.rank }) }, `Kill rank ${r.rank}`)));
 }
 
 // ---- findings -------------------------------------------------------------------------------------------------------
@@ -406,7 +406,7 @@ function showStacks() {
   }
   const list = [...groups.values()].sort((a, b) => b.ranks.length - a.ranks.length);
   text("stacks-note", known.length ? `at ${clock(Math.max(...known.map(([, s]) => s.at)))}: ` + list.map((g, i) => `${plural(g.ranks.length, "rank")} ${i ? "there" : "here"}`).join(", ") : "where every rank is, grouped");
-  $("stacks").replaceChildren(...(list.length ? list.map((g) => h("div", { className: "group" }, h("div", { className: "who" }, h("b", {}, plural(g.ranks.length, "rank")), h("div", { className: "chips" }, ...g.ranks.slice(0, 64).map((r) => h("span", { className: `chip${lateRanks().has(r) ? " bad" : ""}` }, String(r))))), frameRows(g.frames, 12, g.ranks.some((r) => lateRanks().has(r))))) : [h("p", { className: "none" }, run.may.includes("stacks") ? "Ask for them with “Look now”. When the job stands still they come by themselves." : "None were recorded.")]));
+  $("stacks").replaceChildren(...(list.length ? list.map((g) => h("div", { className: "group" }, h("div", { className: "who" }, h("b", {}, plural(g.ranks.length, "rank")), h("div", { className: "chips" }, ...g.ranks.slice(0, 64).map((r) => h("span", { className: `chip${lateRanks().has(r) ? " bad" : ""}` }, String(r))))), frameRows(g.frames, 12, g.ranks.some((r) => lateRanks().has(r))))) : [h("p", { className: "none" }, run.may.includes("stacks") ? "Ask for them with “Look now”. When the job stands still they appear by themselves." : "None were recorded.")]));
 }
 
 // Where profiled ranks were found, the newest profile first.
