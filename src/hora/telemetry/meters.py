@@ -144,7 +144,7 @@ class Meter:
         (ended, size), self._interrupted = self._interrupted, None
         ranks = "1 rank continues" if size == 1 else f"{size} ranks continue"
         self.event(
-            "resumed", f"{ranks}: {now - ended:.2f} s from the last step before to the end of the first one after"
+            "resumed", f"{ranks}: {now - ended:.2f} s from the last step before the change to the first one after it"
         )
 
     def stalled(self, ranks: Sequence[int]) -> None:

@@ -91,7 +91,7 @@ class Chart {
     }
     ctx.restore();
   }
-  // A line where the scale changes, and the greatest of neighbouring peaks in figures.
+  // A line where the scale changes, and the greatest of neighbouring peaks in figures; a tick names the greatest of all.
   drawPeaks(u) {
     if (this.cut === Infinity) return;
     const { ctx, bbox } = u, ratio = devicePixelRatio, xs = this.data[0], tops = new Map(), edge = Math.round(u.valToPos(this.cut, "y", true)) + 0.5;
@@ -99,7 +99,7 @@ class Chart {
     ctx.save(); ctx.fillStyle = ctx.strokeStyle = css("--quiet"); ctx.font = `${11 * ratio}px system-ui, sans-serif`; ctx.textAlign = "left";
     ctx.setLineDash([2 * ratio, 3 * ratio]); ctx.beginPath(); ctx.moveTo(bbox.left, edge); ctx.lineTo(bbox.left + bbox.width, edge); ctx.stroke();
     let end = -1;
-    for (const [i, v] of [...tops].sort((a, b) => b[1] - a[1]).slice(0, 12).sort((a, b) => a[0] - b[0])) {
+    for (const [i, v] of [...tops].sort((a, b) => b[1] - a[1]).slice(1, 13).sort((a, b) => a[0] - b[0])) {
       const x = u.valToPos(xs[i], "x", true), y = u.valToPos(v, "y", true), words = pretty(v) + this.unit, wide = ctx.measureText(words).width;
       if (x < bbox.left || x <= end || x + wide + 8 * ratio > bbox.left + bbox.width) continue;
       ctx.fillText(words, x + 6 * ratio, y + 10 * ratio); end = x + wide + 16 * ratio;

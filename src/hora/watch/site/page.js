@@ -229,7 +229,7 @@ function showCharts() {
   charts.step.data = [xs, ...shown.map((r) => c.step[r]), ...(several ? [medians] : [])];
   if (charts.step.key !== key) {
     charts.step.key = key;
-    charts.step.build([...shown.map((r) => (late.has(c.ranks[r]) ? { stroke: css("--bad"), width: 2.4 } : { stroke: rankColor(c, r), width: c.ranks.length <= 8 ? 1.6 : 1 })), ...(several ? [{ stroke: css("--text"), width: 2.6 }] : [])]);
+    charts.step.build([...shown.map((r) => (late.has(c.ranks[r]) ? { stroke: lateColor(c, r, late), width: 2.4 } : { stroke: rankColor(c, r), width: c.ranks.length <= 8 ? 1.6 : 1 })), ...(several ? [{ stroke: css("--text"), width: 2.6 }] : [])]);
   } else charts.step.set(charts.step.data);
   charts.heat ||= new Heat($("heat"), $("heat-ranks"), $("heat-tip"));
   const scale = charts.step.plot && charts.step.plot.scales.x;
@@ -244,13 +244,15 @@ function showCharts() {
 // Up to eight ranks have colours of their own; more are thin lines around their median.
 const RANK_COLORS = ["#4f8ff7", "#f0a63a", "#22ab9c", "#8a7cf5", "#d46bb5", "#8aa33a", "#a9794b", "#3fb6d9"];
 const rankColor = (c, r) => (c.ranks.length <= 8 ? RANK_COLORS[r] : css("--thin"));
+// Red for one late rank; several keep their own colours, so that you can tell them apart.
+const lateColor = (c, r, late) => (late.size > 1 && c.ranks.length <= 8 ? rankColor(c, r) : css("--bad"));
 function showRankLegend(c, late) {
   const key = JSON.stringify([c.ranks, [...late], c.gaps.length > 0, document.documentElement.dataset.theme]);
   if ($("step-legend").dataset.key === key) return;
   $("step-legend").dataset.key = key;
   const entry = (color, words) => { const mark = h("i"); mark.style.background = color; return h("span", {}, mark, words); };
   const named = c.ranks.map((rank, r) => [rank, r]).filter(([rank]) => c.ranks.length <= 8 || late.has(rank)).slice(0, 12);
-  const items = named.map(([rank, r]) => entry(late.has(rank) ? css("--bad") : rankColor(c, r), late.has(rank) ? `rank ${rank}, late` : `rank ${rank}`));
+  const items = named.map(([rank, r]) => entry(late.has(rank) ? lateColor(c, r, late) : rankColor(c, r), late.has(rank) ? `rank ${rank}, late` : `rank ${rank}`));
   if (c.ranks.length > 8) items.push(entry(css("--quiet"), "each other rank"));
   if (c.ranks.length > 2) items.push(entry(css("--text"), "median of the ranks"));
   if (c.gaps.length) items.push(entry(css("--heat0"), "gap: no rank ended a step (point at it for the reason)"));
