@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import mmap
 import os
 import threading
 import time
@@ -103,6 +105,23 @@ def test_tensors_that_are_not_contiguous_are_reduced_in_place(rank, size):
     column = torch.full((3, 2), float(rank))[:, 1]
     dist.broadcast(column, size - 1)
     assert column.tolist() == [size - 1.0] * 3
+
+
+@in_group
+def test_lazily_negated_and_empty_tensors_are_what_they_show(rank, size):
+    for _ in range(3):  # negotiated, then repeated
+        negated = torch.complex(torch.ones(1), torch.full((1,), 2.0)).conj().imag
+        assert negated.is_neg()
+        gathered = torch.zeros(size)
+        dist.all_gather_into_tensor(gathered, negated)
+        assert gathered.tolist() == [-2.0] * size
+        sending, received = dist.isend(negated, (rank + 1) % size), torch.zeros(1)
+        dist.recv(received, (rank - 1) % size)
+        sending.wait()
+        assert received.item() == -2.0
+        dist.all_reduce(negated)
+        assert negated.item() == -2.0 * size
+        dist.all_reduce(torch.zeros(6, 0)[1:])  # begins behind the end of its storage
 
 
 @in_group
@@ -395,6 +414,19 @@ def test_bad_input_is_refused_with_the_rank_and_the_remedy(rank, size):
         dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)
     with pytest.raises(ValueError, match=rf"rank {rank}: the output must have {size} times the input's elements"):
         dist.group.WORLD.all_gather_single(torch.zeros(3), torch.zeros(7))
+    for dtype in (torch.uint16, torch.float8_e5m2):
+        with pytest.raises(ValueError, match=rf"cannot reduce {dtype} by ReduceOp.SUM: convert the tensor"):
+            dist.all_reduce(torch.ones(2).to(dtype))
+    mine, wrong = torch.ones(1 + rank), [torch.zeros(1 + (member == 0)) for member in range(size)]
+    with pytest.raises(ValueError, match=rf"all_gather on rank {rank}: the members sent \[1, 2.* but .* have \[2, 1"):
+        dist.all_gather(wrong, mine)
+    with pytest.raises(ValueError, match=rf"all_to_all on rank {rank}: the members sent .* but .* have \[2, 1"):
+        dist.all_to_all(wrong, [mine] * size)
+    if rank:
+        dist.gather(mine)
+    else:
+        with pytest.raises(ValueError, match=r"gather on rank 0: the members sent \[1, 2.* but .* have \[2, 1"):
+            dist.gather(mine, wrong)
     with pytest.raises(ValueError, match=r"on rank \d: input_split_sizes must be \d numbers whose sum is"):
         dist.all_to_all_single(torch.zeros(size), torch.zeros(size), [1] * size, [2] * size)
     with pytest.raises((ValueError, RuntimeError), match=r"rank"):
@@ -496,6 +528,46 @@ def test_messages_of_every_size_and_dtype(rank, size):
     if rank == 1:
         assert dist.recv(strided, 0) == 0
         assert strided.eq(3.0).all()
+
+
+@in_group
+def test_a_message_arrives_while_its_receiver_is_in_a_collective(rank, size):
+    count = 3_000_000  # longer than the ring between two ranks
+    for _ in range(3):
+        found = torch.zeros(count)
+        if rank == 0:
+            work = dist.irecv(found, 1)
+        if rank == 1:
+            dist.send(torch.full((count,), 1.0), 0)
+        dist.all_reduce(torch.ones(1))  # before the message on rank 0, after it on rank 1
+        if rank == 0:
+            work.wait()
+            assert found.eq(1.0).all()
+
+
+def send_in_vain(count, tag):
+    data = torch.frombuffer(mmap.mmap(-1, 4 * count), dtype=torch.float32)  # reading it after it was freed is fatal
+    data.fill_(float(tag))
+    with pytest.raises(HorovodInternalError, match=rf"rank\(s\) \[1\] to receive a message with tag {tag}"):
+        dist.isend(data, 1, tag=tag).wait(timedelta(seconds=0.5))
+
+
+@in_group
+def test_a_message_given_up_halfway_keeps_its_memory(rank, size):
+    count = 3_000_000
+    if rank == 0:
+        send_in_vain(count, tag=5)
+        send_in_vain(count, tag=6)
+        gc.collect()
+    dist.barrier()
+    if rank == 1:
+        found = torch.zeros(count)
+        dist.recv(found, 0, tag=5)  # it had begun
+        assert found.eq(5.0).all()
+        dist.recv(found, 0, tag=7)  # the one before had not
+        assert found.eq(7.0).all()
+    elif rank == 0:
+        dist.send(torch.full((count,), 7.0), 1, tag=7)
 
 
 @in_group

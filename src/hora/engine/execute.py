@@ -56,7 +56,8 @@ def _check_sizes(batch: Batch, requests: Requests) -> None:
         shape = request.signature.shapes[part.index]
         outputs = (request.outputs or ()) if gives_outputs else ()
         for tensor in (request.tensors[part.index], *outputs[part.index : part.index + 1]):
-            end = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+            # An empty tensor may begin behind the end of its storage.
+            end = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize if tensor.numel() else 0
             if tensor.shape != shape or tensor.untyped_storage().nbytes() < end:
                 name = full_names(*part.key, len(request.tensors))[part.index]
                 raise RuntimeError(
@@ -199,6 +200,7 @@ def _allgather(batch: Batch, requests: Requests, transport: Transport) -> None:
         inputs.append(flat(source))
         outputs.append(flat(output))
         counts.append([prod(shape) for shape in shapes])
+        request.answer = counts[-1]
     transport.allgather(inputs, outputs, counts)
 
 

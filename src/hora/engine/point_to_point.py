@@ -26,6 +26,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import copy
 
 from hora.engine.shm.counters import LINE_BYTES, SLICE_NS, Counter
 from hora.engine.shm.native import SHORT_BYTES, MessageCall, Pipe, library, new_spin_policy
@@ -40,6 +41,7 @@ __all__ = ["ANY_SOURCE", "Message", "Messages"]
 _Bell = tuple[Counter, Counter]  # a rank's wake-up counter, and whether it sleeps
 
 ANY_SOURCE = -1
+_DISCARDED = -1  # in place of the group of a message that no receive may have
 _HEADER = struct.Struct("<qqqq")  # group, tag, bytes, digest of shape and dtype
 _pack = struct.Struct("<qqqqQq").pack_into  # fields of a `MessageCall`: header, address of the bytes, number moved
 _CALL_AT = MessageCall.group.offset
@@ -336,6 +338,8 @@ class Messages:
     def _is_alone(self, message: Message) -> bool:
         """Return whether this message is the only pending one."""
         num_sending = sum(map(len, self._sending.values()))
+        if self._is_half_received():
+            return False
         if message.sources:
             return not num_sending and self._receives == [message] and self._is_between_messages(message.peer)
         return not self._receives and num_sending == 1 and message in self._sending[message.peer]
@@ -359,12 +363,25 @@ class Messages:
             self._arrivals.setdefault(message.peer, deque()).append(arrival)
 
     def cancel(self, message: Message, error: HorovodInternalError) -> None:
-        """Cancel a message that has no match yet."""
+        """Cancel a message. A started one goes on without its owner, because the stream must reach its end."""
         with self._lock:
+            if message.done:
+                return
+            orphan = copy(message)  # it keeps the memory alive
+            orphan.on_done = None
+            sending = self._sending.get(message.peer, deque())
             if message in self._receives:
                 self._receives.remove(message)
-            if not message.done:
-                message.finish(error)
+            elif message in sending:
+                at = sending.index(message)
+                if message.num_moved or (at == 0 and message.peer not in self._out):
+                    sending[at] = orphan
+                else:
+                    sending.remove(message)
+            for some in self._arrivals.values():
+                if some and some[-1].receive is message:
+                    some[-1].receive = orphan
+            message.finish(error)
 
     def go_on(self) -> None:
         """Make progress in the background on messages that no thread waits for."""
@@ -394,7 +411,11 @@ class Messages:
                 self._turn()
 
     def _pending(self) -> bool:
-        return bool(self._receives) or any(self._sending.values())
+        return bool(self._receives) or any(self._sending.values()) or self._is_half_received()
+
+    def _is_half_received(self) -> bool:
+        """Return whether a part of a message has arrived in the memory of its receive."""
+        return any(some and some[-1].receive is not None for some in self._arrivals.values())
 
     # Progress.
 
@@ -497,11 +518,13 @@ class Messages:
                 last.num_moved += moved
         except OSError as error:
             raise HorovodInternalError(f"rank {peer} cannot be reached: {error}") from error
-        if arrivals and _whole(arrivals[-1]) and arrivals[-1].receive is not None:
-            arrival = arrivals.pop()
-            assert arrival.receive is not None
-            arrival.receive.source = peer
-            arrival.receive.finish()
+        if arrivals and _whole(arrivals[-1]):
+            receive = arrivals[-1].receive
+            if receive is not None or arrivals[-1].group == _DISCARDED:
+                arrivals.pop()
+            if receive is not None:
+                receive.source = peer
+                receive.finish()
         return bool(moved)
 
     def _pull_header(self, peer: int, way: _Ring | _Far, arrivals: deque[_Arrival]) -> int:
@@ -517,7 +540,7 @@ class Messages:
                 if not self._fits(receive, peer, num_bytes, kind):
                     receive = None
                     arrivals.append(_Arrival(group, tag, num_bytes, kind, None))
-                    arrivals[-1].group = -1  # read and discarded
+                    arrivals[-1].group = _DISCARDED
                     return moved
             arrivals.append(_Arrival(group, tag, num_bytes, kind, receive))
         return moved

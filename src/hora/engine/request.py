@@ -196,7 +196,8 @@ class Request:
         self.residuals: Sequence[torch.Tensor] = ()  # the encoding error of each tensor
         self.parts_left = 0
         self.results: list[torch.Tensor] | None = None  # the caller's own tensors, if the outputs are copies of them
-        self.answer: Any = None  # of a request without tensors: the last rank to join, a new set, memory
+        # Of a request without tensors: the last rank to join, a new set, memory. Of an allgather: the members' sizes.
+        self.answer: Any = None
         self.error: HorovodInternalError | None = None
         self.device_event: torch.cuda.Event | None = None
         self.done = False
@@ -329,11 +330,18 @@ def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
     return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
+def _is_flat(tensor: torch.Tensor) -> bool:
+    """Return whether the memory holds the elements in order; a lazily negated tensor (`z.conj().imag`) has others."""
+    return tensor.is_contiguous() and not tensor.is_neg()
+
+
 def _request(
     signature: Signature, kind: Kind, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor] | None
 ) -> Request:
     inputs = [
-        _ordinary(tensor if not tensor.requires_grad and tensor.is_contiguous() else tensor.detach().contiguous())
+        _ordinary(
+            tensor if not tensor.requires_grad and _is_flat(tensor) else tensor.detach().resolve_neg().contiguous()
+        )
         for tensor in tensors
     ]
     if outputs is None:
@@ -344,13 +352,13 @@ def _request(
         results = inputs
     else:
         results = [
-            _ordinary(output.detach()) if output.is_contiguous() else torch.empty_like(output).contiguous()
+            _ordinary(output.detach()) if _is_flat(output) else torch.empty_like(output).contiguous()
             for output in outputs
         ]
     request = Request(signature, inputs, results)
     # A non-contiguous tensor is processed in a copy, which is copied back at the end.
     request.copy_back = [
-        pair for pair in zip(outputs, results, strict=True) if pair[0] is not pair[1] and not pair[0].is_contiguous()
+        pair for pair in zip(outputs, results, strict=True) if pair[0] is not pair[1] and not _is_flat(pair[0])
     ]
     for output, _ in request.copy_back:
         if any(stride == 0 and length > 1 for stride, length in zip(output.stride(), output.shape, strict=True)):

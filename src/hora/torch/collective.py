@@ -154,6 +154,7 @@ def _known(
         or tensor.layout is not strided
         or tensor.requires_grad
         or not tensor.is_contiguous()
+        or tensor.is_neg()
         or tensor.is_inference()
         or is_inference_mode_enabled()
         or not (tensor.is_cpu or tensor.is_cuda)

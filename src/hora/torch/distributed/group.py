@@ -549,11 +549,13 @@ class HoraProcessGroup(_BASE):
         """Return a step that copies the gathered data of all members to the caller's tensors."""
 
         def finish() -> None:
-            whole, views = _outputs(request)[0], [moved(target.detach()) for target in targets]
+            whole, *received = _outputs(request)
+            sent = received[0].tolist() if received else request.answer
+            views = [moved(target.detach()) for target in targets]
             sizes = [view.numel() for view in views]
-            if sum(sizes) != whole.numel():
+            if sizes != sent:
                 raise ValueError(
-                    f"{operation} on rank {self._own_rank}: {whole.numel()} elements came, but the tensors for them "
+                    f"{operation} on rank {self._own_rank}: the members sent {sent} elements, but the tensors for them "
                     f"have {sizes}: give each the size of its member's tensor"
                 )
             for view, part in zip(views, whole.split(sizes), strict=True):
@@ -614,7 +616,8 @@ class HoraProcessGroup(_BASE):
         else:
             row, splits = moved(output).new_empty(0), [0] * self._size
         request = self._submit("scatter", Kind.ALLTOALL, [row], splits=splits, wait=_waits(opts))
-        return self._work([self._deal_out("scatter", request, outputs)], outputs, opts)
+        from_all = [output if member == opts.rootRank else row.new_empty(0) for member in range(self._size)]
+        return self._work([self._deal_out("scatter", request, from_all)], outputs, opts)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
@@ -673,7 +676,7 @@ class HoraProcessGroup(_BASE):
         self._check_peer("destination", destination)
         if self._move_now(self._messages.send_now, tensor, destination, tag):
             return DONE
-        data = moved(tensor.detach()).cpu().contiguous()
+        data = moved(tensor.detach()).cpu().resolve_neg().contiguous()
         message = self._message(data, self._ranks[destination], tag, [])
         self._messages.send(message)
         return Work(_MessageOperation(self, message), tensors)
@@ -701,7 +704,7 @@ class HoraProcessGroup(_BASE):
     def _receive(self, tensors: Sequence[Tensor], sources: Sequence[int], tag: int) -> Work:
         (tensor,) = tensors
         target = moved(tensor if _is_plain(tensor) else tensor.detach())
-        direct = target.is_cpu and target.is_contiguous()
+        direct = target.is_cpu and target.is_contiguous() and not target.is_neg()
         data = target if direct else torch.empty(target.shape, dtype=target.dtype, device="cpu")
         message = self._message(data, sources[0] if len(sources) == 1 else ANY_SOURCE, tag, sources)
         self._messages.receive(message)
@@ -825,6 +828,7 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.is_cpu
         and not tensor.requires_grad
         and tensor.is_contiguous()
+        and not tensor.is_neg()
         and not tensor.is_inference()
     )
 

@@ -27,7 +27,8 @@ _ENGINE = {
     hash(dist.ReduceOp.MIN): ReduceOp.MIN,
     hash(dist.ReduceOp.MAX): ReduceOp.MAX,
 }
-_BITWISE: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
+_Function = Callable[[Tensor, Tensor], Tensor]
+_BITWISE: dict[int, _Function] = {
     hash(dist.ReduceOp.BAND): torch.bitwise_and,
     hash(dist.ReduceOp.BOR): torch.bitwise_or,
     hash(dist.ReduceOp.BXOR): torch.bitwise_xor,
@@ -41,7 +42,7 @@ _BOOL = {"SUM": ReduceOp.MAX, "MAX": ReduceOp.MAX, "BOR": ReduceOp.MAX} | dict.f
     ("PRODUCT", "MIN", "BAND"), ReduceOp.MIN
 )
 _SMALL = (torch.uint8, torch.int8, torch.int16)
-_FOLDS: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
+_FOLDS: dict[int, _Function] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.PRODUCT: torch.mul,
     ReduceOp.MIN: torch.minimum,
@@ -53,7 +54,7 @@ class Reduction(NamedTuple):
     """Reduction of tensors of one dtype: by the engine, or by `folded` if that is not None."""
 
     reduce: Reduce
-    folded: Callable[[Tensor, Tensor], Tensor] | None = None
+    folded: _Function | None = None
     as_real: bool = False
     as_bytes: bool = False
 
@@ -74,9 +75,7 @@ def reduction_of(opts: Any, dtype: torch.dtype, operation: str) -> Reduction:
     if dtype is torch.bool and name in _BOOL:
         return Reduction(Reduce(_BOOL[name]), as_bytes=True)
     if number in _BITWISE:
-        if dtype.is_floating_point or dtype.is_complex:
-            raise _refusal(operation, name, dtype)
-        return Reduction(Reduce(), _BITWISE[number])
+        return Reduction(Reduce(), _folding(_BITWISE[number], dtype, operation, name))
     engine_op = _ENGINE.get(number)
     if engine_op is None or dtype is torch.bool:
         raise _refusal(operation, name, dtype)
@@ -89,7 +88,17 @@ def reduction_of(opts: Any, dtype: torch.dtype, operation: str) -> Reduction:
         return Reduction(Reduce(engine_op))
     if engine_op not in _FOLDS:
         raise _refusal(operation, name, dtype)
-    return Reduction(Reduce(engine_op), _FOLDS[engine_op])
+    return Reduction(Reduce(engine_op), _folding(_FOLDS[engine_op], dtype, operation, name))
+
+
+def _folding(function: _Function, dtype: torch.dtype, operation: str, name: str) -> _Function:
+    """Return the function, if torch has it for this dtype."""
+    one = torch.zeros(1, dtype=dtype, device="cpu")
+    try:
+        function(one, one)
+    except RuntimeError:
+        raise _refusal(operation, name, dtype) from None
+    return function
 
 
 def _premultiplied(op: Any, dtype: torch.dtype, operation: str) -> Reduction:
