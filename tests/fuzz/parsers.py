@@ -218,14 +218,13 @@ def _in_a_file(read: Callable[[Path], object]) -> Callable[[bytes], None]:
 def recordings() -> Target:
     """A recorded run for `hora view`: its facts, and the entries before they are compressed."""
     from hora.watch import view
-    from hora.watch.prometheus import exposition
     from hora.watch.recording import read_run
     from simulated_run import Simulation
 
     def show(path: Path) -> None:
         run = read_run(path)
         json.loads(view.as_json(view.everything(run)), parse_constant=_refuse)
-        exposition(run).encode(errors="replace")
+        view.metrics(run).encode(errors="replace")
 
     show_file = _in_a_file(show)
 

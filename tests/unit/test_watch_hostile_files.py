@@ -16,7 +16,6 @@ import pytest
 
 from hora.cli.watch import view as hora_view
 from hora.watch import view
-from hora.watch.prometheus import exposition
 from hora.watch.recording import read_run
 from hora.watch.replay import read_timeline
 from simulated_run import Simulation
@@ -57,7 +56,7 @@ def shown(path: Path) -> bool:
         refusal = str(error)
     else:
         json.loads(view.as_json(view.everything(run)), parse_constant=refuse)
-        exposition(run).encode(errors="replace")
+        view.metrics(run).encode(errors="replace")
         return True
     assert str(path) in refusal
     return False

@@ -9,7 +9,6 @@ import pytest
 from hora.telemetry import Report, Sample
 from hora.watch import view
 from hora.watch.model import Entry, Grid, Run
-from hora.watch.prometheus import exposition
 from hora.watch.recording import Recorder, read_entries, read_run
 from simulated_run import Simulation, Slowness
 
@@ -179,7 +178,7 @@ def test_beyond_its_limit_a_recording_leaves_out_output_first(tmp_path):
 
 def test_prometheus_text():
     run = _after(Simulation(num_ranks=4, slow=[Slowness(1, 1.5)]), 30.0)
-    text = exposition(run)
+    text = view.metrics(run)
     assert "# TYPE hora_step_seconds gauge" in text
     assert 'hora_state{job_id="0000000000000000",state="training"} 1' in text
     assert 'hora_straggler_slowdown_ratio{job_id="0000000000000000",rank="1",part="data"} 1.5' in text
@@ -189,7 +188,7 @@ def test_prometheus_text():
 
 def test_prometheus_labels_are_escaped():
     run = Run({"id": 'a"b\\c\nd', "began": 0.0})
-    assert 'job_id="a\\"b\\\\c\\nd"' in exposition(run)
+    assert 'job_id="a\\"b\\\\c\\nd"' in view.metrics(run)
 
 
 def test_everything_is_json_even_when_the_loss_is_not_a_number():

@@ -12,8 +12,8 @@ import pytest
 
 from hora.net import acceptor, sockets
 from hora.watch import address, server
-from hora.watch.access import Access, new_token
 from hora.watch.address import Page, choose_page, page_from_url, parse_address
+from hora.watch.http import Access, new_token
 from hora.watch.model import Entry, Run
 from hora.watch.server import PageServer
 from hora.watch.terminal import snapshots

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from hora.cli.watch import top, view
-from hora.watch import terminal
+from hora.watch import address
 from hora.watch.address import Page
 from hora.watch.model import Entry
 from hora.watch.recording import Recorder
@@ -104,7 +104,7 @@ def test_the_commands(slow, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.strip() == page.full_url
     assert top([page.full_url[:-4] + "AAAA", "--once"]) == 1
     assert "the token is missing or wrong" in capsys.readouterr().err
-    monkeypatch.setattr(terminal, "find_pages", list)
+    monkeypatch.setattr(address, "find_pages", list)
     assert top([]) == 1
     assert "no job of yours with a dashboard runs on this machine" in capsys.readouterr().err
 

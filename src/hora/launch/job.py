@@ -126,7 +126,7 @@ class Watching:
             page=self.page,
             controller=self.controller,
         )
-        if self.page and self.browser:
+        if self.browser and dashboard.page is not None:
             import webbrowser
 
             webbrowser.open(dashboard.page.full_url)

@@ -8,6 +8,7 @@ compared: a late rank waits little while the others wait for it, so the waits al
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections import deque
@@ -19,6 +20,10 @@ from hora.telemetry.sample import Sample
 __all__ = ["Meter", "Reading", "meter", "meter_data_loaders", "report"]
 
 
+# Fields of a meter that only grow.
+_TOTALS = ("num_steps", "step_s", "data_s", "backward_s", "between_s", "wait_s", "reduce_s", "transport_s",
+           "optimizer_s", "num_bytes", "num_samples")  # fmt: skip
+_totals = operator.attrgetter(*_TOTALS)
 _MAX_METRICS = 64
 _MAX_EVENTS = 64
 _MAX_NAME = 200
@@ -50,31 +55,6 @@ def meter_data_loaders() -> None:
 class Meter:
     """Totals of this process since it started. Written by the training thread, read by any."""
 
-    __slots__ = (
-        "_completed",
-        "_events",
-        "_interrupted",
-        "_last_end",
-        "_longest_s",
-        "_metrics",
-        "backward_s",
-        "between_s",
-        "blocked",
-        "data_s",
-        "link_bytes_per_s",
-        "num_bytes",
-        "num_samples",
-        "num_steps",
-        "on_commit",
-        "on_stall",
-        "optimizer_s",
-        "reduce_s",
-        "step_s",
-        "total_steps",
-        "transport_s",
-        "wait_s",
-    )
-
     def __init__(self) -> None:
         self.num_steps = 0
         self.step_s = self.data_s = self.backward_s = self.between_s = self.optimizer_s = 0.0
@@ -88,25 +68,10 @@ class Meter:
         self.on_commit: Callable[[], None] | None = None  # set while the launcher waits for a commit
         self._longest_s = 0.0
         self._last_end = time.perf_counter()
-        self._completed = self._totals()
+        self.completed: tuple[float, ...] = _totals(self)  # of the whole steps
         self._metrics: dict[str, SupportsFloat] = {}
         self._events: deque[tuple[str, str]] = deque(maxlen=_MAX_EVENTS)
         self._interrupted: tuple[float, int] | None = None  # end of the last step before a new world, and its size
-
-    def _totals(self) -> tuple[float, ...]:
-        return (
-            self.num_steps,
-            self.step_s,
-            self.data_s,
-            self.backward_s,
-            self.between_s,
-            self.wait_s,
-            self.reduce_s,
-            self.transport_s,
-            self.optimizer_s,
-            self.num_bytes,
-            self.num_samples,
-        )
 
     def step_done(self) -> None:
         """Record the end of a step; samples since the last one belong to it."""
@@ -117,7 +82,7 @@ class Meter:
         self.step_s += lasted_s
         if lasted_s > self._longest_s:
             self._longest_s = lasted_s
-        self._completed = self._totals()  # one assignment: a reader sees only whole steps
+        self.completed = _totals(self)  # one assignment: a reader sees only whole steps
         if self._interrupted is not None:
             self._note_resumption(now)
 
@@ -131,7 +96,7 @@ class Meter:
     def restart_step(self) -> None:
         """Exclude time and samples since the last step from the next one: after an evaluation or in a new world."""
         self._last_end = time.perf_counter()
-        self.num_samples = self._completed[-1]
+        self.num_samples = self.completed[-1]
 
     def world_formed(self, rank: int, size: int) -> None:
         """Start a new world; its rank 0, if it has trained before, reports how long the training was interrupted."""
@@ -179,10 +144,6 @@ class Meter:
         longest, self._longest_s = self._longest_s, 0.0
         return longest
 
-    @property
-    def completed(self) -> tuple[float, ...]:
-        return self._completed
-
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call; tensors are converted here, not on the training thread."""
         taken, self._metrics = self._metrics, {}
@@ -216,29 +177,14 @@ class Reading:
     def sample(self, *, cpu_s: float = 0.0, memory_bytes: float = 0.0) -> Sample:
         now, totals = time.perf_counter(), self._meter.completed
         if not totals[0]:  # no steps at all: a script of bare collectives; still report its waits
-            totals = self._meter._totals()
-        differences = (new - old for new, old in zip(totals, self._before, strict=True))
-        steps, step_s, data_s, backward_s, between_s, wait_s, reduce_s, *rest = differences
-        transport_s, optimizer_s, num_bytes, num_samples = rest
-        window_s, self._at, self._before = now - self._at, now, totals
-        return Sample(
-            int(totals[0]),
-            int(steps),
-            window_s,
-            step_s,
-            self._meter.longest_s(),
-            data_s,
-            backward_s,
-            between_s,
-            wait_s,
-            reduce_s,
-            max(transport_s - reduce_s, 0.0),
-            optimizer_s,
-            num_bytes,
-            num_samples,
-            cpu_s,
-            memory_bytes,
+            totals = _totals(self._meter)
+        added = [new - old for new, old in zip(totals, self._before, strict=True)]
+        since: dict[str, Any] = dict(
+            zip(_TOTALS, added, strict=True), window_s=now - self._at, longest_s=self._meter.longest_s()
         )
+        hidden_s = max(since.pop("transport_s") - since["reduce_s"], 0.0)
+        self._at, self._before = now, totals
+        return Sample(step=int(totals[0]), hidden_s=hidden_s, cpu_s=cpu_s, memory_bytes=memory_bytes, **since)
 
 
 meter = Meter()

@@ -11,13 +11,13 @@ import json
 import os
 import socket
 import stat
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from hora.net import sockets
+from hora.watch.http import Access, new_token
 
 __all__ = [
     "Page",
@@ -26,6 +26,7 @@ __all__ = [
     "choose_page",
     "find_pages",
     "is_private",
+    "open_page",
     "page_from_url",
     "parse_address",
     "serve_address",
@@ -94,10 +95,17 @@ def is_private(stream: Any) -> bool:
     return stat.S_ISREG(mode) and not mode & 0o077
 
 
-def serve_address(facts: Mapping[str, Any]) -> socket.socket | None:
-    """Return a listening socket under which `find_pages` finds this process; None if the platform has none."""
-    if not sys.platform.startswith("linux"):
-        return None
+def open_page(listen: str, title: str, *, framed: bool = False) -> tuple[socket.socket, Access, Page]:
+    """Return a socket that listens at `host:port`, the access control of the page there, and its address."""
+    host, port = parse_address(listen)
+    sock = bind(host, port)
+    url, hosts = urls_of(host, sock.getsockname()[1])
+    access = Access(new_token(), hosts, framed=framed)
+    return sock, access, Page(url, access.token, title, os.getpid())
+
+
+def serve_address(facts: Mapping[str, Any]) -> socket.socket:
+    """Return a listening socket under which `find_pages` finds this process."""
     return sockets.listen(f"{_PREFIX}{os.getuid()}-{os.getpid()}-{facts.get('id', '')[:16]}")
 
 

@@ -1,28 +1,57 @@
-"""A minimal HTTP/1.1 server part: read a request within limits and write a response. No routes, no secrets.
+"""The page's HTTP: requests within limits, responses, the page's files, and access control. No routes.
 
 It uses the standard library's asyncio, so a page needs no packages. Every response closes its connection; only streams
 stay open, and their writer waits at most a few seconds for a slow reader.
+
+The token (256 bits) is in the fragment of the page's address, which browsers do not send; the page sends it in a
+header. There is no cookie, so another page cannot make the browser send the token (no CSRF), and other ports of this
+machine never see it. The Host header must be one of the server's names, which prevents DNS rebinding; so must the
+Origin, if there is one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import functools
+import hashlib
+import hmac
+import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
+from importlib import resources
 from urllib.parse import unquote
 
 __all__ = [
     "MAX_HEAD_BYTES",
+    "Access",
     "Answer",
     "BadRequest",
     "HttpRequest",
     "finish",
     "head_of",
+    "new_token",
     "read_request",
+    "site_files",
     "write",
     "write_answer",
 ]
+
+_STYLES = ("uPlot.min.css", "page.css")
+_SCRIPTS = ("uPlot.iife.min.js", "charts.js", "timeline.js", "page.js")
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src '{style}'; img-src 'self' data:; connect-src 'self'; "
+    "form-action 'none'; base-uri 'none'; frame-ancestors {ancestors}; require-trusted-types-for 'script'; "
+    "trusted-types 'none'"
+)
+_SECURITY_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
 
 MAX_HEAD_BYTES = 16 * 1024
 _MAX_BODY_BYTES = 64 * 1024
@@ -48,7 +77,10 @@ class Answer:
     body: bytes = b""
     content_type: str = "text/plain; charset=utf-8"
     status: int = 200
-    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def error(cls, status: int, text: object) -> Answer:
+        return cls(f"{text}\n".encode(), status=status)
 
 
 async def read_request(reader: asyncio.StreamReader) -> HttpRequest | None:
@@ -96,7 +128,7 @@ def _parse(head: bytes) -> HttpRequest:
 
 def head_of(answer: Answer, extra: Mapping[str, str], *, length: int | None) -> bytes:
     phrase = HTTPStatus(answer.status).phrase
-    headers = {"Content-Type": answer.content_type, "Connection": "close", **extra, **answer.headers}
+    headers = {"Content-Type": answer.content_type, "Connection": "close", **extra}
     if length is not None:
         headers["Content-Length"] = str(length)
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
@@ -117,3 +149,71 @@ async def finish(writer: asyncio.StreamWriter) -> None:
     """Close the connection once everything is sent. Raises TimeoutError if the peer does not read."""
     writer.close()
     await asyncio.wait_for(writer.wait_closed(), _WRITE_LIMIT_S)
+
+
+@functools.cache
+def site_files() -> dict[str, Answer]:
+    """Return the page's files by path."""
+    html = _site("index.html").replace("<style></style>", f"<style>{_style()}</style>")
+    script = '"use strict";\n' + "\n".join(map(_site, _SCRIPTS))
+    return {
+        "/": Answer(html.encode(), "text/html; charset=utf-8"),
+        "/page.js": Answer(script.encode(), "text/javascript; charset=utf-8"),
+    }
+
+
+@functools.cache
+def _style_hash() -> str:
+    """Return the source for the page's content security policy, which allows only these styles."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(_style().encode()).digest()).decode()
+
+
+@functools.cache
+def _style() -> str:
+    return "\n".join(map(_site, _STYLES))
+
+
+def _site(name: str) -> str:
+    return resources.files("hora.watch").joinpath("site", name).read_text(encoding="utf-8")
+
+
+def new_token() -> str:
+    """Return 256 random bits."""
+    return secrets.token_urlsafe(32)
+
+
+@dataclass(frozen=True)
+class Access:
+    """`hosts`: the accepted values of the Host header. `framed`: a notebook embeds the page."""
+
+    token: str
+    hosts: frozenset[str]
+    framed: bool = False
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of every response."""
+        ancestors = "http: https:" if self.framed else "'none'"
+        return {
+            **_SECURITY_HEADERS,
+            "Content-Security-Policy": _POLICY.format(ancestors=ancestors, style=_style_hash()),
+        }
+
+    def check_place(self, headers: Mapping[str, str]) -> Answer | None:
+        """Check every request: it must name this server, and come from its own page or from no page at all."""
+        if headers.get("host", "").lower() not in self.hosts:
+            return Answer.error(421, "this server does not go by that name")
+        origin = headers.get("origin")
+        if origin is not None and origin.lower() not in {f"http://{host}" for host in self.hosts}:
+            return Answer.error(403, "requests of other pages are refused")
+        if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and (
+            headers.get("sec-fetch-mode") != "navigate"
+        ):
+            return Answer.error(403, "requests of other pages are refused")
+        return None
+
+    def check_token(self, headers: Mapping[str, str]) -> Answer | None:
+        """Check the token, which all requests for data or actions need."""
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self.token.encode()):
+            return Answer.error(401, "the token is missing or wrong: use the whole address that the job printed")
+        return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import os
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, TextIO
 
 from hora.watch import address, view
-from hora.watch.access import Access, new_token
+from hora.watch.http import Access
 from hora.watch.kubeflow import Controller, Reports
 from hora.watch.model import MAX_LINE_CHARS, Entry, Run
 from hora.watch.recording import Recorder
@@ -72,19 +71,18 @@ class Dashboard:
         self._asked_about = ""
         self._stop_at_commit = False
         self._profiled: dict[int, float] = {}
-        notebook = page and _in_notebook()
-        host, port = address.parse_address(listen)
-        sockets = [address.bind(host, port)] if page else []
-        url, hosts = address.urls_of(host, sockets[0].getsockname()[1] if sockets else 0)
-        access = Access(new_token(), hosts, framed=notebook)
-        self.page = address.Page(url, access.token, str(facts.get("title", "")), os.getpid())
+        self.page: address.Page | None = None
+        sockets, access, notebook = [], Access("", frozenset()), page and _in_notebook()
+        if page:
+            sock, access, self.page = address.open_page(listen, str(facts.get("title", "")), framed=notebook)
+            sockets.append(sock)
         self._server = PageServer(
             self._run, access, controls=self, bundle=self._bundle, on_entry=self._recorder.take, on_tick=self._look
         )
         self._server.start(sockets)
-        if page:
-            self._serve_address(facts)
-            self._announce(host, notebook, sys.stderr)
+        if self.page is not None:
+            self._server.watch_address(address.serve_address(facts), self.page)
+            _announce(self.page, address.parse_address(listen)[0], notebook, sys.stderr)
 
     # ---- the job ------------------------------------------------------------------------------------------
 
@@ -182,28 +180,6 @@ class Dashboard:
             bundle.writestr("README", "Open run.hora with `hora view run.hora`.\n")
         return data.getvalue()
 
-    # ---- where it is --------------------------------------------------------------------------------------
-
-    def _serve_address(self, facts: Mapping[str, Any]) -> None:
-        sock = address.serve_address(facts)
-        if sock is not None:
-            self._server.watch_address(sock, self.page)
-
-    def _announce(self, host: str, notebook: bool, stream: TextIO) -> None:
-        if host not in ("127.0.0.1", "localhost", "::1"):
-            _log.warning("the dashboard listens on %s without encryption: anyone on the network can read it", host)
-        if notebook:
-            _show_in_notebook(self.page.full_url)
-        elif address.is_private(stream):
-            print(f"hora: see it live: {self.page.full_url}", file=stream, flush=True)
-        else:  # other people may read this output
-            print(
-                f"hora: see it live: {self.page.url} (`hora top --url` prints the address with its token, "
-                "to you alone; `hora top` shows the job here)",
-                file=stream,
-                flush=True,
-            )
-
 
 class _Output:
     """Splits the workers' output into lines, and drops lines beyond a readable rate."""
@@ -230,6 +206,22 @@ class _Output:
                     letter + b"[... more than %d lines in a second: the rest is omitted here]" % _MAX_LINES_PER_S
                 )
             return lines
+
+
+def _announce(page: address.Page, host: str, notebook: bool, stream: TextIO) -> None:
+    if host not in ("127.0.0.1", "localhost", "::1"):
+        _log.warning("the dashboard listens on %s without encryption: anyone on the network can read it", host)
+    if notebook:
+        _show_in_notebook(page.full_url)
+    elif address.is_private(stream):
+        print(f"hora: see it live: {page.full_url}", file=stream, flush=True)
+    else:  # other people may read this output
+        print(
+            f"hora: see it live: {page.url} (`hora top --url` prints the address with its token, "
+            "to you alone; `hora top` shows the job here)",
+            file=stream,
+            flush=True,
+        )
 
 
 def _in_notebook() -> bool:

@@ -7,6 +7,7 @@ that only one thread calls at a time.
 from __future__ import annotations
 
 import json
+import operator
 from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -16,12 +17,17 @@ from typing import Any, NamedTuple
 from hora.telemetry import Report, Sample
 from hora.watch.lateness import Straggler, Timed, Verdict, find_line, find_stragglers
 
-__all__ = ["Entry", "Event", "Grid", "Line", "RankState", "Run"]
+__all__ = ["KINDS", "Entry", "Event", "Grid", "Line", "RankState", "Run"]
 
-# A cell holds the sums of these sample fields (all durations and counts), and the longest step.
-_SUMS = (1, 3, 5, 6, 7, 8, 9, 10, 11, 12, 13)
-_LONGEST = 4
-_WIDTH = len(_SUMS) + 1
+# Kinds of entries, in the order of their numbers in a recording.
+KINDS = ("world", "report", "joined", "exited", "failed", "line", "event", "stack", "profile", "end")
+
+# A cell holds the sums of a sample's durations and counts, and the longest step.
+_SUMS = ("num_steps", "step_s", "data_s", "backward_s", "between_s", "wait_s", "reduce_s", "hidden_s", "optimizer_s",
+         "num_bytes", "num_samples")  # fmt: skip
+_CELL = (*_SUMS, "longest_s")
+_WIDTH = len(_CELL)
+_summands = operator.attrgetter(*_SUMS)
 _EMPTY = bytes(8)
 MAX_LINES = 4000
 MAX_LINE_CHARS = 2000
@@ -49,32 +55,16 @@ class _Row:
         self.values = array("d", _EMPTY * (_WIDTH * num_bins))
 
     def add(self, index: int, sample: Sample) -> None:
-        values, place = self.values, index * _WIDTH
-        for column in _SUMS:
-            values[place] += sample[column]
-            place += 1
-        if sample[_LONGEST] > values[place]:
-            values[place] = sample[_LONGEST]
+        values = self.values
+        for place, value in enumerate(_summands(sample), index * _WIDTH):
+            values[place] += value
+        longest = (index + 1) * _WIDTH - 1
+        values[longest] = max(values[longest], sample.longest_s)
 
     def cell(self, index: int) -> Sample | None:
-        (
-            steps,
-            step_s,
-            data_s,
-            backward_s,
-            between_s,
-            wait_s,
-            reduce_s,
-            hidden_s,
-            optimizer_s,
-            num_bytes,
-            num_samples,
-            longest_s,
-        ) = self.values[index * _WIDTH : (index + 1) * _WIDTH]
-        if not steps:
-            return None
-        sums = (data_s, backward_s, between_s, wait_s, reduce_s, hidden_s, optimizer_s, num_bytes, num_samples)
-        return Sample(0, int(steps), 0.0, step_s, longest_s, *sums)
+        sums = self.values[index * _WIDTH : (index + 1) * _WIDTH]
+        fields: dict[str, Any] = dict(zip(_CELL, sums, strict=True))
+        return Sample(**fields) if fields["num_steps"] else None
 
     def halve(self) -> None:
         values, half = self.values, len(self.values) // _WIDTH // 2
@@ -251,28 +241,27 @@ class Run:
     def take(self, entry: Entry) -> None:
         """Take an entry. Raises ValueError for an invalid one."""
         self.now = max(self.now, _time(entry.at))
-        handler = _HANDLERS.get(entry.kind)
-        if handler is None:
+        if entry.kind not in KINDS:
             raise ValueError(f"unknown entry {entry.kind!r}")
         try:
-            handler(self, entry)
+            getattr(self, f"_{entry.kind}")(entry, self._by_worker.get(entry.worker))
         except (KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"a damaged entry {entry.kind!r}: {error!r}") from None
 
-    def _world(self, entry: Entry) -> None:
+    def _world(self, entry: Entry, place: RankState | None) -> None:
         """{"generation": g, "places": [[worker, rank, host], …]}"""
         news = json.loads(entry.data)
         generation, former = int(news["generation"]), self._by_worker
         if not 0 <= generation < _MAX_GENERATION:
             raise ValueError("invalid generation number")
-        places = [RankState(int(rank), int(worker), str(host)[:200]) for worker, rank, host in news["places"]]
+        states = [RankState(int(rank), int(worker), str(host)[:200]) for worker, rank, host in news["places"]]
         self.generation, self.places, self._by_worker = generation, {}, {}
-        for place in places:
-            if not 0 <= place.rank < _MAX_RANKS:
+        for state in states:
+            if not 0 <= state.rank < _MAX_RANKS:
                 continue
-            if place.worker in former and former[place.worker].state == "here":
-                place.state = "here"
-            self.places[place.rank] = self._by_worker[place.worker] = place
+            if state.worker in former and former[state.worker].state == "here":
+                state.state = "here"
+            self.places[state.rank] = self._by_worker[state.worker] = state
         self.worlds.append((entry.at, self.generation, len(self.places)))
         self.stepped = False
         self._recent.clear()
@@ -280,8 +269,7 @@ class Run:
         if self.generation > 0:
             self.note(entry.at, "world", -1, f"generation {self.generation}: {len(self.places)} ranks")
 
-    def _report(self, entry: Entry) -> None:
-        place = self._by_worker.get(entry.worker)
+    def _report(self, entry: Entry, place: RankState | None) -> None:
         if place is None:
             return
         report = Report.decode(entry.data)
@@ -313,15 +301,14 @@ class Run:
         while recent[0][0] < at - _RECENT_S:
             recent.popleft()
 
-    def _joined(self, entry: Entry) -> None:
-        place = self._by_worker.get(entry.worker)
+    def _joined(self, entry: Entry, place: RankState | None) -> None:
         if place is not None and place.state == "starting":
             place.state = "here"
             place.heard_at = entry.at
 
-    def _exited(self, entry: Entry) -> None:
+    def _exited(self, entry: Entry, place: RankState | None) -> None:
         """{"code": c, "reason": text}"""
-        news, place = json.loads(entry.data), self._by_worker.get(entry.worker)
+        news = json.loads(entry.data)
         if place is None or place.state in ("done", "lost", "failed"):
             return
         code, reason = int(news["code"]), str(news.get("reason", ""))
@@ -332,16 +319,15 @@ class Run:
         place.state, place.why = "lost", reason or f"exit code {code}"
         self.note(entry.at, "lost", place.rank, f"rank {place.rank} on {place.host} is lost: {place.why}")
 
-    def _failed(self, entry: Entry) -> None:
+    def _failed(self, entry: Entry, place: RankState | None) -> None:
         """{"headline": text}: the function raised on this worker."""
-        news, place = json.loads(entry.data), self._by_worker.get(entry.worker)
+        news = json.loads(entry.data)
         if place is not None and place.state not in ("lost", "failed"):
             place.state, place.why = "failed", str(news["headline"])[:500]
             self.note(entry.at, "failed", place.rank, f"rank {place.rank} on {place.host}: {place.why}")
 
-    def _line(self, entry: Entry) -> None:
+    def _line(self, entry: Entry, place: RankState | None) -> None:
         """A line of output: the stream's first letter, then the text."""
-        place = self._by_worker.get(entry.worker)
         text = entry.data[1:].decode(errors="replace")
         if len(text) > MAX_LINE_CHARS:
             text = text[:MAX_LINE_CHARS] + " …"
@@ -350,21 +336,19 @@ class Run:
         rank = place.rank if place is not None else entry.worker
         self.lines.append(Line(self.num_lines, entry.at, rank, stream, text))
 
-    def _event(self, entry: Entry) -> None:
+    def _event(self, entry: Entry, place: RankState | None) -> None:
         """{"kind": k, "text": t}"""
-        news, place = json.loads(entry.data), self._by_worker.get(entry.worker)
+        news = json.loads(entry.data)
         self.note(entry.at, str(news["kind"]), place.rank if place else -1, str(news["text"]))
 
-    def _stack(self, entry: Entry) -> None:
+    def _stack(self, entry: Entry, place: RankState | None) -> None:
         """{"threads": [[name, frames], …]}: the rank's current stacks, the training thread first."""
-        place = self._by_worker.get(entry.worker)
         if place is not None:
             threads = [[str(name)[:100], _frames(frames)] for name, frames in json.loads(entry.data)["threads"][:32]]
             self.stacks[place.rank] = {"at": entry.at, "threads": threads}
 
-    def _profile(self, entry: Entry) -> None:
+    def _profile(self, entry: Entry, place: RankState | None) -> None:
         """{"num_samples": n, "seconds": s, "stacks": [[count, frames], …]}: samples of the rank's training thread."""
-        place = self._by_worker.get(entry.worker)
         if place is not None:
             news = json.loads(entry.data)
             stacks = [[int(count), _frames(frames)] for count, frames in news["stacks"][:50]]
@@ -376,7 +360,7 @@ class Run:
             }
             self._find_lines(entry.at)
 
-    def _end(self, entry: Entry) -> None:
+    def _end(self, entry: Entry, place: RankState | None) -> None:
         """{"outcome": done | failed | stopped, "text": t}"""
         news = json.loads(entry.data)
         self.outcome, self.outcome_text = str(news["outcome"]), str(news.get("text", ""))[:4000]
@@ -534,17 +518,3 @@ def _frames(frames: Sequence[Any]) -> list[list[Any]]:
 def _ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
-
-
-_HANDLERS = {
-    "world": Run._world,
-    "report": Run._report,
-    "joined": Run._joined,
-    "exited": Run._exited,
-    "failed": Run._failed,
-    "line": Run._line,
-    "event": Run._event,
-    "stack": Run._stack,
-    "profile": Run._profile,
-    "end": Run._end,
-}

@@ -17,12 +17,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from hora.watch.model import Entry, Run
+from hora.watch.model import KINDS, Entry, Run
 
 __all__ = ["Recorder", "read_entries", "read_run"]
 
 _MAGIC = b"HORA-RUN 2\n"
-_KINDS = ("world", "report", "joined", "exited", "failed", "line", "event", "stack", "profile", "end")
 _ENTRY = struct.Struct("<dBiI")
 _LENGTH = struct.Struct("<I")
 _BLOCK_BYTES = 256 * 1024
@@ -53,7 +52,7 @@ class Recorder:
             return
         if not self._entries:
             self._since = entry.at
-        self._entries += _ENTRY.pack(entry.at, _KINDS.index(entry.kind), entry.worker, len(entry.data))
+        self._entries += _ENTRY.pack(entry.at, KINDS.index(entry.kind), entry.worker, len(entry.data))
         self._entries += entry.data
         if len(self._entries) > _BLOCK_BYTES or entry.at - self._since > _BLOCK_S:
             self.flush()
@@ -121,8 +120,8 @@ def _entries_of(data: bytes) -> Iterator[Entry]:
     while position + _ENTRY.size <= len(data):
         at, kind, worker, length = _ENTRY.unpack_from(data, position)
         position += _ENTRY.size
-        if kind < len(_KINDS):
-            yield Entry(at, _KINDS[kind], worker, data[position : position + length])
+        if kind < len(KINDS):
+            yield Entry(at, KINDS[kind], worker, data[position : position + length])
         position += length
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hora.watch import address
-from hora.watch.access import Access, new_token
-from hora.watch.address import Page
+from hora.watch.address import Page, open_page
 from hora.watch.model import Run
 from hora.watch.recording import read_run
 from hora.watch.server import PageServer
@@ -24,15 +21,12 @@ def open_recording(path: str | Path, *, listen: str = "") -> tuple[PageServer, P
     """Serve a recording or a timeline. Raises ValueError if the file is neither."""
     timeline = read_timeline(path) if is_timeline(path) else None
     run = read_run(path) if timeline is None else Run({"title": Path(path).name, "began": timeline["began"]})
-    host, port = address.parse_address(listen)
-    sock = address.bind(host, port)
-    url, hosts = address.urls_of(host, sock.getsockname()[1])
-    access = Access(new_token(), hosts)
-    server = PageServer(run, access, timeline=timeline, live=False)
-    server.start([sock])
     title = str(run.facts.get("title", "") or Path(path).name)
     plain = "".join(letter if letter.isprintable() else "?" for letter in title[:200])  # for display in a terminal
-    return server, Page(url, access.token, plain, os.getpid())
+    sock, access, page = open_page(listen, plain)
+    server = PageServer(run, access, timeline=timeline, live=False)
+    server.start([sock])
+    return server, page
 
 
 MAX_BYTES = 512 * 2**20

@@ -19,17 +19,18 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from hora.net.acceptor import Acceptor, Arrival
-from hora.watch import prometheus, view
-from hora.watch.access import Access, site_files
+from hora.watch import view
 from hora.watch.address import Page, answer_caller
 from hora.watch.http import (
     MAX_HEAD_BYTES,
+    Access,
     Answer,
     BadRequest,
     HttpRequest,
     finish,
     head_of,
     read_request,
+    site_files,
     write,
     write_answer,
 )
@@ -245,7 +246,7 @@ class PageServer:
                 if request is not None:
                     await self._answer(sock, request, reader, writer)
             except BadRequest as error:
-                await write_answer(writer, Answer(f"{error}\n".encode(), status=400), self._access.headers())
+                await write_answer(writer, Answer.error(400, error), self._access.headers())
             await finish(writer)
 
     def _complain(self, error: object) -> None:
@@ -260,12 +261,12 @@ class PageServer:
         extra = self._access.headers()
         refusal = self._access.check_place(request.headers)
         if refusal is None and request.path in self._files and request.method in ("GET", "HEAD"):
-            await write_answer(writer, Answer(*self._files[request.path]), extra)
+            await write_answer(writer, self._files[request.path], extra)
             return
         if refusal is None:
             refusal = self._access.check_token(request.headers)
         if refusal is not None:
-            await write_answer(writer, Answer(f"{refusal.text}\n".encode(), status=refusal.status), extra)
+            await write_answer(writer, refusal, extra)
             return
         self._acceptor.identified(sock)
         if request.path == "/api/stream" and request.method == "GET":
@@ -279,20 +280,19 @@ class PageServer:
             if request.path == "/api/run":
                 return _json(self._everything())
             if request.path == "/metrics":
-                text = prometheus.exposition(self.run)
-                return Answer(text.encode(errors="replace"), prometheus.CONTENT_TYPE)
+                return Answer(view.metrics(self.run).encode(errors="replace"), view.METRICS_TYPE)
             if request.path == "/api/timeline" and self._timeline is not None:
                 return _json(self._timeline)
             if request.path == "/api/bundle" and self._bundle is not None:
                 return Answer(self._bundle(), "application/zip")
         elif request.method == "POST" and request.path.startswith("/api/"):
             return self._act(request.path.removeprefix("/api/"), request.body)
-        return Answer(b"not found\n", status=404)
+        return Answer.error(404, "not found")
 
     def _act(self, action: str, body: bytes) -> Answer:
         controls = self._controls
         if controls is None or self.run.outcome is not None:
-            return Answer(b"the job is over: no action is possible\n", status=409)
+            return Answer.error(409, "the job is over: no action is possible")
         try:
             arguments: Mapping[str, Any] = json.loads(body or b"{}", parse_constant=_refuse)
             if action == "stacks":
@@ -304,9 +304,9 @@ class PageServer:
             elif action == "remove":
                 controls.remove(int(arguments["rank"]))
             else:
-                return Answer(b"there is no such action\n", status=404)
+                return Answer.error(404, "there is no such action")
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            return Answer(f"this cannot be done: {error}\n".encode(), status=400)
+            return Answer.error(400, f"this cannot be done: {error}")
         return _json({"done": action})
 
     def _everything(self) -> dict[str, Any]:
@@ -319,8 +319,8 @@ class PageServer:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, extra: Mapping[str, str]
     ) -> None:
         if len(self._viewers) >= MAX_VIEWERS:
-            text = f"{MAX_VIEWERS} pages already show this job: close one of them\n"
-            await write_answer(writer, Answer(text.encode(), status=503), extra)
+            refusal = Answer.error(503, f"{MAX_VIEWERS} pages already show this job: close one of them")
+            await write_answer(writer, refusal, extra)
             return
         self._tick()  # so that the next update starts where this snapshot ends
         viewer: asyncio.Queue[bytes | None] = asyncio.Queue(_MAX_BACKLOG)
