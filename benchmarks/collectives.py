@@ -2,13 +2,11 @@
 
     python -m benchmarks.collectives -np 2                       the table of the README, about a minute
     python -m benchmarks.collectives -np 4 --sizes 4K,1M --json results.json
-    python -m benchmarks.collectives -np 2 --cases allgather,broadcast,alltoall,reducescatter
     python -m benchmarks.hosts --rate 1gbit --cases fp16,bf16,int8      a sum with compression, also against one without
 
 One thread per rank, float32, private tensors. The contenders take turns, so that other load on the machine affects all
 of them. Numbers are medians of single calls on rank 0. "times" is the median over the rounds of gloo's median divided
-by hvd's, with the smallest and largest round in brackets. `copy` copies the same bytes on every rank at once: the limit
-that memory sets.
+by hvd's, with the smallest and largest round in brackets. Other collectives: `benchmarks.process_group`.
 """
 
 from __future__ import annotations
@@ -20,13 +18,18 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
+import horovod.torch as hvd
 from benchmarks.names import some_of
 
 SIZES = "4K,64K,1M,16M,64M"
-CASES = ("sum", "average", "many", "broadcast", "allgather", "alltoall", "reducescatter", "fp16", "bf16", "int8")
+CASES = ("sum", "average", "many", "fp16", "bf16", "int8")
 MANY = (1000, 1024)  # tensors, bytes each
 BLOCK_S = 0.08
 
@@ -62,43 +65,39 @@ def launch(arguments: argparse.Namespace) -> int:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    import torch
-    import torch.distributed as dist
-
-    import horovod.torch as hvd
-
-    torch.set_num_threads(1)
-    hvd.init()
-    join_gloo(dist, hvd)
     results = []
     agreed = lambda seconds: hvd.broadcast_object(seconds, root_rank=0)  # noqa: E731
-    for case in arguments.cases:
-        sizes = [MANY[0] * MANY[1]] if case == "many" else [num_bytes(size) for size in arguments.sizes.split(",")]
-        for size in sizes:
-            contenders, clear = contenders_of(case, size, torch, dist, hvd)
-            rows = measured(contenders, clear, arguments.rounds, lambda: dist.barrier(), agreed)
-            results.append({"case": case, "bytes": size, "ranks": hvd.size(), **summary(rows)})
-            if hvd.rank() == 0:
-                print(line(results[-1]), flush=True)
-    if hvd.rank() == 0 and arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-    dist.barrier()
-    dist.destroy_process_group()
-    hvd.shutdown()
+    with both_joined():
+        for case in arguments.cases:
+            sizes = [MANY[0] * MANY[1]] if case == "many" else [num_bytes(size) for size in arguments.sizes.split(",")]
+            for size in sizes:
+                contenders, clear = contenders_of(case, size)
+                rows = measured(contenders, clear, arguments.rounds, lambda: dist.barrier(), agreed)
+                results.append({"case": case, "bytes": size, "ranks": hvd.size(), **summary(rows)})
+                if hvd.rank() == 0:
+                    print(line(results[-1]), flush=True)
+        if hvd.rank() == 0 and arguments.json:
+            arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def join_gloo(dist, hvd) -> None:
-    """Create a gloo group of the same ranks; hvd broadcasts the port of its store."""
+@contextmanager
+def both_joined() -> Iterator[None]:
+    """Initialize hvd, and gloo for the same ranks, with one thread each; hvd broadcasts the port of gloo's store."""
+    torch.set_num_threads(1)
+    hvd.init()
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False) if hvd.rank() == 0 else None
     port = hvd.broadcast_object(store.port if store else None, root_rank=0)
     store = store or dist.TCPStore(address, port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size())
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+    hvd.shutdown()
 
 
-def contenders_of(case: str, size: int, torch, dist, hvd) -> tuple[Contenders, Callable[[], object]]:
+def contenders_of(case: str, size: int) -> tuple[Contenders, Callable[[], object]]:
     """Return the contenders, and a function to call between turns (so that sums stay finite)."""
-    count, ranks = size // 4, hvd.size()
     if case == "many":
         tensors = [torch.zeros(MANY[1] // 4) for _ in range(MANY[0])]
         names = [f"tensor.{number}" for number in range(MANY[0])]
@@ -117,46 +116,15 @@ def contenders_of(case: str, size: int, torch, dist, hvd) -> tuple[Contenders, C
 
         return {"hvd": many, "gloo": many_gloo}, lambda: None
 
-    tensor, other = torch.zeros(count), torch.zeros(count)
-    contenders: Contenders
+    tensor = torch.zeros(size // 4)
+    contenders: Contenders = {"gloo": lambda: dist.all_reduce(tensor)}
     if case in ("sum", "average"):
         op = hvd.Sum if case == "sum" else hvd.Average
-        contenders = {
-            "hvd": lambda: hvd.allreduce_(tensor, op=op, name="bench"),
-            "gloo": lambda: dist.all_reduce(tensor),
-            "copy": lambda: other.copy_(tensor),
-        }
-    elif case in ("fp16", "bf16", "int8"):
-        compression = getattr(hvd.Compression, case)
-        contenders = {
-            "hvd": lambda: hvd.allreduce(tensor, op=hvd.Sum, name="bench", compression=compression),
-            "float32": lambda: hvd.allreduce(tensor, op=hvd.Sum, name="bench"),
-            "gloo": lambda: dist.all_reduce(tensor),
-        }
-    elif case == "broadcast":
-        contenders = {
-            "hvd": lambda: hvd.broadcast_(tensor, 0, name="bench"),
-            "gloo": lambda: dist.broadcast(tensor, 0),
-            "copy": lambda: other.copy_(tensor),
-        }
-    elif case == "allgather":
-        mine, whole = torch.zeros(count // ranks), torch.zeros(count // ranks * ranks)
-        contenders = {
-            "hvd": lambda: hvd.allgather(mine, name="bench"),
-            "gloo": lambda: dist.all_gather_into_tensor(whole, mine),
-        }
-    elif case == "alltoall":
-        even, received = torch.zeros(count // ranks * ranks), torch.zeros(count // ranks * ranks)
-        contenders = {
-            "hvd": lambda: hvd.alltoall(even, name="bench"),
-            "gloo": lambda: dist.all_to_all_single(received, even),
-        }
+        contenders["hvd"] = lambda: hvd.allreduce_(tensor, op=op, name="bench")
     else:
-        even, part = torch.zeros(count // ranks * ranks), torch.zeros(count // ranks)
-        contenders = {
-            "hvd": lambda: hvd.reducescatter(even, op=hvd.Sum, name="bench"),
-            "gloo": lambda: dist.reduce_scatter_tensor(part, even),
-        }
+        compression = getattr(hvd.Compression, case)
+        contenders["hvd"] = lambda: hvd.allreduce(tensor, op=hvd.Sum, name="bench", compression=compression)
+        contenders["float32"] = lambda: hvd.allreduce(tensor, op=hvd.Sum, name="bench")
     return contenders, tensor.zero_
 
 
@@ -200,10 +168,8 @@ def summary(rows: dict[str, list[list[float]]]) -> dict[str, object]:
     if "float32" in rows:
         found["times_float32"] = statistics.median(ratios_of(rows["float32"], rows["hvd"]))
     for name, rounds in rows.items():
-        calls = sorted(call for one in rounds for call in one)
+        calls = [call for one in rounds for call in one]
         found[f"{name}_us"] = statistics.median(calls) * 1e6
-        found[f"{name}_p10_us"] = calls[len(calls) // 10] * 1e6
-        found[f"{name}_p90_us"] = calls[len(calls) * 9 // 10] * 1e6
     return found
 
 
@@ -212,13 +178,13 @@ def line(result: dict) -> str:
     text = f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
     if result["case"] == "many":
         text = f"{MANY[0]} x {MANY[1] >> 10} KiB"
-    copy = f"  copy {result['copy_us']:9.1f} us" if "copy_us" in result else ""
+    plain = ""
     if "times_float32" in result:
-        copy = f"  float32 {result['float32_us']:9.1f} us: times {result['times_float32']:.2f}"
+        plain = f"  float32 {result['float32_us']:9.1f} us: times {result['times_float32']:.2f}"
     return (
-        f"{result['case']:13s} np={result['ranks']} {text:>12s}  hvd {result['hvd_us']:9.1f} us "
-        f"({result['hvd_p10_us']:.0f}-{result['hvd_p90_us']:.0f})  gloo {result['gloo_us']:9.1f} us  "
-        f"times {result['times']:5.2f} [{result['times_least']:.2f}-{result['times_most']:.2f}]{copy}"
+        f"{result['case']:13s} np={result['ranks']} {text:>12s}  hvd {result['hvd_us']:9.1f} us  "
+        f"gloo {result['gloo_us']:9.1f} us  "
+        f"times {result['times']:5.2f} [{result['times_least']:.2f}-{result['times_most']:.2f}]{plain}"
     )
 
 

@@ -8,12 +8,10 @@ plain one's speed.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,7 +61,7 @@ def rate(step: Callable[[], None], options: argparse.Namespace) -> float:
     return options.steps * options.batch_size / (time.perf_counter() - begin)
 
 
-def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
+def measure(way: str, options: argparse.Namespace) -> dict[str, list[float]]:
     """Time both loops in turns; each goes first in every other round."""
     steps = {"plain": make_step(way, options, wrapped=False), "hvd": make_step(way, options, wrapped=True)}
     for step in steps.values():
@@ -73,14 +71,13 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
     for number in range(options.rounds):
         for name in sorted(steps, reverse=bool(number % 2)):
             rates[name].append(rate(steps[name], options))
-    return {"way": way, "images_per_s": rates}
+    return rates
 
 
-def report(result: dict[str, Any]) -> str:
-    """Print one line per precision."""
-    rates = result["images_per_s"]
+def report(way: str, rates: dict[str, list[float]]) -> str:
+    """Return one line per precision."""
     shares = [ours / plain for ours, plain in zip(rates["hvd"], rates["plain"], strict=True)]
-    parts = [f"{result['way']:28s}"]
+    parts = [f"{way:28s}"]
     parts += [
         f"{name} {statistics.median(of):6.0f} images/s ({min(of):.0f}..{max(of):.0f})" for name, of in rates.items()
     ]
@@ -96,7 +93,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="of one turn")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ways", type=some_of(WAYS), default="all", help=f"of {','.join(WAYS)} (default: all)")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(1, "this benchmark needs a GPU, and torch sees none here\n")
@@ -107,13 +103,9 @@ def main() -> None:
     print(
         f"torch {torch.__version__}, {torch.cuda.get_device_name()}, ResNet-{options.depth}, batch {options.batch_size}"
     )
-    results = []
     for way in options.ways:
-        results.append(measure(way, options))
-        print(report(results[-1]), flush=True)
+        print(report(way, measure(way, options)), flush=True)
         torch.cuda.empty_cache()
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
     hvd.shutdown()
 
 

@@ -12,12 +12,11 @@ import statistics
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 import horovod.torch as hvd
-from benchmarks.collectives import join_gloo
+from benchmarks.collectives import both_joined
 from benchmarks.models import WORKLOADS
-from benchmarks.training import make_step, timed
+from benchmarks.training import in_turns, make_step
 
 CONTENDERS = ("DDP", "overlap", "bf16", "int8")
 NUM_STEPS = 2  # steps per turn: over a slow cable a step takes half a second
@@ -30,13 +29,7 @@ def measured(model: str, rounds: int, num_steps: int) -> dict:
     for step in steps.values():
         for _ in range(3):  # ranks agree on buckets after the first step
             step()
-    times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            step()
-            dist.barrier()
-            mine = torch.tensor(timed(step, NUM_STEPS)[0])
-            times[name].append(hvd.allreduce(mine, op=hvd.Max, name="time").item())
+    times = in_turns(steps, rounds, NUM_STEPS)
     losses = {}
     for name, step in steps.items():
         loss = torch.zeros(())
@@ -66,19 +59,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    hvd.init()
-    join_gloo(dist, hvd)
     results = []
-    for model in arguments.models.split(","):
-        results.append(measured(model, arguments.rounds, arguments.steps))
+    with both_joined():
+        for model in arguments.models.split(","):
+            results.append(measured(model, arguments.rounds, arguments.steps))
+            if hvd.rank() == 0:
+                print(report(results[-1]), flush=True)
         if hvd.rank() == 0:
-            print(report(results[-1]), flush=True)
-    if hvd.rank() == 0:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-    dist.barrier()
-    dist.destroy_process_group()
-    hvd.shutdown()
+            arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+import horovod.torch as hvd
+from benchmarks.collectives import both_joined
 
 
 def proportional_mib() -> float:
@@ -27,58 +28,36 @@ def proportional_mib() -> float:
     raise RuntimeError("the kernel reports no proportional set size")
 
 
-def worker(contender: str, million: int, meet: str) -> None:
-    """Train a few steps and print this rank's memory."""
-    import horovod.torch as hvd
-
-    rank, size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=size)
-    hvd.init()
-    torch.manual_seed(0)
-    layers = max(million // 4, 1)
-    model: nn.Module = nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(layers)])
-    if contender == "DDP":
-        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
-    if contender == "sharded":
-        optimizer = hvd.DistributedOptimizer(optimizer, sharded=True)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.ones(2, 2000)).sum().backward()
-        optimizer.step()
-    dist.barrier()
-    used = torch.tensor([proportional_mib()])
-    dist.barrier()
-    dist.all_reduce(used)
-    if rank == 0:
-        print(f"{contender} {used.item():.0f}", flush=True)
-    dist.barrier()
-    hvd.shutdown()
-    dist.destroy_process_group()
+def worker(contender: str, million: int) -> None:
+    """Train a few steps and print the memory of all ranks."""
+    with both_joined():
+        torch.manual_seed(0)
+        layers = max(million // 4, 1)
+        model: nn.Module = nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(layers)])
+        if contender == "DDP":
+            model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
+        if contender == "sharded":
+            optimizer = hvd.DistributedOptimizer(optimizer, sharded=True)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 2000)).sum().backward()
+            optimizer.step()
+        dist.barrier()
+        used = torch.tensor([proportional_mib()])
+        dist.barrier()
+        dist.all_reduce(used)
+        if hvd.rank() == 0:
+            print(f"{contender} {used.item():.0f}", flush=True)
 
 
 def measure(contender: str, np: int, million: int) -> float:
     """Return the MiB of all ranks together."""
-    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-        probe.close()
-        command = [sys.executable, "-m", "benchmarks.memory", "--worker", contender]
-        command += ["--million", str(million), "--meet", f"{folder}/meet"]
-        processes = []
-        for rank in range(np):
-            env = {**os.environ, "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(np), "OMP_NUM_THREADS": "1"}
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            output = subprocess.PIPE if rank == 0 else None
-            processes.append(subprocess.Popen(command, env=env, stdout=output, text=True))
-        try:
-            text = processes[0].communicate(timeout=900)[0]
-            if any(process.wait(timeout=60) for process in processes):
-                raise RuntimeError(f"a rank of the memory benchmark failed ({contender})")
-        finally:
-            for process in processes:
-                process.kill()
-    return float(text.split()[-1])
+    command = [sys.executable, "-m", "horovod.runner.launch", "-np", str(np), sys.executable, "-m", "benchmarks.memory"]
+    command += ["--worker", contender, "--million", str(million)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=900, check=True)
+    return float(done.stdout.split()[-1])
 
 
 def main() -> None:
@@ -87,10 +66,9 @@ def main() -> None:
     parser.add_argument("--np", type=int, default=4)
     parser.add_argument("--million", type=int, default=100, help="parameters, in millions")
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--meet", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        worker(options.worker, options.million, options.meet)
+        worker(options.worker, options.million)
         return
     used = {name: measure(name, options.np, options.million) for name in ("DDP", "sharded")}
     print(

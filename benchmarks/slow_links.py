@@ -22,16 +22,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
 import hora
 import horovod.torch as hvd
 from benchmarks import offices
-from benchmarks.collectives import join_gloo
+from benchmarks.collectives import both_joined
 from benchmarks.models import WORKLOADS, Workload
-from benchmarks.training import make_optimizer, timed
+from benchmarks.training import in_turns, make_optimizer
 
 NEVER = 10**9
 WARM_UP = 4  # steps: PowerSGD begins after two at the earliest in torch
@@ -54,7 +53,6 @@ PLANNED = ("plain", "bf16", "int8", "PowerSGD 1", "PowerSGD 4", "DiLoCo 10", "Di
 PLANNED_LINKS = (
     {"rate": "1gbit", "delay": "1ms"},
     {"rate": "100mbit", "delay": "20ms"},
-    {"rate": "100mbit", "delay": "100ms"},
 )
 PLANNED_ROWS = {
     f"{model}, {' '.join(link.values())}": Row(link, model, PLANNED, 3, "")
@@ -130,24 +128,14 @@ def make_step(contender: str, workload: Workload) -> Callable[[], object]:
 
 def work(row: Row, rounds: int, numbers: Path) -> None:
     """Return, on one rank, the milliseconds of each contender's step, per round."""
-    torch.set_num_threads(1)
-    hvd.init()
-    join_gloo(dist, hvd)
-    steps = {name: make_step(name, WORKLOADS[row.model]) for name in row.contenders}
-    for step in steps.values():
-        for _ in range(WARM_UP):
-            step()
-    times: dict[str, list[float]] = {name: [] for name in row.contenders}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            hvd.barrier()
-            mine = torch.tensor(timed(step, row.num_steps)[0])
-            times[name].append(hvd.allreduce(mine, op=hvd.Max, name="time").item())
-    if hvd.rank() == 0:
-        numbers.write_text(json.dumps(times))
-    dist.barrier()
-    dist.destroy_process_group()
-    hvd.shutdown()
+    with both_joined():
+        steps = {name: make_step(name, WORKLOADS[row.model]) for name in row.contenders}
+        for step in steps.values():
+            for _ in range(WARM_UP):
+                step()
+        times = in_turns(steps, rounds, row.num_steps)
+        if hvd.rank() == 0:
+            numbers.write_text(json.dumps(times))
 
 
 def check_plan(row: Row, rounds: int, numbers: Path) -> None:
@@ -162,12 +150,7 @@ def check_plan(row: Row, rounds: int, numbers: Path) -> None:
         step, count = make_step(name, workload), int(name.split()[1]) if name.startswith("DiLoCo") else row.num_steps
         for _ in range(WARM_UP):
             step()
-        times = []
-        for _ in range(rounds):
-            hvd.barrier()
-            mine = torch.tensor(timed(step, count)[0])
-            times.append(hvd.allreduce(mine, op=hvd.Max, name="time").item())
-        found[name] = [predicted[name], statistics.median(times)]
+        found[name] = [predicted[name], statistics.median(in_turns({name: step}, rounds, count)[name])]
     if hvd.rank() == 0:
         numbers.write_text(json.dumps(found))
     hvd.barrier()

@@ -40,27 +40,24 @@ def meet():
     everybody = client.gather("meet", b"x", rank=world.rank, size=world.size, timeout_s=120).members
     client.close()
     return len(everybody)
-
-if __name__ == "__main__":
-    num_proc = int(sys.argv[1])
-    assert hora.launch.run.run(meet, num_proc=num_proc, start_timeout=120) == [num_proc] * num_proc
 """
-
 FUNCTION = """
 import sys
 import hora.launch.run
 
-def train():
+def meet():
     import torch
     import horovod.torch as hvd
     hvd.init()
     value = hvd.allreduce(torch.ones(1000), op=hvd.Sum)
     hvd.shutdown()
-    return value.sum().item()
-
+    return int(value.mean())
+"""
+# Each rank returns how many ranks have met.
+RUN = """
 if __name__ == "__main__":
     num_proc = int(sys.argv[1])
-    assert hora.launch.run.run(train, num_proc=num_proc, start_timeout=120) == [1000.0 * num_proc] * num_proc
+    assert hora.launch.run.run(meet, num_proc=num_proc, start_timeout=120) == [num_proc] * num_proc
 """
 
 
@@ -110,7 +107,7 @@ def main() -> None:
     options = parser.parse_args()
     print(f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}, Python {sys.version.split()[0]}")
     with tempfile.TemporaryDirectory() as folder:
-        scripts = {"empty": EMPTY, "training": TRAINING, "idle": IDLE, "function": FUNCTION}
+        scripts = {"empty": EMPTY, "training": TRAINING, "idle": IDLE + RUN, "function": FUNCTION + RUN}
         paths = {name: Path(folder) / f"{name}.py" for name in scripts}
         for name, path in paths.items():
             path.write_text(scripts[name])

@@ -2,9 +2,8 @@
 
 All contenders train the same model from the same weights on the same batches: without communication, DDP, DDP with the
 malloc settings of `hvd.init()` ("DDP-warm": the process keeps freed memory), Hora overlapped, Hora sharded. Each has
-its own processes, which sleep during other turns; with `--together` all share their processes, where all have warm
-memory. Reports medians over rounds, spread and ratios, and checks that the losses agree. `--profile` shows where a
-step's time goes.
+its own processes, which sleep during other turns. Reports medians over rounds, spread and ratios, and checks that the
+losses agree. `--profile` shows where a step's time goes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,53 +77,58 @@ def make_step(contender: str, workload: Workload, optimizer_kind: str, rank: int
     return step
 
 
-# One rank of a group of contenders: it executes orders from standard input, and answers each with one line.
+def worker(contender: str, meet: str) -> None:
+    """Run one rank of a contender, which follows orders from standard input: make MODEL OPTIMIZER, turn, profile.
 
-
-def worker(arguments: argparse.Namespace) -> None:
-    """Follow the orders: make MODEL OPTIMIZER, turn CONTENDER, profile CONTENDER."""
-    contenders = arguments.contenders
+    It answers each with one line.
+    """
     rank, size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
     torch.set_num_threads(1)
-    if arguments.pin:
-        cores = sorted(os.sched_getaffinity(0))
-        share = len(cores) // size
-        os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
-    if "DDP-warm" in contenders:
+    if contender == "DDP-warm":
         keep_freed_memory()
-    if not set(contenders) <= set(OURS):
-        dist.init_process_group("gloo", init_method=f"file://{arguments.meet}", rank=rank, world_size=size)
-    if not set(contenders).isdisjoint(OURS):
+    if contender in OURS:
         import horovod.torch as hvd
 
         hvd.init()
-    barrier = dist.barrier if dist.is_initialized() else hvd.barrier
-    steps: dict[str, Callable[[], torch.Tensor]] = {}
-    workload = next(iter(WORKLOADS.values()))
+        barrier = hvd.barrier
+    else:
+        dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=size)
+        barrier = dist.barrier
     for line in sys.stdin:
         order, *words = json.loads(line)
         answer: Any = None
         if order == "make":
             workload = WORKLOADS[words[0]]
-            steps = {name: make_step(name, workload, words[1], rank) for name in contenders}
-            answer = {name: [float(step()) for _ in range(4)][-1] for name, step in steps.items()}
-        elif order == "turn":
+            step = make_step(contender, workload, words[1], rank)
+            answer = [float(step()) for _ in range(4)][-1]
+        else:
             barrier()
-            steps[words[0]]()
-            answer = timed(steps[words[0]], workload.steps)
-        elif order == "profile":
-            barrier()
-            answer = profiled(steps[words[0]], workload.steps)
+            step()
+            answer = timed(step, workload.steps) if order == "turn" else profiled(step, workload.steps)
         print(json.dumps(answer), flush=True)
     barrier()
 
 
-def timed(step: Callable[[], object], count: int) -> tuple[float, float]:
-    """Return the milliseconds of a step: wall time, and processor time of all threads of this rank."""
-    start, start_cpu = time.perf_counter(), time.process_time()
+def timed(step: Callable[[], object], count: int) -> float:
+    """Return the milliseconds of a step."""
+    start = time.perf_counter()
     for _ in range(count):
         step()
-    return (time.perf_counter() - start) / count * 1e3, (time.process_time() - start_cpu) / count * 1e3
+    return (time.perf_counter() - start) / count * 1e3
+
+
+def in_turns(steps: Mapping[str, Callable[[], object]], rounds: int, count: int) -> dict[str, list[float]]:
+    """Return the milliseconds of each contender's step in every round, on the slowest rank; all share this process."""
+    import horovod.torch as hvd
+
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            step()
+            hvd.barrier()
+            mine = torch.tensor(timed(step, count))
+            times[name].append(hvd.allreduce(mine, op=hvd.Max, name="time").item())
+    return times
 
 
 def profiled(step: Callable[[], object], count: int) -> str:
@@ -145,15 +149,14 @@ def profiled(step: Callable[[], object], count: int) -> str:
 
 
 class Group:
-    """The processes of one contender, or of several that share them."""
+    """The processes of one contender."""
 
-    def __init__(self, contenders: Sequence[str], np: int, folder: str, *, pin: bool) -> None:
-        self.contenders = contenders
+    def __init__(self, contender: str, np: int, folder: str) -> None:
+        self.contender = contender
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        meet = Path(folder) / f"meet-{contenders[0]}"
-        command = [sys.executable, "-m", "benchmarks.training", "--worker", "--meet", str(meet)]
-        command += ["--contenders", ",".join(contenders), *(["--pin"] if pin else [])]
+        meet = Path(folder) / f"meet-{contender}"
+        command = [sys.executable, "-m", "benchmarks.training", "--worker", contender, "--meet", str(meet)]
         self._processes = []
         for rank in range(np):
             env = {**os.environ, "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(np), "OMP_NUM_THREADS": "1"}
@@ -171,7 +174,7 @@ class Group:
                 return [json.loads(process.stdout.readline()) for process in self._processes]
         except (OSError, ValueError):  # a closed pipe, or half a line
             self._kill()
-            text = f"a rank of {','.join(self.contenders)} ended in {' '.join(order)}, or took more than {LIMIT_S:g} s"
+            text = f"a rank of {self.contender} ended in {' '.join(order)}, or took more than {LIMIT_S:g} s"
             raise RuntimeError(text) from None
 
     def end(self) -> None:
@@ -199,25 +202,19 @@ class Group:
 
 def measure(groups: Sequence[Group], model: str, kind: str, rounds: int) -> dict[str, Any]:
     """Milliseconds per step of each contender, one figure per round: the mean over the ranks."""
-    times: dict[str, list[float]] = {}
-    slowest: dict[str, list[float]] = {}
-    work: dict[str, list[float]] = {}
-    losses: dict[str, float] = {}
-    for group in groups:
-        losses |= group.ask("make", model, kind)[0]
+    times: dict[str, list[float]] = {group.contender: [] for group in groups}
+    slowest: dict[str, list[float]] = {group.contender: [] for group in groups}
+    losses = {group.contender: group.ask("make", model, kind)[0] for group in groups}
     for _ in range(rounds):
         for group in groups:
-            for name in group.contenders:
-                answers = group.ask("turn", name)
-                times.setdefault(name, []).append(statistics.mean(answer[0] for answer in answers))
-                slowest.setdefault(name, []).append(max(answer[0] for answer in answers))
-                work.setdefault(name, []).append(statistics.mean(answer[1] for answer in answers))
+            answers = group.ask("turn")
+            times[group.contender].append(statistics.mean(answers))
+            slowest[group.contender].append(max(answers))
     return {
         "task": model,
         "optimizer": kind,
         "ms": times,
         "slowest_ms": slowest,  # of the slowest rank: no step that ends together can take less than "alone" has here
-        "cpu_ms": work,  # steadier than the clock on a busy machine
         "losses": losses,
     }
 
@@ -227,8 +224,7 @@ def report(result: dict[str, Any]) -> str:
     medians = {name: statistics.median(times) for name, times in result["ms"].items()}
     parts = [f"{result['task']:11s} {result['optimizer']:4s} np={result['np']}"]
     for name, times in result["ms"].items():
-        cpu = statistics.median(result["cpu_ms"][name])
-        parts.append(f"{name} {medians[name]:.2f} ms ({min(times):.2f}..{max(times):.2f}; cpu {cpu:.2f})")
+        parts.append(f"{name} {medians[name]:.2f} ms ({min(times):.2f}..{max(times):.2f})")
         if name == "alone":
             parts.append(f"its slowest rank {statistics.median(result['slowest_ms'][name]):.2f} ms")
     for peer in PEERS:
@@ -248,14 +244,13 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     contenders = [arguments.profile] if arguments.profile else arguments.contenders
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        lists = [contenders] if arguments.together else [[name] for name in contenders]
-        groups = [Group(names, arguments.np, folder, pin=arguments.pin) for names in lists]
+        groups = [Group(name, arguments.np, folder) for name in contenders]
         try:
             for model in arguments.models:
                 for kind in arguments.optimizers:
                     if arguments.profile:
                         groups[0].ask("make", model, kind)
-                        text = groups[0].ask("profile", arguments.profile)[0]
+                        text = groups[0].ask("profile")[0]
                         print(f"{model}, {kind}, {arguments.profile}\n{text}", flush=True)
                         continue
                     results.append(measure(groups, model, kind, arguments.rounds) | {"np": arguments.np})
@@ -273,11 +268,9 @@ def parser() -> argparse.ArgumentParser:
     for name, known in (("--models", WORKLOADS), ("--optimizers", OPTIMIZERS), ("--contenders", CONTENDERS)):
         result.add_argument(name, type=some_of(known), default="all", help=f"of {','.join(known)} (default: all)")
     result.add_argument("--rounds", type=int, default=5)
-    result.add_argument("--together", action="store_true", help="all contenders in the same processes")
-    result.add_argument("--pin", action="store_true", help="give each rank of every contender its own cores")
     result.add_argument("--profile", default="", help="profile this contender instead")
     result.add_argument("--json", default="")
-    result.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    result.add_argument("--worker", help=argparse.SUPPRESS)
     result.add_argument("--meet", default="", help=argparse.SUPPRESS)
     return result
 
@@ -285,7 +278,7 @@ def parser() -> argparse.ArgumentParser:
 if __name__ == "__main__":
     parsed = parser().parse_args()
     if parsed.worker:
-        worker(parsed)
+        worker(parsed.worker, parsed.meet)
     else:
         measured = run(parsed)
         if parsed.json:

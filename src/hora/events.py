@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,60 +39,47 @@ class Timeline:
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close()
         self._body_end = 0
         epoch = int(time.time() * 1e6)
-        self._write(
-            [
-                {"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": epoch}},
-                {"name": "process_sort_index", "ph": "M", "pid": 0, "args": {"sort_index": 0}},
-            ]
-        )
+        with self._writing() as events:
+            self._describe(0, {"start_time_since_epoch_in_micros": epoch}, events)
 
     def arrived(self, names: Iterable[str], operation: str, member: int) -> None:
         """Record that a rank has announced these tensors."""
-        with self._lock:
-            events: list[dict[str, Any]] = []
+        with self._writing() as events:
             for name in names:
                 pid = self._pid(name, events)
                 if name not in self._negotiating:
                     self._negotiating.add(name)
                     events.append(self._event("B", pid, f"NEGOTIATE_{operation}"))
                 events.append(self._event("X", pid, str(member)) | {"dur": 0})
-            self._write(events)
 
     def agreed(self, names: Iterable[str]) -> None:
         """Record that every rank has announced these tensors."""
-        with self._lock:
-            events: list[dict[str, Any]] = []
+        with self._writing() as events:
             for name in names:
                 if name in self._negotiating:
                     self._negotiating.discard(name)
                     events.append(self._event("E", self._pid(name, events)))
-            self._write(events)
 
     def begin(self, names: Iterable[str], what: str) -> None:
         """Record the start of an operation, or of an activity inside it, for all these tensors."""
-        with self._lock:
-            events: list[dict[str, Any]] = []
+        with self._writing() as events:
             for name in names:
-                pid = self._pid(name, events)
-                events.append(self._event("B", pid, what))
-            self._write(events)
+                events.append(self._event("B", self._pid(name, events), what))
 
     def end(self, names: Sequence[str], facts: Sequence[dict[str, str]] | None = None) -> None:
         """End the innermost open activity; `facts` (dtype, shape) belong to the operation's end."""
-        with self._lock:
-            events: list[dict[str, Any]] = []
+        with self._writing() as events:
             for index, name in enumerate(names):
                 event = self._event("E", self._pid(name, events))
                 if facts is not None:
                     event["args"] = facts[index]
                 events.append(event)
-            self._write(events)
 
     def cycle(self) -> None:
         """Record the start of a negotiation round (only with `mark_cycles`)."""
         if self.mark_cycles:
-            with self._lock:
-                self._write([{"ph": "i", "name": "CYCLE_START", "ts": self._now(), "s": "g"}])
+            with self._writing() as events:
+                events.append({"ph": "i", "name": "CYCLE_START", "ts": self._now(), "s": "g"})
 
     def close(self) -> None:
         if not self._lock.acquire(timeout=_CLOSE_LIMIT_S):
@@ -115,9 +102,20 @@ class Timeline:
         pid = self._pids.get(name)
         if pid is None:
             pid = self._pids[name] = len(self._pids) + 1
-            events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}})
-            events.append({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}})
+            self._describe(pid, {"name": name}, events)
         return pid
+
+    def _describe(self, pid: int, facts: dict[str, Any], events: list[dict[str, Any]]) -> None:
+        events.append({"name": "process_name", "ph": "M", "pid": pid, "args": facts})
+        events.append({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}})
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[list[dict[str, Any]]]:
+        """Collect events and write them."""
+        with self._lock:
+            events: list[dict[str, Any]] = []
+            yield events
+            self._write(events)
 
     def _write(self, events: list[dict[str, Any]]) -> None:
         if not events or self._file.closed:

@@ -58,12 +58,10 @@ class Peer:
     `speaker`: the number of the worker or rank whose key it holds (-1: a shared key). `name` and `number` (of the
     worker, task or rank) belong to the server's handler. `host`: the remote address, or the process for a local socket;
     `where`: the same in more detail, for messages. `broken`: the host does not answer; the kernel reports the end of a
-    process. The server provides `flush` and `drop` and calls them on its thread.
+    process.
     """
 
-    def __init__(
-        self, sock: socket.socket, *, host: str, where: str, flush: Callable[[Peer], None], drop: Callable[[Peer], None]
-    ) -> None:
+    def __init__(self, server: Server, sock: socket.socket, *, host: str, where: str) -> None:
         self.sock, self.host, self.where = sock, host, where
         self.speaker = ANYBODY
         self.name, self.number = where, -1
@@ -73,7 +71,7 @@ class Peer:
         self.open = True
         self.broken = self.reset = False  # `reset`: apparently ended by the peer's host or in transit
         self.drained = True  # nothing is queued
-        self._flush, self._drop = flush, drop
+        self._server = server
         self._lock = threading.Lock()
         self._sender = 0  # the thread that is in `send`
         self._outbox: deque[tuple[Header, bytes]] = deque()
@@ -96,7 +94,7 @@ class Peer:
                 self._sender = 0
                 self._lock.release()
             if left:
-                self._flush(self)
+                self._server.call(lambda: self._server.flush(self))
 
     @property
     def interrupted(self) -> bool:
@@ -121,7 +119,7 @@ class Peer:
 
     def close(self) -> None:
         """End the connection, soon."""
-        self._drop(self)
+        self._server.call(lambda: self._server.drop(self))
 
     def close_socket(self) -> None:
         """Close the socket, called by the server: no other thread sends any more."""
@@ -176,10 +174,6 @@ class Timer:
     def cancel(self) -> None:
         self.function = None
 
-    def run(self) -> None:
-        if self.function is not None:
-            self.function()
-
 
 class Server:
     """Serves the addresses passed to `listen` on a thread (`name`); `failed` gets an internal error that ended it."""
@@ -228,7 +222,7 @@ class Server:
     def peer_at(self, connection: Connection) -> Peer:
         """Return the other end of a connection that this process has opened as a peer: pass it to `serve`."""
         connection.sock.setblocking(False)
-        peer = self._peer(connection.sock, host="", where="the process that was called")
+        peer = Peer(self, connection.sock, host="", where="the process that was called")
         peer.opener, peer.sealer = connection.opener, connection.sealer
         return peer
 
@@ -336,7 +330,7 @@ class Server:
         for key, events in self._selector.select(wait_s):
             if isinstance(key.data, Peer):
                 if events & selectors.EVENT_WRITE:
-                    self._flush(key.data)
+                    self.flush(key.data)
                 if events & selectors.EVENT_READ and key.data.open:
                     self._read(key.data)
             else:
@@ -345,25 +339,18 @@ class Server:
             self._calls.popleft()()
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
-            heapq.heappop(self._timers)[2].run()
+            timer = heapq.heappop(self._timers)[2]
+            if timer.function is not None:
+                timer.function()
 
     def _receive_stranger(self, arrival: Arrival) -> Peer:
         sock = arrival.sock
         sockets.tune(sock, silence_limit_s=self._silence_limit_s)
         assert self._credentials is not None
-        peer = self._peer(sock, host=arrival.host, where=arrival.where)
+        peer = Peer(self, sock, host=arrival.host, where=arrival.where)
         peer.handshake = ServerHandshake(self._credentials, max_payload_bytes=self._max_payload_bytes)
         self._selector.register(sock, selectors.EVENT_READ, peer)
         return peer
-
-    def _peer(self, sock: socket.socket, *, host: str, where: str) -> Peer:
-        return Peer(
-            sock,
-            host=host,
-            where=where,
-            flush=lambda peer: self.call(lambda: self._flush(peer)),
-            drop=lambda peer: self.call(lambda: self._drop(peer)),
-        )
 
     def _read(self, peer: Peer) -> bool:
         """Read from the peer, including its end; returns False if there was nothing."""
@@ -379,7 +366,7 @@ class Server:
             if not data and handshake is not None and peer.sock.family != socket.AF_UNIX:
                 self._turn_away(peer, "it disconnected without authenticating")
             elif not data:  # a local socket: a process of the same user that checked whether the server runs
-                self._drop(peer)
+                self.drop(peer)
             elif handshake is not None:
                 self._greet(peer, handshake, data)
             else:
@@ -387,7 +374,7 @@ class Server:
         except (AuthenticationError, *_MALFORMED) as error:
             self._turn_away(peer, str(error) if isinstance(error, AuthenticationError) else repr(error))
         except OSError:
-            self._drop(peer)
+            self.drop(peer)
         except RuntimeError as error:
             if _NO_THREAD not in str(error):
                 raise
@@ -402,7 +389,7 @@ class Server:
                 peer.sock.send(REFUSAL)
             raise
         if answer and peer.sock.send(answer) != len(answer):
-            self._drop(peer)
+            self.drop(peer)
         elif handshake.session is not None:
             peer.sealer, peer.opener = handshake.session
             peer.handshake, peer.speaker = None, handshake.speaker
@@ -420,7 +407,8 @@ class Server:
             if not peer.open:
                 return
 
-    def _flush(self, peer: Peer) -> None:
+    def flush(self, peer: Peer) -> None:
+        """Send what the peer's socket accepts now, and watch for room if data is left."""
         if not peer.open:
             return
         try:
@@ -431,16 +419,17 @@ class Server:
             for _ in range(_LAST_READS):  # its last messages, perhaps a goodbye
                 if not peer.open or not self._read(peer):
                     break
-            self._drop(peer)
+            self.drop(peer)
             return
         if self._selector.get_key(peer.sock).events != events:
             self._selector.modify(peer.sock, events, peer)
 
     def _turn_away(self, peer: Peer, why: str) -> None:
         self._rejections.add(peer.where, why)
-        self._drop(peer)
+        self.drop(peer)
 
-    def _drop(self, peer: Peer) -> None:
+    def drop(self, peer: Peer) -> None:
+        """End the peer's connection now."""
         if not peer.open:
             return
         self._selector.unregister(peer.sock)

@@ -59,47 +59,41 @@ class _Ledger:
             self.num_bytes -= len(self._kept.popleft()[2])
         return [(header, payload) for _, header, payload in self._kept]
 
-    def take(self, header: Header, payload: bytes) -> tuple[bool, bool]:
-        """Return whether a message is new, and whether to acknowledge now."""
+    def take(self, header: Header, payload: bytes) -> tuple[bool, Header | None]:
+        """Return whether a message is for the owner, and the acknowledgement to send now, if any."""
+        if "_r" in header:
+            self.missing(int(header["_r"]))
+            return False, None
         number = int(header.pop("_q"))
         if number <= self.received:
-            return False, False
+            return False, None
         if number != self.received + 1:
             raise ValueError(f"message {number} of a session after message {self.received}")
         self.received = number
         self._untold_messages += 1
         self._untold_bytes += len(payload)
-        tell = self._untold_messages >= _TELL_MESSAGES or self._untold_bytes >= _TELL_BYTES
-        if tell:
-            self._untold_messages = self._untold_bytes = 0
-        return True, tell
+        if self._untold_messages < _TELL_MESSAGES and self._untold_bytes < _TELL_BYTES:
+            return True, None
+        self._untold_messages = self._untold_bytes = 0
+        return True, {"_r": self.received}
 
 
 class ClientSession:
     """The client's end. One receiver; any thread may send without waiting for a broken connection.
 
     `reopen(limit_s)` reconnects. `limit_s`: how long to try; 0: not at all. If the server's process has ended, it
-    refuses, and the client does not wait.
+    refuses, and the client does not wait. `connection`: the current one, if `connected`.
     """
 
     def __init__(self, connection: Connection, reopen: Callable[[float], Connection], *, limit_s: float = 0.0) -> None:
         self.limit_s = limit_s
-        self._connection, self._reopen = connection, reopen
+        self.connection, self._reopen = connection, reopen
         self._name = secrets.token_hex(16)
         self._ledger = _Ledger()
         self._lock = threading.Lock()
         self._closing = False
-        self._connected = True
+        self.connected = True
         connection.send({"session": self._name, "received": 0})
-
-    @property
-    def connection(self) -> Connection:
-        """The current connection."""
-        return self._connection
-
-    @property
-    def connected(self) -> bool:
-        return self._connected
 
     @property
     def unsent_bytes(self) -> int:
@@ -116,40 +110,36 @@ class ClientSession:
             self._pass_on(self._ledger.send(header, payload), payload)
 
     def _pass_on(self, header: Header, payload: bytes = b"") -> None:
-        if self._connected:
+        if self.connected:
             try:
-                self._connection.send(header, payload)
+                self.connection.send(header, payload)
             except OSError:  # the receiver notices too, and reconnects
-                self._connected = False
-                self._connection.shutdown()
+                self.connected = False
+                self.connection.shutdown()
 
     def receive(self, *, limit_s: float | None = None) -> tuple[Header, bytes]:
         """Return the next message. Raises EOFError if the server is gone, TimeoutError after that much silence."""
         while True:
             try:
-                header, payload = self._connection.receive(limit_s=limit_s)
+                header, payload = self.connection.receive(limit_s=limit_s)
             except TimeoutError:
                 raise
             except (EOFError, OSError) as error:
                 if not self._come_back():
                     raise EOFError(str(error)) from None
                 continue
-            if "_r" in header:
-                with self._lock:
-                    self._ledger.missing(int(header["_r"]))
-                continue
             with self._lock:
-                new, tell = self._ledger.take(header, payload)
-                if tell:
-                    self._pass_on({"_r": self._ledger.received})
+                new, acknowledgement = self._ledger.take(header, payload)
+                if acknowledgement is not None:
+                    self._pass_on(acknowledgement)
             if new:
                 return header, payload
 
     def _come_back(self) -> bool:
         deadline = time.monotonic() + self.limit_s
         with self._lock:
-            self._connected = False
-            self._connection.close()
+            self.connected = False
+            self.connection.close()
         while not self._closing and (left_s := deadline - time.monotonic()) > 0:
             try:
                 connection = self._reopen(left_s)
@@ -159,7 +149,7 @@ class ClientSession:
                 with self._lock:
                     for header, payload in self._ledger.missing(int(answer["received"])):
                         connection.send(header, payload)
-                    self._connection, self._connected = connection, not self._closing
+                    self.connection, self.connected = connection, not self._closing
                 return True
             except (AuthenticationError, ConnectionRefusedError, KeyError):
                 return False  # the server is gone, or no longer knows us
@@ -175,11 +165,11 @@ class ClientSession:
                 self._pass_on({"_bye": True})
             finally:
                 self._lock.release()
-        self._connection.shutdown()
+        self.connection.shutdown()
 
     def close(self) -> None:
         self.shutdown()
-        self._connection.close()
+        self.connection.close()
 
 
 class SessionPeer:
@@ -214,12 +204,9 @@ class SessionPeer:
     def take(self, header: Header, payload: bytes) -> bool:
         """Return whether this is a message for the handler."""
         with self._lock:
-            if "_r" in header:
-                self._ledger.missing(int(header["_r"]))
-                return False
-            new, tell = self._ledger.take(header, payload)
-            if tell and self._connected:
-                self._peer.send({"_r": self._ledger.received})
+            new, acknowledgement = self._ledger.take(header, payload)
+            if acknowledgement is not None and self._connected:
+                self._peer.send(acknowledgement)
             return new
 
     def cut(self, peer: Peer) -> bool:

@@ -8,6 +8,7 @@ import json
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,6 @@ __all__ = ["main", "make_parser"]
 
 _PROBE_LIMIT_S = 180.0
 _LEAVE_LIMIT_S = 5.0
-_LAST_WORDS_S = 2.0  # a dead probe's output may still be in the pipe, which its children may keep open
 
 
 def main(argv: Sequence[str]) -> int:
@@ -73,14 +73,12 @@ class _Patient:
 
     def __init__(self, name: str, argv: list[str]) -> None:
         self.name = name
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self._process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._complaints, text=True, errors="replace"
         )
         self.heard_at_s = 0.0  # when its last answer arrived, by our clock
         self._answers: queue.Queue[str | None] = queue.Queue()
-        self._complaints: list[str] = []
-        self._listener = threading.Thread(target=self._listen, name=f"hora-doctor {name}", daemon=True)
-        self._listener.start()
         threading.Thread(target=self._read, name=f"hora-doctor {name}", daemon=True).start()
 
     def _read(self) -> None:
@@ -92,10 +90,6 @@ class _Patient:
                 self._answers.put(answer)
         self._answers.put(None)
 
-    def _listen(self) -> None:
-        assert self._process.stderr is not None
-        self._complaints.extend(self._process.stderr)
-
     def answer(self, limit: float) -> Any:
         """Return the next JSON answer; raises RuntimeError with the host's error output if there is none."""
         try:
@@ -104,8 +98,9 @@ class _Patient:
             raise RuntimeError(f"no answer within {_PROBE_LIMIT_S:.0f} s") from None
         if line is None:
             status = self._process.wait(_PROBE_LIMIT_S)
-            self._listener.join(_LAST_WORDS_S)
-            raise RuntimeError("".join(self._complaints).strip() or f"the probe ended with status {status}")
+            self._complaints.seek(0)
+            complaints = self._complaints.read().decode(errors="replace").strip()
+            raise RuntimeError(complaints or f"the probe ended with status {status}")
         return json.loads(line)
 
     def ask(self, endpoints: list[tuple[str, int]]) -> None:
@@ -118,6 +113,7 @@ class _Patient:
         with contextlib.suppress(BrokenPipeError):  # it is gone already
             self._process.stdin.close()  # the probe ends at end of file
         wait_or_kill(self._process, _LEAVE_LIMIT_S)
+        self._complaints.close()
 
 
 def _examine(names: list[str], ssh: Ssh) -> int:
