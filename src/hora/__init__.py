@@ -15,26 +15,20 @@ if TYPE_CHECKING:
 __all__ = ["distributed", "plan", "report", "run"]
 
 
+_MODULES = {
+    "distributed": "hora.launch.run",
+    "plan": "hora.torch.plan",
+    "report": "hora.telemetry",
+    "run": "hora.launch.run",
+}
+
+
 def __getattr__(name: str) -> Any:
     # Lazy: `import hora` must cost nothing, because every worker process pays for it.
-    if name == "run":
-        from hora.launch.run import run
+    import importlib
 
-        return run
-    if name == "distributed":
-        from hora.launch.run import distributed
-
-        return distributed
-    if name == "report":
-        from hora.telemetry import report
-
-        return report
-    if name == "plan":
-        from hora.torch.plan import plan
-
-        return plan
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     if name == "__version__":
-        from hora.version import version
-
-        return version()
+        return importlib.import_module("hora.version").version()
     raise AttributeError(f"module 'hora' has no attribute {name!r}")

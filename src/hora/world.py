@@ -12,7 +12,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = [
     "PLAN_JOB",
@@ -268,18 +268,15 @@ def _from_horovod(env: Mapping[str, str]) -> World:
     rank, size = _integer(env, "HOROVOD_RANK"), _integer(env, "HOROVOD_SIZE")
     rendezvous = RendezvousEndpoint()
     if env.get("HORA_SECRET_FILE") and "HORA_JOB" in env:
-        rendezvous = RendezvousEndpoint(
-            kind="hora",
-            address=env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", ""),
-            port=_integer(env, "HOROVOD_GLOO_RENDEZVOUS_PORT"),
-            secret_file=env["HORA_SECRET_FILE"],
-            job=env["HORA_JOB"],
+        rendezvous = replace(
+            _launcher_endpoint(env, env["HORA_JOB"]),
             worker=_integer(env, "HORA_WORKER", -1),
             return_s=_integer(env, "HORA_LAUNCHER_TIMEOUT", 10),
             relay=env.get("HORA_RELAY", ""),
         )
     elif "HOROVOD_GLOO_RENDEZVOUS_PORT" in env and "MASTER_ADDR" not in env:
-        rendezvous = _planned_endpoint(env) if size > 1 or env.get("HORA_SECRET_FILE") else rendezvous
+        if size > 1 or env.get("HORA_SECRET_FILE"):
+            rendezvous = _launcher_endpoint(env, PLAN_JOB)
     elif size > 1:
         rendezvous = _tcp_endpoint(env, "horovod", one_host=_integer(env, "HOROVOD_LOCAL_SIZE", size) >= size)
     return World(
@@ -298,7 +295,7 @@ def _from_horovod(env: Mapping[str, str]) -> World:
     )
 
 
-def _planned_endpoint(env: Mapping[str, str]) -> RendezvousEndpoint:
+def _launcher_endpoint(env: Mapping[str, str], job: str) -> RendezvousEndpoint:
     if not env.get("HORA_SECRET_FILE"):
         raise ValueError(
             "HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT name a rendezvous, but there is no secret to authenticate "
@@ -311,7 +308,7 @@ def _planned_endpoint(env: Mapping[str, str]) -> RendezvousEndpoint:
         address=env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", ""),
         port=_integer(env, "HOROVOD_GLOO_RENDEZVOUS_PORT"),
         secret_file=env["HORA_SECRET_FILE"],
-        job=PLAN_JOB,
+        job=job,
     )
 
 

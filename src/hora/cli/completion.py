@@ -39,7 +39,9 @@ def _words() -> dict[str, dict[str, str]]:
     for name, command in COMMANDS.items():
         parser = command.make_parser()
         found[name] = dict(_words_of(parser)) if parser is not None else {"--help": "show help"}
-    found["demo"] |= {name: lab.summary for name, lab in LABS.items()}
+    for name, lab in LABS.items():
+        parser = lab.make_parser()
+        found["demo"] |= {name: lab.summary, **dict(_words_of(parser) if parser is not None else ())}
     return found
 
 
@@ -65,8 +67,8 @@ def _bash() -> str:
     ends = "|".join(_ENDS_AT_COMMAND)
     return f"""_hora() {{
   local current=${{COMP_WORDS[COMP_CWORD]}} name=${{COMP_WORDS[1]}} words
-  [[ ${{COMP_WORDS[0]}} == *horovodrun ]] && name=run
-  if [[ $COMP_CWORD -eq 1 && $name != run ]]; then
+  if [[ ${{COMP_WORDS[0]}} == *horovodrun ]]; then name=run
+  elif [[ $COMP_CWORD -eq 1 ]]; then
     COMPREPLY=($(compgen -W '{" ".join(words)} --help --version' -- "$current")); return
   fi
   case $name in
