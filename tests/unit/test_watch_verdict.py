@@ -56,6 +56,20 @@ def test_a_recorded_run_keeps_the_verdict_and_its_line(tmp_path):
     assert "slower than rank 0, " in notes[0]
 
 
+def test_a_profile_that_arrives_before_the_verdict_finds_its_line():
+    """A replay may name a slow rank later than the live page did, which asked for the profile."""
+    simulation = Simulation(num_ranks=2, slow=[Slowness(1, 1.4, part="between", begin=10.0)])
+    run = Run(simulation.facts)
+    for entry in simulation.entries(20.0):
+        run.take(entry)
+    run.take(_profile(run.now, 1, SLOW_PROFILE))
+    run.take(_profile(run.now, 0, ORDINARY_PROFILE))
+    assert not run.verdicts
+    run.look(run.now)
+    assert run.verdicts[-1].line is not None
+    assert run.verdicts[-1].line.own == SLEEP
+
+
 def test_of_two_ranks_the_slow_one_is_compared_with_the_other_of_more_with_the_median(tmp_path):
     for num_ranks, than in ((2, "rank 0"), (3, "the median")):
         run = _recorded(tmp_path, Simulation(num_ranks=num_ranks, slow=[Slowness(1, 1.4)]))

@@ -23,7 +23,7 @@ from typing import Any
 
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.keys import read_held_secret
-from hora.net.wire import Connection, Credentials, Header, connect, cut_parts
+from hora.net.wire import RECONNECT_PAUSE_S, Connection, Credentials, Header, connect, cut_parts
 from hora.world import RendezvousEndpoint, World
 
 __all__ = ["FUNCTION_KEY", "PATH_KEY", "ControlClient", "RankGroup"]
@@ -38,7 +38,6 @@ _QUICK_S = 60.0
 # A message's header carries an error's text and has room for little more.
 _MESSAGE_BYTES, _TRACEBACK_BYTES = 12 * 1024, 40 * 1024
 
-_PAUSE_S = 0.1
 # Not idempotent: the other ranks of an all-gather may have its failure, and an amount may have been added.
 _ONCE = ("gather", "add")
 
@@ -330,9 +329,7 @@ class ControlClient:
     def _receive(self) -> None:
         while True:
             header, payload = self._connection.receive()
-            if int(header.get("term", self._term)) < self._term:
-                raise ConnectionError("an outdated leader")
-            self._term = int(header.get("term", self._term))
+            self._check_term(header)
             if header.get("notice") == "ping":
                 self._send({"op": "pong"})
             elif "notice" in header:
@@ -351,25 +348,28 @@ class ControlClient:
                     connection.send(self._hello | {"id": 0})
                     answer, _ = connection.receive(limit_s=left_s)
                     connection.sock.settimeout(None)
-                    term = int(answer.get("term", self._term))
-                    if term < self._term:
-                        connection.close()
-                        raise ConnectionError("an outdated leader")
-                    self._term = term
-                    if "error" in answer:
-                        connection.close()
-                        return False
                     self._connection = connection
-                    return self._ask_again()
+                    self._check_term(answer)
+                    if "error" in answer:
+                        return False
+                    self._ask_again()
+                    return True
                 except AuthenticationError:
                     return False
                 except (OSError, EOFError) as error:
                     if isinstance(error.__cause__, ConnectionRefusedError):
                         return False  # the launcher is gone
-                    time.sleep(_PAUSE_S)
+                    self._connection.close()
+                    time.sleep(RECONNECT_PAUSE_S)
         return False
 
-    def _ask_again(self) -> bool:
+    def _check_term(self, header: Header) -> None:
+        term = int(header.get("term", self._term))
+        if term < self._term:
+            raise ConnectionError("an outdated leader")
+        self._term = term
+
+    def _ask_again(self) -> None:
         with self._state_lock:
             waiting = list(self._requests.values())
         for request in waiting:
@@ -378,7 +378,6 @@ class ControlClient:
                 request.done.set()
             else:
                 self._connection.send(request.question, request.attachment)
-        return True
 
     def _settle(self, header: Header, payload: bytes) -> None:
         with self._state_lock:

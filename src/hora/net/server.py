@@ -24,6 +24,7 @@ from hora.net.sockets import Where
 from hora.net.wire import (
     ANYBODY,
     MAX_PAYLOAD_BYTES,
+    RECEIVE_BYTES,
     REFUSAL,
     Connection,
     Credentials,
@@ -48,7 +49,6 @@ _MALFORMED = (
     struct.error,
 )  # raised by an invalid message
 _NO_THREAD = "can't start new thread"
-_RECEIVE_BYTES = 256 * 1024
 _LAST_READS = 64  # of a peer that no longer reads
 
 
@@ -356,7 +356,7 @@ class Server:
         """Read from the peer, including its end; returns False if there was nothing."""
         handshake = peer.handshake
         try:
-            data = peer.sock.recv(_RECEIVE_BYTES if handshake is None else handshake.wanted_bytes)
+            data = peer.sock.recv(RECEIVE_BYTES if handshake is None else handshake.wanted_bytes)
         except BlockingIOError:
             return False
         except OSError as error:

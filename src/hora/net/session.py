@@ -25,12 +25,11 @@ from typing import Protocol
 
 from hora.errors import AuthenticationError
 from hora.net.server import Peer, Server
-from hora.net.wire import Connection, Header
+from hora.net.wire import RECONNECT_PAUSE_S, Connection, Header
 
 __all__ = ["ClientSession", "SessionHandler", "SessionPeer", "Sessions"]
 
 _TELL_MESSAGES, _TELL_BYTES = 64, 256 * 1024  # acknowledge after this much
-_PAUSE_S = 0.1
 # A closed connection means that the process has died, unless there is a proxy in between; a reset one usually does. A
 # live process reconnects at once.
 _CLOSED_S, _RESET_S = 0.5, 2.0
@@ -154,7 +153,7 @@ class ClientSession:
             except (AuthenticationError, ConnectionRefusedError, KeyError):
                 return False  # the server is gone, or no longer knows us
             except (OSError, EOFError):
-                time.sleep(_PAUSE_S)
+                time.sleep(RECONNECT_PAUSE_S)
         return False
 
     def shutdown(self) -> None:

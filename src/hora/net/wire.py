@@ -64,6 +64,8 @@ SECRET_BYTES = 32
 MAX_FRAME_BYTES = 65535 - 16  # of a frame's body: a Noise message has at most 65,535 bytes, with its tag
 MAX_HEADER_BYTES = 60 * 1024
 MAX_PAYLOAD_BYTES = 16 * 1024**3
+RECEIVE_BYTES = 256 * 1024  # at most, at once
+RECONNECT_PAUSE_S = 0.1
 
 ANYBODY = -1
 REFUSAL = b"refused\n"
@@ -329,7 +331,6 @@ def cut_parts(payload: bytes, num_parts: int) -> list[tuple[int, bytes]]:
     return pieces
 
 
-_RECEIVE_BYTES = 256 * 1024
 _SHORTEST_REST_S, _LONGEST_REST_S = 0.005, 0.2
 
 
@@ -360,7 +361,10 @@ def _attempt(where: Where, credentials: Credentials, deadline: float, silence_li
     sock = sockets.open_socket(where, limit_s=deadline - time.monotonic())
     try:
         sockets.tune(sock, silence_limit_s=silence_limit_s)
-        session = _shake_hands(sock, credentials, deadline)
+        handshake = ClientHandshake(credentials)
+        sock.sendall(handshake.hello)
+        session, confirmation = handshake.finish(_receive_answer(sock, handshake.answer_bytes, deadline))
+        sock.sendall(confirmation)
         sock.settimeout(None)
     except (ConnectionResetError, BrokenPipeError):
         sock.close()
@@ -371,16 +375,8 @@ def _attempt(where: Where, credentials: Credentials, deadline: float, silence_li
     return Connection(sock, session)
 
 
-def _shake_hands(sock: socket.socket, credentials: Credentials, deadline: float) -> Session:
-    """Run the client's part of the handshake. Raises EOFError if the server closes the connection."""
-    handshake = ClientHandshake(credentials)
-    sock.sendall(handshake.hello)
-    session, confirmation = handshake.finish(_receive_answer(sock, handshake.answer_bytes, deadline))
-    sock.sendall(confirmation)
-    return session
-
-
 def _receive_answer(sock: socket.socket, num_bytes: int, deadline: float) -> bytes:
+    """Return the server's part of the handshake. Raises EOFError if the server closes the connection."""
     received = bytearray()
     while len(received) < num_bytes:
         sock.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -428,7 +424,7 @@ class Connection:
         if limit_s is not None:
             self.sock.settimeout(limit_s)
         while not self._ready:
-            data = self.sock.recv(_RECEIVE_BYTES)
+            data = self.sock.recv(RECEIVE_BYTES)
             if not data:
                 raise EOFError("the server closed the connection")
             self._ready.extend(self.opener.feed(data))

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
-from hora.telemetry.sample import Sample
+from hora.telemetry.sample import MAX_EVENTS, MAX_METRICS, MAX_NAME, Sample
 
 __all__ = ["Meter", "Reading", "meter", "meter_data_loaders", "report"]
 
@@ -24,9 +24,6 @@ __all__ = ["Meter", "Reading", "meter", "meter_data_loaders", "report"]
 _TOTALS = ("num_steps", "step_s", "data_s", "backward_s", "between_s", "wait_s", "reduce_s", "transport_s",
            "optimizer_s", "num_bytes", "num_samples")  # fmt: skip
 _totals = operator.attrgetter(*_TOTALS)
-_MAX_METRICS = 64
-_MAX_EVENTS = 64
-_MAX_NAME = 200
 
 
 def meter_data_loaders() -> None:
@@ -70,7 +67,7 @@ class Meter:
         self._last_end = time.perf_counter()
         self.completed: tuple[float, ...] = _totals(self)  # of the whole steps
         self._metrics: dict[str, SupportsFloat] = {}
-        self._events: deque[tuple[str, str]] = deque(maxlen=_MAX_EVENTS)
+        self._events: deque[tuple[str, str]] = deque(maxlen=MAX_EVENTS)
         self._interrupted: tuple[float, int] | None = None  # end of the last step before a new world, and its size
 
     def step_done(self) -> None:
@@ -121,7 +118,7 @@ class Meter:
         for name, value in metrics.items():
             detach = getattr(value, "detach", None)  # a tensor would keep its whole graph alive
             value = value if detach is None else detach()
-            if name in self._metrics or len(self._metrics) < _MAX_METRICS:
+            if name in self._metrics or len(self._metrics) < MAX_METRICS:
                 self._metrics[name] = value
 
     def event(self, kind: str, text: str) -> None:
@@ -150,7 +147,7 @@ class Meter:
         numbers = {}
         for name, value in taken.items():
             try:
-                numbers[name[:_MAX_NAME]] = float(value)
+                numbers[name[:MAX_NAME]] = float(value)
             except (TypeError, ValueError, RuntimeError):
                 continue
         return numbers

@@ -20,9 +20,9 @@ __all__ = ["MAX_REPORT_BYTES", "PARTS", "Report", "Sample"]
 PARTS = ("data", "forward", "backward", "between", "wait", "reduce", "optimizer")
 
 MAX_REPORT_BYTES = 64 * 1024
-_MAX_METRICS = 64
-_MAX_EVENTS = 64
-_MAX_NAME = 200
+MAX_METRICS = 64
+MAX_EVENTS = 64
+MAX_NAME = 200
 _MAX_STEPS = 2**63
 
 
@@ -120,8 +120,8 @@ class Report:
             return cls(
                 Sample._make(values),
                 None if waiting is None else _waiting(*waiting),
-                {str(key)[:_MAX_NAME]: float(value) for key, value in list(rest.get("m", {}).items())[:_MAX_METRICS]},
-                tuple((str(kind)[:_MAX_NAME], str(text)) for kind, text in rest.get("e", ())[:_MAX_EVENTS]),
+                {str(key)[:MAX_NAME]: float(value) for key, value in list(rest.get("m", {}).items())[:MAX_METRICS]},
+                tuple((str(kind)[:MAX_NAME], str(text)) for kind, text in rest.get("e", ())[:MAX_EVENTS]),
                 _host(rest.get("h", {})),
                 min(max(int(rest.get("t", 0)), 0), _MAX_STEPS),
             )
@@ -132,7 +132,7 @@ class Report:
 def _waiting(name: Any, waited_s: Any, ranks: Any) -> tuple[str, float, tuple[int, ...]]:
     if not math.isfinite(waited_s):
         raise ValueError("not a report: a wait is infinite")
-    return str(name)[:_MAX_NAME], float(waited_s), tuple(map(int, ranks))
+    return str(name)[:MAX_NAME], float(waited_s), tuple(map(int, ranks))
 
 
 def _host(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -399,6 +399,7 @@ class Run:
             verdict = Verdict(straggler, place.host if place is not None else "?", than)
             self.verdicts.append(verdict)
             self._latest_verdicts[straggler.rank] = verdict
+            self._find_lines(self.now)
             self.note(self.now, "stall", straggler.rank, verdict.sentence())
         for rank in self._latest_verdicts.keys() - self._named.keys():
             self._latest_verdicts[rank].close(self.now)
@@ -412,10 +413,12 @@ class Run:
         self.stragglers = []
 
     def _find_lines(self, at: float) -> None:
+        """Find the lines of the current verdicts in recent profiles: one may arrive before its verdict, or after it."""
         current = [v for v in self.verdicts if v.until is None or at - v.until < _LATE_PROFILE_S]
         slow = {verdict.rank for verdict in current}
+        profiles = {rank: profile for rank, profile in self.profiles.items() if at - profile["at"] < _LATE_PROFILE_S}
         for verdict in current:
-            verdict.line = find_line(self.profiles, verdict.rank, slow) or verdict.line
+            verdict.line = find_line(profiles, verdict.rank, slow) or verdict.line
 
     def _note_stall(self) -> None:
         stuck = self.stuck()
