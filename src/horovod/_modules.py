@@ -32,6 +32,7 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
         "hora.torch.process_sets: ProcessSet add_process_set global_process_set remove_process_set",
     ),
     "horovod.common.util": ("hora.legacy.util: *",),
+    "horovod.data": ("hora.data.loader: AsyncDataLoaderMixin BaseDataLoader",),
     "horovod.data.data_loader_base": ("hora.data.loader: AsyncDataLoaderMixin BaseDataLoader",),
     "horovod.ray.adapter": ("hora.ray.adapter: Adapter BaseParams",),
     "horovod.ray.elastic": (
@@ -180,6 +181,11 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
     ),
     "horovod.tensorflow.compression": ("hora.tensorflow.compression: *",),
     "horovod.tensorflow.functions": ("hora.tensorflow.functions: *",),
+    "horovod.tensorflow.mpi_ops": (
+        "hora.legacy.mpi_ops: HorovodBasics _basics",
+        "hora.tensorflow: *",
+        "hora.torch.reduce_op: handle_average_backwards_compatibility",
+    ),
     "horovod.tensorflow.sync_batch_norm": ("hora.keras.tensorflow_names: SyncBatchNormalization",),
     "horovod.tensorflow.util": ("tensorflow: _executing_eagerly=executing_eagerly",),
     "horovod.torch.compression": (
@@ -192,6 +198,12 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
         "hora.torch.elastic.torch_state: TorchState",
     ),
     "horovod.torch.functions": ("hora.torch.functions: *", "hora.torch.optimizer.state: *"),
+    "horovod.torch.mpi_ops": (
+        "hora.legacy.mpi_ops: * _basics",
+        "hora.legacy.util: gpu_available num_rank_is_power_2",
+        "hora.torch: *",
+        "hora.torch.reduce_op: handle_average_backwards_compatibility",
+    ),
     "horovod.torch.optimizer": (
         "hora.torch.optimizer.distributed: _DistributedAdasumOptimizer=DeltaOptimizer",
         "hora.torch.optimizer.base: _DistributedOptimizer",

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hora.config import on_databricks
-from hora.data.shard import DatasetShard, Rows
+from hora.data.shard import DatasetShard, Rows, Transformation
 from hora.world import place_variables
 
 if TYPE_CHECKING:
@@ -295,8 +295,6 @@ def _open_shard(
     transform_spec: Any,
     num_readers: int,
 ) -> DatasetShard:
-    from hora.data.shard import Transformation
-
     if (cur_shard is None) != (shard_count is None):
         raise ValueError(f"cur_shard and shard_count go together, but they are {cur_shard} and {shard_count}")
     filesystem, path = _filesystem(url)

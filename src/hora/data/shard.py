@@ -27,13 +27,17 @@ def even_batches(num_rows: int, num_steps: int) -> list[int]:
 
 
 class DatasetShard:
-    """One rank's rows of the dataset at `path`, read in spans (parts of row groups); `transform` maps a span's rows."""
+    """One rank's rows of the dataset at `path`, read in spans (parts of row groups); `transform` maps a span's rows.
+
+    Without a `filesystem`, `path` may be a URL that fsspec opens with the `storage_options`.
+    """
 
     def __init__(
         self,
         path: str,
         *,
         filesystem: Any = None,
+        storage_options: Mapping[str, Any] | None = None,
         cur_shard: int = 0,
         shard_count: int = 1,
         columns: Sequence[str] | None = None,
@@ -47,6 +51,10 @@ class DatasetShard:
             raise ValueError(
                 f"cur_shard must be at least 0 and less than shard_count={shard_count}, but it is {cur_shard}"
             )
+        if filesystem is None:
+            import fsspec
+
+            filesystem, path = fsspec.core.url_to_fs(path, **(storage_options or {}))
         self._columns, self._transform = columns, transform
         self._num_readers = num_readers
         self._kept: dict[Any, Rows] | None = {} if keep else None
@@ -202,7 +210,10 @@ class Transformation:
     """
 
     def __init__(
-        self, function: Callable[[Any], Any], edit_fields: Sequence[Any] | None, removed_fields: Sequence[str] | None
+        self,
+        function: Callable[[Any], Any] | None,
+        edit_fields: Sequence[Any] | None = None,
+        removed_fields: Sequence[str] | None = None,
     ) -> None:
         self._function = function
         self._edited = {str(entry[0]): entry for entry in edit_fields or ()}
@@ -212,21 +223,25 @@ class Transformation:
     def of(cls, spec: Any) -> Transformation:
         """Create it from a function, or from an object with a `func`, such as Petastorm's TransformSpec."""
         if not hasattr(spec, "func"):
-            return cls(spec, None, None)
+            return cls(spec)
         return cls(spec.func, getattr(spec, "edit_fields", None), getattr(spec, "removed_fields", None))
 
     def __call__(self, rows: Rows) -> Rows:
+        changed = self._changed(rows)
+        return {name: self._array(name, values) for name, values in changed.items() if name not in self._removed}
+
+    def _changed(self, rows: Rows) -> Mapping[str, Any]:
         import pandas
 
         frame = pandas.DataFrame({n: list(values) if values.ndim > 1 else values for n, values in rows.items()})
-        frame = self._function(frame)
-        return {str(name): self._array(frame, str(name)) for name in frame.columns if name not in self._removed}
+        frame = frame if self._function is None else self._function(frame)
+        return {str(name): frame[name].to_numpy() for name in frame.columns}
 
-    def _array(self, frame: Any, name: str) -> np.ndarray[Any, Any]:
-        values = frame[name].to_numpy()
-        if values.dtype == object:
+    def _array(self, name: str, values: Any) -> np.ndarray[Any, Any]:
+        if not isinstance(values, np.ndarray) or values.dtype == object:
             values = np.stack([np.asarray(value) for value in values])
         if name in self._edited:
             _, dtype, shape, *_ = self._edited[name]
-            values = values.astype(dtype).reshape(len(values), *(shape or ()))
+            values = values.astype(dtype)
+            values = values.reshape(len(values), *shape) if shape else values
         return values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -127,7 +128,7 @@ class HorovodGroupedReducescatter:
 
 
 class HorovodBasics:
-    """Starts, stops and queries the runtime; all objects share one runtime."""
+    """The functions of `hora.torch.basics` as methods; all objects share one runtime."""
 
     Average = reduce_op.Average
     Sum = reduce_op.Sum
@@ -136,35 +137,18 @@ class HorovodBasics:
     Max = reduce_op.Max
     Product = reduce_op.Product
 
-    init = staticmethod(basics.init)
-    shutdown = staticmethod(basics.shutdown)
-    is_initialized = staticmethod(basics.is_initialized)
-    start_timeline = staticmethod(basics.start_timeline)
-    stop_timeline = staticmethod(basics.stop_timeline)
-    rank = staticmethod(basics.rank)
-    size = staticmethod(basics.size)
-    local_rank = staticmethod(basics.local_rank)
-    local_size = staticmethod(basics.local_size)
-    cross_rank = staticmethod(basics.cross_rank)
-    cross_size = staticmethod(basics.cross_size)
-    is_homogeneous = staticmethod(basics.is_homogeneous)
-    mpi_threads_supported = staticmethod(basics.mpi_threads_supported)
-    mpi_enabled = staticmethod(basics.mpi_enabled)
-    mpi_built = staticmethod(basics.mpi_built)
-    gloo_enabled = staticmethod(basics.gloo_enabled)
-    gloo_built = staticmethod(basics.gloo_built)
-    nccl_built = staticmethod(basics.nccl_built)
-    ddl_built = staticmethod(basics.ddl_built)
-    ccl_built = staticmethod(basics.ccl_built)
-    cuda_built = staticmethod(basics.cuda_built)
-    rocm_built = staticmethod(basics.rocm_built)
-
     def __init__(self, pkg_path: str = "", *args: str) -> None:
         """Ignore the arguments, which locate Horovod's native library."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(basics, name)
 
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
         """Return the ranks of every registered process set."""
         return engine.current_runtime().sets.process_sets()
+
+
+_basics = HorovodBasics()
 
 
 class MPI:

@@ -75,14 +75,13 @@ class ParquetDataModule(DataModule):
         steps_per_epoch_val: int | None = None,
         verbose: int = 1,
         *,
-        filesystem: Any = None,
         train_reader_worker_count: int = 2,
         val_reader_worker_count: int = 2,
         random_seed: int | None = None,
         **kwargs: Any,
     ) -> None:
-        self._filesystem, self._storage_options = filesystem, dict(storage_options or {})
         self._common: dict[str, Any] = {
+            "storage_options": storage_options,
             "cur_shard": cur_shard,
             "shard_count": shard_count,
             "columns": schema_fields,
@@ -98,9 +97,9 @@ class ParquetDataModule(DataModule):
         self._val: DatasetShard | None = None
 
     def __enter__(self) -> ParquetDataModule:
-        self._train = self._shard(self._train_dir, self._train_readers)
+        self._train = DatasetShard(self._train_dir, num_readers=self._train_readers, **self._common)
         if self._val_dir is not None:
-            self._val = self._shard(self._val_dir, self._val_readers)
+            self._val = DatasetShard(self._val_dir, num_readers=self._val_readers, **self._common)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -128,11 +127,3 @@ class ParquetDataModule(DataModule):
         steps = self._val.num_steps(self._val_batch_size)
         sizes = (size for size in even_batches(self._val.num_rows, steps) if size)
         return itertools.islice(self._val.batches(sizes, rng=None), self._val_steps)
-
-    def _shard(self, path: str, num_readers: int) -> DatasetShard:
-        import fsspec
-
-        filesystem, place = self._filesystem, path
-        if filesystem is None:
-            filesystem, place = fsspec.core.url_to_fs(path, **self._storage_options)
-        return DatasetShard(place, filesystem=filesystem, num_readers=num_readers, **self._common)

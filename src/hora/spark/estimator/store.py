@@ -9,11 +9,12 @@ Users import the classes from `horovod.spark.common.store`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import posixpath
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -150,11 +151,11 @@ class Store:
 
     def get_local_output_dir_fn(self, run_id: str) -> Callable[[], LocalDirectory]:
         """Return a function that creates a temporary local directory as a context manager."""
-        return _TemporaryDirectory(run_id)
+        return functools.partial(temporary_folder, f"{posixpath.basename(run_id)}-")
 
     def sync_fn(self, run_id: str) -> Callable[[str], None]:
         """Return a function that copies a local directory into the run's directory, file by file."""
-        return _Sync(self, self.get_run_path(run_id))
+        return functools.partial(_copy, self, self.get_run_path(run_id))
 
     def to_remote(self, run_id: str, dataset_idx: int | None) -> RemoteStore:
         """Return the paths of this store that a rank needs."""
@@ -309,36 +310,18 @@ def temporary_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix=prefix, dir=scratch)
 
 
-@dataclass(frozen=True)
-class _TemporaryDirectory:
-    run_id: str
-
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[str]:
-        with temporary_folder(f"{posixpath.basename(self.run_id)}-") as folder:
-            yield folder
-
-    def __call__(self) -> LocalDirectory:
-        return self._open()
-
-
-@dataclass(frozen=True)
-class _Sync:
-    store: Store
-    target: str
-
-    def __call__(self, local_dir: str) -> None:
-        files = self.store.fs
-        target = self.store.get_localized_path(self.target)
-        for folder, _, names in os.walk(local_dir):
-            below = os.path.relpath(folder, local_dir)
-            place = target if below == "." else posixpath.join(target, *below.split(os.sep))
-            files.makedirs(place, exist_ok=True)
-            for name in names:
-                # If rank 0 dies while copying, the last complete file stays.
-                part = posixpath.join(place, f".{name}.part")
-                files.put_file(os.path.join(folder, name), part)
-                files.mv(part, posixpath.join(place, name))
+def _copy(store: Store, target: str, local_dir: str) -> None:
+    """Copy a local directory to this path of the store, file by file."""
+    files, target = store.fs, store.get_localized_path(target)
+    for folder, _, names in os.walk(local_dir):
+        below = os.path.relpath(folder, local_dir)
+        place = target if below == "." else posixpath.join(target, *below.split(os.sep))
+        files.makedirs(place, exist_ok=True)
+        for name in names:
+            # If rank 0 dies while copying, the last complete file stays.
+            part = posixpath.join(place, f".{name}.part")
+            files.put_file(os.path.join(folder, name), part)
+            files.mv(part, posixpath.join(place, name))
 
 
 def _indexed(path: str, idx: int | None) -> str:

@@ -7,10 +7,10 @@ plain UDF. The model is loaded once per Python worker and task. Works on classic
 from __future__ import annotations
 
 import copy
+import functools
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Predict", "TorchModel"]
 
 PredictRow = Callable[[torch.nn.Module, Any], Any]
+Predict = Callable[[Sequence[Sequence[Any]]], list["np.ndarray[Any, Any]"]]  # columns of rows -> values of each output
 _INTEGERS = ("tinyint", "smallint", "int", "bigint")
 
 
@@ -80,9 +81,9 @@ class TorchModel(HorovodModel):
         if missing:
             raise ValueError(f"the DataFrame has no column {', '.join(missing)}; it has {', '.join(dataset.columns)}")
         if type(self).get_prediction_fn is TorchModel.get_prediction_fn:
-            predict = self._predict()
-            outputs = _evaluated(predict, dataset, features, len(labels))
-            sizes = self._sizes(lambda row: predict.load()([[row[name]] for name in features]), dataset, len(labels))
+            load = self._loader()
+            outputs = _evaluated(load, dataset, features, len(labels))
+            sizes = self._sizes(lambda row: load()([[row[name]] for name in features]), dataset, len(labels))
         else:  # a subclass's function gets whole rows and may use any column
             by_rows = _PredictRow(self._packed(), self.get_prediction_fn())
             outputs = _evaluated_by_rows(by_rows, dataset, len(labels))
@@ -94,8 +95,9 @@ class TorchModel(HorovodModel):
         kept = [f"`{name}`" for name in dataset.columns if name not in names]
         return dataset.select(*kept, *predicted)
 
-    def _predict(self) -> Predict:
-        return _Predict(self._packed(), tuple(map(tuple, self.getOrDefault("input_shapes") or ())))
+    def _loader(self) -> Callable[[], Predict]:
+        """Return a picklable function that loads the model and returns its predictions of a batch."""
+        return functools.partial(_load, self._packed(), self.getOrDefault("input_shapes") or ())
 
     def _packed(self) -> bytes:
         model = self.getOrDefault("model")
@@ -140,33 +142,20 @@ class TorchModel(HorovodModel):
         return "scalar", of.simpleString()
 
 
-class Predict(Protocol):
-    """Maps columns of rows to a two-dimensional array of predictions per output. `load` returns the function."""
+def _load(model: bytes, input_shapes: Sequence[Sequence[int]]) -> Predict:
+    module = unpack_model(model)
 
-    def load(self) -> Callable[[Sequence[Sequence[Any]]], list[np.ndarray[Any, Any]]]: ...
-
-
-@dataclass(frozen=True)
-class _Predict:
-    """Predictions of a torch module."""
-
-    model: bytes
-    input_shapes: tuple[tuple[int, ...], ...]
-
-    def load(self) -> Callable[[Sequence[Sequence[Any]]], list[np.ndarray[Any, Any]]]:
-        module = unpack_model(self.model)
-        return lambda columns: self._batch(module, columns)
-
-    def _batch(self, module: torch.nn.Module, columns: Sequence[Sequence[Any]]) -> list[np.ndarray[Any, Any]]:
+    def predict(columns: Sequence[Sequence[Any]]) -> list[np.ndarray[Any, Any]]:
         inputs = [
             torch.tensor(np.array([_values(value) for value in column]), dtype=torch.float32) for column in columns
         ]
-        if self.input_shapes:
-            inputs = [tensor.reshape(shape) for tensor, shape in zip(inputs, self.input_shapes, strict=True)]
+        if input_shapes:
+            inputs = [tensor.reshape(tuple(shape)) for tensor, shape in zip(inputs, input_shapes, strict=True)]
         with torch.no_grad():
             outputs = module(*inputs)
-        num_rows = len(columns[0])
-        return [output.reshape(num_rows, -1).float().numpy() for output in _as_list(outputs)]
+        return [output.reshape(len(columns[0]), -1).float().numpy() for output in _as_list(outputs)]
+
+    return predict
 
 
 class _PredictRow:
@@ -203,13 +192,13 @@ def _evaluated_by_rows(predict: _PredictRow, frame: DataFrame, num_labels: int) 
     return function(sql.struct(*(frame[f"`{name}`"] for name in frame.columns)))
 
 
-def _evaluated(predict: Predict, frame: DataFrame, read: Sequence[str], num_labels: int) -> Column:
+def _evaluated(load: Callable[[], Predict], frame: DataFrame, read: Sequence[str], num_labels: int) -> Column:
     """Return a column of structs with the predictions `o0`, `o1`, …, each an array of doubles."""
     import pandas
     from pyspark.sql import functions as sql
 
     def batches(frames: Iterator[Any]) -> Iterator[Any]:
-        function = predict.load()
+        function = load()
         for columns in frames:
             series = list(columns) if isinstance(columns, tuple) else [columns]
             if not len(series[0]):

@@ -42,6 +42,8 @@ __all__ = [
     "num_steps",
     "open_data_module",
     "rank_device",
+    "rank_seed",
+    "reader_arguments",
     "train",
 ]
 
@@ -285,6 +287,34 @@ def losses_of(values: Mapping[str, Any], **known: Any) -> list[Callable[..., Any
     return losses * len(values["label_cols"]) if len(losses) == 1 else losses
 
 
+def reader_arguments(spec: RankSpec) -> dict[str, Any]:
+    """Return the arguments that the data modules of torch and Lightning share, for this rank's rows."""
+    values = spec.values
+    weight = values["sample_weight_col"]
+    return {
+        "train_dir": spec.remote.train_data_path,
+        "val_dir": spec.remote.val_data_path,
+        "num_train_epochs": values["epochs"],
+        "has_val": spec.dataset.val_rows > 0,
+        "train_batch_size": values["batch_size"],
+        "val_batch_size": values["val_batch_size"] or values["batch_size"],
+        "shuffle": values["shuffle"],
+        "inmemory_cache_all": values["inmemory_cache_all"],
+        "cur_shard": hvd.rank(),
+        "shard_count": hvd.size(),
+        "schema_fields": [*spec.features, *values["label_cols"], *([weight] if weight else [])],
+        "storage_options": spec.store.storage_options,
+        "steps_per_epoch_train": values["train_steps_per_epoch"],
+        "steps_per_epoch_val": values["validation_steps_per_epoch"],
+    }
+
+
+def rank_seed(spec: RankSpec) -> int | None:
+    """Return the seed of this rank's shuffling."""
+    seed = spec.values["random_seed"]
+    return None if seed is None else seed + hvd.rank()
+
+
 def open_data_module(spec: RankSpec) -> Any:
     """Return the configured data module for this rank's rows."""
     values = spec.values
@@ -294,32 +324,15 @@ def open_data_module(spec: RankSpec) -> Any:
             values["transformation_fn"], values["transformation_edit_fields"], values["transformation_removed_fields"]
         )
     reads_ahead = values["reader_pool_type"] != "dummy"
-    extra: dict[str, Any] = {
-        "continuous_cols": values["continuous_cols"],
-        "categorical_cols": values["categorical_cols"],
-    }
-    weight = values["sample_weight_col"]
     return (values["data_module"] or ParquetDataModule)(
-        train_dir=spec.remote.train_data_path,
-        val_dir=spec.remote.val_data_path,
-        num_train_epochs=values["epochs"],
-        has_val=spec.dataset.val_rows > 0,
-        train_batch_size=values["batch_size"],
-        val_batch_size=values["val_batch_size"] or values["batch_size"],
-        shuffle=values["shuffle"],
+        **reader_arguments(spec),
         transform_fn=transform,
-        inmemory_cache_all=values["inmemory_cache_all"],
-        cur_shard=hvd.rank(),
-        shard_count=hvd.size(),
-        schema_fields=[*spec.features, *values["label_cols"], *([weight] if weight else [])],
-        storage_options=spec.store.storage_options,
-        steps_per_epoch_train=values["train_steps_per_epoch"],
-        steps_per_epoch_val=values["validation_steps_per_epoch"],
         verbose=values["verbose"],
         train_reader_worker_count=values["train_reader_num_workers"] if reads_ahead else 0,
         val_reader_worker_count=values["val_reader_num_workers"] if reads_ahead else 0,
-        random_seed=None if values["random_seed"] is None else values["random_seed"] + hvd.rank(),
-        **extra,
+        random_seed=rank_seed(spec),
+        continuous_cols=values["continuous_cols"],
+        categorical_cols=values["categorical_cols"],
     )
 
 

@@ -5,8 +5,8 @@ It extends the torch model and replaces only the prediction itself.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -55,35 +55,28 @@ class KerasModel(TorchModel):
         """Return the Keras model."""
         return self.getOrDefault("model")
 
-    def _predict(self) -> Predict:
+    def _loader(self) -> Callable[[], Predict]:
         model = self.getOrDefault("model")
         if model is None:
             raise ValueError("there is no model: KerasModel(model=…)")
-        return _Predict(keras_of(model), pack_model(model), dict(self.getOrDefault("custom_objects") or {}))
+        known = dict(self.getOrDefault("custom_objects") or {})
+        return functools.partial(_load, keras_of(model), pack_model(model), known)
 
 
-@dataclass(frozen=True)
-class _Predict:
-    """Predictions of a Keras model."""
+def _load(package: str, packed: bytes, custom_objects: Mapping[str, Any]) -> Predict:
+    model = unpack_model(package, packed, custom_objects)
+    shapes = [(-1, *[extent or -1 for extent in one.shape[1:]]) for one in model.inputs]
+    dtypes = [str(getattr(one.dtype, "name", one.dtype)) for one in model.inputs]
 
-    package: str
-    model: bytes = field(repr=False)
-    custom_objects: dict[str, Any]
+    def predict(columns: Sequence[Sequence[Any]]) -> list[Any]:
+        inputs = [
+            np.array([value.toArray() if hasattr(value, "toArray") else value for value in column])
+            .reshape(shape)
+            .astype(dtype)
+            for column, shape, dtype in zip(columns, shapes, dtypes, strict=True)
+        ]
+        outputs = model.predict_on_batch(inputs[0] if len(inputs) == 1 else inputs)
+        found = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+        return [np.asarray(output, dtype=np.float32).reshape(len(columns[0]), -1) for output in found]
 
-    def load(self) -> Callable[[Sequence[Sequence[Any]]], list[Any]]:
-        model = unpack_model(self.package, self.model, self.custom_objects)
-        shapes = [(-1, *[extent or -1 for extent in one.shape[1:]]) for one in model.inputs]
-        dtypes = [str(getattr(one.dtype, "name", one.dtype)) for one in model.inputs]
-
-        def predict(columns: Sequence[Sequence[Any]]) -> list[Any]:
-            inputs = [
-                np.array([value.toArray() if hasattr(value, "toArray") else value for value in column])
-                .reshape(shape)
-                .astype(dtype)
-                for column, shape, dtype in zip(columns, shapes, dtypes, strict=True)
-            ]
-            outputs = model.predict_on_batch(inputs[0] if len(inputs) == 1 else inputs)
-            found = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
-            return [np.asarray(output, dtype=np.float32).reshape(len(columns[0]), -1) for output in found]
-
-        return predict
+    return predict

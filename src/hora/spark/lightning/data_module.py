@@ -14,40 +14,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from hora.data.shard import DatasetShard, Rows
+from hora.data.shard import DatasetShard, Rows, Transformation
 from hora.spark.lightning.package import Package
 
 __all__ = ["RowTransformation", "parquet_data_module"]
 
 
-class RowTransformation:
+class RowTransformation(Transformation):
     """A user's function on row dicts. `edit_fields` are `(name, dtype, shape or None, nullable)`."""
 
-    def __init__(
-        self,
-        function: Callable[[dict[str, Any]], Mapping[str, Any]] | None,
-        edit_fields: Sequence[Any] | None = None,
-        removed_fields: Sequence[str] | None = None,
-    ) -> None:
-        self._function = function
-        self._edited = {str(entry[0]): entry for entry in edit_fields or ()}
-        self._removed = set(removed_fields or ())
+    def _changed(self, rows: Rows) -> Mapping[str, Any]:
+        names, function = list(rows), self._function or (lambda row: row)
+        changed = [function(dict(zip(names, values, strict=True))) for values in zip(*rows.values(), strict=True)]
+        return {name: [row[name] for row in changed] for name in changed[0] if name not in self._removed}
 
-    def __call__(self, rows: Rows) -> Rows:
-        names = list(rows)
-        changed = [
-            row if self._function is None else self._function(row)
-            for row in (dict(zip(names, values, strict=True)) for values in zip(*rows.values(), strict=True))
-        ]
-        kept = [name for name in changed[0] if name not in self._removed]
-        return {name: self._array(name, [row[name] for row in changed]) for name in kept}
-
-    def _array(self, name: str, values: list[Any]) -> np.ndarray[Any, Any]:
-        array = np.stack([np.asarray(value) for value in values])
-        if name in self._edited:
-            _, dtype, shape, *_ = self._edited[name]
-            array = array.astype(dtype)
-            array = array if shape is None or shape == () else array.reshape(len(array), *shape)
+    def _array(self, name: str, values: Any) -> np.ndarray[Any, Any]:
+        array = super()._array(name, values)
         if array.dtype.kind not in "biuf":
             raise TypeError(f"column {name!r} holds {array.dtype}, which a tensor cannot hold; change or remove it")
         return array
@@ -119,16 +101,12 @@ class _ParquetData:
         self.val_dl: _Batches | None = None
 
     def setup(self, stage: str | None = None) -> None:
+        given = self._given
         if stage not in (None, "fit") or self.train_reader is not None:
             return
-        given = self._given
-        self.train_reader = self._shard(given["train_dir"])
-        self.train_dl = self._loader(self.train_reader, given["train_batch_size"], given["steps_per_epoch_train"])
+        self.train_reader, self.train_dl = self._open("train", shuffle=given["shuffle"])
         if given["has_val"]:
-            self.val_reader = self._shard(given["val_dir"])
-            self.val_dl = self._loader(
-                self.val_reader, given["val_batch_size"], given["steps_per_epoch_val"], validation=True
-            )
+            self.val_reader, self.val_dl = self._open("val", shuffle=False)
 
     def teardown(self, stage: str | None = None) -> None:
         self.train_reader = self.val_reader = self.train_dl = self.val_dl = None
@@ -141,32 +119,26 @@ class _ParquetData:
         self.setup("fit")
         return self.val_dl if self._given["has_val"] else []  # Lightning 2 rejects None
 
-    def _shard(self, path: str) -> DatasetShard:
-        import fsspec
-
+    def _open(self, part: str, *, shuffle: bool) -> tuple[DatasetShard, _Batches]:
+        """Return the rows, and a loader of `steps` full batches or of every row once in equally many steps per rank."""
         given = self._given
-        filesystem, place = fsspec.core.url_to_fs(path, **dict(given["storage_options"] or {}))
         wanted = (given["transformation"], given["transformation_edit_fields"], given["transformation_removed_fields"])
-        transform = RowTransformation(*wanted) if any(wanted) else None
-        return DatasetShard(
-            place,
-            filesystem=filesystem,
+        shard = DatasetShard(
+            given[f"{part}_dir"],
+            storage_options=given["storage_options"],
             num_readers=0 if given["reader_pool_type"] == "dummy" else given["reader_worker_count"],
             cur_shard=given["cur_shard"],
             shard_count=given["shard_count"],
             columns=given["schema_fields"],
-            transform=transform,
+            transform=RowTransformation(*wanted) if any(wanted) else None,
             keep=given["inmemory_cache_all"],
         )
-
-    def _loader(self, shard: DatasetShard, batch_size: int, steps: int | None, *, validation: bool = False) -> _Batches:
-        """Return `steps` full batches, or every row once in as many steps as all ranks need."""
-        given = self._given
-        rng = np.random.default_rng(given["seed"]) if given["shuffle"] and not validation else None
+        rng = np.random.default_rng(given["seed"]) if shuffle else None
+        batch_size, steps = given[f"{part}_batch_size"], given[f"steps_per_epoch_{part}"]
 
         def source() -> Iterator[Rows]:
             full = min(batch_size, shard.num_rows)
             sizes = itertools.repeat(full) if steps else itertools.cycle(shard.even_sizes(batch_size))
             return shard.batches(sizes, rng=rng)
 
-        return _Batches(source, steps or shard.num_steps(batch_size), fresh=validation)
+        return shard, _Batches(source, steps or shard.num_steps(batch_size), fresh=part == "val")

@@ -16,7 +16,7 @@ import torch
 import hora.torch as hvd
 from hora.safe_load import load_torch
 from hora.spark.estimator.packing import unpack_model
-from hora.spark.estimator.training import RankSpec, TrainingResult, rank_device
+from hora.spark.estimator.training import RankSpec, TrainingResult, rank_device, rank_seed, reader_arguments
 from hora.spark.lightning.data_module import parquet_data_module
 from hora.spark.lightning.module import modern, old_hooks
 from hora.spark.lightning.package import Package
@@ -141,39 +141,22 @@ def _logger(spec: RankSpec, folder: str) -> Any:
 
 
 def _data_module(spec: RankSpec) -> Any:
-    values = spec.values
-    weight = values["sample_weight_col"]
-    kind = values["data_module"] or parquet_data_module(spec.package)
-    return kind(
-        train_dir=spec.remote.train_data_path,
-        val_dir=spec.remote.val_data_path,
-        num_train_epochs=values["epochs"],
-        has_val=spec.dataset.val_rows > 0,
-        train_batch_size=values["batch_size"],
-        val_batch_size=values["val_batch_size"] or values["batch_size"],
-        shuffle=values["shuffle"],
+    values, shared = spec.values, reader_arguments(spec)
+    # A transformation may make columns that the data lacks.
+    shared["schema_fields"] = [name for name in shared["schema_fields"] if name in spec.dataset.columns]
+    return (values["data_module"] or parquet_data_module(spec.package))(
+        **shared,
         num_reader_epochs=values["loader_num_epochs"],
         reader_pool_type=values["reader_pool_type"],
         reader_worker_count=values["train_reader_num_workers"],
         transformation=values["transformation_fn"],
         transformation_edit_fields=values["transformation_edit_fields"],
         transformation_removed_fields=values["transformation_removed_fields"],
-        inmemory_cache_all=values["inmemory_cache_all"],
-        cur_shard=hvd.rank(),
-        shard_count=hvd.size(),
-        schema_fields=[
-            name
-            for name in (*spec.features, *values["label_cols"], *([weight] if weight else []))
-            if name in spec.dataset.columns
-        ],
-        storage_options=spec.store.storage_options,
-        steps_per_epoch_train=values["train_steps_per_epoch"],
-        steps_per_epoch_val=values["validation_steps_per_epoch"],
         verbose=bool(values["verbose"]),
         debug_data_loader=values["debug_data_loader"],
         train_async_data_loader_queue_size=values["train_async_data_loader_queue_size"],
         val_async_data_loader_queue_size=values["val_async_data_loader_queue_size"],
-        seed=None if values["random_seed"] is None else values["random_seed"] + hvd.rank(),
+        seed=rank_seed(spec),
     )
 
 
