@@ -21,7 +21,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from hora.launch.environment import variables
 from hora.workers import directory
@@ -53,14 +53,6 @@ class StopResponse:
         return self.status_code < 400
 
 
-class _Sessions(Protocol):
-    def launch(self, n: int, request: Mapping[str, Any]) -> list[dict[str, Any]]: ...
-    def workers(self) -> list[dict[str, Any]]: ...
-    def wait(self, ids: Iterable[str], *, for_completion: bool, timeout_s: float) -> dict[str, Any]: ...
-    def stop(self, ids: Iterable[str] | None) -> list[tuple[str, int]]: ...
-    def tail(self, worker: str) -> str: ...
-
-
 @dataclass(frozen=True)
 class RemoteSession:
     """Proxy of a session in another process."""
@@ -68,36 +60,22 @@ class RemoteSession:
     name: str
     key: str
 
-    def launch(self, n: int, request: Mapping[str, Any]) -> list[dict[str, Any]]:
-        limit_s = request["wait_s"] + 60.0
-        found: list[dict[str, Any]] = ask(
-            self.name, self.key, limit_s=limit_s, call="launch", n=n, request=dict(request)
-        )
-        return found
+    def launch(self, n: int, request: Mapping[str, Any]) -> Any:
+        return ask(self.name, self.key, limit_s=request["wait_s"] + 60.0, call="launch", n=n, request=dict(request))
 
-    def workers(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = ask(self.name, self.key, call="list")
-        return found
+    def workers(self) -> Any:
+        return ask(self.name, self.key, call="list")
 
-    def wait(self, ids: Iterable[str], *, for_completion: bool, timeout_s: float) -> dict[str, Any]:
+    def wait(self, ids: list[str], *, for_completion: bool, timeout_s: float) -> Any:
         limit_s = timeout_s + 30.0 if timeout_s else None  # 0: no limit
-        found: dict[str, Any] = ask(
-            self.name,
-            self.key,
-            limit_s=limit_s,
-            call="wait",
-            ids=list(ids),
-            for_completion=for_completion,
-            timeout_s=timeout_s,
-        )
-        return found
+        given = {"ids": ids, "for_completion": for_completion, "timeout_s": timeout_s}
+        return ask(self.name, self.key, limit_s=limit_s, call="wait", **given)
 
-    def stop(self, ids: Iterable[str] | None) -> list[tuple[str, int]]:
-        found = ask(self.name, self.key, call="stop", ids=None if ids is None else list(ids))
-        return [(str(worker), int(status)) for worker, status in found]
+    def stop(self, ids: list[str]) -> Any:
+        return ask(self.name, self.key, call="stop", ids=ids)
 
-    def tail(self, worker: str) -> str:
-        return str(ask(self.name, self.key, call="tail", id=worker))
+    def tail(self, worker: str) -> Any:
+        return ask(self.name, self.key, call="tail", id=worker)
 
 
 _lock = threading.Lock()
@@ -106,7 +84,7 @@ _lock = threading.Lock()
 _own: tuple[int, WorkerSession, Gateway, list[directory.Published]] | None = None
 
 
-def _session(*, launching: bool = False) -> _Sessions:
+def _session(*, launching: bool = False) -> WorkerSession | RemoteSession:
     given = _given_name()
     if given is not None and (variables().get("CDSW_MASTER_ID") or (_own is None and directory.runs(given[0]))):
         return RemoteSession(*given)
@@ -123,7 +101,7 @@ def _given_name() -> tuple[str, str] | None:
     return (url.removeprefix("unix:"), key) if url.startswith("unix:hora-") else None
 
 
-def _own_session(*, launching: bool) -> _Sessions:
+def _own_session(*, launching: bool) -> WorkerSession | RemoteSession:
     global _own
     with _lock:
         if _own is None or _own[0] != os.getpid():
@@ -237,7 +215,8 @@ def launch_workers(
 
 def list_workers() -> list[dict[str, Any]]:
     """Return all workers of the session, in any state, in launch order."""
-    return _session().workers()
+    workers: list[dict[str, Any]] = _session().workers()
+    return workers
 
 
 def await_workers(

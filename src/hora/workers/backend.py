@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 from typing import Any, Protocol
 
 from hora.launch.controller.launcher import HostLauncher
-from hora.launch.controller.output import Tail
+from hora.launch.controller.output import LogFile, Tail
 from hora.launch.environment import module_command
 from hora.launch.job import LaunchEvents, WorkerSpec
 from hora.launch.slots import place_ranks
@@ -55,9 +55,12 @@ def _iso(moment: float | None) -> str | None:
 
 @dataclass
 class Record:
-    """Record of one worker."""
+    """Record of one worker. Its `number` is its name in launch events."""
 
     id: str
+    number: int
+    backend: WorkerBackend = field(repr=False)
+    log: LogFile | None = field(repr=False)
     index: int
     name: str
     ip_address: str
@@ -66,6 +69,7 @@ class Record:
     nvidia_gpu: int
     created_at: float
     status: str = "scheduling"
+    stopping: bool = False
     running_at: float | None = None
     finished_at: float | None = None
     exit_code: int | None = None
@@ -109,12 +113,15 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedWorker:
-    """A worker to start: its number in launch events, its record, the request, and its environment variables."""
+    """A worker to start: its record, the request, and its environment variables."""
 
-    number: int
     record: Record
     request: Mapping[str, Any]
     variables: Mapping[str, str]
+
+    @property
+    def number(self) -> int:
+        return self.record.number
 
 
 class WorkerBackend(Protocol):

@@ -63,15 +63,12 @@ class WorkerSession:
         self._address, self._key = address, key
         self._records: dict[str, Record] = {}
         self._by_number: dict[int, Record] = {}
-        self._stopping: set[str] = set()
         self._holders: dict[object, set[str]] = {}  # jobs -> the workers on whose addresses their ranks run
         self._changed = threading.Condition()
         self._numbers = itertools.count(1)
         self._output = OutputWriter(output or OutputOptions(), {})
-        self._logs: dict[int, LogFile] = {}
         self._local = LocalBackend(capacity, inherited, self)
         self._spark: list[tuple[object, WorkerBackend]] = []  # by cluster; the last one is in use
-        self._backends: dict[int, WorkerBackend] = {}  # of each worker
 
     def launch(self, n: int, request: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Start `n` workers and return one dict for each, in order. A rejected worker is a dict without `id`, with
@@ -90,7 +87,7 @@ class WorkerSession:
                 answers, launched = self._reserve(n, request if exact else backend.shared(n, request), backend)
                 if len(launched) == n or not request.get("all_or_nothing"):
                     break
-                self._undo(launched, backend)
+                self._undo(launched)
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     return _none_launched(answers)
@@ -99,7 +96,7 @@ class WorkerSession:
                 try:
                     backend.start(launched)
                 except BaseException:
-                    self._undo(launched, backend)
+                    self._undo(launched)
                     raise
         return answers
 
@@ -117,7 +114,7 @@ class WorkerSession:
             except CapacityError as refusal:
                 answers.append({"engineId": engine, "index": index, "message": str(refusal)})
             except BaseException:
-                self._undo(launched, backend)
+                self._undo(launched)
                 backend.release(engine)
                 raise
             else:
@@ -184,7 +181,8 @@ class WorkerSession:
             self._changed.notify_all()
 
     def _is_ending(self, worker: str) -> bool:
-        return worker in self._stopping or worker not in self._records or self._records[worker].ended
+        record = self._records.get(worker)
+        return record is None or record.stopping or record.ended
 
     def stop(self, ids: Iterable[str] | None) -> list[tuple[str, int]]:
         """Stop these workers, or all that run, with the ranks at their addresses, and wait for their end. Returns pairs
@@ -192,25 +190,25 @@ class WorkerSession:
         """
         with self._changed:
             chosen = list(self._records) if ids is None else list(ids)
-            running = [worker for worker in chosen if worker in self._records and not self._records[worker].ended]
-            self._stopping.update(running)
-            numbers = [number for number, record in self._by_number.items() if record.id in running]
-            for backend in {id(self._backends[number]): self._backends[number] for number in numbers}.values():
-                backend.terminate(numbers, grace_s=GRACE_S)
+            found = [self._records[worker] for worker in chosen if worker in self._records]
+            running = [record for record in found if not record.ended]
+            for record in running:
+                record.stopping = True
+            for backend in {id(record.backend): record.backend for record in running}.values():
+                backend.terminate([record.number for record in running], grace_s=GRACE_S)
             self._changed.notify_all()
 
             def all_ended() -> bool:
                 held: set[str] = set().union(*self._holders.values())
-                return all(self._records[worker].ended and worker not in held for worker in running)
+                return all(record.ended and record.id not in held for record in running)
 
-            self._changed.wait_for(all_ended, self._stop_limit_s)
+            self._changed.wait_for(all_ended, GRACE_S + _STOP_SLACK_S)
             return [(worker, 204 if worker in self._records else 404) for worker in chosen]
 
     def tail(self, worker: str) -> str:
         """Return the tail of a worker's output."""
         with self._changed:
-            number = next((number for number, record in self._by_number.items() if record.id == worker), None)
-        return "" if number is None else self._output.tail(number)
+            return self._records[worker].tail.text if worker in self._records else ""
 
     def close(self) -> None:
         """End every worker."""
@@ -222,10 +220,10 @@ class WorkerSession:
     # What the backend reports, on its thread.
 
     def output(self, worker: int, stream: str, data: bytes) -> None:
-        self._by_number[worker].tail.add(data)
-        log = self._logs.get(worker)
-        if log is not None:
-            log.write(data)
+        record = self._by_number[worker]
+        record.tail.add(data)
+        if record.log is not None:
+            record.log.write(data)
         self._output.feed(worker, stream, data)
 
     def started(self, worker: int) -> None:
@@ -237,53 +235,48 @@ class WorkerSession:
     def exited(self, ended: WorkerExit) -> None:
         self._output.end(ended.worker)
         with self._changed:
-            log = self._logs.pop(ended.worker, None)
-            if log is not None:
-                log.close()
-            record, backend = self._by_number[ended.worker], self._backends[ended.worker]
-            stopped = record.id in self._stopping
-            record.status = "stopped" if stopped else "succeeded" if ended.code == 0 else "failed"
+            record = self._by_number[ended.worker]
+            if record.log is not None:
+                record.log.close()
+            record.status = "stopped" if record.stopping else "succeeded" if ended.code == 0 else "failed"
             record.exit_code, record.finished_at = ended.code, time.time()
             record.message = ended.reason or record.message
-            backend.release(record.id)
-            backend.clear_up(ended.worker)
+            record.backend.release(record.id)
+            record.backend.clear_up(ended.worker)
             self._changed.notify_all()
 
     # Inside.
-
-    @property
-    def _stop_limit_s(self) -> float:
-        return GRACE_S + _STOP_SLACK_S
 
     def _backend(self, request: Mapping[str, Any]) -> WorkerBackend:
         """Return the backend for these workers. ValueError if Spark was requested and there is no session."""
         wanted = request.get("backend", "auto")
         if wanted == "local" or (wanted == "auto" and "pyspark" not in sys.modules):
             return self._local
-        from hora.workers.spark_backend import spark_cluster  # local workers start faster without
+        # Local workers start faster without these.
+        from hora.launch.providers.spark.cluster import is_connect
+        from hora.workers.connect_backend import ConnectBackend
+        from hora.workers.spark_backend import SparkWorkerBackend, spark_cluster
 
         cluster = spark_cluster(wanted)
         if cluster is None:
             return self._local
         with self._changed:
             if not self._spark or self._spark[-1][0] is not cluster:
-                self._spark.append((cluster, self._on_spark(cluster)))
+                kind = ConnectBackend if is_connect(cluster) else SparkWorkerBackend
+                self._spark.append((cluster, kind(cluster, self)))
             return self._spark[-1][1]
 
-    def _on_spark(self, cluster: Any) -> WorkerBackend:
-        from hora.launch.providers.spark.cluster import is_connect
-
-        if is_connect(cluster):
-            from hora.workers.connect_backend import ConnectBackend
-
-            return ConnectBackend(cluster, self)
-        from hora.workers.spark_backend import SparkWorkerBackend
-
-        return SparkWorkerBackend(cluster, self)
-
     def _admit(self, engine: str, index: int, request: Mapping[str, Any], backend: WorkerBackend) -> PlannedWorker:
-        number = next(self._numbers)
+        number, log = next(self._numbers), None
+        if request.get("log_dir"):
+            try:
+                log = LogFile(Path(request["log_dir"]) / f"{engine}.log")
+            except OSError as error:
+                raise ValueError(f"log_dir={request['log_dir']!r} cannot be written: {error.strerror}") from error
         record = Record(
+            number=number,
+            backend=backend,
+            log=log,
             id=engine,
             index=index,
             name=request.get("name") or f"worker-{number}",
@@ -295,22 +288,16 @@ class WorkerSession:
             message=request.get("note", ""),
             app_port=8100 + number % 15000 * 3,
         )
-        if request.get("log_dir"):
-            try:
-                self._logs[number] = LogFile(Path(request["log_dir"]) / f"{engine}.log")
-            except OSError as error:
-                raise ValueError(f"log_dir={request['log_dir']!r} cannot be written: {error.strerror}") from error
-        self._records[engine] = record
-        self._by_number[number], self._backends[number] = record, backend
+        self._records[engine] = self._by_number[number] = record
         self._output.set_name(number, engine)
-        return PlannedWorker(number=number, record=record, request=request, variables=self._variables(record))
+        return PlannedWorker(record=record, request=request, variables=self._variables(record))
 
-    def _undo(self, launched: Sequence[PlannedWorker], backend: WorkerBackend) -> None:
-        for worker in launched:
-            del self._records[worker.record.id], self._by_number[worker.number], self._backends[worker.number]
-            if worker.number in self._logs:
-                self._logs.pop(worker.number).discard()
-            backend.release(worker.record.id)
+    def _undo(self, launched: Sequence[PlannedWorker]) -> None:
+        for record in (worker.record for worker in launched):
+            del self._records[record.id], self._by_number[record.number]
+            if record.log is not None:
+                record.log.discard()
+            record.backend.release(record.id)
 
     def _sorted(self, wanted: Iterable[str], good: Sequence[str]) -> dict[str, Any]:
         now = time.time()
