@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 
 from hora.launch.environment import module_command
 from hora.legacy.env import env_without_world
+from hora.version import horovod_version
 
 __all__ = ["check_build", "describe_native", "format_build", "print_build", "probe_build"]
 
@@ -33,27 +34,21 @@ _NEVER = {
 }
 
 
-def check_build() -> str:
-    """Return the text of `horovodrun --check-build`."""
-    from hora.version import horovod_version
-
+def check_build(verbose: bool = False) -> str:
+    """Return the text of `horovodrun --check-build`; with `verbose` also the reasons of failures."""
     problems = probe_build()
-    return format_build(f"{horovod_version()}, {describe_native(problems)}", problems)
+    text = format_build(f"{horovod_version()}, {describe_native(problems)}", problems)
+    return "\n".join([text, *(f"{name}: {problem}" for name, problem in problems.items() if verbose)])
+
+
+def print_build(verbose: bool = False) -> None:
+    """Print it, like `horovod.runner.launch.check_build`."""
+    print(check_build(verbose))
 
 
 def describe_native(problems: Mapping[str, str]) -> str:
     """Describe whether the native part is in use."""
     return f"without the native part: {problems['native']}" if "native" in problems else "with the native part"
-
-
-def print_build(verbose: bool = False) -> None:
-    """Print it, like `horovod.runner.launch.check_build`; with `verbose` also the reasons of failures."""
-    problems = probe_build()
-    from hora.version import horovod_version
-
-    print(format_build(f"{horovod_version()}, {describe_native(problems)}", problems))
-    for name, problem in problems.items() if verbose else ():
-        print(f"{name}: {problem}")
 
 
 def format_build(version: str, problems: Mapping[str, str]) -> str:

@@ -13,7 +13,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hora.memory import total_bytes
 from hora.net import sockets
@@ -75,9 +75,7 @@ class Capacity:
                 raise CapacityError(f"{wanted:g} {what} were requested, but {free:g} of {there_is:g} are free")
         gpus = self._claimed(num_gpus, claim)
         grant = Grant(cpu=cpu, memory_gib=memory_gib, cores=self._cores(cpu), gpus=gpus)
-        return Capacity(
-            cores=self.cores, memory_gib=self.memory_gib, gpus=self.gpus, grants={**self.grants, worker: grant}
-        )
+        return replace(self, grants={**self.grants, worker: grant})
 
     def fair_share(self, n: int, cpu: float) -> float:
         """Return the cores for each of `n` workers that request `cpu`: that number, or an equal share of the free
@@ -92,8 +90,7 @@ class Capacity:
 
     def release(self, worker: str) -> Capacity:
         """Return the capacity after `worker` has given its grant back."""
-        left = {name: grant for name, grant in self.grants.items() if name != worker}
-        return Capacity(cores=self.cores, memory_gib=self.memory_gib, gpus=self.gpus, grants=left)
+        return replace(self, grants={name: grant for name, grant in self.grants.items() if name != worker})
 
     def _claimed(self, num_gpus: int, claim: Callable[[str], str]) -> tuple[str, ...]:
         gpus: list[str] = []

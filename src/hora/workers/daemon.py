@@ -13,7 +13,13 @@ import select
 import subprocess
 import sys
 
-from hora.launch.environment import module_command
+from hora.launch.controller.launcher import wait_or_kill
+from hora.launch.environment import module_command, variables
+from hora.launch.job import OutputOptions
+from hora.workers.capacity import measure
+from hora.workers.directory import find, name_of, publish, runs
+from hora.workers.gateway import ask, server_pid
+from hora.workers.session import WorkerSession
 
 __all__ = ["end", "start"]
 
@@ -25,8 +31,6 @@ _END_LIMIT_S = 30.0
 
 def start(folder: str) -> tuple[str, str]:
     """Return the folder's session; start it if it does not run."""
-    from hora.workers.directory import find, name_of, runs
-
     found = find(folder)
     if found is not None:
         return found
@@ -43,8 +47,6 @@ def start(folder: str) -> tuple[str, str]:
         line = process.stdout.readline() if ready else b""  # it says that it is ready, or ends
     found = find(folder)
     if found is None:
-        from hora.launch.controller.launcher import wait_or_kill
-
         status = wait_or_kill(process, _LEAVE_LIMIT_S)
         if runs(name_of(folder)):
             raise RuntimeError(
@@ -56,9 +58,6 @@ def start(folder: str) -> tuple[str, str]:
 
 def end(folder: str) -> bool:
     """End the folder's session and all its workers, and wait for its exit. Returns False if none runs."""
-    from hora.workers.directory import find
-    from hora.workers.gateway import ask, server_pid
-
     found = find(folder)
     if found is None:
         return False
@@ -75,12 +74,6 @@ def end(folder: str) -> bool:
 
 def main() -> None:
     """Serve until a client requests the end, or until an hour has passed without workers."""
-    from hora.launch.environment import variables
-    from hora.launch.job import OutputOptions
-    from hora.workers.capacity import measure
-    from hora.workers.directory import publish
-    from hora.workers.session import WorkerSession
-
     try:
         published = publish(os.getcwd())
     except OSError as error:
