@@ -29,7 +29,7 @@ def test_spark_and_pandas_agree_row_for_row(spark, tmp_path):
     """With gaps, text that means a gap, spaces and repeated rows. The lab itself compares the package's rows."""
     import pandas as pd
 
-    from hora.labs.penguins import pandas_steps, spark_steps
+    from hora.labs.penguins import data, spark_steps
     from hora.labs.penguins.steps import Preparation
 
     rows = [f"{i % 3},{i % 2},4{i % 10}.{i},1{i % 5}, 18{i % 10} ,3{i % 10}00" for i in range(40)]
@@ -37,7 +37,7 @@ def test_spark_and_pandas_agree_row_for_row(spark, tmp_path):
     csv = tmp_path / "penguins.csv"
     csv.write_text(CSV.format(rows="\n".join(rows)))
     preparation = Preparation(seed=3, copies=2)
-    ours = pandas_steps.prepare(pandas_steps.read(csv), preparation)
+    ours = data.prepare(data.read(csv), preparation)
     theirs = spark_steps.prepare(spark_steps.read(spark, csv), preparation)
     for left, right in zip(ours[:2], theirs[:2], strict=True):
         pd.testing.assert_frame_equal(left, right.toPandas())

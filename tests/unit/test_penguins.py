@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from hora.labs.penguins import pandas_steps
-from hora.labs.penguins.data import load_penguins
+from hora.labs.penguins.data import load_penguins, read
 from hora.labs.penguins.steps import COLUMNS, Preparation, by_frequency, species_names
 
 HEADER = "Island,CulmenLength,CulmenDepth,FlipperLength,BodyMass,Species\n"
@@ -17,7 +16,7 @@ def _csv(tmp_path, rows, header=HEADER):
 
 
 def test_steps_of_the_lab():
-    raw = pandas_steps.read(None)
+    raw = read(None)
     assert len(raw) == 344
     data = load_penguins()
     num_complete = 342

@@ -1,4 +1,4 @@
-"""The penguins lab's preparation in Spark; returns the same rows as `pandas_steps`, collected at the end."""
+"""The penguins lab's preparation in Spark; returns the same rows as pandas in `data`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hora.labs.penguins import steps
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
-__all__ = ["load", "prepare", "read"]
+__all__ = ["prepare", "read"]
 
 
 def read(spark: SparkSession, csv: str | Path | None) -> DataFrame:
@@ -58,18 +58,6 @@ def prepare(
     train = ready.where(sql.col("key") <= last_train_key).crossJoin(copy).orderBy("copy", "key")
     test = ready.where(sql.col("key") > last_train_key).orderBy("key")
     return train.select(*steps.COLUMNS), test.select(*steps.COLUMNS), islands, species
-
-
-def load(spark: SparkSession, csv: str | Path | None, preparation: steps.Preparation) -> steps.Penguins:
-    """Read, prepare and return arrays."""
-    train, test, islands, species = prepare(read(spark, csv), preparation)
-    return steps.Penguins(
-        train=steps.examples_of(train.toPandas()),
-        test=steps.examples_of(test.toPandas()),
-        islands=islands,
-        species=steps.species_names(species),
-        prepared_by=f"Spark {spark.version}",
-    )
 
 
 def _survey(rows: DataFrame) -> tuple[tuple[str, ...], tuple[str, ...], int]:

@@ -1,6 +1,6 @@
 """Preparation of the penguins data: the steps' definitions, columns and results, shared by both implementations.
 
-`pandas_steps` and `spark_steps` implement the steps, with the same rows in the same order:
+`data` (pandas) and `spark_steps` implement the steps, with the same rows in the same order:
 1. read every column as text, under the lab's names; 2. drop rows with missing values;
 3. index island and species by frequency, ties by name; 4. flipper / 10, mass / 100; 5. split 70/30;
 6. oversample the training rows.
