@@ -83,10 +83,20 @@ class SparkDatasetConverter:
 
         `transform_spec` is a function on pandas DataFrames, or an object whose `func` is one.
         """
+        if (cur_shard is None) != (shard_count is None):
+            raise ValueError(f"cur_shard and shard_count go together, but they are {cur_shard} and {shard_count}")
         _await_files(self.file_urls)
         _warn_of_another_place(cur_shard, shard_count)
-        num_readers = 0 if reader_pool_type == "dummy" else 4 if workers_count is None else workers_count
-        shard = _open_shard(self.cache_dir_url, cur_shard, shard_count, schema_fields, transform_spec, num_readers)
+        filesystem, path = _filesystem(self.cache_dir_url)
+        shard = DatasetShard(
+            path,
+            filesystem=filesystem,
+            cur_shard=cur_shard or 0,
+            shard_count=1 if shard_count is None else shard_count,
+            columns=schema_fields,
+            transform=None if transform_spec is None else Transformation.of(transform_spec),
+            num_readers=0 if reader_pool_type == "dummy" else 4 if workers_count is None else workers_count,
+        )
         shuffles = shuffle_row_groups or shuffling_queue_capacity > 0
         rng = np.random.default_rng(seed) if shuffles else None
         reader = _Reader(shard, rng, num_epochs, sharded=shard_count is not None)
@@ -285,28 +295,6 @@ def _await_files(urls: Sequence[str]) -> None:
 def _exists(url: str) -> bool:
     filesystem, path = _filesystem(url)
     return bool(filesystem.exists(path))
-
-
-def _open_shard(
-    url: str,
-    cur_shard: int | None,
-    shard_count: int | None,
-    columns: Sequence[str] | None,
-    transform_spec: Any,
-    num_readers: int,
-) -> DatasetShard:
-    if (cur_shard is None) != (shard_count is None):
-        raise ValueError(f"cur_shard and shard_count go together, but they are {cur_shard} and {shard_count}")
-    filesystem, path = _filesystem(url)
-    return DatasetShard(
-        path,
-        filesystem=filesystem,
-        cur_shard=cur_shard or 0,
-        shard_count=1 if shard_count is None else shard_count,
-        columns=columns,
-        transform=None if transform_spec is None else Transformation.of(transform_spec),
-        num_readers=num_readers,
-    )
 
 
 def _warn_of_another_place(cur_shard: int | None, shard_count: int | None) -> None:

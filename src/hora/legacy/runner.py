@@ -484,20 +484,15 @@ def mpi_available(env: Mapping[str, str] | None = None) -> bool:
     return bool(_version(env))
 
 
-def is_open_mpi(env: Mapping[str, str] | None = None) -> bool:
-    return "Open MPI" in _version(env) or "OpenRTE" in _version(env)
+def _version_names(*words: str) -> Callable[..., bool]:
+    """Return a function that tells whether the version of `mpirun` has one of these words."""
+    return lambda env=None: any(word in _version(env) for word in words)
 
 
-def is_spectrum_mpi(env: Mapping[str, str] | None = None) -> bool:
-    return "IBM Spectrum MPI" in _version(env)
-
-
-def is_mpich(env: Mapping[str, str] | None = None) -> bool:
-    return "MPICH" in _version(env) or "HYDRA" in _version(env)
-
-
-def is_intel_mpi(env: Mapping[str, str] | None = None) -> bool:
-    return "Intel(R) MPI" in _version(env)
+is_open_mpi = _version_names("Open MPI", "OpenRTE")
+is_spectrum_mpi = _version_names("IBM Spectrum MPI")
+is_mpich = _version_names("MPICH", "HYDRA")
+is_intel_mpi = _version_names("Intel(R) MPI")
 
 
 def mpi_run(*args: Any, **kwargs: Any) -> NoReturn:

@@ -10,7 +10,7 @@ import functools
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,14 +57,16 @@ class TorchDistributor(distributor.TorchDistributor):
                     f"Running pytorch file does not support key-word type arguments, but they are {sorted(kwargs)}: "
                     f"give {train_object} its command line as strings"
                 )
-            self._launch(_Script(train_object), *args)
+            self._launch(functools.partial(_run_script, train_object), os.path.basename(train_object), args, {})
             return None
         if not callable(train_object):
             raise BadCallError(f"train_object must be a function or the path of a file, but it is {train_object!r}")
-        return value_of_rank_0(self._launch(train_object, *args, **kwargs))
+        name = getattr(train_object, "__name__", type(train_object).__name__)
+        return value_of_rank_0(self._launch(train_object, name, args, kwargs))
 
-    def _launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> JobResult:
-        name = getattr(function, "__name__", type(function).__name__)
+    def _launch(
+        self, function: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> JobResult:
         if self.local_mode:
             environ = variables() | self._local_gpus()
             return start(
@@ -81,7 +83,7 @@ class TorchDistributor(distributor.TorchDistributor):
         cluster = connect_session(self.spark) or self.spark.sparkContext
         require_slots(cluster, self.num_processes)
         job = SparkJob(
-            function=pickle_for_rank_0(_Node(function, use_gpu=self.use_gpu), args, kwargs),
+            function=pickle_for_rank_0(functools.partial(_run_on_node, function, self.use_gpu), args, kwargs),
             num_proc=self.num_processes,
             group="TorchDistributor",
             env=forwarded_variables(),
@@ -98,26 +100,15 @@ class TorchDistributor(distributor.TorchDistributor):
         return {_VISIBLE: ",".join(distributor._get_gpus_owned(self.spark)[: self.num_processes])}
 
 
-class _Script:
-    """Runs a file as the interpreter does, with its folder first on the path."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self.__name__ = os.path.basename(path)
-
-    def __call__(self, *args: Any) -> None:
-        sys.argv[:] = [self._path, *map(str, args)]
-        sys.path.insert(0, os.path.dirname(os.path.abspath(self._path)))
-        runpy.run_path(self._path, run_name="__main__")
+def _run_script(path: str, *args: Any) -> None:
+    """Run a file as the interpreter does, with its folder first on the path."""
+    sys.argv[:] = [path, *map(str, args)]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    runpy.run_path(path, run_name="__main__")
 
 
-class _Node:
-    """Calls the function where the Spark task is a node of its own, as torchrun has it below pyspark's class."""
-
-    def __init__(self, function: Callable[..., Any], *, use_gpu: bool) -> None:
-        self._function, self._use_gpu = function, use_gpu
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        node = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(World.from_env().rank)}
-        set_variables(node | {_VISIBLE: ",".join(assigned_gpus()) if self._use_gpu else ""})
-        return self._function(*args, **kwargs)
+def _run_on_node(function: Callable[..., Any], use_gpu: bool, /, *args: Any, **kwargs: Any) -> Any:
+    """Call the function where the Spark task is a node of its own, as torchrun has it below pyspark's class."""
+    node = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(World.from_env().rank)}
+    set_variables(node | {_VISIBLE: ",".join(assigned_gpus()) if use_gpu else ""})
+    return function(*args, **kwargs)

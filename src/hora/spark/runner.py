@@ -196,20 +196,15 @@ def _run_elastic(context: Any, job: SparkJob) -> JobResult:
     )
 
 
-class _OnlyRank0Answers:
-    """Calls the function and drops the values of other ranks, which `run` does not return."""
-
-    def __init__(self, main: Callable[..., Any]) -> None:
-        self._main = main
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        value = self._main(*args, **kwargs)
-        return value if World.from_env().rank == 0 else None
+def _call_for_rank_0(main: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call the function and drop the values of other ranks, which `run` does not return."""
+    value = main(*args, **kwargs)
+    return value if World.from_env().rank == 0 else None
 
 
 def pickle_for_rank_0(main: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]) -> bytes:
     """Return the pickle of a call of which only rank 0's value is wanted."""
-    return pickle_call(_OnlyRank0Answers(main), args, kwargs)
+    return pickle_call(partial(_call_for_rank_0, main), args, kwargs)
 
 
 def value_of_rank_0(result: JobResult) -> Any:

@@ -19,6 +19,7 @@ from hora.launch.controller.output import LogFile, OutputWriter
 from hora.launch.job import OutputOptions, WorkerExit
 from hora.workers.backend import GRACE_S, ORDER_VARIABLE, LocalBackend, PlannedWorker, Record, WorkerBackend, new_id
 from hora.workers.capacity import Capacity, CapacityError
+from hora.world import World
 
 __all__ = ["WorkerSession"]
 
@@ -27,13 +28,7 @@ _STOP_SLACK_S = 10.0
 _CHECK_S = 1.0  # how often a wait asks whether its caller still waits
 # The place of this process in a job of its own is not the workers'.
 _NOT_INHERITED = (
-    "HOROVOD_RANK",
-    "HOROVOD_SIZE",
-    "HOROVOD_LOCAL_RANK",
-    "HOROVOD_LOCAL_SIZE",
-    "HOROVOD_CROSS_RANK",
-    "HOROVOD_CROSS_SIZE",
-    "HOROVOD_HOSTNAME",
+    *World().to_env(),
     "HOROVOD_GLOO_RENDEZVOUS_ADDR",
     "HOROVOD_GLOO_RENDEZVOUS_PORT",
     "HORA_SECRET_FILE",

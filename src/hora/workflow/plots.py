@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "DOTTED", "INK", "QUIET", "draw_curves", "plot_history", "plot_weights", "polish"]
+__all__ = ["COLOURS", "INK", "QUIET", "draw_curves", "plot_history", "plot_weights", "polish"]
 
 INK, QUIET, GRID = "#1f2430", "#6b7280", "#e5e7eb"
-DOTTED = (0, (1, 1.5))
+_DOTTED = (0, (1, 1.5))
 # Distinguishable with common kinds of colour blindness, and in grey.
 COLOURS = ("#1b6ca8", "#e07a1f", "#3a9a5b", "#8e4585", "#b8a200", "#5f6b7a")
 
@@ -34,18 +34,22 @@ def polish(axes: Axes, title: str, x: str = "", y: str = "") -> None:
     axes.spines["bottom"].set_color(GRID)
 
 
-def draw_curves(axes: Axes, histories: Mapping[str, History], name: str, *, train: bool = True) -> None:
+def draw_curves(
+    axes: Axes, histories: Mapping[str, History], name: str, title: str, *, dotted: str = "on the training rows"
+) -> None:
     """Plot a value over the epochs for several runs: validation solid, training dotted."""
     from matplotlib.ticker import MaxNLocator
 
     for place, ((label, history), colour) in enumerate(zip(histories.items(), COLOURS, strict=False)):
         epochs = history.column("epoch")
-        if train:
-            axes.plot(epochs, history.column(f"train_{name}"), color=colour, linewidth=1.3, linestyle=DOTTED)
+        axes.plot(epochs, history.column(f"train_{name}"), color=colour, linewidth=1.3, linestyle=_DOTTED)
         # Wide below, narrow on top: identical runs all stay visible.
         width = 2.0 + 3.0 * (len(histories) - 1 - place) / max(len(histories) - 1, 1)
         axes.plot(epochs, history.column(f"valid_{name}"), color=colour, linewidth=width, label=label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.plot([], [], color=QUIET, linewidth=1.3, linestyle=_DOTTED, label=dotted)
+    polish(axes, title, x="epoch")
+    axes.legend(frameon=False, labelcolor=INK)
 
 
 def plot_history(history: History | Mapping[str, History], *, title: str = "Training") -> Figure:
@@ -59,10 +63,7 @@ def plot_history(history: History | Mapping[str, History], *, title: str = "Trai
         raise ValueError("the history has no validation values; pass a validation loader to fit()")
     figure, panels = plt.subplots(1, len(names), figsize=(5.2 * len(names), 3.8), squeeze=False, layout="constrained")
     for axes, name in zip(panels[0], names, strict=True):
-        draw_curves(axes, histories, name)
-        polish(axes, f"{title}: {name}", x="epoch")
-        axes.plot([], [], color=QUIET, linestyle=DOTTED, label="on the training rows")
-        axes.legend(frameon=False, labelcolor=INK)
+        draw_curves(axes, histories, name, f"{title}: {name}")
     return figure
 
 

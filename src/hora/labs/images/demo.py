@@ -72,7 +72,7 @@ def _draw(options: ImageOptions, trained: ImageRun) -> Figure:
 
     from hora.labs.images.data import Augmentation, cifar10, digits
     from hora.workflow import load
-    from hora.workflow.plots import COLOURS, DOTTED, INK, QUIET, draw_curves, polish
+    from hora.workflow.plots import COLOURS, INK, draw_curves
 
     data = digits() if options.data == "digits" else cifar10(options.data_dir)
     normalise = Augmentation(*data.moments())
@@ -81,11 +81,10 @@ def _draw(options: ImageOptions, trained: ImageRun) -> Figure:
     figure = plt.figure(figsize=(12.5, 4.6), layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=(1.25, 1), squeeze=False)[0]
     axes = left.subplots()
-    draw_curves(axes, {f"{trained.num_ranks} ranks, test images": trained.history}, "accuracy")
-    axes.plot([], [], color=QUIET, linestyle=DOTTED, label="training images, augmented")
-    polish(axes, f"ResNet-{options.depth} on {options.data}: {trained.accuracy:.1%}", x="epoch")
+    histories = {f"{trained.num_ranks} ranks, test images": trained.history}
+    title = f"ResNet-{options.depth} on {options.data}: {trained.accuracy:.1%}"
+    draw_curves(axes, histories, "accuracy", title, dotted="training images, augmented")
     axes.yaxis.set_major_formatter("{x:.0%}")
-    axes.legend(frameon=False, labelcolor=INK, loc="lower right")
     right.suptitle("The sixteen it doubts most", fontweight="bold", color=INK)
     for panel, index in zip(right.subplots(4, 4).flat, doubt, strict=False):
         image = data.test_images[index].permute(1, 2, 0)

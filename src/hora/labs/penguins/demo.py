@@ -45,17 +45,9 @@ class LabReport:
     title: str
     parts: list[str] = field(default_factory=list)
 
-    def heading(self, text: str) -> None:
-        """Add a heading."""
-        self.parts.append(f"<h2>{html.escape(text)}</h2>")
-
-    def text(self, text: str) -> None:
-        """Add a paragraph."""
-        self.parts.append(f"<p>{html.escape(text)}</p>")
-
-    def code(self, text: str) -> None:
-        """Add preformatted text."""
-        self.parts.append(f"<pre>{html.escape(text)}</pre>")
+    def add(self, tag: str, text: str) -> None:
+        """Add a heading (h2), a paragraph (p) or preformatted text (pre)."""
+        self.parts.append(f"<{tag}>{html.escape(text)}</{tag}>")
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """A table."""
@@ -243,31 +235,34 @@ def _weights_text(model: ModelFile) -> str:
 def _write_report(data: Penguins, rows: list[tuple[str, str, str]], model: ModelFile, folder: Path) -> None:
 
     report = LabReport("Which penguin is it?")
-    report.text(
+    report.add(
+        "p",
         f"{data.num_train_birds} birds to learn from, {len(data.test)} to be tested on. Every training bird is "
-        f"repeated (oversampling), so an epoch has {len(data.train)} rows."
+        f"repeated (oversampling), so an epoch has {len(data.train)} rows.",
     )
-    report.text(
+    report.add(
+        "p",
         f"Prepared by {data.prepared_by}: incomplete rows dropped, island indexed, flipper / 10, mass / 100, "
-        "split 70/30."
+        "split 70/30.",
     )
     report.table(("run", "training time", "test accuracy"), rows)
     report.picture(folder / "penguins.png", "loss, accuracy, time and decision regions of all runs")
-    report.heading("Weights and biases")
+    report.add("h2", "Weights and biases")
     report.picture(folder / "weights.png", "the weights of every layer")
-    report.code(_weights_text(model))
-    report.heading("A new penguin")
+    report.add("pre", _weights_text(model))
+    report.add("h2", "A new penguin")
     report.table(list(NEW_PENGUIN), [list(NEW_PENGUIN.values())])
     probabilities = model.predict(NEW_PENGUIN).probabilities
     report.table(("species", "probability"), [(name, f"{value:.2%}") for name, value in probabilities.items()])
-    report.heading("What to do next")
-    report.text("Load the model, ask it about a bird of your own, or train on a table of your own:")
-    report.code(
+    report.add("h2", "What to do next")
+    report.add("p", "Load the model, ask it about a bird of your own, or train on a table of your own:")
+    report.add(
+        "pre",
         f"from hora.workflow import load\n\n"
         f"bird = {NEW_PENGUIN}\nload({str((folder / 'model').resolve())!r}).predict(bird)\n\n"
         "hora demo penguins --csv my_penguins.csv     # the same lab on your own rows\n"
         "hora demo faults                             # kill ranks of a training on its live page\n"
-        "hora init train.py                           # a script to begin with: hora run -np 2 python train.py"
+        "hora init train.py                           # a script to begin with: hora run -np 2 python train.py",
     )
     report.write(folder / "report.html")
 

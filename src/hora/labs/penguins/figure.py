@@ -11,7 +11,7 @@ import torch
 from hora.labs.penguins.steps import DIVISORS, FEATURES, Penguins
 from hora.labs.penguins.training import PenguinRun
 from hora.workflow import ModelFile
-from hora.workflow.plots import COLOURS, DOTTED, INK, QUIET, draw_curves, polish
+from hora.workflow.plots import COLOURS, INK, draw_curves, polish
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,23 +32,16 @@ def draw(runs: Mapping[str, PenguinRun], data: Penguins, model: ModelFile, obser
     figure, panels = plt.subplots(2, 2, figsize=(12.5, 8.6))
     figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.15, wspace=0.04, hspace=0.05)
     histories = {name: run.history for name, run in runs.items()}
-    _curves(panels[0, 0], histories, "loss", "Cross-entropy loss")
+    draw_curves(panels[0, 0], histories, "loss", "Cross-entropy loss")
     panels[0, 0].set_yscale("log")
     panels[0, 0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     panels[0, 0].yaxis.set_major_formatter("{x:g}")
     panels[0, 0].yaxis.set_minor_locator(NullLocator())
-    _curves(panels[0, 1], histories, "accuracy", "Accuracy")
+    draw_curves(panels[0, 1], histories, "accuracy", "Accuracy")
     panels[0, 1].yaxis.set_major_formatter("{x:.0%}")
     _times(panels[1, 0], runs)
     _map(panels[1, 1], data, model, observation)
     return figure
-
-
-def _curves(axes: Axes, histories: Mapping[str, Any], name: str, title: str) -> None:
-    draw_curves(axes, histories, name)
-    axes.plot([], [], color=QUIET, linewidth=1.3, linestyle=DOTTED, label="on the training rows")
-    polish(axes, title, x="epoch")
-    axes.legend(frameon=False, labelcolor=INK)
 
 
 def _times(axes: Axes, runs: Mapping[str, PenguinRun]) -> None:
