@@ -13,10 +13,10 @@ import torch.nn.functional as F
 
 import horovod.torch as hvd
 from hora.spark.estimator.dataset import Dataset
-from hora.spark.estimator.packing import ModelAndOptimizer
+from hora.spark.estimator.packing import ModelAndOptimizer, RankSpec
 from hora.spark.estimator.params import ESTIMATOR
 from hora.spark.estimator.store import Store
-from hora.spark.estimator.training import RankSpec, train
+from hora.spark.estimator.training import train
 
 pytestmark = pytest.mark.ranks(1, 2)
 NUM_ROWS = 24

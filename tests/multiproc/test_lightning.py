@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import horovod.torch as hvd
 from hora.spark.estimator.dataset import Column, Dataset
-from hora.spark.estimator.packing import pack_model
+from hora.spark.estimator.packing import RankSpec, pack_model
 from hora.spark.estimator.store import Store
 
 pytestmark = pytest.mark.ranks(2)
@@ -82,7 +82,6 @@ def by_hand(epochs, *, rate=0.1):
 
 def fit(folder, module, *, checkpoint=None, val_rows=0, features=("x",), save_runs=True, **values):
     """Train on this rank; the result is rank 0's, on all ranks."""
-    from hora.spark.estimator.training import RankSpec
     from hora.spark.lightning.estimator import TorchEstimator
     from hora.spark.lightning.package import default_package
     from hora.spark.lightning.training import train

@@ -19,9 +19,9 @@ from pyspark.ml import Estimator, Model
 from pyspark.ml.param import Params
 
 from hora.spark.estimator.dataset import Column, Dataset, InUse, describe, materialise, open_dataset
+from hora.spark.estimator.packing import RankSpec, TrainingResult
 from hora.spark.estimator.params import ESTIMATOR, MODEL, ParamTable, check_columns, with_params
 from hora.spark.estimator.persistence import ParamsReadable, ParamsWritable
-from hora.spark.estimator.training import RankSpec, TrainingResult
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -1,4 +1,4 @@
-"""Serialization of a model and its optimizer, including TorchScript modules, for the ranks and for saved files.
+"""What an estimator sends to its ranks and gets back, and the serialization of models for that and for saved files.
 
 Ranks import this without Spark: `pyspark.ml` takes as long to import as torch.
 """
@@ -9,15 +9,20 @@ import base64
 import importlib.util
 import inspect
 import io
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
 import torch
 
+from hora.spark.estimator.dataset import Dataset
+from hora.spark.estimator.store import RemoteStore, Store
+
 __all__ = [
     "ModelAndOptimizer",
+    "RankSpec",
+    "TrainingResult",
     "deserialize_fn",
     "is_module_available",
     "is_module_available_fn",
@@ -98,6 +103,38 @@ class ModelAndOptimizer:
         optimizer = self.optimizer_class(groups, **self.options)
         optimizer.load_state_dict(self.state)
         return model, optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSpec:
+    """Configuration of a rank of any estimator.
+
+    `model` is packed: a `ModelAndOptimizer`, or bytes for the modules of Lightning's or Keras's `package`. `values` are
+    the estimator's parameters. `checkpoint` is what the run resumes from: a state for `TorchEstimator`, else the bytes
+    of its file.
+    """
+
+    model: Any = field(repr=False)
+    package: Any = None
+    store: Store
+    remote: RemoteStore
+    dataset: Dataset
+    features: tuple[str, ...]
+    values: Mapping[str, Any]
+    checkpoint: Any = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """Rank 0's report: the trained model as the estimator's `_create_model` takes it, and the history.
+
+    `output_sizes`: the number of values per row of each output. `logged_metrics`: what Lightning logged at the end.
+    """
+
+    model: Any = field(repr=False)
+    history: Any
+    output_sizes: tuple[int, ...] = ()
+    logged_metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
 _OTHER = b"object"

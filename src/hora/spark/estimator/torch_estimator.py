@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hora.spark.estimator.base import HorovodEstimator
-from hora.spark.estimator.packing import ModelAndOptimizer
+from hora.spark.estimator.packing import ModelAndOptimizer, TrainingResult
 from hora.spark.estimator.params import ESTIMATOR, check_torch_values, check_values, signature_of
 from hora.spark.estimator.persistence import load_checkpoint
 from hora.spark.estimator.torch_model import TorchModel
-from hora.spark.estimator.training import TrainingResult, train
+from hora.spark.estimator.training import train
 
 __all__ = ["TorchEstimator"]
 

@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,21 +22,18 @@ import torch
 import hora.torch as hvd
 from hora.data.shard import Transformation
 from hora.spark.estimator.data_module import ParquetDataModule
-from hora.spark.estimator.dataset import Dataset
 from hora.spark.estimator.objective import LabelColumns, Minibatch, split_columns
-from hora.spark.estimator.packing import pack_model
-from hora.spark.estimator.store import RemoteStore, Store
+from hora.spark.estimator.packing import RankSpec, TrainingResult, pack_model
 from hora.torch.elastic.loop import is_elastic
 from hora.workflow.fit import register_handlers
 from hora.workflow.history import Tally
 from hora.workflow.step import Recipe, Scored, Stepper, score_all
 
 __all__ = [
-    "RankSpec",
     "TrainingPosition",
-    "TrainingResult",
     "endless",
     "go_on",
+    "join",
     "losses_of",
     "minibatches",
     "num_steps",
@@ -44,61 +41,32 @@ __all__ = [
     "rank_device",
     "rank_seed",
     "reader_arguments",
+    "run_folder",
     "train",
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankSpec:
-    """Configuration of a rank of any estimator.
-
-    `model` is packed: a `ModelAndOptimizer`, or bytes for the modules of Lightning's or Keras's `package`. `values` are
-    the estimator's parameters. `checkpoint` is what the run resumes from: a state for `TorchEstimator`, else the bytes
-    of its file.
-    """
-
-    model: Any = field(repr=False)
-    package: Any = None
-    store: Store
-    remote: RemoteStore
-    dataset: Dataset
-    features: tuple[str, ...]
-    values: Mapping[str, Any]
-    checkpoint: Any = field(default=None, repr=False)
-
-    def join(self) -> None:
-        """Initialize this process as a rank."""
-        if self.values["mp_start_method"] is not None:
-            torch.multiprocessing.set_start_method(self.values["mp_start_method"], force=True)
-        hvd.init()
-
-    @contextlib.contextmanager
-    def run_folder(self) -> Iterator[str]:
-        """Yield rank 0's folder for the run, to be copied to the store; empty on other ranks and for unsaved runs."""
-        if not self.remote.saving_runs or hvd.rank() != 0:
-            yield ""
-            return
-        with self.remote.get_local_output_dir() as folder:
-            yield folder
+def join(spec: RankSpec) -> None:
+    """Initialize this process as a rank."""
+    if spec.values["mp_start_method"] is not None:
+        torch.multiprocessing.set_start_method(spec.values["mp_start_method"], force=True)
+    hvd.init()
 
 
-@dataclass(frozen=True)
-class TrainingResult:
-    """Rank 0's report: the trained model as the estimator's `_create_model` takes it, and the history.
-
-    `output_sizes`: the number of values per row of each output. `logged_metrics`: what Lightning logged at the end.
-    """
-
-    model: Any = field(repr=False)
-    history: Any
-    output_sizes: tuple[int, ...] = ()
-    logged_metrics: Mapping[str, Any] = field(default_factory=dict)
+@contextlib.contextmanager
+def run_folder(spec: RankSpec) -> Iterator[str]:
+    """Yield rank 0's folder for the run, to be copied to the store; empty on other ranks and for unsaved runs."""
+    if not spec.remote.saving_runs or hvd.rank() != 0:
+        yield ""
+        return
+    with spec.remote.get_local_output_dir() as folder:
+        yield folder
 
 
 def train(spec: RankSpec) -> TrainingResult | None:
     """Train to the end; returns a result on rank 0, None elsewhere."""
     values = spec.values
-    spec.join()
+    join(spec)
     if values["random_seed"] is not None:
         torch.manual_seed(int(values["random_seed"]))
     device = rank_device(bool(values["use_gpu"]))
@@ -381,7 +349,7 @@ class _RunFiles:
         self._writer: Any = None
 
     def __enter__(self) -> _RunFiles:
-        self._folder = self._stack.enter_context(self._spec.run_folder())
+        self._folder = self._stack.enter_context(run_folder(self._spec))
         if self._folder:
             with contextlib.suppress(ImportError):  # tensorboard is optional
                 from torch.utils.tensorboard import SummaryWriter

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from hora.spark.estimator.base import HorovodEstimator
+from hora.spark.estimator.packing import TrainingResult
 from hora.spark.estimator.params import ESTIMATOR, ParamTable, check_values, signature_of, with_params
-from hora.spark.estimator.training import TrainingResult
 from hora.spark.keras.model import KerasModel
 from hora.spark.keras.packing import keras_of, pack, pack_model, unpack_model
 from hora.spark.keras.training import train

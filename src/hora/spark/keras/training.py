@@ -19,15 +19,16 @@ from hora.keras import elastic
 from hora.keras.optimizer import DistributedOptimizer
 from hora.keras.values import optimizer_variables
 from hora.safe_load import load_torch
+from hora.spark.estimator.packing import RankSpec, TrainingResult
 from hora.spark.estimator.training import (
-    RankSpec,
     TrainingPosition,
-    TrainingResult,
     endless,
     go_on,
+    join,
     minibatches,
     num_steps,
     open_data_module,
+    run_folder,
 )
 from hora.spark.keras.packing import pack_model, unpack, unpack_model
 from hora.torch.arrays import as_numpy, as_torch
@@ -40,7 +41,7 @@ _CPU = torch.device("cpu")
 def train(spec: RankSpec) -> TrainingResult | None:
     """Train to the end; returns a result on rank 0, None elsewhere."""
     values = spec.values
-    spec.join()
+    join(spec)
     keras = importlib.import_module(spec.package)
     if values["random_seed"] is not None:
         keras.utils.set_random_seed(int(values["random_seed"]))
@@ -70,7 +71,7 @@ def _train_epochs(place: Any, spec: RankSpec, keras: Any, model: Any) -> None:
     _scale_rate(model.optimizer, hvd.size() / place.size)
     place.size = hvd.size()
     done, epochs = len(json.loads(place.history).get("loss", ())), spec.values["epochs"]
-    with open_data_module(spec) as data, spec.run_folder() as folder:
+    with open_data_module(spec) as data, run_folder(spec) as folder:
         total = num_steps(spec, data)
         first = min(round(place.done * total), total - 1)
         if first:  # the rest of an epoch

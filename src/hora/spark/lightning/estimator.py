@@ -14,7 +14,7 @@ import torch
 
 from hora.config import trusts_files
 from hora.spark.estimator.base import HorovodEstimator
-from hora.spark.estimator.packing import pack_model, unpack_model
+from hora.spark.estimator.packing import TrainingResult, pack_model, unpack_model
 from hora.spark.estimator.params import (
     ESTIMATOR,
     ParamTable,
@@ -25,7 +25,7 @@ from hora.spark.estimator.params import (
 )
 from hora.spark.estimator.persistence import load_checkpoint
 from hora.spark.estimator.torch_model import TorchModel as _TorchModel
-from hora.spark.estimator.training import TrainingResult, losses_of
+from hora.spark.estimator.training import losses_of
 from hora.spark.lightning.module import to_lightning_module
 from hora.spark.lightning.package import default_package, package_of
 from hora.spark.lightning.training import train

@@ -15,8 +15,8 @@ import torch
 
 import hora.torch as hvd
 from hora.safe_load import load_torch
-from hora.spark.estimator.packing import unpack_model
-from hora.spark.estimator.training import RankSpec, TrainingResult, rank_device, rank_seed, reader_arguments
+from hora.spark.estimator.packing import RankSpec, TrainingResult, unpack_model
+from hora.spark.estimator.training import join, rank_device, rank_seed, reader_arguments
 from hora.spark.lightning.data_module import parquet_data_module
 from hora.spark.lightning.module import modern, old_hooks
 from hora.spark.lightning.package import Package
@@ -47,7 +47,7 @@ _STRATEGY = ("accelerator", "strategy", "distributed_backend")  # arguments that
 def train(spec: RankSpec) -> TrainingResult | None:
     """Train to the end; returns a result on rank 0, None elsewhere."""
     values, package = spec.values, spec.package
-    spec.join()
+    join(spec)
     if values["random_seed"] is not None:
         package.module.seed_everything(int(values["random_seed"]))
     device = rank_device(bool(values["use_gpu"]) and values["num_gpus"] != 0)
