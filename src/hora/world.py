@@ -32,19 +32,13 @@ _MAX_NODES = 1_000_000
 # Rendezvous of a program that starts its ranks itself: its name, and the key of its current plan's number.
 PLAN_JOB, PLAN_KEY = "a plan of the program's own", "hora/plan"
 
-# (launcher, rank, size, local rank, local size) names, in order of precedence after Hora's own.
-_FOREIGN = (
-    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    (
-        "openmpi",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    ("pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-)
+# By launcher, in order of precedence after Hora's own: the variables of rank, size, local rank and local size.
+_FOREIGN = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "openmpi": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "pmi": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
 
 
 def slurm_counts(text: str) -> list[int]:
@@ -161,11 +155,9 @@ class World:
         env = os.environ if environ is None else environ
         if "HOROVOD_RANK" in env or "HOROVOD_SIZE" in env:
             return _from_horovod(env)
-        for launcher, rank_name, size_name, local_rank_name, local_size_name in _FOREIGN:
-            if rank_name in env or size_name in env:
-                if launcher == "slurm" and not _is_slurm_step(env):
-                    continue
-                return _from_foreign(env, launcher, rank_name, size_name, local_rank_name, local_size_name)
+        for launcher, (rank_name, size_name, *_) in _FOREIGN.items():
+            if (rank_name in env or size_name in env) and (launcher != "slurm" or _is_slurm_step(env)):
+                return _from_foreign(env, launcher)
         return cls()
 
     def export(self) -> None:
@@ -312,9 +304,8 @@ def _launcher_endpoint(env: Mapping[str, str], job: str) -> RendezvousEndpoint:
     )
 
 
-def _from_foreign(
-    env: Mapping[str, str], launcher: str, rank_name: str, size_name: str, local_rank_name: str, local_size_name: str
-) -> World:
+def _from_foreign(env: Mapping[str, str], launcher: str) -> World:
+    rank_name, size_name, local_rank_name, local_size_name = _FOREIGN[launcher]
     rank, size = _integer(env, rank_name), _integer(env, size_name)
     if launcher == "slurm":
         local_rank, local_size, cross_rank, cross_size = _slurm_place(env, rank, size)

@@ -26,6 +26,8 @@ from horovod.runner.common.util import hosts as old_hosts
 def test_help_names_every_command(capsys):
     assert dispatch.main(["--help"]) == 0
     text = capsys.readouterr().out
+    assert dispatch.main(["--help-all"]) == 0
+    assert capsys.readouterr().out == text  # of one command it shows more
     assert all(f"\n  {name} " in text for name in dispatch.COMMANDS)
 
 

@@ -48,21 +48,21 @@ def make_parser() -> argparse.ArgumentParser:
     manifest.add_argument("--name", required=True, help="name of the job")
     manifest.add_argument("--image", required=True, help="container image that has Hora and the training")
     manifest.add_argument(
-        "--nodes", dest="num_nodes", metavar="NODES", type=int, default=2, help="number of pods (default: 2)"
+        "--nodes", dest="num_nodes", metavar="N", type=int, default=2, help="number of pods (default: 2)"
     )
-    manifest.add_argument("--slots", type=int, default=1, help="processes per pod (default: 1)")
-    manifest.add_argument("--min-nodes", type=int, help="smallest number of pods; makes the job elastic")
+    manifest.add_argument("--slots", metavar="N", type=int, default=1, help="processes per pod (default: 1)")
+    manifest.add_argument("--min-nodes", metavar="N", type=int, help="smallest number of pods; makes the job elastic")
     manifest.add_argument(
         "--any-leader", action="store_true", help="any pod may lead: the job's state is in a Lease and a Secret"
     )
     manifest.add_argument("--namespace", help="namespace (default: kubectl's)")
     manifest.add_argument("--cpu", help="cores per pod")
     manifest.add_argument("--memory", help="memory per pod, for example 16Gi")
-    manifest.add_argument("--gpus", type=int, default=0, help="NVIDIA GPUs per pod (default: 0)")
+    manifest.add_argument("--gpus", metavar="N", type=int, default=0, help="NVIDIA GPUs per pod (default: 0)")
     manifest.add_argument(
         "--leave-timeout",
         dest="leave_s",
-        metavar="LEAVE_TIMEOUT",
+        metavar="SECONDS",
         type=int,
         default=25,
         help="seconds for a last commit when pods are removed (default: 25)",

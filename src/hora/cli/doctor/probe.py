@@ -11,14 +11,17 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import json
+import mmap
 import os
 import platform
+import resource
 import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from hora.launch.environment import variables
@@ -43,34 +46,30 @@ def facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "free_threaded": not getattr(sys, "_is_gil_enabled", lambda: True)(),
         "executable": sys.executable,
-        "hora": _distribution("hora"),
-        "torch": _distribution("torch"),
-        "pyspark": _distribution("pyspark"),
-        "mpi4py": _distribution("mpi4py"),
+        **{name: _tried(importlib.metadata.version, name) for name in ("hora", "torch", "pyspark", "mpi4py")},
         "foreign_horovod": foreign_conflict(),
         "cores": len(os.sched_getaffinity(0)),
         "memfd": _memfd_problem(),
-        "memory_bytes": _memory_bytes(),
-        "shm_bytes": _free_bytes("/dev/shm"),
-        "tmp_bytes": _free_bytes("/tmp"),
-        "open_files": _open_files(),
+        "memory_bytes": _tried(available_bytes),
+        "shm_bytes": _tried(_free_bytes, "/dev/shm"),
+        "tmp_bytes": _tried(_free_bytes, "/tmp"),
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "gpus": _gpus(),
         "java": _java(),
         "build": probe_build(),
     }
 
 
-def _distribution(name: str) -> str | None:
+def _tried(look: Callable[..., Any], *arguments: str) -> Any:
+    """Return what can be found out; None if it is missing."""
     try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+        return look(*arguments)
+    except (OSError, importlib.metadata.PackageNotFoundError):
         return None
 
 
 def _memfd_problem() -> str | None:
     """Return None if shared memory works: allocate some, map it, write and read it."""
-    import mmap
-
     try:
         descriptor = os.memfd_create("hora-doctor", os.MFD_CLOEXEC)
         try:
@@ -84,24 +83,8 @@ def _memfd_problem() -> str | None:
         return str(error)
 
 
-def _memory_bytes() -> int | None:
-    try:
-        return available_bytes()
-    except OSError:
-        return None
-
-
-def _free_bytes(path: str) -> int | None:
-    try:
-        return shutil.disk_usage(path).free
-    except OSError:
-        return None
-
-
-def _open_files() -> int:
-    import resource
-
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+def _free_bytes(path: str) -> int:
+    return shutil.disk_usage(path).free
 
 
 def _tool(argv: list[str]) -> str | None:
