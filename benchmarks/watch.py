@@ -29,31 +29,20 @@ if TYPE_CHECKING:
 OBEDIENT = Path(__file__).parents[1] / "tests" / "integration" / "watched_job.py"
 
 
-def rank(model_name: str, num_steps: int) -> None:
+def rank(model: str, num_steps: int) -> None:
     """Run one rank of a measured job; rank 0 prints the median step in milliseconds."""
     import torch
 
     import horovod.torch as hvd
+    from benchmarks.models import WORKLOADS
+    from benchmarks.training import make_step, timed
 
     hvd.init()
-    torch.manual_seed(0)
     torch.set_num_threads(1)
-    width, depth, batch = {"tiny": (64, 3, 16), "wide": (2048, 4, 32)}[model_name]
-    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(depth)))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9), named_parameters=model.named_parameters()
-    )
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    inputs, times = torch.randn(batch, width), []
-    for step in range(num_steps):
-        began = time.perf_counter()
-        optimizer.zero_grad()
-        model(inputs).pow(2).mean().backward()
-        optimizer.step()
-        if step >= num_steps // 3:
-            times.append(time.perf_counter() - began)
+    step = make_step("overlap", WORKLOADS[model], "sgd", hvd.rank())
+    times = [timed(step, 1) for _ in range(num_steps)]
     if hvd.rank() == 0:
-        print(f"MEDIAN_MS {1e3 * statistics.median(times):.5f}", flush=True)
+        print(f"MEDIAN_MS {statistics.median(times[num_steps // 3 :]):.5f}", flush=True)
     hvd.shutdown()
 
 
@@ -118,7 +107,7 @@ def _bytes_per_second(record: Path) -> float:
 
 def overhead(np: int, rounds: int) -> dict:
     ways, result = ("unobserved", "observed", "page open"), {}
-    for model, steps in (("tiny", 6000), ("wide", 150)):
+    for model, steps in (("tiny MLP", 6000), ("MLP 4x2048", 150)):
         times: dict[str, list[float]] = {way: [] for way in ways}
         sent = []
         for turn in range(rounds):
