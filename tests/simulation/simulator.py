@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
+from hora.launch.agent.protocol import Exited
+from hora.launch.job import LaunchEvents, WorkerSpec
 from hora.launch.slots import HostInfo
 from hora.net.server import Handler, Timer
 
@@ -274,7 +275,7 @@ class VirtualLauncher:
         def ended(code: int) -> None:
             self._simulation.log(f"worker {spec.worker} has ended with code {code}")
             late = self._simulation.rng.expovariate(5.0)  # before or after the end of its connection is seen
-            self._simulation.after(late, lambda: events.exited(WorkerExit(worker=spec.worker, code=code)))
+            self._simulation.after(late, lambda: events.exited(Exited(worker=spec.worker, code=code)))
 
         self.processes[spec.worker] = self._begin(spec, ended)
         events.started(spec.worker)

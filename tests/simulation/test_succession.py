@@ -20,10 +20,11 @@ from simulator import Simulation, played
 from test_simulation import Run as JobRun
 
 from hora.errors import JobFailedError, StartTimeoutError
+from hora.launch.agent.protocol import Exited
 from hora.launch.controller.elastic_policy import Limits
 from hora.launch.controller.hosts import ElasticSpec
 from hora.launch.controller.loop import run_job
-from hora.launch.job import Job, LaunchEvents, LeadershipLostError, OutputOptions, WorkerExit, WorkerSpec
+from hora.launch.job import Job, LaunchEvents, LeadershipLostError, OutputOptions, WorkerSpec
 from hora.launch.slots import get_host_assignments
 
 LEASE_S = 3.0
@@ -58,7 +59,7 @@ class Keepers:
     def _tell(self, number: int, code: int) -> None:
         self.exits[number] = code
         if self.events is not None:
-            self.events.exited(WorkerExit(worker=number, code=code))
+            self.events.exited(Exited(worker=number, code=code))
 
     def end(self, number: int, grace_s: float) -> None:
         process = self.processes.get(number)
@@ -106,7 +107,7 @@ class Leader:
         for number in sorted(known):
             events.started(number)
             if number in keepers.exits:
-                events.exited(WorkerExit(worker=number, code=keepers.exits[number]))
+                events.exited(Exited(worker=number, code=keepers.exits[number]))
         return known
 
     def has_host(self, name: str) -> bool:

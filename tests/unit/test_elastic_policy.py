@@ -402,9 +402,9 @@ def test_a_newcomer_knows_its_slot_and_that_it_is_not_the_first():
 
 def test_without_a_range_a_place_is_barred_for_ever():
     blacklist = Blacklist(None, lambda: 0.5)
-    assert not blacklist.is_host_barred("a", 0)
+    assert not blacklist.is_barred("a", None, 0)
     assert blacklist.bar(("a", None), 0) is None
-    assert blacklist.is_host_barred("a", 10**9)
+    assert blacklist.is_barred("a", None, 10**9)
     assert blacklist.is_barred("a", 3, 10**9)
     assert not blacklist.is_barred("b", 3, 0)
     assert blacklist.next_return(0) is None
@@ -413,8 +413,8 @@ def test_without_a_range_a_place_is_barred_for_ever():
 def test_the_time_out_doubles_up_to_the_limit():
     blacklist = Blacklist((10, 100), lambda: 0.5)
     assert [blacklist.bar(("a", None), 1000.0) for _ in range(5)] == [1025, 1045, 1085, 1100, 1100]
-    assert blacklist.is_host_barred("a", 1099.9)
-    assert not blacklist.is_host_barred("a", 1100)
+    assert blacklist.is_barred("a", None, 1099.9)
+    assert not blacklist.is_barred("a", None, 1100)
     assert Blacklist((10, 10), lambda: 0.9).bar(("a", None), 0) == 10
 
 
@@ -422,7 +422,7 @@ def test_one_slot_can_be_barred_alone():
     blacklist = Blacklist((1, 5), lambda: 0.0)
     blacklist.bar(("a", 1), 0.0)
     assert [blacklist.is_barred("a", slot, 1.0) for slot in (0, 1)] == [False, True]
-    assert not blacklist.is_host_barred("a", 1.0)
+    assert not blacklist.is_barred("a", None, 1.0)
     assert blacklist.next_return(1.0) == 2.0
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from hora.errors import JobFailedError
+from hora.launch.agent.protocol import Exited
 from hora.launch.limits import GRACE_S
 from hora.launch.slots import Slot
 from hora.telemetry.stacks import stack_text
@@ -40,7 +41,6 @@ __all__ = [
     "StallStacks",
     "Succession",
     "Watching",
-    "WorkerExit",
     "WorkerSpec",
     "exit_status",
     "facts_of",
@@ -266,20 +266,11 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerExit:
-    """End of a worker process. Death by signal s is code 128 + s. `reason`: why it never ran, if so."""
-
-    worker: int
-    code: int
-    reason: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class JobResult:
     """A job that succeeded. `results[r]`: the cloudpickle of rank r's return value (None: a command)."""
 
     job: str
-    exits: tuple[WorkerExit, ...]
+    exits: tuple[Exited, ...]
     results: tuple[bytes | None, ...] = field(repr=False)
 
     def values(self) -> list[Any]:
@@ -356,7 +347,7 @@ class LaunchEvents(Protocol):
     def started(self, worker: int) -> None:
         """The worker's process runs."""
 
-    def exited(self, ended: WorkerExit) -> None:
+    def exited(self, ended: Exited) -> None:
         """The worker's process has ended and all its output was reported. Exactly once for each worker."""
 
 

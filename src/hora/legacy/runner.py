@@ -20,10 +20,11 @@ from typing import IO, Any, NoReturn, TypeVar
 
 import cloudpickle
 
+from hora.launch.agent.protocol import Exited
 from hora.launch.controller.launcher import HostLauncher
 from hora.launch.controller.output import OutputWriter
 from hora.launch.environment import variables
-from hora.launch.job import OutputOptions, WorkerExit, WorkerSpec
+from hora.launch.job import OutputOptions, WorkerSpec
 from hora.launch.options import LOG_LEVELS, Options, all_options, check
 from hora.launch.slots import place_ranks
 from hora.net.sockets import interface_address, is_local, resolve, source_address
@@ -468,7 +469,7 @@ class _Running:
     def started(self, worker: int) -> None:
         return None
 
-    def exited(self, ended: WorkerExit) -> None:
+    def exited(self, ended: Exited) -> None:
         self._output.end(ended.worker)
         self.code = ended.code
         self.ended.set()

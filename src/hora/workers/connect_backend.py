@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from hora.errors import JobFailedError
+from hora.launch.agent.protocol import Exited
 from hora.launch.controller.launcher import HostLauncher
 from hora.launch.environment import module_command, variables
-from hora.launch.job import LaunchEvents, OutputOptions, WorkerExit, WorkerSpec
+from hora.launch.job import LaunchEvents, OutputOptions, WorkerSpec
 from hora.launch.providers.spark.cluster import count_slots, forwarded_variables
 from hora.launch.providers.spark.connect import Query, check_protection, rows, server_host
 from hora.launch.providers.spark.live_log import ClientLogSink, Invitation, LiveLog, LogStream
@@ -117,18 +118,18 @@ class _ConnectWorker:
 
     def _run(self) -> None:
         number = self._planned.number
-        ended = WorkerExit(worker=number, code=_FAILED, reason="the Spark task of this worker gave no answer")
+        ended = Exited(worker=number, code=_FAILED, reason="the Spark task of this worker gave no answer")
         try:
             with self._log:
                 found = self._query.run(self._watch)
                 self._log.show(found)
             if "exit" in found:
                 answer = json.loads(found["exit"])
-                ended = WorkerExit(worker=number, code=int(answer["code"]), reason=str(answer["reason"]))
+                ended = Exited(worker=number, code=int(answer["code"]), reason=str(answer["reason"]))
         except InterruptedError:
-            ended = WorkerExit(worker=number, code=_TERMINATED)
+            ended = Exited(worker=number, code=_TERMINATED)
         except (JobFailedError, OSError) as error:
-            ended = WorkerExit(worker=number, code=_FAILED, reason=str(error))
+            ended = Exited(worker=number, code=_FAILED, reason=str(error))
         finally:
             self._events.exited(ended)
 
@@ -197,6 +198,6 @@ class _Process:
     def started(self, worker: int) -> None:
         return None
 
-    def exited(self, ended: WorkerExit) -> None:
+    def exited(self, ended: Exited) -> None:
         self.code, self.reason = ended.code, ended.reason
         self.ended.set()

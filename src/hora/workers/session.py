@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hora.launch.agent.protocol import Exited
 from hora.launch.controller.output import LogFile, OutputWriter
-from hora.launch.job import OutputOptions, WorkerExit
+from hora.launch.job import OutputOptions
 from hora.workers.backend import GRACE_S, ORDER_VARIABLE, LocalBackend, PlannedWorker, Record, WorkerBackend, new_id
 from hora.workers.capacity import Capacity, CapacityError
 from hora.world import World
@@ -227,7 +228,7 @@ class WorkerSession:
             record.status, record.running_at = "running", time.time()
             self._changed.notify_all()
 
-    def exited(self, ended: WorkerExit) -> None:
+    def exited(self, ended: Exited) -> None:
         self._output.end(ended.worker)
         with self._changed:
             record = self._by_number[ended.worker]

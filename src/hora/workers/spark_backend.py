@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hora.launch.agent.protocol import Exited
 from hora.launch.environment import module_command
-from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
+from hora.launch.job import LaunchEvents, WorkerSpec
 from hora.launch.providers.spark.cluster import (
     Placement,
     active_cluster,
@@ -154,7 +155,7 @@ class _Launch:
     def started(self, worker: int) -> None:
         self._events.started(worker)
 
-    def exited(self, ended: WorkerExit) -> None:
+    def exited(self, ended: Exited) -> None:
         with self._lock:
             if ended.worker not in self._left:
                 return
@@ -227,7 +228,7 @@ class _Launch:
             if number in self._stopped:
                 self._report_stopped(number)
             else:
-                self.exited(WorkerExit(worker=number, code=_FAILED, reason=reason))
+                self.exited(Exited(worker=number, code=_FAILED, reason=reason))
 
     def _report_stopped(self, number: int) -> None:
-        self.exited(WorkerExit(worker=number, code=_TERMINATED, reason="it was stopped before it started"))
+        self.exited(Exited(worker=number, code=_TERMINATED, reason="it was stopped before it started"))

@@ -255,15 +255,11 @@ def run_forked(env: Mapping[str, str], work: Callable[[], NoReturn]) -> NoReturn
     """Run a worker with this environment in a fork that has its streams, by `worker.work`. Never returns."""
     name_process(f"hora-rank-{env['HORA_WORKER']}")
     replace_variables(env)
-    _reseed_generators()
-    if "hora.torch_backend" in sys.modules:  # torch was loaded in an environment that may have lacked HORA_REPLACE_GLOO
-        sys.modules["hora.torch_backend"].register()
-    work()
-
-
-def _reseed_generators() -> None:
-    """Reseed NumPy's and torch's generators, which would be identical in every fork; Python reseeds its own."""
+    # NumPy's and torch's generators would be identical in every fork; Python reseeds its own.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
+    if "hora.torch_backend" in sys.modules:  # torch was loaded in an environment that may have lacked HORA_REPLACE_GLOO
+        sys.modules["hora.torch_backend"].register()
+    work()

@@ -154,11 +154,13 @@ class Output(NamedTuple):
 
 
 class Exited(NamedTuple):
-    """A worker's process has ended, and all its output was sent. Death by signal s is code 128 + s."""
+    """A worker's process has ended, and all its output was sent. Death by signal s is code 128 + s. `reason`: why it
+    never ran, if so.
+    """
 
     worker: int
     code: int
-    reason: str
+    reason: str = ""
 
 
 class Leaving(NamedTuple):

@@ -201,27 +201,20 @@ class Blacklist:
             self._times[host, slot] = times
             self._until[host, slot] = None if left_s is None else now + left_s
 
-    def is_barred(self, host: str, slot: int, now: float) -> bool:
-        return any(self._out((host, place), now) for place in (None, slot))
+    def is_barred(self, host: str, slot: int | None, now: float) -> bool:
+        """Return whether this slot (None: the whole host) is barred now."""
+        untils = [self._until[place] for place in {(host, None), (host, slot)} if place in self._until]
+        return any(until is None or now < until for until in untils)
 
     def usable(self, hosts: Mapping[str, int], now: float) -> dict[str, tuple[int, ...]]:
         """The slots that are not barred, by host. `hosts`: how many slots each has."""
         free = {host: tuple(s for s in range(num) if not self.is_barred(host, s, now)) for host, num in hosts.items()}
         return {host: slots for host, slots in free.items() if slots}
 
-    def is_host_barred(self, host: str, now: float) -> bool:
-        return self._out((host, None), now)
-
     def next_return(self, now: float) -> float | None:
         """Return when the next place becomes usable again; None: never."""
         times = [until for until in self._until.values() if until is not None and until > now]
         return min(times, default=None)
-
-    def _out(self, place: _Barred, now: float) -> bool:
-        if place not in self._until:
-            return False
-        until = self._until[place]
-        return until is None or now < until
 
 
 class Hosts:
@@ -269,7 +262,7 @@ class Hosts:
 
     def barred(self, now: float) -> frozenset[str]:
         """Return the hosts that are barred as a whole."""
-        return frozenset(host for host in self._num_slots if self._blacklist.is_host_barred(host, now))
+        return frozenset(host for host in self._num_slots if self._blacklist.is_barred(host, None, now))
 
     def may_grow(self, now: float) -> bool:
         """Return whether discovery may find more slots."""

@@ -41,7 +41,7 @@ from hora.launch.agent.protocol import (
 )
 from hora.launch.controller.output import Tail
 from hora.launch.environment import variables
-from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
+from hora.launch.job import LaunchEvents, WorkerSpec
 from hora.launch.limits import KILLED_S
 from hora.net.session import SessionPeer
 
@@ -134,7 +134,7 @@ class AgentHandle:
                 self._own |= self._running
         for spec in workers:
             if ended is not None:
-                self._events.exited(WorkerExit(worker=spec.worker, code=255, reason=ended))
+                self._events.exited(Exited(worker=spec.worker, code=255, reason=ended))
                 continue
             order = Start(
                 worker=spec.worker,
@@ -252,12 +252,12 @@ class AgentHandle:
                 events.started(worker)
             case Output(worker, stream, data):
                 events.output(worker, "stdout" if stream == "stdout" else "stderr", data)
-            case Exited(worker, code, reason):
+            case Exited(worker):
                 with self._lock:
                     ours = worker in self._running
                     self._running.discard(worker)
                 if ours:
-                    events.exited(WorkerExit(worker=worker, code=code, reason=reason))
+                    events.exited(message)
             case Finished():
                 self._finished.set()
 
@@ -269,7 +269,7 @@ class AgentHandle:
             events = self._events
         for worker in orphans:
             assert events is not None  # a node without events runs nothing for this controller
-            events.exited(WorkerExit(worker=worker, code=self.lost_exit_code, reason=why))
+            events.exited(Exited(worker, self.lost_exit_code, why))
         self._finished.set()
         self._reported.set()
 

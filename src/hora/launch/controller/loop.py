@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec
 
 from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch.agent.agent import LEFT
+from hora.launch.agent.protocol import Exited
 from hora.launch.controller.output import OutputWriter
 from hora.launch.controller.policy import (
     Begin,
@@ -60,7 +61,6 @@ from hora.launch.job import (
     Observation,
     StallStacks,
     Succession,
-    WorkerExit,
     WorkerSpec,
     facts_of,
 )
@@ -248,7 +248,7 @@ class _Controller(RendezvousEvents):
         self._notified, self._last_notice = False, 0
         self._begun_at = self._short_since = time.monotonic()
         self._ping_at = 0.0
-        self._exits: dict[int, WorkerExit] = {}
+        self._exits: dict[int, Exited] = {}
         self._ending = False
         self._stop_reason = ""
         self._reasons: dict[int, str] = {}  # reasons for exits that the job itself causes
@@ -412,7 +412,7 @@ class _Controller(RendezvousEvents):
                 continue
             if not succession.has_host(worker.host):
                 reason = f"its node, {worker.host}, has not come to the new leader"
-                self.exited(WorkerExit(worker=worker.number, code=255, reason=reason))
+                self.exited(Exited(worker=worker.number, code=255, reason=reason))
                 continue
             # The previous leader died between its decision and the order.
             newcomer = worker.number not in self._places
@@ -704,8 +704,8 @@ class _Controller(RendezvousEvents):
         self._observation.tell("output", worker, stream, data)
         self._or_raise_there(lambda: self._out.feed(worker, stream, data))
 
-    def exited(self, ended: WorkerExit) -> None:
-        ended = replace(ended, reason=self._reasons.get(ended.worker, ended.reason))
+    def exited(self, ended: Exited) -> None:
+        ended = ended._replace(reason=self._reasons.get(ended.worker, ended.reason))
         self._observation.tell("exited", ended.worker, ended.code, ended.reason)
         self._or_raise_there(lambda: self._out.end(ended.worker))
         self._on_exit(ended)
@@ -800,7 +800,7 @@ class _Controller(RendezvousEvents):
             self._note_failure(worker, 1, report.headline, report.headline if report.consequence else "")
 
     @_queued
-    def _on_exit(self, ended: WorkerExit) -> None:
+    def _on_exit(self, ended: Exited) -> None:
         self._exits[ended.worker] = ended
         number, before = ended.worker, self._roster[ended.worker]
         self._roster.mark(number, exited=True)
@@ -810,7 +810,7 @@ class _Controller(RendezvousEvents):
         self._tell_the_others(number, how, failed=failed or (ended.code != 0 and not succeeded))
         self.rendezvous.give_up(number)
 
-    def _judge_exit(self, worker: Worker, ended: WorkerExit) -> bool:
+    def _judge_exit(self, worker: Worker, ended: Exited) -> bool:
         """Record the exit of a process; return whether it is a failure."""
         code, reason = ended.code, ended.reason
         if worker.state in (WorkerState.FAILED, WorkerState.LEFT):

@@ -86,7 +86,11 @@ class OutputWriter:
             place = Path(self._options.directory) / f"rank.{rank:0{self._width}d}"
             for stream in ("stdout", "stderr"):
                 if (rank, stream) not in self._files:
-                    self._files[rank, stream] = _open_file(place / stream)
+                    try:
+                        self._files[rank, stream] = LogFile(place / stream)
+                    except OSError as error:
+                        message = f"cannot write {place / stream} (--output-filename): {error.strerror}"
+                        raise OSError(message) from None
 
     def set_ranks(self, ranks: Mapping[int, int]) -> None:
         """Change the numbers of these workers."""
@@ -226,13 +230,6 @@ class _Settled:
 
 def _last_state(line: bytes) -> bytes:
     return next((state for state in reversed(line.split(b"\r")) if state), b"")
-
-
-def _open_file(path: Path) -> LogFile:
-    try:
-        return LogFile(path)
-    except OSError as error:
-        raise OSError(f"cannot write {path} (--output-filename): {error.strerror}") from None
 
 
 class LogFile:

@@ -245,14 +245,10 @@ class LeaderLink(QueuedLink):
                 session.send(*pack(message))
                 if isinstance(message, Output):
                     self._ahead += len(message.data)
-            elif isinstance(message, Output):
-                self._hold(message)
-
-    def _hold(self, message: Output) -> None:
-        """Buffer output for the next leader. Beyond the limit the oldest output is dropped."""
-        self._held.append(message)
-        while sum(len(one.data) for one in self._held) > _HELD_BYTES:
-            self._held.popleft()
+            elif isinstance(message, Output):  # for the next leader; beyond the limit the oldest is dropped
+                self._held.append(message)
+                while sum(len(one.data) for one in self._held) > _HELD_BYTES:
+                    self._held.popleft()
 
     def close(self) -> None:
         self._over.set()

@@ -293,13 +293,14 @@ class ElectionLoop:
         """Handle a request to end, in a signal handler: the ranks here commit and leave, then another node leads."""
         self._left = True
         agent.terminate()
-        threading.Thread(target=self._hand_over, args=(agent,), name="hora-hand-over", daemon=True).start()
 
-    def _hand_over(self, agent: subprocess.Popen[bytes]) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            agent.wait(self._leaderless_s)
-        if self._leadership is not None:
-            self._leadership.give_up()
+        def hand_over() -> None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                agent.wait(self._leaderless_s)
+            if self._leadership is not None:
+                self._leadership.give_up()
+
+        threading.Thread(target=hand_over, name="hora-hand-over", daemon=True).start()
 
     def _stand(self, lead: Callable[[Leadership], object]) -> int | None:
         """Stand for election and lead if it is won; return the job's exit status when it is over."""

@@ -150,14 +150,11 @@ class AuthenticatedStore:
     """
 
     def __init__(self, store: JobStore, secret: bytes) -> None:
-        self._store = store
+        self._store, self.members = store, store.members
+        self.delete, self.renew, self.resign, self.evict = store.delete, store.renew, store.resign, store.evict
         self._key = derived_secret(secret, "values of the store")
         self._complained: set[str] = set()
         self._forged_leader: tuple[str, float] | None = None  # the version of the entry, and since when it is known
-
-    @property
-    def members(self) -> tuple[tuple[str, int], ...]:
-        return self._store.members
 
     @property
     def ttl_s(self) -> int:
@@ -186,20 +183,8 @@ class AuthenticatedStore:
         text = json.dumps(value)
         return self._store.put(key, {"text": text, "mac": self._mac(key, text)}, term=term, lasting_s=lasting_s)
 
-    def delete(self, key: str, *, term: int) -> bool:
-        return self._store.delete(key, term=term)
-
     def lead(self, name: str) -> LeaderTerm | None:
         return self._store.lead(f"{name}.{self._mac('leader', name)}")
-
-    def renew(self, leader: LeaderTerm) -> bool:
-        return self._store.renew(leader)
-
-    def resign(self, leader: LeaderTerm) -> None:
-        self._store.resign(leader)
-
-    def evict(self, leader_version: str) -> None:
-        self._store.evict(leader_version)
 
     def _evicted(self, version: str) -> bool:
         """Return whether this forged entry of a leader was there for the time of a lease, and has been removed."""

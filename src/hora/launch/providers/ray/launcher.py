@@ -18,7 +18,8 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
+from hora.launch.agent.protocol import Exited
+from hora.launch.job import LaunchEvents, WorkerSpec
 from hora.launch.limits import END_S
 from hora.launch.providers.ray.actor import ActorProcess, RayWorker
 from hora.launch.providers.ray.reservations import Reservation, Reservations
@@ -72,7 +73,7 @@ class RayLauncher:
             reservation = self._reservations.get(spec.slot.hostname, spec.slot.local_rank)
             if reservation is None:
                 reason = f"slot {spec.slot.local_rank} of {spec.slot.hostname} is gone"
-                events.exited(WorkerExit(worker=spec.worker, code=_KILLED, reason=reason))
+                events.exited(Exited(worker=spec.worker, code=_KILLED, reason=reason))
                 continue
             peers = by_host.setdefault(spec.slot.hostname, [])
             member = _Member(spec=spec, actor=self._create(reservation), reservation=reservation, peers=peers)
@@ -177,7 +178,7 @@ class RayLauncher:
         elif member.place is not None:
             reason = f"{reason}: {member.place}"
         assert self._events is not None
-        self._events.exited(WorkerExit(worker=member.spec.worker, code=code, reason=reason))
+        self._events.exited(Exited(worker=member.spec.worker, code=code, reason=reason))
 
 
 def _reason(error: BaseException | None) -> tuple[int, str]:

@@ -16,11 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hora.launch.agent.protocol import Join
+from hora.launch.agent.protocol import Exited, Join
 from hora.launch.controller.elastic_policy import Limits
 from hora.launch.controller.hosts import ElasticSpec
 from hora.launch.controller.loop import run_job
-from hora.launch.job import JobResult, LaunchEvents, WorkerExit, WorkerSpec
+from hora.launch.job import JobResult, LaunchEvents, WorkerSpec
 from hora.launch.limits import SPARK_END_S
 from hora.launch.providers.spark.cluster import Placement, TaskPlace, decommissions, launcher_timeout_s
 from hora.launch.providers.spark.driver import StageDriver, TaskAgent
@@ -152,7 +152,7 @@ class _ElasticLauncher(SparkLauncher):
             place = self._driver.place_of(worker.slot.hostname)
             if place is None:
                 reason = f"the Spark task on {worker.slot.hostname} has ended"
-                events.exited(WorkerExit(worker=worker.worker, code=TaskAgent.lost_exit_code, reason=reason))
+                events.exited(Exited(worker=worker.worker, code=TaskAgent.lost_exit_code, reason=reason))
                 continue
             placement = Placement(slot=worker.slot, task=place.task, own_gpus=place.gpus, visible_gpus=place.gpus)
             self._start(worker, placement, _TaskEvents(self, place.task, events))
@@ -174,6 +174,6 @@ class _TaskEvents:
         self._launcher, self._task = launcher, task
         self.output, self.started, self._exited = events.output, events.started, events.exited
 
-    def exited(self, ended: WorkerExit) -> None:
+    def exited(self, ended: Exited) -> None:
         self._exited(ended)
         self._launcher.fail(self._task, ended.code)

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hora.launch.agent.protocol import Exited
 from hora.launch.controller.launcher import AgentHandle
 from hora.launch.controller.loop import run_job
-from hora.launch.job import Job, JobResult, LaunchEvents, OutputOptions, Watching, WorkerExit, WorkerSpec
+from hora.launch.job import Job, JobResult, LaunchEvents, OutputOptions, Watching, WorkerSpec
 from hora.launch.providers.spark.cluster import GPU_VARIABLE, Placement, place_tasks
 from hora.launch.providers.spark.driver import StageDriver, TaskAgent, TaskAgents
 from hora.launch.slots import Slot
@@ -102,7 +103,7 @@ class SparkLauncher:
         agent = self._driver.agent_of(placement.task)
         if agent is None:
             reason = f"its Spark task ({placement.task}) ended: the executor was lost or the task was killed"
-            events.exited(WorkerExit(worker=worker.worker, code=TaskAgent.lost_exit_code, reason=reason))
+            events.exited(Exited(worker=worker.worker, code=TaskAgent.lost_exit_code, reason=reason))
             return
         if agent not in self._used:
             self._used[agent] = None
