@@ -258,12 +258,12 @@ class _Controller(RendezvousEvents):
         self._hosts: Hosts | None = None  # only elastic jobs have hosts that come and go
         self._policy = self._choose_policy(elastic)
         self._id, self._secret = job.id or secrets.token_hex(8), job.secret or new_secret()
+        self._observation = Observation()
         term = 0 if job.succession is None else job.succession.term
         self.rendezvous = Rendezvous(launcher.bind_address, secret=self._secret, job=self._id, events=self, term=term)
         self._endpoint = RendezvousEndpoint(
             kind="hora", address=launcher.advertised_address, port=self.rendezvous.port, job=self._id
         )
-        self._observation = Observation()
         # Queued: a console may block, but the thread that receives stacks may not.
         self._stall_stacks = StallStacks(self.rendezvous.ask, lambda text: self.events.put(lambda: self._log(text)))
         self._argv = self._lay_out()
