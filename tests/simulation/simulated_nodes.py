@@ -420,7 +420,6 @@ class SimulatedAgent:
 class OwnProcess(Process):
     """Stands for an agent's process on the launcher's machine, the launcher's end of its link, and its own end."""
 
-    stderr = None
     silence_limit_s = None
     elastic = False
 
@@ -436,6 +435,9 @@ class OwnProcess(Process):
         self._changed = Condition()
         self.sock = self
         Fiber(self, self._live)
+
+    def complaints(self) -> bytes:
+        return b""
 
     def _live(self) -> None:
         before, Process.current = Process.current, self

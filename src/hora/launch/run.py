@@ -149,21 +149,16 @@ class Distributed(Generic[P, T]):
 
     def distributed(self, *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Return every rank's value, in rank order."""
-        return _call_on_ranks(self._on, self._function, args, kwargs, self._num_processes, **self._options)
-
-
-def _call_on_ranks(
-    on: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], n: int, **options: Any
-) -> list[Any]:
-    if on == "ray":
-        executor_type = _named("horovod.ray", "RayExecutor")
-        with executor_type(executor_type.create_settings(), num_workers=n, **options) as executor:
-            executor.start()
-            return list(executor.run(function, args=list(args), kwargs=dict(kwargs)))
-    if on == "slurm" and not variables().get("SLURM_JOB_ID"):
-        raise RuntimeError('on="slurm" works inside an allocation: salloc --nodes=2 --ntasks-per-node=4 python …')
-    start_ranks = _named("hora.spark.run", "run") if on == "spark" else run
-    return list(start_ranks(function, args=args, kwargs=kwargs, num_proc=n, **options))
+        n, options = self._num_processes, self._options
+        if self._on == "ray":
+            executor_type = _named("horovod.ray", "RayExecutor")
+            with executor_type(executor_type.create_settings(), num_workers=n, **options) as executor:
+                executor.start()
+                return list(executor.run(self._function, args=list(args), kwargs=dict(kwargs)))
+        if self._on == "slurm" and not variables().get("SLURM_JOB_ID"):
+            raise RuntimeError('on="slurm" works inside an allocation: salloc --nodes=2 --ntasks-per-node=4 python …')
+        start_ranks = _named("hora.spark.run", "run") if self._on == "spark" else run
+        return list(start_ranks(self._function, args=args, kwargs=kwargs, num_proc=n, **options))
 
 
 def _named(module: str, name: str) -> Any:

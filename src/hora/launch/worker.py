@@ -53,7 +53,9 @@ def _run(client: ControlClient, world: World) -> int:
 
     from hora.launch.pickling import pickle_result
 
-    _extend_path(json.loads(client.get(PATH_KEY, timeout_s=_FETCH_LIMIT_S)))
+    # The caller's module path, so that its modules are importable here too.
+    callers_path = json.loads(client.get(PATH_KEY, timeout_s=_FETCH_LIMIT_S))
+    sys.path.extend(entry for entry in callers_path if entry not in sys.path and os.path.exists(entry))
     try:
         function, args, kwargs = cloudpickle.loads(client.get(FUNCTION_KEY, timeout_s=_FETCH_LIMIT_S))
         result = function(*args, **kwargs)
@@ -68,11 +70,6 @@ def _run(client: ControlClient, world: World) -> int:
         sys.stderr.flush()
     client.send_result(pickled)
     return 0
-
-
-def _extend_path(launcher_path: list[str]) -> None:
-    """Append the caller's module path, so that its modules are importable here too."""
-    sys.path.extend(entry for entry in launcher_path if entry not in sys.path and os.path.exists(entry))
 
 
 def _exit_status(error: SystemExit) -> int:

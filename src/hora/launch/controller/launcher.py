@@ -302,9 +302,19 @@ class LocalProcess:
                 start_new_session=True,
                 bufsize=0,
             )
-        assert self._process.stderr is not None
-        self.stderr = self._process.stderr
         self.wait, self.kill = self._process.wait, self._process.kill
+
+    def complaints(self) -> bytes:
+        """Return what the process has written to its standard error."""
+        assert self._process.stderr is not None
+        os.set_blocking(self._process.stderr.fileno(), False)
+        return self._process.stderr.read(_TAIL_BYTES) or b""
+
+    def close(self) -> None:
+        """Release the pipes of a process that has ended."""
+        assert self._process.stderr is not None
+        self.sock.close()
+        self._process.stderr.close()
 
 
 class LocalAgent(AgentHandle):
@@ -341,8 +351,7 @@ class LocalAgent(AgentHandle):
         wait_or_kill(self._process, timeout_s)
         if self._events is not None:
             self._reported.wait(KILLED_S)
-        self._process.sock.close()
-        self._process.stderr.close()
+        self._process.close()
 
     def _deliver(self) -> None:
         frames, joined = Frames(), False
@@ -356,8 +365,7 @@ class LocalAgent(AgentHandle):
         except ValueError as error:
             self.blame(error)
         status = self._process.wait()
-        os.set_blocking(self._process.stderr.fileno(), False)
-        self.complaints.add(self._process.stderr.read(_TAIL_BYTES) or b"")
+        self.complaints.add(self._process.complaints())
         self._report_end(status, joined=joined)
 
 

@@ -140,11 +140,6 @@ def _variables(request: ManifestRequest) -> list[Manifest]:
     return [{"name": "HORA_SECRET_FILE", "value": f"{_FOLDER}/{_FILE}"}, *home, *store]
 
 
-def _account(request: ManifestRequest) -> Manifest:
-    """Return the account whose token the pods need, if any."""
-    return {"serviceAccountName": request.state} if request.any_leader else {"automountServiceAccountToken": False}
-
-
 def _pod_limits() -> Manifest:
     """Return the pod's limits: no root; the group can read the job's secret."""
     seccomp = {"type": "RuntimeDefault"}
@@ -187,6 +182,7 @@ def _pods(request: ManifestRequest, command: Sequence[str]) -> Manifest:
     if _resources(request):
         container["resources"] = _resources(request)
     elastic = request.min_nodes is not None
+    token = {"serviceAccountName": request.state} if request.any_leader else {"automountServiceAccountToken": False}
     return {
         "completions": request.num_nodes,
         "parallelism": request.num_nodes,
@@ -197,7 +193,7 @@ def _pods(request: ManifestRequest, command: Sequence[str]) -> Manifest:
             "metadata": {"labels": {"app.kubernetes.io/name": request.name}},
             "spec": {
                 "restartPolicy": "OnFailure" if elastic else "Never",
-                **_account(request),
+                **token,
                 "securityContext": _pod_limits(),
                 "terminationGracePeriodSeconds": request.leave_s + _GRACE_SLACK_S,
                 "containers": [container],

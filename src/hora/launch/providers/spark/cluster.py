@@ -160,8 +160,12 @@ def default_num_proc(cluster: Any) -> int:
 
 def count_slots(cluster: Any) -> int:
     """Task slots of all registered executors: cores (and GPUs, if tasks ask for them), busy or free."""
-    if is_connect(cluster):
-        return _count_connect_slots(cluster)
+    if is_connect(cluster):  # by a plan's leaf, which has one partition per core, at least two
+        from pyspark.sql import functions as sql
+
+        numbers = cluster.range(0, 65536).select(sql.spark_partition_id().alias("number"))
+        found = numbers.tail(1)[0][0]  # one task, of the last partition
+        return (int(found) + 1) // int(cluster.conf.get("spark.task.cpus", "1"))
     context = cluster
     from py4j.protocol import Py4JError
 
@@ -172,15 +176,6 @@ def count_slots(cluster: Any) -> int:
     except Py4JError:
         # Some platforms let Python call only Spark's public methods: then count cores and ignore GPUs.
         return int(context.defaultParallelism)
-
-
-def _count_connect_slots(session: Any) -> int:
-    """Count by a plan's leaf, which has one partition per core, at least two."""
-    from pyspark.sql import functions as sql
-
-    numbers = session.range(0, 65536).select(sql.spark_partition_id().alias("number"))
-    found = numbers.tail(1)[0][0]  # one task, of the last partition
-    return (int(found) + 1) // int(session.conf.get("spark.task.cpus", "1"))
 
 
 def require_slots(cluster: Any, num_slots: int, *, limit_s: float = math.inf) -> int:

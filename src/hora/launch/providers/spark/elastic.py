@@ -139,41 +139,34 @@ class _Attempts(StageDriver):
 
 
 class _ElasticLauncher(SparkLauncher):
-    """Starts each worker in the task of its host, and fails the tasks of failed workers."""
+    """Starts each worker in the task of its host, and fails the tasks of failed workers. Implements LaunchEvents."""
 
     _driver: _Attempts
 
     def __init__(self, driver: _Attempts, *, bind_gpus: bool) -> None:
         super().__init__(driver, (), bind_gpus=bind_gpus)
         self._closing = False
+        self._tasks: dict[int, int] = {}  # of the workers
 
     def start(self, workers: Sequence[WorkerSpec], events: LaunchEvents) -> None:
+        self.output, self.started, self._exited = events.output, events.started, events.exited
         for worker in workers:
             place = self._driver.place_of(worker.slot.hostname)
             if place is None:
                 reason = f"the Spark task on {worker.slot.hostname} has ended"
-                events.exited(Exited(worker=worker.worker, code=TaskAgent.lost_exit_code, reason=reason))
+                events.exited(Exited(worker.worker, TaskAgent.lost_exit_code, reason))
                 continue
+            self._tasks[worker.worker] = place.task
             placement = Placement(slot=worker.slot, task=place.task, own_gpus=place.gpus, visible_gpus=place.gpus)
-            self._start(worker, placement, _TaskEvents(self, place.task, events))
+            self._start(worker, placement, self)
+
+    def exited(self, ended: Exited) -> None:
+        self._exited(ended)
+        task = self._tasks[ended.worker]
+        # A task that left normally fails too, so that Spark starts it elsewhere.
+        if (ended.code or task in self._driver.leaving) and not self._closing:
+            self._driver.dismiss_task(task, ended.code or 1)
 
     def close(self) -> None:
         self._closing = True
         super().close()
-
-    def fail(self, task: int, code: int) -> None:
-        # A task that left normally fails too, so that Spark starts it elsewhere.
-        if (code or task in self._driver.leaving) and not self._closing:
-            self._driver.dismiss_task(task, code or 1)
-
-
-class _TaskEvents:
-    """Implements LaunchEvents for one task; also reports its end to the launcher."""
-
-    def __init__(self, launcher: _ElasticLauncher, task: int, events: LaunchEvents) -> None:
-        self._launcher, self._task = launcher, task
-        self.output, self.started, self._exited = events.output, events.started, events.exited
-
-    def exited(self, ended: Exited) -> None:
-        self._exited(ended)
-        self._launcher.fail(self._task, ended.code)
