@@ -149,7 +149,7 @@ class Agents:
         """
         deadline = time.monotonic() + limit_s
         with self._changed:
-            while not (len(self._nodes) >= self._num_nodes if num_slots is None else self._num_slots() >= num_slots):
+            while not self._enough(num_slots):
                 problem = self._refused or self._starter_ended()
                 if problem:
                     raise RuntimeError(problem)
@@ -158,8 +158,10 @@ class Agents:
                     raise StartTimeoutError(self._who_is_missing(limit_s))
                 self._changed.wait(min(left_s, 1.0))
 
-    def _num_slots(self) -> int:
-        return sum(host.slots for host in self.hosts())
+    def _enough(self, num_slots: int | None) -> bool:
+        if num_slots is not None:
+            return sum(host.slots for host in self.hosts()) >= num_slots
+        return len(self._nodes) >= self._num_nodes
 
     def _who_is_missing(self, limit_s: float) -> str:
         wanted = range(self._first_index, self._first_index + self._num_nodes)
