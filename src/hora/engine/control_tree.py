@@ -55,7 +55,7 @@ _GOODBYES = "goodbyes"  # gathered at the end
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """What a rank waits for in a set, and the line that its training thread is in."""
+    """Operations of a set that a rank waits for, and the line that its training thread is in."""
 
     keys: Sequence[Key]
     line: str = ""

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import select
 import struct
 import threading
 import time
@@ -32,7 +31,7 @@ from hora.engine.shm.counters import LINE_BYTES, SLICE_NS, Counter
 from hora.engine.shm.native import SHORT_BYTES, MessageCall, Pipe, library, new_spin_policy
 from hora.engine.shm.segment import Segment
 from hora.engine.status import WorldStatus
-from hora.engine.transport.stream import Incoming, Outgoing
+from hora.engine.transport.stream import Incoming, Outgoing, poll, view_of
 from hora.errors import HorovodInternalError
 from hora.net.wire import Stream
 
@@ -159,21 +158,19 @@ class _Far:
     incoming: Incoming | None = None
 
     def write(self, address: int, count: int) -> int:
-        assert self.outgoing is not None
-        before = self.outgoing.num_moved
-        if not self.outgoing.queue:
-            self.outgoing.add(_view(address, count))
-        self.outgoing.move()
-        return self.outgoing.num_moved - before
+        return self._move(self.outgoing, address, count)
 
     def take(self, address: int, count: int) -> int:
-        if self.incoming is None:
+        return self._move(self.incoming, address, count)
+
+    def _move(self, end: Outgoing | Incoming | None, address: int, count: int) -> int:
+        if end is None:  # the sender has not opened its stream
             return 0
-        before = self.incoming.num_moved
-        if not self.incoming.queue:
-            self.incoming.add(_view(address, count))
-        self.incoming.move()
-        return self.incoming.num_moved - before
+        before = end.num_moved
+        if not end.queue:
+            end.add(view_of(address, count))
+        end.move()
+        return end.num_moved - before
 
 
 class Messages:
@@ -450,13 +447,8 @@ class Messages:
             self._native.add(asleep.address, -1)
 
     def _poll(self, far: Sequence[_Far]) -> None:
-        poll = select.poll()
-        for one in far:
-            if one.outgoing is not None and one.outgoing.queue:
-                poll.register(one.outgoing.sock, select.POLLOUT)
-            if one.incoming is not None:
-                poll.register(one.incoming.sock, select.POLLIN)
-        poll.poll(_POLL_MS)
+        outgoing = [one.outgoing for one in far if one.outgoing is not None and one.outgoing.queue]
+        poll([*outgoing, *(one.incoming for one in far if one.incoming is not None)], _POLL_MS)
 
     def _progress(self) -> bool:
         """Make progress without waiting. Under the lock."""
@@ -633,7 +625,3 @@ def _matches(receive: Message, peer: int, group: int, tag: int) -> bool:
 def _ring_bytes(num_near: int) -> int:
     each = _RINGS_BYTES // max(num_near * num_near, 1)
     return max(min(each, _MOST_RING_BYTES), _LEAST_RING_BYTES) // LINE_BYTES * LINE_BYTES
-
-
-def _view(address: int, count: int) -> memoryview:
-    return memoryview((ctypes.c_ubyte * count).from_address(address)).cast("B")

@@ -66,7 +66,7 @@ class Arithmetic:
 
     `prescales`: each member applies the prescale to its own data with `prepare` before `reduce` sees it; otherwise
     `reduce` does it. `stage`: the factor of `prepare`, None if there is more to it. `elsewhere`: something else
-    combines, and `prepare` and `finish_` do what comes before and after. `weights`: each member's weight in an average
+    combines, and `prepare` and `finish` do what comes before and after. `weights`: each member's weight in an average
     of half precision. `compiled`: the native part, which sums CPU tensors if present; `sum` is its parameter, None for
     unsupported cases.
     """
@@ -122,13 +122,8 @@ class Arithmetic:
             if dtype.is_floating_point or how == NOTHING:
                 self.sum = Sum(DTYPE_NUMBERS[dtype], prescale if self._wide_prescale else 1.0, how, factor)
 
-    def prepare_(self, tensor: torch.Tensor) -> None:
-        """Apply prescale in place."""
-        if self._prescale is not None:
-            self._prescale(tensor, tensor)
-
     def prepare(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the prescaled `source` to `out`."""
+        """Write the prescaled `source` to `out`, which may be `source`."""
         if self._prescale is not None:
             self._prescale(source, out)
         else:
@@ -153,7 +148,7 @@ class Arithmetic:
                 self._combine(so_far, operand, out=scratch)
                 so_far = scratch
             self._combine(so_far, operands[-1], out=out)
-        self.finish_(out)
+        self.finish(out, out)
 
     def _reduce_widely(self, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Reduce in float32, piece by piece: wide values stay in the cache."""
@@ -172,7 +167,7 @@ class Arithmetic:
         for member, operand in enumerate(operands[1:], 1):
             self._widen(operand, other, member)
             self._combine(total, other, out=total)
-        self.finish_(total)
+        self.finish(total, total)
         out.copy_(total)
 
     def _widen(self, tensor: torch.Tensor, wide: torch.Tensor, member: int) -> None:
@@ -182,13 +177,8 @@ class Arithmetic:
         if self._weights:
             wide.mul_(self._weights[member])
 
-    def finish_(self, tensor: torch.Tensor) -> None:
-        """Apply postscale, and the division of Average, in place."""
-        if self._finish is not None:
-            self._finish(tensor, tensor)
-
     def finish(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the finished `source` to `out`."""
+        """Write `source` with postscale, and the division of Average, to `out`, which may be `source`."""
         if self._finish is not None:
             self._finish(source, out)
         else:
@@ -212,7 +202,7 @@ def staged(reduce: Reduce, dtype: torch.dtype, num_members: int) -> Reduce:
 
 
 def stages(reduce: Reduce, dtype: torch.dtype, num_members: int) -> tuple[Reduce, Reduce, Arithmetic]:
-    """Return the stages over several hosts: within each host, between the hosts, and the last step (`finish_`).
+    """Return the stages over several hosts: within each host, between the hosts, and the last step (`finish`).
 
     An average is a sum that is divided at the end; half precision, which could overflow, is averaged twice.
     """
@@ -237,7 +227,7 @@ class HostwiseArithmetic:
         weights = () if min(sizes) == max(sizes) else tuple(sizes)
         self._between = arithmetic_of(between, dtype, len(hosts), weights=weights)
         self.prescales = self._inside[here].prescales
-        self.prepare, self.prepare_ = self._inside[here].prepare, self._inside[here].prepare_
+        self.prepare = self._inside[here].prepare
 
     def reduce(self, operands: Sequence[torch.Tensor], out: torch.Tensor, scratch: torch.Tensor) -> None:
         """Combine the (prepared) operands of all members into `out`, and finish it."""
@@ -245,7 +235,7 @@ class HostwiseArithmetic:
         for host, arithmetic, part in zip(self._hosts, self._inside, parts, strict=True):
             arithmetic.reduce([operands[member] for member in host], part, scratch)
         self._between.reduce(parts, out, scratch)
-        self._end.finish_(out)
+        self._end.finish(out, out)
 
 
 @lru_cache(maxsize=512)

@@ -68,7 +68,7 @@ class LocalTransport:
                 out.copy_(source)
             if reduce.prescale != 1.0 or reduce.postscale != 1.0:
                 arithmetic = arithmetic_of(reduce, out.dtype, 1)
-                arithmetic.prepare_(out)
+                arithmetic.prepare(out, out)
                 arithmetic.reduce([out], out, out)
 
     def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:

@@ -226,7 +226,7 @@ class DistributedTransport:
         pending = group.start_allreduce(work, op)
         yield
         group.finish(pending)
-        arithmetic.finish_(work)
+        arithmetic.finish(work, work)
         if not portion.single:
             unpack(work, portion.results)
 
@@ -293,5 +293,5 @@ class DistributedTransport:
             return portion.sources[0]
         packed = self._take("own", portion.total, portion)
         torch.cat(portion.sources, out=packed)
-        arithmetic.prepare_(packed)
+        arithmetic.prepare(packed, packed)
         return packed

@@ -318,7 +318,7 @@ class HierarchicalTransport:
         if under_way is not None:
             complete(under_way)
             for part in reduced:
-                end.finish_(part)
+                end.finish(part, part)
         # Inside the host: the slice leaders' shares together are the host's block, of which each member takes its part.
         blocks = self._take(f"blocks{turn}", [sum(sizes) for sizes in here], dtype)
         self._local.allgather(reduced, blocks, here)

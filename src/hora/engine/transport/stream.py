@@ -39,7 +39,16 @@ from hora.net import sockets
 from hora.net.noise import Records
 from hora.net.wire import Stream
 
-__all__ = ["Incoming", "Outgoing", "RecordsOfOneDirection", "StreamGroup", "Streams", "encrypts_natively"]
+__all__ = [
+    "Incoming",
+    "Outgoing",
+    "RecordsOfOneDirection",
+    "StreamGroup",
+    "Streams",
+    "encrypts_natively",
+    "poll",
+    "view_of",
+]
 
 # Smaller tensors go from the root directly to all members; larger ones are forwarded in parts.
 _DIRECT_BYTES = 64 * 2**10
@@ -264,7 +273,7 @@ class StreamGroup(PeerGroup):
         before = sum(stream.num_moved for stream in waiting)
         for stream in waiting:
             stream.move()
-        if sum(stream.num_moved for stream in waiting) == before and not _poll(waiting):
+        if sum(stream.num_moved for stream in waiting) == before and not poll(waiting, SLICE.total_seconds() * 1000):
             look_around()
 
 
@@ -391,17 +400,22 @@ class Incoming(_End):
         return count
 
 
-def _poll(ends: Sequence[_End]) -> bool:
-    """Wait briefly until one of them can continue."""
-    poll = select.poll()
+def poll(ends: Sequence[_End], limit_ms: float) -> bool:
+    """Wait until one of them can continue, at most for this long."""
+    sockets_of_ends = select.poll()
     for end in ends:
-        poll.register(end.sock, end.event)
-    return bool(poll.poll(SLICE.total_seconds() * 1000))
+        sockets_of_ends.register(end.sock, end.event)
+    return bool(sockets_of_ends.poll(limit_ms))
+
+
+def view_of(address: int, num_bytes: int) -> memoryview:
+    """Return memory without a copy and without a reference to its owner."""
+    return memoryview((ctypes.c_ubyte * num_bytes).from_address(address)).cast("B")
 
 
 def _view(tensor: torch.Tensor) -> memoryview:
-    """Return the tensor's bytes without a copy and without a reference: an exchange keeps its tensors."""
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    """Return the tensor's bytes; an exchange keeps its tensors."""
+    return view_of(tensor.data_ptr(), tensor.nbytes)
 
 
 def _views(tensor: torch.Tensor, sizes: Sequence[int]) -> list[memoryview]:
