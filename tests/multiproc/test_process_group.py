@@ -479,6 +479,22 @@ def test_a_rank_that_does_not_come_is_named_with_its_line(place, repeats, in_fli
     dist.destroy_process_group()
 
 
+@in_group
+def test_a_repeated_barrier_waits_for_every_member(rank, size):
+    """Without negotiation, after the first ones; also several that no thread waits in, and between other calls."""
+    store = dist.distributed_c10d._get_default_store()
+    for turn in range(20):
+        if turn % 3 == 0:
+            dist.all_reduce(torch.ones(3))
+        store.add(f"arrived/{turn}", 1)
+        if turn % 2:
+            dist.barrier()
+        else:
+            for work in [dist.barrier(async_op=True) for _ in range(3)]:
+                work.wait()
+        assert store.add(f"arrived/{turn}", 0) == size
+
+
 def test_a_forked_child_does_no_harm(place):
     torch_backend.register()
     dist.init_process_group("hora", store=place.store, rank=place.rank, world_size=place.size)
