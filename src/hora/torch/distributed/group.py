@@ -685,9 +685,9 @@ class HoraProcessGroup(_BASE):
         self._check_peer("source", source)
         _tell_autograd(tensors[0])  # while the message is on its way
         work = Work(None, tensors)
-        if self._move_now(self._messages.receive_now, tensors[0], source, tag):
-            return work
-        return self._receive(tensors, [self._ranks[source]], tag)
+        if not self._move_now(self._messages.receive_now, tensors[0], source, tag):
+            work.operation = self._receive(tensors, [self._ranks[source]], tag)
+        return work
 
     def _move_now(self, move: Callable[..., bool], tensor: Tensor, member: int, tag: int) -> bool:
         """Send or receive a message at once, if the ring has room for it or contains it."""
@@ -699,9 +699,9 @@ class HoraProcessGroup(_BASE):
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
         _tell_autograd(tensors[0])
         others = [rank for member, rank in enumerate(self._ranks) if member != self._rank]
-        return self._receive(tensors, others, tag)
+        return Work(self._receive(tensors, others, tag), tensors)
 
-    def _receive(self, tensors: Sequence[Tensor], sources: Sequence[int], tag: int) -> Work:
+    def _receive(self, tensors: Sequence[Tensor], sources: Sequence[int], tag: int) -> Operation:
         (tensor,) = tensors
         target = moved(tensor if _is_plain(tensor) else tensor.detach())
         direct = target.is_cpu and target.is_contiguous() and not target.is_neg()
@@ -709,7 +709,7 @@ class HoraProcessGroup(_BASE):
         message = self._message(data, sources[0] if len(sources) == 1 else ANY_SOURCE, tag, sources)
         self._messages.receive(message)
         finals = [] if direct else [lambda: target.copy_(data)]
-        return Work(_MessageOperation(self, message, *finals), tensors)
+        return _MessageOperation(self, message, *finals)
 
     def _message(self, data: Tensor, peer: int, tag: int, sources: Sequence[int]) -> Message:
         self._check_here()

@@ -19,6 +19,7 @@ from hora.engine.request import DTYPES, Reduce, ReduceOp
 
 __all__ = ["Reduction", "fold", "moved", "reduction_of"]
 
+_KNOWN = frozenset(DTYPES.values())
 _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ENGINE = {
     hash(dist.ReduceOp.SUM): ReduceOp.SUM,
@@ -83,8 +84,7 @@ def reduction_of(opts: Any, dtype: torch.dtype, operation: str) -> Reduction:
         if name not in ("SUM", "AVG"):
             raise _refusal(operation, name, dtype)
         return Reduction(Reduce(engine_op), as_real=True)
-    known = str(dtype).removeprefix("torch.") in DTYPES
-    if known and not (dtype in _SMALL and name in ("PRODUCT", "AVG")):
+    if dtype in _KNOWN and not (dtype in _SMALL and name in ("PRODUCT", "AVG")):
         return Reduction(Reduce(engine_op))
     if engine_op not in _FOLDS:
         raise _refusal(operation, name, dtype)
@@ -126,6 +126,6 @@ def moved(tensor: Tensor) -> Tensor:
     """Return a view in a dtype that the engine moves."""
     if tensor.is_complex():
         return torch.view_as_real(tensor)
-    if str(tensor.dtype).removeprefix("torch.") in DTYPES:
+    if tensor.dtype in _KNOWN:
         return tensor
     return tensor.view(_OF_SIZE[tensor.dtype.itemsize])

@@ -135,15 +135,15 @@ class Work(dist.Work):
 
     def __init__(self, operation: Operation | None, tensors: Sequence[Any]) -> None:
         super().__init__()
-        self._operation = operation
+        self.operation = operation
         self._tensors = tensors
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait for the operation; raises its error. The default timeout is the group's."""
-        if self._operation is not None:
+        if self.operation is not None:
             limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
             try:
-                self._operation.finish(limit_s if limit_s is not None and limit_s > 0 else None)
+                self.operation.finish(limit_s if limit_s is not None and limit_s > 0 else None)
             except BaseException as error:
                 self._error = error
                 raise
@@ -153,7 +153,7 @@ class Work(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._operation is None or self._operation.done()
+        return self.operation is None or self.operation.done()
 
     def is_success(self) -> bool:
         if not self.is_completed():
@@ -174,7 +174,7 @@ class Work(dist.Work):
         return list(self._tensors)
 
     def source_rank(self) -> int:
-        return -1 if self._operation is None else self._operation.source()
+        return -1 if self.operation is None else self.operation.source()
 
     _source_rank = source_rank
 
@@ -184,10 +184,10 @@ class Work(dist.Work):
             if self._future is not None:
                 return self._future
             future = self._future = _Future()
-        if self._operation is None or self._operation.done():
+        if self.operation is None or self.operation.done():
             self._complete()
         else:
-            self._operation.when_done(self._on_done)
+            self.operation.when_done(self._on_done)
         return future
 
     def _on_done(self) -> None:
