@@ -1,4 +1,4 @@
-"""What an estimator sends to its ranks and gets back, and the serialization of models for that and for saved files.
+"""Data that an estimator exchanges with its ranks, and the serialization of models for that and for saved files.
 
 Ranks import this without Spark: `pyspark.ml` takes as long to import as torch.
 """
