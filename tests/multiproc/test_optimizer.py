@@ -391,6 +391,26 @@ def test_channels_last_and_transposed_parameters():
 
 
 @session
+def test_a_memory_format_of_one_rank_alone_is_an_error():
+    model = nn.Conv2d(3, 4, 3)
+    if hvd.rank() == hvd.size() - 1 > 0:
+        model = model.to(memory_format=torch.channels_last)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+
+    def train_on():
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3, 4, 4)).sum().backward()
+            optimizer.step()
+
+    if hvd.size() == 1:
+        train_on()
+    else:
+        with raises(hvd.HorovodInternalError, "Mismatched parameters", "weight", "channels_last"):
+            train_on()
+
+
+@session
 def test_gradients_stay_usable_after_the_step():
     model = mlp()
     optimizer = distributed(model)

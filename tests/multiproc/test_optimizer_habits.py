@@ -29,6 +29,7 @@ from training import (
 )
 
 import horovod.torch as hvd
+from hora.telemetry import meter
 
 pytestmark = pytest.mark.ranks(1, 2, 4)
 
@@ -188,6 +189,32 @@ def test_parameters_frozen_and_thawed_and_added_later():
             p.grad = torch.zeros_like(p) if hvd.size() > 1 else None
         plain.step()
     assert_close([extra, *weights(model)], [extra2, *weights(single)])
+
+
+@session
+def test_parameters_replaced_in_their_group():
+    """As Gaussian splatting does when it adds points."""
+
+    def trained(wrap, losses):
+        points = nn.Parameter(torch.arange(6.0).view(3, 2) / 6)
+        optimizer = wrap(torch.optim.SGD([points], lr=0.1))
+        for number in range(8):
+            if number in (3, 5):
+                points = nn.Parameter(torch.cat([points.detach(), points.detach()[:1] + 1]))
+                optimizer.param_groups[0]["params"][0] = points
+            optimizer.zero_grad()
+            sum((points - rank - number).square().sum() for rank in losses).div(len(losses)).backward()
+            optimizer.step()
+        return points.detach()
+
+    alone = trained(lambda optimizer: optimizer, range(hvd.size()))
+    found = trained(hvd.DistributedOptimizer, [hvd.rank()])
+    if hvd.size() > 1:
+        with raises(ValueError, "sharded=True", "add_param_group"):
+            trained(lambda optimizer: hvd.DistributedOptimizer(optimizer, sharded=True), [hvd.rank()])
+        with raises(ValueError, "hvd.LocalSGD", "add_param_group"):
+            trained(lambda optimizer: hvd.LocalSGD(optimizer, every=2), [hvd.rank()])
+    assert_close([found], [alone])
 
 
 @session
@@ -425,7 +452,9 @@ def test_adasum_optimizer():
         assert_close(weights(model), weights(single))
         return
     # Everybody on the same batch: all changes are parallel, so Adasum gives their mean, the plain step.
+    num_steps = meter.num_steps
     train(model, optimizer, 3, lambda step: batch(0, step))
+    assert meter.num_steps - num_steps == 3
     single = mlp()
     train(single, sgd(single, momentum=0.0), 3, lambda step: batch(0, step))
     assert_close(weights(model), weights(single), 1e-4)

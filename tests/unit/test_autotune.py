@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from hora.torch.optimizer.autotune import DEFAULT, Autotuner, Setting, TuningOptions
+from hora.config import EngineConfig
+from hora.torch.optimizer.autotune import DEFAULT, Autotuner, Setting
 
 MB = 2**20
 ALL = Setting(200 * MB, overlap=True)
@@ -15,9 +16,14 @@ SETTINGS = (DEFAULT, *(Setting(size * MB, overlap=True) for size in (1, 16, 64))
 FLAT = dict.fromkeys(SETTINGS, 100.0)
 
 
+def _tuner(*, num_bytes=200 * MB, num_members=2, **options):
+    config = EngineConfig(**{f"autotune_{name}": value for name, value in options.items()})
+    return Autotuner(config, tells=True, num_bytes=num_bytes, num_members=num_members)
+
+
 def _tune(times_ms, *, noise=lambda: 0.0, num_members=2, **options):
     """Tune a model of 200 MB whose step takes `times_ms[setting]`; the tuner, and the settings that were tried."""
-    tuner = Autotuner(TuningOptions(**options), num_bytes=200 * MB, num_members=num_members)
+    tuner = _tuner(num_members=num_members, **options)
     tried = []
     while not tuner.done:
         tried.append(tuner.setting)
@@ -77,13 +83,13 @@ def test_no_more_trials_than_allowed(most):
 
 
 def test_a_small_model_has_one_bucket_and_nothing_to_tune():
-    tuner = Autotuner(TuningOptions(), num_bytes=MB // 2, num_members=2)
+    tuner = _tuner(num_bytes=MB // 2)
     assert tuner.done
     assert tuner.setting == DEFAULT
 
 
 def test_a_rank_that_has_joined_ends_it_with_the_default_or_what_was_clearly_better_by_then():
-    tuner = Autotuner(TuningOptions(warmup_samples=0, steps_per_sample=1), num_bytes=200 * MB, num_members=3)
+    tuner = _tuner(num_members=3, warmup_samples=0, steps_per_sample=1)
     tuner.take([3, 3000])
     assert tuner.setting != DEFAULT
     tuner.take([2, 2000])
@@ -95,7 +101,7 @@ def test_a_rank_that_has_joined_ends_it_with_the_default_or_what_was_clearly_bet
 
 def test_the_log_has_horovods_columns_and_ends_with_the_best(tmp_path):
     log = tmp_path / "log.csv"
-    _tune(FLAT | {LATE: 50.0}, log_file=str(log), max_samples=6, warmup_samples=1)
+    _tune(FLAT | {LATE: 50.0}, log=str(log), max_samples=6, warmup_samples=1)
     header, *rows = log.read_text().splitlines()
     assert header == (
         "hierarchical_allreduce,hierarchical_allgather,torus_allreduce,cache_enabled,cycle_time_ms,"

@@ -1,61 +1,12 @@
 """The `hvd` interface for PyTorch: `import horovod.torch as hvd` imports these names."""
 
 from hora.errors import HorovodInternalError
-from hora.torch.basics import (
-    _check_has_gpu,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
+from hora.torch.basics import *
+from hora.torch.basics import _check_has_gpu
 from hora.torch.collective import poll, synchronize
 from hora.torch.compression import Compression, ErrorFeedback
 from hora.torch.functions import allgather_object, broadcast_object, broadcast_parameters
-from hora.torch.ops import (
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    join,
-    reducescatter,
-    reducescatter_async,
-    sparse_allreduce_async,
-)
+from hora.torch.ops import *
 from hora.torch.optimizer.distributed import DistributedOptimizer, clip_grad_norm_
 from hora.torch.optimizer.local_sgd import DESLOC, DiLoCo, LocalSGD
 from hora.torch.optimizer.state import broadcast_optimizer_state

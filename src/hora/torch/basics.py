@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 
 from hora import engine
-from hora.errors import HorovodInternalError
 from hora.torch import process_sets as sets
 from hora.torch.collective import forget_handles
 from hora.version import require, require_gil
@@ -89,12 +88,12 @@ def rank() -> int:
 
 def engine_rank() -> int:
     """Return this process's rank within its collectives: 0 in a newcomer, which runs alone at first."""
-    return _runtime().world.rank
+    return sets.runtime_or_value_error().world.rank
 
 
 def generation() -> int:
     """Return this world's generation number in an elastic job."""
-    return _runtime().world.generation
+    return sets.runtime_or_value_error().world.generation
 
 
 def size() -> int:
@@ -124,12 +123,12 @@ def cross_size() -> int:
 
 def is_homogeneous() -> bool:
     """Return whether all hosts run the same number of processes."""
-    return len({len(ranks) for ranks in _runtime().hosts}) == 1
+    return len({len(ranks) for ranks in sets.runtime_or_value_error().hosts}) == 1
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Start writing a Chrome trace on rank 0; needs HOROVOD_TIMELINE=DYNAMIC (or a path) at init."""
-    runtime = _runtime()
+    runtime = sets.runtime_or_value_error()
     if not runtime.config.timeline:
         raise ValueError("start_timeline() needs the environment variable HOROVOD_TIMELINE=DYNAMIC (or a path) at init")
     runtime.recorder.start(str(file_path), mark_cycles=bool(mark_cycles))
@@ -137,7 +136,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 def stop_timeline() -> None:
     """Finish and close the timeline file, if one is being written."""
-    _runtime().recorder.stop()
+    sets.runtime_or_value_error().recorder.stop()
 
 
 def mpi_threads_supported() -> bool:
@@ -197,15 +196,8 @@ def _check_has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _runtime() -> engine.Runtime:
-    try:
-        return engine.current_runtime()
-    except HorovodInternalError as error:
-        raise ValueError(str(error)) from None
-
-
 def _world() -> World:
-    return engine.current_world() or _runtime().world
+    return engine.current_world() or sets.runtime_or_value_error().world
 
 
 def _check_comm(comm: object) -> None:

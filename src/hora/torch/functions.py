@@ -95,8 +95,7 @@ def broadcast_object(
     # The default name must not depend on the object: non-root ranks usually pass None.
     name = "broadcast_object" if name is None else name
     on_root = engine_rank() == root_rank
-    payload, failure = _pickle(obj) if on_root else (torch.empty(0, dtype=torch.uint8, device="cpu"), None)
-    header = torch.tensor([-len(payload) if failure else len(payload)], dtype=torch.int64, device="cpu")
+    header, payload, failure = _pickle(obj if on_root else None)
     broadcast_(header, root_rank, f"{name}.size", process_set)
     num_bytes = int(header)
     if not on_root:
@@ -110,8 +109,7 @@ def broadcast_object(
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return the objects of all ranks, in rank order."""
     name = "allgather_object" if name is None else name
-    payload, failure = _pickle(obj)
-    header = torch.tensor([-len(payload) if failure else len(payload)], dtype=torch.int64, device="cpu")
+    header, payload, failure = _pickle(obj)
     handles = [
         allgather_async(header, f"{name}.size", process_set),
         allgather_async(payload, f"{name}.data", process_set),
@@ -124,8 +122,10 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     return [_unpickle(part, n < 0, r) for part, n, r in zip(parts, sizes.tolist(), ranks, strict=True)]
 
 
-def _pickle(obj: Any) -> tuple[torch.Tensor, Exception | None]:
-    """Return the object's bytes, or the text of the error if it cannot be pickled: the peers wait for either."""
+def _pickle(obj: Any) -> tuple[torch.Tensor, torch.Tensor, Exception | None]:
+    """Return the number of the object's bytes and the bytes, or the text of the error if it cannot be pickled, with a
+    negative number: the peers wait for either.
+    """
     failure: Exception | None = None
     try:
         data = cloudpickle.dumps(obj)
@@ -133,7 +133,9 @@ def _pickle(obj: Any) -> tuple[torch.Tensor, Exception | None]:
         failure = error
         data = "".join(traceback.format_exception_only(type(error), error)).encode() or b"unknown"
     mac = _mac(data, engine_rank(), failed=failure is not None)
-    return torch.frombuffer(bytearray(mac + data), dtype=torch.uint8), failure
+    payload = torch.frombuffer(bytearray(mac + data), dtype=torch.uint8)
+    header = torch.tensor([-len(payload) if failure else len(payload)], dtype=torch.int64, device="cpu")
+    return header, payload, failure
 
 
 def _mac(data: bytes, sender: int, *, failed: bool) -> bytes:

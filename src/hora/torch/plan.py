@@ -8,6 +8,7 @@ calls `CompressionPlanner.step_done` after each step, and the job ends once the 
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from hora.telemetry.meters import meter
 from hora.torch.basics import rank
 from hora.torch.compression import PowerSGD
 from hora.torch.optimizer.bucket_plan import BUCKET_BYTES
-from hora.torch.optimizer.buckets import make_reductions
+from hora.torch.optimizer.buckets import Layout, make_reductions
 from hora.torch.optimizer.powersgd import PowerSGDMemory, orthonormalise_
 from hora.torch.optimizer.reducer import ReduceOptions
 from hora.torch.process_sets import ProcessSet, global_process_set, host_process_set
@@ -64,10 +65,14 @@ class NetworkLink:
     loss: float = 0.0  # share of TCP segments that were retransmitted
 
     @property
+    def times_sent(self) -> float:
+        """How often a host sends each byte of an allreduce."""
+        return 2.0 * (self.num_hosts - 1) / self.num_hosts
+
+    @property
     def bandwidth(self) -> float:
         """Bits per second on each host's uplink."""
-        sent = 1.0 if self.num_hosts == 2 else 2.0 * (self.num_hosts - 1) / self.num_hosts
-        return 8.0 * sent / self.byte_s
+        return 8.0 * self.times_sent / self.byte_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +89,7 @@ class StepWork:
 
     @property
     def num_bytes(self) -> int:
-        return 4 * sum(_numel(shape) for shape in self.shapes)
+        return 4 * sum(math.prod(shape) for shape in self.shapes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +104,6 @@ class StepPrediction:
     line: str
 
 
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
-
-
 # --- reckoning: pure
 # ---------------------------------------------------------------------------------------------------
 
@@ -116,68 +114,49 @@ _APART = "depends on the period (2311.08105)"
 
 def predict(link: NetworkLink, work: StepWork) -> list[StepPrediction]:
     """Return the step of every setting, ordered by how much the setting changes training."""
-    found = [
-        _by_bucket("plain", link, work, link.byte_s, 1.0, "compression=hvd.Compression.none", _SAME),
-        _by_bucket("bf16", link, work, link.bf16_byte_s, 0.5, "compression=hvd.Compression.bf16", _SAME),
-        _by_bucket("int8", link, work, link.int8_byte_s, 0.254, "compression=hvd.Compression.int8", _SAME),
-    ]
-    found += [_low_rank(rank, link, work) for rank in sorted(work.factor_s)]
-    found += [_apart(every, link, work) for every in (10, 50, 200)]
+    found: list[StepPrediction] = []
+
+    def add(name: str, waiting_s: float, num_bytes: float, accuracy: str, line: str, own_s: float = 0.0) -> None:
+        step_s, sent = work.step_s + own_s + waiting_s, link.times_sent * num_bytes
+        found.append(
+            StepPrediction(name=name, step_s=step_s, waiting_s=waiting_s, wire_bytes=sent, accuracy=accuracy, line=line)
+        )
+
+    settings = (("none", link.byte_s, 1.0), ("bf16", link.bf16_byte_s, 0.5), ("int8", link.int8_byte_s, 0.254))
+    for name, byte_s, share in settings:
+        waiting_s = _behind_backward_s(work, link.latency_s, byte_s)
+        line = f"compression=hvd.Compression.{name}"
+        add("plain" if name == "none" else name, waiting_s, share * work.num_bytes, _SAME, line)
+    for columns, factor_s in sorted(work.factor_s.items()):
+        num_bytes = _factor_bytes(work, columns)
+        waiting_s = 2 * link.latency_s + num_bytes * link.byte_s  # P overlaps with backward, but is small
+        line = f"compression=hvd.Compression.powersgd(rank={columns})"
+        add(f"PowerSGD {columns}", waiting_s, num_bytes, _LOW_RANK, line, own_s=factor_s)
+    # Hosts reduce gradients locally; a fragment is sent in the background until it is merged.
+    inside_s = _behind_backward_s(work, 0.0, link.host_byte_s)
+    fragment_s = _ANNOUNCED * link.latency_s + work.num_bytes * link.bf16_byte_s / _FRAGMENTS
+    for every in (10, 50, 200):
+        hidden_s = every // (2 * _FRAGMENTS) * (work.step_s + inside_s)
+        waiting_s = max(fragment_s - hidden_s, 0.0) * _FRAGMENTS / every
+        line = f"hvd.DiLoCo(optimizer, every={every})"
+        add(f"DiLoCo {every}", waiting_s, work.num_bytes / 2 / every, _APART, line, own_s=inside_s)
     return found
 
 
-def _by_bucket(
-    name: str, link: NetworkLink, work: StepWork, byte_s: float, share: float, line: str, accuracy: str
-) -> StepPrediction:
-    """Buckets are sent one after another while backward computes the next; the last starts when backward ends."""
-    waiting_s = _behind_backward_s(work, link.latency_s, byte_s)
-    return _prediction(name, link, work, waiting_s, share * work.num_bytes, line, accuracy)
-
-
 def _behind_backward_s(work: StepWork, latency_s: float, byte_s: float) -> float:
+    """Return how long a step waits for buckets sent one after another while backward computes the next."""
     num_buckets = max(-(-work.num_bytes // BUCKET_BYTES), 1)
     travel_s = num_buckets * latency_s + work.num_bytes * byte_s
     hidden_s = work.backward_s * (num_buckets - 1) / num_buckets
     return max(travel_s - hidden_s, travel_s / num_buckets)
 
 
-def _low_rank(rank: int, link: NetworkLink, work: StepWork) -> StepPrediction:
-    memory = PowerSGDMemory(PowerSGD(rank=rank))
-    num_bytes = 0
+def _factor_bytes(work: StepWork, rank: int) -> int:
+    memory, num_bytes = PowerSGDMemory(PowerSGD(rank=rank)), 0
     for shape in work.shapes:
         own = memory.rank_of(torch.empty(shape, device="meta"))
-        num_bytes += 4 * (own * (shape[0] + _numel(shape[1:])) if own else _numel(shape))
-    waiting_s = 2 * link.latency_s + num_bytes * link.byte_s  # P overlaps with backward, but is small
-    line = f"compression=hvd.Compression.powersgd(rank={rank})"
-    return _prediction(f"PowerSGD {rank}", link, work, waiting_s, num_bytes, line, _LOW_RANK, own_s=work.factor_s[rank])
-
-
-def _apart(every: int, link: NetworkLink, work: StepWork) -> StepPrediction:
-    """Hosts reduce gradients locally; a fragment is sent in the background until it is merged."""
-    inside_s = _behind_backward_s(work, 0.0, link.host_byte_s)
-    fragment_s = _ANNOUNCED * link.latency_s + work.num_bytes * link.bf16_byte_s / _FRAGMENTS
-    overlap = every // (2 * _FRAGMENTS)
-    waiting_s = max(fragment_s - overlap * (work.step_s + inside_s), 0.0) * _FRAGMENTS / every
-    line = f"hvd.DiLoCo(optimizer, every={every})"
-    sent = work.num_bytes / 2 / every
-    return _prediction(f"DiLoCo {every}", link, work, waiting_s, sent, line, _APART, own_s=inside_s)
-
-
-def _prediction(
-    name: str,
-    link: NetworkLink,
-    work: StepWork,
-    waiting_s: float,
-    sent: float,
-    line: str,
-    accuracy: str,
-    own_s: float = 0.0,
-) -> StepPrediction:
-    times = 1.0 if link.num_hosts == 2 else 2.0 * (link.num_hosts - 1) / link.num_hosts
-    step_s = work.step_s + own_s + waiting_s
-    return StepPrediction(
-        name=name, step_s=step_s, waiting_s=waiting_s, wire_bytes=times * sent, accuracy=accuracy, line=line
-    )
+        num_bytes += 4 * (own * (shape[0] + math.prod(shape[1:])) if own else math.prod(shape))
+    return num_bytes
 
 
 def table(link: NetworkLink, work: StepWork, predictions: Sequence[StepPrediction]) -> str:
@@ -245,7 +224,7 @@ def measure_link() -> NetworkLink:
 def _sum_s(count: int, code: str = "", process_set: ProcessSet = global_process_set) -> float:
     """Return the seconds that the slowest rank needs to sum `count` float32 values (collective)."""
     runtime, cpu = engine.current_runtime(), torch.device("cpu")
-    layout = (f"plan.{count}.{code}", count, torch.float32, cpu, code)
+    layout = Layout(f"plan.{count}.{code}", count, torch.float32, cpu, Reduce(ReduceOp.SUM, code=code))
     _, (reduction,) = make_reductions(runtime, ReduceOptions(process_set=process_set), [layout])
     times_s = []
     for _ in range(_WARM_UP + 3):  # the first ones open connections and warm up

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hora import engine
+from hora.errors import HorovodInternalError
 
 __all__ = [
     "ProcessSet",
@@ -20,6 +21,7 @@ __all__ = [
     "is_mpi_communicator",
     "registered_id",
     "remove_process_set",
+    "runtime_or_value_error",
 ]
 
 
@@ -75,7 +77,7 @@ class ProcessSet:
         """Return whether this process is a member; None while the ranks are unknown."""
         if self.ranks is None:
             return None
-        return _current_or_value_error().world.rank in self.ranks
+        return runtime_or_value_error().world.rank in self.ranks
 
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
@@ -103,7 +105,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         )
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
-    runtime = _current_or_value_error()
+    runtime = runtime_or_value_error()
     if runtime.status.closing:
         raise ValueError(f"no process set can be added any more: {runtime.status.reason}")
     process_set.process_set_id = runtime.sets.add_process_set(list(process_set.ranks or []))
@@ -113,7 +115,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 def host_process_set() -> ProcessSet:
     """Return the set of the ranks on this host, registering the sets of all hosts if needed (collective)."""
-    runtime = _current_or_value_error()
+    runtime = runtime_or_value_error()
     number = runtime.sets.set_of_this_host()
     if number == 0:
         return global_process_set
@@ -129,7 +131,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         raise ValueError(
             f"remove_process_set needs a ProcessSet, but got {type(process_set).__name__}: {process_set!r}"
         )
-    runtime = _current_or_value_error()
+    runtime = runtime_or_value_error()
     # Ask the engine even about a set it cannot know, because it reports static mode.
     removed = runtime.sets.remove_process_set(-1 if process_set.process_set_id is None else process_set.process_set_id)
     if removed:
@@ -186,7 +188,7 @@ def registered_id(process_set: ProcessSet) -> int:
 
 def _registered_ranks(process_set: ProcessSet) -> list[int]:
     assert process_set.process_set_id is not None
-    ranks = _current_or_value_error().sets.process_sets().get(process_set.process_set_id)
+    ranks = runtime_or_value_error().sets.process_sets().get(process_set.process_set_id)
     if ranks is None:
         raise ValueError(
             f"Process set with id {process_set.process_set_id} and ranks {process_set.ranks} does not exist, "
@@ -195,7 +197,9 @@ def _registered_ranks(process_set: ProcessSet) -> list[int]:
     return list(ranks)
 
 
-def _current_or_value_error() -> engine.Runtime:
-    if not engine.is_initialized():
-        raise ValueError("Horovod has not been initialized; use hvd.init().")
-    return engine.current_runtime()
+def runtime_or_value_error() -> engine.Runtime:
+    """Return the running engine; raises ValueError if there is none."""
+    try:
+        return engine.current_runtime()
+    except HorovodInternalError as error:
+        raise ValueError(str(error)) from None

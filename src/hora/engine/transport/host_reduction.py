@@ -119,9 +119,8 @@ class HostLink:
 class HostReduction(PersistentReduction):
     """An allreduce in a set whose members are on several hosts, or half of one.
 
-    `places` are those of this host's members, in the order of the schedule. `keeps_losses`: the encoding error of one
-    step is added in the next. In half an allreduce each member has a slice of its place: a reducescatter into its own
-    slice, or an allgather of all; see `half`.
+    `places` are those of this host's members, in the order of the schedule. In half an allreduce each member has a
+    slice of its place: a reducescatter into its own slice, or an allgather of all; see `half`.
     """
 
     def __init__(
@@ -133,7 +132,6 @@ class HostReduction(PersistentReduction):
         name: str,
         kind: Kind = Kind.ALLREDUCE,
         reduce: Reduce,
-        keeps_losses: bool = False,
     ) -> None:
         mine, queue = places[schedule.member], schedule.queue
         count = mine.numel() // len(queue.ranks)
@@ -142,7 +140,7 @@ class HostReduction(PersistentReduction):
         super().__init__(schedule, kind, mine, name=name, reduce=reduce, out=out)
         self._kind, self._link, self._places, self._reduce = kind, link, places, reduce
         # For all of it, although a rank touches only its slice: the system allocates only touched memory.
-        self._residual = torch.zeros_like(places[0]) if keeps_losses else None
+        self._residual = torch.zeros_like(places[0]) if reduce.code.endswith("+") else None
         link.add(self, places[0].numel(), places[0].itemsize)
         schedule.queue.bound[name] = self._execute
 

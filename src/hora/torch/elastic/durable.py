@@ -103,9 +103,10 @@ class DurableCommits:
             number = 1 + max(self._numbers(), default=0)
             payload = self._path(number, "commit")
             with replaced(payload, unfinished=f"{_PARTIAL}.commit") as file:
-                recorder = _Recorder(file)
-                torch.save(content, recorder)  # type: ignore[arg-type]  # it needs no more than `write`
-            manifest = {"format": _FORMAT, "num_bytes": recorder.num_bytes, "sha256": recorder.digest.hexdigest()}
+                torch.save(content, file)
+            with payload.open("rb") as file:
+                num_bytes = os.fstat(file.fileno()).st_size
+                manifest = {"format": _FORMAT, "num_bytes": num_bytes, "sha256": _digest(file)}
             with replaced(self._path(number, "json"), unfinished=f"{_PARTIAL}.json") as file:
                 file.write(json.dumps(manifest).encode())
             for old in self._numbers()[: -self._keep]:
@@ -121,25 +122,6 @@ class DurableCommits:
 
     def _path(self, number: int, kind: str) -> Path:
         return self._folder / f"{number:08d}.{kind}"
-
-
-class _Recorder:
-    """Counts and hashes the written bytes."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.num_bytes = 0
-        self.digest = hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self.digest.update(view)
-        self.num_bytes += len(view)
-        self._file.write(view)
-        return len(view)
-
-    def flush(self) -> None:
-        self._file.flush()
 
 
 def _digest(file: IO[bytes]) -> str:

@@ -15,13 +15,13 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from hora.config import EngineConfig
 from hora.torch.optimizer.bucket_plan import BUCKET_BYTES
 
-__all__ = ["DEFAULT", "Autotuner", "Setting", "TuningOptions"]
+__all__ = ["DEFAULT", "Autotuner", "Setting"]
 
 _MB = 2**20
 # Leading steps of a trial that don't count: they pay for the change and run with cold caches.
@@ -56,27 +56,17 @@ _CHALLENGERS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TuningOptions:
-    """Horovod's options: discarded trials, steps per trial, most trials, log file. Only rank 0 logs (`tells`)."""
-
-    warmup_samples: int = 3
-    steps_per_sample: int = 10
-    max_samples: int = 20
-    log_file: str = ""
-    tells: bool = True
-
-
 class Autotuner:
-    """`setting` is the one in use; `take` and `end` change it."""
+    """`setting` is the one in use; `take` and `end` change it. Only the rank that `tells` logs."""
 
-    def __init__(self, options: TuningOptions, *, num_bytes: int, num_members: int) -> None:
-        self._options = options
+    def __init__(self, config: EngineConfig, *, tells: bool, num_bytes: int, num_members: int) -> None:
+        self._num_steps, self._tells = max(config.autotune_steps_per_sample, 1), tells
+        self._log_file = config.autotune_log
         self._num_bytes = num_bytes
         self._num_members = num_members
         self._times: list[float] = []  # of this trial
-        self._race = _Race(_different_settings(num_bytes), options.max_samples)
-        self._num_warm_up = options.warmup_samples
+        self._race = _Race(_different_settings(num_bytes), config.autotune_max_samples)
+        self._num_warm_up = config.autotune_warmup_samples
         self.setting = self._race.default
         self.done = self._race.next() is None
         self._paused = False
@@ -87,7 +77,7 @@ class Autotuner:
         if self._paused:
             return None
         self._times.append(lasted_s)
-        if len(self._times) < _SETTLING_STEPS + self._options.steps_per_sample:
+        if len(self._times) < _SETTLING_STEPS + self._num_steps:
             return None
         times, self._times = self._times[_SETTLING_STEPS:], []
         return round(statistics.median(times) * 1e6)
@@ -125,12 +115,12 @@ class Autotuner:
         self._write(f"0,0,0,1,0,{setting.bucket_bytes / _MB:g},{score:g},{setting.overlap:d}")
 
     def _tell(self, text: str) -> None:
-        if self._options.tells:
+        if self._tells:
             log.info("autotune: %s", text)
 
     def _write(self, line: str, *, first: bool = False) -> None:
-        if self._options.log_file and self._options.tells:
-            with Path(self._options.log_file).open("w" if first else "a") as file:
+        if self._log_file and self._tells:
+            with Path(self._log_file).open("w" if first else "a") as file:
                 file.write(line + "\n")
 
 

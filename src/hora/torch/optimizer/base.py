@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 import time
 import warnings
 import weakref
@@ -108,6 +109,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     # Defaults for copies (`copy.deepcopy`): a copy is a local optimizer.
     _active = False
     _should_synchronize = True
+    _fixed_groups = ""  # the setting with which parameters in the groups cannot be replaced
     _base_class: type
     _step = StepState()  # never changed in place: an active optimizer has its own
     _watcher: weakref.ref[StepWatcher] | None = None
@@ -125,6 +127,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._parameter_names = names
         self._requires_update: set[torch.Tensor] = set()
         self._hooked: list[torch.Tensor] = []
+        self._known: list[torch.Tensor] = []  # when hooks were registered
         self._frozen: list[torch.Tensor] = []
         self._step = StepState()
         self._last_arrivals: list[torch.Tensor] = []
@@ -147,12 +150,13 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     # --- hooks -------------------------------------------------------------------------------------------------------
 
     def _register_hooks(self) -> None:
-        fresh = [
-            parameter
-            for group in self.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad and parameter not in self._requires_update
-        ]
+        self._known = self._parameters()
+        for gone in self._requires_update.difference(self._known):
+            self._requires_update.remove(gone)
+            del self._parameter_names[gone]
+            hooks, mine = self._hooks_of.pop(id(gone))
+            hooks.pop(mine, None)
+        self._hooked = [parameter for parameter in self._hooked if parameter in self._requires_update]
         # Weak, so that a dropped optimizer stops reducing although its parameters keep the hooks alive.
         myself = weakref.ref(self)
 
@@ -161,14 +165,13 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             if optimizer is not None:
                 optimizer._gradient_accumulated(parameter)
 
-        for parameter in fresh:
+        for parameter in self._thawed():
             self._requires_update.add(parameter)
             self._hooked.append(parameter)
             handle = parameter.register_post_accumulate_grad_hook(hook)
             self._hooks.append(handle)
             self._hooks_of[id(parameter)] = handle.hooks_dict_ref() or {}, handle.id
-        everything = [p for group in self.param_groups for p in group["params"]]
-        self._frozen = [p for p in everything if p not in self._requires_update]
+        self._frozen = [p for p in self._known if p not in self._requires_update]
         self._start_over()
 
     def _start_over(self) -> None:
@@ -305,9 +308,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         if self._active:
             if not self._runtime.is_current:
                 self._start_over()
+            changed = self._groups_changed()
             self._finish_reduction()
             self._reducer = self._bucket_order.next_reducer(self._reducer, self._last_arrivals)
-            if self._frozen:
+            if self._frozen or changed:
                 self._take_in_thawed()
             if self._watcher is not None:
                 self._await_devices()
@@ -337,18 +341,35 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         finally:
             self._step = StepState()
 
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _groups_changed(self) -> bool:
+        """Return whether the user has replaced, added or removed parameters in the groups."""
+        now = self._parameters()
+        changed = len(now) != len(self._known) or any(map(operator.is_not, now, self._known))
+        if changed and self._fixed_groups:
+            raise ValueError(
+                f"parameters of the optimizer's groups were replaced, added or removed, but {self._fixed_groups} keeps "
+                "those it was made with: add new ones with optimizer.add_param_group(), or wrap the optimizer again"
+            )
+        return changed
+
     def _thawed(self) -> list[torch.Tensor]:
-        """Parameters that were frozen when hooks were registered and require gradients now."""
-        return [p for p in self._frozen if p.requires_grad]
+        """Parameters without a hook that require gradients: frozen or not there when hooks were registered."""
+        return [p for p in self._parameters() if p.requires_grad and p not in self._requires_update]
 
     def _take_in_thawed(self) -> None:
-        """Reduce the gradients of thawed parameters once without hooks, and register hooks for later steps."""
+        """Reduce the gradients of thawed and new parameters once without hooks; register hooks for later steps."""
         thawed = self._thawed()
+        for number, parameter in enumerate(self._parameters()):
+            self._parameter_names.setdefault(parameter, f"replaced.{number}")
         if thawed:
             late = PerParameterReducer(self._options, self._parameter_names, thawed)
             for parameter in thawed:
                 late.ready(parameter)
             late.finish()
+        if thawed or self._groups_changed():
             self._register_hooks()
 
     @contextlib.contextmanager
@@ -445,12 +466,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self.synchronize()
         self._step.synchronized = False
 
-    def _prepare_to_clip(self) -> None:
-        """Reduce now, as `_make_whole` does. A sharded optimizer needs only its slices."""
+    def _reduce_to_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> SliceNorm | None:
+        """Reduce now, as `_make_whole` does. A sharded optimizer returns the norm of its slices."""
         self._make_whole()
-
-    def _shard_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> SliceNorm | None:
-        """Return None: gradients are whole on every rank. A sharded optimizer overrides this."""
         return None
 
     def set_backward_passes_per_step(self, passes: int) -> None:

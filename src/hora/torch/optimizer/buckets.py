@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from hora import engine
-from hora.engine.request import Kind, Reduce, ReduceOp
+from hora.engine.request import Kind, Reduce
 from hora.engine.schedule import PersistentReduction, ReductionSchedule
 from hora.engine.shm.reduction import SharedMemoryReduction
 from hora.engine.shm.segment import SharedMemory
-from hora.engine.transport.host_reduction import HostLink, HostReduction
-from hora.torch.compression import ErrorFeedback, keeps_losses
+from hora.engine.transport.host_reduction import HostReduction
+from hora.torch.compression import ErrorFeedback
 from hora.torch.optimizer.bucket_plan import BucketSpec
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction, summed
@@ -30,7 +31,9 @@ __all__ = [
     "SMALL_BYTES",
     "Bucket",
     "Buckets",
+    "Layout",
     "host_memory",
+    "is_channels_last",
     "make_buckets",
     "make_reductions",
     "release_all",
@@ -46,12 +49,16 @@ _DIRECT_BYTES = 256 * 1024
 def view_like(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
     """Return a view of `flat` from `offset` with the parameter's shape and, if possible, its strides."""
     elements = flat[offset : offset + parameter.numel()]
-    if not parameter.is_contiguous() and (
-        (parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last))
-        or (parameter.dim() == 5 and parameter.is_contiguous(memory_format=torch.channels_last_3d))
-    ):
+    if is_channels_last(parameter):
         return elements.as_strided(parameter.shape, parameter.stride())
     return elements.view(parameter.shape)
+
+
+def is_channels_last(parameter: torch.Tensor) -> bool:
+    """Return whether the parameter lies in a bucket in another order than its elements."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    other = formats.get(parameter.dim())
+    return other is not None and not parameter.is_contiguous() and parameter.is_contiguous(memory_format=other)
 
 
 def release_all(bound: Sequence[PersistentReduction]) -> None:
@@ -179,18 +186,20 @@ def make_buckets(runtime: engine.Runtime, options: ReduceOptions, specs: Sequenc
     if memory is not None:
         schedule = runtime.sets.schedule(memory, options.process_set_id)
         buckets = [_shared_bucket(schedule, options, spec, memory) for spec in specs]
-    else:
-        num_bytes = sum(SharedMemory.space(spec.num_elements, spec.dtype) for spec in specs)
-        on_cpu = all(spec.device.type == "cpu" for spec in specs)
-        found = host_memory(runtime, options, num_bytes) if on_cpu else None
-        if found is None:
-            return [_private_bucket(runtime, options, spec) for spec in specs]
-        memory, near = found
-        schedule = runtime.sets.schedule(memory, options.process_set_id, near)
-        link = runtime.sets.host_link(schedule)
-        buckets = [_host_bucket(schedule, link, options, spec, memory) for spec in specs]
-    runtime.barrier(options.process_set_id)  # a reduction may start only once all members have created it
-    return buckets
+        runtime.barrier(options.process_set_id)  # a reduction may start only once all members have created it
+        return buckets
+    # On GPUs gradients are copied together, so scaling them on the way would cost extra calls.
+    scales = [options.early_scale(spec.dtype) if spec.device.type == "cpu" else 1.0 for spec in specs]
+    layouts = []
+    for spec, scale in zip(specs, scales, strict=True):
+        reduce = options.reduce if scale == 1.0 else options.reduce_after_early_scale(spec.dtype)
+        reduce = reduce._replace(code=options.code_in_buckets(spec.parameters))
+        layouts.append(Layout(spec.name, spec.num_elements, spec.dtype, spec.device, reduce))
+    flats, reductions = make_reductions(runtime, options, layouts)
+    return [
+        Bucket(spec, flat, reduction, options, scale=scale)
+        for spec, flat, reduction, scale in zip(specs, flats, reductions, scales, strict=True)
+    ]
 
 
 def _shared_memory(runtime: engine.Runtime, options: ReduceOptions, specs: Sequence[BucketSpec]) -> SharedMemory | None:
@@ -222,30 +231,39 @@ def host_memory(
     return (memory, near) if everywhere and memory is not None else None
 
 
-def make_reductions(
-    runtime: engine.Runtime, options: ReduceOptions, layouts: Sequence[tuple[str, int, torch.dtype, torch.device, str]]
-) -> tuple[list[torch.Tensor], list[PersistentReduction] | list[RequestedReduction]]:
-    """Create zeroed tensors and their sums over the members, in place, to run in this order in every step (collective).
+class Layout(NamedTuple):
+    """A tensor that is reduced in every step."""
 
-    A layout is the name, number of elements, dtype, device, and encoding between hosts. On CPUs of several hosts the
-    sums need no announcement.
+    name: str
+    num_elements: int
+    dtype: torch.dtype
+    device: torch.device
+    reduce: Reduce = Reduce()
+
+
+def make_reductions(
+    runtime: engine.Runtime, options: ReduceOptions, layouts: Sequence[Layout]
+) -> tuple[list[torch.Tensor], Sequence[PersistentReduction | RequestedReduction]]:
+    """Create zeroed tensors and their reductions, in place, to run in this order in every step (collective).
+
+    On CPUs of several hosts they need no announcement.
     """
-    num_bytes = sum(SharedMemory.space(count, dtype) for _, count, dtype, _, _ in layouts)
-    on_cpu = all(device.type == "cpu" for *_, device, _ in layouts)
+    on_cpu = all(layout.device.type == "cpu" for layout in layouts)
+    num_bytes = sum(SharedMemory.space(layout.num_elements, layout.dtype) for layout in layouts)
     found = host_memory(runtime, options, num_bytes) if on_cpu else None
-    reduces = [Reduce(int(ReduceOp.SUM), code=code) for *_, code in layouts]
     if found is None:
-        flats = [torch.zeros(count, dtype=dtype, device=device) for _, count, dtype, device, _ in layouts]
-        set_id = options.process_set_id
+        flats = [torch.zeros(one.num_elements, dtype=one.dtype, device=one.device) for one in layouts]
         return flats, [
-            RequestedReduction(runtime, Kind.ALLREDUCE, flat, name=layout[0], reduce=reduce, process_set_id=set_id)
-            for layout, flat, reduce in zip(layouts, flats, reduces, strict=True)
+            RequestedReduction(
+                runtime, Kind.ALLREDUCE, flat, name=one.name, reduce=one.reduce, process_set_id=options.process_set_id
+            )
+            for one, flat in zip(layouts, flats, strict=True)
         ]
     memory, near = found
     schedule = runtime.sets.schedule(memory, options.process_set_id, near)
     link = runtime.sets.host_link(schedule)
     flats, made = [], list[PersistentReduction]()
-    for (name, count, dtype, _, _), reduce in zip(layouts, reduces, strict=True):
+    for name, count, dtype, _, reduce in layouts:
         places = [memory.take(count, dtype, copied=m == schedule.member) for m in range(len(schedule.ranks))]
         flats.append(places[schedule.member])
         made.append(HostReduction(schedule, link, places, name=name, reduce=reduce))
@@ -253,45 +271,11 @@ def make_reductions(
     return flats, made
 
 
-def _host_bucket(
-    schedule: ReductionSchedule, link: HostLink, options: ReduceOptions, spec: BucketSpec, memory: SharedMemory
-) -> Bucket:
-    places = [
-        memory.take(spec.num_elements, spec.dtype, copied=m == schedule.member) for m in range(len(schedule.ranks))
-    ]
-    code = options.code_for(spec.parameters)
-    loses = bool(code) and keeps_losses(options.compression)
-    reduction = HostReduction(
-        schedule,
-        link,
-        places,
-        name=spec.name,
-        reduce=options.reduce_after_early_scale(spec.dtype)._replace(code=f"{code}+" if loses else code),
-        keeps_losses=loses,
-    )
-    return Bucket(spec, places[schedule.member], reduction, options, scale=options.early_scale(spec.dtype))
-
-
 def _num_turns(options: ReduceOptions, spec: BucketSpec) -> int:
     """Return 2 for a direct reduction, in which each member reduces all data, and 1 for a sliced one."""
     if options.gradient_predivide_factor != 1.0:
         return 1  # gradients of a direct reduction are not scaled when they are copied
     return 2 if spec.num_elements * spec.dtype.itemsize * options.num_members <= _DIRECT_BYTES else 1
-
-
-def _private_bucket(runtime: engine.Runtime, options: ReduceOptions, spec: BucketSpec) -> Bucket:
-    flat = torch.zeros(spec.num_elements, dtype=spec.dtype, device=spec.device)
-    code = options.code_for(spec.parameters)
-    reduction = RequestedReduction(
-        runtime,
-        Kind.ALLREDUCE,
-        flat,
-        name=spec.name,
-        reduce=options.reduce._replace(code=code),
-        process_set_id=options.process_set_id,
-        keeps_losses=bool(code) and keeps_losses(options.compression),
-    )
-    return Bucket(spec, flat, reduction, options)
 
 
 def _shared_bucket(

@@ -11,6 +11,7 @@ import torch
 
 from hora import engine
 from hora.engine.request import Kind, Reduce, ReduceOp
+from hora.telemetry.meters import meter
 from hora.torch.compression import Compression, Compressor, PowerSGD
 from hora.torch.norms import scale_all, total_norm
 from hora.torch.optimizer.base import (
@@ -33,6 +34,7 @@ __all__ = ["DeltaOptimizer", "DistributedOptimizer", "clip_grad_norm_", "of_clas
 class DeltaOptimizer(_DistributedOptimizer):
     """Mixin before the user's optimizer class, like its base class."""
 
+    _fixed_groups = "op=hvd.Adasum"
     _deltas: dict[torch.Tensor, tuple[int, Any]]
     _states_before: dict[torch.Tensor, dict[str, Any]]  # of this step, in case it is rolled back
 
@@ -61,7 +63,7 @@ class DeltaOptimizer(_DistributedOptimizer):
             groups = self.param_groups
             self.param_groups = [{**group, "params": [parameter]}]
             try:
-                self._base_step()
+                super(_DistributedOptimizer, self).step()
             finally:
                 self.param_groups = groups
             delta = (parameter - start).contiguous()
@@ -116,6 +118,7 @@ class DeltaOptimizer(_DistributedOptimizer):
                 loss = closure()
         super().synchronize()
         self._step = StepState()
+        meter.step_done()
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]
@@ -241,8 +244,7 @@ def clip_grad_norm_(
     plain = parameters
     scalers: list[Callable[[torch.Tensor], None]] = []
     for owner in owners:
-        owner._prepare_to_clip()
-        sharded = owner._shard_norm(parameters, norm_type)
+        sharded = owner._reduce_to_clip(parameters, norm_type)
         if sharded is not None:
             norms.append(sharded.norm)
             scalers.append(sharded.scale)

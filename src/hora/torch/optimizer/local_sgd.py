@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 
 from hora import engine
-from hora.engine.request import Kind, Reduce, ReduceOp
+from hora.engine.request import Kind, Reduce
 from hora.errors import HorovodInternalError
-from hora.torch.compression import Compression, Compressor, PowerSGD, code_for, described, keeps_losses
+from hora.torch.compression import Compression, Compressor, PowerSGD, described
 from hora.torch.functions import allgather_object
 from hora.torch.optimizer.base import StepState, _DistributedOptimizer, reduce_before_unscaling
 from hora.torch.optimizer.distributed import of_class
@@ -172,7 +172,7 @@ def _made(
     _check_real(settings.method, names)
     reduce_before_unscaling()
     result = of_class(optimizer, LocalOptimizer)
-    result._settings = settings
+    result._settings, result._fixed_groups = settings, f"hvd.{settings.method}"
     result._distribute(
         ReduceOptions(process_set=global_process_set),
         names=names,
@@ -216,7 +216,7 @@ class _Fragment:
         self,
         values: Callable[[], Sequence[torch.Tensor | None]],
         anchors: Sequence[torch.Tensor],
-        average: _Average | None,
+        average: Callable[[torch.Tensor], _Average | None],
         *,
         every: int,
         offset: int,
@@ -228,9 +228,7 @@ class _Fragment:
         self._distances = [
             part.view(a.shape) for part, a in zip(self._flat.split([a.numel() for a in anchors]), anchors, strict=True)
         ]
-        self._average = average
-        if average is not None:
-            average.bind(self._flat)
+        self._average = average(self._flat)
         self._sent: list[torch.Tensor] = []
         self.due_at = 0  # the step after which it is merged; 0: at rest
 
@@ -282,33 +280,23 @@ class _Progress(NamedTuple):
 
 
 class _Average:
-    """Average of a fragment's tensor over all ranks, sent with each rank's progress, which must be equal."""
+    """Average of a fragment's tensor over all ranks, in place, sent with each rank's progress, which must be equal."""
 
     def __init__(
-        self, runtime: engine.Runtime, method: str, compression: type[Compressor] | Compressor, name: str
+        self,
+        runtime: engine.Runtime,
+        method: str,
+        compression: type[Compressor] | Compressor,
+        name: str,
+        flat: torch.Tensor,
     ) -> None:
-        self._runtime, self._method, self._compression, self._name = runtime, method, compression, name
-
-    def bind(self, flat: torch.Tensor) -> None:
-        """Average this tensor in place."""
-        code = code_for(self._compression, [flat], op=ReduceOp.AVERAGE) if self._runtime.spans_hosts(0) else ""
-        self._reduction = RequestedReduction(
-            self._runtime,
-            Kind.ALLREDUCE,
-            flat,
-            name=self._name,
-            reduce=Reduce(int(ReduceOp.AVERAGE), code=code),
-            process_set_id=0,
-            keeps_losses=bool(code) and keeps_losses(self._compression),
-        )
+        self._method = method
+        options = ReduceOptions(process_set=global_process_set, compression=compression)
+        reduce = options.reduce._replace(code=options.code_in_buckets([flat]))
+        self._reduction = RequestedReduction(runtime, Kind.ALLREDUCE, flat, name=name, reduce=reduce, process_set_id=0)
         self._mine = torch.zeros(2, dtype=torch.int64, device="cpu")
         self._progress = RequestedReduction(
-            self._runtime,
-            Kind.ALLGATHER,
-            self._mine,
-            name=f"{self._name} (step)",
-            reduce=Reduce(),
-            process_set_id=0,
+            runtime, Kind.ALLGATHER, self._mine, name=f"{name} (step)", reduce=Reduce(), process_set_id=0
         )
 
     def start(self, progress: _Progress) -> None:
@@ -399,31 +387,25 @@ class LocalOptimizer(_DistributedOptimizer):
         settings = self._settings
         trial = settings.outer([torch.zeros(1, device="cpu")])
         outer = f"{type(trial).__name__}({', '.join(f'{k}={v}' for k, v in sorted(trial.defaults.items()))})"
-        told = [f"{name}={getattr(settings, name)}" for name in ("every", "fragments", "overlap")]
-        told += [
+        # With a number unique per optimizer and world, so that no two exchanges share a name.
+        told = [
+            settings.method,
+            *(f"{name}={getattr(settings, name)}" for name in ("every", "fragments", "overlap")),
             f"compression={described(settings.compression)}",
             f"moments={dict(settings.moments)}",
             f"outer={outer}",
+            f"parameters of {', '.join(f'{tuple(p.shape)}' for p in self._parameters())}",
         ]
-        told += [f"parameters of {self._shapes()}"]
-        # With a number unique per optimizer and world, so that no two exchanges share a name.
-        found = allgather_object((settings.method, told, new_number()), name="optimizer.local_settings")
-        self._label = f"optimizer.{sum(number for *_, number in found)}"
-        of_all = [(method, theirs) for method, theirs, _ in found]
-        for rank, (method, theirs) in enumerate(of_all):
-            if (method, theirs) != of_all[0]:
-                differing = [(a, b) for a, b in zip(of_all[0][1], theirs, strict=True) if a != b]
-                here, there = differing[0] if differing else ("", "")
+        found = allgather_object((told, new_number()), name="optimizer.local_settings")
+        self._label = f"optimizer.{sum(number for _, number in found)}"
+        (method, *first), _ = found[0]
+        for rank, ((theirs, *others), _) in enumerate(found):
+            if [theirs, *others] != [method, *first]:
+                here, there = next((pair for pair in zip(first, others, strict=True) if pair[0] != pair[1]), ("", ""))
                 raise HorovodInternalError(
-                    f"Mismatched settings: rank 0 has {of_all[0][0]} {here}, rank {rank} has {method} {there}; use "
-                    "the same settings on all ranks"
+                    f"Mismatched settings: rank 0 has {method} {here}, rank {rank} has {theirs} {there}; use the same "
+                    "settings on all ranks"
                 )
-
-    def _shapes(self) -> str:
-        return ", ".join(f"{tuple(p.shape)}" for p in self._parameters())
-
-    def _parameters(self) -> list[torch.Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
 
     # --- between the hosts -------------------------------------------------------------------------------------------
 
@@ -511,7 +493,7 @@ class LocalOptimizer(_DistributedOptimizer):
         for dtype in dict.fromkeys(anchor.dtype for anchor in anchors):
             pairs = [pair for pair in zip(parameters, anchors, strict=True) if pair[1].dtype is dtype]
             some, alike = [p for p, _ in pairs], [anchor for _, anchor in pairs]
-            average = self._average_over_hosts(f"{name}, {dtype}")
+            average = partial(self._average_over_hosts, f"{name}, {dtype}")
             made.append(_Fragment(partial(values, some), alike, average, every=every, offset=offset, outer=outer))
         return made
 
@@ -540,12 +522,13 @@ class LocalOptimizer(_DistributedOptimizer):
             found.append(state.get(name))
         return found
 
-    def _average_over_hosts(self, name: str) -> _Average | None:
-        """Return the average over all ranks; None on a single host, whose ranks have equal values."""
+    def _average_over_hosts(self, name: str, flat: torch.Tensor) -> _Average | None:
+        """Return the average of a tensor over all ranks; None on a single host, whose ranks have equal values."""
         settings = self._settings
         if not self._active or self._options.process_set_id == 0:
             return None
-        return _Average(self._runtime, settings.method, settings.compression, f"{self._label}.{settings.method} {name}")
+        name = f"{self._label}.{settings.method} {name}"
+        return _Average(self._runtime, settings.method, settings.compression, name, flat)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group. Its parameters, equal on all hosts before the next step, become their own anchors."""

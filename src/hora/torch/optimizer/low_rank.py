@@ -22,7 +22,7 @@ import torch
 from hora import engine
 from hora.engine.request import ReduceOp
 from hora.engine.schedule import PersistentReduction
-from hora.torch.optimizer.buckets import make_reductions, release_all
+from hora.torch.optimizer.buckets import Layout, make_reductions, release_all
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.powersgd import PowerSGDMemory, orthonormalise_, working_dtype
 from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction
@@ -188,7 +188,7 @@ class LowRankReducer:
         second = [self._second(alike, f"{label}.Q.{number}") for number, alike in enumerate(matrices.values())]
         layouts = [*first, *second]
         flats, reductions = make_reductions(
-            runtime, options, [(flat.name, flat.count, flat.dtype, flat.device, "") for flat in layouts]
+            runtime, options, [Layout(flat.name, flat.count, flat.dtype, flat.device) for flat in layouts]
         )
         self._reductions: list[_Reduction] = [*reductions]
         self._seconds = self._reductions[len(first) :]

@@ -19,9 +19,9 @@ from hora import engine
 from hora.engine.request import ReduceOp
 from hora.errors import HorovodInternalError
 from hora.torch.compression import Int8Compressor, NoneCompressor, PowerSGD, described, wire_dtype
-from hora.torch.optimizer.autotune import DEFAULT, Autotuner, Setting, TuningOptions
+from hora.torch.optimizer.autotune import DEFAULT, Autotuner, Setting
 from hora.torch.optimizer.bucket_plan import BucketSpec, plan_buckets
-from hora.torch.optimizer.buckets import Buckets, make_buckets
+from hora.torch.optimizer.buckets import Buckets, is_channels_last, make_buckets
 from hora.torch.optimizer.low_rank import LowRankReducer
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer, summed
@@ -46,7 +46,7 @@ class AgreedOrder(NamedTuple):
 
     def digest(self, names: dict[torch.Tensor, str]) -> bytes:
         """Return bytes that are equal for members with the same parameters in the same order."""
-        told = [(names[p], tuple(p.shape), str(p.dtype)) for p in (*self.parameters, *self.sparse)]
+        told = [_told(p, names) for p in (*self.parameters, *self.sparse)]
         return repr((self.num_everywhere, len(self.sparse), told)).encode()
 
 
@@ -165,15 +165,9 @@ class BucketOrder:
         if not config.autotune or self._tuner is not None:
             return
         self._num_joins = runtime.num_joins
-        options = TuningOptions(
-            warmup_samples=config.autotune_warmup_samples,
-            steps_per_sample=max(config.autotune_steps_per_sample, 1),
-            max_samples=config.autotune_max_samples,
-            log_file=config.autotune_log,
-            tells=runtime.world.rank == 0,
-        )
+        tells, num_members = runtime.world.rank == 0, self._options.num_members
         num_bytes = sum(spec.num_elements * spec.dtype.itemsize for spec in specs)
-        self._tuner = Autotuner(options, num_bytes=num_bytes, num_members=self._options.num_members)
+        self._tuner = Autotuner(config, tells=tells, num_bytes=num_bytes, num_members=num_members)
 
     def _reducer_for(self, order: AgreedOrder, current: Reducer) -> Reducer:
         self._order = order
@@ -208,7 +202,8 @@ class BucketOrder:
 
 
 def _is_same(current: Buckets, specs: list[BucketSpec], setting: Setting) -> bool:
-    return list(current.specs) == specs and current.overlap == setting.overlap
+    here, there = ([[id(p) for p in spec.parameters] for spec in found] for found in (current.specs, specs))
+    return here == there and current.overlap == setting.overlap
 
 
 def agree_on_order(
@@ -271,8 +266,14 @@ def in_common_order(
     return [mine[name] for name in of_all[0]]
 
 
+def _told(parameter: torch.Tensor, names: dict[torch.Tensor, str]) -> tuple[str, tuple[int, ...], str]:
+    """Return what must be equal on all ranks for their bytes of this parameter to mean the same."""
+    order = " in channels_last" if is_channels_last(parameter) else ""
+    return names[parameter], tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.") + order
+
+
 def _digest(names: dict[torch.Tensor, str], parameters: Sequence[torch.Tensor], options: ReduceOptions) -> int:
-    text = repr([described(options.compression), *((names[p], tuple(p.shape), str(p.dtype)) for p in parameters)])
+    text = repr([described(options.compression), *(_told(p, names) for p in parameters)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:5], "little")
 
 
@@ -281,8 +282,7 @@ def _raise_difference(
 ) -> None:
     from hora.torch.functions import allgather_object
 
-    mine = [(names[p], tuple(p.shape), str(p.dtype).removeprefix("torch.")) for p in parameters]
-    told = (described(options.compression), mine)
+    told = (described(options.compression), [_told(p, names) for p in parameters])
     compressions, of_all = zip(
         *allgather_object(told, name="optimizer.parameters", process_set=options.process_set), strict=True
     )
@@ -298,6 +298,7 @@ def _raise_difference(
             if here != there:
                 raise HorovodInternalError(
                     f"Mismatched parameters of a DistributedOptimizer: member 0 of the process set has {here}, member "
-                    f"{member} has {there}; all ranks must build the same model with the same parameter names"
+                    f"{member} has {there}; all ranks must build the same model with the same parameter names and the "
+                    "same memory format"
                 )
     raise AssertionError("digests differ although the parameters do not")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -30,17 +29,6 @@ class _Unit:
     grouped: bool
     num_ready: int = 0
     finish: Callable[[], None] | None = None
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """A reduction in flight, and the context that turns its result back into a gradient."""
-
-    parameter: Parameter
-    tensor: torch.Tensor
-    context: Any
-    compressed: bool
-    was_sparse: bool = False
 
 
 class PerParameterReducer:
@@ -136,18 +124,20 @@ class PerParameterReducer:
         self._submitted.append(unit)
 
     def _start(self, unit: _Unit) -> Callable[[], None]:
-        dense: list[_InFlight] = []
+        tensors: list[torch.Tensor] = []
+        put_back: list[Callable[[torch.Tensor], None]] = []
         sparse: list[Callable[[], None]] = []
         code = self._options.code_for(unit.parameters)
         for parameter in unit.parameters:
             if self._reduces_sparse(parameter):
                 sparse.append(_submit_sparse(parameter, self._names[parameter], self._options))
             else:
-                dense.append(self._prepare(parameter, compress=not code))
+                tensor, give_back = self._prepare(parameter, compress=not code)
+                tensors.append(tensor)
+                put_back.append(give_back)
         handle = None
         runtime = engine.current_runtime()
-        if dense:
-            tensors = [item.tensor for item in dense]
+        if tensors:
             handle = runtime.submit(
                 Kind.ALLREDUCE,
                 tensors,
@@ -160,9 +150,8 @@ class PerParameterReducer:
 
         def finish() -> None:
             if handle is not None:
-                reduced = runtime.synchronize(handle)
-                for item, tensor in zip(dense, reduced or (), strict=True):
-                    self._put_back(item, tensor)
+                for give_back, tensor in zip(put_back, runtime.synchronize(handle) or (), strict=True):
+                    give_back(tensor)
             for finish_sparse in sparse:
                 finish_sparse()
 
@@ -184,27 +173,27 @@ class PerParameterReducer:
             return False
         return not self._options.sparse_as_dense
 
-    def _prepare(self, parameter: Parameter, *, compress: bool) -> _InFlight:
+    def _prepare(self, parameter: Parameter, *, compress: bool) -> tuple[torch.Tensor, Callable[[torch.Tensor], None]]:
+        """Return the tensor to reduce, and a function that makes its result the gradient."""
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        gradient = parameter.grad.detach()
-        was_sparse = gradient.is_sparse
+        tensor, context = parameter.grad.detach(), None
+        was_sparse = tensor.is_sparse
         if was_sparse:
-            gradient = gradient.to_dense()
-        tensor, context = gradient.contiguous(), None
+            tensor = tensor.to_dense()
         if compress:
-            tensor, context = self._options.compression.compress(tensor)
-        return _InFlight(parameter, tensor.contiguous(), context, compressed=compress, was_sparse=was_sparse)
+            tensor, context = self._options.compression.compress(tensor.contiguous())
 
-    def _put_back(self, item: _InFlight, reduced: torch.Tensor) -> None:
-        result = self._options.compression.decompress(reduced, item.context) if item.compressed else reduced
-        gradient = item.parameter.grad
-        if item.was_sparse:
-            item.parameter.grad = result.to_sparse(1 if result.dim() else 0)
-        elif gradient is None:  # the user dropped it meanwhile
-            item.parameter.grad = result
-        elif result.data_ptr() != gradient.data_ptr():
-            gradient.detach().copy_(result)
+        def put_back(reduced: torch.Tensor) -> None:
+            result = self._options.compression.decompress(reduced, context) if compress else reduced
+            if was_sparse:
+                parameter.grad = result.to_sparse(1 if result.dim() else 0)
+            elif parameter.grad is None:  # the user dropped it meanwhile
+                parameter.grad = result
+            elif result.data_ptr() != parameter.grad.data_ptr():
+                parameter.grad.detach().copy_(result)
+
+        return tensor.contiguous(), put_back
 
 
 def _submit_sparse(parameter: Parameter, name: str, options: ReduceOptions) -> Callable[[], None]:

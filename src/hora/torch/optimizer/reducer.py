@@ -15,7 +15,7 @@ import torch
 from hora import engine
 from hora.engine.request import Kind, Reduce, ReduceOp
 from hora.engine.transport.arithmetic import HALVES
-from hora.torch.compression import Compressor, NoneCompressor, code_for
+from hora.torch.compression import Compressor, NoneCompressor, code_for, keeps_losses
 from hora.torch.optimizer.powersgd import PowerSGDMemory
 from hora.torch.process_sets import ProcessSet, registered_id
 
@@ -59,6 +59,11 @@ class ReduceOptions:
         code = code_for(self.compression, tensors, op=self.op)
         return code if code and engine.current_runtime().spans_hosts(self.process_set_id) else ""
 
+    def code_in_buckets(self, tensors: Sequence[torch.Tensor]) -> str:
+        """Return the encoding with the mark of those whose error in one step is added in the next."""
+        code = self.code_for(tensors)
+        return f"{code}+" if code and keeps_losses(self.compression) else code
+
     def early_scale(self, dtype: torch.dtype) -> float:
         """Return the factor applied when gradients are copied: the prescale, or a share of an average; 1.0 for none.
 
@@ -96,8 +101,6 @@ class Reducer(Protocol):
 class RequestedReduction:
     """A reduction of the same tensor in every step, with the interface of `PersistentReduction`; an allreduce is in
     place.
-
-    `keeps_losses`: the encoding error of one step is added in the next.
     """
 
     def __init__(
@@ -109,14 +112,14 @@ class RequestedReduction:
         name: str,
         reduce: Reduce,
         process_set_id: int,
-        keeps_losses: bool = False,
     ) -> None:
         self._runtime = runtime
-        self._residuals = [torch.zeros_like(tensor)] if keeps_losses else []  # of this rank's slice of its host
+        # The encoding error of one step is added in the next; of this rank's slice of its host.
+        self._residuals = [torch.zeros_like(tensor)] if reduce.code.endswith("+") else []
         self._kind = kind
         self._tensor = tensor
         self._name = name
-        self._reduce = reduce._replace(code=f"{reduce.code}+") if keeps_losses else reduce
+        self._reduce = reduce
         self._process_set_id = process_set_id
         self._handle: int | None = None
 

@@ -211,6 +211,7 @@ _Whole = tuple[list[tuple[torch.Tensor, torch.Tensor]], dict[torch.Tensor, dict[
 class ShardedOptimizer(_DistributedOptimizer):
     """Mixin before the user's optimizer class, like its base class."""
 
+    _fixed_groups = "sharded=True"
     _shards: Shards | None = None
     _shard_state: ShardState
     _inner: Any = None
@@ -284,16 +285,13 @@ class ShardedOptimizer(_DistributedOptimizer):
             self._take_in_thawed()
         self._step = StepState(reduced="whole", synchronized=True)
 
-    def _prepare_to_clip(self) -> None:
-        if self._shards is None:
-            super()._prepare_to_clip()
-        else:
-            self._reduce_slices()
-            self._step.synchronized = False
-
-    def _shard_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> SliceNorm | None:
+    def _reduce_to_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> SliceNorm | None:
         shards = self._shards
-        if shards is None or self._step.reduced != "slices":
+        if shards is None:
+            return super()._reduce_to_clip(parameters, norm_type)
+        self._reduce_slices()
+        self._step.synchronized = False
+        if self._step.reduced != "slices":
             return None
         if not self._requires_update <= set(parameters):  # only some are clipped: use whole gradients
             self._materialise()
@@ -345,7 +343,7 @@ class ShardedOptimizer(_DistributedOptimizer):
                 "The gradients are not reduced again.",
                 stacklevel=3,
             )
-        if self._should_synchronize and self._frozen and self._thawed():
+        if self._should_synchronize and (self._groups_changed() or (self._frozen and self._thawed())):
             self.synchronize()
         if self._step.reduced:
             # Gradients were reduced before this call: other ranks may still read the parameters.

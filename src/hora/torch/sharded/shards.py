@@ -83,7 +83,7 @@ class ShardBucket:
         self.values = values  # parameters: the same memory on all members if shared
         self.begin, self.end = begin, end
         self.bound = reduction if isinstance(reduction, PersistentReduction) else None
-        self.before: ShardBucket | None = None
+        self.before: ShardBucket | None = None  # uses the same place of gradients earlier in this step
         self.held: list[tuple[int, torch.Tensor | None]] = []  # gradients that arrived while the place was in use
         self.num_ready = 0
         self._views = [view_like(gradients, offset, p) for offset, p in zip(spec.offsets, spec.parameters, strict=True)]
@@ -107,10 +107,6 @@ class ShardBucket:
     def is_complete(self) -> bool:
         """Return whether all gradients of this step have arrived."""
         return self.num_ready == len(self.spec.parameters)
-
-    def comes_after(self, before: ShardBucket | None) -> None:
-        """Share the place of the gradients with other buckets; `before` uses it earlier in this step."""
-        self.before = before
 
     def is_free(self) -> bool:
         """Return whether all members are done with the bucket that uses the place earlier in this step."""
@@ -194,7 +190,7 @@ class Shards:
         self.buckets: list[ShardBucket] = []
         self._schedule = None if memory is None else runtime.sets.schedule(memory, self._set_id)
         places = None if memory is None else GradientPlaces(specs, self.num_members, memory)
-        self._gathers: list[HostReduction] = []  # of the parameters, if hosts have their own memory and schedules
+        self._gathers: list[HostReduction | RequestedReduction] = []  # of the parameters that are not shared
         if hosts is not None:
             self._make_host_buckets(specs, *hosts)
         for index, spec in enumerate(specs if hosts is None else ()):
@@ -212,7 +208,8 @@ class Shards:
         }
         self._locations_by_id = {id(parameter): location for parameter, location in self.locations.items()}
         bound = [bucket.bound for bucket in self.buckets if bucket.bound is not None]
-        self._finalizer = weakref.finalize(self, release_all, [*bound, *self._gathers])
+        bound += [gather for gather in self._gathers if isinstance(gather, HostReduction)]
+        self._finalizer = weakref.finalize(self, release_all, bound)
         self._holding: list[ShardBucket] = []  # buckets whose place was in use when their gradients arrived
         self._move_parameters()
 
@@ -229,6 +226,12 @@ class Shards:
             process_set_id=self._set_id,
         )
         begin, end = self._slice_of(spec)
+        name, mine = f"parameters.{spec.name}", values[begin:end]
+        self._gathers.append(
+            RequestedReduction(
+                self.runtime, Kind.ALLGATHER, mine, name=name, reduce=Reduce(), process_set_id=self._set_id
+            )
+        )
         return ShardBucket(spec, values, gradients, begin, end, reduction, scale=self._options.early_scale(spec.dtype))
 
     def _shared_bucket(
@@ -257,8 +260,8 @@ class Shards:
             ends_together=places.in_turn,
         )
         bucket = ShardBucket(spec, values, mine, begin, end, bound, scale=scale)
-        if places.in_turn:
-            bucket.comes_after(self.buckets[index - NUM_PLACES] if index >= NUM_PLACES else None)
+        if index >= NUM_PLACES:
+            bucket.before = self.buckets[index - NUM_PLACES]
         return bucket
 
     def _make_host_buckets(self, specs: Sequence[BucketSpec], memory: SharedMemory, near: Sequence[int]) -> None:
@@ -466,24 +469,12 @@ class Shards:
         if self._schedule is not None:
             self.meet()
             return
-        if self._gathers:
-            for gather in self._gathers:
-                gather.start(background=False)
-            for gather in self._gathers:
-                gather.wait()
-            return
-        handles = [
-            self.runtime.submit(
-                Kind.ALLGATHER,
-                [bucket.values[bucket.begin : bucket.end]],
-                name=f"parameters.{bucket.spec.name}",
-                process_set_id=self._set_id,
-            )
-            for bucket in self.buckets
-        ]
-        for bucket, handle in zip(self.buckets, handles, strict=True):
-            (whole,) = self.runtime.synchronize(handle)
-            bucket.values.copy_(whole)
+        for gather in self._gathers:
+            gather.start(background=False)
+        for bucket, gather in zip(self.buckets, self._gathers, strict=True):
+            whole = gather.wait()
+            if isinstance(gather, RequestedReduction):
+                bucket.values.copy_(whole)
 
     def meet(self) -> None:
         """Wait for every member: needed before stepping if gradients were reduced earlier."""
