@@ -16,6 +16,7 @@ __all__ = [
     "foreign_conflict",
     "foreign_message",
     "horovod_version",
+    "missing_extra",
     "require",
     "require_gil",
     "too_old",
@@ -68,6 +69,14 @@ def require(package: str, found: str, *, feature: str = "Hora", floor: str | Non
             f"{package} {found} is too old for {feature}, which needs {floor} or newer: pip install "
             f"'{package}>={floor}', or choose an image or runtime that has it"
         )
+
+
+def missing_extra(error: ModuleNotFoundError, feature: str, extra: str) -> ModuleNotFoundError:
+    """Return an error that names the extra of a missing package. Raises the given one if it is about another module."""
+    if error.name not in ("tensorflow", "keras", "pyspark", "lightning"):
+        raise error
+    words = f"{feature} needs {error.name}: install Hora with the extra {extra!r}, for example pip install '.[{extra}]'"
+    return ModuleNotFoundError(words, name=error.name)
 
 
 def advisories(torch_version: str) -> list[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from hora.version import FLOORS, require, require_gil, too_old
+from hora.version import FLOORS, missing_extra, require, require_gil, too_old
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,3 +42,16 @@ def test_a_python_without_its_lock_is_refused_with_what_to_set(monkeypatch):
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
     with pytest.raises(RuntimeError, match="PYTHON_GIL=1"):
         require_gil()
+
+
+@pytest.mark.parametrize(("module", "package"), [("horovod.tensorflow", "tensorflow"), ("horovod.keras", "keras")])
+def test_an_import_without_its_extra_says_which_one_to_install(module, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(ModuleNotFoundError, match=rf"{module} needs {package}: .*pip install '\.\[tensorflow\]'"):
+        importlib.import_module(module)
+
+
+def test_another_missing_module_is_not_taken_for_an_extra():
+    with pytest.raises(ModuleNotFoundError, match="No module named 'mine'"):
+        missing_extra(ModuleNotFoundError("No module named 'mine'", name="mine"), "horovod.keras", "tensorflow")

@@ -2,8 +2,12 @@
 
 import functools
 
-import keras
+from hora.version import missing_extra as _missing_extra
 
+try:
+    import keras
+except ModuleNotFoundError as error:
+    raise _missing_extra(error, "horovod.keras", "tensorflow") from error
 from hora.keras.names import *
 from hora.keras.names import __all__ as _names
 from hora.keras.optimizer import keras_backend

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tensorflow import executing_eagerly as _executing_eagerly
+from hora.version import missing_extra as _missing_extra
 
+try:
+    from tensorflow import executing_eagerly as _executing_eagerly
+except ModuleNotFoundError as error:
+    raise _missing_extra(error, "horovod.tensorflow", "tensorflow") from error
 from hora.keras import tensorflow_names
 from hora.keras.tensorflow_names import DistributedOptimizer, PartialDistributedOptimizer
 from hora.tensorflow import *

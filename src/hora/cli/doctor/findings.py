@@ -89,8 +89,8 @@ def _torch_advisories(facts: Facts) -> Finding | None:
         return None
     return Finding(
         "note",
-        f"PyTorch {facts['torch']} has known vulnerabilities ({', '.join(known)}): in your own torch.load, a file of "
-        "others can run code. Hora gives it no such file; HORA_STRICT=1 refuses this PyTorch",
+        f"PyTorch {facts['torch']} has known vulnerabilities ({', '.join(known)}): in your own torch.load, a file "
+        "from others can run code. Hora itself reads no such file with it; HORA_STRICT=1 rejects this PyTorch",
     )
 
 

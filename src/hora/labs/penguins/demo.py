@@ -251,7 +251,7 @@ def _write_report(data: Penguins, rows: list[tuple[str, str, str]], model: Model
     report.picture(folder / "weights.png", "the weights of every layer")
     report.add("pre", _weights_text(model))
     report.add("h2", "A new penguin")
-    report.table(list(NEW_PENGUIN), [list(NEW_PENGUIN.values())])
+    report.table(("measurement", "value"), list(NEW_PENGUIN.items()))
     probabilities = model.predict(NEW_PENGUIN).probabilities
     report.table(("species", "probability"), [(name, f"{value:.2%}") for name, value in probabilities.items()])
     report.add("h2", "What to do next")
