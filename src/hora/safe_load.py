@@ -291,7 +291,7 @@ def _dtype(code: Any, *rest: Any) -> _DType:
     return made
 
 
-class _Array:
+class _PendingArray:
     """Placeholder for a NumPy array before its state is known."""
 
     number: int | None = None  # in the memo
@@ -347,10 +347,10 @@ def _size(sizes: Any = ()) -> torch.Size:
     return torch.Size(sizes)
 
 
-def _reconstructed(kind: Any, *rest: Any) -> _Array:
+def _reconstructed(kind: Any, *rest: Any) -> _PendingArray:
     if kind is not np.ndarray:
         raise ValueError("an array is of another class")
-    return _Array()
+    return _PendingArray()
 
 
 def _with_attributes(make: Any, kind: Any, args: Any, state: Any) -> Any:
@@ -465,7 +465,7 @@ class _Memo(dict[int, Any]):
     """The objects that a pickle refers to by their numbers; an array's placeholder knows its number."""
 
     def __setitem__(self, number: int, value: Any) -> None:
-        if isinstance(value, _Array):
+        if isinstance(value, _PendingArray):
             value.number = number
         super().__setitem__(number, value)
 
@@ -570,7 +570,7 @@ class _Machine(_Unpickler):
         state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, Foreign):
             return
-        if isinstance(target, _Array):
+        if isinstance(target, _PendingArray):
             self.stack[-1] = made = _array_of_state(state)
             if target.number is not None:
                 self.memo[target.number] = made
