@@ -66,7 +66,7 @@ class NetworkLink:
 
     @property
     def times_sent(self) -> float:
-        """How often a host sends each byte of an allreduce."""
+        """Return how often a host sends each byte of an allreduce."""
         return 2.0 * (self.num_hosts - 1) / self.num_hosts
 
     @property
