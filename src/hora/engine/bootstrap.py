@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from hora.config import EngineConfig
 from hora.engine.control_tree import ControlEvents, ControlTree
 from hora.engine.rank_tree import FANOUT, Tree
-from hora.engine.rendezvous import RendezvousClient, open_rendezvous
+from hora.engine.rendezvous import RendezvousClient, host_fingerprint, open_rendezvous
 from hora.engine.shm.native import absence, library
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.factory import Topology
@@ -36,12 +36,11 @@ from hora.net.sockets import Where, interface_address, source_address
 from hora.net.wire import Stream
 from hora.world import World
 
-__all__ = ["Bootstrap", "host_fingerprint"]
+__all__ = ["Bootstrap"]
 
 log = logging.getLogger("hora")
 
 _PROBE_LIMIT_S = 10.0
-_MESSAGES = "messages"  # the key of their streams
 
 
 # Settings that must be equal on all ranks: all use rank 0's.
@@ -306,37 +305,32 @@ class Bootstrap:
         self.keys.fetch(ranks)
         try:
             for member, rank in others:
-                opened = self.control_tree.handoff.open_stream(rank, self._far(rank), key, limit_s=limit_s)
-                outgoing[member] = self._protected(opened, rank)
+                outgoing[member] = self.open_stream(rank, key)
             for member, rank in others:
-                incoming[member] = self._protected(
-                    self.control_tree.handoff.take_stream(key, rank, limit_s=limit_s), rank
-                )
+                incoming[member] = self.take_stream(rank, key, limit_s=limit_s)
         except BaseException:
             for stream in (*outgoing.values(), *incoming.values()):
                 stream.sock.close()
             raise
         return Streams(outgoing, incoming)
 
-    def open_message_stream(self, rank: int) -> Stream:
-        """Open a stream for messages to a rank of another host."""
+    def open_stream(self, rank: int, key: str) -> Stream:
+        """Open a stream to a rank of another host, or of this one without the native part."""
         self.keys.fetch([rank])
         limit_s = self.config.init_timeout_s
-        opened = self.control_tree.handoff.open_stream(rank, self._far(rank), _MESSAGES, limit_s=limit_s)
-        return self._protected(opened, rank)
+        stream = self.control_tree.handoff.open_stream(rank, self._far(rank), key, limit_s=limit_s)
+        return stream if self._encrypts(rank) else Stream(stream.sock)
 
-    def take_message_stream(self, rank: int) -> Stream | None:
-        """Return the stream that a rank of another host has opened for messages to this one, if any."""
+    def take_stream(self, rank: int, key: str, *, limit_s: float = 0.0) -> Stream:
+        """Return the stream that this rank has opened to this one. Raises TimeoutError if there is none."""
         self.keys.fetch([rank])
-        try:
-            return self._protected(self.control_tree.handoff.take_stream(_MESSAGES, rank, limit_s=0.0), rank)
-        except TimeoutError:
-            return None
+        stream = self.control_tree.handoff.take_stream(key, rank, limit_s=limit_s)
+        return stream if self._encrypts(rank) else Stream(stream.sock)
 
-    def _protected(self, stream: Stream, rank: int) -> Stream:
-        """Return the stream to or from this rank, unencrypted if so configured. Both ends make the same decision."""
+    def _encrypts(self, rank: int) -> bool:
+        """Return whether streams to and from this rank are encrypted. Both ends make the same decision."""
         wish = self.config.encrypt
-        return stream if wish == "always" or (wish == "auto" and rank not in self._near) else Stream(stream.sock)
+        return wish == "always" or (wish == "auto" and rank not in self._near)
 
     def topology(self, label: str, device: str, ranks: Sequence[int], check_alive: Callable[[], None]) -> Topology:
         """Return the topology of these ranks for a transport. `label` names their set permanently."""
@@ -360,13 +354,6 @@ def _lacks_native() -> str:
     if compiled is None:
         return absence() or ""
     return "" if compiled.has_float16 else "this processor has no instructions for half precision"
-
-
-def host_fingerprint() -> str:
-    """Return a text that is equal for processes that may share a host; attaching to each other's memory proves it."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def _grouped(labels: Sequence[int]) -> list[list[int]]:

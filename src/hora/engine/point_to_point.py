@@ -44,6 +44,7 @@ _DISCARDED = -1  # in place of the group of a message that no receive may have
 _HEADER = struct.Struct("<qqqq")  # group, tag, bytes, digest of shape and dtype
 _pack = struct.Struct("<qqqqQq").pack_into  # fields of a `MessageCall`: header, address of the bytes, number moved
 _CALL_AT = MessageCall.group.offset
+_NAME = "messages"  # of the streams
 _RINGS_BYTES = 64 * 2**20  # for all pairs of a host
 _MOST_RING_BYTES, _LEAST_RING_BYTES = 2**20, 16 * 2**10
 _PAIR_LINES = 4  # per pair, before its bytes: number of bytes written and read
@@ -71,6 +72,7 @@ class Message:
         self.done = False
         self.error: HorovodInternalError | None = None
         self.on_done: Callable[[], None] | None = None
+        self.head = ctypes.create_string_buffer(0)  # the header, while it is sent
         self.num_moved = 0  # header and bytes together
         self.ordinary = False  # another message arrived first
 
@@ -78,6 +80,10 @@ class Message:
         self.error, self.done, self.keep = error, True, None
         if self.on_done is not None:
             self.on_done()
+
+    def takes(self, peer: int, group: int, tag: int) -> bool:
+        """Return whether this receive takes a message of `peer`."""
+        return self.group == group and self.tag == tag and peer in self.sources
 
 
 class _Arrival:
@@ -90,6 +96,10 @@ class _Arrival:
         self.address = receive.address if receive is not None else ctypes.addressof(self.buffer)  # type: ignore[arg-type]
         self.num_moved = 0
 
+    @property
+    def whole(self) -> bool:
+        return self.num_moved == self.num_bytes
+
 
 class _Ring:
     """One end of an ordered pair's ring, at `offset` of the host's segment. `bells`: this rank's and the other's."""
@@ -100,6 +110,7 @@ class _Ring:
         native = library()
         assert native is not None
         self._native = native
+        self._move = native.pipe_read if receives else native.pipe_write
         self._counters = (written, read) = (
             Counter(segment.memory, offset),
             Counter(segment.memory, offset + 2 * LINE_BYTES),
@@ -113,19 +124,12 @@ class _Ring:
         self._call_at = ctypes.addressof(self._call)
         self.busy = threading.Lock()  # held by the thread that moves bytes
 
-    def write(self, address: int, count: int) -> int:
-        """Write as many bytes as there is room for; returns their number."""
-        return self._move(self._native.pipe_write, address, count)
-
-    def take(self, address: int, count: int) -> int:
-        """Read the available bytes; returns their number."""
-        return self._move(self._native.pipe_read, address, count)
-
-    def _move(self, move: Callable[[int, int, int], int], address: int, count: int) -> int:
+    def move(self, address: int, count: int) -> int:
+        """Write as many bytes as there is room for, or read the available ones; returns their number."""
         if not self.busy.acquire(False):
             return 0
         try:
-            return move(self._pipe_at, address, count)
+            return int(self._move(self._pipe_at, address, count))
         finally:
             self.busy.release()
 
@@ -152,30 +156,24 @@ class _Ring:
 
 
 class _Far:
-    """The streams to and from a rank of another host."""
+    """The stream to or from a rank of another host."""
 
-    outgoing: Outgoing | None = None
-    incoming: Incoming | None = None
+    def __init__(self, end: Outgoing | Incoming) -> None:
+        self.end = end
 
-    def write(self, address: int, count: int) -> int:
-        return self._move(self.outgoing, address, count)
-
-    def take(self, address: int, count: int) -> int:
-        return self._move(self.incoming, address, count)
-
-    def _move(self, end: Outgoing | Incoming | None, address: int, count: int) -> int:
-        if end is None:  # the sender has not opened its stream
-            return 0
-        before = end.num_moved
-        if not end.queue:
-            end.add(view_of(address, count))
-        end.move()
-        return end.num_moved - before
+    def move(self, address: int, count: int) -> int:
+        """Do the same as `_Ring.move`."""
+        before = self.end.num_moved
+        if not self.end.queue:
+            self.end.add(view_of(address, count))
+        self.end.move()
+        return self.end.num_moved - before
 
 
 class Messages:
     """This rank's messages. `near`: the ranks of this host in a common order, with their segment; `open_stream` and
-    `take_stream` return the streams to and from a rank of another host.
+    `take_stream` return the streams with a name to and from a rank of another host; the latter raises TimeoutError
+    without one.
     """
 
     def __init__(
@@ -184,8 +182,8 @@ class Messages:
         near: Sequence[int],
         segment: Segment | None,
         status: WorldStatus,
-        open_stream: Callable[[int], Stream],
-        take_stream: Callable[[int], Stream | None],
+        open_stream: Callable[[int, str], Stream],
+        take_stream: Callable[[int, str], Stream],
     ) -> None:
         self._rank, self._status = rank, status
         self._open_stream, self._take_stream = open_stream, take_stream
@@ -195,7 +193,7 @@ class Messages:
         self._receives: list[Message] = []  # waiting receives, in order
         self._arrivals: dict[int, deque[_Arrival]] = {}  # per source, in order; the last may be incomplete
         self._headers: dict[int, tuple[ctypes.Array[ctypes.c_char], list[int]]] = {}
-        self._far: dict[int, _Far] = {}
+        self._far: dict[tuple[int, bool], _Far] = {}  # by rank, and whether it is outgoing
         self._out: dict[int, _Ring] = {}
         self._in: dict[int, _Ring] = {}
         self._bells: dict[int, _Bell] = {}
@@ -261,10 +259,13 @@ class Messages:
 
     def send(self, message: Message) -> None:
         """Start to send. The message is done when all of its bytes are written."""
+        header = _HEADER.pack(message.group, message.tag, message.num_bytes, message.kind)
+        message.head = ctypes.create_string_buffer(header, _HEADER.size)
         with self._lock:
-            self._check()
-            queue = self._sending.setdefault(message.peer, deque())
-            queue.append(message)
+            if self._closed:
+                raise HorovodInternalError(self._closed)
+            self._status.check_open()
+            self._sending.setdefault(message.peer, deque()).append(message)
             self._progress()
         self._call_direct_waiter()
 
@@ -287,11 +288,6 @@ class Messages:
         if self._num_direct:
             self._native.add(self._bells[self._rank][0].address, 1)
             self.interrupt()
-
-    def _check(self) -> None:
-        if self._closed:
-            raise HorovodInternalError(self._closed)
-        self._status.check_open()
 
     def wait(self, message: Message, deadline: float) -> bool:
         """Wait for a message, making progress; returns whether it was done before the deadline."""
@@ -429,7 +425,7 @@ class Messages:
             except HorovodInternalError as error:
                 self._fail(error)
                 return
-            far = [one for one in self._far.values() if one.incoming is not None or one.outgoing is not None]
+            far = [one.end for one in self._far.values()]
             lacking = any(peer not in self._in for peer in self._sources())
         if moved:
             return
@@ -446,9 +442,8 @@ class Messages:
         finally:
             self._native.add(asleep.address, -1)
 
-    def _poll(self, far: Sequence[_Far]) -> None:
-        outgoing = [one.outgoing for one in far if one.outgoing is not None and one.outgoing.queue]
-        poll([*outgoing, *(one.incoming for one in far if one.incoming is not None)], _POLL_MS)
+    def _poll(self, far: Sequence[Outgoing | Incoming]) -> None:
+        poll([end for end in far if end.queue or isinstance(end, Incoming)], _POLL_MS)
 
     def _progress(self) -> bool:
         """Make progress without waiting. Under the lock."""
@@ -470,35 +465,29 @@ class Messages:
         a receive.
         """
         wanted = {source for receive in self._receives for source in receive.sources}
-        unfinished = {peer for peer, some in self._arrivals.items() if some and not _whole(some[-1])}
+        unfinished = {peer for peer, some in self._arrivals.items() if some and not some[-1].whole}
         return sorted(wanted | unfinished)
 
     def _push(self, peer: int, message: Message) -> bool:
         """Write some bytes of a message; returns whether there was room."""
-        way = self._way(peer, outwards=True)
-        moved = 0
+        before = message.num_moved
         try:
-            if message.num_moved < _HEADER.size:
-                header = _HEADER.pack(message.group, message.tag, message.num_bytes, message.kind)
-                held = ctypes.create_string_buffer(header, _HEADER.size)
-                message.keep = (message.keep, held)  # a stream may still have to send it
-                moved += way.write(ctypes.addressof(held) + message.num_moved, _HEADER.size - message.num_moved)
-                message.num_moved += moved
+            way = self._way(peer, outwards=True)
+            if before < _HEADER.size:
+                message.num_moved += way.move(ctypes.addressof(message.head) + before, _HEADER.size - before)
             done = message.num_moved - _HEADER.size
             if 0 <= done < message.num_bytes:
-                some = way.write(message.address + done, message.num_bytes - done)
-                message.num_moved += some
-                moved += some
+                message.num_moved += way.move(message.address + done, message.num_bytes - done)
         except OSError as error:
             raise HorovodInternalError(f"rank {peer} cannot be reached: {error}") from error
-        return bool(moved)
+        return message.num_moved > before
 
     def _pull(self, peer: int) -> bool:
         """Read bytes from a source; returns whether there were any."""
-        way = self._way(peer, outwards=False)
         arrivals = self._arrivals.setdefault(peer, deque())
         try:
-            if not arrivals or _whole(arrivals[-1]):
+            way = self._way(peer, outwards=False)
+            if not arrivals or arrivals[-1].whole:
                 if any(self._match_kept(receive) for receive in list(self._receives)):
                     return True  # before the next message, which may have the same tag
                 if not any(peer in receive.sources for receive in self._receives):
@@ -506,11 +495,13 @@ class Messages:
                 moved = self._pull_header(peer, way, arrivals)
             else:
                 last = arrivals[-1]
-                moved = way.take(last.address + last.num_moved, last.num_bytes - last.num_moved)
+                moved = way.move(last.address + last.num_moved, last.num_bytes - last.num_moved)
                 last.num_moved += moved
+        except TimeoutError:
+            return False  # the source has not opened its stream yet
         except OSError as error:
             raise HorovodInternalError(f"rank {peer} cannot be reached: {error}") from error
-        if arrivals and _whole(arrivals[-1]):
+        if arrivals and arrivals[-1].whole:
             receive = arrivals[-1].receive
             if receive is not None or arrivals[-1].group == _DISCARDED:
                 arrivals.pop()
@@ -521,31 +512,27 @@ class Messages:
 
     def _pull_header(self, peer: int, way: _Ring | _Far, arrivals: deque[_Arrival]) -> int:
         room, count = self._headers.setdefault(peer, (ctypes.create_string_buffer(_HEADER.size), [0]))
-        moved = way.take(ctypes.addressof(room) + count[0], _HEADER.size - count[0])
+        moved = way.move(ctypes.addressof(room) + count[0], _HEADER.size - count[0])
         count[0] += moved
         if count[0] == _HEADER.size:
             count[0] = 0
             group, tag, num_bytes, kind = _HEADER.unpack(room.raw)
-            receive = next((one for one in self._receives if _matches(one, peer, group, tag)), None)
+            receive = next((one for one in self._receives if one.takes(peer, group, tag)), None)
             if receive is not None:
                 self._receives.remove(receive)
                 if not self._fits(receive, peer, num_bytes, kind):
-                    receive = None
-                    arrivals.append(_Arrival(group, tag, num_bytes, kind, None))
-                    arrivals[-1].group = _DISCARDED
-                    return moved
+                    receive, group = None, _DISCARDED
             arrivals.append(_Arrival(group, tag, num_bytes, kind, receive))
         return moved
 
     def _match_kept(self, receive: Message) -> bool:
         """Match a receive with a message that arrived before it."""
         for peer in receive.sources:
-            arrivals = self._arrivals.get(peer)
-            for arrival in arrivals or ():
-                if arrival.receive is None and _matches(receive, peer, arrival.group, arrival.tag):
-                    if not _whole(arrival):
+            arrivals = self._arrivals.get(peer, deque())
+            for arrival in arrivals:
+                if arrival.receive is None and receive.takes(peer, arrival.group, arrival.tag):
+                    if not arrival.whole:
                         break
-                    assert arrivals is not None
                     arrivals.remove(arrival)
                     self._receives.remove(receive)
                     if self._fits(receive, peer, arrival.num_bytes, arrival.kind):
@@ -571,13 +558,10 @@ class Messages:
         near = (self._out if outwards else self._in).get(peer)
         if near is not None:
             return near
-        far = self._far.setdefault(peer, _Far())
-        if outwards and far.outgoing is None:
-            far.outgoing = Outgoing(self._open_stream(peer))
-        if not outwards and far.incoming is None:
-            stream = self._take_stream(peer)
-            if stream is not None:
-                far.incoming = Incoming(stream)
+        far = self._far.get((peer, outwards))
+        if far is None:
+            end = Outgoing(self._open_stream(peer, _NAME)) if outwards else Incoming(self._take_stream(peer, _NAME))
+            far = self._far[peer, outwards] = _Far(end)
         return far
 
     # Shutdown.
@@ -608,18 +592,8 @@ class Messages:
             self._fail(HorovodInternalError(why))
             self._idle.notify_all()
             for far in self._far.values():
-                for end in (far.outgoing, far.incoming):
-                    if end is not None:
-                        end.close()
+                far.end.close()
         self.interrupt()
-
-
-def _whole(arrival: _Arrival) -> bool:
-    return arrival.num_moved == arrival.num_bytes
-
-
-def _matches(receive: Message, peer: int, group: int, tag: int) -> bool:
-    return receive.group == group and receive.tag == tag and peer in receive.sources
 
 
 def _ring_bytes(num_near: int) -> int:

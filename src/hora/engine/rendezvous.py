@@ -6,41 +6,56 @@ ranks need to find one another: the names of ranks on the same host, and the add
 all ranks goes through the control tree (`ControlTree.gather`), so that the rendezvous sends a number of bytes that is
 linear in the number of ranks, not quadratic. `open_rendezvous` connects once per process; a reinitialized runtime
 reuses the connection. Nothing received through it is unpickled.
+
+Ranks started by torch.distributed first use the store that it passes to its backends (`world_of_store`):
+
+    arrivals   each rank counts itself, so that a second initialization of the same ranks uses other keys
+    host       each rank publishes its host
+    place      rank 0 publishes the address and secret of its store, and which ranks share hosts
+
+From then on they meet at rank 0's store, as under any foreign launcher, and torch's store is not used again. A reader
+of torch's store can join the job; with `HORA_SECRET_FILE` it needs that secret, too.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from hora.config import accept_risk
+from hora.config import EngineConfig, accept_risk
 from hora.engine.rank_tree import FANOUT
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.client import ControlClient, RankGroup
 from hora.net.key_value_store import KeyValueStore
 from hora.net.keys import HeldSecret, RankKeys, read_secret_file, world_secret
-from hora.net.sockets import listening_address
+from hora.net.sockets import interface_address, listening_address
 from hora.net.wire import Credentials, derived_secret
-from hora.world import RendezvousEndpoint, World
+from hora.world import RendezvousEndpoint, World, master_address, user_secret_file
 
 __all__ = [
     "ControlStore",
     "RendezvousClient",
+    "agree_on_number",
     "close_store",
     "control_client",
-    "join_store",
+    "host_fingerprint",
     "open_rendezvous",
-    "open_store_at",
+    "world_of_store",
 ]
 
 _PAUSE_S = 0.1
+_STORE_ERRORS = (RuntimeError, dist.DistError, TimeoutError)
 _SLICE_S = 0.5  # the longest wait of one request at the server between liveness checks
 
 
@@ -163,20 +178,8 @@ def _meet_at_rank_0(world: World, limit_s: float) -> RendezvousClient:
     return _join(point, secret, world.rank, deadline)
 
 
-def open_store_at(address: str, secret: bytes, job: str, *, one_host: bool) -> int:
-    """Open a store of rank 0, reachable at this address, for ranks with this secret; returns the port."""
-    store = _new_store((listening_address(address, one_host=one_host), 0), secret, job)
-    _stores[RendezvousEndpoint(kind="tcp", address=address, port=store.port, job=job)] = store
-    return store.port
-
-
-def join_store(point: RendezvousEndpoint, secret: bytes, rank: int, *, limit_s: float) -> None:
-    """Use the store at this endpoint as the rendezvous of worlds that name it."""
-    _open[point] = _join(point, secret, rank, time.monotonic() + limit_s)
-
-
 def close_store(point: RendezvousEndpoint) -> None:
-    """Close the connection of `join_store` and the store of `open_store_at`, if any."""
+    """Close this rank's connection to the store at this endpoint, and the store if it is rank 0's."""
     rendezvous, store = _open.pop(point, None), _stores.pop(point, None)
     if rendezvous is not None:
         rendezvous.client.close()
@@ -240,22 +243,143 @@ def _published_port(point: RendezvousEndpoint, store: KeyValueStore | None, limi
     try:
         timeout = timedelta(seconds=limit_s)
         opened = TCPStore(point.address, point.port, is_master=False, wait_for_workers=False, timeout=timeout)
-    except (RuntimeError, dist.DistError) as error:
+        torchrun = PrefixStore(f"hora/{point.job}", opened)
+        if store is not None:
+            torchrun.set("table", str(store.port))
+    except _STORE_ERRORS as error:
         raise HorovodInternalError(
             f"cannot reach the rendezvous at {point.endpoint} (MASTER_ADDR, MASTER_PORT): {error}"
         ) from error
-    torchrun = PrefixStore(f"hora/{point.job}", opened)
-    try:
-        if store is not None:
-            torchrun.set("table", str(store.port))
-        text = bytes(torchrun.get("table"))
-    except (RuntimeError, dist.DistError) as error:
-        raise HorovodInternalError(
-            f"waited {limit_s:g} s for rank 0 to call hvd.init() (limit: HOROVOD_GLOO_TIMEOUT_SECONDS): {error}"
-        ) from error
+    text = _get(torchrun, "table", limit_s, "rank 0 to call hvd.init() (limit: HOROVOD_GLOO_TIMEOUT_SECONDS)")
     if not text.isdigit() or not 0 < int(text[:6]) < 2**16:
         raise HorovodInternalError(f"the port of rank 0's rendezvous is not a number, but {text[:20]!r}")
     return int(text)
+
+
+def _get(store: Store, key: str, limit_s: float, what: str) -> bytes:
+    try:
+        store.wait([key], timedelta(seconds=limit_s))
+        return bytes(store.get(key))
+    except _STORE_ERRORS as error:
+        raise HorovodInternalError(f"waited {limit_s:g} s for {what}: {error}") from error
+
+
+# Ranks started by torch.distributed.
+
+
+def world_of_store(store: Store, rank: int, size: int, *, config: EngineConfig, limit_s: float) -> World:
+    """Return this rank's world among the ranks that share this store, once all have arrived (collective)."""
+    if size == 1:
+        return World(launcher="torch", hostname=socket.gethostname())
+    ours = _store_of_this_time(store, size)
+    ours.set(f"host/{rank}", f"{host_fingerprint()} {socket.gethostname()}")
+    if rank == 0:
+        place = _open_place(ours, store, size, config, limit_s)
+    else:
+        place = json.loads(_get(ours, "place", limit_s, "rank 0 to publish the rendezvous"))
+    point = RendezvousEndpoint(kind="tcp", address=place["address"], port=place["port"], job=place["job"])
+    _open[point] = _join(point, _secret(place["secret"], warn=rank == 0), rank, time.monotonic() + limit_s)
+    hosts: list[list[int]] = place["hosts"]
+    (mine,) = (index for index, host in enumerate(hosts) if rank in host)
+    local_rank = hosts[mine].index(rank)
+    with_such_a_rank = [index for index, host in enumerate(hosts) if len(host) > local_rank]
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=len(hosts[mine]),
+        cross_rank=with_such_a_rank.index(mine),
+        cross_size=len(with_such_a_rank),
+        hostname=socket.gethostname(),
+        generation=place["number"],
+        launcher="torch",
+        rendezvous=point,
+    )
+
+
+def agree_on_number(store: Store, member: int, size: int, number: int, *, limit_s: float) -> int:
+    """Return the number that member 0 assigns to a group of `size` members, all of which call this."""
+    ours = _store_of_this_time(store, size)
+    if member == 0:
+        ours.set("number", str(number))
+        return number
+    return int(_get(ours, "number", limit_s, "the first member to number the group"))
+
+
+def _store_of_this_time(store: Store, size: int) -> Store:
+    """Return the part of a store for the ranks that arrive now: torch reuses names in a second initialization."""
+    arrival = store.add("hora/arrivals", 1)
+    return PrefixStore(f"hora/{(arrival - 1) // size}", store)
+
+
+def _open_place(ours: Store, store: Store, size: int, config: EngineConfig, limit_s: float) -> dict[str, Any]:
+    deadline = time.monotonic() + limit_s
+    found: list[str] = []
+    for rank in range(size):
+        left_s = max(deadline - time.monotonic(), 0.001)
+        try:
+            ours.wait([f"host/{rank}"], timedelta(seconds=left_s))
+        except _STORE_ERRORS as error:
+            missing = [other for other in range(rank, size) if not ours.check([f"host/{other}"])]
+            raise HorovodInternalError(
+                f"waited {limit_s:g} s for rank(s) {missing} to call init_process_group (limit: its timeout)"
+            ) from error
+        found.append(ours.get(f"host/{rank}").decode())
+    hosts: dict[str, list[int]] = {}
+    for rank, host in enumerate(found):
+        hosts.setdefault(host, []).append(rank)
+    secret, job = secrets.token_bytes(32), secrets.token_hex(16)
+    address = "127.0.0.1" if len(hosts) == 1 else _address(store, config)
+    where = listening_address(address, one_host=len(hosts) == 1), 0
+    opened = _new_store(where, _secret(secret.hex(), warn=False), job)
+    _stores[RendezvousEndpoint(kind="tcp", address=address, port=opened.port, job=job)] = opened
+    place = {
+        "address": address,
+        "port": opened.port,
+        "secret": secret.hex(),
+        "job": job,
+        "number": secrets.randbits(31),
+        "hosts": list(hosts.values()),
+    }
+    ours.set("place", json.dumps(place))
+    return place
+
+
+def _address(store: Store, config: EngineConfig) -> str:
+    """Return the address at which ranks of other hosts reach this one, which is rank 0."""
+    if config.interface:
+        return interface_address([config.interface])
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    named = store.host if isinstance(store, TCPStore) else master_address()
+    if named:
+        return str(named)
+    raise HorovodInternalError(
+        "the ranks are on several hosts and nothing names an address of rank 0's host: set MASTER_ADDR, or "
+        "HOROVOD_GLOO_IFACE to a network interface"
+    )
+
+
+def _secret(of_store: str, *, warn: bool) -> bytes:
+    file = user_secret_file()
+    if not file:
+        accept_risk(
+            "the ranks of torch.distributed meet through its store without a secret: a process that reaches the store "
+            "can join this job. Set HORA_SECRET_FILE to a file that all ranks can read and nobody else, or start the "
+            "job with hora run",
+            warn=warn,
+        )
+    return derived_secret(read_secret_file(file) if file else b"", f"a store with {of_store}")
+
+
+def host_fingerprint() -> str:
+    """Return a text that is equal for processes that may share a host; attaching to each other's memory proves it."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+# NCCL.
 
 
 class ControlStore(Store):

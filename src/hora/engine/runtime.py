@@ -586,9 +586,8 @@ class Runtime:
             return self._messages
         near = bootstrap.beside(range(self.world.size))
         segment = bootstrap.share("messages", near, Messages.num_bytes(len(near))) if len(near) > 1 else None
-        self._messages = Messages(
-            self.world.rank, near, segment, self.status, bootstrap.open_message_stream, bootstrap.take_message_stream
-        )
+        ways = bootstrap.open_stream, bootstrap.take_stream
+        self._messages = Messages(self.world.rank, near, segment, self.status, *ways)
         return self._messages
 
     # The end.
@@ -689,7 +688,7 @@ class Runtime:
         return dict(sorted(lines.items()))
 
 
-def _no_stream(rank: int) -> Stream:
+def _no_stream(rank: int, key: str) -> Stream:
     raise ValueError(f"there is no rank {rank} in a world of one")
 
 

@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from hora import engine
 from hora.config import EngineConfig
-from hora.engine.rendezvous import close_store
-from hora.engine.torch_rendezvous import agree_on_number, world_of_store
+from hora.engine.rendezvous import agree_on_number, close_store, world_of_store
 from hora.torch.distributed.group import HoraProcessGroup
 from hora.version import require
 from hora.world import World
