@@ -152,12 +152,12 @@ def test_looking_for_stalls_never_takes_part_in_a_collective(place):
         hvd.init()
         looked = _count_looks()
         value = torch.ones(3)
-        handle = engine.current_runtime().submit(Kind.ALLREDUCE, [value], outputs=[value], background=False)
+        request = engine.current_runtime().submit(Kind.ALLREDUCE, [value], outputs=[value], background=False)
         place.gather("all have submitted")
         if hvd.rank() == 0:  # where no thread waits for it yet
             before = len(looked)
             wait_until("it has been looked at many times", lambda: len(looked) > before + 100)
-        engine.current_runtime().synchronize(handle)
+        request.result()
         assert value.tolist() == [3.0] * 3
         hvd.shutdown()
 

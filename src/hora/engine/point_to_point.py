@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from copy import copy
 
+from hora.engine.request import Completion
 from hora.engine.shm.counters import LINE_BYTES, SLICE_NS, Counter
 from hora.engine.shm.native import SHORT_BYTES, MessageCall, Pipe, library, new_spin_policy
 from hora.engine.shm.segment import Segment
@@ -56,7 +57,7 @@ _GRACE_S = 0.002  # delay in which a thread may start to wait for a message
 _LONGEST_IDLE = 250  # idle delays before the background thread sleeps
 
 
-class Message:
+class Message(Completion):
     """A message being sent or received. `memory`: the address of its bytes; `keep`: the owner of that memory.
 
     A completed receive has its `source`. `kind` is the dtype's number, which both ends must agree on.
@@ -65,13 +66,11 @@ class Message:
     def __init__(
         self, peer: int, group: int, tag: int, memory: tuple[int, int], kind: int, keep: object, sources: Sequence[int]
     ) -> None:
+        super().__init__()
         self.peer, self.group, self.tag, self.kind = peer, group, tag, kind
         self.address, self.num_bytes = memory
         self.keep, self.sources = keep, sources
         self.source = peer
-        self.done = False
-        self.error: HorovodInternalError | None = None
-        self.on_done: Callable[[], None] | None = None
         self.head = ctypes.create_string_buffer(0)  # the header, while it is sent
         self.num_moved = 0  # header and bytes together
         self.ordinary = False  # another message arrived first
@@ -79,7 +78,7 @@ class Message:
     def finish(self, error: HorovodInternalError | None = None) -> None:
         self.error, self.done, self.keep = error, True, None
         if self.on_done is not None:
-            self.on_done()
+            self.call_back()
 
     def takes(self, peer: int, group: int, tag: int) -> bool:
         """Return whether this receive takes a message of `peer`."""

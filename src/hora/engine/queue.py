@@ -307,6 +307,7 @@ class OperationQueue(ProgressEngine):
             if self._retired or not self.status.is_open:
                 self.check_open()
             try:
+                request.queue = self
                 self._put(request, instance)
                 if self.stopping:  # a signal handler has shut down meanwhile
                     raise self._error()
@@ -512,7 +513,7 @@ class OperationQueue(ProgressEngine):
         self.notify_waiters()
         for request in requests:
             if request.on_done is not None:
-                request.on_done()
+                request.call_back()
         self.idle_if_closing()
 
     def idle_if_closing(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from operator import index, is_
@@ -20,6 +21,7 @@ from hora.errors import HorovodInternalError
 
 __all__ = [
     "CollectiveCall",
+    "Completion",
     "DTYPES",
     "KINDS",
     "ITEM_BYTES",
@@ -166,19 +168,44 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
 ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 
-class Request:
-    """One submitted operation of this rank, from `submit` to `synchronize`."""
+_calling_back = threading.Lock()
+
+
+class Completion:
+    """The end of something in flight: it is `done`, perhaps with an error."""
+
+    __slots__ = ("done", "error", "on_done")
+
+    def __init__(self) -> None:
+        self.done = False
+        self.error: HorovodInternalError | None = None
+        self.on_done: Callable[[], None] | None = None
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call a function once this is done, here or on the thread that completes it; it must not wait or raise."""
+        self.on_done = callback
+        if self.done:
+            self.call_back()
+
+    def call_back(self) -> None:
+        """Call the function of `when_done`, unless another thread does."""
+        with _calling_back:
+            callback, self.on_done = self.on_done, None
+        if callback is not None:
+            callback()
+
+
+class Request(Completion):
+    """One submitted operation of this rank. `queue` is the one that it was submitted to."""
 
     __slots__ = (
         "answer",
         "copy_back",
         "device_event",
-        "done",
-        "error",
         "key",
-        "on_done",
         "outputs",
         "parts_left",
+        "queue",
         "residuals",
         "results",
         "signature",
@@ -188,6 +215,8 @@ class Request:
     def __init__(
         self, signature: Signature, tensors: Sequence[torch.Tensor] = (), outputs: Sequence[torch.Tensor] | None = None
     ) -> None:
+        super().__init__()
+        self.queue: Any = None
         self.signature = signature
         self.key = signature.key(0)  # the queue numbers requests without a name
         self.tensors = list(tensors)
@@ -198,10 +227,17 @@ class Request:
         self.results: list[torch.Tensor] | None = None  # the caller's own tensors, if the outputs are copies of them
         # Of a request without tensors: the last rank to join, a new set, memory. Of an allgather: the members' sizes.
         self.answer: Any = None
-        self.error: HorovodInternalError | None = None
         self.device_event: torch.cuda.Event | None = None
-        self.done = False
-        self.on_done: Callable[[], None] | None = None  # called once it is done, by the thread that drove it
+
+    def result(self) -> list[torch.Tensor]:
+        """Wait for the operation, drive it meanwhile, and return the outputs or raise its error."""
+        outputs: list[torch.Tensor] = self.queue.result(self)
+        return outputs
+
+    @property
+    def has_result(self) -> bool:
+        """Return whether `result` would return at once, also to a GPU's stream."""
+        return self.done and (self.device_event is None or self.error is not None or self.device_event.query())
 
     @property
     def name(self) -> str:

@@ -157,9 +157,9 @@ class ProcessSets:
         self._status.check_open()
 
     def _request(self, number: int, kind: Kind, *values: int) -> Request:
-        queue, request = self.queue(number), _request_without_tensors(kind, values)
-        queue.submit(request, background=False)
-        queue.result(request)
+        request = _request_without_tensors(kind, values)
+        self.queue(number).submit(request, background=False)
+        request.result()
         return request
 
     def _execute(self, batch: Batch) -> int | Segment | None:
@@ -388,8 +388,6 @@ class Runtime:
         self.status = WorldStatus(world.rank, tell=self._report_fault, wake=self._wake)
         self.sets = ProcessSets(world, self.status, self.recorder, self._say_goodbye_if_idle)
         self._epoch = f"{world.generation}.{epoch}"
-        self._handles: dict[int, tuple[OperationQueue, Request]] = {}
-        self._next_handle = itertools.count()
         self._bootstrap: Bootstrap | None = None  # None in a world of one
         self._solo_secret = new_secret()  # of a world of one
         self._messages: Messages | None = None
@@ -470,8 +468,8 @@ class Runtime:
         grouped: bool = False,
         residuals: Sequence[torch.Tensor] = (),
         background: bool = True,
-    ) -> int:
-        """Put an operation in flight; returns its handle. With `background=False` only `synchronize` drives it.
+    ) -> Request:
+        """Put an operation in flight. With `background=False` only the thread that waits for its result drives it.
 
         `residuals`: the encoding error of each tensor; see `Signature`. Only if a set `spans_hosts`.
         """
@@ -487,59 +485,20 @@ class Runtime:
             request.residuals = residuals
             if request.signature.device != "cpu":
                 request.device_event = torch.cuda.current_stream(request.tensors[0].device).record_event()
-        return self.put_in_flight(queue, request, background=background)
-
-    def put_in_flight(self, queue: OperationQueue, request: Request, *, background: bool = True) -> int:
-        """Submit a request that is already validated."""
         queue.submit(request, background=background)
-        handle = next(self._next_handle)
-        self._handles[handle] = (queue, request)
-        return handle
-
-    def poll(self, handle: int) -> bool:
-        """Return whether the operation is done. Raises ValueError for an unknown handle."""
-        entry = self._handles.get(handle)
-        if entry is None:
-            raise ValueError(f"handle {handle} was not created or has been synchronized already")
-        request = entry[1]
-        return request.done and (
-            request.device_event is None or request.error is not None or request.device_event.query()
-        )
-
-    def when_done(self, handle: int, callback: Callable[[], None]) -> None:
-        """Call `callback` when the operation is done, here or on the thread that finishes it.
-
-        It must neither wait nor raise, and may be called twice.
-        """
-        request = self._handles[handle][1]
-        request.on_done = callback
-        if request.done:
-            callback()
-
-    def synchronize(self, handle: int) -> list[torch.Tensor]:
-        """Wait for the operation, free the handle, and return the outputs; empty for an unknown handle."""
-        entry = self._handles.get(handle)
-        if entry is None:
-            return []
-        queue, request = entry
-        try:
-            return queue.result(request)
-        finally:
-            if request.done:
-                self._handles.pop(handle, None)
+        return request
 
     def allreduce_(self, tensor: torch.Tensor, name: str, reduce: Reduce = _SUM, set_id: int = 0) -> torch.Tensor:
         """Reduce a tensor in place over a process set, and wait for it."""
         both, kind = [tensor], Kind.ALLREDUCE
-        handle = self.submit(
+        self.submit(
             kind, both, outputs=both, name=name, reduce=reduce, process_set_id=set_id, background=False
-        )
-        self.synchronize(handle)
+        ).result()
         return tensor
 
     def barrier(self, process_set_id: int = 0) -> None:
         """Wait until every member has called."""
-        self.synchronize(self.submit(Kind.BARRIER, process_set_id=process_set_id, background=False))
+        self.submit(Kind.BARRIER, process_set_id=process_set_id, background=False).result()
 
     def join(self) -> int:
         """Take no further part until every rank has joined; returns the rank that joined last."""
@@ -560,8 +519,8 @@ class Runtime:
         for queue, request in requests:
             # This thread waits for the world, and drives it meanwhile.
             queue.submit(request, background=queue.process_set_id != 0)
-        for queue, request in requests:
-            queue.result(request)
+        for _, request in requests:
+            request.result()
         for schedule in schedules:
             schedule.come_back()
         self.barrier()  # no rank may continue in one of them before all have come back to it
@@ -616,7 +575,6 @@ class Runtime:
         self.sets.close()
         if self._messages is not None:
             self._messages.close(self.status.reason)
-        self._handles.clear()
         if self._bootstrap is not None:
             control_tree, self._bootstrap = self._bootstrap.control_tree, None
             if behind:

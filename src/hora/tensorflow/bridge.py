@@ -208,8 +208,7 @@ def _submit(collective: Collective, execution: Execution) -> None:
     outputs = None
     if collective.kind in (Kind.ALLREDUCE, Kind.BROADCAST):
         outputs = [execution.output(i, tensor.shape, tensor.dtype) for i, tensor in enumerate(tensors)]
-    runtime = engine.current_runtime()
-    handle = runtime.submit(
+    request = engine.current_runtime().submit(
         collective.kind,
         tensors,
         outputs=outputs,
@@ -223,14 +222,13 @@ def _submit(collective: Collective, execution: Execution) -> None:
 
     def finish() -> None:
         try:
-            results = runtime.synchronize(handle)
+            results = request.result()
         except BaseException as error:
             execution.fail(error)
         else:
-            if results:  # otherwise another thread has them
-                execution.finish(results)
+            execution.finish(results)
 
-    runtime.when_done(handle, finish)
+    request.when_done(finish)
 
 
 def _with_splits(collective: Collective, tensors: Sequence[torch.Tensor]) -> tuple[Collective, Sequence[torch.Tensor]]:

@@ -7,6 +7,7 @@ keeps only the shape of the result, which the engine does not need.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from types import NoneType
@@ -19,7 +20,6 @@ from hora import engine
 from hora.engine.queue import OperationQueue
 from hora.engine.repeated import CallPlan
 from hora.engine.request import Kind, Reduce, ReduceOp, Request, Signature
-from hora.errors import HorovodInternalError
 from hora.torch.process_sets import ProcessSet, global_process_set, registered_id
 
 __all__ = [
@@ -54,14 +54,19 @@ class Collective(NamedTuple):
     code: str = ""  # see `Signature`
 
 
-# The collective behind each handle of the user.
-_in_flight: dict[int, Collective] = {}
+# The request and the collective behind each handle of the user.
+_in_flight: dict[int, tuple[Request, Collective]] = {}
+_next_handle = itertools.count()
 
 
 def submit(collective: Collective, tensors: Sequence[Tensor], *, in_place: bool = False) -> int:
     """Start a collective on the engine's background thread and return its handle."""
-    handle = _hand_over(collective, tensors, in_place, background=True)
-    _in_flight[handle] = collective
+    return _handle_of(_hand_over(collective, tensors, in_place, background=True), collective)
+
+
+def _handle_of(request: Request, collective: Collective) -> int:
+    handle = next(_next_handle)
+    _in_flight[handle] = request, collective
     return handle
 
 
@@ -75,18 +80,13 @@ def submit_repeated_allreduce_(
         return None
     request = Request(known.signature, (tensor,), (tensor,))
     request.results = [tensor]
-    handle = runtime.put_in_flight(known.queue, request)
-    _in_flight[handle] = known.collective
-    return handle
+    known.queue.submit(request, background=True)
+    return _handle_of(request, known.collective)
 
 
 def run(collective: Collective, tensors: Sequence[Tensor], *, in_place: bool = False) -> Tensors:
     """Run a collective on the calling thread, which saves a thread switch."""
-    handle = _hand_over(collective, tensors, in_place, background=False)
-    outputs = engine.current_runtime().synchronize(handle)
-    if not outputs:
-        raise HorovodInternalError("Horovod has been shut down by another thread of this process")
-    return _results(collective, outputs)
+    return _results(collective, _hand_over(collective, tensors, in_place, background=False).result())
 
 
 def repeated_allreduce(
@@ -183,13 +183,15 @@ def _learn(runtime: engine.Runtime, key: Any, tensor: Tensor, process_set: Proce
 
 def synchronize(handle: int) -> Any:
     """Wait for an asynchronous collective and return its result; None if the handle is not in use."""
-    try:
-        outputs = engine.current_runtime().synchronize(handle)
-    finally:
-        collective = _in_flight.pop(handle, None)
-    if not outputs or collective is None:
+    engine.current_runtime()
+    if handle not in _in_flight:
         return None
-    results = _results(collective, outputs)
+    request, collective = _in_flight[handle]
+    try:
+        results = _results(collective, request.result())
+    finally:
+        if request.done:
+            _in_flight.pop(handle, None)
     return results if collective.grouped or len(results) > 1 else results[0]
 
 
@@ -197,15 +199,17 @@ def poll(handle: int) -> bool:
     """Return whether `synchronize(handle)` would return at once. Raises ValueError if the handle is not in use."""
     if not engine.is_initialized():
         raise ValueError(f"handle {handle} does not exist: Horovod has not been initialized; use hvd.init().")
-    return engine.current_runtime().poll(handle)
+    if handle not in _in_flight:
+        raise ValueError(f"handle {handle} was not created or has been synchronized already")
+    return _in_flight[handle][0].has_result
 
 
 def forget_handles() -> None:
-    """Forget all handles: a new runtime starts numbering again."""
+    """Forget all handles: their runtime has ended."""
     _in_flight.clear()
 
 
-def _hand_over(collective: Collective, tensors: Sequence[Tensor], in_place: bool, *, background: bool) -> int:
+def _hand_over(collective: Collective, tensors: Sequence[Tensor], in_place: bool, *, background: bool) -> Request:
     kind, name, process_set, op, prescale, postscale, root_rank, splits, grouped, code = collective
     runtime = engine.current_runtime()
     if name is not None and not isinstance(name, str):

@@ -12,26 +12,21 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from hora.engine.request import Completion
+
 __all__ = ["DONE", "Operation", "Work"]
-
-
-class _Part(Protocol):
-    """A request or a message."""
-
-    done: bool
-    on_done: Callable[[], None] | None
 
 
 class Operation:
     """Base class of the operations behind a `Work`: its parts, and functions to run once when all are done."""
 
-    def __init__(self, parts: Sequence[_Part], finals: Sequence[Callable[[], object]]) -> None:
+    def __init__(self, parts: Sequence[Completion], finals: Sequence[Callable[[], object]]) -> None:
         self._parts, self._finals = parts, list(finals)
         self._lock = threading.Lock()
 
@@ -57,7 +52,7 @@ class Operation:
                 callback()
 
         for part in self._parts:
-            part.on_done = part_is_done
+            part.when_done(part_is_done)
         part_is_done()
 
     def source(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hora import engine
-from hora.engine.request import Kind, Reduce, ReduceOp
+from hora.engine.request import Kind, Reduce, ReduceOp, Request
 from hora.telemetry.meters import meter
 from hora.torch.compression import Compression, Compressor, PowerSGD
 from hora.torch.norms import scale_all, total_norm
@@ -35,7 +35,7 @@ class DeltaOptimizer(_DistributedOptimizer):
     """Mixin before the user's optimizer class, like its base class."""
 
     _fixed_groups = "op=hvd.Adasum"
-    _deltas: dict[torch.Tensor, tuple[int, Any]]
+    _deltas: dict[torch.Tensor, tuple[Request, Any]]
     _states_before: dict[torch.Tensor, dict[str, Any]]  # of this step, in case it is rolled back
 
     def _register_hooks(self) -> None:
@@ -70,14 +70,13 @@ class DeltaOptimizer(_DistributedOptimizer):
             parameter.copy_(start)
         wire, context = self._options.compression.compress(delta)
         name, reduce = self._parameter_names[parameter], Reduce(ReduceOp.ADASUM)
-        handle = engine.current_runtime().submit(Kind.ALLREDUCE, [wire], outputs=[wire], name=name, reduce=reduce)
-        self._deltas[parameter] = (handle, context)
+        request = engine.current_runtime().submit(Kind.ALLREDUCE, [wire], outputs=[wire], name=name, reduce=reduce)
+        self._deltas[parameter] = (request, context)
 
     def finish(self) -> None:
         """Wait for all reduced changes, then apply them."""
         deltas, self._deltas = self._deltas, {}
-        runtime = engine.current_runtime()
-        reduced = {parameter: runtime.synchronize(handle)[0] for parameter, (handle, _) in deltas.items()}
+        reduced = {parameter: request.result()[0] for parameter, (request, _) in deltas.items()}
         if self._watcher is not None:
             self._await_devices()
         with torch.no_grad():

@@ -135,10 +135,9 @@ class PerParameterReducer:
                 tensor, give_back = self._prepare(parameter, compress=not code)
                 tensors.append(tensor)
                 put_back.append(give_back)
-        handle = None
-        runtime = engine.current_runtime()
+        request = None
         if tensors:
-            handle = runtime.submit(
+            request = engine.current_runtime().submit(
                 Kind.ALLREDUCE,
                 tensors,
                 outputs=tensors,
@@ -149,8 +148,8 @@ class PerParameterReducer:
             )
 
         def finish() -> None:
-            if handle is not None:
-                for give_back, tensor in zip(put_back, runtime.synchronize(handle) or (), strict=True):
+            if request is not None:
+                for give_back, tensor in zip(put_back, request.result(), strict=True):
                     give_back(tensor)
             for finish_sparse in sparse:
                 finish_sparse()

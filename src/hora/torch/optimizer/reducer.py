@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from hora import engine
-from hora.engine.request import Kind, Reduce, ReduceOp
+from hora.engine.request import Kind, Reduce, ReduceOp, Request
 from hora.engine.transport.arithmetic import HALVES
 from hora.torch.compression import Compressor, NoneCompressor, code_for, keeps_losses
 from hora.torch.optimizer.powersgd import PowerSGDMemory
@@ -121,18 +121,18 @@ class RequestedReduction:
         self._name = name
         self._reduce = reduce
         self._process_set_id = process_set_id
-        self._handle: int | None = None
+        self._request: Request | None = None
 
     @property
     def in_flight(self) -> bool:
-        return self._handle is not None
+        return self._request is not None
 
     @property
     def done(self) -> bool:
-        return self._handle is not None and self._runtime.poll(self._handle)
+        return self._request is not None and self._request.has_result
 
     def start(self, *, background: bool) -> None:
-        self._handle = self._runtime.submit(
+        self._request = self._runtime.submit(
             self._kind,
             [self._tensor],
             outputs=[self._tensor] if self._kind is Kind.ALLREDUCE else None,
@@ -144,11 +144,11 @@ class RequestedReduction:
         )
 
     def wait(self) -> torch.Tensor:
-        if self._handle is None:
+        if self._request is None:
             self.start(background=False)
-        handle, self._handle = self._handle, None
-        assert handle is not None, self._name
-        (result,) = self._runtime.synchronize(handle)
+        request, self._request = self._request, None
+        assert request is not None, self._name
+        (result,) = request.result()
         return result
 
 

@@ -108,8 +108,8 @@ class SliceCopies:
         size, away = shards.num_members, shards.num_apart
         splits = [0] * size
         splits[(shards.member + away) % size] = len(payload)
-        handle = shards.runtime.submit(Kind.ALLTOALL, [payload], name="sharded.copies", splits=splits)
-        received = shards.runtime.synchronize(handle)[0]
+        request = shards.runtime.submit(Kind.ALLTOALL, [payload], name="sharded.copies", splits=splits)
+        received = request.result()[0]
         sizes = [part.nbytes for part in mine.values()]
         parts = zip(mine.items(), received.split(sizes), strict=True)
         copy = {place: piece.clone().view(part.dtype) for (place, part), piece in parts}

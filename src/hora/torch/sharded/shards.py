@@ -422,18 +422,18 @@ class Shards:
 
     def materialise(self) -> None:
         """Write the whole reduced gradient of every parameter, on all ranks (collective)."""
-        handles = []
+        requests = []
         for index, bucket in enumerate(self.buckets):
             mine = torch.zeros(bucket.end - bucket.begin, dtype=bucket.parameter_dtype, device=bucket.values.device)
             for shard in self.owned:
                 if shard.bucket == index:
                     assert shard.parameter.grad is not None
                     mine[shard.begin - bucket.begin : shard.end - bucket.begin] = shard.parameter.grad
-            handles.append(
+            requests.append(
                 self.runtime.submit(Kind.ALLGATHER, [mine], name=bucket.spec.name, process_set_id=self._set_id)
             )
-        for bucket, handle in zip(self.buckets, handles, strict=True):
-            (whole,) = self.runtime.synchronize(handle)
+        for bucket, request in zip(self.buckets, requests, strict=True):
+            (whole,) = request.result()
             for offset, parameter in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True):
                 parameter.grad = view_like(whole, offset, parameter)
 

@@ -225,8 +225,8 @@ class ShardState:
             whole = {}
             for key in sorted(self.entries[index]):
                 name = f"state.{key}.{bucket.spec.name}"
-                handle = runtime.submit(Kind.ALLGATHER, [self.slice_of(index, key)], name=name, process_set_id=set_id)
-                (whole[key],) = runtime.synchronize(handle)
+                request = runtime.submit(Kind.ALLGATHER, [self.slice_of(index, key)], name=name, process_set_id=set_id)
+                (whole[key],) = request.result()
             result.append(whole)
         return result
 
