@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from hora.config import EngineConfig
 from hora.engine.control_tree import ControlEvents, ControlTree
 from hora.engine.rank_tree import FANOUT, Tree
-from hora.engine.rendezvous import RendezvousClient, host_fingerprint, open_rendezvous
+from hora.engine.rendezvous import ControlStore, RendezvousClient, host_fingerprint, open_rendezvous
 from hora.engine.shm.native import absence, library
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.factory import Topology
@@ -341,7 +341,9 @@ class Bootstrap:
             hosts=self.sharing,
             share=lambda some, num_bytes: self.share(f"{label}/{device}", some, num_bytes),
             streams=lambda name, some: self._streams(f"{label}/{device}/{name}", some),
-            store=lambda name: self._rendezvous.store(f"{prefix}/{name}", limit_s=limit_s, check_alive=check_alive),
+            store=lambda name: ControlStore(
+                self._rendezvous.client, prefix=f"{prefix}/{name}/", timeout_s=limit_s, check_alive=check_alive
+            ),
             cuda_ipc=self.config.cuda_ipc,
             native=self._native,
             check_alive=check_alive,

@@ -110,7 +110,6 @@ class ControlTree:
         self._unsent: dict[int, list[tuple[Header, bytes]]] = {}  # to ranks that are about to open their link
         self._gatherings: dict[str, _Gathering] = {}
         self._ending = False  # a rank has begun to shut down
-        self._has_left = False
         self._changed = threading.Condition()
         self._hopeless = ""
         self._server = Server(self, name="hora-control", silence_limit_s=_SILENCE_LIMIT_S, failed=self._on_failure)
@@ -202,14 +201,17 @@ class ControlTree:
         self._server.call(function)
 
     def leave(self, why: str) -> None:
-        """Say goodbye: this rank shuts down. The first goodbye ends the world."""
-        self.news.goodbye(self.rank)
+        """Say goodbye, once: this rank shuts down, or another one does. The first goodbye ends the world."""
+        with self._changed:
+            if self.rank in self.news.goodbyes:
+                return
+            self.news.goodbye(self.rank)
         if not self._ending:
             self._ending = True
             self.news.spread(News("leaving", self.rank, why))
         for link in list(self._links.values()):
             link.send({"t": "bye"})
-        self._server.call(self._count_goodbye)
+        self._server.call(lambda: self._collect(_GOODBYES, [(self.rank, b"")]))
 
     def report_fault(self, rank: int, text: str) -> None:
         """Report to every rank that the world is broken, and by which rank."""
@@ -377,8 +379,3 @@ class ControlTree:
         else:
             self.news.expect_nothing_of(news.rank)
             self._events.lost(news.rank)
-
-    def _count_goodbye(self) -> None:
-        if not self._has_left:  # a rank may leave because another one does, and then shut down itself
-            self._has_left = True
-            self._collect(_GOODBYES, [(self.rank, b"")])

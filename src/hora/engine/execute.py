@@ -45,10 +45,7 @@ def execute(batch: Batch, requests: Requests, transport: Transport, member: int,
 
 def _check_sizes(batch: Batch, requests: Requests) -> None:
     """Raise RuntimeError for a tensor that was resized after all members agreed on its size."""
-    gives_outputs = batch.kind in (
-        Kind.ALLREDUCE,
-        Kind.BROADCAST,
-    )  # outputs of other kinds are allocated here, in other shapes
+    gives_outputs = batch.kind in (Kind.ALLREDUCE, Kind.BROADCAST)  # those of other kinds have other shapes
     for part in batch.parts:
         request = requests.get(part.key)
         if request is None or not request.tensors:

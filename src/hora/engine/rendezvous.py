@@ -93,10 +93,6 @@ class RendezvousClient:
                 f"the ranks cannot meet: rank 0, which hosts the rendezvous, is gone ({error})"
             ) from error
 
-    def store(self, prefix: str, *, limit_s: float, check_alive: Callable[[], None]) -> Store:
-        """Return a torch store for NCCL whose keys cannot clash with other prefixes."""
-        return ControlStore(self.client, prefix=f"{prefix}/", timeout_s=limit_s, check_alive=check_alive)
-
 
 _open: dict[RendezvousEndpoint, RendezvousClient] = {}
 

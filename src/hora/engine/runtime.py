@@ -539,14 +539,13 @@ class Runtime:
 
     def start_messages(self) -> Messages:
         """Prepare messages between ranks (collective over all of them); returns the existing object if there is one."""
-        bootstrap = self._bootstrap
-        if self._messages is not None or bootstrap is None:
-            self._messages = self._messages or Messages(self.world.rank, [], None, self.status, _no_stream, _no_stream)
-            return self._messages
-        near = bootstrap.beside(range(self.world.size))
-        segment = bootstrap.share("messages", near, Messages.num_bytes(len(near))) if len(near) > 1 else None
-        ways = bootstrap.open_stream, bootstrap.take_stream
-        self._messages = Messages(self.world.rank, near, segment, self.status, *ways)
+        if self._messages is None:
+            near, segment, ways, bootstrap = [0], None, (_no_stream, _no_stream), self._bootstrap
+            if bootstrap is not None:
+                near, ways = bootstrap.beside(range(self.world.size)), (bootstrap.open_stream, bootstrap.take_stream)
+            if bootstrap is not None and len(near) > 1:
+                segment = bootstrap.share("messages", near, Messages.num_bytes(len(near)))
+            self._messages = Messages(self.world.rank, near, segment, self.status, *ways)
         return self._messages
 
     # The end.
@@ -604,9 +603,7 @@ class Runtime:
     def _say_goodbye_if_idle(self) -> None:
         """Tell the leaving rank that it is no longer needed."""
         control_tree = self._control_tree
-        if control_tree is None or self.world.rank in control_tree.news.goodbyes:
-            return
-        if not any(queue.num_in_flight for queue in self.sets.queues()):
+        if control_tree is not None and not any(queue.num_in_flight for queue in self.sets.queues()):
             control_tree.leave(self.status.reason)
 
     # What the control tree reports, on its thread.

@@ -48,7 +48,7 @@ from hora.engine.queue import OperationQueue, ProgressEngine
 from hora.engine.request import KINDS, Key, Kind, Reduce, Request, Signature, dtype_name, full_names
 from hora.engine.shm.counters import LINE_BYTES, MEMBER_BYTES, OPEN, Counter, Counters
 from hora.engine.shm.segment import Segment
-from hora.engine.status import StallLimits, stall_text
+from hora.engine.status import StallLimits, report_stall
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
 
@@ -239,7 +239,8 @@ class ReductionSchedule(ProgressEngine):
             # Unlike an agreed operation, this one has not begun: after a goodbye the others will not arrive.
             look_around = partial(self._look_around, value)
             if self._counters.meet(value, look_around, limit_s=_LIMIT_S, what="a reduction"):
-                item.absent = [peer for peer in self._joined() if self._came[peer].value < item.number]
+                joined = [peer for peer, counter in enumerate(self._counters.counters) if counter.value == OPEN]
+                item.absent = [peer for peer in joined if self._came[peer].value < item.number]
             reduction = item.reduction
             if reduction is not None:
                 began = time.perf_counter()
@@ -259,9 +260,6 @@ class ReductionSchedule(ProgressEngine):
             self.notify_waiters()
         if queue.status.closing:
             queue.idle_if_closing()
-
-    def _joined(self) -> list[int]:
-        return [peer for peer, counter in enumerate(self._counters.counters) if counter.value == OPEN]
 
     def _execute_recorded(self, number: int, absent: Sequence[int]) -> bool:
         """Execute the first item while a timeline is written."""
@@ -309,19 +307,16 @@ class ReductionSchedule(ProgressEngine):
     def _watch(self, find_late: Callable[[], list[int]]) -> None:
         if self.stopping:
             raise self._error()
-        now, (warning_s, shutdown_s) = time.monotonic(), (self._limits.warning_s, self._limits.shutdown_s)
+        now, limits = time.monotonic(), self._limits
         if not self._waiting_since:
             self._waiting_since = self._warned = now
-        if not warning_s or now - self._warned < warning_s:
+        if not limits.warning_s or now - self._warned < limits.warning_s:
             return
         self._warned = now
-        late = find_late()
-        if not late:
-            return
-        log.warning("%s", stall_text(warning_s, {str(rank): [self._items[0].name] for rank in late}))
-        meter.stalled(late)
-        if shutdown_s and now - self._waiting_since > shutdown_s:
-            self.queue.status.stalled(late, f"stalled for more than {shutdown_s:g} s")
+        if late := find_late():
+            doomed = limits.shutdown_s and now - self._waiting_since > limits.shutdown_s
+            names = {rank: [self._items[0].name] for rank in late}
+            report_stall(limits, names, late if doomed else (), self.queue.status)
 
     def _leave(self) -> None:
         member = self.member

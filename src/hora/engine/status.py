@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ from hora.errors import HorovodInternalError
 from hora.events import Timeline
 from hora.telemetry.meters import meter
 
-__all__ = ["TimelineRecorder", "StallLimits", "StallWatch", "WorldStatus", "stall_text"]
+__all__ = ["TimelineRecorder", "StallLimits", "StallWatch", "WorldStatus", "report_stall"]
 
 log = logging.getLogger("hora")
 
@@ -115,16 +115,23 @@ class StallLimits:
         return cls(0.0 if config.stall_check_disable else config.stall_warning_s, shutdown_s)
 
 
-def stall_text(warning_s: float, missing: Mapping[str, Sequence[str]]) -> str:
-    """Return the warning: which ranks have not submitted which tensors."""
+def report_stall(
+    limits: StallLimits, missing: Mapping[int, Sequence[str]], guilty: Collection[int], status: WorldStatus
+) -> None:
+    """Report which ranks have not submitted which tensors, and end the job because of the guilty ones, if any."""
     lines = [
-        f"Some ranks have not submitted tensors for which others have waited more than {warning_s:g} s. "
+        f"Some ranks have not submitted tensors for which others have waited more than {limits.warning_s:g} s. "
         "Either the ranks run different code, or these ranks are slow or stuck.",
         "Missing ranks:",
     ]
-    for rank, names in missing.items():
-        lines.append(f"{rank}: [{', '.join([*names[:_MAX_NAMES], *(['...'] if len(names) > _MAX_NAMES else [])])}]")
-    return "\n".join(lines)
+    for rank, names in sorted(missing.items()):
+        listed = ", ".join([*names[:_MAX_NAMES], *(["..."] if len(names) > _MAX_NAMES else [])])
+        lines.append(f"{rank}{'!' if rank in guilty else ''}: [{listed}]")
+    log.log(logging.ERROR if guilty else logging.WARNING, "%s", "\n".join(lines))
+    ranks = tuple(sorted(guilty or missing))
+    meter.stalled(ranks)
+    if guilty:
+        status.stalled(ranks, f"stalled for more than {limits.shutdown_s:g} s")
 
 
 class StallWatch:
@@ -179,12 +186,7 @@ class StallWatch:
                     missing.setdefault(self._ranks[member], []).extend(names)
                     if entry in doomed:
                         guilty.add(self._ranks[member])
-        named = {f"{rank}{'!' if rank in guilty else ''}": missing[rank] for rank in sorted(missing)}
-        ranks = tuple(sorted(guilty or missing))
-        log.log(logging.ERROR if doomed else logging.WARNING, "%s", stall_text(limits.warning_s, named))
-        meter.stalled(ranks)
-        if doomed:
-            self._status.stalled(ranks, f"stalled for more than {limits.shutdown_s:g} s")
+        report_stall(limits, missing, guilty, self._status)
 
     def _repeated_calls(self, negotiation: Negotiation, now: float) -> list[PendingRequest]:
         """Return the repeated calls that members wait in without having announced them."""
