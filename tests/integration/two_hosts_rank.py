@@ -363,7 +363,7 @@ def steady_steps(victim: int | None) -> dict[str, object]:
                 wrong.append(what)
 
     def rounds() -> int:
-        return sum(engine.current_runtime().sets.rounds().values())
+        return sum(negotiation.rounds for negotiation in engine.current_runtime().sets.trees().values())
 
     announced = [rounds_of_sharded_steps(rounds)]
     for epoch in range(2):

@@ -51,8 +51,8 @@ class Training:
 
 def rounds():
     """How many rounds this rank has agreed on."""
-    (number,) = engine.current_runtime().sets.rounds().values()
-    return number
+    (negotiation,) = engine.current_runtime().sets.trees().values()
+    return negotiation.rounds
 
 
 def assert_nothing_is_announced(training, num_steps=5):

@@ -339,22 +339,15 @@ class OperationQueue(ProgressEngine):
                 f"{full_names(*key, 1)[0]}; use another name or synchronize the first one"
             )
         self._hold(request, key)
-        self._announce(signature, instance)
+        if self._exclusive:
+            self._kept_back.append((signature, instance))
+        else:
+            self.negotiation.announce(signature, instance)
 
     def _hold(self, request: Request, key: Key) -> None:
         request.key = key
         request.parts_left = max(len(request.tensors), 1)
         self.in_flight[key] = request
-
-    def _announce(self, signature: Signature, instance: int) -> None:
-        """Announce a request to the other members, once no thread has the queue to itself.
-
-        Called with the lock held.
-        """
-        if self._exclusive:
-            self._kept_back.append((signature, instance))
-        else:
-            self.negotiation.announce(signature, instance)
 
     def check_open(self) -> None:
         """Raise an error if nothing new may begin."""
@@ -722,7 +715,7 @@ class OperationQueue(ProgressEngine):
         last = Request(Signature(int(Kind.RETIRE), "remove_process_set", None))
         try:
             self.submit(last, background=False)
-            self.result(last)
+            last.result()
         except HorovodInternalError:
             if self.status.is_open:
                 raise

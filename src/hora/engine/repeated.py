@@ -169,7 +169,7 @@ class RepeatedCalls:
             if plan.stage is not None:
                 request.device_event = torch.cuda.current_stream(tensor.device).record_event()
             queue.submit(request, background=False, instance=instance)
-            queue.result(request)
+            request.result()
         return True
 
     def _is_ready(self, plan: CallPlan) -> bool:

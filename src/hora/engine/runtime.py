@@ -363,10 +363,6 @@ class ProcessSets:
         sets = [(one.serial, one.queue.negotiation) for one in self._sets.copy().values() if one.queue is not None]
         return {serial: negotiation for serial, negotiation in sets if isinstance(negotiation, TreeNegotiation)}
 
-    def rounds(self) -> dict[int, int]:
-        """Return the rounds that this rank has executed of each set that spans hosts, by serial number."""
-        return {serial: negotiation.rounds for serial, negotiation in self.trees().items()}
-
     def whereabouts(self, serial: int) -> Whereabouts:
         """Return what this rank waits for in a set."""
         queues = [one.queue for one in self._sets.copy().values() if one.serial == serial and one.queue is not None]

@@ -433,7 +433,7 @@ class PersistentReduction:
         """Negotiate the reduction with all members, and wait until it is done."""
         request = Request(self.signature, (self._mine,))
         self.schedule.queue.submit(request, background=False)
-        self.schedule.queue.result(request)
+        request.result()
 
     def execute_scheduled(self, number: int, absent: Sequence[int]) -> bool:
         """Execute item `number` of the schedule, for which the members in `absent` have joined. Returns False if it is

@@ -205,7 +205,9 @@ def poll(handle: int) -> bool:
 
 
 def forget_handles() -> None:
-    """Forget all handles: their runtime has ended."""
+    """Forget all handles: a new runtime starts numbering again."""
+    global _next_handle
+    _next_handle = itertools.count()
     _in_flight.clear()
 
 
