@@ -83,38 +83,19 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool | None:
     return _ask_torch("_check_has_gpu")
 
 
-def mpi_built(verbose: bool = False) -> bool | None:
-    """Return False: there is no MPI. None if no extension loads."""
-    return _ask_any("mpi_built", verbose)
-
-
-def gloo_built(verbose: bool = False) -> bool | None:
-    """Return True: torch includes gloo. None if no extension loads."""
-    return _ask_any("gloo_built", verbose)
-
-
 def is_gloo_used(use_gloo: bool | None = None, use_mpi: bool | None = None, use_jsrun: bool | None = None) -> bool:
     """Return True: Hora's own controller, under that name, starts every job."""
     return True
 
 
-def nccl_built(verbose: bool = False) -> bool | None:
-    """Return whether torch has NCCL. None if no extension loads."""
-    return _ask_any("nccl_built", verbose)
-
-
-def ddl_built(verbose: bool = False) -> bool | None:
-    """Return False. None if no extension loads."""
-    return _ask_any("ddl_built", verbose)
-
-
-def ccl_built(verbose: bool = False) -> bool | None:
-    """Return False. None if no extension loads."""
-    return _ask_any("ccl_built", verbose)
-
-
-def _ask_any(question: str, verbose: bool) -> bool | None:
+def _ask_any(question: str, verbose: bool = False) -> bool | None:
     return _ask_torch(question) if extension_available("torch", verbose) else None
+
+
+# Functions of `verbose` that return whether torch has this back end, or None if no extension loads.
+mpi_built, gloo_built, nccl_built, ddl_built, ccl_built = (
+    functools.partial(_ask_any, f"{name}_built") for name in ("mpi", "gloo", "nccl", "ddl", "ccl")
+)
 
 
 def _ask_torch(question: str) -> bool:

@@ -11,7 +11,6 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from pyspark.ml.torch import distributor
@@ -19,7 +18,6 @@ from pyspark.ml.torch import distributor
 from hora.errors import BadCallError
 from hora.launch.environment import set_variables, variables
 from hora.launch.job import JobResult
-from hora.launch.options import Options
 from hora.launch.providers.spark.cluster import (
     assigned_gpus,
     connect_session,
@@ -29,8 +27,7 @@ from hora.launch.providers.spark.cluster import (
 )
 from hora.launch.providers.spark.connect import run_on_cluster
 from hora.launch.providers.spark.launcher import SparkJob
-from hora.launch.start import start
-from hora.spark.runner import pickle_for_rank_0, value_of_rank_0
+from hora.spark.runner import pickle_for_rank_0, run_local, value_of_rank_0
 from hora.world import World
 
 __all__ = ["TorchDistributor"]
@@ -69,12 +66,7 @@ class TorchDistributor(distributor.TorchDistributor):
     ) -> JobResult:
         if self.local_mode:
             environ = variables() | self._local_gpus()
-            return start(
-                Options.filled(environ, num_proc=self.num_processes),
-                environ,
-                function=pickle_for_rank_0(function, args, kwargs),
-                adjust=functools.partial(replace, title=name),
-            )
+            return run_local(function, args, kwargs, name, environ, num_proc=self.num_processes)
         if self.num_tasks != self.num_processes:
             raise RuntimeError(
                 f"spark.task.resource.gpu.amount is {self.num_processes // self.num_tasks}, but each Spark task runs "

@@ -36,7 +36,7 @@ from hora.launch.providers.spark.launcher import SparkJob
 from hora.launch.start import start
 from hora.world import World
 
-__all__ = ["HorovodRunner", "is_elastic", "pickle_for_rank_0", "value_of_rank_0"]
+__all__ = ["HorovodRunner", "is_elastic", "pickle_for_rank_0", "run_local", "value_of_rank_0"]
 
 _ELASTIC_ROOM = "hora.torch.elastic"
 _VERBOSITIES = ("log_callback_only", "all")
@@ -141,7 +141,9 @@ class HorovodRunner:
         if self.num_processor == -1:
             return main(**kwargs)
         if self.num_processor < 0:
-            return _run_local(main, kwargs, -self.num_processor, dashboard=self._dashboard)
+            title = getattr(main, "__name__", "")
+            options = {"num_proc": -self.num_processor, "dashboard": self._dashboard}
+            return value_of_rank_0(run_local(main, (), kwargs, title, variables(), **options))
         if self.num_processor == 0:
             warnings.warn(
                 "np=0 is deprecated: it takes every task slot of the cluster; use np=<number of processes>",
@@ -152,16 +154,17 @@ class HorovodRunner:
         return _run_on_spark(main, kwargs, self.num_processor, stream_output=stream_output, dashboard=self._dashboard)
 
 
-def _run_local(main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc: int, *, dashboard: bool | None) -> Any:
+def run_local(
+    main: Callable[..., Any],
+    args: Iterable[Any],
+    kwargs: Mapping[str, Any],
+    title: str,
+    environ: Mapping[str, str],
+    **options: Any,
+) -> JobResult:
     """Run on this machine. The processes' output goes to this process's output: a cell, a terminal."""
-    environ = variables()
-    result = start(
-        Options.filled(environ, num_proc=num_proc, dashboard=dashboard),
-        environ,
-        function=pickle_for_rank_0(main, (), kwargs),
-        adjust=partial(replace, title=getattr(main, "__name__", "")),
-    )
-    return value_of_rank_0(result)
+    function = pickle_for_rank_0(main, args, kwargs)
+    return start(Options.filled(environ, **options), environ, function=function, adjust=partial(replace, title=title))
 
 
 def _run_on_spark(

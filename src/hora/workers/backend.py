@@ -18,7 +18,7 @@ from hora.launch.controller.launcher import HostLauncher
 from hora.launch.controller.output import LogFile, Tail
 from hora.launch.environment import module_command
 from hora.launch.job import LaunchEvents, WorkerSpec
-from hora.launch.slots import place_ranks
+from hora.launch.slots import Slot, place_ranks
 from hora.workers.capacity import Capacity, GpuClaims
 
 __all__ = [
@@ -27,11 +27,11 @@ __all__ = [
     "ORDER_VARIABLE",
     "PlannedWorker",
     "Record",
-    "SLOT",
     "TERMINAL",
     "WorkerBackend",
     "new_id",
     "order_file",
+    "worker_spec",
 ]
 
 TERMINAL = frozenset(("succeeded", "failed", "stopped", "timedout"))
@@ -166,7 +166,15 @@ def order_file(request: Mapping[str, Any], *, cores: Sequence[int], source: str 
     return {ORDER_VARIABLE: json.dumps(order).encode()}
 
 
-(SLOT,) = place_ranks(["localhost"])  # a world of its own
+(_ALONE,) = place_ranks(["localhost"])  # a world of its own
+
+
+def worker_spec(
+    number: int, env: Mapping[str, str], files: Mapping[str, bytes], *, slot: Slot = _ALONE, cwd: str | None = None
+) -> WorkerSpec:
+    """Return what starts a worker's process."""
+    argv = module_command(sys.executable, "hora.workers.main")
+    return WorkerSpec(worker=number, slot=slot, argv=argv, env=env, cwd=cwd, private_files=files, grace_s=GRACE_S)
 
 
 class LocalBackend:
@@ -226,12 +234,5 @@ class LocalBackend:
         grant = self._capacity.grants[planned.record.id]
         planned.record.gpus = grant.gpus
         own = {"CUDA_VISIBLE_DEVICES": ",".join(grant.gpus), "HORA_WORKER": str(planned.number)}
-        return WorkerSpec(
-            worker=planned.number,
-            slot=SLOT,
-            argv=module_command(sys.executable, "hora.workers.main"),
-            env={**self._environment, **planned.variables, **own, **planned.request["env"]},
-            cwd=os.getcwd(),
-            private_files=order_file(planned.request, cores=grant.cores),
-            grace_s=GRACE_S,
-        )
+        env = {**self._environment, **planned.variables, **own, **planned.request["env"]}
+        return worker_spec(planned.number, env, order_file(planned.request, cores=grant.cores), cwd=os.getcwd())

@@ -19,14 +19,14 @@ from typing import Any
 from hora.errors import JobFailedError
 from hora.launch.agent.protocol import Exited
 from hora.launch.controller.launcher import HostLauncher
-from hora.launch.environment import module_command, variables
+from hora.launch.environment import variables
 from hora.launch.job import LaunchEvents, OutputOptions, WorkerSpec
 from hora.launch.providers.spark.cluster import count_slots, forwarded_variables
 from hora.launch.providers.spark.connect import Query, check_protection, rows, server_host
 from hora.launch.providers.spark.live_log import ClientLogSink, Invitation, LiveLog, LogStream
 from hora.launch.providers.spark.task import gpu_addresses
 from hora.net.sockets import source_address
-from hora.workers.backend import GRACE_S, SLOT, PlannedWorker, order_file
+from hora.workers.backend import GRACE_S, PlannedWorker, order_file, worker_spec
 from hora.workers.spark_backend import TaskSlots
 
 __all__ = ["ConnectBackend"]
@@ -174,14 +174,7 @@ class WorkerTask:
             # Files that Spark shipped are on this interpreter's path, not in its environment.
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         }
-        return WorkerSpec(
-            worker=self.number,
-            slot=SLOT,
-            argv=module_command(sys.executable, "hora.workers.main"),
-            env={**variables(), **self.env, **own, **self.own_env},
-            private_files=self.files,
-            grace_s=GRACE_S,
-        )
+        return worker_spec(self.number, {**variables(), **self.env, **own, **self.own_env}, self.files)
 
 
 class _Process:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from hora.launch.agent.protocol import Exited
-from hora.launch.environment import module_command
 from hora.launch.job import LaunchEvents, WorkerSpec
 from hora.launch.providers.spark.cluster import (
     Placement,
@@ -27,7 +26,7 @@ from hora.launch.providers.spark.cluster import (
 )
 from hora.launch.providers.spark.driver import StageDriver
 from hora.launch.providers.spark.launcher import SparkLauncher
-from hora.workers.backend import GRACE_S, PlannedWorker, order_file
+from hora.workers.backend import GRACE_S, PlannedWorker, order_file, worker_spec
 from hora.workers.capacity import CapacityError
 
 __all__ = ["SparkWorkerBackend", "TaskSlots", "spark_cluster"]
@@ -211,14 +210,9 @@ class _Launch:
             "CML_MASTER_IP": self._driver.address,
             "CUDA_VISIBLE_DEVICES": ",".join(placement.own_gpus),
         }
-        return WorkerSpec(
-            worker=worker.number,
-            slot=placement.slot,
-            argv=module_command(sys.executable, "hora.workers.main"),
-            env={**forwarded_variables(), **worker.variables, **own, **worker.request["env"]},
-            private_files=order_file(worker.request, cores=(), source=self._source),
-            grace_s=GRACE_S,
-        )
+        env = {**forwarded_variables(), **worker.variables, **own, **worker.request["env"]}
+        files = order_file(worker.request, cores=(), source=self._source)
+        return worker_spec(worker.number, env, files, slot=placement.slot)
 
     def _end_rest(self, reason: str) -> None:
         """Report the end of every remaining worker: the stopped ones, and those that failed for `reason`."""
