@@ -22,8 +22,6 @@ from hora import workers
 from hora.launch.environment import put_first_on_path, set_missing, variables
 from hora.workers.backend import new_id
 
-__all__ = ["install"]
-
 _FUNCTIONS = ("launch_workers", "await_workers", "list_workers", "stop_workers")
 
 

@@ -14,9 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-__all__ = ["EngineConfig", "accept_risk", "changed_environment", "on_databricks", "strict", "trusts_files"]
-
-
 _ALLOCATOR = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 
 

@@ -17,8 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Timeline"]
-
 _END = b"\n]\n"
 _CLOSE_LIMIT_S = 1.0
 

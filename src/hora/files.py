@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-__all__ = ["replaced"]
-
 
 @contextmanager
 def replaced(path: Path, *, unfinished: str) -> Iterator[IO[bytes]]:

@@ -23,8 +23,6 @@ import platform
 import threading
 from collections.abc import Callable
 
-__all__ = ["Lifeline", "own", "status_of_dying"]
-
 _SYS_FUTEX, _SYS_SET_ROBUST_LIST = {"x86_64": (202, 273), "aarch64": (98, 99)}.get(platform.machine(), (-1, -1))
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _HAS_WAITERS, _OWNER_DIED = 1 << 31, 1 << 30  # bits of a robust futex

@@ -14,8 +14,6 @@ from types import TracebackType
 
 from hora.errors import HorovodInternalError
 
-__all__ = ["set_up", "shorten_tracebacks"]
-
 _LEVELS = {
     "trace": logging.DEBUG,
     "debug": logging.DEBUG,

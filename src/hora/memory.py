@@ -7,8 +7,6 @@ import ctypes
 import os
 from pathlib import Path
 
-__all__ = ["available_bytes", "give_back_freed_memory", "keep_freed_memory", "total_bytes"]
-
 _CGROUP = Path("/sys/fs/cgroup")
 # Limit and usage: of cgroups version 2, then of version 1.
 _CGROUP_FILES = (

@@ -22,8 +22,6 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-__all__ = ["ForeignError", "Loaded", "Vocabulary", "load_pickle", "load_torch"]
-
 _MAX_DIMENSIONS = 64
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _ARRAY_KINDS = "biufcSU"  # no objects and no records

@@ -13,8 +13,6 @@ import functools
 import os
 from typing import Any
 
-__all__ = ["register", "replace_gloo"]
-
 _GLOO = "gloo"
 
 

@@ -9,21 +9,6 @@ import sys
 import warnings
 from pathlib import Path
 
-__all__ = [
-    "FLOORS",
-    "HOROVOD_BASELINE",
-    "advisories",
-    "foreign_conflict",
-    "foreign_message",
-    "horovod_version",
-    "missing_extra",
-    "require",
-    "require_gil",
-    "too_old",
-    "version",
-    "warn_if_foreign_horovod",
-]
-
 HOROVOD_BASELINE = "0.28.1"  # the Horovod release whose interface is implemented
 
 # The oldest versions that Hora accepts. `pyproject.toml` has the same; `runtimes/oldest.txt` installs them.

@@ -14,19 +14,6 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-__all__ = [
-    "PLAN_JOB",
-    "PLAN_KEY",
-    "RendezvousEndpoint",
-    "World",
-    "keep_secret",
-    "master_address",
-    "slurm_nodes",
-    "place_variables",
-    "slurm_counts",
-    "user_secret_file",
-]
-
 _GROUP = re.compile(r"\[([^\[\]]*)\]")
 _MAX_NODES = 1_000_000
 # Rendezvous of a program that starts its ranks itself: its name, and the key of its current plan's number.

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 
 from hora.cli.dispatch import COMMANDS, LABS
 
-__all__ = ["main", "make_parser"]
-
 _SHELLS = ("bash", "zsh", "fish")
 _ENDS_AT_COMMAND = ("run", "plan", "mpirun")  # the rest belongs to another program
 

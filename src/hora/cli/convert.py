@@ -10,8 +10,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-__all__ = ["Converted", "convert"]
-
 _INIT = ["hvd.init()  # learns this process's place in the job; alone it is rank 0 of 1"]
 _GPU = [
     "if torch.cuda.is_available():  # one GPU for each process of a machine",

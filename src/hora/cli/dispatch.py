@@ -17,8 +17,6 @@ from dataclasses import dataclass
 
 from hora.errors import JobFailedError
 
-__all__ = ["COMMANDS", "LABS", "Command", "demo", "main"]
-
 
 @dataclass(frozen=True)
 class Command:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from hora.cli.convert import convert
 
-__all__ = ["main", "make_parser", "training_script"]
-
 _START = '''"""A distributed training. Run it:
 
     {command}

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 from hora.launch.providers.kubernetes import KINDS, ManifestRequest, manifests, secret_command
 
-__all__ = ["main", "make_parser"]
-
 
 def main(argv: Sequence[str]) -> int:
     end = argv.index("--") if "--" in argv else len(argv)

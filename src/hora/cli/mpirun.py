@@ -26,8 +26,6 @@ from hora.launch.options import Options
 from hora.launch.slots import place_ranks
 from hora.net import sockets
 
-__all__ = ["main"]
-
 _USAGE = """usage: hora mpirun -np N [-H host:slots,…] [Open MPI's options] command [args ...]
        hora mpirun --install DIR     write mpirun and mpiexec into a folder, for scripts that call them"""
 _NAMES = ("mpirun", "mpiexec")

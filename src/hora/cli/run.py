@@ -21,20 +21,6 @@ from hora.version import foreign_message, horovod_version, version
 if TYPE_CHECKING:
     from hora.launch.job import Job
 
-__all__ = [
-    "HorovodArgs",
-    "horovodrun",
-    "main",
-    "make_parser",
-    "make_plan_parser",
-    "on_workers",
-    "parse_args",
-    "plan",
-    "run",
-    "set_up_log",
-    "status_of",
-]
-
 
 class HorovodArgs:
     """Launch options as a plain object: every flag's dest is an attribute, None until it is set.

@@ -6,8 +6,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-__all__ = ["make_top_parser", "make_view_parser", "top", "view"]
-
 
 def make_view_parser() -> argparse.ArgumentParser:
     """Return the parser of `hora view`."""

@@ -20,8 +20,6 @@ from typing import Any
 
 from hora.workers import api, daemon, directory
 
-__all__ = ["main", "make_parser"]
-
 
 def main(argv: Sequence[str]) -> int:
     options = make_parser().parse_args(list(argv))

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     import torch
     from pyspark.sql import DataFrame
 
-__all__ = ["SparkDatasetConverter", "make_spark_converter", "register_delete_dir_handler"]
-
 _CODECS = ("uncompressed", "bzip2", "gzip", "lz4", "snappy", "deflate")
 _SMALL_FILE_BYTES = 50 * 1024**2
 _AVAILABLE_LIMIT_S = 30.0

@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["DatasetShard", "Rows", "Transformation", "even_batches"]
-
 Rows = Mapping[str, "np.ndarray[Any, Any]"]
 _POOL_ROWS = 65536  # size of the shuffle buffer in rows
 _AHEAD = 2  # spans to prefetch, per reader

@@ -36,8 +36,6 @@ from hora.net.sockets import Where, interface_address, source_address
 from hora.net.wire import Stream
 from hora.world import World
 
-__all__ = ["Bootstrap"]
-
 log = logging.getLogger("hora")
 
 _PROBE_LIMIT_S = 10.0

@@ -41,8 +41,6 @@ from hora.net.server import Peer, Server
 from hora.net.sockets import Where
 from hora.net.wire import Connection, Header, connect, cut_parts, join_parts
 
-__all__ = ["ControlEvents", "ControlTree", "Whereabouts"]
-
 log = logging.getLogger("hora")
 
 _TICK_S = 1.0  # how often to look for stalls

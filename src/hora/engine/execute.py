@@ -20,8 +20,6 @@ from hora.engine.transport.base import Transport
 from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.errors import HorovodInternalError
 
-__all__ = ["deliver", "execute", "execute_on_device", "flat", "write_back"]
-
 Requests = Mapping[Key, Request]
 
 

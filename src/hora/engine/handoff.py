@@ -13,8 +13,6 @@ from hora.net.server import Peer, Server
 from hora.net.sockets import Where
 from hora.net.wire import Connection, Stream
 
-__all__ = ["Handoff"]
-
 _FETCH_SLICE_S = 0.5
 
 

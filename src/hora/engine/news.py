@@ -20,8 +20,6 @@ from hora.engine.rank_tree import Tree
 from hora.net.server import Peer, Server
 from hora.net.wire import Connection, Header
 
-__all__ = ["News", "NewsChannel"]
-
 log = logging.getLogger("hora")
 
 _ACK_LIMIT_S = 1.0  # a rank that does not acknowledge news in time counts as stopped

@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 from hora.engine.request import ITEM_BYTES, KINDS, NUM_INSTANCES, Key, Kind, ReduceOp, Signature, full_names
 
-__all__ = ["Batch", "Part", "PendingRequest", "BatchPlanner"]
-
 _FUSIBLE = frozenset(map(int, (Kind.ALLREDUCE, Kind.ALLGATHER, Kind.BROADCAST, Kind.REDUCESCATTER)))
 _KEPT_SIGNATURES = 8192
 

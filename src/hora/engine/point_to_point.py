@@ -36,8 +36,6 @@ from hora.engine.transport.stream import Incoming, Outgoing, poll, view_of
 from hora.errors import HorovodInternalError
 from hora.net.wire import Stream
 
-__all__ = ["ANY_SOURCE", "Message", "Messages"]
-
 _Bell = tuple[Counter, Counter]  # a rank's wake-up counter, and whether it sleeps
 
 ANY_SOURCE = -1

@@ -26,18 +26,6 @@ from hora.telemetry.reporter import Reporter
 from hora.version import advisories
 from hora.world import PLAN_KEY, World
 
-__all__ = [
-    "control_connection",
-    "current_runtime",
-    "current_world",
-    "has_elastic_launcher",
-    "init",
-    "is_initialized",
-    "is_newcomer",
-    "restart",
-    "shutdown",
-]
-
 log = logging.getLogger("hora")
 
 _lock = threading.RLock()

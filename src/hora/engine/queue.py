@@ -48,8 +48,6 @@ from hora.engine.transport.cuda import CudaTransport
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
 
-__all__ = ["DeadlineError", "ExecuteBound", "GoOn", "OperationQueue", "ProgressEngine", "QueueWorld"]
-
 log = logging.getLogger("hora")
 
 _WAITER_SLICE_S = 0.5

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["FANOUT", "Tree"]
-
 FANOUT = 4  # child hosts per host: with more, rank 0 needs longer per round; with fewer, a round takes more hops
 
 

@@ -43,17 +43,6 @@ from hora.net.sockets import interface_address, listening_address
 from hora.net.wire import Credentials, derived_secret
 from hora.world import RendezvousEndpoint, World, master_address, user_secret_file
 
-__all__ = [
-    "ControlStore",
-    "RendezvousClient",
-    "agree_on_number",
-    "close_store",
-    "control_client",
-    "host_fingerprint",
-    "open_rendezvous",
-    "world_of_store",
-]
-
 _PAUSE_S = 0.1
 _STORE_ERRORS = (RuntimeError, dist.DistError, TimeoutError)
 _SLICE_S = 0.5  # the longest wait of one request at the server between liveness checks

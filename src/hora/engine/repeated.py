@@ -34,8 +34,6 @@ from hora.engine.transport.shm import ShmTransport
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
 
-__all__ = ["CallPlan", "RepeatedCalls"]
-
 _WAITING, _DONE, _MOVING = 0, 1, 2  # enum state of repeated.h
 _pack = CALL.pack_into
 _clock = time.perf_counter

@@ -19,23 +19,6 @@ import torch
 
 from hora.errors import HorovodInternalError
 
-__all__ = [
-    "CollectiveCall",
-    "Completion",
-    "DTYPES",
-    "KINDS",
-    "ITEM_BYTES",
-    "Key",
-    "Kind",
-    "Reduce",
-    "ReduceOp",
-    "Request",
-    "Signature",
-    "Validator",
-    "dtype_name",
-    "full_names",
-]
-
 
 class Kind(IntEnum):
     """The kind of collective."""

@@ -48,8 +48,6 @@ from hora.telemetry.meters import meter
 from hora.telemetry.stacks import current_line
 from hora.world import World
 
-__all__ = ["ProcessSets", "Runtime"]
-
 log = logging.getLogger("hora")
 
 _GOODBYE_LIMIT_S = 2.0

@@ -52,8 +52,6 @@ from hora.engine.status import StallLimits, report_stall
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
 
-__all__ = ["Item", "ReductionSchedule", "PersistentReduction"]
-
 log = logging.getLogger("hora")
 
 _LIMIT_S = 24 * 3600.0  # the stall report names slow members, and a death is noticed at once

@@ -25,8 +25,6 @@ from hora.errors import HorovodInternalError
 from hora.events import Timeline
 from hora.telemetry.meters import meter
 
-__all__ = ["TimelineRecorder", "StallLimits", "StallWatch", "WorldStatus", "report_stall"]
-
 log = logging.getLogger("hora")
 
 # Operations agreed before a shutdown are still executed, because the others have already done their part.

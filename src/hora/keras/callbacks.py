@@ -13,8 +13,6 @@ import hora.torch as hvd
 from hora.keras.values import assign_values, broadcast_variables, optimizer_variables, read_values
 from hora.telemetry.meters import meter
 
-__all__ = ["BestModel", "Broadcast", "MetricAverage", "LearningRateSchedule", "Warmup"]
-
 Logs = MutableMapping[str, Any] | None
 
 

@@ -17,16 +17,6 @@ from hora.torch.elastic.loop import reset, run_fn
 from hora.torch.elastic.state import ObjectState
 from hora.torch.functions import broadcast_object, broadcast_tensors
 
-__all__ = [
-    "CommitState",
-    "KerasState",
-    "TensorFlowKerasState",
-    "TensorFlowState",
-    "UpdateBatchState",
-    "UpdateEpochState",
-    "run",
-]
-
 _OF_A_COLLECTIVE = re.compile("Horovod(InternalError|Allreduce|Allgather|Broadcast|Alltoall|Reducescatter)")
 
 

@@ -19,15 +19,6 @@ from hora.keras.values import keras_version, runs_in_session
 from hora.torch.process_sets import ProcessSet, global_process_set
 from hora.torch.reduce_op import Average, Min
 
-__all__ = [
-    "DistributedOptimizer",
-    "PartialDistributedOptimizer",
-    "is_distributed",
-    "keras_backend",
-    "load_model",
-    "register_local_layers",
-]
-
 
 def load_model(
     keras: Any,

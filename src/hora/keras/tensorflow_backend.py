@@ -12,8 +12,6 @@ from hora.keras.values import StartCheck
 from hora.tensorflow.gradients import GradientReduction, LocalAggregation, check_options
 from hora.torch.basics import rank
 
-__all__ = ["TensorFlowAggregation"]
-
 
 class TensorFlowAggregation:
     """Accumulates gradients over `passes` calls, then reduces them over the ranks and updates."""

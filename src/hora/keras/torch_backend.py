@@ -13,8 +13,6 @@ import hora.torch as hvd
 from hora.keras.values import StartCheck
 from hora.torch.process_sets import ProcessSet
 
-__all__ = ["TorchAggregation"]
-
 
 class TorchAggregation:
     """Accumulates gradients over `passes` calls, then reduces them over the ranks and updates."""

@@ -18,23 +18,6 @@ from hora.torch.basics import generation
 from hora.torch.functions import broadcast_tensors
 from hora.torch.reduce_op import Average, Sum
 
-__all__ = [
-    "StartCheck",
-    "allgather",
-    "allreduce",
-    "assign_values",
-    "broadcast",
-    "broadcast_global_variables",
-    "broadcast_variables",
-    "keras_version",
-    "optimizer_variables",
-    "read_values",
-    "reducescatter",
-    "runs_in_session",
-    "to_numpy",
-]
-
-
 log = logging.getLogger("hora")
 
 # The broadcast callback runs after the first batch, or with steps_per_execution after that many.

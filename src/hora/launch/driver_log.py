@@ -14,8 +14,6 @@ from hora.errors import HorovodInternalError
 from hora.net.client import ControlClient
 from hora.world import World
 
-__all__ = ["log_to_driver"]
-
 _MAX_CHARACTERS = 4000
 _CONNECT_LIMIT_S = 10.0
 

@@ -9,16 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-__all__ = [
-    "first_variables",
-    "module_command",
-    "put_first_on_path",
-    "replace_variables",
-    "set_missing",
-    "set_variables",
-    "variables",
-]
-
 
 def variables() -> dict[str, str]:
     """Return a copy of the current environment."""

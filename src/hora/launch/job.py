@@ -27,25 +27,6 @@ if TYPE_CHECKING:
     from hora.watch import live
     from hora.watch.kubeflow import Controller
 
-__all__ = [
-    "HostLease",
-    "Job",
-    "JobResult",
-    "LaunchEvents",
-    "Launcher",
-    "LeadershipLostError",
-    "Observation",
-    "OutputOptions",
-    "REPORTING",
-    "STOPPED",
-    "StallStacks",
-    "Succession",
-    "Watching",
-    "WorkerSpec",
-    "exit_status",
-    "facts_of",
-]
-
 # Variables for the workers of an observed job: they report once a second.
 REPORTING = {"HORA_TELEMETRY_S": "1.0"}
 STOPPED = 143  # the exit status of a job that its observer stopped

@@ -13,8 +13,6 @@ from typing import TypeVar
 
 from hora.launch.slots import HostInfo, parse_host_files, slots_by_host
 
-__all__ = ["MpiCommand", "parse"]
-
 _T = TypeVar("_T")
 
 

@@ -19,18 +19,6 @@ from typing import Any
 
 from hora.launch.limits import SILENCE_S
 
-__all__ = [
-    "About",
-    "LOG_LEVELS",
-    "Option",
-    "Options",
-    "all_options",
-    "build_parser",
-    "check",
-    "parse",
-    "read_config_file",
-]
-
 _NO_CYCLE = "there is no cycle to wait for; ranks with news wake the others"
 _CHOSEN = "the route of a collective follows from where its ranks are"
 _NO_MODEL = "trials are compared directly, without a model of their noise"

@@ -10,8 +10,6 @@ from typing import Any
 
 import cloudpickle
 
-__all__ = ["pickle_call", "pickle_exception", "pickle_result"]
-
 
 def pickle_call(
     function: Callable[..., Any], args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -19,8 +19,6 @@ from hora.launch.options import Options
 from hora.launch.pickling import pickle_call
 from hora.launch.start import start
 
-__all__ = ["Distributed", "distributed", "run"]
-
 
 def run(
     func: Callable[..., Any],

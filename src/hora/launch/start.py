@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from hora.launch.controller.hosts import ElasticSpec  # jobs that never change size start faster without
     from hora.launch.ha.leadership import Leadership
 
-__all__ = ["elastic_spec", "find_hosts", "make_job", "open_launcher", "start"]
-
 _log = logging.getLogger("hora.launch")
 
 

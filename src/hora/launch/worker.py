@@ -21,8 +21,6 @@ from hora.launch.limits import CONNECT_S
 from hora.net.client import FUNCTION_KEY, PATH_KEY, ControlClient
 from hora.world import World
 
-__all__ = ["main", "work"]
-
 _FETCH_LIMIT_S = 600.0
 
 

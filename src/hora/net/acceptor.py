@@ -17,9 +17,6 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from hora.net import sockets
 
-__all__ = ["Acceptor", "Arrival", "EventLoop", "RejectionLog", "max_pending"]
-
-
 MAX_STRANGERS = 128
 HANDSHAKE_LIMIT_S = 10.0
 _SHARE_OF_DESCRIPTORS = 8  # one server's strangers hold at most this fraction of the process's descriptors

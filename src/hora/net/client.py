@@ -26,8 +26,6 @@ from hora.net.keys import read_held_secret
 from hora.net.wire import RECONNECT_PAUSE_S, Connection, Credentials, Header, connect, cut_parts
 from hora.world import RendezvousEndpoint, World
 
-__all__ = ["FUNCTION_KEY", "PATH_KEY", "ControlClient", "RankGroup"]
-
 # A worker finds its function and the search path of the caller's modules under these keys.
 FUNCTION_KEY = "hora/function"
 PATH_KEY = "hora/path"

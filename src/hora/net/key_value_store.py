@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from hora.net.server import Peer, Server, Timer
 from hora.net.wire import Credentials, CredentialsOf, Header, join_parts
 
-__all__ = ["NAME_CHARACTERS", "Operation", "Parked", "KeyValueStore"]
-
 _SHOWN = 16  # ranks named in a message
 # A process's text ends up in the headers of messages to others, which are limited.
 _KEY_CHARACTERS, NAME_CHARACTERS = 4096, 200

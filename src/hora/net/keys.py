@@ -22,18 +22,6 @@ from collections.abc import Callable, Sequence
 from hora.errors import AuthenticationError
 from hora.net.wire import SECRET_BYTES, Credentials, derived_secret
 
-__all__ = [
-    "HeldSecret",
-    "RankKeys",
-    "rank_keys",
-    "read_held_secret",
-    "read_secret_file",
-    "worker_credentials",
-    "worker_key",
-    "world_secret",
-]
-
-
 # `(ranks) -> keys`: shared, accepting, and those towards these ranks, concatenated.
 GetKeys = Callable[[Sequence[int]], bytes]
 

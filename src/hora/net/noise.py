@@ -18,9 +18,6 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from hora.errors import AuthenticationError
 
-__all__ = ["Cipher", "Handshake", "NONCE", "Records", "TAG_BYTES", "hkdf", "warm_up"]
-
-
 TAG_BYTES = 16
 _PUBLIC_BYTES = 32
 

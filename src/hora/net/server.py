@@ -35,9 +35,6 @@ from hora.net.wire import (
     ServerHandshake,
 )
 
-__all__ = ["Handler", "Peer", "Server", "Timer"]
-
-
 _FLUSH_LIMIT_S = 2.0
 _LONGEST_WAIT_S = 3600.0  # the selector accepts at most 24 days, and a user's limit may be longer
 _MALFORMED = (

@@ -27,8 +27,6 @@ from hora.errors import AuthenticationError
 from hora.net.server import Peer, Server
 from hora.net.wire import RECONNECT_PAUSE_S, Connection, Header
 
-__all__ = ["ClientSession", "SessionHandler", "SessionPeer", "Sessions"]
-
 _TELL_MESSAGES, _TELL_BYTES = 64, 256 * 1024  # acknowledge after this much
 # A closed connection means that the process has died, unless there is a proxy in between; a reset one usually does. A
 # live process reconnects at once.

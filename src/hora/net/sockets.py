@@ -15,24 +15,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-__all__ = [
-    "Owner",
-    "Process",
-    "Where",
-    "abandon_in_children",
-    "forget",
-    "holder",
-    "interface_address",
-    "is_local",
-    "listen",
-    "listening_address",
-    "open_socket",
-    "process_at",
-    "resolve",
-    "source_address",
-    "tune",
-]
-
 Where = str | tuple[str, int]  # the abstract name of a local socket, or a host's address and port
 
 _BACKLOG = 1024

@@ -36,28 +36,6 @@ from hora.net.sockets import Where
 if TYPE_CHECKING:
     from hora.net.noise import Handshake, Records
 
-__all__ = [
-    "ClientHandshake",
-    "Connection",
-    "Credentials",
-    "CredentialsOf",
-    "Header",
-    "MAX_FRAME_BYTES",
-    "MAX_HEADER_BYTES",
-    "MAX_PAYLOAD_BYTES",
-    "Opener",
-    "REFUSAL",
-    "Sealer",
-    "ServerHandshake",
-    "Session",
-    "Stream",
-    "connect",
-    "cut_parts",
-    "derived_secret",
-    "join_parts",
-    "new_secret",
-]
-
 Header = dict[str, Any]
 
 SECRET_BYTES = 32

@@ -30,8 +30,6 @@ from hora.launch.providers.spark.launcher import SparkJob
 from hora.spark.runner import pickle_for_rank_0, run_local, value_of_rank_0
 from hora.world import World
 
-__all__ = ["TorchDistributor"]
-
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 

@@ -36,8 +36,6 @@ from hora.launch.providers.spark.launcher import SparkJob
 from hora.launch.start import start
 from hora.world import World
 
-__all__ = ["HorovodRunner", "is_elastic", "pickle_for_rank_0", "run_local", "value_of_rank_0"]
-
 _ELASTIC_ROOM = "hora.torch.elastic"
 _VERBOSITIES = ("log_callback_only", "all")
 

@@ -17,9 +17,6 @@ from typing import Any, SupportsFloat
 
 from hora.telemetry.sample import MAX_EVENTS, MAX_METRICS, MAX_NAME, Sample
 
-__all__ = ["Meter", "Reading", "meter", "meter_data_loaders", "report"]
-
-
 # Fields of a meter that only grow.
 _TOTALS = ("num_steps", "step_s", "data_s", "backward_s", "between_s", "wait_s", "reduce_s", "transport_s",
            "optimizer_s", "num_bytes", "num_samples")  # fmt: skip

@@ -19,9 +19,6 @@ from hora.telemetry import stacks
 from hora.telemetry.meters import Meter, Reading
 from hora.telemetry.sample import Report
 
-__all__ = ["Machine", "Reporter"]
-
-
 _MACHINE_S = 2.0
 _SHOWN_WAIT_S = 0.5
 

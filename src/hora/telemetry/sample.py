@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["MAX_REPORT_BYTES", "PARTS", "Report", "Sample"]
-
 # Parts of a step. `forward` is the remainder: the forward pass, the loss, and everything else in the script. `between`
 # is the script's own time from the last gradient to `step()` or `synchronize()`.
 PARTS = ("data", "forward", "backward", "between", "wait", "reduce", "optimizer")

@@ -15,8 +15,6 @@ from collections import Counter
 from types import FrameType
 from typing import Any
 
-__all__ = ["current_line", "current_stacks", "profile", "stack_text"]
-
 _MAX_FRAMES = 50
 _MAX_THREADS = 24
 _MAX_STACKS = 20

@@ -34,19 +34,6 @@ from hora.torch.basics import rank
 from hora.torch.collective import Collective, repeated_allreduce, run
 from hora.torch.process_sets import registered_id
 
-__all__ = [
-    "ArgumentError",
-    "CollectiveError",
-    "as_tensor",
-    "call",
-    "carry_out",
-    "check_no_xla",
-    "gpu_available",
-    "own_errors",
-    "recording",
-]
-
-
 _ALIGNMENT = 64
 
 # Dtypes with a torch equivalent. DLPack aborts the process if it gets a string.

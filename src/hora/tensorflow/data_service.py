@@ -31,15 +31,6 @@ from hora.net.sockets import source_address
 from hora.net.wire import Credentials, new_secret
 from hora.world import RendezvousEndpoint
 
-__all__ = [
-    "ComputeClient",
-    "TfDataServiceConfig",
-    "compute_worker_fn",
-    "send_to_data_service",
-    "serve",
-    "tf_data_service",
-]
-
 log = logging.getLogger("hora")
 
 _PURPOSE = "the tf.data service"

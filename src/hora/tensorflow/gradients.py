@@ -32,18 +32,6 @@ from hora.torch.norms import check_finite
 from hora.torch.process_sets import ProcessSet, global_process_set, registered_id
 from hora.torch.reduce_op import Adasum, Average
 
-__all__ = [
-    "DistributedGradientTape",
-    "First",
-    "GraphOptimizer",
-    "LocalAggregation",
-    "PartialDistributedGradientTape",
-    "GradientReduction",
-    "check_options",
-    "local_variables",
-]
-
-
 _V1Optimizer: Any = tf.compat.v1.train.Optimizer
 Reduce = Callable[[list[Any], list[Any]], list[Any]]
 _BUCKET_BYTES = 4 * 2**20

@@ -29,8 +29,6 @@ from tensorflow.python.framework import op_def_library
 
 from hora.errors import HorovodInternalError
 
-__all__ = ["Execution", "Work", "add_operation"]
-
 _OPERATION = "HoraCall"
 _DESTROY = 3  # an operation of a std::function's manager
 _ITERATIONS = 64  # loop iterations with distinct names; by default TensorFlow runs ten at once

@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["as_numpy", "as_torch"]
-
 
 def as_torch(array: Any) -> Tensor:
     """Return a tensor that shares the array's memory; copies read-only arrays and layouts unknown to torch."""

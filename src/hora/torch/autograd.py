@@ -18,8 +18,6 @@ from hora.engine.request import Kind, ReduceOp
 from hora.torch.collective import Collective, Tensors, run
 from hora.torch.process_sets import ProcessSet
 
-__all__ = ["differentiable"]
-
 
 def differentiable(collective: Collective, tensors: Sequence[Tensor]) -> Tensors:
     """Run a collective out of place; gradients flow through it if an input requires them."""

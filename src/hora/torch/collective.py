@@ -22,18 +22,6 @@ from hora.engine.repeated import CallPlan
 from hora.engine.request import Kind, Reduce, ReduceOp, Request, Signature
 from hora.torch.process_sets import ProcessSet, global_process_set, registered_id
 
-__all__ = [
-    "Collective",
-    "Tensors",
-    "forget_handles",
-    "poll",
-    "repeated_allreduce",
-    "run",
-    "submit",
-    "submit_repeated_allreduce_",
-    "synchronize",
-]
-
 _KEPT = 4096
 
 Tensors = tuple[Tensor, ...]

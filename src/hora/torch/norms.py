@@ -9,8 +9,6 @@ import torch
 
 from hora.telemetry.meters import meter
 
-__all__ = ["check_finite", "scale_all", "total_norm"]
-
 
 def total_norm(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return the norm over all values of all tensors, on the first tensor's device."""

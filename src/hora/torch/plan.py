@@ -29,18 +29,6 @@ from hora.torch.optimizer.powersgd import PowerSGDMemory, orthonormalise_
 from hora.torch.optimizer.reducer import ReduceOptions
 from hora.torch.process_sets import ProcessSet, global_process_set, host_process_set
 
-__all__ = [
-    "NetworkLink",
-    "CompressionPlanner",
-    "StepPrediction",
-    "StepWork",
-    "advice",
-    "measure_link",
-    "plan",
-    "predict",
-    "table",
-]
-
 _NUM_STEPS = 5  # timed steps
 _WARM_UP = 3
 _LONG_S = 0.3  # a transfer of this length measures the bandwidth

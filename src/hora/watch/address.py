@@ -19,20 +19,6 @@ from urllib.parse import parse_qs, urlsplit
 from hora.net import sockets
 from hora.watch.http import Access, new_token
 
-__all__ = [
-    "Page",
-    "answer_caller",
-    "bind",
-    "choose_page",
-    "find_pages",
-    "is_private",
-    "open_page",
-    "page_from_url",
-    "parse_address",
-    "serve_address",
-    "urls_of",
-]
-
 _PREFIX = "hora-watch-"
 _ANSWER_BYTES = 64 * 1024
 _LIMIT_S = 2.0

@@ -23,21 +23,6 @@ from http import HTTPStatus
 from importlib import resources
 from urllib.parse import unquote
 
-__all__ = [
-    "MAX_HEAD_BYTES",
-    "Access",
-    "Answer",
-    "BadRequest",
-    "HttpRequest",
-    "finish",
-    "head_of",
-    "new_token",
-    "read_request",
-    "site_files",
-    "write",
-    "write_answer",
-]
-
 _STYLES = ("uPlot.min.css", "page.css")
 _SCRIPTS = ("uPlot.iife.min.js", "charts.js", "timeline.js", "page.js")
 _POLICY = (

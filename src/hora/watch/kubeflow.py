@@ -22,8 +22,6 @@ from typing import Any
 
 from hora.watch.model import Run
 
-__all__ = ["Controller", "Reports", "status"]
-
 _EVERY_S = 5.0  # the controller's limit
 _AGAIN_S = 60.0  # after a failure
 _LIMIT_S = 5.0

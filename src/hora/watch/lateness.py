@@ -15,8 +15,6 @@ from typing import Any
 
 from hora.telemetry import PARTS, Sample
 
-__all__ = ["SlowLine", "Straggler", "Timed", "Verdict", "added", "find_line", "find_stragglers", "lateness"]
-
 # A rank is named if its work takes this much longer than the others'; it stays named until it is well below.
 NAMED, RELEASED = 1.10, 1.05
 # The others must wait for at least this share of a step: a slow rank that delays no one is not a straggler.

@@ -23,8 +23,6 @@ from hora.watch.model import MAX_LINE_CHARS, Entry, Run
 from hora.watch.recording import Recorder
 from hora.watch.server import PageServer
 
-__all__ = ["Dashboard"]
-
 _PROFILE_S = 2.0
 _ASK_AGAIN_S = 30.0
 _MAX_LINES_PER_S = 400

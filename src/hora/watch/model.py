@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 from hora.telemetry import Report, Sample
 from hora.watch.lateness import Straggler, Timed, Verdict, find_line, find_stragglers
 
-__all__ = ["KINDS", "Entry", "Event", "Grid", "Line", "RankState", "Run"]
-
 # Kinds of entries, in the order of their numbers in a recording.
 KINDS = ("world", "report", "joined", "exited", "failed", "line", "event", "stack", "profile", "end")
 

@@ -19,8 +19,6 @@ from typing import IO, Any
 
 from hora.watch.model import KINDS, Entry, Run
 
-__all__ = ["Recorder", "read_entries", "read_run"]
-
 _MAGIC = b"HORA-RUN 2\n"
 _ENTRY = struct.Struct("<dBiI")
 _LENGTH = struct.Struct("<I")

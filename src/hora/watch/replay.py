@@ -14,8 +14,6 @@ from hora.watch.model import Run
 from hora.watch.recording import read_run
 from hora.watch.server import PageServer
 
-__all__ = ["is_timeline", "open_recording", "read_timeline"]
-
 
 def open_recording(path: str | Path, *, listen: str = "") -> tuple[PageServer, Page]:
     """Serve a recording or a timeline. Raises ValueError if the file is neither."""

@@ -36,8 +36,6 @@ from hora.watch.http import (
 )
 from hora.watch.model import Entry, Run
 
-__all__ = ["Controls", "PageServer"]
-
 MAX_VIEWERS = 32
 _TICK_S = 1.0
 _HEARTBEAT_S = 15.0

@@ -18,8 +18,6 @@ from rich.text import Text
 from hora.telemetry import PARTS
 from hora.watch.address import Page
 
-__all__ = ["post", "show", "snapshots"]
-
 _CONNECT_LIMIT_S = 10.0
 _SILENCE_LIMIT_S = 40.0  # the page sends at least a heartbeat every 15 s
 _COLORS = dict(zip(PARTS, ("yellow", "blue", "magenta", "green", "red", "cyan", "bright_black"), strict=True))

@@ -16,8 +16,6 @@ from hora.telemetry import PARTS, Sample
 from hora.watch.lateness import Verdict, added, lateness
 from hora.watch.model import RankState, Run
 
-__all__ = ["METRICS_TYPE", "as_json", "columns", "events", "everything", "head", "lines", "metrics", "stacks"]
-
 _RECENT_S = 15.0
 _FIRST_LINES = 1500
 _MAX_PAST = 3

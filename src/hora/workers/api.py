@@ -29,17 +29,6 @@ from hora.workers.capacity import measure
 from hora.workers.gateway import Gateway, ask
 from hora.workers.session import WorkerSession
 
-__all__ = [
-    "StopResponse",
-    "await_workers",
-    "end_session",
-    "keep_session",
-    "launch_workers",
-    "list_workers",
-    "stop_workers",
-    "worker_output",
-]
-
 
 @dataclass(frozen=True)
 class StopResponse:

@@ -21,19 +21,6 @@ from hora.launch.job import LaunchEvents, WorkerSpec
 from hora.launch.slots import Slot, place_ranks
 from hora.workers.capacity import Capacity, GpuClaims
 
-__all__ = [
-    "GRACE_S",
-    "LocalBackend",
-    "ORDER_VARIABLE",
-    "PlannedWorker",
-    "Record",
-    "TERMINAL",
-    "WorkerBackend",
-    "new_id",
-    "order_file",
-    "worker_spec",
-]
-
 TERMINAL = frozenset(("succeeded", "failed", "stopped", "timedout"))
 _ALPHABET = string.ascii_lowercase + string.digits
 _TAIL_LINES = 20

@@ -18,8 +18,6 @@ from dataclasses import dataclass, field, replace
 from hora.memory import total_bytes
 from hora.net import sockets
 
-__all__ = ["Capacity", "GpuClaims", "Grant", "CapacityError", "measure"]
-
 
 class CapacityError(ValueError):
     """The request does not fit. The message has the requested, the free and the total amount."""

@@ -29,8 +29,6 @@ from hora.net.sockets import source_address
 from hora.workers.backend import GRACE_S, PlannedWorker, order_file, worker_spec
 from hora.workers.spark_backend import TaskSlots
 
-__all__ = ["ConnectBackend"]
-
 _CLOSE_LIMIT_S = GRACE_S + 45.0
 _TERMINATED, _FAILED, _LOST = 143, 255, 137
 

@@ -21,8 +21,6 @@ from hora.workers.directory import find, name_of, publish, runs
 from hora.workers.gateway import ask, server_pid
 from hora.workers.session import WorkerSession
 
-__all__ = ["end", "start"]
-
 _IDLE_LIMIT_S = 3600.0
 _START_LIMIT_S = 60.0
 _LEAVE_LIMIT_S = 5.0

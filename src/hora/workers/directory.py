@@ -18,8 +18,6 @@ import secrets
 from hora.net.keys import HeldSecret
 from hora.workers.gateway import Gateway, server_pid
 
-__all__ = ["Published", "find", "name_of", "publish", "runs"]
-
 log = logging.getLogger("hora")
 
 

@@ -18,8 +18,6 @@ from hora.net.server import Peer, Server
 from hora.net.wire import Connection, Credentials, Header, connect
 from hora.workers.session import WorkerSession
 
-__all__ = ["Gateway", "ask", "exchange", "open_connection", "server_pid"]
-
 _MAX_REQUEST_BYTES = 64 * 1024**2
 _MAX_CALLS = 256
 _CONNECT_LIMIT_S = 10.0

@@ -16,8 +16,6 @@ from hora.launch.environment import variables
 from hora.workers import directory
 from hora.workers.gateway import exchange, open_connection
 
-__all__ = ["Lease", "lease_of"]
-
 _POLL_S = 0.05
 
 

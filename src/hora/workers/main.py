@@ -26,8 +26,6 @@ from hora.launch.agent.processes import family
 from hora.launch.environment import variables
 from hora.workers.backend import ORDER_VARIABLE
 
-__all__ = ["expand_shell_lines", "main"]
-
 _SHELL_LINE = re.compile(r"^(?P<indent>[ \t]*)!(?P<command>.*)$")
 _VARIABLE = re.compile(r"\{(?P<braced>[A-Za-z_]\w*)\}|\$(?P<plain>[A-Za-z_]\w*)")
 _QUOTES = re.compile(r"""\\.|#|\'{3}|"{3}|'|\"""")

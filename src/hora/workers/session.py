@@ -22,8 +22,6 @@ from hora.workers.backend import GRACE_S, ORDER_VARIABLE, LocalBackend, PlannedW
 from hora.workers.capacity import Capacity, CapacityError
 from hora.world import World
 
-__all__ = ["WorkerSession"]
-
 _MASTER_IP = "127.0.0.1"
 _STOP_SLACK_S = 10.0
 _CHECK_S = 1.0  # how often a wait asks whether its caller still waits

@@ -29,8 +29,6 @@ from hora.launch.providers.spark.launcher import SparkLauncher
 from hora.workers.backend import GRACE_S, PlannedWorker, order_file, worker_spec
 from hora.workers.capacity import CapacityError
 
-__all__ = ["SparkWorkerBackend", "TaskSlots", "spark_cluster"]
-
 _CLOSE_LIMIT_S = GRACE_S + 45.0
 _TERMINATED, _FAILED = 143, 255
 

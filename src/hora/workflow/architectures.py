@@ -12,8 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-__all__ = ["MLP", "ResNet", "build"]
-
 _MAX_LAYERS = 64
 _MAX_WIDTH = 1_000_000
 _BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}

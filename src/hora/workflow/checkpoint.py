@@ -23,8 +23,6 @@ import torch
 from hora.files import replaced
 from hora.safe_load import ForeignError, load_torch
 
-__all__ = ["Checkpoints", "capture_rng", "restore_rng", "seed_everything"]
-
 _MAGIC = "hora-checkpoint-1"
 _NAME = re.compile(r"^(\d{8})\.ckpt$")
 _UNFINISHED = "unfinished.partial"

@@ -28,8 +28,6 @@ from hora.workflow.sampler import Loaders, ShardSampler
 from hora.workflow.schedule import EarlyStopping
 from hora.workflow.step import Metric, Recipe, Stepper, Supervised, score_all
 
-__all__ = ["fit"]
-
 
 def fit(
     model: torch.nn.Module,

@@ -11,8 +11,6 @@ import torch
 
 from hora.workflow import peers
 
-__all__ = ["History", "Tally"]
-
 
 @dataclass
 class History:

@@ -23,8 +23,6 @@ from hora.errors import ModelFileError
 from hora.files import replaced
 from hora.workflow.architectures import build
 
-__all__ = ["Feature", "ModelFile", "Prediction", "load", "save"]
-
 _FORMAT = "hora-model-1"
 _CARD = "model.json"
 _WEIGHTS = re.compile(r"^weights-[0-9a-f]{16}\.safetensors$")

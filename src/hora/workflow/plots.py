@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "INK", "QUIET", "draw_curves", "plot_history", "plot_weights", "polish"]
-
 INK, QUIET, GRID = "#1f2430", "#6b7280", "#e5e7eb"
 _DOTTED = (0, (1, 1.5))
 # Distinguishable with common kinds of colour blindness, and in grey.

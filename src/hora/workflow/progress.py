@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["Logger", "MLflowLog", "Progress", "TensorBoardLog", "describe"]
-
 _LINE_EVERY_S = 0.5
 
 

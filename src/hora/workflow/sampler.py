@@ -15,8 +15,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from hora.telemetry.meters import meter
 from hora.workflow import peers
 
-__all__ = ["Loaders", "ShardSampler", "TensorLoader", "make_loaders"]
-
 
 class Loaders(NamedTuple):
     """Loaders that `fit` trains and validates (or None) on."""

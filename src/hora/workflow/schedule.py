@@ -9,8 +9,6 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["EarlyStopping", "Schedule"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:

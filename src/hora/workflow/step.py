@@ -17,8 +17,6 @@ from hora.telemetry.meters import meter
 from hora.workflow.history import Tally
 from hora.workflow.schedule import Schedule
 
-__all__ = ["Metric", "Objective", "Recipe", "Scored", "Stepper", "Supervised", "accuracy", "evaluate", "score_all"]
-
 Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

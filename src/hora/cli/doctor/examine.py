@@ -24,8 +24,6 @@ from hora.launch.providers.ssh import Ssh, reachable_address
 from hora.launch.slots import parse_host_files, parse_hosts_and_slots
 from hora.net import sockets
 
-__all__ = ["main", "make_parser"]
-
 _PROBE_LIMIT_S = 180.0
 _LEAVE_LIMIT_S = 5.0
 

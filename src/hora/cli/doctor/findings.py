@@ -11,8 +11,6 @@ from typing import Any
 
 from hora.version import FLOORS, advisories, too_old
 
-__all__ = ["Finding", "agreement", "host_findings", "reach_findings", "summary"]
-
 Facts = Mapping[str, Any]
 
 _LEAST_OPEN_FILES = 1024

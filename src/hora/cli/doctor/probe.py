@@ -29,8 +29,6 @@ from hora.memory import available_bytes
 from hora.net import sockets
 from hora.net.acceptor import Acceptor
 
-__all__ = ["MARK", "facts"]
-
 MARK = "== hora doctor =="  # a login shell may print something first
 _CONNECT_LIMIT_S = 5.0
 _TOOL_LIMIT_S = 30.0

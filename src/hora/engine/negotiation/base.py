@@ -21,8 +21,6 @@ from collections.abc import Sequence
 from hora.engine.plan import Batch, BatchPlanner
 from hora.engine.request import Signature
 
-__all__ = ["RECORD", "Negotiation", "Announcer", "LocalNegotiation", "Reader", "WaitingRequests"]
-
 RECORD = struct.Struct("<II")
 _DEFINE = 0xFFFFFFFF  # the second word is the length of the signature that follows, padded to whole records
 _FORGET = 0xFFFFFFFE  # the member restarts the numbering of its signatures

@@ -55,8 +55,6 @@ from hora.engine.shm.counters import LINE_BYTES, MEMBER_BYTES, Counter, Counters
 from hora.engine.shm.native import Repeated, library
 from hora.engine.shm.segment import Segment, aligned
 
-__all__ = ["SharedMemoryNegotiation"]
-
 _RING_BYTES = 512 * 1024
 _NUM_CUTS = 64
 # How long the coordinator delays news of some members in the hope that the others announce the same.

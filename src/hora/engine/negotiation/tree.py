@@ -54,8 +54,6 @@ from hora.engine.rank_tree import Tree
 from hora.engine.request import Key, Kind, Signature
 from hora.net.wire import Header, cut_parts, join_parts
 
-__all__ = ["ALL", "SLOTS", "Collector", "Slots", "TreeNegotiation", "as_bytes"]
-
 ALL = 0xFFFFFFFF  # instead of a rank: every member at or below the sender
 SLOTS = 0xFFFFFFFE  # the same, with a bit vector of slots as the announcement
 _NUM_SLOTS = 1024

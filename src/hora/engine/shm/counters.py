@@ -25,18 +25,6 @@ from collections.abc import Callable
 
 from hora.engine.shm.native import GroupStruct, library, new_spin_policy
 
-__all__ = [
-    "LINE_BYTES",
-    "MEMBER_BYTES",
-    "OPEN",
-    "SLICE_NS",
-    "SLICE_S",
-    "Counter",
-    "Counters",
-    "interrupt_waits",
-    "wait_until",
-]
-
 LINE_BYTES = 64
 MEMBER_BYTES = 2 * LINE_BYTES  # processors fetch lines in pairs: this keeps members apart
 # A sleeping waiter wakes up this often to check whether the peer that it waits for is alive.

@@ -23,31 +23,6 @@ import torch
 
 from hora.config import EngineConfig
 
-__all__ = [
-    "CALL",
-    "CALL_AT",
-    "DIVIDE",
-    "DTYPE_NUMBERS",
-    "MULTIPLY",
-    "NOTHING",
-    "SHORT_BYTES",
-    "GroupStruct",
-    "Job",
-    "Library",
-    "MessageCall",
-    "Pipe",
-    "Repeated",
-    "RingStruct",
-    "Spec",
-    "SpinPolicy",
-    "Sum",
-    "absence",
-    "addresses",
-    "fields",
-    "library",
-    "new_spin_policy",
-]
-
 NOTHING, MULTIPLY, DIVIDE = range(3)  # enum finish of sums.h
 _PATH = Path(__file__).with_name("libhora.so")
 # A call this short keeps the GIL: reacquiring it from a busy thread would take longer than the work.

@@ -21,8 +21,6 @@ from hora.engine.shm.segment import aligned
 from hora.engine.transport.arithmetic import HALVES, arithmetic_of
 from hora.errors import HorovodInternalError
 
-__all__ = ["SharedMemoryReduction", "shared_slice"]
-
 Tensors = Sequence[torch.Tensor]
 
 

@@ -30,8 +30,6 @@ import torch
 
 from hora.memory import available_bytes
 
-__all__ = ["PAGE_BYTES", "Segment", "SharedMemory", "aligned"]
-
 PAGE_BYTES = mmap.PAGESIZE
 
 

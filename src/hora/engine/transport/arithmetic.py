@@ -25,20 +25,6 @@ import torch
 from hora.engine.request import Reduce, ReduceOp
 from hora.engine.shm.native import DIVIDE, DTYPE_NUMBERS, MULTIPLY, NOTHING, Library, Sum, library
 
-__all__ = [
-    "HALVES",
-    "SERIAL_ELEMENTS",
-    "Arithmetic",
-    "HostwiseArithmetic",
-    "adasum",
-    "adasum_pair",
-    "arithmetic_of",
-    "hostwise_arithmetic",
-    "identity",
-    "staged",
-    "stages",
-]
-
 # torch divides an element-wise operation on more elements among threads.
 SERIAL_ELEMENTS = 32768
 # A sum of this many elements is never divided among threads: it has the same bits on every rank.

@@ -18,8 +18,6 @@ import torch
 from hora.engine.request import Reduce, ReduceOp
 from hora.engine.transport.arithmetic import arithmetic_of
 
-__all__ = ["AliveCheck", "LocalTransport", "Transport"]
-
 # Raises HorovodInternalError if waiting has become pointless: a peer is dead, or the runtime was shut down.
 AliveCheck = Callable[[], None]
 Tensors = Sequence[torch.Tensor]

@@ -27,8 +27,6 @@ from hora.engine.transport.group import connect
 from hora.engine.transport.nccl import NcclGroup, gpu_identity
 from hora.errors import HorovodInternalError
 
-__all__ = ["CudaTransport"]
-
 log = logging.getLogger("hora")
 
 _SPIN_S = 0.0005

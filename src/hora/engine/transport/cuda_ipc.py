@@ -12,8 +12,6 @@ from functools import lru_cache
 
 import torch
 
-__all__ = ["DriverError", "Mapped", "Shared", "copy_by_engine", "copy_to_host"]
-
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 _HOST, _DEVICE = 1, 2  # CUmemorytype

@@ -15,8 +15,6 @@ from hora.engine.transport.base import Tensors, Transport
 from hora.engine.transport.cuda_ipc import copy_by_engine, copy_to_host
 from hora.engine.transport.packing import Buffers, portions
 
-__all__ = ["CudaStagingTransport", "PinnedStage", "copy_to_gpu", "mark"]
-
 _PORTION_BYTES = 4 * 2**20
 _KEEP_BYTES = 64 * 2**20
 # A plain copy of fewer bytes to the GPU does not use the copy engine: see `copy_by_engine`.

@@ -27,8 +27,6 @@ from hora.engine.transport.cuda_ipc import DriverError, Mapped, Shared
 from hora.engine.transport.cuda_staging import CudaStagingTransport
 from hora.engine.transport.packing import Buffers, pack, portions, unpack
 
-__all__ = ["DeviceMemoryTransport"]
-
 # Below this much per member, process switches on the GPU take longer than the path through the host.
 SMALL_BYTES = 2**20
 _FIRST_SLOT_BYTES = 4 * 2**20

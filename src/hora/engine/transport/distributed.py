@@ -28,8 +28,6 @@ from hora.engine.transport.group import PeerGroup, Work
 from hora.engine.transport.nccl import NcclGroup
 from hora.engine.transport.packing import Buffers, InTwoHalves, as_bytes, overlap, pack, portions, runs, spread, unpack
 
-__all__ = ["DistributedTransport"]
-
 # A batch is sent in portions of this size, which bounds the buffers.
 _PORTION_BYTES = 8 * 2**20
 # A GPU needs larger ones to be busy.

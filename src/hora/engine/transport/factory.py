@@ -16,8 +16,6 @@ from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.shm import ShmTransport
 from hora.engine.transport.stream import StreamGroup, Streams
 
-__all__ = ["Topology", "between_hosts", "make_transport"]
-
 # Members have agreed on a batch before it begins, so a wait inside it is short unless a member is stopped, which the
 # stall report handles. The liveness check notices a dead member at once.
 _COLLECTIVE_LIMIT_S = 24 * 3600.0

@@ -20,8 +20,6 @@ import torch
 from hora.engine.transport.base import AliveCheck
 from hora.errors import HorovodInternalError
 
-__all__ = ["SLICE", "PeerGroup", "Work", "connect"]
-
 SLICE = timedelta(milliseconds=50)
 # A backend notices a broken connection before the engine knows which rank died, but only the engine can name it.
 _GRACE_S = 1.5

@@ -34,8 +34,6 @@ from hora.engine.transport.packing import Buffers, InTwoHalves, complete, overla
 from hora.engine.transport.shm import ShmTransport
 from hora.engine.transport.stream import StreamGroup
 
-__all__ = ["HierarchicalTransport", "Portion", "consecutive", "portions", "where"]
-
 # Two portions are in flight at a time, which bounds the memory.
 _PORTION_BYTES = 4 * 2**20
 

@@ -30,8 +30,6 @@ from hora.engine.transport.base import AliveCheck, Transport
 from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.errors import HorovodInternalError
 
-__all__ = ["HostLink", "HostReduction"]
-
 _HEADER = struct.Struct("<qq16s")
 
 

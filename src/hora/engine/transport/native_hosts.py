@@ -25,8 +25,6 @@ from hora.engine.transport.packing import total
 from hora.engine.transport.stream import RecordsOfOneDirection, StreamGroup
 from hora.errors import AuthenticationError
 
-__all__ = ["HEADER_BYTES", "Cut", "NativeHosts", "Scaling", "cut_for"]
-
 # Half of a message between two hosts stays in the first-level cache while it is combined, encrypted and sent; with more
 # hosts, each of which sends to all, fewer and longer messages take less time.
 _PAIR_MESSAGE_BYTES = 64 * 2**10

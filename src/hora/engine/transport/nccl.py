@@ -22,8 +22,6 @@ from hora.engine.transport.group import PeerGroup, Work, connect
 from hora.engine.transport.packing import as_bytes
 from hora.errors import HorovodInternalError
 
-__all__ = ["NcclGroup", "gpu_identity"]
-
 _OPS = {
     ReduceOp.AVERAGE: dist.ReduceOp.SUM,
     ReduceOp.SUM: dist.ReduceOp.SUM,

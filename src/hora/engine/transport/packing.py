@@ -11,22 +11,6 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import torch
 
-__all__ = [
-    "Buffers",
-    "InTwoHalves",
-    "as_bytes",
-    "complete",
-    "copy",
-    "move",
-    "overlap",
-    "pack",
-    "portions",
-    "runs",
-    "spread",
-    "total",
-    "unpack",
-]
-
 Tensors = Sequence[torch.Tensor]
 
 

@@ -29,8 +29,6 @@ from hora.engine.transport.distributed import DistributedTransport
 from hora.engine.transport.group import PeerGroup, Work
 from hora.engine.transport.packing import move
 
-__all__ = ["AHEAD", "DEPTH", "Ring", "ShmGroup", "ShmTransport"]
-
 # A transport starts with small slots, because most process sets never send much, and gets large ones once. Larger
 # pieces mean fewer synchronizations, until the slots in use no longer fit the second-level cache.
 SMALL_SLOT_BYTES = 65536

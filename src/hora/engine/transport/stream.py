@@ -39,17 +39,6 @@ from hora.net import sockets
 from hora.net.noise import Records
 from hora.net.wire import Stream
 
-__all__ = [
-    "Incoming",
-    "Outgoing",
-    "RecordsOfOneDirection",
-    "StreamGroup",
-    "Streams",
-    "encrypts_natively",
-    "poll",
-    "view_of",
-]
-
 # Smaller tensors go from the root directly to all members; larger ones are forwarded in parts.
 _DIRECT_BYTES = 64 * 2**10
 _TIME = struct.Struct("ll")

@@ -6,8 +6,6 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-__all__ = ["main", "make_parser"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""

@@ -14,8 +14,6 @@ import hora.torch as hvd
 from hora.telemetry import meter, report
 from hora.torch import elastic
 
-__all__ = ["train"]
-
 _BATCH = 128
 _SLOW_FROM_S, _SLOW_UNTIL_S, _SLOW_READ_S = 15.0, 45.0, 0.02
 

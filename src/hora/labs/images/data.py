@@ -18,8 +18,6 @@ import torch
 from hora.files import replaced
 from hora.safe_load import load_pickle
 
-__all__ = ["Augmentation", "Images", "cifar10", "digits", "fetch_cifar10"]
-
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 CIFAR10_SHA256 = "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"
 _CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

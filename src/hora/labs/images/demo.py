@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from hora.labs.images.options import ImageOptions
     from hora.labs.images.training import ImageRun
 
-__all__ = ["main", "make_parser"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""

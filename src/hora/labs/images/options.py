@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-__all__ = ["ImageOptions"]
-
 
 def _flag(default: Any, text: str, choices: tuple[Any, ...] | None = None) -> Any:
     return field(default=default, metadata={"help": text, "choices": choices})

@@ -28,8 +28,6 @@ from hora.workflow import (
 )
 from hora.workflow.architectures import ResNet
 
-__all__ = ["ImageRun", "measure", "pick_device", "train"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRun:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from hora.labs.penguins.training import PenguinRun
     from hora.workflow import ModelFile
 
-__all__ = ["NEW_PENGUIN", "LabReport", "main", "make_parser"]
-
 _STYLE = """
 body { font: 16px/1.55 system-ui, sans-serif; color: #1f2430; max-width: 62rem; margin: 2.5rem auto;
   padding: 0 1rem }

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw"]
-
 _X, _Y = FEATURES.index("CulmenLength"), FEATURES.index("FlipperLength")
 # The hues of the palmerpenguins artwork, safe for colour-blind readers.
 _SPECIES = {"Adelie": "#e8871e", "Gentoo": "#1b7f79", "Chinstrap": "#9b4f96"}

@@ -20,8 +20,6 @@ from hora.labs.penguins.training import PenguinRun, features_of
 from hora.workflow import History, save, seed_everything
 from hora.workflow.architectures import MLP
 
-__all__ = ["train"]
-
 
 def train(
     data: Penguins,

@@ -13,8 +13,6 @@ from hora.labs.penguins import steps
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
-__all__ = ["prepare", "read"]
-
 
 def read(spark: SparkSession, csv: str | Path | None) -> DataFrame:
     """Return the lab's columns as text. The package's CSV is read on the driver: executors may lack the package."""

@@ -19,25 +19,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "COLUMNS",
-    "DIVISORS",
-    "FEATURES",
-    "LABEL",
-    "MISSING",
-    "NUMBERS",
-    "NUMBER_PATTERN",
-    "Examples",
-    "Penguins",
-    "Preparation",
-    "by_frequency",
-    "examples_of",
-    "lab_names",
-    "not_a_number",
-    "package_csv",
-    "species_names",
-]
-
 FEATURES = ("Island", "CulmenLength", "CulmenDepth", "FlipperLength", "BodyMass")
 LABEL = "Species"
 COLUMNS = (*FEATURES, LABEL)

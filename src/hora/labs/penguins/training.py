@@ -12,8 +12,6 @@ from hora.labs.penguins.steps import DIVISORS, FEATURES, Examples, Penguins
 from hora.workflow import Feature, History, Recipe, Schedule, accuracy, fit, make_loaders, save, seed_everything
 from hora.workflow.architectures import MLP
 
-__all__ = ["PenguinRun", "features_of", "train"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PenguinRun:

@@ -57,8 +57,6 @@ from hora.launch.agent.protocol import (
 from hora.launch.environment import variables
 from hora.launch.limits import GRACE_S
 
-__all__ = ["LEFT", "Agent", "ControllerLink", "LocalLink", "guarded", "serve_locally"]
-
 LEFT = 75  # the exit status of ranks that have left, and of their agent: EX_TEMPFAIL, start it again
 
 _READ_BYTES = 64 * 1024

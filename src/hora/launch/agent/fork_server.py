@@ -30,8 +30,6 @@ from typing import Any, NoReturn
 from hora.launch.agent.processes import Spawned, die_with_parent, name_process, spawn
 from hora.launch.environment import module_command, replace_variables, variables
 
-__all__ = ["OWN", "ForkServer", "WorkerForks", "differ_only_in", "fork", "load", "run_forked", "serve", "serve_workers"]
-
 _MAX_REQUEST_BYTES = 256 * 1024
 _MAX_DESCRIPTORS = 4
 

@@ -16,22 +16,6 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
-__all__ = [
-    "Execute",
-    "Processes",
-    "Spawned",
-    "adopt_orphans",
-    "die_with_parent",
-    "environment_value",
-    "exit_code",
-    "family",
-    "guard",
-    "remove_folder",
-    "name_process",
-    "send_signal",
-    "spawn",
-]
-
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
 _libc = ctypes.CDLL(None, use_errno=True)

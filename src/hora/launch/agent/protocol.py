@@ -18,31 +18,6 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-__all__ = [
-    "VERSION",
-    "Bye",
-    "Exited",
-    "Finish",
-    "Finished",
-    "Frames",
-    "Join",
-    "Leaving",
-    "MeetAt",
-    "Message",
-    "Output",
-    "Ping",
-    "Pong",
-    "Refused",
-    "Start",
-    "Started",
-    "Taken",
-    "Terminate",
-    "Welcome",
-    "frame",
-    "pack",
-    "unpack",
-]
-
 VERSION = 4
 
 _LENGTHS = struct.Struct(">II")

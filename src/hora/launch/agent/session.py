@@ -28,8 +28,6 @@ from hora.net.session import ClientSession
 from hora.net.wire import Connection, Credentials, connect
 from hora.version import version
 
-__all__ = ["MALFORMED", "QueuedLink", "SessionLink", "join", "on_this_node", "serve"]
-
 _RETRY_S = 0.5
 _AGAIN_S = 0.05
 MALFORMED = (EOFError, OSError, AuthenticationError, ValueError, struct.error)

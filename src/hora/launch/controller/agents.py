@@ -36,8 +36,6 @@ from hora.net.session import SessionPeer, Sessions
 from hora.net.wire import ANYBODY, Credentials, Header, derived_secret, new_secret
 from hora.version import version
 
-__all__ = ["Agents", "credentials", "end_starter", "start_agent"]
-
 Nodes = Mapping[str, tuple[int, int]]  # number and slots by name
 
 _MAX_NAME_CHARS = 255

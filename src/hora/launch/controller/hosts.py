@@ -18,8 +18,6 @@ from hora.launch.controller.policy import Worker
 from hora.launch.slots import HostInfo, Slot, slots_by_host
 from hora.net import sockets
 
-__all__ = ["Blacklist", "DiscoveryScript", "ElasticSpec", "HostWatch", "Hosts", "parse_discovered"]
-
 _INTERVAL_S = 1.0
 _RUN_LIMIT_S = 60.0
 _SHOWN_BYTES = 2000

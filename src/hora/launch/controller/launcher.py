@@ -45,8 +45,6 @@ from hora.launch.job import LaunchEvents, WorkerSpec
 from hora.launch.limits import KILLED_S
 from hora.net.session import SessionPeer
 
-__all__ = ["BEATS", "AgentHandle", "AgentProcess", "HostLauncher", "LocalAgent", "LocalProcess", "wait_or_kill"]
-
 BEATS = 6  # heartbeats within the time after which a silent node is dropped
 _READ_BYTES, _TAIL_BYTES = 256 * 1024, 4096
 # Variables that another machine must not get: functions of our shell, our directories and devices, a foreign secret.

@@ -75,9 +75,6 @@ from hora.world import RendezvousEndpoint, World
 if TYPE_CHECKING:
     from hora.launch.controller.hosts import ElasticSpec, Hosts  # jobs that never change size start faster without
 
-__all__ = ["Signals", "ended_by_signals", "job_failed", "run_job", "signal_text"]
-
-
 _TAIL_LINES = 30
 _LOADING_LIMIT_S = 120.0  # torch, from a slow network disk
 _PING_S = 1.0

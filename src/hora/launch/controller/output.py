@@ -23,8 +23,6 @@ from typing import IO, Any
 
 from hora.launch.job import OutputOptions
 
-__all__ = ["LogFile", "OutputWriter", "Tail"]
-
 MAX_LINE_BYTES = 256 * 1024  # a longer line is written in pieces
 _LINE_WITH_END = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+")
 

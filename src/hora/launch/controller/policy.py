@@ -19,27 +19,6 @@ from typing import Any, Protocol
 
 from hora.launch.slots import Slot, place_ranks
 
-__all__ = [
-    "Begin",
-    "Decision",
-    "Facts",
-    "Fail",
-    "Failure",
-    "EndJob",
-    "FixedSize",
-    "GiveUp",
-    "HostSlot",
-    "Policy",
-    "Roster",
-    "Wait",
-    "Worker",
-    "WorkerState",
-    "assign",
-    "modules_to_preload",
-    "provisional",
-    "root_cause",
-]
-
 _READ_WHILE_LOADING = (b"_NUM_THREADS", b"KMP_", b"GOMP_", b"MKL_", b"OPENBLAS_", b"TORCH_", b"LD_PRELOAD")
 
 # What takes a rank long to import, and the words by which a pickled function shows that it will: torch, what imports

@@ -23,8 +23,6 @@ from hora.net.server import Peer
 from hora.net.wire import Header
 from hora.world import World
 
-__all__ = ["ErrorReport", "OnlyLines", "Rendezvous", "RendezvousEvents"]
-
 _LINE_BYTES, _TELEMETRY_BYTES = 64 * 1024, 1024 * 1024
 _KEYS_BYTES = 256 * 1024
 _LAUNCHERS_KEYS = "hora/"  # only the launcher sets keys with this prefix

@@ -18,8 +18,6 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from hora.launch.ha.store import Contents, LeaderTerm, StoreError, decoded, exchange, lease_time
 
-__all__ = ["Etcd"]
-
 _PORT = 2379
 _BAD_PASSWORD, _BAD_TOKEN = "authentication failed", "invalid auth token"
 

@@ -56,8 +56,6 @@ from hora.net.session import ClientSession
 from hora.net.wire import Connection, connect, derived_secret
 from hora.version import version
 
-__all__ = ["LeaderLink", "Relay"]
-
 _WAIT_S = 2.0
 _COPY_BYTES = 256 * 1024
 

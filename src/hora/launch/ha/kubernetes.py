@@ -26,8 +26,6 @@ from urllib.parse import parse_qsl, urlsplit
 
 from hora.launch.ha.store import LONGEST_TTL_S, Contents, LeaderTerm, StoreError, decoded, exchange, lease_time
 
-__all__ = ["LeaseStore"]
-
 _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 _LEASE, _SECRET = ("Lease", "/apis/coordination.k8s.io/v1", "leases"), ("Secret", "/api/v1", "secrets")
 _ATTEMPTS = 10

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from hora.launch.controller.agents import Agents
     from hora.launch.controller.launcher import HostLauncher
 
-__all__ = ["ElectionLoop", "Leadership", "next_step", "open_store", "own_address"]
-
 _OVER_S = 120  # how long the other nodes can read the job's outcome
 
 _log = logging.getLogger("hora.launch")

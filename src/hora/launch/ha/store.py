@@ -22,18 +22,6 @@ from typing import Any, Protocol
 
 from hora.net.wire import derived_secret
 
-__all__ = [
-    "LONGEST_TTL_S",
-    "AuthenticatedStore",
-    "Contents",
-    "LeaderTerm",
-    "JobStore",
-    "StoreError",
-    "decoded",
-    "exchange",
-    "lease_time",
-]
-
 LONGEST_TTL_S = 600
 _ANSWER_S = 2.0  # for one server; never longer than until the next renewal, so that another can be asked
 

@@ -29,8 +29,6 @@ from hora.world import slurm_nodes
 if TYPE_CHECKING:
     from hora.launch.ha.leadership import Leadership
 
-__all__ = ["NodeFacts", "find_node", "find_place", "open_nodes", "read_secret", "serve_node"]
-
 _RETURN_LIMIT_S = 10.0
 
 

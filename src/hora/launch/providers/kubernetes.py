@@ -13,8 +13,6 @@ from typing import Any
 
 from hora.launch.slots import DEFAULT_PORT
 
-__all__ = ["KINDS", "ManifestRequest", "manifests", "secret_command"]
-
 KINDS = ("job", "jobset", "trainjob", "mpijob")
 Manifest = dict[str, Any]
 

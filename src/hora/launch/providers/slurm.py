@@ -22,8 +22,6 @@ from hora.launch.slots import HostInfo
 from hora.net import sockets
 from hora.world import slurm_counts, slurm_nodes
 
-__all__ = ["Allocation", "allocation", "start_agents"]
-
 _ASK_LIMIT_S = 30.0
 # The step differs from the batch script's request: one task per node, with all of the node's resources.
 _NOT_FOR_THE_STEP = (

@@ -29,8 +29,6 @@ from hora.net import sockets
 from hora.net.session import SessionPeer
 from hora.net.wire import ANYBODY, Credentials, new_secret
 
-__all__ = ["Ssh", "SshHosts", "open_hosts", "reachable_address"]
-
 _CONNECT_ATTEMPTS = 5
 _CONNECT_LIMIT_S = 10
 _SSH_FAILED = 255

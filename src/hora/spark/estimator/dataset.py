@@ -17,8 +17,6 @@ from hora.spark.estimator.store import Store
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-__all__ = ["Column", "Dataset", "InUse", "describe", "materialise", "open_dataset"]
-
 _DESCRIPTION = "_hora_dataset.json"  # Spark and Arrow skip names that start with an underscore
 _ROWS_OF_A_FILE = 1000  # with fewer rows, another file costs a task that takes longer than its rows
 _UNKNOWN_TO_SPARK = ("No FileSystem for scheme", "FileSystem not found", "UnsupportedFileSystemException")

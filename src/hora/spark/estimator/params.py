@@ -14,18 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hora.spark.estimator.dataset import Column
 
-__all__ = [
-    "ESTIMATOR",
-    "MODEL",
-    "ParamTable",
-    "check_columns",
-    "check_torch_values",
-    "check_validation_value",
-    "check_values",
-    "signature_of",
-    "with_params",
-]
-
 if TYPE_CHECKING:
     from pyspark.ml.param import Params
 

@@ -21,8 +21,6 @@ from typing import Any, ClassVar
 from hora.config import on_databricks
 from hora.launch.environment import variables
 
-__all__ = ["DBFSLocalStore", "FilesystemStore", "HDFSStore", "LocalStore", "RemoteStore", "Store"]
-
 LocalDirectory = contextlib.AbstractContextManager[str]
 
 

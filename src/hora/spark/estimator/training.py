@@ -29,22 +29,6 @@ from hora.workflow.fit import register_handlers
 from hora.workflow.history import Tally
 from hora.workflow.step import Recipe, Scored, Stepper, score_all
 
-__all__ = [
-    "TrainingPosition",
-    "endless",
-    "go_on",
-    "join",
-    "losses_of",
-    "minibatches",
-    "num_steps",
-    "open_data_module",
-    "rank_device",
-    "rank_seed",
-    "reader_arguments",
-    "run_folder",
-    "train",
-]
-
 
 def join(spec: RankSpec) -> None:
     """Initialize this process as a rank."""

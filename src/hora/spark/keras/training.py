@@ -33,8 +33,6 @@ from hora.spark.estimator.training import (
 from hora.spark.keras.packing import pack_model, unpack, unpack_model
 from hora.torch.arrays import as_numpy, as_torch
 
-__all__ = ["train"]
-
 _CPU = torch.device("cpu")
 
 

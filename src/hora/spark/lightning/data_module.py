@@ -17,8 +17,6 @@ import torch
 from hora.data.shard import DatasetShard, Rows, Transformation
 from hora.spark.lightning.package import Package
 
-__all__ = ["RowTransformation", "parquet_data_module"]
-
 
 class RowTransformation(Transformation):
     """A user's function on row dicts. `edit_fields` are `(name, dtype, shape or None, nullable)`."""

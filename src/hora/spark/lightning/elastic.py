@@ -16,8 +16,6 @@ from hora.torch.elastic.handlers import SnapshotHandler, get_handler_registry
 from hora.torch.elastic.loop import run
 from hora.torch.elastic.torch_state import TorchState
 
-__all__ = ["make_elastic"]
-
 
 def make_elastic(trainer: Any, new_data: Callable[[], Any] | None) -> None:
     """Make the Trainer's `fit` continue when the world changes.

@@ -19,8 +19,6 @@ from hora.spark.lightning.elastic import make_elastic
 from hora.spark.lightning.package import Package
 from hora.torch.elastic.loop import is_elastic
 
-__all__ = ["horovod_strategy"]
-
 _MEANS = (None, "mean", "avg", "average")
 _OPS: dict[str, int] = {"sum": hvd.Sum, "max": hvd.Max, "min": hvd.Min}
 _ANY_NUMBER = 2**31  # of backward passes between two steps, if a schedule decides

@@ -22,8 +22,6 @@ from hora.spark.lightning.module import modern, old_hooks
 from hora.spark.lightning.package import Package
 from hora.spark.lightning.strategy import horovod_strategy
 
-__all__ = ["train"]
-
 # Arguments of `Trainer` before Lightning 2 and their successors; {} for none.
 _RENAMED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "gpus": lambda value: {},

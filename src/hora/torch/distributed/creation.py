@@ -22,8 +22,6 @@ from hora.torch.distributed.group import HoraProcessGroup
 from hora.version import require
 from hora.world import World
 
-__all__ = ["create", "make_group"]
-
 
 def create(options: Any, backend_options: Any) -> HoraProcessGroup:
     """Create a group; called by torch (`extended_api`)."""

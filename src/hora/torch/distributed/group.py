@@ -29,8 +29,6 @@ from hora.errors import HorovodInternalError
 from hora.torch.distributed.reductions import Reduction, fold, moved, reduction_of
 from hora.torch.distributed.work import DONE, Operation, Work
 
-__all__ = ["HoraProcessGroup"]
-
 _ZERO, _NO_TIMEOUT = timedelta(0), timedelta(milliseconds=-1)
 _KEPT = 4096
 _SUM = Reduce()

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from hora.engine.request import DTYPES, Reduce, ReduceOp
 
-__all__ = ["Reduction", "fold", "moved", "reduction_of"]
-
 _KNOWN = frozenset(DTYPES.values())
 _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ENGINE = {

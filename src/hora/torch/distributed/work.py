@@ -20,8 +20,6 @@ from torch.futures import Future
 
 from hora.engine.request import Completion
 
-__all__ = ["DONE", "Operation", "Work"]
-
 
 class Operation:
     """Base class of the operations behind a `Work`: its parts, and functions to run once when all are done."""

@@ -24,8 +24,6 @@ import torch
 from hora.files import replaced
 from hora.safe_load import ForeignError, load_torch
 
-__all__ = ["DurableCommits"]
-
 log = logging.getLogger("hora")
 
 _FORMAT = "hora-commit-1"

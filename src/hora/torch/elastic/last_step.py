@@ -21,8 +21,6 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
-__all__ = ["LastStep", "copied"]
-
 _IMMUTABLE = frozenset((int, float, bool, str, bytes, type(None)))
 
 

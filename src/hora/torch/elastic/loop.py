@@ -20,8 +20,6 @@ from hora.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hora.torch import basics
 from hora.torch.elastic.state import State, notification_manager
 
-__all__ = ["is_elastic", "run", "run_fn"]
-
 log = logging.getLogger("hora")
 
 Training = Callable[..., Any]

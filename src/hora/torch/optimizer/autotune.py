@@ -21,8 +21,6 @@ from typing import NamedTuple
 from hora.config import EngineConfig
 from hora.torch.optimizer.bucket_plan import BUCKET_BYTES
 
-__all__ = ["DEFAULT", "Autotuner", "Setting"]
-
 _MB = 2**20
 # Leading steps of a trial that don't count: they pay for the change and run with cold caches.
 _SETTLING_STEPS = 2

@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["BUCKET_BYTES", "BucketSpec", "plan_buckets"]
-
 # Large enough that a request costs little per byte, small enough that reduction starts early and ends soon after
 # backward.
 BUCKET_BYTES = 4 * 2**20

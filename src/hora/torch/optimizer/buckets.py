@@ -27,19 +27,6 @@ from hora.torch.optimizer.bucket_plan import BucketSpec
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction, summed
 
-__all__ = [
-    "SMALL_BYTES",
-    "Bucket",
-    "Buckets",
-    "Layout",
-    "host_memory",
-    "is_channels_last",
-    "make_buckets",
-    "make_reductions",
-    "release_all",
-    "view_like",
-]
-
 # Smaller gradients are copied together when the bucket is complete: a call costs more than the bytes.
 SMALL_BYTES = 16 * 1024
 # Up to this many bytes over all members, every member reduces everything: waiting for slices would take longer.

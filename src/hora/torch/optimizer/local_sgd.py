@@ -34,8 +34,6 @@ from hora.torch.optimizer.powersgd import working_dtype
 from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction
 from hora.torch.process_sets import global_process_set, host_process_set
 
-__all__ = ["DESLOC", "DiLoCo", "LocalSGD"]
-
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 _averaging: Outer = partial(torch.optim.SGD, lr=1.0)

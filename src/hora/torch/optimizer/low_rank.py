@@ -27,8 +27,6 @@ from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.powersgd import PowerSGDMemory, orthonormalise_, working_dtype
 from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction
 
-__all__ = ["BUCKET_BYTES", "LowRankReducer"]
-
 # Of the data sent. Each bucket is a round trip, so smaller ones would be slow on a link with high latency.
 BUCKET_BYTES = 512 * 2**10
 

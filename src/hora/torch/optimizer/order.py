@@ -27,8 +27,6 @@ from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer, summed
 from hora.torch.process_sets import ProcessSet
 
-__all__ = ["AgreedOrder", "BucketOrder", "agree_on_order", "in_common_order", "new_number"]
-
 # Steps between two agreements on a changing order; doubles each time, so that an alternating graph costs little.
 _FIRST_PAUSE = 8
 _NUM_HEADER = 3

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["parameter_groups", "parameter_names", "unnamed"]
-
 
 def parameter_names(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None

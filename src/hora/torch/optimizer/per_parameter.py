@@ -15,8 +15,6 @@ from hora import engine
 from hora.engine.request import Kind
 from hora.torch.optimizer.reducer import ReduceOptions, summed
 
-__all__ = ["PerParameterReducer"]
-
 Parameter = torch.Tensor
 
 

@@ -16,8 +16,6 @@ import torch
 
 from hora.torch.compression import PowerSGD
 
-__all__ = ["PowerSGDMemory", "orthonormalise_", "working_dtype"]
-
 
 def working_dtype(parameter: torch.Tensor) -> torch.dtype:
     """Return the dtype of factors and residuals: float32 also for half precision."""

@@ -19,8 +19,6 @@ from hora.torch.compression import Compressor, NoneCompressor, code_for, keeps_l
 from hora.torch.optimizer.powersgd import PowerSGDMemory
 from hora.torch.process_sets import ProcessSet, registered_id
 
-__all__ = ["ReduceOptions", "Reducer", "RequestedReduction", "summed"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceOptions:

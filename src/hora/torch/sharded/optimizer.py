@@ -34,8 +34,6 @@ from hora.torch.optimizer.reducer import ReduceOptions
 from hora.torch.sharded.shards import Shards
 from hora.torch.sharded.state import ShardState, copied, kinds_of
 
-__all__ = ["ELEMENTWISE", "ShardedOptimizer", "SliceCopies", "Slices", "check_shardable"]
-
 _VALUES = ""  # the parameters themselves, among the entries of the state
 # Of one member: (bucket, entry) -> its elements. Of several: (member, number of steps) -> those.
 _Slice = dict[tuple[int, str], torch.Tensor]

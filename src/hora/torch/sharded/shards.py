@@ -30,8 +30,6 @@ from hora.torch.optimizer.bucket_plan import BucketSpec
 from hora.torch.optimizer.buckets import SMALL_BYTES, release_all, view_like
 from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction
 
-__all__ = ["GradientPlaces", "NUM_PLACES", "Shard", "ShardBucket", "Shards", "in_memory_order"]
-
 # One bucket is filled while one is reduced; two more keep backward from waiting for ranks that are a little behind.
 NUM_PLACES = 4
 

@@ -19,8 +19,6 @@ from hora.torch.optimizer.bucket_plan import BucketSpec
 from hora.torch.optimizer.buckets import view_like
 from hora.torch.sharded.shards import Shard, Shards, in_memory_order
 
-__all__ = ["ParameterKinds", "ShardState", "copied", "kinds_of"]
-
 
 @dataclass(frozen=True)
 class ParameterKinds:

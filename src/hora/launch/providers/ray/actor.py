@@ -17,8 +17,6 @@ from hora.launch import worker
 from hora.launch.environment import set_variables
 from hora.world import keep_secret
 
-__all__ = ["ActorProcess", "Call", "RayWorker", "node_id", "perform", "this_process"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ActorProcess:

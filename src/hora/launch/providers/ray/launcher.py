@@ -25,8 +25,6 @@ from hora.launch.providers.ray.actor import ActorProcess, RayWorker
 from hora.launch.providers.ray.reservations import Reservation, Reservations
 from hora.launch.slots import visible_gpus
 
-__all__ = ["RayLauncher"]
-
 _KILLED = 137
 
 

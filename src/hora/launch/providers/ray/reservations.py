@@ -21,8 +21,6 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from hora.errors import StartTimeoutError
 from hora.launch.slots import HostInfo
 
-__all__ = ["Discovery", "RayHosts", "Reservation", "Reservations"]
-
 _CLOSE_LIMIT_S = 10.0
 # Ray grants free slots within this time: wait for them before the job begins.
 _BATCH_WAIT_S = 1.0

@@ -38,8 +38,6 @@ from hora.launch.providers.spark.launcher import SparkJob, run_in_tasks, run_on_
 from hora.launch.providers.spark.live_log import ClientLogSink, Invitation, LiveLog, LogStream
 from hora.launch.providers.spark.task import SparkTask, python_path
 
-__all__ = ["ConnectTasks", "Query", "check_protection", "rows", "run_on_cluster", "server_host"]
-
 _SCHEMA = "kind string, number long, chunk binary"
 _CHUNK_BYTES = 256 * 1024  # of a row: Spark puts several into one message of 4 MiB
 _POLL_S = 0.2

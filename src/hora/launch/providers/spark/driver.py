@@ -34,8 +34,6 @@ from hora.net.keys import HeldSecret
 from hora.net.session import SessionPeer
 from hora.net.wire import new_secret
 
-__all__ = ["SparkStage", "StageDriver", "TaskAgent", "TaskAgents"]
-
 _numbers = itertools.count()
 T = TypeVar("T", bound="TaskAgents")
 

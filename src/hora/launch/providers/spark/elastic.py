@@ -28,8 +28,6 @@ from hora.launch.providers.spark.launcher import SparkJob, SparkLauncher
 from hora.launch.slots import HostInfo, place_ranks
 from hora.net.session import SessionPeer
 
-__all__ = ["run_elastic_on_spark"]
-
 _LOOK_S = 1.0
 
 _log = logging.getLogger("hora.launch")

@@ -20,8 +20,6 @@ from hora.launch.providers.spark.cluster import GPU_VARIABLE, Placement, place_t
 from hora.launch.providers.spark.driver import StageDriver, TaskAgent, TaskAgents
 from hora.launch.slots import Slot
 
-__all__ = ["SparkJob", "SparkLauncher", "run_in_tasks", "run_on_spark"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SparkJob:

@@ -21,8 +21,6 @@ from hora.net.server import Peer, Server
 from hora.net.sockets import resolve, source_address
 from hora.net.wire import Connection, Credentials, Header, connect, new_secret
 
-__all__ = ["ClientLogSink", "LogStream", "Invitation", "LiveLog", "Sink"]
-
 _CONNECT_LIMIT_S = 2.0
 _KEPT_BYTES = 8 * 2**20  # of each stream, for the end
 

@@ -33,8 +33,6 @@ from hora.launch.environment import first_variables, module_command
 from hora.launch.limits import END_S
 from hora.launch.worker import work
 
-__all__ = ["agent", "begin"]
-
 # Variables that may differ in a rank, because no preloaded module has read them.
 _LATE = (*OWN, "NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED")
 _NO_STATUS = 255
