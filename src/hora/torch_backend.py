@@ -3,6 +3,9 @@
 torch calls `register` when it is imported (the entry point `torch.backends`), so this module imports nothing else;
 `hora.torch.distributed` is imported when a process group is created.
 
+`env://`, torch's default way to meet, knows torchrun's variables alone. Under mpirun and srun, which set others, a
+process finds its place as `hvd.init()` does.
+
 `replace_gloo`, or HORA_REPLACE_GLOO=1 in the environment, is for programs with a hard-coded backend: a group that
 requests only gloo is created with Hora, and keeps gloo's name for code that inspects it.
 """
@@ -11,6 +14,8 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 _GLOO = "gloo"
@@ -24,6 +29,7 @@ def register() -> None:
         return
     if not hasattr(dist.Backend, "HORA"):
         dist.Backend.register_backend("hora", _create, extended_api=True, devices=["cpu", "cuda"])
+    _read_variables_of_launchers()
     wish = os.environ.get("HORA_REPLACE_GLOO", "0")
     if wish not in ("", "0", "1"):
         raise ValueError(f"HORA_REPLACE_GLOO must be 0 or 1, but it is {wish!r}")
@@ -35,6 +41,36 @@ def _create(options: Any, backend_options: Any) -> Any:
     from hora.torch.distributed.creation import create
 
     return create(options, backend_options)
+
+
+def _read_variables_of_launchers() -> None:
+    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+    original = handlers["env"]
+    if hasattr(original, "of_torch"):
+        return
+
+    @functools.wraps(original)
+    def with_launchers(url: str, *args: Any, **named: Any) -> Any:
+        from hora.world import World
+
+        if "RANK" in os.environ or "rank=" in url or (world := World.from_env()).launcher == "none":
+            return original(url, *args, **named)
+        return _meet(world, *args, **named)
+
+    with_launchers.of_torch = original  # type: ignore[attr-defined]
+    handlers["env"] = with_launchers
+
+
+def _meet(world: Any, timeout: Any = None, **_: Any) -> Iterator[tuple[Any, int, int]]:
+    """Yield a store of rank 0, this process's rank, and the number of ranks (a rendezvous handler of torch)."""
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    point = world.rendezvous
+    limit = timeout or timedelta(minutes=30)
+    store = TCPStore(point.address or "127.0.0.1", point.port, world.size, world.rank == 0, limit, multi_tenant=True)
+    yield store, world.rank, world.size
 
 
 def replace_gloo() -> None:

@@ -124,13 +124,23 @@ def test_nvidias_wrapper_keeps_its_own_flags(tmp_path):
 
 
 @pytest.mark.skipif(OPEN_MPI is None, reason="Open MPI is not installed (Debian: openmpi-bin)")
-def test_ranks_of_a_real_open_mpi_find_one_another(tmp_path):
+@pytest.mark.parametrize(
+    ("start", "total"),
+    [
+        (
+            "import torch, horovod.torch as hvd; hvd.init(); rank = hvd.rank()",
+            "hvd.allreduce(torch.ones(1), op=hvd.Sum).item()",
+        ),
+        (
+            "import torch, torch.distributed as dist; dist.init_process_group('hora'); rank = dist.get_rank()",
+            "(sent := torch.ones(1), dist.all_reduce(sent))[0].item()",
+        ),
+    ],
+    ids=["hvd", "process group"],
+)
+def test_ranks_of_a_real_open_mpi_find_one_another(tmp_path, start, total):
     script = tmp_path / "train.py"
-    script.write_text(
-        "import torch, horovod.torch as hvd\nhvd.init()\n"
-        "total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()\n"
-        "print(f'rank {hvd.rank()} sum {total}\\n', end='', flush=True)\n"
-    )
+    script.write_text(f"{start}\ntotal = {total}\nprint(f'rank {{rank}} sum {{total}}\\n', end='', flush=True)\n")
     line = [
         OPEN_MPI,
         "--allow-run-as-root",
