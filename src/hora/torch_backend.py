@@ -65,7 +65,7 @@ def _meet(world: Any, timeout: Any = None, **_: Any) -> Iterator[tuple[Any, int,
     """Yield a store of rank 0, this process's rank, and the number of ranks (a rendezvous handler of torch)."""
     from datetime import timedelta
 
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     point = world.rendezvous
     limit = timeout or timedelta(minutes=30)
