@@ -171,6 +171,10 @@ class Timer:
     def cancel(self) -> None:
         self.function = None
 
+    def run(self) -> None:
+        if self.function is not None:
+            self.function()
+
 
 class Server:
     """Serves the addresses passed to `listen` on a thread (`name`); `failed` gets an internal error that ended it."""
@@ -336,9 +340,7 @@ class Server:
             self._calls.popleft()()
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
-            timer = heapq.heappop(self._timers)[2]
-            if timer.function is not None:
-                timer.function()
+            heapq.heappop(self._timers)[2].run()
 
     def _receive_stranger(self, arrival: Arrival) -> Peer:
         sock = arrival.sock
