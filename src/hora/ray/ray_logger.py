@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ warning_raised = False
 _queue: Any = None
 _END = "hora.ray: no more"
 _DELIVERY_LIMIT_S = 60.0
+_PLACEMENT_LIMIT_S, _PLACEMENT_PAUSE_S = 30.0, 0.2
 
 _log = logging.getLogger("hora.ray")
 
@@ -53,10 +55,7 @@ def queue_for(callbacks: Sequence[Callback] | None) -> Iterator[Any]:
     if not callbacks:
         yield None
         return
-    # Under Ray Client this process is on no node.
-    here = None if ray.util.client.ray.is_connected() else ray.get_runtime_context().get_node_id()
-    strategy = {} if here is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=True)}
-    queue = Queue(actor_options={"num_cpus": 0, **strategy})
+    queue = _queue_on_this_node()
     thread = threading.Thread(target=_deliver, args=(queue, callbacks), name="hora-ray-callbacks", daemon=True)
     thread.start()
     try:
@@ -66,6 +65,24 @@ def queue_for(callbacks: Sequence[Callback] | None) -> Iterator[Any]:
             queue.put(_END)
             thread.join(_DELIVERY_LIMIT_S)
             queue.shutdown(force=True)
+
+
+def _queue_on_this_node() -> Any:
+    if ray.util.client.ray.is_connected():  # this process is on no node
+        return Queue(actor_options={"num_cpus": 0})
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    deadline = time.monotonic() + _PLACEMENT_LIMIT_S
+    while True:
+        queue = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
+        try:
+            queue.empty()
+        except ray.exceptions.ActorUnschedulableError:
+            # Ray let a new node place it, which has not heard of this node yet. `soft=True` would leave it there.
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_PLACEMENT_PAUSE_S)
+        else:
+            return queue
 
 
 def _deliver(queue: Any, callbacks: Sequence[Callback]) -> None:
