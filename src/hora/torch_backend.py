@@ -44,9 +44,10 @@ def _create(options: Any, backend_options: Any) -> Any:
 
 
 def _read_variables_of_launchers() -> None:
-    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
-    original = handlers["env"]
-    if hasattr(original, "of_torch"):
+    # No public way exists to replace a handler. A torch without this one must still be importable.
+    handlers = getattr(sys.modules.get("torch.distributed.rendezvous"), "_rendezvous_handlers", {})
+    original = handlers.get("env")
+    if original is None or hasattr(original, "of_torch"):
         return
 
     @functools.wraps(original)
