@@ -262,6 +262,7 @@ def test_a_small_dev_shm_is_worth_a_note_only():
 
 def test_mpi4py_is_noted_with_the_launcher_that_it_needs():
     [note] = [f.text for f in findings.host_findings(FACTS | {"mpi4py": "4.1.2"}) if "mpi4py" in f.text]
+    assert "one host" in note
     assert "mpirun -np N" in note
     assert problems(mpi4py="4.1.2") == []
 

@@ -8,6 +8,7 @@ functions below follow that order. Not here: parsing flags (`options`), placemen
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
 import sys
@@ -152,6 +153,8 @@ def make_job(
         env.setdefault("NCCL_SOCKET_IFNAME", "lo")
         # All ranks share this machine's cores, whatever its names.
         env.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // num_proc, 1)))
+        if importlib.util.find_spec("mpi4py") is not None:
+            env.setdefault("HORA_MPI", "1")
     if elastic is not None:
         env |= elastic.limits.worker_env()
     return Job(

@@ -109,8 +109,8 @@ def _foreign(facts: Facts) -> Finding | None:
 def _mpi4py(facts: Facts) -> Finding | None:
     if facts["mpi4py"] is None:
         return None
-    text = f"mpi4py {facts['mpi4py']}: under horovodrun its COMM_WORLD is one process on every rank"
-    return Finding("note", f"{text}; start programs that ask it for their rank with `mpirun -np N python …`")
+    text = f"mpi4py {facts['mpi4py']}: under horovodrun its COMM_WORLD has the job's ranks on one host only"
+    return Finding("note", f"{text}; on several hosts start programs that use it with `mpirun -np N python …`")
 
 
 def _memory(facts: Facts) -> Finding:

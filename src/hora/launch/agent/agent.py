@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 from collections import deque
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from hora import lifeline
 from hora.launch.agent.fork_server import WorkerForks
@@ -56,6 +56,11 @@ from hora.launch.agent.protocol import (
 )
 from hora.launch.environment import variables
 from hora.launch.limits import GRACE_S
+
+if TYPE_CHECKING:
+    import socket
+
+    from hora.launch.agent.pmi import MpiWorld
 
 LEFT = 75  # the exit status of ranks that have left, and of their agent: EX_TEMPFAIL, start it again
 
@@ -174,6 +179,7 @@ class Agent:
         self._paused = False  # the controller is slow, workers' pipes are left unread
         self._private_files: dict[str, tuple[int, set[int]]] = {}  # content, in hexadecimal -> descriptor, readers
         self._forks: WorkerForks | None = None
+        self._mpi_world: MpiWorld | None = None
         self._lifelines: dict[int, lifeline.Lifeline] = {}  # of workers that run
         self._dead: deque[int] = deque()  # workers whose lifelines tell so
         self._requested: dict[int, tuple[Start, dict[str, str]]] = {}  # worker -> order, environment
@@ -336,16 +342,34 @@ class Agent:
         # N ranks with one thread per core each would compete for the cores.
         share = len(os.sched_getaffinity(0)) // int(env.get("HOROVOD_LOCAL_SIZE", "1"))
         env.setdefault("OMP_NUM_THREADS", str(max(share, 1)))
+        if env.get("HORA_MPI") == "1" and self.scratch:
+            from hora.launch.agent.pmi import mpi_world  # other jobs start faster without
+
+            self._mpi_world = self._mpi_world or mpi_world(env, f"{self.scratch}/mpi")
+        if self._mpi_world is not None:
+            env |= self._mpi_world.variables(int(env["HOROVOD_RANK"]))
         if order.preload is None or not self._ask_to_fork(order, order.preload, env):
             self._execute(order, env)
 
     def _execute(self, order: Start, env: dict[str, str]) -> None:
-        try:
-            spawned = spawn(order.argv, env, order.cwd, execute=self._become_worker)
-        except OSError as error:
-            self._exited(order.worker, 127, str(error))
-        else:
-            self._adopt(order.worker, spawned)
+        with contextlib.ExitStack() as stack:
+            try:
+                if self._mpi_world is not None:
+                    names, ours, inherited = self._mpi_world.connect(int(env["HOROVOD_RANK"]))
+                    stack.enter_context(inherited)
+                    self._selector.register(ours, selectors.EVENT_READ, lambda: self._answer_mpi(ours))
+                    env |= names
+                spawned = spawn(order.argv, env, order.cwd, execute=self._become_worker)
+            except OSError as error:
+                self._exited(order.worker, 127, str(error))
+            else:
+                self._adopt(order.worker, spawned)
+
+    def _answer_mpi(self, rank: socket.socket) -> None:
+        assert self._mpi_world is not None
+        if not self._mpi_world.answer(rank):
+            self._selector.unregister(rank)
+            rank.close()
 
     def _adopt(self, worker: int, spawned: Spawned) -> None:
         self._pids[worker] = spawned.pid

@@ -1,0 +1,208 @@
+"""The MPI world of a job's ranks: MPI libraries learn rank and size as they do under `mpirun`.
+
+Programs may ask mpi4py for their rank beside `hvd`. An MPI library asks the launcher for it: Open MPI over PMIx, whose
+server is a library that Open MPI brings, and MPICH and Intel MPI over PMI-1, lines of text on an inherited socket. Only
+for jobs on one host whose size is fixed, if `HORA_MPI` is 1; elsewhere `mpirun` starts the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import socket
+from collections.abc import Callable, Mapping, Sequence
+
+_STRING, _UINT16, _UINT32, _INFO, _ARRAY, _RANK = 3, 13, 14, 24, 39, 40  # pmix_data_type_t
+_DONE = (0, -157)  # PMIX_SUCCESS, PMIX_OPERATION_SUCCEEDED
+_NAMESPACE = b"hora"
+_FIELD = re.compile(r"(\w+)=(\S*)")
+_KEY_BYTES, _NAMESPACE_BYTES = 512, 256
+
+_Item = tuple[str, int, object]  # key, type, value
+
+
+class _Data(ctypes.Union):
+    _fields_ = [
+        ("text", ctypes.c_char_p),
+        ("number", ctypes.c_uint32),
+        ("at", ctypes.c_void_p),
+        ("_", ctypes.c_byte * 24),
+    ]
+
+
+class _Info(ctypes.Structure):
+    """`pmix_info_t`, with its `pmix_value_t`."""
+
+    _fields_ = [
+        ("key", ctypes.c_char * _KEY_BYTES),
+        ("flags", ctypes.c_uint32),
+        ("type", ctypes.c_uint64),  # 16 bits and padding
+        ("data", _Data),
+    ]
+
+
+class _Array(ctypes.Structure):
+    """`pmix_data_array_t`."""
+
+    _fields_ = [("type", ctypes.c_uint16), ("size", ctypes.c_size_t), ("at", ctypes.c_void_p)]
+
+
+class _Process(ctypes.Structure):
+    """`pmix_proc_t`."""
+
+    _fields_ = [("namespace", ctypes.c_char * _NAMESPACE_BYTES), ("rank", ctypes.c_uint32)]
+
+
+def mpi_world(env: Mapping[str, str], folder: str) -> MpiWorld | None:
+    """Return the MPI world of the ranks with this environment; None if they get none. `folder`: for temporary files."""
+    size = env.get("HOROVOD_SIZE", "1")
+    if size == "1" or size != env.get("HOROVOD_LOCAL_SIZE") or "HOROVOD_ELASTIC" in env:
+        return None
+    return MpiWorld(int(size), folder)
+
+
+class MpiWorld:
+    """A world of `size` ranks, all on this host."""
+
+    def __init__(self, size: int, folder: str) -> None:
+        self.size = size
+        self._name = f"hora-{os.urandom(8).hex()}"  # MPICH names its shared memory after it
+        self._values: dict[str, str] = {}  # what ranks have put, for all ranks
+        self._in_barrier: list[socket.socket] = []
+        self._pmix: ctypes.CDLL | None = None
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        with contextlib.suppress(OSError, AttributeError):  # no Open MPI, or one without PMIx
+            self._pmix = _pmix_server(size, folder)
+        self._folder = folder
+
+    def variables(self, rank: int) -> dict[str, str]:
+        """Return the variables by which Open MPI in a rank finds the PMIx server."""
+        if self._pmix is None:
+            return {}
+        found = ctypes.POINTER(ctypes.c_char_p)()
+        self._pmix.PMIx_server_setup_fork(ctypes.byref(_Process(_NAMESPACE, rank)), ctypes.byref(found))
+        pairs: list[tuple[str, str, str]] = []
+        while (item := found[len(pairs)]) is not None:
+            pairs.append(os.fsdecode(item).partition("="))
+        return {
+            **{name: value for name, _, value in pairs},
+            # As for ranks of mpirun, whose daemon they need only to start further ranks.
+            "OMPI_MCA_ess": "^singleton",
+            "OMPI_MCA_orte_local_daemon_uri": "65536.0;tcp://127.0.0.1:1",
+            # Its shared memory goes with the agent's folder, whatever ends the ranks.
+            "OMPI_MCA_btl_vader_backing_directory": self._folder,
+        }
+
+    def connect(self, rank: int) -> tuple[dict[str, str], socket.socket, socket.socket]:
+        """Return the variables by which MPICH in a rank finds its socket, our end, and the end that it inherits."""
+        ours, inherited = socket.socketpair()
+        inherited.set_inheritable(True)
+        names = {"PMI_FD": str(inherited.fileno()), "PMI_RANK": str(rank), "PMI_SIZE": str(self.size)}
+        return {**names, "MPIR_CVAR_PMI_VERSION": "1"}, ours, inherited  # not PMIx, which MPICH would see too
+
+    def answer(self, rank: socket.socket) -> bool:
+        """Answer the lines that a rank has sent; return False if it will send no more."""
+        try:
+            lines = rank.recv(64 * 1024).decode().splitlines()  # a rank sends a line and waits for the answer
+            for line in lines:
+                self._obey(rank, line)
+        except (OSError, KeyError, UnicodeDecodeError):
+            return False
+        return bool(lines)
+
+    def _obey(self, rank: socket.socket, line: str) -> None:
+        fields = dict(_FIELD.findall(line))
+        match fields["cmd"]:
+            case "init":
+                answer = "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0"
+            case "get_maxes":
+                answer = "cmd=maxes kvsname_max=256 keylen_max=64 vallen_max=1024"
+            case "get_appnum":
+                answer = "cmd=appnum appnum=0"
+            case "get_my_kvsname":
+                answer = f"cmd=my_kvsname kvsname={self._name}"
+            case "get_universe_size":
+                answer = f"cmd=universe_size size={self.size}"
+            case "put":
+                self._values[fields["key"]] = line.partition("value=")[2]
+                answer = "cmd=put_result rc=0 msg=success"
+            case "get":
+                value = self._values.get(fields["key"])
+                found = "rc=0 msg=success" if value is not None else "rc=-1 msg=key_not_found"
+                answer = f"cmd=get_result {found} value={value}"
+            case "barrier_in":
+                self._in_barrier.append(rank)
+                if len(self._in_barrier) == self.size:
+                    for member in self._in_barrier:
+                        with contextlib.suppress(OSError):  # it died meanwhile, and the job ends
+                            member.sendall(b"cmd=barrier_out rc=0\n")
+                    self._in_barrier.clear()
+                return
+            case "finalize":
+                answer = "cmd=finalize_ack rc=0"
+            case other:
+                answer = f"cmd={other} rc=-1 msg=unknown_command"
+        rank.sendall(f"{answer}\n".encode())
+
+
+def _pmix_server(size: int, folder: str) -> ctypes.CDLL:
+    """Start this process's PMIx server, in threads of its library, for `size` ranks. Raises OSError if it fails."""
+    library = ctypes.CDLL("libpmix.so.2")
+    callbacks = (ctypes.c_void_p * 64)()  # none: the library itself serves the ranks of one host
+    keep: list[object] = []
+    place: list[_Item] = [("pmix.srvr.tmpdir", _STRING, folder), ("pmix.sys.tmpdir", _STRING, folder)]
+    _call(library.PMIx_server_init, callbacks, *_packed(place, keep))
+    ranks, host = [str(rank) for rank in range(size)], socket.gethostname()
+    job: list[_Item] = [
+        ("pmix.nmap", _STRING, _generated(library.PMIx_generate_regex, host)),
+        ("pmix.pmap", _STRING, _generated(library.PMIx_generate_ppn, ",".join(ranks))),
+        ("pmix.lpeers", _STRING, ",".join(ranks)),
+        ("pmix.jobid", _STRING, "1"),
+        ("pmix.nsdir", _STRING, folder),
+        ("pmix.tmpdir", _STRING, folder),
+        ("pmix.lldr", _RANK, 0),
+        ("pmix.num.nodes", _UINT32, 1),
+    ]
+    job += [(f"pmix.{name}.size", _UINT32, size) for name in ("univ", "job", "max", "local", "node")]
+    for rank in range(size):
+        numbers: list[_Item] = [(f"pmix.{name}", _RANK, rank) for name in ("rank", "grank", "apprank")]
+        numbers += [(f"pmix.{name}", _UINT16, rank) for name in ("lrank", "nrank")]
+        numbers += [("pmix.appnum", _UINT32, 0), ("pmix.nodeid", _UINT32, 0), ("pmix.hname", _STRING, host)]
+        job.append(("pmix.pdata", _ARRAY, numbers))
+    _call(library.PMIx_server_register_nspace, _NAMESPACE, size, *_packed(job, keep), None, None)
+    for rank in range(size):
+        process = ctypes.byref(_Process(_NAMESPACE, rank))
+        _call(library.PMIx_server_register_client, process, os.getuid(), os.getgid(), None, None, None)
+    return library
+
+
+def _call(function: Callable[..., int], *args: object) -> None:
+    status = function(*args)
+    if status not in _DONE:
+        raise OSError(f"PMIx: status {status}")
+
+
+def _generated(function: Callable[..., int], text: str) -> bytes:
+    result = ctypes.c_char_p()
+    _call(function, text.encode(), ctypes.byref(result))
+    return result.value or b""
+
+
+def _packed(items: Sequence[_Item], keep: list[object]) -> tuple[ctypes.Array[_Info], ctypes.c_size_t]:
+    """Return items as the library takes them: an array and its length. `keep` owns what they point to."""
+    infos = (_Info * len(items))()
+    for info, (key, kind, value) in zip(infos, items, strict=True):
+        info.key, info.type = key.encode(), kind
+        if kind == _ARRAY:
+            inner, length = _packed(value, keep)  # type: ignore[arg-type]
+            array = _Array(_INFO, length.value, ctypes.addressof(inner))
+            keep += [inner, array]
+            info.data.at = ctypes.addressof(array)
+        elif kind == _STRING:
+            info.data.text = value if isinstance(value, bytes) else str(value).encode()
+        else:
+            info.data.number = value
+    keep.append(infos)
+    return infos, ctypes.c_size_t(len(items))
