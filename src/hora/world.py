@@ -339,6 +339,29 @@ def _slurm_place(env: Mapping[str, str], rank: int, size: int) -> tuple[int, int
     return local_rank, counts[node], sum(index < node for index in with_such_a_rank), len(with_such_a_rank)
 
 
+def _first_host_of_open_mpi(env: Mapping[str, str]) -> str:
+    """Return the host of rank 0; an empty string if the variables do not tell, as those of Open MPI 5.
+
+    Open MPI 4 lists the hosts of its daemons, mpirun's own first: `launcher,worker-[1:0-1].job@0(3)`, where each group
+    of numbers begins with their width. If more hosts are listed than have ranks, mpirun's is the one without, as in
+    Kubeflow's MPI operator.
+    """
+    listed = env.get("OMPI_MCA_orte_node_regex", "").partition("@")[0]
+    text = re.sub(
+        r"\[(\d+):([\d,-]+)\]",
+        lambda group: "[" + re.sub(r"\d+", lambda n: n[0].zfill(int(group[1])), group[2]) + "]",
+        listed,
+    )
+    hosts = slurm_nodes(text)
+    if not hosts:
+        return ""
+    first = 1 if len(hosts) > _integer(env, "OMPI_MCA_orte_num_nodes", len(hosts)) else 0
+    own = env.get("OMPI_MCA_orte_local_daemon_uri", "").partition(";")[0].rpartition(".")[2]
+    if env.get("OMPI_COMM_WORLD_RANK") == "0" and own not in ("", str(first)):
+        return ""  # only some of the hosts have ranks, and mpirun's is one of them
+    return hosts[first]
+
+
 def _tcp_endpoint(env: Mapping[str, str], launcher: str, *, one_host: bool) -> RendezvousEndpoint:
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if address and port:
@@ -364,6 +387,8 @@ def _tcp_endpoint(env: Mapping[str, str], launcher: str, *, one_host: bool) -> R
         address = next(iter(slurm_nodes(nodelist)), "127.0.0.1")
     elif job and one_host:
         address = "127.0.0.1"
+    elif launcher == "openmpi" and job and (host := _first_host_of_open_mpi(env)):
+        address = host
     else:
         raise ValueError(
             f"the {launcher} variables describe a world of several ranks but not where they meet: set MASTER_ADDR and "

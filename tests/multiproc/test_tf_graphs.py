@@ -291,6 +291,7 @@ def test_local_variables_keep_their_gradients_and_slots_are_the_given_ones():
         shared, own = (v1.get_variable(name, initializer=np.zeros(2, "float32")) for name in ("shared", "own"))
         inner = v1.train.MomentumOptimizer(1.0, 0.9)
         optimizer = hvd.DistributedOptimizer(inner, scale_local_gradients=False)
+        assert "horovod" in str(optimizer)  # what wrappers of other packages look for
         optimizer.register_local_var(own)
         update = optimizer.minimize(losses(shared) + losses(own))
         assert optimizer.get_slot_names() == inner.get_slot_names() == ["momentum"]

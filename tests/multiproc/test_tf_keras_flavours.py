@@ -155,6 +155,27 @@ def reduces_when_it_computes(hvd, tf):
             assert int(optimizer.iterations) == 2 * passes + 1
 
 
+def is_known_to_wrappers(hvd, tf):
+    """TensorFlow Recommenders Addons finds `horovod._keras` in the text of an optimizer, and then registers tables as
+    local variables in a function around `_compute_gradients`, which Keras 2 calls with `var_list`."""
+    optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.legacy.SGD(1.0))
+    assert "horovod._keras" in str(optimizer)
+    assert type(optimizer).__module__ == tf.keras.optimizers.legacy.SGD.__module__
+    shared, table = tf.Variable([0.0]), tf.Variable([0.0])
+    compute = optimizer._compute_gradients
+
+    def registering(*args, **kwargs):
+        assert any(variable is table for variable in kwargs["var_list"])
+        optimizer.register_local_var(table)
+        return compute(*args, **kwargs)
+
+    optimizer._compute_gradients = registering
+    rank, size = hvd.rank(), hvd.size()
+    optimizer.minimize(lambda: (shared[0] + table[0]) * (rank + 1), [shared, table])
+    np.testing.assert_allclose(shared, [-(size + 1) / 2])
+    np.testing.assert_allclose(table, [-(rank + 1) / size])
+
+
 def trains_in_a_session(hvd, tf):
     """A model of Keras 2 in a graph of tf.compat.v1: its optimizer, the broadcast and the schedule of rates."""
     from tf_keras.src import backend
@@ -230,6 +251,7 @@ def test_keras_2():
         loss_scales_alike(hvd, tf.keras)
         normalises_alike(hvd, tf)
         reduces_when_it_computes(hvd, tf)
+        is_known_to_wrappers(hvd, tf)
         trains_in_a_session(hvd, tf)
 
     session(hvd, body)

@@ -162,6 +162,27 @@ def test_open_mpi_on_several_hosts_must_be_told_where_to_meet():
     assert World.from_env(env | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).rendezvous.address == "10.0.0.1"
 
 
+@pytest.mark.parametrize(
+    ("nodes", "num_nodes", "daemon", "host"),
+    [
+        ("vm,job-worker-[1:0-1].job.default.svc@0(3)", 2, 1, "job-worker-0.job.default.svc"),  # Kubeflow's operator
+        ("n[3:1-2]@0(2)", 2, 0, "n001"),
+        ("a,b@0(2)", 2, 0, "a"),
+        ("[2:9-10]x,a@0(3)", 3, 0, "09x"),
+    ],
+)
+def test_open_mpi_4_on_several_hosts_meets_on_the_first_that_has_ranks(nodes, num_nodes, daemon, host):
+    env = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    env |= {"OMPI_MCA_ess_base_jobid": "12345", "OMPI_MCA_orte_node_regex": nodes}
+    env |= {"OMPI_MCA_orte_num_nodes": str(num_nodes)}
+    rendezvous = World.from_env(env | {"OMPI_COMM_WORLD_RANK": "1"}).rendezvous
+    assert rendezvous.address == host
+    env |= {"OMPI_COMM_WORLD_RANK": "0"}
+    assert World.from_env(env | {"OMPI_MCA_orte_local_daemon_uri": f"7.{daemon};tcp://h:1"}).rendezvous == rendezvous
+    with pytest.raises(ValueError, match="not where they meet"):
+        World.from_env(env | {"OMPI_MCA_orte_local_daemon_uri": f"7.{daemon + 1};tcp://h:1"})
+
+
 def test_inside_an_allocation_but_outside_a_step_is_a_world_of_one():
     assert World.from_env({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "77"}).size == 1
 

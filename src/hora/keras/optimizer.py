@@ -95,6 +95,10 @@ class _Keras3(_Distributed):
 class _Keras2(_Distributed):
     """Reduces gradients when they are applied, unless it did so when computing them."""
 
+    def __repr__(self) -> str:
+        """Name the module that Horovod's optimizers of Keras have: TensorFlow Recommenders Addons looks for it."""
+        return f"<horovod._keras.{type(self).__name__} object at {id(self):#x}>"
+
     @property
     def _agg_helper(self) -> Any:
         """The sums of several backward passes; None if each pass is a step."""

@@ -73,6 +73,10 @@ class GraphOptimizer(_V1Optimizer):
         self._local: dict[int, Any] = {}
         self._agg_helper = None if passes == 1 else LocalAggregation(self._reduce, passes, average)
 
+    def __repr__(self) -> str:
+        """Name Horovod's module: TensorFlow Recommenders Addons looks for it."""
+        return f"<horovod.tensorflow.{type(self).__name__} object at {id(self):#x}>"
+
     def register_local_var(self, variable: Any) -> None:
         """Exclude the gradient of this variable from the reduction."""
         self._local[id(variable)] = variable
