@@ -1,14 +1,15 @@
 """The engine's settings: parses the `HOROVOD_*` run-time variables.
 
 They are read at `hvd.init()`, not at import, because scripts set these variables in `os.environ` first. Launcher
-settings are elsewhere: `hora.launch.options` turns flags into the same variables. `on_databricks` tells where a process
-runs, `accept_risk` whether an unsafe operation is allowed.
+settings are elsewhere: `hora.launch.options` turns flags into the same variables. `on_databricks`, `in_notebook` tell
+where a process runs, `accept_risk` whether an unsafe operation is allowed.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -147,6 +148,13 @@ def on_databricks(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether this process runs in a Databricks cluster, which mounts its file system at /dbfs."""
     env = os.environ if environ is None else environ
     return bool(env.get("DATABRICKS_RUNTIME_VERSION"))
+
+
+def in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and type(shell).__name__ == "ZMQInteractiveShell"
 
 
 def accept_risk(text: str, environ: Mapping[str, str] | None = None, *, warn: bool = True) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from hora.net import acceptor, sockets
 from hora.watch import address, server
-from hora.watch.address import Page, choose_page, page_from_url, parse_address
-from hora.watch.http import Access, new_token
+from hora.watch.address import choose_page, open_page, page_from_url, parse_address
+from hora.watch.http import Access
 from hora.watch.model import Entry, Run
 from hora.watch.server import PageServer
 from hora.watch.terminal import snapshots
@@ -46,12 +46,11 @@ def served():
     run = Run(simulation.facts)
     for entry in simulation.entries(10.0):
         run.take(entry)
-    sock = address.bind("127.0.0.1", 0)
-    url, hosts = address.urls_of("127.0.0.1", sock.getsockname()[1])
-    access, wishes = Access(new_token(), hosts), _Wishes()
+    sock, access, page = open_page("127.0.0.1:0", "t")
+    wishes = _Wishes()
     one = PageServer(run, access, controls=wishes, bundle=lambda: b"PK")
     one.start([sock])
-    yield one, Page(url, access.token, "t", 0), wishes
+    yield one, page, wishes
     one.close()
 
 
@@ -323,11 +322,9 @@ def test_a_viewer_that_does_not_read_is_dropped_and_costs_nothing(served, monkey
 
 def test_a_recorded_run_has_nothing_to_stop():
     run = Run({"id": "x", "began": 0.0})
-    sock = address.bind("127.0.0.1", 0)
-    url, hosts = address.urls_of("127.0.0.1", sock.getsockname()[1])
-    one = PageServer(run, Access("secret", hosts), live=False)
+    sock, access, page = open_page("", "")
+    one = PageServer(run, access, live=False)
     one.start([sock])
-    page = Page(url, "secret", "", 0)
     try:
         assert json.loads(_ask(page, "/api/run")[1])["may"] == []
         assert _ask(page, "/api/stop", "POST", body="{}")[0] == 409
@@ -337,8 +334,14 @@ def test_a_recorded_run_has_nothing_to_stop():
 
 
 def test_a_token_has_more_than_128_bits():
-    assert len({new_token() for _ in range(100)}) == 100
-    assert len(new_token()) * 6 >= 128
+    tokens = set()
+    for _ in range(100):
+        sock, access, page = open_page("", "")
+        sock.close()
+        assert page.token == access.token
+        assert len(page.token) * 6 >= 128
+        tokens.add(page.token)
+    assert len(tokens) == 100
 
 
 def test_a_notebook_may_show_the_page_in_a_frame():

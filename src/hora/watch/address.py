@@ -9,15 +9,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import socket
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from hora.net import sockets
-from hora.watch.http import Access, new_token
+from hora.watch.http import Access
 
 _PREFIX = "hora-watch-"
 _ANSWER_BYTES = 64 * 1024
@@ -46,15 +47,7 @@ def parse_address(text: str) -> tuple[str, int]:
     return host.strip("[]") or "127.0.0.1", int(port or 0)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket."""
-    try:
-        return sockets.listen((host, port))
-    except OSError as error:
-        raise OSError(f"the dashboard cannot listen on {host}:{port}: {error.strerror}; use another one") from None
-
-
-def urls_of(host: str, port: int) -> tuple[str, frozenset[str]]:
+def _urls_of(host: str, port: int) -> tuple[str, frozenset[str]]:
     """Return the address to print, and the accepted values of the Host header."""
     names = {"127.0.0.1", "localhost"} if host in ("127.0.0.1", "localhost", "0.0.0.0") else {_bracketed(host)}
     if host in ("0.0.0.0", "::"):
@@ -84,9 +77,12 @@ def is_private(stream: Any) -> bool:
 def open_page(listen: str, title: str, *, framed: bool = False) -> tuple[socket.socket, Access, Page]:
     """Return a socket that listens at `host:port`, the access control of the page there, and its address."""
     host, port = parse_address(listen)
-    sock = bind(host, port)
-    url, hosts = urls_of(host, sock.getsockname()[1])
-    access = Access(new_token(), hosts, framed=framed)
+    try:
+        sock = sockets.listen((host, port))
+    except OSError as error:
+        raise OSError(f"the dashboard cannot listen on {host}:{port}: {error.strerror}; use another one") from None
+    url, hosts = _urls_of(host, sock.getsockname()[1])
+    access = Access(secrets.token_urlsafe(32), hosts, framed=framed)
     return sock, access, Page(url, access.token, title, os.getpid())
 
 
@@ -97,7 +93,7 @@ def serve_address(facts: Mapping[str, Any]) -> socket.socket:
 
 def answer_caller(sock: socket.socket, page: Page) -> None:
     """Send the address and the token to a process of this user."""
-    sock.send(json.dumps({"url": page.url, "token": page.token, "title": page.title, "pid": page.pid}).encode())
+    sock.send(json.dumps(asdict(page)).encode())
 
 
 def find_pages() -> list[Page]:

@@ -16,7 +16,6 @@ import base64
 import functools
 import hashlib
 import hmac
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -160,11 +159,6 @@ def _style() -> str:
 
 def _site(name: str) -> str:
     return resources.files("hora.watch").joinpath("site", name).read_text(encoding="utf-8")
-
-
-def new_token() -> str:
-    """Return 256 random bits."""
-    return secrets.token_urlsafe(32)
 
 
 @dataclass(frozen=True)

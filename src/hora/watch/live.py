@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Mapping
 from typing import Any, Protocol, TextIO
 
+from hora.config import in_notebook
 from hora.watch import address, view
 from hora.watch.http import Access
 from hora.watch.kubeflow import Controller, Reports
@@ -45,7 +46,7 @@ class JobControl(Protocol):
 
 
 class Dashboard:
-    """The observer of a job (`launch.job.Observation`), and the page's `Controls`. Thread-safe.
+    """The observer of a job (`launch.job.Observation`), whose methods the page calls. Thread-safe.
 
     `listen`: host:port. `record`: a file for `hora view`. `page=False`: no page. `controller`: Kubeflow's.
     """
@@ -70,7 +71,7 @@ class Dashboard:
         self._stop_at_commit = False
         self._profiled: dict[int, float] = {}
         self.page: address.Page | None = None
-        sockets, access, notebook = [], Access("", frozenset()), page and _in_notebook()
+        sockets, access, notebook = [], Access("", frozenset()), page and in_notebook()
         if page:
             sock, access, self.page = address.open_page(listen, str(facts.get("title", "")), framed=notebook)
             sockets.append(sock)
@@ -127,10 +128,12 @@ class Dashboard:
         self._job.ask({"question": "stack"})
 
     def profile(self, rank: int, seconds: float) -> None:
-        place = self._run.places.get(rank)
-        if place is None:
+        self._job.ask({"question": "profile", "seconds": seconds}, self._worker(rank))
+
+    def _worker(self, rank: int) -> int:
+        if rank not in self._run.places:
             raise ValueError(f"there is no rank {rank}")
-        self._job.ask({"question": "profile", "seconds": seconds}, place.worker)
+        return self._run.places[rank].worker
 
     def stop(self, *, commit: bool) -> None:
         if commit:
@@ -141,12 +144,10 @@ class Dashboard:
             self._job.stop("a user stopped it on its page")
 
     def remove(self, rank: int) -> None:
-        place = self._run.places.get(rank)
-        if place is None:
-            raise ValueError(f"there is no rank {rank}")
+        worker = self._worker(rank)
         if not self._run.facts.get("elastic"):
             raise ValueError("only an elastic job continues without one of its ranks; stop the job instead")
-        self._job.remove(place.worker, "killed" if self._run.facts.get("demo") else "removed on the job's page")
+        self._job.remove(worker, "killed" if self._run.facts.get("demo") else "removed on the job's page")
 
     def _look(self, run: Run) -> None:
         """Request what a person would request; runs once a second."""
@@ -210,25 +211,15 @@ def _announce(page: address.Page, host: str, notebook: bool, stream: TextIO) -> 
     if host not in ("127.0.0.1", "localhost", "::1"):
         _log.warning("the dashboard listens on %s without encryption: anyone on the network can read it", host)
     if notebook:
-        _show_in_notebook(page.full_url)
-    elif address.is_private(stream):
-        print(f"hora: see it live: {page.full_url}", file=stream, flush=True)
-    else:  # other people may read this output
-        print(
-            f"hora: see it live: {page.url} (`hora top --url` prints the address with its token, "
-            "to you alone; `hora top` shows the job here)",
-            file=stream,
-            flush=True,
+        from IPython.display import HTML, IFrame, display
+
+        url = page.full_url
+        display(HTML(f'<a href="{url}" target="_blank" rel="noopener">see the job live</a>'), IFrame(url, "100%", 720))
+        return
+    shown = page.full_url
+    if not address.is_private(stream):  # other people may read this output
+        shown = (
+            f"{page.url} (`hora top --url` prints the address with its token, to you alone; "
+            "`hora top` shows the job here)"
         )
-
-
-def _in_notebook() -> bool:
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return shell is not None and type(shell).__name__ == "ZMQInteractiveShell"
-
-
-def _show_in_notebook(url: str) -> None:
-    from IPython.display import HTML, IFrame, display
-
-    display(HTML(f'<a href="{url}" target="_blank" rel="noopener">see the job live</a>'), IFrame(url, "100%", 720))
+    print(f"hora: see it live: {shown}", file=stream, flush=True)

@@ -24,9 +24,7 @@ KINDS = ("world", "report", "joined", "exited", "failed", "line", "event", "stac
 _SUMS = ("num_steps", "step_s", "data_s", "backward_s", "between_s", "wait_s", "reduce_s", "hidden_s", "optimizer_s",
          "num_bytes", "num_samples")  # fmt: skip
 _CELL = (*_SUMS, "longest_s")
-_WIDTH = len(_CELL)
 _summands = operator.attrgetter(*_SUMS)
-_EMPTY = bytes(8)
 MAX_LINES = 4000
 MAX_LINE_CHARS = 2000
 MAX_EVENTS = 1000
@@ -44,42 +42,6 @@ _SAME_EPISODE_S = 10.0  # a rank that is slow again so soon keeps its verdict, a
 _LATE_PROFILE_S = 10.0  # a profile may arrive this long after its rank has caught up
 
 
-class _Row:
-    """Cells of one rank, contiguous."""
-
-    __slots__ = ("values",)
-
-    def __init__(self, num_bins: int) -> None:
-        self.values = array("d", _EMPTY * (_WIDTH * num_bins))
-
-    def add(self, index: int, sample: Sample) -> None:
-        values = self.values
-        for place, value in enumerate(_summands(sample), index * _WIDTH):
-            values[place] += value
-        longest = (index + 1) * _WIDTH - 1
-        values[longest] = max(values[longest], sample.longest_s)
-
-    def cell(self, index: int) -> Sample | None:
-        sums = self.values[index * _WIDTH : (index + 1) * _WIDTH]
-        fields: dict[str, Any] = dict(zip(_CELL, sums, strict=True))
-        return Sample(**fields) if fields["num_steps"] else None
-
-    def halve(self) -> None:
-        values, half = self.values, len(self.values) // _WIDTH // 2
-        merged = array("d")
-        for index in range(half):
-            left = values[2 * index * _WIDTH : (2 * index + 1) * _WIDTH]
-            right = values[(2 * index + 1) * _WIDTH : (2 * index + 2) * _WIDTH]
-            merged.extend(a + b for a, b in zip(left[:-1], right[:-1], strict=True))
-            merged.append(max(left[-1], right[-1]))
-        self.values = merged + array("d", _EMPTY * len(merged))
-
-
-def _paired(values: array[float]) -> array[float]:
-    merged = array("d", (a + b for a, b in zip(values[::2], values[1::2], strict=True)))
-    return merged + array("d", _EMPTY * len(merged))
-
-
 class Grid:
     """Bins of `bin_s` seconds from `began` on. `epoch` counts how often they were merged."""
 
@@ -90,16 +52,16 @@ class Grid:
         self.num_bins = num_bins
         self.num_used = 0
         self.epoch = 0
-        self._rows: dict[int, _Row] = {}
-        self._metrics: dict[str, tuple[array[float], array[float]]] = {}  # sums and counts
+        # By rank or metric, its cells: each has some sums, then a maximum.
+        self._rows: dict[int | str, array[float]] = {}
 
     @property
     def ranks(self) -> list[int]:
-        return sorted(self._rows)
+        return sorted(key for key in self._rows if isinstance(key, int))
 
     @property
     def metrics(self) -> list[str]:
-        return list(self._metrics)
+        return [key for key in self._rows if isinstance(key, str)]
 
     def index(self, at: float) -> int:
         """Return the bin of this time; merges bins to make room."""
@@ -109,38 +71,48 @@ class Grid:
         return index
 
     def add(self, rank: int, at: float, sample: Sample) -> None:
-        index = self.index(at)
-        row = self._rows.get(rank)
-        if row is None:
-            row = self._rows[rank] = _Row(self.num_bins)
-        row.add(index, sample)
+        self._add(rank, at, _summands(sample), sample.longest_s)
 
     def add_metric(self, name: str, at: float, value: float) -> None:
-        index = self.index(at)
-        if name not in self._metrics:
-            self._metrics[name] = array("d", _EMPTY * self.num_bins), array("d", _EMPTY * self.num_bins)
-        sums, counts = self._metrics[name]
-        sums[index] += value
-        counts[index] += 1
+        self._add(name, at, (value, 1.0), 0.0)
+
+    def _add(self, key: int | str, at: float, sums: Sequence[float], longest: float) -> None:
+        index, width = self.index(at), len(sums) + 1
+        row = self._rows.get(key)
+        if row is None:
+            row = self._rows[key] = array("d", bytes(8 * width * self.num_bins))
+        for place, value in enumerate(sums, index * width):
+            row[place] += value
+        last = (index + 1) * width - 1
+        row[last] = max(row[last], longest)
 
     def metric(self, name: str, index: int) -> float | None:
-        """Return the mean of the values reported in a bin."""
-        sums, counts = self._metrics[name]
-        return sums[index] / counts[index] if counts[index] else None
+        """Return the mean of a metric in a bin; None if it was not reported there."""
+        total, count, _ = self._cell(name, index)
+        return total / count if count else None
 
     def cell(self, rank: int, index: int) -> Sample | None:
         """Return a rank's sample of a bin; None if it completed no step there."""
-        row = self._rows.get(rank)
-        return None if row is None else row.cell(index)
+        fields: dict[str, Any] = dict(zip(_CELL, self._cell(rank, index), strict=False))
+        return Sample(**fields) if fields.get("num_steps") else None
 
     def column(self, index: int) -> dict[int, Sample]:
         """Return the ranks' samples of a bin."""
-        return {rank: cell for rank, row in self._rows.items() if (cell := row.cell(index)) is not None}
+        return {rank: cell for rank in self.ranks if (cell := self.cell(rank, index)) is not None}
+
+    def _cell(self, key: int | str, index: int) -> array[float]:
+        row = self._rows.get(key, array("d"))
+        width = len(row) // self.num_bins
+        return row[index * width : (index + 1) * width]
 
     def _halve(self) -> None:
-        for row in self._rows.values():
-            row.halve()
-        self._metrics = {name: (_paired(sums), _paired(counts)) for name, (sums, counts) in self._metrics.items()}
+        for key, row in self._rows.items():
+            width, merged = len(row) // self.num_bins, array("d")
+            for first in range(0, len(row), 2 * width):
+                left, right = row[first : first + width], row[first + width : first + 2 * width]
+                merged.extend(map(operator.add, left[:-1], right[:-1]))
+                merged.append(max(left[-1], right[-1]))
+            self._rows[key] = merged + array("d", bytes(8 * len(merged)))
         self.bin_s *= 2
         self.num_used = -(-self.num_used // 2)
         self.epoch += 1
@@ -190,8 +162,7 @@ class Line(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True)
-class Pending:
+class Pending(NamedTuple):
     """A collective that waits for some ranks."""
 
     name: str
@@ -281,7 +252,10 @@ class Run:
             place.waiting = name, entry.at - waited_s, ranks
         if report.sample.num_steps:
             self.stepped = True
-            self._remember(place.rank, entry.at, report.sample)
+            recent = self._recent.setdefault(place.rank, deque(maxlen=_MAX_RECENT))
+            recent.append((entry.at, report.sample))
+            while recent[0][0] < entry.at - _RECENT_S:
+                recent.popleft()
             self.grid.add(place.rank, entry.at, report.sample)
         for name, value in report.metrics.items():
             if name in self.grid.metrics or len(self.grid.metrics) < _MAX_METRICS:
@@ -290,14 +264,6 @@ class Run:
             self.note(entry.at, kind, place.rank, text)
         if report.host:
             self.hosts[place.host] = {**report.host, "at": entry.at}
-
-    def _remember(self, rank: int, at: float, sample: Sample) -> None:
-        recent = self._recent.get(rank)
-        if recent is None:
-            recent = self._recent[rank] = deque(maxlen=_MAX_RECENT)
-        recent.append((at, sample))
-        while recent[0][0] < at - _RECENT_S:
-            recent.popleft()
 
     def _joined(self, entry: Entry, place: RankState | None) -> None:
         if place is not None and place.state == "starting":
@@ -497,9 +463,6 @@ class Run:
         step, total = self.progress()
         step_s = self.usual_step_s()
         return max(total - step, 0) * step_s if total and step_s and self.outcome is None else None
-
-    def as_facts(self) -> dict[str, Any]:
-        return {**self.facts, "generation": self.generation}
 
 
 def _time(seconds: float) -> float:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from hora.net.acceptor import Acceptor, Arrival
 from hora.watch import view
@@ -42,29 +42,22 @@ _HEARTBEAT_S = 15.0
 _MAX_BACKLOG = 16  # messages a viewer may be behind
 _MAX_WAITING_ENTRIES = 50_000
 
+# Actions of the page on a job, with the request's arguments.
+_ACTIONS: Mapping[str, Callable[[Any, Mapping[str, Any]], None]] = {
+    "stacks": lambda job, given: job.stacks(),
+    "profile": lambda job, given: job.profile(int(given["rank"]), min(max(float(given["seconds"]), 0.1), 60.0)),
+    "stop": lambda job, given: job.stop(commit=bool(given.get("commit", False))),
+    "remove": lambda job, given: job.remove(int(given["rank"])),
+}
+
 _log = logging.getLogger("hora.watch")
-
-
-class Controls(Protocol):
-    """Operations of the page on a job. Called on the server's thread, so implementations must not block."""
-
-    def stacks(self) -> None:
-        """Request the stacks of every rank."""
-
-    def profile(self, rank: int, seconds: float) -> None:
-        """Request a profile of a rank."""
-
-    def stop(self, *, commit: bool) -> None:
-        """End the job; with `commit`, after the next commit or checkpoint."""
-
-    def remove(self, rank: int) -> None:
-        """End a rank's process; an elastic job continues without it."""
 
 
 class PageServer:
     """Serves a run or a `timeline`.
 
-    `controls`: None for a recorded run. `on_tick(run)` runs every second, on its thread.
+    `controls`: the job's `Dashboard`, whose methods must not block; None for a recorded run. `on_tick(run)` runs every
+    second, on the server's thread.
     """
 
     def __init__(
@@ -72,7 +65,7 @@ class PageServer:
         run: Run,
         access: Access,
         *,
-        controls: Controls | None = None,
+        controls: Any = None,
         bundle: Callable[[], bytes] | None = None,
         timeline: Mapping[str, Any] | None = None,
         on_entry: Callable[[Entry], None] | None = None,
@@ -231,21 +224,19 @@ class PageServer:
     async def _connected(self, sock: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=sock, limit=MAX_HEAD_BYTES)
         try:
-            await self._converse(sock, reader, writer)
-        except Exception as error:
-            self._complain(error)
-        finally:
-            writer.transport.abort()  # drop unsent data
-
-    async def _converse(self, sock: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, TimeoutError, asyncio.TimeoutError, asyncio.CancelledError):
-            try:  # suppressed: it closed, was too slow, or was ended
+            try:
                 request = await read_request(reader)
                 if request is not None:
                     await self._answer(sock, request, reader, writer)
             except BadRequest as error:
                 await write_answer(writer, Answer.error(400, error), self._access.headers())
             await finish(writer)
+        except (OSError, TimeoutError, asyncio.TimeoutError, asyncio.CancelledError):
+            pass  # it closed, was too slow, or was ended
+        except Exception as error:
+            self._complain(error)
+        finally:
+            writer.transport.abort()  # drop unsent data
 
     def _complain(self, error: object) -> None:
         """Log an unexpected error once, in full: a client that can cause one must not fill the job's log."""
@@ -288,29 +279,18 @@ class PageServer:
         return Answer.error(404, "not found")
 
     def _act(self, action: str, body: bytes) -> Answer:
-        controls = self._controls
-        if controls is None or self.run.outcome is not None:
+        if self._controls is None or self.run.outcome is not None:
             return Answer.error(409, "the job is over: no action is possible")
+        if action not in _ACTIONS:
+            return Answer.error(404, "there is no such action")
         try:
-            arguments: Mapping[str, Any] = json.loads(body or b"{}", parse_constant=_refuse)
-            if action == "stacks":
-                controls.stacks()
-            elif action == "profile":
-                controls.profile(int(arguments["rank"]), min(max(float(arguments["seconds"]), 0.1), 60.0))
-            elif action == "stop":
-                controls.stop(commit=bool(arguments.get("commit", False)))
-            elif action == "remove":
-                controls.remove(int(arguments["rank"]))
-            else:
-                return Answer.error(404, "there is no such action")
+            _ACTIONS[action](self._controls, json.loads(body or b"{}", parse_constant=_refuse))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             return Answer.error(400, f"this cannot be done: {error}")
         return _json({"done": action})
 
     def _everything(self) -> dict[str, Any]:
-        may = [] if self._controls is None else ["stacks", "profile", "stop", "commit", "remove"]
-        if self._bundle is not None:
-            may.append("bundle")
+        may = [*(_ACTIONS if self._controls else ()), *(["bundle"] if self._bundle else ())]
         return {**view.everything(self.run), "may": may, "live": self._live, "timeline": self._timeline is not None}
 
     async def _stream(
@@ -336,17 +316,13 @@ class PageServer:
         self, viewer: asyncio.Queue[bytes | None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         gone = asyncio.ensure_future(reader.read(1))  # ends when the viewer closes its page
+        gone.add_done_callback(lambda _: _put(viewer, None))
         try:
             while viewer in self._viewers and not gone.done():
-                getter = asyncio.ensure_future(viewer.get())
-                done, _ = await asyncio.wait({getter, gone}, timeout=_HEARTBEAT_S, return_when="FIRST_COMPLETED")
-                if getter not in done:
-                    getter.cancel()
-                    if gone in done:
-                        return
-                    await write(writer, b"\n")
-                    continue
-                data = getter.result()
+                try:
+                    data = await asyncio.wait_for(viewer.get(), _HEARTBEAT_S)
+                except (TimeoutError, asyncio.TimeoutError):
+                    data = b"\n"
                 if data is None:
                     return
                 await write(writer, data)

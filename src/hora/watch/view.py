@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hora.telemetry import PARTS, Sample
@@ -40,7 +40,7 @@ def _finite(value: Any) -> Any:
 def everything(run: Run) -> dict[str, Any]:
     """Return the full state, for a new page."""
     return {
-        "facts": run.as_facts(),
+        "facts": {**run.facts, "generation": run.generation},
         "head": head(run),
         "columns": columns(run, 0),
         "events": events(run, 0),
@@ -54,6 +54,7 @@ def head(run: Run) -> dict[str, Any]:
     step, total = run.progress()
     recent = {rank: added(samples) for rank, samples in run.recent(_RECENT_S).items()}
     recent = {rank: sample for rank, sample in recent.items() if sample.num_steps}
+    step_s = statistics.median(s.step_s / s.num_steps for s in recent.values()) if recent else 0.0
     return {
         "now": run.now,
         "state": kind,
@@ -62,8 +63,8 @@ def head(run: Run) -> dict[str, Any]:
         "step": step,
         "total": total,
         "left_s": _rounded(run.time_left_s()),
-        "step_ms": _rounded(_median_step_s(recent) * 1e3),
-        "samples_per_s": _rounded(_rate(recent, "num_samples")),
+        "step_ms": _rounded(step_s * 1e3),
+        "samples_per_s": _rounded(sum(s.num_samples / s.step_s for s in recent.values() if s.step_s > 0)),
         "bytes_per_s": _rounded(_bandwidth(recent)),
         "hidden": _rounded(_hidden(recent)),
         "size": len(run.places),
@@ -71,14 +72,8 @@ def head(run: Run) -> dict[str, Any]:
         "ranks": [_rank(place, recent.get(rank)) for rank, place in sorted(run.places.items())],
         "stragglers": _current(run),
         "past": _past(run),
-        "pending": [
-            {"name": op.name, "there": op.there, "missing": op.missing, "waited_s": round(op.waited_s, 1)}
-            for op in run.pending()
-        ],
-        "hosts": {
-            name: _host(run, name, _median_step_s(recent))
-            for name in sorted({place.host for place in run.places.values()})
-        },
+        "pending": [op._replace(waited_s=round(op.waited_s, 1))._asdict() for op in run.pending()],
+        "hosts": {name: _host(run, name, step_s) for name in sorted({place.host for place in run.places.values()})},
     }
 
 
@@ -204,15 +199,6 @@ def _mean_parts_ms(column: Mapping[int, Sample]) -> list[float | None]:
     return [1e3 * value / len(column) for value in sums]
 
 
-def _median_step_s(recent: Mapping[int, Sample]) -> float:
-    return statistics.median(s.step_s / s.num_steps for s in recent.values()) if recent else 0.0
-
-
-def _rate(recent: Mapping[int, Sample], what: str) -> float:
-    """Return the rate per second over all ranks."""
-    return sum(getattr(s, what) / s.step_s for s in recent.values() if s.step_s > 0)
-
-
 def _bandwidth(recent: Mapping[int, Sample]) -> float:
     """Return the bytes that a rank reduces per second of moving data."""
     moved = [(s.num_bytes, s.reduce_s + s.hidden_s) for s in recent.values()]
@@ -251,51 +237,35 @@ def metrics(run: Run) -> str:
         for labels, facts in ranks
         for part, value in zip(PARTS, facts.get("parts", ()), strict=False)
     ]
-    families = [
-        _family("hora_world_size", "ranks of the current world", [(job, now["size"])]),
-        _family("hora_generation", "how often the world was formed anew", [(job, max(run.generation, 0))]),
-        _family(
-            "hora_state", "1 for the state the job is in", [({**job, "state": s}, s == now["state"]) for s in _STATES]
-        ),
-        _family("hora_steps_total", "steps done", [(job, now["step"])], kind="counter"),
-        _family("hora_step_seconds", "duration of a step, median of the ranks", [(job, (now["step_ms"] or 0) / 1e3)]),
-        _family("hora_samples_per_second", "samples trained on, all ranks together", [(job, now["samples_per_s"])]),
-        _family(
-            "hora_reduction_bytes_per_second", "bytes a rank reduces per second of it", [(job, now["bytes_per_s"])]
-        ),
-        _family("hora_reduction_hidden_ratio", "share of the reduction behind backward", [(job, now["hidden"])]),
-        _family(
-            "hora_rank_up", "1 for a rank that takes part", [(labels, f["state"] == "here") for labels, f in ranks]
-        ),
-        _family("hora_rank_part_seconds", "where a step of this rank goes", parts),
-        _family(
-            "hora_rank_lateness_ratio",
-            "share of a step for which others wait for this rank",
-            [(labels, late[facts["rank"]]) for labels, facts in ranks if facts["rank"] in late],
-        ),
-        _family(
-            "hora_straggler_slowdown_ratio",
-            "work of a straggler over the median of the others",
-            [({**job, "rank": str(s["rank"]), "part": s["part"]}, s["slowdown"]) for s in now["stragglers"]],
-        ),
-        _family("hora_rank_memory_bytes", "resident memory", [(labels, f["memory"]) for labels, f in ranks]),
-        _family(
-            "hora_metric",
-            "what the training reported last",
-            [({**job, "name": name}, value) for name, value in run.latest_metrics().items()],
-        ),
+    late_ranks = [(labels, late[facts["rank"]]) for labels, facts in ranks if facts["rank"] in late]
+    slowdowns = [({**job, "rank": str(s["rank"]), "part": s["part"]}, s["slowdown"]) for s in now["stragglers"]]
+    reported = [({**job, "name": name}, value) for name, value in run.latest_metrics().items()]
+    states = [({**job, "state": state}, state == now["state"]) for state in _STATES]
+    families: list[tuple[str, str, Sequence[tuple[Labels, float | None]]]] = [
+        ("hora_world_size", "ranks of the current world", [(job, now["size"])]),
+        ("hora_generation", "how often the world was formed anew", [(job, max(run.generation, 0))]),
+        ("hora_state", "1 for the state the job is in", states),
+        ("hora_steps_total", "steps done", [(job, now["step"])]),
+        ("hora_step_seconds", "duration of a step, median of the ranks", [(job, (now["step_ms"] or 0) / 1e3)]),
+        ("hora_samples_per_second", "samples trained on, all ranks together", [(job, now["samples_per_s"])]),
+        ("hora_reduction_bytes_per_second", "bytes a rank reduces per second of it", [(job, now["bytes_per_s"])]),
+        ("hora_reduction_hidden_ratio", "share of the reduction behind backward", [(job, now["hidden"])]),
+        ("hora_rank_up", "1 for a rank that takes part", [(labels, f["state"] == "here") for labels, f in ranks]),
+        ("hora_rank_part_seconds", "where a step of this rank goes", parts),
+        ("hora_rank_lateness_ratio", "share of a step for which others wait for this rank", late_ranks),
+        ("hora_straggler_slowdown_ratio", "work of a straggler over the median of the others", slowdowns),
+        ("hora_rank_memory_bytes", "resident memory", [(labels, f["memory"]) for labels, f in ranks]),
+        ("hora_metric", "what the training reported last", reported),
     ]
-    return "".join(families)
+    return "".join(_family(*family) for family in families)
 
 
-def _family(name: str, text: str, values: Iterable[tuple[Labels, float | None]], *, kind: str = "gauge") -> str:
+def _family(name: str, text: str, values: Sequence[tuple[Labels, float | None]]) -> str:
+    kind = "counter" if name.endswith("_total") else "gauge"
     lines = [f"{name}{{{_labels(labels)}}} {float(value):g}\n" for labels, value in values if value is not None]
     return f"# HELP {name} {text}\n# TYPE {name} {kind}\n{''.join(lines)}" if lines else ""
 
 
 def _labels(labels: Labels) -> str:
-    return ",".join(f'{key}="{_escaped(value)}"' for key, value in labels.items())
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+    escapes = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
+    return ",".join(f'{key}="{value.translate(escapes)}"' for key, value in labels.items())

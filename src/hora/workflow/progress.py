@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from hora.config import in_notebook
+
 _LINE_EVERY_S = 0.5
 
 
@@ -71,7 +73,7 @@ class Progress:
 
 
 def _bar_class() -> Any:
-    if not (_in_notebook() or sys.stderr.isatty()):
+    if not (in_notebook() or sys.stderr.isatty()):
         return None
     try:
         with warnings.catch_warnings():
@@ -80,12 +82,6 @@ def _bar_class() -> Any:
     except ImportError:
         return None
     return tqdm
-
-
-def _in_notebook() -> bool:
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return shell is not None and shell.__class__.__name__ == "ZMQInteractiveShell"
 
 
 class Logger(Protocol):

@@ -467,7 +467,7 @@ function openMenu() {
   if (may("stacks") && !over) add("Look at all stacks", () => act("stacks"));
   if (may("profile") && !over) add("Profile a rank …", async () => { const chosen = await confirmed("Where does a rank spend its time?", "Profile it", { rank: worst, seconds: true, danger: false }); if (chosen) act("profile", chosen); });
   if (may("bundle")) add("Download everything as a bundle", bundle);
-  if (may("commit") && !over) add("Commit, then stop …", async () => { if (await confirmed("Stop the job at its next commit?", "Commit and stop")) act("stop", { commit: true }); });
+  if (may("stop") && !over) add("Commit, then stop …", async () => { if (await confirmed("Stop the job at its next commit?", "Commit and stop")) act("stop", { commit: true }); });
   if (may("remove") && !over && run.facts.elastic) add("Remove a rank …", async () => { const chosen = await confirmed("End the process of a rank? The others go on without it.", "Remove it", { rank: worst }); if (chosen) act("remove", chosen); }, true);
   if (may("stop") && !over) add("Stop the job …", async () => { if (await confirmed("Stop the job now? What was not committed is lost.", "Stop the job")) act("stop", { commit: false }); }, true);
   $("menu").replaceChildren(...items); $("menu").hidden = false; $("actions").setAttribute("aria-expanded", "true");
