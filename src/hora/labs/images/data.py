@@ -23,7 +23,6 @@ CIFAR10_SHA256 = "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001
 _CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _CIFAR10_PARTS = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
 _RECORD_BYTES = 1 + 3 * 32 * 32
-# All that a numpy array pickled by Python 2 needs; a file that asks for anything else is refused, not run.
 
 
 @dataclass(frozen=True, kw_only=True)

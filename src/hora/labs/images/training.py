@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def train(options: ImageOptions) -> ImageRun:
         recipe=_recipe(options, device),
         checkpoints=Checkpoints(folder / "checkpoints", every_steps=options.checkpoint_steps or None),
         resume=options.resume,
-        loggers=[TensorBoardLog(folder / "tensorboard")] if _has_tensorboard() else [],
+        loggers=[TensorBoardLog(folder / "tensorboard")] if find_spec("tensorboard") else [],
     )
     if hvd.rank() == 0:
         save(folder / "model", model, classes=data.classes, notes={"data": options.data, "epochs": len(history)})
@@ -191,11 +192,3 @@ def _loaders(options: ImageOptions, data: Images, device: torch.device) -> Loade
     test_images, test_labels = data.test_images.to(device), data.test_labels.to(device)
     valid = TensorLoader(test_images, test_labels, shuffle=False, transform=Augmentation(mean, std), **kwargs)
     return Loaders(train, valid)
-
-
-def _has_tensorboard() -> bool:
-    try:
-        import tensorboard  # noqa: F401
-    except ImportError:
-        return False
-    return True

@@ -231,7 +231,6 @@ def _weights_text(model: ModelFile) -> str:
 
 
 def _write_report(data: Penguins, rows: list[tuple[str, str, str]], model: ModelFile, folder: Path) -> None:
-
     report = LabReport("Which penguin is it?")
     report.add(
         "p",

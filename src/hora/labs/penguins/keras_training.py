@@ -13,8 +13,6 @@ import numpy as np
 import torch
 
 import hora.torch as hvd
-from hora.keras import callbacks as methods
-from hora.keras.optimizer import DistributedOptimizer
 from hora.labs.penguins.steps import FEATURES, Penguins
 from hora.labs.penguins.training import PenguinRun, features_of
 from hora.workflow import History, save, seed_everything
@@ -34,6 +32,8 @@ def train(
     """Train the 5-10-10-3 network on this rank's share of the rows; rank 0 saves it."""
     import keras
 
+    import horovod.keras as hvd_keras
+
     hvd.init()
     keras.utils.set_random_seed(seed)
     seed_everything(seed)
@@ -50,7 +50,9 @@ def train(
     rate = learning_rate * hvd.size()
     steps = max(1, -(-len(labels) // batch_size)) * epochs
     model.compile(
-        optimizer=DistributedOptimizer(keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(rate, steps))),
+        optimizer=hvd_keras.DistributedOptimizer(
+            keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(rate, steps))
+        ),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
@@ -62,7 +64,11 @@ def train(
         epochs=epochs,
         verbose=0,
         validation_data=(data.test.features.astype("float32"), data.test.labels),
-        callbacks=_callbacks(keras, history, progress and hvd.rank() == 0),
+        callbacks=[
+            hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0),
+            hvd_keras.callbacks.MetricAverageCallback(),
+            _recorder(keras, history, progress and hvd.rank() == 0),
+        ],
     )
     trained = iter(model.get_weights())
     with torch.no_grad():
@@ -75,37 +81,23 @@ def train(
     return PenguinRun(history=history, num_ranks=hvd.size(), weights=network.state_dict())
 
 
-def _callbacks(keras: Any, history: History, progress: bool) -> list[Any]:
-    base = keras.callbacks.Callback
-    makers: tuple[tuple[type, tuple[Any, ...]], ...] = (
-        (methods.Broadcast, (0,)),
-        (methods.MetricAverage, ()),
-        (_Record, (history, progress)),
-    )
-    return [type(kind.__name__, (kind, base), {})(*arguments) for kind, arguments in makers]
+def _recorder(keras: Any, history: History, progress: bool) -> Any:
+    """Return a callback that records an epoch's values in the lab's history."""
+    began = 0.0
 
+    def begin(epoch: int, logs: Any) -> None:
+        nonlocal began
+        began = time.perf_counter()
 
-class _Record:
-    """Records an epoch's values in the lab's history."""
-
-    def __init__(self, history: History, progress: bool) -> None:
-        super().__init__()
-        self._history, self._progress, self._began = history, progress, 0.0
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._began = time.perf_counter()
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        names = {
-            "loss": "train_loss",
-            "accuracy": "train_accuracy",
-            "val_loss": "valid_loss",
-            "val_accuracy": "valid_accuracy",
+    def end(epoch: int, logs: Any) -> None:
+        record = {
+            f"{ours}_{name}": float(logs[f"{theirs}{name}"])
+            for ours, theirs in (("train", ""), ("valid", "val_"))
+            for name in ("loss", "accuracy")
         }
-        record = {ours: float(logs[theirs]) for theirs, ours in names.items()}
-        self._history.append({"epoch": epoch + 1, **record, "seconds": time.perf_counter() - self._began})
-        if self._progress and (epoch + 1) % 10 == 0:
-            print(
-                f"epoch {epoch + 1}: loss {record['train_loss']:.3f}, accuracy {record['valid_accuracy']:.1%}",
-                flush=True,
-            )
+        history.append({"epoch": epoch + 1, **record, "seconds": time.perf_counter() - began})
+        if progress and (epoch + 1) % 10 == 0:
+            figures = f"loss {record['train_loss']:.3f}, accuracy {record['valid_accuracy']:.1%}"
+            print(f"epoch {epoch + 1}: {figures}", flush=True)
+
+    return keras.callbacks.LambdaCallback(on_epoch_begin=begin, on_epoch_end=end)
