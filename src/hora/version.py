@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.util
-import os
 import re
 import sys
 import warnings
@@ -84,25 +84,13 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:2])
 
 
-def _foreign_horovod() -> str | None:
-    """Return `horovod <version>` if that distribution is installed beside Hora, else None."""
-    # importlib.metadata could do it too, but its import is too slow for the launch of a job.
-    for folder in sys.path:
-        try:
-            names = os.listdir(folder or ".")
-        except OSError:  # an archive, a missing folder, or an unreadable one
-            continue
-        for name in names:
-            if name.startswith("horovod-") and name.endswith((".dist-info", ".egg-info")):
-                return f"horovod {name.removesuffix('-info').rpartition('.')[0].split('-')[1]}"
-    return None
-
-
 def foreign_conflict() -> tuple[str, str] | None:
     """Describe the conflict of two distributions that own `horovod`, and its remedy; None if Hora is the only one."""
-    found = _foreign_horovod()
-    if found is None:
+    # importlib.metadata knows distributions too, but its import is too slow for the launch of a job.
+    folders = [name for folder in sys.path for name in glob.glob("horovod-*.*-info", root_dir=folder or ".")]
+    if not folders:
         return None
+    found = f"horovod {folders[0].removesuffix('-info').rpartition('.')[0].split('-')[1]}"
     spec = importlib.util.find_spec("horovod")
     path = Path(spec.origin) if spec is not None and spec.origin else None
     ours = path is not None and (path.parent / "_modules.py").exists() and "hora" in path.read_text()

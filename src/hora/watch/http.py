@@ -79,20 +79,6 @@ async def _read(reader: asyncio.StreamReader) -> HttpRequest | None:
         return None
     except asyncio.LimitOverrunError:
         raise BadRequest("the request's head is too long") from None
-    request = _parse(head)
-    length = request.headers.get("content-length", "0")
-    if "transfer-encoding" in request.headers or not length.isascii() or not length.isdigit():
-        raise BadRequest("the length of the body is missing")
-    if len(length) > 8 or int(length) > _MAX_BODY_BYTES:
-        raise BadRequest("the body is too long")
-    try:
-        body = await reader.readexactly(int(length))
-    except asyncio.IncompleteReadError:
-        return None
-    return HttpRequest(request.method, request.path, request.headers, body)
-
-
-def _parse(head: bytes) -> HttpRequest:
     try:
         first, *rest = head.decode("ascii").split("\r\n")[:-2]
         method, target, version = first.split(" ")
@@ -107,7 +93,16 @@ def _parse(head: bytes) -> HttpRequest:
         if not colon or not name or name != name.strip() or (name in headers and name in _SINGLE):
             raise BadRequest("a header is invalid")
         headers[name] = value.strip()
-    return HttpRequest(method, unquote(target.partition("?")[0]), headers)
+    length = headers.get("content-length", "0")
+    if "transfer-encoding" in headers or not length.isascii() or not length.isdigit():
+        raise BadRequest("the length of the body is missing")
+    if len(length) > 8 or int(length) > _MAX_BODY_BYTES:
+        raise BadRequest("the body is too long")
+    try:
+        body = await reader.readexactly(int(length))
+    except asyncio.IncompleteReadError:
+        return None
+    return HttpRequest(method, unquote(target.partition("?")[0]), headers, body)
 
 
 def head_of(answer: Answer, extra: Mapping[str, str], *, length: int | None) -> bytes:
@@ -147,12 +142,6 @@ def site_files() -> dict[str, Answer]:
 
 
 @functools.cache
-def _style_hash() -> str:
-    """Return the source for the page's content security policy, which allows only these styles."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(_style().encode()).digest()).decode()
-
-
-@functools.cache
 def _style() -> str:
     return "\n".join(map(_site, _STYLES))
 
@@ -170,12 +159,10 @@ class Access:
     framed: bool = False
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of every response."""
+        """Return the headers of every response. The security policy allows only the page's own styles."""
         ancestors = "http: https:" if self.framed else "'none'"
-        return {
-            **_SECURITY_HEADERS,
-            "Content-Security-Policy": _POLICY.format(ancestors=ancestors, style=_style_hash()),
-        }
+        style = "sha256-" + base64.b64encode(hashlib.sha256(_style().encode()).digest()).decode()
+        return {**_SECURITY_HEADERS, "Content-Security-Policy": _POLICY.format(ancestors=ancestors, style=style)}
 
     def check_place(self, headers: Mapping[str, str]) -> Answer | None:
         """Check every request: it must name this server, and come from its own page or from no page at all."""

@@ -37,7 +37,8 @@ class Recorder:
             self._file: IO[bytes] = tempfile.TemporaryFile(prefix="hora-run-")  # noqa: SIM115 - closed by close()
         else:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "w+b", opener=_private)  # noqa: SIM115 - closed by close()
+            # Logs and arguments may be private.
+            self._file = open(path, "w+b", opener=lambda name, flags: os.open(name, flags, 0o600))  # noqa: SIM115
         self._file.write(_MAGIC + json.dumps(dict(facts)).encode() + b"\n")
         self._entries = bytearray()
         self._since = 0.0
@@ -79,10 +80,6 @@ class Recorder:
         self._file.close()
 
 
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)  # logs and arguments may be private
-
-
 def read_entries(path: str | Path) -> tuple[dict[str, Any], Iterator[Entry]]:
     """Return the facts and entries of a recording. Raises ValueError if it is not one."""
     file = open(path, "rb")  # noqa: SIM115 - closed by the iterator
@@ -110,17 +107,13 @@ def _entries(file: IO[bytes]) -> Iterator[Entry]:
                 data = unpacker.decompress(block, _MAX_BLOCK_BYTES)
             except zlib.error:
                 return
-            yield from _entries_of(data)
-
-
-def _entries_of(data: bytes) -> Iterator[Entry]:
-    position = 0
-    while position + _ENTRY.size <= len(data):
-        at, kind, worker, length = _ENTRY.unpack_from(data, position)
-        position += _ENTRY.size
-        if kind < len(KINDS):
-            yield Entry(at, KINDS[kind], worker, data[position : position + length])
-        position += length
+            position = 0
+            while position + _ENTRY.size <= len(data):
+                at, kind, worker, length = _ENTRY.unpack_from(data, position)
+                position += _ENTRY.size
+                if kind < len(KINDS):
+                    yield Entry(at, KINDS[kind], worker, data[position : position + length])
+                position += length
 
 
 def read_run(path: str | Path) -> Run:

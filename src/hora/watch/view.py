@@ -55,6 +55,8 @@ def head(run: Run) -> dict[str, Any]:
     recent = {rank: added(samples) for rank, samples in run.recent(_RECENT_S).items()}
     recent = {rank: sample for rank, sample in recent.items() if sample.num_steps}
     step_s = statistics.median(s.step_s / s.num_steps for s in recent.values()) if recent else 0.0
+    slow = [verdict for verdict in run.verdicts if verdict.until is None]
+    over = [verdict for verdict in run.verdicts if verdict.until is not None]
     return {
         "now": run.now,
         "state": kind,
@@ -70,8 +72,8 @@ def head(run: Run) -> dict[str, Any]:
         "size": len(run.places),
         "worlds": list(run.worlds),
         "ranks": [_rank(place, recent.get(rank)) for rank, place in sorted(run.places.items())],
-        "stragglers": _current(run),
-        "past": _past(run),
+        "stragglers": [_verdict(one) for one in sorted(slow, key=lambda one: -one.finding.slowdown)],
+        "past": [_verdict(one) for one in sorted(over, key=_cost_s, reverse=True)[:_MAX_PAST]],
         "pending": [op._replace(waited_s=round(op.waited_s, 1))._asdict() for op in run.pending()],
         "hosts": {name: _host(run, name, step_s) for name in sorted({place.host for place in run.places.values()})},
     }
@@ -101,7 +103,8 @@ def columns(run: Run, first: int) -> dict[str, Any]:
         late = lateness(column)
         for row, rank in enumerate(ranks):
             cell = column.get(rank)
-            result["step"][row].append(None if cell is None else _rounded(_own_ms(cell)))
+            own_s = None if cell is None else (cell.step_s - cell.wait_s) / cell.num_steps  # without waiting for others
+            result["step"][row].append(None if own_s is None else _rounded(1e3 * own_s))
             result["late"][row].append(None if cell is None else round(100 * late.get(rank, 0.0), 1))
         for row, value in enumerate(_mean_parts_ms(column)):
             result["parts"][row].append(_rounded(value))
@@ -123,16 +126,9 @@ def stacks(run: Run) -> dict[str, Any]:
     return {"stacks": run.stacks, "profiles": run.profiles}
 
 
-def _current(run: Run) -> list[dict[str, Any]]:
-    slow = [verdict for verdict in run.verdicts if verdict.until is None]
-    return [_verdict(one) for one in sorted(slow, key=lambda one: -one.finding.slowdown)]
-
-
-def _past(run: Run) -> list[dict[str, Any]]:
-    """Return the verdicts that are over, the most expensive first."""
-    over = [verdict for verdict in run.verdicts if verdict.until is not None]
-    cost = {id(one): one.finding.lateness * ((one.until or 0.0) - one.finding.since) for one in over}
-    return [_verdict(one) for one in sorted(over, key=lambda one: -cost[id(one)])[:_MAX_PAST]]
+def _cost_s(verdict: Verdict) -> float:
+    """Return the time that others have waited for a rank."""
+    return verdict.finding.lateness * ((verdict.until or 0.0) - verdict.finding.since)
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
@@ -183,20 +179,12 @@ def _host(run: Run, name: str, step_s: float) -> dict[str, Any]:
     return facts
 
 
-def _own_ms(cell: Sample) -> float:
-    """Return a rank's own time per step: the step without waiting for others."""
-    return 1e3 * (cell.step_s - cell.wait_s) / cell.num_steps
-
-
 def _mean_parts_ms(column: Mapping[int, Sample]) -> list[float | None]:
     """Return the time of each part of a step, averaged over the ranks."""
     if not column:
         return [None] * len(PARTS)
-    sums = [0.0] * len(PARTS)
-    for cell in column.values():
-        for index, value in enumerate(cell.parts_s):
-            sums[index] += value / cell.num_steps
-    return [1e3 * value / len(column) for value in sums]
+    parts_ms = ([1e3 * value / cell.num_steps for value in cell.parts_s] for cell in column.values())
+    return [sum(values) / len(column) for values in zip(*parts_ms, strict=True)]
 
 
 def _bandwidth(recent: Mapping[int, Sample]) -> float:

@@ -70,19 +70,17 @@ def fit(
     )
     folder = Checkpoints(checkpoints) if isinstance(checkpoints, (str, Path)) else checkpoints
     kind = _ElasticRun if peers.is_elastic() else _Run
-    run = kind(stepper, Loaders(*loaders), plain, epochs, folder, early_stopping)
+    run = kind(stepper, Loaders(*loaders), plain, epochs, folder, early_stopping, loggers, progress)
     try:
-        return run.train(resume=resume, loggers=loggers, progress=progress)
+        return run.train(resume)
     finally:
-        run.close()
+        run.progress.close()
         for logger in loggers:
             logger.close()
 
 
 class _Run:
     """One call of `fit`. Its position is (epoch, steps in it); a checkpoint holds the position and all state."""
-
-    progress: Progress | None = None
 
     def __init__(
         self,
@@ -92,6 +90,8 @@ class _Run:
         epochs: int,
         checkpoints: Checkpoints | None,
         early_stopping: EarlyStopping | None,
+        loggers: Sequence[Logger],
+        visible: bool,
     ) -> None:
         self.stepper = stepper
         self.loaders = loaders
@@ -99,7 +99,11 @@ class _Run:
         self.epochs = epochs
         self.checkpoints = checkpoints
         self.early_stopping = early_stopping
+        self.loggers = loggers
+        self.visible = visible
+        self.tally, self.tally_epoch = Tally(stepper.objective.names, stepper.device), -1
         self.history = History()
+        self.progress = Progress(epochs, 0, visible=False)
         self.base_rates = [float(group["lr"]) for group in stepper.optimizer.param_groups]
         self.num_steps = -(-len(loaders.train) // stepper.recipe.accumulate)
         self.first_epoch = 0
@@ -109,10 +113,10 @@ class _Run:
         self.midway: dict[str, Any] | None = None
         _check_sharded(loaders.train)
 
-    def train(self, *, resume: bool, loggers: Sequence[Logger], progress: bool) -> History:
+    def train(self, resume: bool) -> History:
         """Train the remaining epochs."""
         peers.broadcast_start(self.model, self.stepper.optimizer)
-        self._show(progress)
+        self._show()
         if resume:
             self._resume()
         self._begin()
@@ -121,40 +125,33 @@ class _Run:
                 break
             record = self._epoch(epoch)
             self.history.append(record)
-            self._tell(epoch, record, loggers)
+            self._tell(epoch, record)
             if self.early_stopping is not None:
                 self.stopped = self.early_stopping.should_stop(record, self.model)
-            self._save(epoch + 1, 0, None, capture_rng())
+            self._save(epoch + 1, 0, capture_rng())
         if self.early_stopping is not None:
             self.early_stopping.finish(self.model)
         return self.history
 
-    def close(self) -> None:
-        """Close the progress display."""
-        if self.progress is not None:
-            self.progress.close()
-
-    def _show(self, progress: bool) -> None:
-        self.progress = Progress(self.epochs, self.num_steps, visible=progress and peers.is_chief())
+    def _show(self) -> None:
+        self.progress = Progress(self.epochs, self.num_steps, visible=self.visible and peers.is_chief())
 
     def _begin(self) -> None:
         meter.total_steps = meter.num_steps + self.epochs * self.num_steps
-        assert self.progress is not None
         self.progress.start(self.first_epoch, self.steps_done)
 
-    def _tell(self, epoch: int, record: dict[str, float], loggers: Sequence[Logger]) -> None:
+    def _tell(self, epoch: int, record: dict[str, float]) -> None:
         if peers.is_chief():
-            assert self.progress is not None
             self.progress.finish_epoch(epoch, record)
-            for logger in loggers:
+            for logger in self.loggers:
                 logger.log(record, epoch + 1)
 
     def _epoch(self, epoch: int) -> dict[str, float]:
         began = time.perf_counter() - self.seconds_before
         self.seconds_before = 0.0
-        tally = self._train_epoch(epoch, began)
+        self._train_epoch(epoch, began)
         peers.average_buffers(self.model)
-        record = {"epoch": float(epoch + 1), **tally.means("train")}
+        record = {"epoch": float(epoch + 1), **self.tally.means("train")}
         if self.loaders.valid is not None:
             stepper, valid = self.stepper, self.loaders.valid
             validated = score_all(stepper.model, valid, stepper.objective, recipe=stepper.recipe, device=stepper.device)
@@ -164,26 +161,23 @@ class _Run:
             "seconds": time.perf_counter() - began,
         }
 
-    def _train_epoch(self, epoch: int, began: float) -> Tally:
+    def _train_epoch(self, epoch: int, began: float) -> None:
         _set_epoch(self.loaders.train, epoch)
-        tally = self._tally(epoch)
-        chunks, rng_at_start = self._chunks(tally)
+        if self.tally_epoch != epoch:
+            self.tally.clear()
+        self.tally_epoch = epoch
+        chunks, rng_at_start = self._chunks()
         self.stepper.model.train()
         meter.restart_step()  # exclude the evaluation, or the start
         for step, chunk in enumerate(chunks, start=self.steps_done):
             self._set_learning_rate(epoch + self._share_done(step))
-            self.stepper.step(chunk, tally)
+            self.stepper.step(chunk, self.tally)
             self._step_taken(step)
-            assert self.progress is not None
             self.progress.step()
             every = self.checkpoints.every_steps if self.checkpoints is not None else None
             if every and (epoch * self.num_steps + step + 1) % every == 0 and step + 1 < self.num_steps:
-                self._save(epoch, step + 1, tally, rng_at_start, time.perf_counter() - began)
+                self._save(epoch, step + 1, rng_at_start, time.perf_counter() - began)
         self.steps_done = 0
-        return tally
-
-    def _tally(self, epoch: int) -> Tally:
-        return Tally(self.stepper.objective.names, self.stepper.device)
 
     def _share_done(self, step: int) -> float:
         """Return the finished share of the epoch when this step begins."""
@@ -192,7 +186,7 @@ class _Run:
     def _step_taken(self, step: int) -> None:
         """Hook for an elastic run: the ranks may change now."""
 
-    def _chunks(self, tally: Tally) -> tuple[Iterator[list[Any]], dict[str, Any]]:
+    def _chunks(self) -> tuple[Iterator[list[Any]], dict[str, Any]]:
         """Return the batches of each remaining step; after a resume in mid-epoch the loader skips finished ones."""
         midway, self.midway = self.midway, None
         if midway is not None:
@@ -202,7 +196,7 @@ class _Run:
         if midway is not None:
             for _ in range(self.steps_done):
                 next(chunks)
-            tally.load_state_dict(midway["tally"])
+            self.tally.load_state_dict(midway["tally"])
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(midway["buffers"][name])
             restore_rng(midway["rng"])
@@ -214,16 +208,14 @@ class _Run:
             factor = schedule.factor(epoch, epochs=self.epochs, size=peers.size())
             self.stepper.set_learning_rate([rate * factor for rate in self.base_rates])
 
-    def _save(
-        self, epoch: int, step: int, tally: Tally | None, rng_at_start: dict[str, Any], seconds: float = 0.0
-    ) -> None:
+    def _save(self, epoch: int, step: int, rng_at_start: dict[str, Any], seconds: float = 0.0) -> None:
         """Write a checkpoint at (epoch, step). Collective: it includes every rank's generators and sums."""
         if self.checkpoints is None:
             return
         mine: dict[str, Any] = {"rng": capture_rng(), "rng_at_start": rng_at_start}
-        if tally is not None:  # within an epoch each rank has its own sums and running statistics
+        if step:  # within an epoch each rank has its own sums and running statistics
             buffers = {name: buffer.cpu() for name, buffer in self.model.named_buffers()}
-            mine |= {"tally": tally.state_dict(), "buffers": buffers}
+            mine |= {"tally": self.tally.state_dict(), "buffers": buffers}
         ranks = peers.gather(mine)
         if not peers.is_chief():
             return
@@ -267,7 +259,6 @@ class _Run:
         self.first_epoch, self.stopped = state["epoch"], state["stopped"]
         self._restore_place(state)
         at = f"epoch {state['epoch'] + 1}, step {self.steps_done}"
-        assert self.progress is not None
         self.progress.say(f"resuming from {folder.folder} at {at}")
 
     def _restore_place(self, state: dict[str, Any]) -> None:
@@ -303,8 +294,7 @@ class _ElasticRun(_Run):
                 f"with a training loader whose sampler is {type(sampler).__name__}; use hora.workflow.make_loaders"
             )
         self.sampler, self.batch_size = sampler, int(batch_size)
-        self.tally = Tally(self.stepper.objective.names, self.stepper.device)
-        self.tally_epoch = self.rows_before = -1
+        self.rows_before = -1
         register_handlers()
         more = {"scaler": self.stepper.scaler, "early_stopping": self.early_stopping}
         # The history is a string: plain values are copied in every step, which is free for a string.
@@ -321,19 +311,19 @@ class _ElasticRun(_Run):
             **{name: value for name, value in more.items() if value is not None},
         )
 
-    def train(self, *, resume: bool, loggers: Sequence[Logger], progress: bool) -> History:
+    def train(self, resume: bool) -> History:
         """Train the remaining epochs, on any number of ranks."""
-        elastic.run(self._train)(self.state, resume, loggers, progress)
+        elastic.run(self._train)(self.state, resume)
         if self.early_stopping is not None:
             self.early_stopping.finish(self.model)
         return self.history
 
-    def _train(self, state: Any, resume: bool, loggers: Sequence[Logger], progress: bool) -> None:
+    def _train(self, state: Any, resume: bool) -> None:
         """Continue in the first world or a new one."""
-        self.close()
+        self.progress.close()
         share = -(-self.sampler.num_rows // peers.size())
         self.num_steps = -(-share // (self.batch_size * self.stepper.recipe.accumulate))
-        self._show(progress)
+        self._show()
         if not state.began:
             if resume:
                 self._resume()
@@ -348,21 +338,15 @@ class _ElasticRun(_Run):
             record = self._epoch(state.epoch)
             # Until all have met again (`_save`, `commit`) the ranks may differ; then they copy one rank's state.
             self.history.append(record)
-            self._tell(state.epoch, record, loggers)
+            self._tell(state.epoch, record)
             if self.early_stopping is not None:
                 state.stopped = self.stopped = self.early_stopping.should_stop(record, self.model)
             state.history = json.dumps(self.history.records)
             state.epoch, state.rows = state.epoch + 1, 0
-            self._save(state.epoch, 0, None, capture_rng())
+            self._save(state.epoch, 0, capture_rng())
             state.commit()
 
-    def _tally(self, epoch: int) -> Tally:
-        if self.tally_epoch != epoch:
-            self.tally.clear()
-        self.tally_epoch = epoch
-        return self.tally
-
-    def _chunks(self, tally: Tally) -> tuple[Iterator[list[Any]], dict[str, Any]]:
+    def _chunks(self) -> tuple[Iterator[list[Any]], dict[str, Any]]:
         self.sampler.num_done = self.rows_before = self.state.rows
         return _chunked(self.loaders.train, self.stepper.recipe.accumulate), capture_rng()
 

@@ -7,20 +7,7 @@ from typing import Any
 import torch
 
 import hora.torch as hvd
-from hora.torch.elastic.loop import is_elastic
-
-__all__ = [
-    "average_buffers",
-    "broadcast_bytes",
-    "broadcast_start",
-    "distribute",
-    "gather",
-    "is_chief",
-    "is_elastic",
-    "rank",
-    "size",
-    "sum_floats",
-]
+from hora.torch.elastic.loop import is_elastic as is_elastic
 
 
 def rank() -> int:
