@@ -19,7 +19,9 @@ _MAX_NODES = 1_000_000
 # Rendezvous of a program that starts its ranks itself: its name, and the key of its current plan's number.
 PLAN_JOB, PLAN_KEY = "a plan of the program's own", "hora/plan"
 
-# By launcher, in order of precedence after Hora's own: the variables of rank, size, local rank and local size.
+# The variables of rank, size, local rank and local size: Hora's own.
+_HOROVOD = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
+# By launcher, in order of precedence after these.
 _FOREIGN = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "openmpi": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
@@ -157,23 +159,17 @@ class World:
         `mpi_names`: also those that scripts and wrappers read below Open MPI's mpirun, but none that would make an MPI
         library believe that mpirun has started it.
         """
-        env = {
-            "HOROVOD_RANK": str(self.rank),
-            "HOROVOD_SIZE": str(self.size),
-            "HOROVOD_LOCAL_RANK": str(self.local_rank),
-            "HOROVOD_LOCAL_SIZE": str(self.local_size),
+        place = (self.rank, self.size, self.local_rank, self.local_size)
+        env = {name: str(number) for name, number in zip(_HOROVOD, place, strict=True)} | {
             "HOROVOD_CROSS_RANK": str(self.cross_rank),
             "HOROVOD_CROSS_SIZE": str(self.cross_size),
             "HOROVOD_HOSTNAME": self.hostname,
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
             "HORA_GENERATION": str(self.generation),
-            # torchrun's names, for scripts written for it.
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_size),
         }
+        for launcher in ("torchrun", "openmpi") if mpi_names else ("torchrun",):  # for scripts written for it
+            env |= {name: str(number) for name, number in zip(_FOREIGN[launcher], place, strict=True)}
         if self.worker >= 0:
             env["HORA_WORKER"] = str(self.worker)
         if self.elastic:
@@ -185,14 +181,7 @@ class World:
             env["HORA_SECRET_FILE"] = self.rendezvous.secret_file
             env["HORA_RELAY"] = self.rendezvous.relay  # also if empty: this process may run inside another job
         if mpi_names:
-            env |= {
-                "OMPI_COMM_WORLD_RANK": str(self.rank),
-                "OMPI_COMM_WORLD_SIZE": str(self.size),
-                "OMPI_COMM_WORLD_LOCAL_RANK": str(self.local_rank),
-                "OMPI_COMM_WORLD_LOCAL_SIZE": str(self.local_size),
-                "OMPI_COMM_WORLD_NODE_RANK": str(self.local_rank),
-                "OMPI_UNIVERSE_SIZE": str(self.size),
-            }
+            env |= {"OMPI_COMM_WORLD_NODE_RANK": str(self.local_rank), "OMPI_UNIVERSE_SIZE": str(self.size)}
         return env
 
 
@@ -376,12 +365,8 @@ def _tcp_endpoint(env: Mapping[str, str], launcher: str, *, one_host: bool) -> R
             job=f"{env.get('TORCHELASTIC_RUN_ID', launcher)}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
             host_store=not agent_store,
         )
-    job = (
-        env.get("SLURM_JOB_ID")
-        or env.get("OMPI_MCA_ess_base_jobid")
-        or env.get("PMIX_NAMESPACE")
-        or env.get("PMI_JOBID")
-    )
+    ids = ("SLURM_JOB_ID", "OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID")
+    job = next((env[name] for name in ids if env.get(name)), None)
     if launcher == "slurm" and job:
         nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or ""
         address = next(iter(slurm_nodes(nodelist)), "127.0.0.1")
