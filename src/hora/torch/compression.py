@@ -14,21 +14,6 @@ import torch
 
 from hora.engine.request import ReduceOp
 
-__all__ = [
-    "BF16Compressor",
-    "Compression",
-    "Compressor",
-    "ErrorFeedback",
-    "FP16Compressor",
-    "Int8Compressor",
-    "NoneCompressor",
-    "PowerSGD",
-    "code_for",
-    "described",
-    "keeps_losses",
-    "wire_dtype",
-]
-
 
 class Compressor:
     """Base class for `compression=`: a subclass (or an instance) with these two functions."""

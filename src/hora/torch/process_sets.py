@@ -13,17 +13,6 @@ from typing import Any
 from hora import engine
 from hora.errors import HorovodInternalError
 
-__all__ = [
-    "ProcessSet",
-    "add_process_set",
-    "global_process_set",
-    "host_process_set",
-    "is_mpi_communicator",
-    "registered_id",
-    "remove_process_set",
-    "runtime_or_value_error",
-]
-
 
 def is_mpi_communicator(value: object) -> bool:
     """Return whether the value is an mpi4py communicator, without importing mpi4py."""

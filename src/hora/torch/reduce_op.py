@@ -6,8 +6,6 @@ import warnings
 
 from hora.engine.request import ReduceOp
 
-__all__ = ["Adasum", "Average", "Max", "Min", "Product", "Sum", "handle_average_backwards_compatibility"]
-
 Average = int(ReduceOp.AVERAGE)
 Sum = int(ReduceOp.SUM)
 Adasum = int(ReduceOp.ADASUM)

@@ -16,8 +16,6 @@ from hora import engine
 from hora.torch.ops import allreduce_
 from hora.torch.reduce_op import Sum
 
-__all__ = ["SyncBatchNorm"]
-
 
 class SyncBatchNorm(_BatchNorm):
     """Like `torch.nn.BatchNorm*d`, with statistics over the batches of all ranks; input of two or more dimensions."""

@@ -19,19 +19,6 @@ from hora import engine
 from hora.torch.functions import broadcast_object, broadcast_parameters
 from hora.torch.optimizer.state import broadcast_optimizer_state
 
-__all__ = [
-    "ElasticSampler",
-    "GeneratorStateHandler",
-    "ModelStateHandler",
-    "OptimizerStateHandler",
-    "SamplerStateHandler",
-    "SnapshotHandler",
-    "StateHandler",
-    "get_handler_registry",
-    "handler_for",
-    "set_handler_registry",
-]
-
 
 class ElasticSampler(Sampler[int]):
     """Divides the remaining indices of this epoch among the ranks.

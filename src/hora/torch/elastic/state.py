@@ -18,8 +18,6 @@ from hora import engine
 from hora.errors import HostsUpdatedInterrupt
 from hora.telemetry.meters import meter
 
-__all__ = ["HostUpdateResult", "NotificationManager", "ObjectState", "State", "notification_manager"]
-
 _LEFT = 75  # EX_TEMPFAIL: the launcher may start the process again
 
 

@@ -34,8 +34,6 @@ from hora.torch.optimizer.order import AgreedOrder, new_number
 from hora.torch.process_sets import global_process_set
 from hora.torch.reduce_op import Sum
 
-__all__ = ["TorchState"]
-
 log = logging.getLogger("hora")
 
 # Sent instead of a step number by a rank that has no state yet.

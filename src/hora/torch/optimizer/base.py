@@ -31,16 +31,6 @@ from hora.torch.optimizer.reducer import ReduceOptions, Reducer
 from hora.torch.plan import CompressionPlanner
 from hora.torch.process_sets import ProcessSet, global_process_set
 
-__all__ = [
-    "SliceNorm",
-    "StepState",
-    "StepWatcher",
-    "bare_copy",
-    "optimizers_of",
-    "reduce_before_unscaling",
-    "takes_part",
-]
-
 _LOOK_S = 50e-6  # between two polls of a GPU event
 
 

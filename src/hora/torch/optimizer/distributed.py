@@ -28,8 +28,6 @@ from hora.torch.optimizer.powersgd import PowerSGDMemory
 from hora.torch.optimizer.reducer import ReduceOptions
 from hora.torch.process_sets import ProcessSet, global_process_set
 
-__all__ = ["DeltaOptimizer", "DistributedOptimizer", "clip_grad_norm_", "of_class"]
-
 
 class DeltaOptimizer(_DistributedOptimizer):
     """Mixin before the user's optimizer class, like its base class."""
