@@ -19,7 +19,6 @@ import torch
 
 from hora import engine
 from hora.engine.request import Reduce, ReduceOp
-from hora.engine.schedule import PersistentReduction
 from hora.telemetry.meters import meter
 from hora.torch.basics import rank
 from hora.torch.compression import PowerSGD
@@ -220,8 +219,7 @@ def _sum_s(count: int, code: str = "", process_set: ProcessSet = global_process_
         began = time.perf_counter()
         reduction.wait()
         times_s.append(_slowest(time.perf_counter() - began))
-    if isinstance(reduction, PersistentReduction):
-        reduction.release()
+    reduction.release()
     return statistics.median(times_s[_WARM_UP:])
 
 

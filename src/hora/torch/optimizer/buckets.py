@@ -18,14 +18,14 @@ import torch
 
 from hora import engine
 from hora.engine.request import Kind, Reduce
-from hora.engine.schedule import PersistentReduction, ReductionSchedule
+from hora.engine.schedule import ReductionSchedule
 from hora.engine.shm.reduction import SharedMemoryReduction
 from hora.engine.shm.segment import SharedMemory
 from hora.engine.transport.host_reduction import HostReduction
 from hora.torch.compression import ErrorFeedback
 from hora.torch.optimizer.bucket_plan import BucketSpec
 from hora.torch.optimizer.per_parameter import PerParameterReducer
-from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction, summed
+from hora.torch.optimizer.reducer import ReduceOptions, Reduction, RequestedReduction, summed
 
 # Smaller gradients are copied together when the bucket is complete: a call costs more than the bytes.
 SMALL_BYTES = 16 * 1024
@@ -48,9 +48,9 @@ def is_channels_last(parameter: torch.Tensor) -> bool:
     return other is not None and not parameter.is_contiguous() and parameter.is_contiguous(memory_format=other)
 
 
-def release_all(bound: Sequence[PersistentReduction]) -> None:
+def release_all(reductions: Sequence[Reduction]) -> None:
     """Release these reductions in the engine."""
-    for reduction in bound:
+    for reduction in reductions:
         reduction.release()
 
 
@@ -64,7 +64,7 @@ class Bucket:
         self,
         spec: BucketSpec,
         flat: torch.Tensor,
-        reduction: PersistentReduction | RequestedReduction,
+        reduction: Reduction,
         options: ReduceOptions,
         *,
         scale: float = 1.0,
@@ -72,7 +72,6 @@ class Bucket:
         self.parameters = spec.parameters
         self.flat = flat
         self.reduction = reduction
-        self.bound = reduction if isinstance(reduction, PersistentReduction) else None
         self.num_ready = 0
         self._scale = scale
         self._casts = spec.dtype is not spec.parameters[0].dtype
@@ -200,24 +199,6 @@ def _shared_memory(runtime: engine.Runtime, options: ReduceOptions, specs: Seque
     return runtime.sets.shared_memory(options.process_set_id, num_bytes)
 
 
-def host_memory(
-    runtime: engine.Runtime, options: ReduceOptions, num_bytes: int, *, in_order: bool = False
-) -> tuple[SharedMemory, list[int]] | None:
-    """Allocate shared memory on this host for a set that spans hosts (collective).
-
-    Returns room for `num_bytes` per member and two schedules, and the members on this host. None if the set does not
-    span hosts or some host has too little memory. `in_order`: see `spans_hosts`.
-    """
-    set_id = options.process_set_id
-    if not runtime.spans_hosts(set_id, in_order=in_order):
-        return None
-    schedules = 2 * SharedMemory.space(ReductionSchedule.num_bytes(1), torch.uint8)
-    memory, near = runtime.sets.host_memory(set_id, num_bytes + schedules)
-    found = torch.tensor([int(memory is not None)], dtype=torch.int64, device="cpu")
-    everywhere = summed(found, options, "optimizer.memory")[0] == options.num_members
-    return (memory, near) if everywhere and memory is not None else None
-
-
 class Layout(NamedTuple):
     """A tensor that is reduced in every step."""
 
@@ -226,36 +207,59 @@ class Layout(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     reduce: Reduce = Reduce()
+    kind: Kind = Kind.ALLREDUCE  # or half of one, from or to this member's slice
 
 
 def make_reductions(
     runtime: engine.Runtime, options: ReduceOptions, layouts: Sequence[Layout]
-) -> tuple[list[torch.Tensor], Sequence[PersistentReduction | RequestedReduction]]:
+) -> tuple[list[torch.Tensor], list[Reduction]]:
     """Create zeroed tensors and their reductions, in place, to run in this order in every step (collective).
 
     On CPUs of several hosts they need no announcement.
     """
-    on_cpu = all(layout.device.type == "cpu" for layout in layouts)
-    num_bytes = sum(SharedMemory.space(layout.num_elements, layout.dtype) for layout in layouts)
-    found = host_memory(runtime, options, num_bytes) if on_cpu else None
+    set_id, member = options.process_set_id, options.member
+    found = _host_memory(runtime, options, layouts)
     if found is None:
         flats = [torch.zeros(one.num_elements, dtype=one.dtype, device=one.device) for one in layouts]
-        return flats, [
-            RequestedReduction(
-                runtime, Kind.ALLREDUCE, flat, name=one.name, reduce=one.reduce, process_set_id=options.process_set_id
-            )
+        sent = [
+            flat.chunk(options.num_members)[member] if one.kind is Kind.ALLGATHER else flat
             for one, flat in zip(layouts, flats, strict=True)
         ]
+        return flats, [
+            RequestedReduction(runtime, one.kind, tensor, name=one.name, reduce=one.reduce, process_set_id=set_id)
+            for one, tensor in zip(layouts, sent, strict=True)
+        ]
     memory, near = found
-    schedule = runtime.sets.schedule(memory, options.process_set_id, near)
+    schedule = runtime.sets.schedule(memory, set_id, near)
     link = runtime.sets.host_link(schedule)
-    flats, made = [], list[PersistentReduction]()
-    for name, count, dtype, _, reduce in layouts:
+    flats, made = [], list[Reduction]()
+    for name, count, dtype, _, reduce, kind in layouts:
         places = [memory.take(count, dtype, copied=m == schedule.member) for m in range(len(schedule.ranks))]
         flats.append(places[schedule.member])
-        made.append(HostReduction(schedule, link, places, name=name, reduce=reduce))
-    runtime.barrier(options.process_set_id)  # a reduction may start only once all members have created it
+        made.append(HostReduction(schedule, link, places, name=name, kind=kind, reduce=reduce))
+    runtime.barrier(set_id)  # a reduction may start only once all members have created it
     return flats, made
+
+
+def _host_memory(
+    runtime: engine.Runtime, options: ReduceOptions, layouts: Sequence[Layout]
+) -> tuple[SharedMemory, list[int]] | None:
+    """Allocate memory for these tensors and a schedule that the members on this host share (collective).
+
+    Also returns those members. None on GPUs, if the set does not span hosts, or if some host has too little memory.
+    """
+    set_id = options.process_set_id
+    # Members own slices in the order of their numbers.
+    in_order = any(layout.kind is not Kind.ALLREDUCE for layout in layouts)
+    on_cpu = all(layout.device.type == "cpu" for layout in layouts)
+    if not on_cpu or not runtime.spans_hosts(set_id, in_order=in_order):
+        return None
+    num_bytes = SharedMemory.space(ReductionSchedule.num_bytes(1), torch.uint8)
+    num_bytes += sum(SharedMemory.space(layout.num_elements, layout.dtype) for layout in layouts)
+    memory, near = runtime.sets.host_memory(set_id, num_bytes)
+    ballot = torch.tensor([int(memory is not None)], dtype=torch.int64, device="cpu")
+    everywhere = summed(ballot, options, "optimizer.memory")[0] == options.num_members
+    return (memory, near) if everywhere and memory is not None else None
 
 
 def _num_turns(options: ReduceOptions, spec: BucketSpec) -> int:
@@ -308,8 +312,7 @@ class Buckets:
         self._buckets = buckets
         self._last = buckets[-1]
         self._control = self._last.flat[-1]
-        bound = [bucket.bound for bucket in buckets if bucket.bound is not None]
-        self._finalizer = weakref.finalize(self, release_all, bound)
+        self._finalizer = weakref.finalize(self, release_all, [bucket.reduction for bucket in buckets])
         self._in_order = True
         self._next = 0
 

@@ -21,17 +21,13 @@ import torch
 
 from hora import engine
 from hora.engine.request import ReduceOp
-from hora.engine.schedule import PersistentReduction
 from hora.torch.optimizer.buckets import Layout, make_reductions, release_all
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.powersgd import PowerSGDMemory, orthonormalise_, working_dtype
-from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction
+from hora.torch.optimizer.reducer import ReduceOptions, Reduction
 
 # Of the data sent. Each bucket is a round trip, so smaller ones would be slow on a link with high latency.
 BUCKET_BYTES = 512 * 2**10
-
-
-_Reduction = PersistentReduction | RequestedReduction
 
 
 class _Flat:
@@ -62,7 +58,7 @@ class _Bucket:
         memory: PowerSGDMemory,
         layout: _Flat,
         flat: torch.Tensor,
-        reduction: _Reduction,
+        reduction: Reduction,
         second: Sequence[torch.Tensor],
     ) -> None:
         self._options, self._memory, self._second = options, memory, second
@@ -188,9 +184,9 @@ class LowRankReducer:
         flats, reductions = make_reductions(
             runtime, options, [Layout(flat.name, flat.count, flat.dtype, flat.device) for flat in layouts]
         )
-        self._reductions: list[_Reduction] = [*reductions]
+        self._reductions = reductions
         self._seconds = self._reductions[len(first) :]
-        self._due: list[_Reduction] = []  # of this step; all members compute them
+        self._due: list[Reduction] = []  # of this step; all members compute them
         room: dict[int, torch.Tensor] = {}
         for alike, layout, flat in zip(matrices.values(), second, flats[len(first) :], strict=True):
             room.update((id(p), place) for p, place in zip(alike, layout.divide(flat)[0], strict=True))
@@ -200,7 +196,7 @@ class LowRankReducer:
         ]
         self._of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._in_step = False
-        weakref.finalize(self, release_all, [one for one in reductions if isinstance(one, PersistentReduction)])
+        weakref.finalize(self, release_all, reductions)
 
     def _first(self, members: Sequence[torch.Tensor], name: str) -> _Flat:
         ranks = [(p, self._memory.rank_of(p)) for p in members]
@@ -235,7 +231,7 @@ class LowRankReducer:
     def note_missing(self) -> None:
         pass
 
-    def _wait(self, reduction: _Reduction) -> None:
+    def _wait(self, reduction: Reduction) -> None:
         """Wait for a reduction of this step, starting it if needed."""
         if reduction in self._due:
             self._due.remove(reduction)

@@ -14,6 +14,7 @@ import torch
 
 from hora import engine
 from hora.engine.request import Kind, Reduce, ReduceOp, Request
+from hora.engine.schedule import PersistentReduction
 from hora.engine.transport.arithmetic import HALVES
 from hora.torch.compression import Compressor, NoneCompressor, code_for, keeps_losses
 from hora.torch.optimizer.powersgd import PowerSGDMemory
@@ -101,6 +102,8 @@ class RequestedReduction:
     place.
     """
 
+    out: torch.Tensor | None = None  # results of other kinds are new tensors
+
     def __init__(
         self,
         runtime: engine.Runtime,
@@ -148,6 +151,12 @@ class RequestedReduction:
         assert request is not None, self._name
         (result,) = request.result()
         return result
+
+    def release(self) -> None:
+        """Do nothing: the engine keeps nothing between steps."""
+
+
+Reduction = PersistentReduction | RequestedReduction
 
 
 def summed(ballot: torch.Tensor, options: ReduceOptions, name: str) -> list[int]:

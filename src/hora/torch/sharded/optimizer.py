@@ -28,7 +28,7 @@ from hora.telemetry.meters import meter
 from hora.torch.compression import ErrorFeedback, NoneCompressor, wire_dtype
 from hora.torch.optimizer.base import SliceNorm, StepState, StepWatcher, _DistributedOptimizer, bare_copy
 from hora.torch.optimizer.bucket_plan import BucketSpec, plan_buckets
-from hora.torch.optimizer.buckets import host_memory, view_like
+from hora.torch.optimizer.buckets import view_like
 from hora.torch.optimizer.order import agree_on_order
 from hora.torch.optimizer.reducer import ReduceOptions
 from hora.torch.sharded.shards import Shards
@@ -167,7 +167,7 @@ class SliceCopies:
 
     def _live(self, index: int) -> Mapping[str, torch.Tensor]:
         """Return the bucket's parameters and state in shared memory."""
-        return {_VALUES: self._shards.buckets[index].values, **self._state.flats(index)}
+        return {_VALUES: self._shards.buckets[index].values, **self._state.flats[index]}
 
     def _views(self) -> _Slice:
         """Return views of this rank's slices."""
@@ -175,7 +175,7 @@ class SliceCopies:
         for index, bucket in enumerate(self._shards.buckets):
             found[index, _VALUES] = bucket.values[bucket.begin : bucket.end]
             for key in sorted(self._state.entries[index]):
-                found[index, key] = self._state.slice_of(index, key)
+                found[index, key] = self._state.slices[index][key]
         return found
 
     def _mine(self) -> _Slice:
@@ -406,14 +406,13 @@ class ShardedOptimizer(_DistributedOptimizer):
             label=order.label,
         )
         state = ShardState(self, specs, kinds)
-        memory, hosts = None, None
+        memory = None
         if all(p.device.type == "cpu" for p in hooked):
             num_bytes = Shards.num_bytes(specs, size) + state.num_bytes()
             if self._watcher is not None:
                 num_bytes += SliceCopies.num_bytes(specs, state, size)
             memory = self._runtime.sets.shared_memory(self._options.process_set_id, num_bytes)
-            hosts = host_memory(self._runtime, self._options, Shards.num_bytes_in_hosts(specs), in_order=True)
-        shards = Shards(self._runtime, self._options, specs, kinds.of.__getitem__, memory, hosts)
+        shards = Shards(self._runtime, self._options, specs, kinds.of.__getitem__, memory)
         inner = bare_copy(self, self._base_class)
         inner.state, inner._before = defaultdict(dict), None
         inner.param_groups = shards.inner_groups([self.param_groups[group] for group in kinds.groups])

@@ -20,15 +20,14 @@ import torch
 
 from hora import engine
 from hora.engine.request import Kind, Reduce, ReduceOp
-from hora.engine.schedule import PersistentReduction, ReductionSchedule
+from hora.engine.schedule import ReductionSchedule
 from hora.engine.shm.reduction import SharedMemoryReduction
 from hora.engine.shm.segment import SharedMemory
-from hora.engine.transport.host_reduction import HostReduction
 from hora.errors import HorovodInternalError
 from hora.torch.norms import total_norm
 from hora.torch.optimizer.bucket_plan import BucketSpec
-from hora.torch.optimizer.buckets import SMALL_BYTES, release_all, view_like
-from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction
+from hora.torch.optimizer.buckets import SMALL_BYTES, Layout, make_reductions, release_all, view_like
+from hora.torch.optimizer.reducer import ReduceOptions, Reduction, RequestedReduction
 
 # One bucket is filled while one is reduced; two more keep backward from waiting for ranks that are a little behind.
 NUM_PLACES = 4
@@ -73,14 +72,13 @@ class ShardBucket:
         gradients: torch.Tensor,
         begin: int,
         end: int,
-        reduction: PersistentReduction | RequestedReduction,
+        reduction: Reduction,
         *,
         scale: float,
     ) -> None:
         self.spec = spec
         self.values = values  # parameters: the same memory on all members if shared
         self.begin, self.end = begin, end
-        self.bound = reduction if isinstance(reduction, PersistentReduction) else None
         self.before: ShardBucket | None = None  # uses the same place of gradients earlier in this step
         self.held: list[tuple[int, torch.Tensor | None]] = []  # gradients that arrived while the place was in use
         self.num_ready = 0
@@ -90,26 +88,13 @@ class ShardBucket:
         self._small: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._scale = scale  # differs from 1.0 only if gradients are not cast
         self.gaps = spec.gaps(gradients)  # values there would count in a norm
-        self._reduction = reduction
+        self.reduction = reduction
         self._reduced: torch.Tensor | None = None
-
-    @property
-    def parameter_dtype(self) -> torch.dtype:
-        return self.spec.parameters[0].dtype
-
-    @property
-    def in_flight(self) -> bool:
-        return self._reduction.in_flight
-
-    @property
-    def is_complete(self) -> bool:
-        """Return whether all gradients of this step have arrived."""
-        return self.num_ready == len(self.spec.parameters)
 
     def is_free(self) -> bool:
         """Return whether all members are done with the bucket that uses the place earlier in this step."""
         before = self.before
-        return before is None or before._reduced is not None or before._reduction.done
+        return before is None or before._reduced is not None or before.reduction.done
 
     def put(self, index: int, gradient: torch.Tensor | None) -> None:
         """Copy a gradient into the bucket; None for a missing one."""
@@ -126,14 +111,14 @@ class ShardBucket:
     def start(self) -> None:
         """Start reducing in the background; all gradients have arrived."""
         self._complete()
-        self._reduction.start(background=True)
+        self.reduction.start(background=True)
 
     def wait(self) -> None:
         """Wait for this rank's reduced slice; reduces it here if it was not started."""
         if self._reduced is None:
-            if not self._reduction.in_flight:
+            if not self.reduction.in_flight:
                 self._complete()
-            self._reduced = self._reduction.wait()
+            self._reduced = self.reduction.wait()
 
     def take(self) -> torch.Tensor | None:
         """Return the reduced slice (None if the reduction failed) and empty the bucket."""
@@ -178,7 +163,6 @@ class Shards:
         specs: Sequence[BucketSpec],
         kind_of: Callable[[torch.Tensor], int],
         memory: SharedMemory | None,
-        hosts: tuple[SharedMemory, Sequence[int]] | None = None,
     ) -> None:
         self.runtime = runtime
         self.shared = memory is not None
@@ -186,15 +170,14 @@ class Shards:
         self._options = options
         self.member, self.num_members = options.member, options.num_members
         self.buckets: list[ShardBucket] = []
-        self._schedule = None if memory is None else runtime.sets.schedule(memory, self._set_id)
-        places = None if memory is None else GradientPlaces(specs, self.num_members, memory)
-        self._gathers: list[HostReduction | RequestedReduction] = []  # of the parameters that are not shared
-        if hosts is not None:
-            self._make_host_buckets(specs, *hosts)
-        for index, spec in enumerate(specs if hosts is None else ()):
-            if memory is None or places is None or self._schedule is None:
-                self.buckets.append(self._private_bucket(spec))
-            else:
+        self._schedule: ReductionSchedule | None = None
+        self._gathers: list[Reduction] = []  # of the parameters that are not shared
+        if memory is None:
+            self._make_own_buckets(specs)
+        else:
+            self._schedule = runtime.sets.schedule(memory, self._set_id)
+            places = GradientPlaces(specs, self.num_members, memory)
+            for index, spec in enumerate(specs):
                 self.buckets.append(self._shared_bucket(spec, index, memory, places, self._schedule))
         self.owned = [shard for index in range(len(specs)) for shard in self._divide(index, kind_of)]
         # Shards whose reduced gradient must be copied before the step.
@@ -205,32 +188,26 @@ class Shards:
             for index, parameter in enumerate(bucket.spec.parameters)
         }
         self._locations_by_id = {id(parameter): location for parameter, location in self.locations.items()}
-        bound = [bucket.bound for bucket in self.buckets if bucket.bound is not None]
-        bound += [gather for gather in self._gathers if isinstance(gather, HostReduction)]
-        self._finalizer = weakref.finalize(self, release_all, bound)
+        reductions = [*(bucket.reduction for bucket in self.buckets), *self._gathers]
+        self._finalizer = weakref.finalize(self, release_all, reductions)
         self._holding: list[ShardBucket] = []  # buckets whose place was in use when their gradients arrived
         self._move_parameters()
 
-    def _private_bucket(self, spec: BucketSpec) -> ShardBucket:
-        """Create a bucket in this rank's own memory."""
-        values = torch.zeros(spec.num_elements, dtype=spec.parameters[0].dtype, device=spec.device)
-        gradients = torch.zeros(spec.num_elements, dtype=spec.dtype, device=spec.device)
-        reduction = RequestedReduction(
-            self.runtime,
-            Kind.REDUCESCATTER,
-            gradients,
-            name=spec.name,
-            reduce=self._options.reduce_after_early_scale(spec.dtype),
-            process_set_id=self._set_id,
-        )
-        begin, end = self._slice_of(spec)
-        name, mine = f"parameters.{spec.name}", values[begin:end]
-        self._gathers.append(
-            RequestedReduction(
-                self.runtime, Kind.ALLGATHER, mine, name=name, reduce=Reduce(), process_set_id=self._set_id
-            )
-        )
-        return ShardBucket(spec, values, gradients, begin, end, reduction, scale=self._options.early_scale(spec.dtype))
+    def _make_own_buckets(self, specs: Sequence[BucketSpec]) -> None:
+        """Create buckets with this rank's own parameters and gradients (collective)."""
+        options = self._options
+        gathers, scatters = list[Layout](), list[Layout]()
+        for spec in specs:
+            place = spec.num_elements, spec.parameters[0].dtype, spec.device
+            gathers.append(Layout(f"parameters.{spec.name}", *place, kind=Kind.ALLGATHER))
+            reduce = options.reduce_after_early_scale(spec.dtype)
+            scatters.append(Layout(spec.name, spec.num_elements, spec.dtype, spec.device, reduce, Kind.REDUCESCATTER))
+        values, self._gathers = make_reductions(self.runtime, options, gathers)
+        gradients, reductions = make_reductions(self.runtime, options, scatters)
+        for spec, its, gradient, reduction in zip(specs, values, gradients, reductions, strict=True):
+            begin, end = self._slice_of(spec)
+            scale = options.early_scale(spec.dtype)
+            self.buckets.append(ShardBucket(spec, its, gradient, begin, end, reduction, scale=scale))
 
     def _shared_bucket(
         self, spec: BucketSpec, index: int, memory: SharedMemory, places: GradientPlaces, schedule: ReductionSchedule
@@ -262,28 +239,6 @@ class Shards:
             bucket.before = self.buckets[index - NUM_PLACES]
         return bucket
 
-    def _make_host_buckets(self, specs: Sequence[BucketSpec], memory: SharedMemory, near: Sequence[int]) -> None:
-        """Create buckets with each member's parameters and gradients in memory that its host shares (collective)."""
-        runtime, options = self.runtime, self._options
-        reducing, giving = (runtime.sets.schedule(memory, self._set_id, near) for _ in range(2))
-        links = runtime.sets.host_link(reducing), runtime.sets.host_link(giving)
-        me = reducing.member
-
-        def take(spec: BucketSpec, dtype: torch.dtype) -> list[torch.Tensor]:
-            return [memory.take(spec.num_elements, dtype, copied=m == me) for m in range(len(near))]
-
-        for spec in specs:
-            values, gradients = take(spec, spec.parameters[0].dtype), take(spec, spec.dtype)
-            reduce = options.reduce_after_early_scale(spec.dtype)
-            kind, given = Kind.REDUCESCATTER, f"parameters.{spec.name}"
-            scatter = HostReduction(reducing, links[0], gradients, name=spec.name, kind=kind, reduce=reduce)
-            gather = HostReduction(giving, links[1], values, name=given, kind=Kind.ALLGATHER, reduce=Reduce())
-            begin, end = self._slice_of(spec)
-            scale = options.early_scale(spec.dtype)
-            self.buckets.append(ShardBucket(spec, values[me], gradients[me], begin, end, scatter, scale=scale))
-            self._gathers.append(gather)
-        runtime.barrier(self._set_id)  # a reduction may start only once all members have created it
-
     @property
     def num_apart(self) -> int:
         """Distance to the member that keeps a copy of this member's slices: on another host, if there are several."""
@@ -301,12 +256,6 @@ class Shards:
         values = sum(SharedMemory.space(spec.num_elements, spec.parameters[0].dtype) for spec in specs)
         schedule = SharedMemory.space(ReductionSchedule.num_bytes(num_members), torch.uint8)
         return values + GradientPlaces.num_bytes(specs, num_members) + schedule
-
-    @staticmethod
-    def num_bytes_in_hosts(specs: Sequence[BucketSpec]) -> int:
-        """Return the bytes of its host's memory that one member's parameters and gradients need."""
-        dtypes = [(spec.num_elements, dtype) for spec in specs for dtype in (spec.dtype, spec.parameters[0].dtype)]
-        return sum(SharedMemory.space(count, dtype) for count, dtype in dtypes)
 
     def _divide(self, index: int, kind_of: Callable[[torch.Tensor], int]) -> list[Shard]:
         """Divide this rank's slice of a bucket where the kind changes."""
@@ -330,8 +279,7 @@ class Shards:
     @staticmethod
     def _reduced_place(bucket: ShardBucket) -> torch.Tensor | None:
         """Return the memory of the reduced slice, if the optimizer can step with it in place."""
-        same_dtype = bucket.spec.dtype is bucket.parameter_dtype
-        return bucket.bound.out if bucket.bound is not None and same_dtype else None
+        return bucket.reduction.out if bucket.spec.dtype is bucket.values.dtype else None
 
     def _move_parameters(self) -> None:
         """Make parameters views of the buckets. In shared memory the first member's values apply."""
@@ -389,7 +337,7 @@ class Shards:
             first_error = error
         for bucket in self.buckets:
             try:
-                if first_error is None or bucket.in_flight:  # even if another fails
+                if first_error is None or bucket.reduction.in_flight:  # even if another fails
                     bucket.wait()
             except Exception as error:
                 first_error = first_error or error
@@ -415,14 +363,14 @@ class Shards:
                 self._start_if_complete(bucket)
 
     def _start_if_complete(self, bucket: ShardBucket) -> None:
-        if bucket.is_complete and bucket is not self.buckets[-1]:
+        if bucket.num_ready == len(bucket.spec.parameters) and bucket is not self.buckets[-1]:
             bucket.start()
 
     def materialise(self) -> None:
         """Write the whole reduced gradient of every parameter, on all ranks (collective)."""
         requests = []
         for index, bucket in enumerate(self.buckets):
-            mine = torch.zeros(bucket.end - bucket.begin, dtype=bucket.parameter_dtype, device=bucket.values.device)
+            mine = torch.zeros(bucket.end - bucket.begin, dtype=bucket.values.dtype, device=bucket.values.device)
             for shard in self.owned:
                 if shard.bucket == index:
                     assert shard.parameter.grad is not None

@@ -59,7 +59,9 @@ class ShardState:
             for group in sorted({kinds.groups[kinds.of[p]] for p in spec.parameters}):
                 keys.update(_elementwise_state(optimizer, group, spec.parameters[0]))
             self.entries.append(keys)
-        self._flats: list[dict[str, torch.Tensor]] = [{} for _ in specs]
+        # By entry: whole, if in shared memory; and this rank's slice of it, otherwise in its own memory.
+        self.flats: list[dict[str, torch.Tensor]] = [{} for _ in specs]
+        self.slices: list[dict[str, torch.Tensor]] = [{} for _ in specs]
         self._adopted = False
 
     def num_bytes(self) -> int:
@@ -73,10 +75,14 @@ class ShardState:
     def divide(self, shards: Shards, inner: Any, memory: SharedMemory | None) -> None:
         """Shard the current state of the whole parameters."""
         self._shards, self._inner = shards, inner
-        if memory is not None:
-            for spec, keys, flats in zip(self.specs, self.entries, self._flats, strict=True):
-                for key, dtype in sorted(keys.items()):
-                    flats[key] = memory.take(spec.num_elements, dtype)
+        for index, bucket in enumerate(shards.buckets):
+            for key, dtype in sorted(self.entries[index].items()):
+                if memory is None:
+                    mine = torch.zeros(bucket.end - bucket.begin, dtype=dtype, device=bucket.values.device)
+                else:
+                    flat = self.flats[index][key] = memory.take(bucket.spec.num_elements, dtype)
+                    mine = flat[bucket.begin : bucket.end]
+                self.slices[index][key] = mine
         self.load(own_slices_only=True)
 
     def load(self, *, own_slices_only: bool = False) -> None:
@@ -102,11 +108,11 @@ class ShardState:
         if self._shards.shared and self._inner.state:
             for parameter, state in ({} if own_slices_only else whole).items():
                 bucket, index = managed[parameter]
-                flats = self._flats[self._shards.buckets.index(bucket)]
+                flats = self.flats[self._shards.buckets.index(bucket)]
                 for key in _elementwise_keys(whole, [parameter]):
                     if key in flats:
                         view_like(flats[key], bucket.spec.offsets[index], parameter).copy_(state[key])
-            self._move_to_shared_memory()
+            self.present()
 
     def _load_shard(self, shard: Shard, whole: dict[torch.Tensor, dict[str, Any]]) -> None:
         bucket = self._shards.buckets[shard.bucket]
@@ -115,13 +121,13 @@ class ShardState:
             return
         state: dict[str, Any] = self._scalars(whole, shard.kind)
         for key in _elementwise_keys(whole, [item[0] for item in overlaps]):
-            dtype = next(whole[p][key].dtype for p, _, _ in overlaps if key in whole[p])
-            flat = torch.zeros(shard.end - shard.begin, dtype=dtype, device=shard.parameter.device)
+            home = self._home(shard, key)
+            flat = torch.zeros_like(home)  # the whole state may be views of what is overwritten
             for parameter, source, target in overlaps:
                 value = whole[parameter].get(key)
                 if isinstance(value, torch.Tensor):
                     flat[target] = in_memory_order(value, parameter)[source]
-            state[key] = flat
+            state[key] = home.copy_(flat)
         self._inner.state[shard.parameter] = state
 
     def fits(self) -> bool:
@@ -146,25 +152,26 @@ class ShardState:
         return {}
 
     def adopt(self) -> None:
-        """Move state that the optimizer created in the first step of this layout to shared memory."""
-        if not self._adopted and self._shards.shared:
-            self._move_to_shared_memory()
-            self._adopted = True
-
-    def _move_to_shared_memory(self) -> None:
+        """Move state that the optimizer created in the first step of this layout into the slices."""
+        if self._adopted:
+            return
+        self._adopted = True
         for shard in self._shards.owned:
             state = self._inner.state.get(shard.parameter, {})
-            flats = self._flats[shard.bucket]
             for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.shape == shard.parameter.shape and key in flats:
-                    home = flats[key][shard.begin : shard.end]
-                    home.copy_(value)
-                    state[key] = home
-        self.present()
+                is_whole = isinstance(value, torch.Tensor) and value.shape == shard.parameter.shape
+                if is_whole and key in self.slices[shard.bucket]:
+                    state[key] = self._home(shard, key).copy_(value)
+        if self._shards.shared:
+            self.present()
+
+    def _home(self, shard: Shard, key: str) -> torch.Tensor:
+        begin = self._shards.buckets[shard.bucket].begin
+        return self.slices[shard.bucket][key][shard.begin - begin : shard.end - begin]
 
     def present(self) -> None:
         """Put the whole state into `optimizer.state`: views of shared memory, or gathered (then collective)."""
-        flats = self._flats if self._shards.shared else self._gathered()
+        flats = self.flats if self._shards.shared else self._gathered()
         for index, bucket in enumerate(self._shards.buckets):
             for offset, parameter in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True):
                 mine = self._inner_state(self._kinds.of[parameter])
@@ -184,23 +191,6 @@ class ShardState:
             if state:
                 return state
         return None
-
-    def flats(self, index: int) -> dict[str, torch.Tensor]:
-        """Return a bucket's state in shared memory, by entry."""
-        return self._flats[index]
-
-    def slice_of(self, index: int, key: str) -> torch.Tensor:
-        """Return this rank's slice of a state entry of a bucket: a view of shared memory, or a copy."""
-        bucket = self._shards.buckets[index]
-        if self._shards.shared:
-            return self._flats[index][key][bucket.begin : bucket.end]
-        dtype = self.entries[index][key]
-        mine = torch.zeros(bucket.end - bucket.begin, dtype=dtype, device=bucket.values.device)
-        for shard in self._shards.owned:
-            value = self._inner.state.get(shard.parameter, {}).get(key)
-            if shard.bucket == index and isinstance(value, torch.Tensor):
-                mine[shard.begin - bucket.begin : shard.end - bucket.begin] = value
-        return mine
 
     def kind_of(self, parameter: torch.Tensor) -> int:
         return self._kinds.of[parameter]
@@ -223,7 +213,7 @@ class ShardState:
             whole = {}
             for key in sorted(self.entries[index]):
                 name = f"state.{key}.{bucket.spec.name}"
-                request = runtime.submit(Kind.ALLGATHER, [self.slice_of(index, key)], name=name, process_set_id=set_id)
+                request = runtime.submit(Kind.ALLGATHER, [self.slices[index][key]], name=name, process_set_id=set_id)
                 (whole[key],) = request.result()
             result.append(whole)
         return result
