@@ -123,14 +123,15 @@ class StateHandler:
 class SnapshotHandler(StateHandler):
     """Handler that keeps a state dict in `_saved`; None if there is none."""
 
-    _saved: Any
+    _saved: Any = None
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
         self.save()
 
     def save(self) -> None:
-        self._saved = snapshot(self.value.state_dict(), self._buffers)
+        # Into the buffers of the last one.
+        self._saved = snapshot(self.value.state_dict(), None if self.lent() else self._saved)
 
     def restore(self) -> None:
         # The value may keep the loaded tensors and then modify them.
@@ -152,11 +153,6 @@ class SnapshotHandler(StateHandler):
     @committed.setter
     def committed(self, saved: Any) -> None:
         self._saved = saved
-
-    @property
-    def _buffers(self) -> Any:
-        """Buffers for the next snapshot."""
-        return None if self.lent() else getattr(self, "_saved", None)
 
 
 class ModelStateHandler(SnapshotHandler):

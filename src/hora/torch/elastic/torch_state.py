@@ -86,10 +86,9 @@ class TorchState(ObjectState):
         return super()._progress() + (0 if self._last is None else self._last.number)
 
     def _watch_steps(self) -> None:
-        for handler in self._in_place:
-            handler.committed = None  # drop the copy made with it
-            if isinstance(handler.value, _DistributedOptimizer):
-                handler.value.watch_steps(self)
+        self._forget_copies()  # made with the handlers
+        for optimizer in self._optimizers():
+            optimizer.watch_steps(self)
 
     def step_begins(self) -> None:
         """Called by the optimizer at the first gradient of a step."""
@@ -188,9 +187,8 @@ class TorchState(ObjectState):
         if last is None:
             self._load_saved()
             return
-        for handler in self._in_place:
-            if isinstance(handler.value, _DistributedOptimizer):
-                handler.value.discard_step()
+        for optimizer in self._optimizers():
+            optimizer.discard_step()
         if last.begun:
             super().restore()
             for small in self._copied:
@@ -227,21 +225,15 @@ class TorchState(ObjectState):
                 handler.sync()
             super().sync()
         if digests[0] and min(digests) == max(digests):
-            self._keep_orders(orders, sum(labels))
+            # Start with the buckets of the last world, which all ranks were part of: this saves the step that agrees
+            # on an order.
+            for index, (optimizer, order) in enumerate(zip(self._optimizers(), orders, strict=True)):
+                assert order is not None
+                optimizer.begin_with(order[0]._replace(label=f"optimizer.{sum(labels)}.{index}"))
         self._synced = TorchState._established = True
 
     def _optimizers(self) -> list[_DistributedOptimizer]:
         return [h.value for h in self._handlers.values() if isinstance(h.value, _DistributedOptimizer)]
-
-    def _keep_orders(self, orders: Sequence[tuple[AgreedOrder, bytes] | None], number: int) -> None:
-        """Start with the buckets of the last world, which all ranks were part of; saves the step that agrees on an
-        order.
-
-        Collective.
-        """
-        for index, (optimizer, order) in enumerate(zip(self._optimizers(), orders, strict=True)):
-            assert order is not None
-            optimizer.begin_with(order[0]._replace(label=f"optimizer.{number}.{index}"))
 
     def _unite_slices(self) -> None:
         """Assemble sharded optimizers on every rank that has slices of them (collective)."""
@@ -312,14 +304,13 @@ class TorchState(ObjectState):
 
     def reset(self) -> None:
         """Handle a change of the world: samplers divide the rest again, and sharded optimizers drop their slices."""
-        if self._last is not None and self._last.begun:
-            self.restore()  # hosts changed inside a step
         sharded = [h.value for h in self._handlers.values() if getattr(h.value, "is_sharded", False)]
-        if self._last is not None:
-            sharded = []  # `sync` assembles them
-        for optimizer in sharded:
-            optimizer.leave_world()
-        if sharded:
+        if self._last is not None:  # `sync` assembles sharded optimizers
+            if self._last.begun:
+                self.restore()  # hosts changed inside a step
+        elif sharded:
+            for optimizer in sharded:
+                optimizer.leave_world()
             # Every rank's snapshot is whole. Other ranks may have written to the old shared memory since.
             self.restore()
         for handler in self._handlers.values():

@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -48,14 +48,6 @@ def reduce_before_unscaling() -> None:
 
     unscale_.reduces_first = True  # type: ignore[attr-defined]
     torch.amp.GradScaler.unscale_ = unscale_  # type: ignore[method-assign]
-
-
-class SliceNorm(NamedTuple):
-    """Norm of gradients that are sharded over the ranks, their parameters, and a function that scales them."""
-
-    norm: torch.Tensor
-    parameters: set[torch.Tensor]
-    scale: Callable[[torch.Tensor], None]
 
 
 @dataclass(slots=True)
@@ -229,7 +221,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         if self._step.reduced:
             self._step_left_out()
         self._step = StepState(backward_began=time.perf_counter())
-        watcher = self._watching()
+        watcher = None if self._watcher is None else self._watcher()
         if watcher is not None:
             watcher.step_begins()
 
@@ -265,15 +257,12 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 parameter.grad = None
 
-    def _watching(self) -> StepWatcher | None:
-        return None if self._watcher is None else self._watcher()
-
     def _step_left_out(self) -> None:
         """Handle a step whose gradients were reduced but not applied."""
         self._tell_step_ended()
 
     def _tell_step_ended(self) -> None:
-        watcher = self._watching()
+        watcher = None if self._watcher is None else self._watcher()
         if watcher is not None:
             watcher.step_ends()
 
@@ -456,10 +445,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self.synchronize()
         self._step.synchronized = False
 
-    def _reduce_to_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> SliceNorm | None:
-        """Reduce now, as `_make_whole` does. A sharded optimizer returns the norm of its slices."""
+    def _reduce_to_clip(self, parameters: Sequence[torch.Tensor]) -> Any:
+        """Reduce now, as `_make_whole` does. A sharded optimizer returns its `Shards` if they have the gradients."""
         self._make_whole()
-        return None
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Reduce on every `passes`-th backward pass from now on."""
@@ -526,3 +514,8 @@ def bare_copy(optimizer: torch.optim.Optimizer, wanted: type) -> Any:
     # An existing scheduler has patched `step` of the old object; leave it there.
     result.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     return result
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of a tensor, and any other value itself."""
+    return value.clone() if isinstance(value, torch.Tensor) else value

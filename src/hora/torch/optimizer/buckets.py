@@ -25,7 +25,7 @@ from hora.engine.transport.host_reduction import HostReduction
 from hora.torch.compression import ErrorFeedback
 from hora.torch.optimizer.bucket_plan import BucketSpec
 from hora.torch.optimizer.per_parameter import PerParameterReducer
-from hora.torch.optimizer.reducer import ReduceOptions, Reduction, RequestedReduction, summed
+from hora.torch.optimizer.reducer import ReduceOptions, Reducer, Reduction, RequestedReduction, summed
 
 # Smaller gradients are copied together when the bucket is complete: a call costs more than the bytes.
 SMALL_BYTES = 16 * 1024
@@ -226,7 +226,7 @@ def make_reductions(
             for one, flat in zip(layouts, flats, strict=True)
         ]
         return flats, [
-            RequestedReduction(runtime, one.kind, tensor, name=one.name, reduce=one.reduce, process_set_id=set_id)
+            RequestedReduction(options, one.kind, tensor, name=one.name, reduce=one.reduce)
             for one, tensor in zip(layouts, sent, strict=True)
         ]
     memory, near = found
@@ -286,7 +286,7 @@ def _shared_bucket(
     return Bucket(spec, out, direct, options)
 
 
-class Buckets:
+class Buckets(Reducer):
     """Reduces dense gradients in buckets, and all others (`others`) one by one.
 
     With `overlap` each bucket is reduced during backward once it is full, otherwise in `finish`.

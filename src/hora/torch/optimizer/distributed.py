@@ -18,6 +18,7 @@ from hora.torch.optimizer.base import (
     StepState,
     _DistributedOptimizer,
     bare_copy,
+    copied,
     optimizers_of,
     reduce_before_unscaling,
     takes_part,
@@ -25,11 +26,11 @@ from hora.torch.optimizer.base import (
 from hora.torch.optimizer.order import in_common_order
 from hora.torch.optimizer.parameters import parameter_groups, parameter_names
 from hora.torch.optimizer.powersgd import PowerSGDMemory
-from hora.torch.optimizer.reducer import ReduceOptions
+from hora.torch.optimizer.reducer import ReduceOptions, Reducer
 from hora.torch.process_sets import ProcessSet, global_process_set
 
 
-class DeltaOptimizer(_DistributedOptimizer):
+class DeltaOptimizer(_DistributedOptimizer, Reducer):
     """Mixin before the user's optimizer class, like its base class."""
 
     _fixed_groups = "op=hvd.Adasum"
@@ -54,7 +55,8 @@ class DeltaOptimizer(_DistributedOptimizer):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         if self._watcher is not None:
-            self._states_before[parameter] = _copied(self.state.get(parameter, {}))
+            state = self.state.get(parameter, {})
+            self._states_before[parameter] = {key: copied(value) for key, value in state.items()}
         group = next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
         with torch.no_grad():
             start = parameter.clone()
@@ -90,9 +92,6 @@ class DeltaOptimizer(_DistributedOptimizer):
         for parameter, state in before.items():
             self.state[parameter] = state
 
-    def note_missing(self) -> None:
-        """Do nothing: changes are reduced one by one."""
-
     def synchronize(self) -> None:
         """Do nothing: `step` reduces the changes."""
 
@@ -119,10 +118,6 @@ class DeltaOptimizer(_DistributedOptimizer):
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
 def DistributedOptimizer(
@@ -235,17 +230,16 @@ def clip_grad_norm_(
     elif isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     parameters = list(parameters)
-    owners = optimizers_of(parameters)
     norm_type = float(norm_type)
     norms: list[torch.Tensor] = []
     plain = parameters
     scalers: list[Callable[[torch.Tensor], None]] = []
-    for owner in owners:
-        sharded = owner._reduce_to_clip(parameters, norm_type)
-        if sharded is not None:
-            norms.append(sharded.norm)
-            scalers.append(sharded.scale)
-            plain = [p for p in plain if p not in sharded.parameters]
+    for owner in optimizers_of(parameters):
+        shards = owner._reduce_to_clip(parameters)
+        if shards is not None:
+            norms.append(shards.gradient_norm(norm_type))
+            scalers.append(shards.scale_gradients)
+            plain = [p for p in plain if p not in owner._requires_update]
     gradients = [p.grad.detach() for p in plain if p.grad is not None]
     if gradients or not norms:
         norms.append(total_norm(gradients, norm_type))

@@ -31,7 +31,7 @@ from hora.torch.optimizer.distributed import of_class
 from hora.torch.optimizer.order import new_number
 from hora.torch.optimizer.parameters import parameter_names
 from hora.torch.optimizer.powersgd import working_dtype
-from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction
+from hora.torch.optimizer.reducer import ReduceOptions, Reducer, RequestedReduction
 from hora.torch.process_sets import global_process_set, host_process_set
 
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
@@ -189,19 +189,6 @@ def _check_real(method: str, names: Mapping[torch.Tensor, str]) -> None:
             )
 
 
-class _Alone:
-    """Reducer of a host with a single rank: does nothing."""
-
-    def ready(self, parameter: torch.Tensor) -> None:
-        pass
-
-    def note_missing(self) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-
 class _Fragment:
     """Tensors of the model or of the optimizer's state that the hosts average together, and their anchors.
 
@@ -280,22 +267,13 @@ class _Progress(NamedTuple):
 class _Average:
     """Average of a fragment's tensor over all ranks, in place, sent with each rank's progress, which must be equal."""
 
-    def __init__(
-        self,
-        runtime: engine.Runtime,
-        method: str,
-        compression: type[Compressor] | Compressor,
-        name: str,
-        flat: torch.Tensor,
-    ) -> None:
+    def __init__(self, method: str, compression: type[Compressor] | Compressor, name: str, flat: torch.Tensor) -> None:
         self._method = method
         options = ReduceOptions(process_set=global_process_set, compression=compression)
         reduce = options.reduce._replace(code=options.code_in_buckets([flat]))
-        self._reduction = RequestedReduction(runtime, Kind.ALLREDUCE, flat, name=name, reduce=reduce, process_set_id=0)
+        self._reduction = RequestedReduction(options, Kind.ALLREDUCE, flat, name=name, reduce=reduce)
         self._mine = torch.zeros(2, dtype=torch.int64, device="cpu")
-        self._progress = RequestedReduction(
-            runtime, Kind.ALLGATHER, self._mine, name=f"{name} (step)", reduce=Reduce(), process_set_id=0
-        )
+        self._progress = RequestedReduction(options, Kind.ALLGATHER, self._mine, name=f"{name} (step)", reduce=Reduce())
 
     def start(self, progress: _Progress) -> None:
         self._mine.copy_(torch.tensor(progress, device="cpu"))
@@ -341,7 +319,7 @@ class LocalOptimizer(_DistributedOptimizer):
         self._give_up_fragments()
         self._runtime = engine.current_runtime()
         self._step = StepState()
-        self._reducer = _Alone()
+        self._reducer = Reducer()
         self._entered = False
 
     def _give_up_fragments(self) -> None:
@@ -376,7 +354,7 @@ class LocalOptimizer(_DistributedOptimizer):
         self._options = dataclasses.replace(self._options, process_set=host_process_set())
         super()._start_over()
         if self._options.num_members == 1:
-            self._reducer = _Alone()
+            self._reducer = Reducer()
         self._num_joins = self._runtime.num_joins
         self._num_left_out = 0
         self._entered = True
@@ -526,7 +504,7 @@ class LocalOptimizer(_DistributedOptimizer):
         if not self._active or self._options.process_set_id == 0:
             return None
         name = f"{self._label}.{settings.method} {name}"
-        return _Average(self._runtime, settings.method, settings.compression, name, flat)
+        return _Average(settings.method, settings.compression, name, flat)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group. Its parameters, equal on all hosts before the next step, become their own anchors."""

@@ -24,7 +24,7 @@ from hora.engine.request import ReduceOp
 from hora.torch.optimizer.buckets import Layout, make_reductions, release_all
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.powersgd import PowerSGDMemory, orthonormalise_, working_dtype
-from hora.torch.optimizer.reducer import ReduceOptions, Reduction
+from hora.torch.optimizer.reducer import ReduceOptions, Reducer, Reduction
 
 # Of the data sent. Each bucket is a round trip, so smaller ones would be slow on a link with high latency.
 BUCKET_BYTES = 512 * 2**10
@@ -36,10 +36,9 @@ class _Flat:
     def __init__(
         self, name: str, shapes: Sequence[tuple[int, int]], rest: Sequence[torch.Tensor] = (), *, like: torch.Tensor
     ) -> None:
-        self.name, self.dtype, self.device = name, working_dtype(like), like.device
         self._shapes, self._rest = shapes, rest
         self._sizes = [*(rows * columns for rows, columns in shapes), *(p.numel() for p in rest)]
-        self.count = sum(self._sizes)
+        self.layout = Layout(name, sum(self._sizes), working_dtype(like), like.device)
 
     def divide(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the matrices and the uncompressed part as views."""
@@ -70,12 +69,8 @@ class _Bucket:
         # By id: the index of a matrix, or the complement of the index of an uncompressed parameter.
         self._index = {id(p): index for index, p in enumerate(self.matrices)}
         self._index |= {id(p): ~index for index, p in enumerate(self._rest)}
-        self._factors: list[torch.Tensor] = []
+        self.factors: list[torch.Tensor] = []  # Q of this step
         self.num_ready = 0
-
-    def take(self, factors: list[torch.Tensor]) -> None:
-        """Use these factors Q."""
-        self._factors = factors
 
     def fill(self, parameter: torch.Tensor) -> None:
         """Compute P from a parameter's gradient, or copy an uncompressed gradient into the buffer."""
@@ -85,7 +80,7 @@ class _Bucket:
             error = self._memory.error(parameter)
             if gradient is not None:
                 error.add_(gradient.detach())
-            q = self._factors[index]
+            q = self.factors[index]
             orthonormalise_(q)
             torch.mm(_matrix(error), q, out=self._first[index])
         elif gradient is None:
@@ -93,10 +88,6 @@ class _Bucket:
         else:
             self._places[~index].copy_(gradient.detach())
         self.num_ready += 1
-
-    @property
-    def complete(self) -> bool:
-        return self.num_ready == len(self.parameters)
 
     def make_second(self) -> None:
         """Compute this rank's Q, once the sum of all P is complete."""
@@ -117,7 +108,7 @@ class _Bucket:
         """Write the products of the factors into the gradients, once the sum of all Q is complete."""
         size = self._options.num_members
         times = 1.0 if self._options.op == ReduceOp.AVERAGE else float(size)
-        for parameter, p, new, q in zip(self.matrices, self._first, self._second, self._factors, strict=True):
+        for parameter, p, new, q in zip(self.matrices, self._first, self._second, self.factors, strict=True):
             error = self._memory.error(parameter)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -131,7 +122,7 @@ class _Bucket:
             _matrix(error).addmm_(p, new, alpha=-1)
             if times != 1.0:
                 gradient.mul_(times)
-        if not all(bool(torch.isfinite(q.sum())) for q in self._factors):
+        if not all(bool(torch.isfinite(q.sum())) for q in self.factors):
             self._memory.forget(self.matrices)
         for parameter, place in zip(self._rest, self._places, strict=True):
             if parameter.grad is None:
@@ -159,7 +150,7 @@ def _plan(parameters: Sequence[torch.Tensor], memory: PowerSGDMemory) -> list[li
     return buckets
 
 
-class LowRankReducer:
+class LowRankReducer(Reducer):
     """Reduces dense gradients as factors and sparse ones (`others`) one by one; all members create it together."""
 
     def __init__(
@@ -180,11 +171,8 @@ class LowRankReducer:
             if memory.rank_of(parameter):
                 matrices.setdefault((working_dtype(parameter), parameter.device), []).append(parameter)
         second = [self._second(alike, f"{label}.Q.{number}") for number, alike in enumerate(matrices.values())]
-        layouts = [*first, *second]
-        flats, reductions = make_reductions(
-            runtime, options, [Layout(flat.name, flat.count, flat.dtype, flat.device) for flat in layouts]
-        )
-        self._reductions = reductions
+        layouts = [flat.layout for flat in (*first, *second)]
+        flats, self._reductions = make_reductions(runtime, options, layouts)
         self._seconds = self._reductions[len(first) :]
         self._due: list[Reduction] = []  # of this step; all members compute them
         room: dict[int, torch.Tensor] = {}
@@ -196,7 +184,7 @@ class LowRankReducer:
         ]
         self._of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._in_step = False
-        weakref.finalize(self, release_all, reductions)
+        weakref.finalize(self, release_all, self._reductions)
 
     def _first(self, members: Sequence[torch.Tensor], name: str) -> _Flat:
         ranks = [(p, self._memory.rank_of(p)) for p in members]
@@ -215,7 +203,8 @@ class LowRankReducer:
             self._others.ready(parameter)
         else:
             bucket.fill(parameter)
-            if bucket.complete:  # `finish` sends the last bucket on the thread that waits for it
+            if bucket.num_ready == len(bucket.parameters):
+                # `finish` sends the last bucket on the thread that waits for it.
                 bucket.reduction.start(background=bucket is not self._buckets[-1])
 
     def _begin_step(self) -> None:
@@ -226,10 +215,7 @@ class LowRankReducer:
         self._due = list(self._reductions)
         factors = iter(self._memory.factors([p for bucket in self._buckets for p in bucket.matrices]))
         for bucket in self._buckets:
-            bucket.take([next(factors) for _ in bucket.matrices])
-
-    def note_missing(self) -> None:
-        pass
+            bucket.factors = [next(factors) for _ in bucket.matrices]
 
     def _wait(self, reduction: Reduction) -> None:
         """Wait for a reduction of this step, starting it if needed."""

@@ -104,7 +104,7 @@ class BucketOrder:
         if isinstance(current, LowRankReducer):
             return current
         tuner = self._tuner
-        if isinstance(current, Buckets) and tuner is not None and not (tuner.done and self._is_tuned(tuner)):
+        if isinstance(current, Buckets) and tuner is not None and not (tuner.done and tuner.setting == self._setting):
             return self._tuned(tuner, current)
         if isinstance(current, Buckets):
             self._steps += 1
@@ -137,9 +137,6 @@ class BucketOrder:
         assert options.memory is not None
         options.memory.agree(lambda b: summed(b, options, "optimizer.powersgd"), options.num_members, self._names)
 
-    def _is_tuned(self, tuner: Autotuner) -> bool:
-        return tuner.setting == self._setting
-
     def _tuned(self, tuner: Autotuner, current: Buckets) -> Reducer:
         """Return the reducer for the setting to try next, or for the best one."""
         now, before = time.perf_counter(), self._step_ended
@@ -151,7 +148,7 @@ class BucketOrder:
             tuner.take(
                 summed(torch.tensor([1, mine], dtype=torch.int64, device="cpu"), self._options, "optimizer.autotune")
             )
-        if self._is_tuned(tuner) or self._order is None:
+        if tuner.setting == self._setting or self._order is None:
             return current
         # Agree again on the same order, for a new label: no two reductions may share a name. If it fails, a rank has
         # joined again, and the others retry.

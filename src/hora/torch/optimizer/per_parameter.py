@@ -13,7 +13,7 @@ import torch
 
 from hora import engine
 from hora.engine.request import Kind
-from hora.torch.optimizer.reducer import ReduceOptions, summed
+from hora.torch.optimizer.reducer import ReduceOptions, Reducer, summed
 
 Parameter = torch.Tensor
 
@@ -29,7 +29,7 @@ class _Unit:
     finish: Callable[[], None] | None = None
 
 
-class PerParameterReducer:
+class PerParameterReducer(Reducer):
     """Sends one request per parameter; with `groups`, one grouped request per group.
 
     A rank without a gradient cannot tell whether the others' gradient is sparse. Until the ranks agree on every layout,
@@ -70,9 +70,6 @@ class PerParameterReducer:
                 self._submit(unit)
             else:
                 self._waiting.append(unit)
-
-    def note_missing(self) -> None:
-        pass
 
     def finish(self) -> None:
         if not self._layouts_agreed:

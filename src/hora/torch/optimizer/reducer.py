@@ -1,4 +1,4 @@
-"""Interface of gradient reducers, the user's options, and a reduction that is requested anew in each step.
+"""Base of gradient reducers, the user's options, and a reduction that is requested anew in each step.
 
 `PerParameterReducer`, `Buckets` and `Shards` are the reducers. If the members share memory, a bucket holds the engine's
 `PersistentReduction`, otherwise a `RequestedReduction` with the same interface.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -84,8 +83,8 @@ class ReduceOptions:
         return self.reduce._replace(op=int(ReduceOp.SUM)) if sums else self.reduce._replace(prescale=1.0)
 
 
-class Reducer(Protocol):
-    """Interface to the optimizer: takes gradients as they become ready and returns the reduced ones."""
+class Reducer:
+    """Takes gradients as they become ready and returns the reduced ones. This one has no peers and does nothing."""
 
     def ready(self, parameter: torch.Tensor) -> None:
         """Take the complete gradient of `parameter` (None contributes zeros)."""
@@ -104,24 +103,11 @@ class RequestedReduction:
 
     out: torch.Tensor | None = None  # results of other kinds are new tensors
 
-    def __init__(
-        self,
-        runtime: engine.Runtime,
-        kind: Kind,
-        tensor: torch.Tensor,
-        *,
-        name: str,
-        reduce: Reduce,
-        process_set_id: int,
-    ) -> None:
-        self._runtime = runtime
+    def __init__(self, options: ReduceOptions, kind: Kind, tensor: torch.Tensor, *, name: str, reduce: Reduce) -> None:
+        self._runtime, self._process_set_id = engine.current_runtime(), options.process_set_id
+        self._kind, self._tensor, self._name, self._reduce = kind, tensor, name, reduce
         # The encoding error of one step is added in the next; of this rank's slice of its host.
         self._residuals = [torch.zeros_like(tensor)] if reduce.code.endswith("+") else []
-        self._kind = kind
-        self._tensor = tensor
-        self._name = name
-        self._reduce = reduce
-        self._process_set_id = process_set_id
         self._request: Request | None = None
 
     @property

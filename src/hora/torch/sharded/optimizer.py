@@ -26,13 +26,13 @@ from hora.engine.shm.segment import SharedMemory
 from hora.memory import give_back_freed_memory
 from hora.telemetry.meters import meter
 from hora.torch.compression import ErrorFeedback, NoneCompressor, wire_dtype
-from hora.torch.optimizer.base import SliceNorm, StepState, StepWatcher, _DistributedOptimizer, bare_copy
+from hora.torch.optimizer.base import StepState, StepWatcher, _DistributedOptimizer, bare_copy, copied
 from hora.torch.optimizer.bucket_plan import BucketSpec, plan_buckets
 from hora.torch.optimizer.buckets import view_like
 from hora.torch.optimizer.order import agree_on_order
 from hora.torch.optimizer.reducer import ReduceOptions
 from hora.torch.sharded.shards import Shards
-from hora.torch.sharded.state import ShardState, copied, kinds_of
+from hora.torch.sharded.state import ShardState, kinds_of
 
 _VALUES = ""  # the parameters themselves, among the entries of the state
 # Of one member: (bucket, entry) -> its elements. Of several: (member, number of steps) -> those.
@@ -283,18 +283,15 @@ class ShardedOptimizer(_DistributedOptimizer):
             self._take_in_thawed()
         self._step = StepState(reduced="whole", synchronized=True)
 
-    def _reduce_to_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> SliceNorm | None:
-        shards = self._shards
-        if shards is None:
-            return super()._reduce_to_clip(parameters, norm_type)
+    def _reduce_to_clip(self, parameters: Sequence[torch.Tensor]) -> Shards | None:
+        if self._shards is None:
+            self._make_whole()
+            return None
         self._reduce_slices()
         self._step.synchronized = False
-        if self._step.reduced != "slices":
-            return None
-        if not self._requires_update <= set(parameters):  # only some are clipped: use whole gradients
-            self._materialise()
-            return None
-        return SliceNorm(shards.gradient_norm(norm_type), self._requires_update, shards.scale_gradients)
+        if self._step.reduced == "slices" and not self._requires_update <= set(parameters):
+            self._materialise()  # only some are clipped: use whole gradients
+        return self._shards if self._step.reduced == "slices" else None
 
     # --- the step -------------------------------------------------------------------------------------------------
 
@@ -451,7 +448,7 @@ class ShardedOptimizer(_DistributedOptimizer):
         shards = self._shards
         assert shards is not None
         for parameter, view in shards.values():
-            parameter.data = view.clone(memory_format=torch.preserve_format)
+            parameter.data = view.clone()
         shards.release()
         self._shards = self._inner = self._copies = None
 

@@ -27,7 +27,7 @@ from hora.errors import HorovodInternalError
 from hora.torch.norms import total_norm
 from hora.torch.optimizer.bucket_plan import BucketSpec
 from hora.torch.optimizer.buckets import SMALL_BYTES, Layout, make_reductions, release_all, view_like
-from hora.torch.optimizer.reducer import ReduceOptions, Reduction, RequestedReduction
+from hora.torch.optimizer.reducer import ReduceOptions, Reducer, Reduction, RequestedReduction
 
 # One bucket is filled while one is reduced; two more keep backward from waiting for ranks that are a little behind.
 NUM_PLACES = 4
@@ -153,7 +153,7 @@ class Shard:
     end: int
 
 
-class Shards:
+class Shards(Reducer):
     """One rank's part of a sharded optimizer; `owned` are its shards."""
 
     def __init__(
@@ -321,9 +321,6 @@ class Shards:
             return
         bucket.put(index, gradient)
         self._start_if_complete(bucket)
-
-    def note_missing(self) -> None:
-        """Do nothing: the layout is fixed, so a late gradient costs only overlap."""
 
     def finish(self) -> None:
         """Reduce the rest and wait, so that every shard has its reduced gradient. All parameters were `ready`."""

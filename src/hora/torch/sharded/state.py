@@ -15,6 +15,7 @@ import torch
 
 from hora.engine.request import Kind
 from hora.engine.shm.segment import SharedMemory
+from hora.torch.optimizer.base import copied
 from hora.torch.optimizer.bucket_plan import BucketSpec
 from hora.torch.optimizer.buckets import view_like
 from hora.torch.sharded.shards import Shard, Shards, in_memory_order
@@ -224,15 +225,7 @@ class ShardState:
         for parameter in self._shards.locations:
             state = self._optimizer.state.get(parameter)
             if state:
-                self._optimizer.state[parameter] = {
-                    key: value.clone(memory_format=torch.preserve_format) if isinstance(value, torch.Tensor) else value
-                    for key, value in state.items()
-                }
-
-
-def copied(value: Any) -> Any:
-    """Return a copy of a tensor, and any other value itself."""
-    return value.clone() if isinstance(value, torch.Tensor) else value
+                self._optimizer.state[parameter] = {key: copied(value) for key, value in state.items()}
 
 
 def _elementwise_keys(whole: dict[torch.Tensor, dict[str, Any]], parameters: Sequence[torch.Tensor]) -> list[str]:
