@@ -55,18 +55,25 @@ _CHALLENGERS = (
 
 
 class Autotuner:
-    """`setting` is the one in use; `take` and `end` change it. Only the rank that `tells` logs."""
+    """`setting` is the one in use; `take` and `end` change it. Only the rank that `tells` logs.
+
+    A challenger is compared with the default in the rounds it ran in.
+    """
 
     def __init__(self, config: EngineConfig, *, tells: bool, num_bytes: int, num_members: int) -> None:
         self._num_steps, self._tells = max(config.autotune_steps_per_sample, 1), tells
         self._log_file = config.autotune_log
         self._num_bytes = num_bytes
         self._num_members = num_members
-        self._times: list[float] = []  # of this trial
-        self._race = _Race(_different_settings(num_bytes), config.autotune_max_samples)
         self._num_warm_up = config.autotune_warmup_samples
-        self.setting = self._race.default
-        self.done = self._race.next() is None
+        self._trials_left = config.autotune_max_samples
+        self._times: list[float] = []  # of the steps of this trial
+        self._challengers = _challengers(num_bytes)
+        self._round: list[Setting] = []  # still to run in this round, the current one first
+        self._rounds: list[dict[Setting, float]] = []  # a step's time by setting, the current round last
+        self._begin_round()
+        self.setting = DEFAULT
+        self.done = not self._round
         self._paused = False
         self._write(_HEADER, first=True)
 
@@ -86,26 +93,60 @@ class Autotuner:
         if num_members < self._num_members:  # joined ranks learn of it when they return; then all continue together
             self._paused = True
             return
-        step_us = max(total_us / num_members, 1.0)
         if self._num_warm_up > 0:
             self._num_warm_up -= 1
         else:
+            self._rounds[-1][self._round.pop(0)] = step_us = max(total_us / num_members, 1.0)
+            self._trials_left -= 1
             self._log(self.setting, step_us)
-            self._race.take(self.setting, step_us)
-        upcoming = self._race.next() if self._num_warm_up == 0 else self._race.default
-        if upcoming is None:
-            self.end()
+            if not self._round:
+                self._begin_round()
+        if self._num_warm_up > 0:
+            return
+        if self._round:
+            self.setting = self._round[0]
         else:
-            self.setting = upcoming
+            self.end()
 
     def end(self) -> None:
-        """Decide with the results so far."""
+        """Decide with the results of the complete rounds."""
+        if self._round:
+            del self._rounds[-1]
         self.done = True
-        self.setting = self._race.winner()
-        step_us = self._race.step_us(self.setting)
+        self.setting = self._winner()
+        step_us = statistics.median_low(self._times_of(self.setting) or [0.0])
         if step_us:
             self._log(self.setting, step_us)
             self._tell(f"the best are {self.setting}; a step takes {step_us / 1e3:.3f} ms")
+
+    def _begin_round(self) -> None:
+        """Start the next round with the remaining settings, in the opposite order of the last one."""
+        num_rounds = len(self._rounds)
+        self._challengers.sort(key=self._best_time)
+        if self._trials_left < 2 or not self._challengers:
+            return
+        if num_rounds and num_rounds % _ROUNDS_A_HEAT == 0:
+            del self._challengers[max(len(self._challengers) // 2, 1) :]
+        del self._challengers[self._trials_left - 1 :]
+        forth = [DEFAULT, *self._challengers]
+        self._round = forth if num_rounds % 2 == 0 else forth[::-1]
+        self._rounds.append({})
+
+    def _times_of(self, setting: Setting, beside: Setting | None = None) -> list[float]:
+        """Return the times of a setting, in the rounds in which `beside` ran too."""
+        return [times[setting] for times in self._rounds if setting in times and (beside or setting) in times]
+
+    def _best_time(self, setting: Setting) -> float:
+        return min(self._times_of(setting), default=0.0)
+
+    def _winner(self) -> Setting:
+        best = min(self._challengers, key=self._best_time, default=DEFAULT)
+        its, the_defaults = self._times_of(best), self._times_of(DEFAULT, beside=best)
+        # Noise only makes a step longer: compare the best round and the better half of the rounds.
+        clearly = its and all(
+            typical(its) <= (1 - _MARGIN) * typical(the_defaults) for typical in (min, statistics.median_low)
+        )
+        return best if clearly else DEFAULT
 
     def _log(self, setting: Setting, step_us: float) -> None:
         score = self._num_bytes / step_us
@@ -122,67 +163,10 @@ class Autotuner:
                 file.write(line + "\n")
 
 
-def _different_settings(num_bytes: int) -> list[Setting]:
-    """Return the distinct settings, the default first; all sizes beyond the model's mean a single bucket."""
-    settings: dict[Setting, Setting] = {}
-    for setting in (DEFAULT, *_CHALLENGERS):
-        size = min(setting.bucket_bytes, num_bytes)
-        same = Setting(size, setting.overlap or size == num_bytes)
-        settings.setdefault(same, DEFAULT if setting == DEFAULT else same)
-    return list(settings.values())
-
-
-class _Race:
-    """Orders the trials and picks the winner. A challenger is compared with the default in the rounds it ran in."""
-
-    def __init__(self, settings: Sequence[Setting], num_trials: int) -> None:
-        self.default, *self._challengers = settings
-        self._trials_left = num_trials
-        self._round: list[Setting] = []  # still to run in this round
-        self._now: dict[Setting, float] = {}  # the times of this round
-        self._rounds: list[dict[Setting, float]] = []
-        self._begin()
-
-    def next(self) -> Setting | None:
-        """Return the setting to try now; None if the race is over."""
-        return self._round[0] if self._round else None
-
-    def take(self, setting: Setting, step_us: float) -> None:
-        assert setting == self._round[0], "out of turn"
-        self._now[self._round.pop(0)] = step_us
-        self._trials_left -= 1
-        if not self._round:
-            self._rounds.append(self._now)
-            self._now = {}
-            self._begin()
-
-    def _begin(self) -> None:
-        """Start the next round with the remaining settings, in the opposite order of the last one."""
-        self._challengers.sort(key=self._best_time)
-        if self._trials_left < 2 or not self._challengers:
-            return
-        if self._rounds and len(self._rounds) % _ROUNDS_A_HEAT == 0:
-            del self._challengers[max(len(self._challengers) // 2, 1) :]
-        del self._challengers[self._trials_left - 1 :]
-        forth = [self.default, *self._challengers]
-        self._round = forth if len(self._rounds) % 2 == 0 else forth[::-1]
-
-    def _times(self, setting: Setting, beside: Setting | None = None) -> list[float]:
-        """Return the times of a setting, in the rounds in which `beside` ran too."""
-        return [times[setting] for times in self._rounds if setting in times and (beside or setting) in times]
-
-    def _best_time(self, setting: Setting) -> float:
-        return min(self._times(setting), default=0.0)
-
-    def winner(self) -> Setting:
-        best = min(self._challengers, key=self._best_time, default=self.default)
-        its, the_defaults = self._times(best), self._times(self.default, beside=best)
-        # Noise only makes a step longer: compare the best round and the better half of the rounds.
-        clearly = its and all(
-            typical(its) <= (1 - _MARGIN) * typical(the_defaults) for typical in (min, statistics.median_low)
-        )
-        return best if clearly else self.default
-
-    def step_us(self, setting: Setting) -> float:
-        """Return the typical step time; 0.0 if it has not run."""
-        return statistics.median_low(self._times(setting) or [0.0])
+def _challengers(num_bytes: int) -> list[Setting]:
+    """Return the settings that differ from the default; all sizes beyond the model's mean a single bucket."""
+    settings: dict[Setting, None] = {}
+    for size, overlap in (DEFAULT, *_CHALLENGERS):
+        size = min(size, num_bytes)
+        settings[Setting(size, overlap or size == num_bytes)] = None
+    return list(settings)[1:]

@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -133,7 +133,8 @@ class _Settings:
                 f"{self.method}'s overlap must be an integer from 0 to {shortest - 1}, so that a fragment arrives "
                 f"before its next turn, but it is {self.overlap!r}"
             )
-        if isinstance(self.compression, PowerSGD) or self.compression is PowerSGD or not _is_known(self.compression):
+        is_known = any(self.compression is known for known in vars(Compression).values())
+        if self.compression is PowerSGD or not is_known:
             raise ValueError(
                 f"{self.method} supports Compression.none, fp16, bf16 or int8, but compression is "
                 f"{described(self.compression)}"
@@ -144,10 +145,6 @@ class _Settings:
                 "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True), but it is "
                 f"{self.outer!r:.100}"
             )
-
-
-def _is_known(compression: type[Compressor] | Compressor) -> bool:
-    return any(compression is known for name, known in vars(Compression).items() if not name.startswith("_"))
 
 
 def _made(
@@ -220,7 +217,7 @@ class _Fragment:
     def has_turn(self, step: int) -> bool:
         return step > 0 and step % self._every == self._offset
 
-    def send(self, due_at: int, progress: _Progress, *, keep_progress: bool) -> None:
+    def send(self, due_at: int, progress: tuple[int, int], *, keep_progress: bool) -> None:
         """Start averaging the distance between the tensors and their anchors. `progress` is this rank's."""
         self.due_at = due_at
         values = [_on_host(v, a) for v, a in zip(self._values(), self._anchors, strict=True)]
@@ -257,15 +254,11 @@ class _Fragment:
         self.due_at, self._sent = 0, []
 
 
-class _Progress(NamedTuple):
-    """Number of a host's steps, and of those that were reduced but skipped."""
-
-    num_steps: int
-    num_left_out: int
-
-
 class _Average:
-    """Average of a fragment's tensor over all ranks, in place, sent with each rank's progress, which must be equal."""
+    """Average of a fragment's tensor over all ranks, in place.
+
+    Sent with each rank's progress, which must be equal: the steps it has made, and those it has reduced but left out.
+    """
 
     def __init__(self, method: str, compression: type[Compressor] | Compressor, name: str, flat: torch.Tensor) -> None:
         self._method = method
@@ -275,7 +268,7 @@ class _Average:
         self._mine = torch.zeros(2, dtype=torch.int64, device="cpu")
         self._progress = RequestedReduction(options, Kind.ALLGATHER, self._mine, name=f"{name} (step)", reduce=Reduce())
 
-    def start(self, progress: _Progress) -> None:
+    def start(self, progress: tuple[int, int]) -> None:
         self._mine.copy_(torch.tensor(progress, device="cpu"))
         self._progress.start(background=True)
         self._reduction.start(background=True)
@@ -387,22 +380,15 @@ class LocalOptimizer(_DistributedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step inside the host, then send and merge the fragments that are due."""
-        if self._active:
-            self._enter_world()
-            if self._runtime.num_joins != self._num_joins:
-                raise ValueError(
-                    f"hvd.join() cannot be used with hvd.{self._settings.method}: the hosts must make equally many "
-                    "steps"
-                )
-        if not self._fragments:
-            self._make_fragments()
+        self._prepare()
+        if self._active and self._runtime.num_joins != self._num_joins:
+            raise ValueError(
+                f"hvd.join() cannot be used with hvd.{self._settings.method}: the hosts must make equally many steps"
+            )
         result = super().step(closure)
         self._num_steps += 1
-        if not self._fragments:  # parameters were thawed in this step
-            if self._active:
-                self._enter_world()
-            self._make_fragments()
-        overlap, progress = self._settings.overlap, _Progress(self._num_steps, self._num_left_out)
+        self._prepare()  # parameters may have been thawed in this step
+        overlap, progress = self._settings.overlap, (self._num_steps, self._num_left_out)
         with torch.no_grad():
             for fragment in self._fragments:
                 if fragment.due_at == self._num_steps:
@@ -418,11 +404,8 @@ class LocalOptimizer(_DistributedOptimizer):
 
     def exchange(self) -> None:
         """Average all hosts' parameters now (collective): at the end of training, or before an evaluation."""
-        if self._active:
-            self._enter_world()
-        if not self._fragments:
-            self._make_fragments()
-        progress = _Progress(self._num_steps, self._num_left_out + bool(self._step.reduced))
+        self._prepare()
+        progress = (self._num_steps, self._num_left_out + bool(self._step.reduced))
         with torch.no_grad():
             for fragment in self._fragments:
                 if fragment.due_at:
@@ -431,6 +414,12 @@ class LocalOptimizer(_DistributedOptimizer):
                 fragment.send(self._num_steps, progress, keep_progress=False)
             for fragment in self._fragments:
                 fragment.take_in()
+
+    def _prepare(self) -> None:
+        if self._active:
+            self._enter_world()
+        if not self._fragments:
+            self._make_fragments()
 
     def _make_fragments(self) -> None:
         """Divide the parameters into fragments. Their values, equal before the first step, are the first anchors."""
