@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -42,6 +43,8 @@ class Collective(NamedTuple):
     code: str = ""  # see `Signature`
 
 
+_PLAIN = Collective(Kind.ALLREDUCE)
+
 # The request and the collective behind each handle of the user.
 _in_flight: dict[int, tuple[Request, Collective]] = {}
 _next_handle = itertools.count()
@@ -69,7 +72,7 @@ def submit_repeated_allreduce_(
     request = Request(known.signature, (tensor,), (tensor,))
     request.results = [tensor]
     known.queue.submit(request, background=True)
-    return _handle_of(request, known.collective)
+    return _handle_of(request, _PLAIN)
 
 
 def run(collective: Collective, tensors: Sequence[Tensor], *, in_place: bool = False) -> Tensors:
@@ -108,14 +111,13 @@ def repeated_allreduce(
     return tensor
 
 
+@dataclass(slots=True)
 class _KnownAllreduce:
     """Shared state of the allreduces of one tensor that repeat a call the engine has validated."""
 
-    def __init__(self, queue: OperationQueue, signature: Signature, process_set: ProcessSet) -> None:
-        self.queue, self.signature = queue, signature
-        op, prescale, postscale, _ = signature.reduce
-        self.collective = Collective(Kind.ALLREDUCE, signature.name, process_set, op, prescale, postscale)
-        self.plan: CallPlan | None = None  # of the fast path, once it exists
+    queue: OperationQueue
+    signature: Signature
+    plan: CallPlan | None = None  # of the fast path, once it exists
 
 
 def _known(
@@ -165,7 +167,7 @@ def _learn(runtime: engine.Runtime, key: Any, tensor: Tensor, process_set: Proce
         return None
     if len(runtime.sets.known_allreduces) >= _KEPT:
         runtime.sets.known_allreduces.clear()
-    known = runtime.sets.known_allreduces[key] = _KnownAllreduce(queue, signature, process_set)
+    known = runtime.sets.known_allreduces[key] = _KnownAllreduce(queue, signature)
     return known
 
 

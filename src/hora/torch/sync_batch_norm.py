@@ -55,10 +55,6 @@ class SyncBatchNorm(_BatchNorm):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
 
 
-def _sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    return allreduce_(tensor, op=Sum)
-
-
 def _other_dims(input: torch.Tensor) -> list[int]:
     return [dim for dim in range(input.dim()) if dim != 1]
 
@@ -75,7 +71,7 @@ def _global_statistics(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor,
         packed[:channels] = mean * count
         packed[channels:-1] = (variance + mean * mean) * count
         packed[-1] = count
-    packed = _sum_over_ranks(packed)
+    allreduce_(packed, op=Sum)
     total = packed[-1].clamp(min=1)
     mean = packed[:channels] / total
     variance = (packed[channels:-1] / total - mean * mean).clamp(min=0)
@@ -121,7 +117,7 @@ class _Normalise(torch.autograd.Function):
             grad_weight = (sums[channels:] * inverse_std).to(weight.dtype)
             grad_bias = sums[:channels].to(weight.dtype)
         # Every rank takes part because another rank may need the sums.
-        totals = _sum_over_ranks(sums.clone()) / count.clamp(min=1)
+        totals = allreduce_(sums.clone(), op=Sum) / count.clamp(min=1)
         if ctx.needs_input_grad[0]:
             scale = inverse_std if weight is None else inverse_std * weight.double()
             slope = (-scale * inverse_std * inverse_std * totals[channels:]).to(working).view(shape)

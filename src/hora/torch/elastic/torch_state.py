@@ -31,6 +31,7 @@ from hora.torch.functions import allgather_object, broadcast_object
 from hora.torch.ops import allgather, allreduce_, barrier
 from hora.torch.optimizer.base import _DistributedOptimizer
 from hora.torch.optimizer.order import AgreedOrder, new_number
+from hora.torch.optimizer.parameters import parameters_of
 from hora.torch.process_sets import global_process_set
 from hora.torch.reduce_op import Sum
 
@@ -273,7 +274,7 @@ class TorchState(ObjectState):
 
     def _is_average(self, module: torch.nn.Module) -> bool:
         """Return whether this is a copy that is updated after steps, such as an EMA: no forward pass changes it."""
-        trained = {p for optimizer in self._optimizers() for group in optimizer.param_groups for p in group["params"]}
+        trained = {p for optimizer in self._optimizers() for p in parameters_of(optimizer)}
         in_use = module.training and not isinstance(module, torch.optim.swa_utils.AveragedModel)
         return not in_use and trained.isdisjoint(module.parameters())
 

@@ -25,7 +25,7 @@ from hora.engine.request import Reduce, ReduceOp
 from hora.telemetry.meters import meter
 from hora.torch.norms import check_finite
 from hora.torch.optimizer.order import AgreedOrder, BucketOrder
-from hora.torch.optimizer.parameters import unnamed
+from hora.torch.optimizer.parameters import parameters_of, unnamed
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer
 from hora.torch.plan import CompressionPlanner
@@ -92,6 +92,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     _active = False
     _should_synchronize = True
     _fixed_groups = ""  # the setting with which parameters in the groups cannot be replaced
+    _uses_buckets = True
     _base_class: type
     _step = StepState()  # never changed in place: an active optimizer has its own
     _watcher: weakref.ref[StepWatcher] | None = None
@@ -132,7 +133,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     # --- hooks -------------------------------------------------------------------------------------------------------
 
     def _register_hooks(self) -> None:
-        self._known = self._parameters()
+        self._known = parameters_of(self)
         for gone in self._requires_update.difference(self._known):
             self._requires_update.remove(gone)
             del self._parameter_names[gone]
@@ -160,7 +161,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Forget reductions and agreements after a change of the world or of the parameters."""
         self._runtime = engine.current_runtime()
         self._reducer: Reducer = PerParameterReducer(self._options, self._parameter_names, self._hooked, self._groups)
-        self._bucket_order = BucketOrder(self._options, self._parameter_names, self._hooked, grouped=bool(self._groups))
+        wanted = self._uses_buckets and not self._groups
+        self._bucket_order = BucketOrder(self._options, self._parameter_names, self._hooked, wanted=wanted)
         self._step = StepState()
 
     def agreed_order(self) -> tuple[AgreedOrder, bytes] | None:
@@ -253,9 +255,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def discard_step(self) -> None:
         """Discard the current step and its gradients; this world is gone or about to be left."""
         self._step = StepState()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+        for parameter in parameters_of(self):
+            parameter.grad = None
 
     def _step_left_out(self) -> None:
         """Handle a step whose gradients were reduced but not applied."""
@@ -320,12 +321,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         finally:
             self._step = StepState()
 
-    def _parameters(self) -> list[torch.Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
     def _groups_changed(self) -> bool:
         """Return whether the user has replaced, added or removed parameters in the groups."""
-        now = self._parameters()
+        now = parameters_of(self)
         changed = len(now) != len(self._known) or any(map(operator.is_not, now, self._known))
         if changed and self._fixed_groups:
             raise ValueError(
@@ -336,12 +334,12 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def _thawed(self) -> list[torch.Tensor]:
         """Parameters without a hook that require gradients: frozen or not there when hooks were registered."""
-        return [p for p in self._parameters() if p.requires_grad and p not in self._requires_update]
+        return [p for p in parameters_of(self) if p.requires_grad and p not in self._requires_update]
 
     def _take_in_thawed(self) -> None:
         """Reduce the gradients of thawed and new parameters once without hooks; register hooks for later steps."""
         thawed = self._thawed()
-        for number, parameter in enumerate(self._parameters()):
+        for number, parameter in enumerate(parameters_of(self)):
             self._parameter_names.setdefault(parameter, f"replaced.{number}")
         if thawed:
             late = PerParameterReducer(self._options, self._parameter_names, thawed)

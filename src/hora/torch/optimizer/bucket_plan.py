@@ -38,11 +38,30 @@ class BucketSpec:
     dtype: torch.dtype
     device: torch.device
 
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return a view of `flat` for each parameter."""
+        return [view_like(flat, offset, p) for offset, p in zip(self.offsets, self.parameters, strict=True)]
+
     def gaps(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return views of the gaps in `flat` between the gradients and after the last one."""
         ends = [offset + p.numel() for offset, p in zip(self.offsets, self.parameters, strict=True)]
         found = [flat[end:begin] for end, begin in zip(ends, (*self.offsets[1:], self.num_elements), strict=True)]
         return [gap for gap in found if gap.numel()]
+
+
+def view_like(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a view of `flat` from `offset` with the parameter's shape and, if possible, its strides."""
+    elements = flat[offset : offset + parameter.numel()]
+    if is_channels_last(parameter):
+        return elements.as_strided(parameter.shape, parameter.stride())
+    return elements.view(parameter.shape)
+
+
+def is_channels_last(parameter: torch.Tensor) -> bool:
+    """Return whether the parameter lies in a bucket in another order than its elements."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    other = formats.get(parameter.dim())
+    return other is not None and not parameter.is_contiguous() and parameter.is_contiguous(memory_format=other)
 
 
 def plan_buckets(

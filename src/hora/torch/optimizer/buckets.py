@@ -33,21 +33,6 @@ SMALL_BYTES = 16 * 1024
 _DIRECT_BYTES = 256 * 1024
 
 
-def view_like(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a view of `flat` from `offset` with the parameter's shape and, if possible, its strides."""
-    elements = flat[offset : offset + parameter.numel()]
-    if is_channels_last(parameter):
-        return elements.as_strided(parameter.shape, parameter.stride())
-    return elements.view(parameter.shape)
-
-
-def is_channels_last(parameter: torch.Tensor) -> bool:
-    """Return whether the parameter lies in a bucket in another order than its elements."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    other = formats.get(parameter.dim())
-    return other is not None and not parameter.is_contiguous() and parameter.is_contiguous(memory_format=other)
-
-
 def release_all(reductions: Sequence[Reduction]) -> None:
     """Release these reductions in the engine."""
     for reduction in reductions:
@@ -76,12 +61,12 @@ class Bucket:
         self._scale = scale
         self._casts = spec.dtype is not spec.parameters[0].dtype
         self.converts = self._casts  # or a gradient is sparse: `.grad` is not a view of the result
-        self._views = _views_of(flat, spec)
+        self._views = spec.views(flat)
         # Where gradients are written: the buffer itself, or this turn's input of a direct reduction.
         self.places = [(flat, self._views)]
         if isinstance(reduction, SharedMemoryReduction) and reduction.out is not None:
             mine = [views[options.member] for views in reduction.places]
-            self.places = [(place, _views_of(place, spec)) for place in mine]
+            self.places = [(place, spec.views(place)) for place in mine]
         # Values in the gaps and in the control element would affect the scale of the gradients in their block.
         self.gaps = [spec.gaps(place) for place, _ in self.places]
         feeds_back = self._casts and isinstance(options.compression, ErrorFeedback)
@@ -160,10 +145,6 @@ class Bucket:
                     parameter.grad = view.to(parameter.dtype).to_sparse(1)
                 else:
                     gradient.detach().copy_(view)
-
-
-def _views_of(flat: torch.Tensor, spec: BucketSpec) -> list[torch.Tensor]:
-    return [view_like(flat, offset, p) for offset, p in zip(spec.offsets, spec.parameters, strict=True)]
 
 
 def make_buckets(runtime: engine.Runtime, options: ReduceOptions, specs: Sequence[BucketSpec]) -> list[Bucket]:

@@ -24,7 +24,7 @@ from hora.torch.optimizer.base import (
     takes_part,
 )
 from hora.torch.optimizer.order import in_common_order
-from hora.torch.optimizer.parameters import parameter_groups, parameter_names
+from hora.torch.optimizer.parameters import parameter_groups, parameter_names, parameters_of
 from hora.torch.optimizer.powersgd import PowerSGDMemory
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer
 from hora.torch.process_sets import ProcessSet, global_process_set
@@ -34,6 +34,7 @@ class DeltaOptimizer(_DistributedOptimizer, Reducer):
     """Mixin before the user's optimizer class, like its base class."""
 
     _fixed_groups = "op=hvd.Adasum"
+    _uses_buckets = False
     _deltas: dict[torch.Tensor, tuple[Request, Any]]
     _states_before: dict[torch.Tensor, dict[str, Any]]  # of this step, in case it is rolled back
 
@@ -48,7 +49,6 @@ class DeltaOptimizer(_DistributedOptimizer, Reducer):
         super()._start_over()
         self._deltas, self._states_before = {}, {}
         self._reducer = self
-        self._bucket_order.possible = False
 
     def ready(self, parameter: torch.Tensor) -> None:
         """Step `parameter` alone, restore it, and start reducing its change."""
@@ -159,7 +159,7 @@ def DistributedOptimizer(
     if isinstance(compression, PowerSGD):
         _check_powersgd(op, gradient_predivide_factor, groups)
     names = parameter_names(optimizer, named_parameters)
-    hooked = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    hooked = [p for p in parameters_of(optimizer) if p.requires_grad]
     grouped = parameter_groups(groups, hooked)
     # In an elastic world newcomers create their optimizers while the others train and would not answer.
     if isinstance(groups, int) and takes_part(process_set) and not engine.current_runtime().world.elastic:
@@ -226,7 +226,7 @@ def clip_grad_norm_(
     `step()` does not reduce them again. `foreach` exists for torch's signature and is ignored.
     """
     if isinstance(parameters, torch.optim.Optimizer):
-        parameters = [p for group in parameters.param_groups for p in group["params"]]
+        parameters = parameters_of(parameters)
     elif isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     parameters = list(parameters)

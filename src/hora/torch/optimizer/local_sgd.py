@@ -29,7 +29,7 @@ from hora.torch.functions import allgather_object
 from hora.torch.optimizer.base import StepState, _DistributedOptimizer, reduce_before_unscaling
 from hora.torch.optimizer.distributed import of_class
 from hora.torch.optimizer.order import new_number
-from hora.torch.optimizer.parameters import parameter_names
+from hora.torch.optimizer.parameters import parameter_names, parameters_of
 from hora.torch.optimizer.powersgd import working_dtype
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer, RequestedReduction
 from hora.torch.process_sets import global_process_set, host_process_set
@@ -363,7 +363,7 @@ class LocalOptimizer(_DistributedOptimizer):
             f"compression={described(settings.compression)}",
             f"moments={dict(settings.moments)}",
             f"outer={outer}",
-            f"parameters of {', '.join(f'{tuple(p.shape)}' for p in self._parameters())}",
+            f"parameters of {', '.join(f'{tuple(p.shape)}' for p in parameters_of(self))}",
         ]
         found = allgather_object((told, new_number()), name="optimizer.local_settings")
         self._label = f"optimizer.{sum(number for _, number in found)}"
@@ -423,7 +423,7 @@ class LocalOptimizer(_DistributedOptimizer):
 
     def _make_fragments(self) -> None:
         """Divide the parameters into fragments. Their values, equal before the first step, are the first anchors."""
-        settings, parameters = self._settings, self._parameters()
+        settings, parameters = self._settings, parameters_of(self)
         self._make_anchors(parameters)
         if self._loaded is not None:
             loaded, self._loaded = self._loaded, None

@@ -20,8 +20,8 @@ from hora.engine.request import ReduceOp
 from hora.errors import HorovodInternalError
 from hora.torch.compression import Int8Compressor, NoneCompressor, PowerSGD, described, wire_dtype
 from hora.torch.optimizer.autotune import DEFAULT, Autotuner, Setting
-from hora.torch.optimizer.bucket_plan import BucketSpec, plan_buckets
-from hora.torch.optimizer.buckets import Buckets, is_channels_last, make_buckets
+from hora.torch.optimizer.bucket_plan import BucketSpec, is_channels_last, plan_buckets
+from hora.torch.optimizer.buckets import Buckets, make_buckets
 from hora.torch.optimizer.low_rank import LowRankReducer
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer, summed
@@ -57,7 +57,7 @@ class BucketOrder:
         names: dict[torch.Tensor, str],
         parameters: Sequence[torch.Tensor],
         *,
-        grouped: bool,
+        wanted: bool,
     ) -> None:
         self._options = options
         self._names = names
@@ -71,7 +71,7 @@ class BucketOrder:
         self._step_ended = 0.0
         self._num_joins = 0
         self.possible = (
-            not grouped
+            wanted
             and options.num_members > 1
             and options.op in (ReduceOp.AVERAGE, ReduceOp.SUM)
             and (

@@ -9,6 +9,11 @@ from typing import Any
 import torch
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of all groups, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def parameter_names(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
 ) -> dict[torch.Tensor, str]:
@@ -30,7 +35,7 @@ def parameter_names(
     if repeated:
         raise ValueError(f"parameter names in named_parameters must be unique; found duplicates: {', '.join(repeated)}")
     names = {parameter: name for name, parameter in reversed(pairs)}
-    nameless = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
+    nameless = [p for p in parameters_of(optimizer) if p not in names]
     if nameless:
         shapes = ", ".join(str(list(p.shape)) for p in nameless[:5])
         raise ValueError(

@@ -15,9 +15,8 @@ import torch
 from torch.optim import LBFGS, SGD, Optimizer, SparseAdam
 
 from hora.torch.basics import engine_rank
-from hora.torch.collective import synchronize
-from hora.torch.functions import allgather_object, broadcast_object
-from hora.torch.ops import broadcast_async_
+from hora.torch.functions import allgather_object, broadcast_object, broadcast_parameters
+from hora.torch.optimizer.parameters import parameters_of
 
 __all__ = ["broadcast_optimizer_state"]
 
@@ -50,9 +49,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: torch
     description = broadcast_object(description, root_rank, "broadcast_optimizer_state")
     if not on_root:
         tensors = _build(optimizer, description)
-    handles = [broadcast_async_(t, root_rank, f"optimizer_state.{i}") for i, t in enumerate(tensors)]
-    for handle in handles:
-        synchronize(handle)
+    broadcast_parameters([(f"optimizer_state.{i}", tensor) for i, tensor in enumerate(tensors)], root_rank)
     if hasattr(optimizer, "after_broadcast"):
         optimizer.after_broadcast()
 
@@ -72,7 +69,7 @@ def _check_same_groups(optimizer: Optimizer) -> None:
 def _fill_missing_gradients(optimizer: Optimizer, model: torch.nn.Module | None) -> None:
     """Set missing gradients to zero, as Horovod does."""
     sparse = _sparse_parameters(optimizer, model)
-    for p in _parameters(optimizer):
+    for p in parameters_of(optimizer):
         if not p.requires_grad or p.grad is not None:
             continue
         if id(p) in sparse:
@@ -85,20 +82,16 @@ def _fill_missing_gradients(optimizer: Optimizer, model: torch.nn.Module | None)
 def _sparse_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> set[int]:
     """Return the ids of the parameters with sparse gradients."""
     if isinstance(optimizer, SparseAdam):
-        return {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return {id(p) for p in parameters_of(optimizer)}
     if isinstance(optimizer, SGD) and model is not None:
         embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
         return {id(m.weight) for m in model.modules() if isinstance(m, embeddings) and m.sparse}
     return set()
 
 
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def _snapshot(optimizer: Optimizer) -> dict[str, Any]:
     """Return state by parameter number (other keys unchanged) and group options, with the optimizer's tensors."""
-    number = {id(p): i for i, p in enumerate(_parameters(optimizer))}
+    number = {id(p): i for i, p in enumerate(parameters_of(optimizer))}
     return {
         "state": {number.get(id(key), key): values for key, values in optimizer.state.items()},
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
@@ -120,7 +113,7 @@ def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
 def _build(optimizer: Optimizer, description: dict[str, Any]) -> list[torch.Tensor]:
     """Give this optimizer the described state and options; returns the tensors to receive, in order."""
     received: dict[int, torch.Tensor] = {}
-    params = _parameters(optimizer)
+    params = parameters_of(optimizer)
     home = params[0].device if params else torch.device("cpu")
     for group, options in zip(optimizer.param_groups, description["groups"], strict=True):
         for key, value in options.items():

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,14 +27,12 @@ from hora.memory import give_back_freed_memory
 from hora.telemetry.meters import meter
 from hora.torch.compression import ErrorFeedback, NoneCompressor, wire_dtype
 from hora.torch.optimizer.base import StepState, StepWatcher, _DistributedOptimizer, bare_copy, copied
-from hora.torch.optimizer.bucket_plan import BucketSpec, plan_buckets
-from hora.torch.optimizer.buckets import view_like
+from hora.torch.optimizer.bucket_plan import plan_buckets, view_like
 from hora.torch.optimizer.order import agree_on_order
 from hora.torch.optimizer.reducer import ReduceOptions
 from hora.torch.sharded.shards import Shards
-from hora.torch.sharded.state import ShardState, kinds_of
+from hora.torch.sharded.state import VALUES, ShardState, kinds_of
 
-_VALUES = ""  # the parameters themselves, among the entries of the state
 # Of one member: (bucket, entry) -> its elements. Of several: (member, number of steps) -> those.
 _Slice = dict[tuple[int, str], torch.Tensor]
 Slices = dict[tuple[int, int], _Slice]
@@ -67,14 +65,12 @@ class SliceCopies:
         if memory is not None:
             self._all_begun = memory.take(shards.num_members, torch.int64)
             for spec, entries in zip(state.specs, state.entries, strict=True):
-                dtypes = {_VALUES: spec.parameters[0].dtype, **entries}
-                self._copies.append({key: memory.take(spec.num_elements, dtypes[key]) for key in sorted(dtypes)})
+                self._copies.append({key: memory.take(spec.num_elements, entries[key]) for key in sorted(entries)})
 
     @staticmethod
-    def num_bytes(specs: Sequence[BucketSpec], state: ShardState, num_members: int) -> int:
+    def num_bytes(state: ShardState, num_members: int) -> int:
         """Return the size of the copies in shared memory."""
-        values = sum(SharedMemory.space(spec.num_elements, spec.parameters[0].dtype) for spec in specs)
-        return values + state.num_bytes() + SharedMemory.space(num_members, torch.int64)
+        return state.num_bytes() + SharedMemory.space(num_members, torch.int64)
 
     @property
     def is_shared(self) -> bool:
@@ -137,10 +133,10 @@ class SliceCopies:
         values: dict[torch.Tensor, torch.Tensor] = {}
         state: dict[torch.Tensor, dict[str, Any]] = {}
         for index, spec in enumerate(self._state.specs):
-            flats = {key: self._whole(index, key, slices) for key in (_VALUES, *self._state.entries[index])}
+            flats = {key: self._whole(index, key, slices) for key in self._state.entries[index]}
             for offset, parameter in zip(spec.offsets, spec.parameters, strict=True):
                 views = {key: view_like(flat, offset, parameter).clone() for key, flat in flats.items()}
-                values[parameter] = views.pop(_VALUES)
+                values[parameter] = views.pop(VALUES)
                 its = kinds[self._state.kind_of(parameter)]
                 state[parameter] = {key: views[key] if value is ... else copied(value) for key, value in its.items()}
         return values, state
@@ -148,7 +144,7 @@ class SliceCopies:
     def _whole(self, index: int, key: str, slices: Slices) -> torch.Tensor:
         size, bucket = self._shards.num_members, self._shards.buckets[index]
         if self._all_begun is not None:
-            whole = self._live(index)[key].clone()
+            whole = self._state.flats[index][key].clone()
             parts = whole.chunk(size), self._copies[index][key].chunk(size)
             # Read after the copy: a rank that was given up may have begun to write in between.
             for begun, part, copy in zip(self._all_begun.tolist(), *parts, strict=True):
@@ -165,18 +161,10 @@ class SliceCopies:
         found = [slices[member, self._ended][index, key] for member in range(size)]
         return torch.cat(found).to(bucket.values.device)
 
-    def _live(self, index: int) -> Mapping[str, torch.Tensor]:
-        """Return the bucket's parameters and state in shared memory."""
-        return {_VALUES: self._shards.buckets[index].values, **self._state.flats[index]}
-
     def _views(self) -> _Slice:
         """Return views of this rank's slices."""
-        found: _Slice = {}
-        for index, bucket in enumerate(self._shards.buckets):
-            found[index, _VALUES] = bucket.values[bucket.begin : bucket.end]
-            for key in sorted(self._state.entries[index]):
-                found[index, key] = self._state.slices[index][key]
-        return found
+        slices = enumerate(self._state.slices)
+        return {(index, key): part for index, its in slices for key, part in its.items()}
 
     def _mine(self) -> _Slice:
         return {place: part.clone() for place, part in self._views().items()}
@@ -210,6 +198,7 @@ class ShardedOptimizer(_DistributedOptimizer):
     """Mixin before the user's optimizer class, like its base class."""
 
     _fixed_groups = "sharded=True"
+    _uses_buckets = False
     _shards: Shards | None = None
     _shard_state: ShardState
     _inner: Any = None
@@ -231,7 +220,6 @@ class ShardedOptimizer(_DistributedOptimizer):
         if self._shards is not None:
             self._unshard()
         super()._start_over()
-        self._bucket_order.possible = False
 
     def _hand_over(self, parameter: torch.Tensor) -> None:
         if self._left is not None and self._left[0] is parameter:
@@ -407,7 +395,7 @@ class ShardedOptimizer(_DistributedOptimizer):
         if all(p.device.type == "cpu" for p in hooked):
             num_bytes = Shards.num_bytes(specs, size) + state.num_bytes()
             if self._watcher is not None:
-                num_bytes += SliceCopies.num_bytes(specs, state, size)
+                num_bytes += SliceCopies.num_bytes(state, size)
             memory = self._runtime.sets.shared_memory(self._options.process_set_id, num_bytes)
         shards = Shards(self._runtime, self._options, specs, kinds.of.__getitem__, memory)
         inner = bare_copy(self, self._base_class)
@@ -511,5 +499,4 @@ class ShardedOptimizer(_DistributedOptimizer):
         else:
             # Other step counts, other entries, or gradients in flight: shard again in the next step.
             self._leave_shards()
-            super()._start_over()
-            self._bucket_order.possible = False
+            self._start_over()

@@ -25,8 +25,8 @@ from hora.engine.shm.reduction import SharedMemoryReduction
 from hora.engine.shm.segment import SharedMemory
 from hora.errors import HorovodInternalError
 from hora.torch.norms import total_norm
-from hora.torch.optimizer.bucket_plan import BucketSpec
-from hora.torch.optimizer.buckets import SMALL_BYTES, Layout, make_reductions, release_all, view_like
+from hora.torch.optimizer.bucket_plan import BucketSpec, view_like
+from hora.torch.optimizer.buckets import SMALL_BYTES, Layout, make_reductions, release_all
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer, Reduction, RequestedReduction
 
 # One bucket is filled while one is reduced; two more keep backward from waiting for ranks that are a little behind.
@@ -82,7 +82,7 @@ class ShardBucket:
         self.before: ShardBucket | None = None  # uses the same place of gradients earlier in this step
         self.held: list[tuple[int, torch.Tensor | None]] = []  # gradients that arrived while the place was in use
         self.num_ready = 0
-        self._views = [view_like(gradients, offset, p) for offset, p in zip(spec.offsets, spec.parameters, strict=True)]
+        self._views = spec.views(gradients)
         self._is_small = [view.nbytes < SMALL_BYTES for view in self._views]
         # Places and their gradients, which are copied once all have arrived.
         self._small: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -183,11 +183,10 @@ class Shards(Reducer):
         # Shards whose reduced gradient must be copied before the step.
         self._copied = [shard for shard in self.owned if self._reduced_place(self.buckets[shard.bucket]) is None]
         self.locations = {
-            parameter: (bucket, index)
+            id(parameter): (bucket, index)
             for bucket in self.buckets
             for index, parameter in enumerate(bucket.spec.parameters)
         }
-        self._locations_by_id = {id(parameter): location for parameter, location in self.locations.items()}
         reductions = [*(bucket.reduction for bucket in self.buckets), *self._gathers]
         self._finalizer = weakref.finalize(self, release_all, reductions)
         self._holding: list[ShardBucket] = []  # buckets whose place was in use when their gradients arrived
@@ -252,10 +251,9 @@ class Shards(Reducer):
 
     @staticmethod
     def num_bytes(specs: Sequence[BucketSpec], num_members: int) -> int:
-        """Return the size of the parameters and all members' gradients in shared memory."""
-        values = sum(SharedMemory.space(spec.num_elements, spec.parameters[0].dtype) for spec in specs)
+        """Return the size of all members' gradients and of a schedule in shared memory."""
         schedule = SharedMemory.space(ReductionSchedule.num_bytes(num_members), torch.uint8)
-        return values + GradientPlaces.num_bytes(specs, num_members) + schedule
+        return GradientPlaces.num_bytes(specs, num_members) + schedule
 
     def _divide(self, index: int, kind_of: Callable[[torch.Tensor], int]) -> list[Shard]:
         """Divide this rank's slice of a bucket where the kind changes."""
@@ -283,11 +281,9 @@ class Shards(Reducer):
 
     def _move_parameters(self) -> None:
         """Make parameters views of the buckets. In shared memory the first member's values apply."""
-        for bucket in self.buckets:
-            for offset, parameter in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True):
-                view = view_like(bucket.values, offset, parameter)
-                if not self.shared or self.member == 0:
-                    view.copy_(parameter.detach())
+        if not self.shared or self.member == 0:
+            for parameter, view in self.values():
+                view.copy_(parameter.detach())
         if self.shared:
             self.runtime.barrier(self._set_id)
         for parameter, view in self.values():
@@ -296,16 +292,16 @@ class Shards(Reducer):
     def values(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return every parameter with its view of a bucket."""
         return [
-            (parameter, view_like(bucket.values, offset, parameter))
+            pair
             for bucket in self.buckets
-            for offset, parameter in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True)
+            for pair in zip(bucket.spec.parameters, bucket.spec.views(bucket.values), strict=True)
         ]
 
     # --- gradients ------------------------------------------------------------------------------------------------
 
     def ready(self, parameter: torch.Tensor) -> None:
         """Take the gradient of `parameter` and set it to None; whole gradients exist only after `materialise`."""
-        bucket, index = self._locations_by_id[id(parameter)]
+        bucket, index = self.locations[id(parameter)]
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse:
             raise ValueError("sharded=True does not support sparse gradients; use sparse=False, or sharded=False")
@@ -377,8 +373,8 @@ class Shards(Reducer):
             )
         for bucket, request in zip(self.buckets, requests, strict=True):
             (whole,) = request.result()
-            for offset, parameter in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True):
-                parameter.grad = view_like(whole, offset, parameter)
+            for parameter, view in zip(bucket.spec.parameters, bucket.spec.views(whole), strict=True):
+                parameter.grad = view
 
     def take_whole(self) -> None:
         """Copy this rank's slices of the whole gradients, which the user may have changed."""
@@ -391,7 +387,7 @@ class Shards(Reducer):
                     shard.parameter.grad[target] = in_memory_order(parameter.grad, parameter)[source].to(
                         shard.parameter.dtype
                     )
-        for parameter in self.locations:
+        for parameter, _ in self.values():
             parameter.grad = None
 
     @staticmethod

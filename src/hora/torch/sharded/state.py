@@ -16,9 +16,10 @@ import torch
 from hora.engine.request import Kind
 from hora.engine.shm.segment import SharedMemory
 from hora.torch.optimizer.base import copied
-from hora.torch.optimizer.bucket_plan import BucketSpec
-from hora.torch.optimizer.buckets import view_like
+from hora.torch.optimizer.bucket_plan import BucketSpec, view_like
 from hora.torch.sharded.shards import Shard, Shards, in_memory_order
+
+VALUES = ""  # the parameters themselves, among the entries of the state
 
 
 @dataclass(frozen=True)
@@ -53,20 +54,20 @@ class ShardState:
         self._optimizer = optimizer
         self.specs = specs
         self._kinds = kinds
-        # Per bucket: the state entries that exist for every element.
+        # Per bucket: what exists for every element, the parameters included.
         self.entries: list[dict[str, torch.dtype]] = []
         for spec in specs:
-            keys: dict[str, torch.dtype] = {}
+            keys = {VALUES: spec.parameters[0].dtype}
             for group in sorted({kinds.groups[kinds.of[p]] for p in spec.parameters}):
                 keys.update(_elementwise_state(optimizer, group, spec.parameters[0]))
             self.entries.append(keys)
-        # By entry: whole, if in shared memory; and this rank's slice of it, otherwise in its own memory.
+        # Per bucket: what this rank has whole (in shared memory, and the parameters), and its slice of every entry.
         self.flats: list[dict[str, torch.Tensor]] = [{} for _ in specs]
         self.slices: list[dict[str, torch.Tensor]] = [{} for _ in specs]
         self._adopted = False
 
     def num_bytes(self) -> int:
-        """Return the size in shared memory."""
+        """Return the size of parameters and state in shared memory."""
         return sum(
             SharedMemory.space(spec.num_elements, dtype)
             for spec, keys in zip(self.specs, self.entries, strict=True)
@@ -77,13 +78,15 @@ class ShardState:
         """Shard the current state of the whole parameters."""
         self._shards, self._inner = shards, inner
         for index, bucket in enumerate(shards.buckets):
+            flats, slices = self.flats[index], self.slices[index]
+            flats[VALUES] = bucket.values
             for key, dtype in sorted(self.entries[index].items()):
-                if memory is None:
-                    mine = torch.zeros(bucket.end - bucket.begin, dtype=dtype, device=bucket.values.device)
+                if memory is not None and key != VALUES:
+                    flats[key] = memory.take(bucket.spec.num_elements, dtype)
+                if key in flats:
+                    slices[key] = flats[key][bucket.begin : bucket.end]
                 else:
-                    flat = self.flats[index][key] = memory.take(bucket.spec.num_elements, dtype)
-                    mine = flat[bucket.begin : bucket.end]
-                self.slices[index][key] = mine
+                    slices[key] = torch.zeros(bucket.end - bucket.begin, dtype=dtype, device=bucket.values.device)
         self.load(own_slices_only=True)
 
     def load(self, *, own_slices_only: bool = False) -> None:
@@ -92,8 +95,7 @@ class ShardState:
         Between steps every rank writes all of it to shared memory, so it is enough if one rank has loaded a checkpoint.
         Inside a step others may already step their slices.
         """
-        managed = self._shards.locations
-        whole = {p: state for p, state in self._optimizer.state.items() if p in managed}
+        whole = {p: state for p, state in self._optimizer.state.items() if p in self._kinds.of}
         for parameter in whole:
             del self._optimizer.state[parameter]
         self._inner.state.clear()
@@ -108,7 +110,7 @@ class ShardState:
         self._adopted = False
         if self._shards.shared and self._inner.state:
             for parameter, state in ({} if own_slices_only else whole).items():
-                bucket, index = managed[parameter]
+                bucket, index = self._shards.locations[id(parameter)]
                 flats = self.flats[self._shards.buckets.index(bucket)]
                 for key in _elementwise_keys(whole, [parameter]):
                     if key in flats:
@@ -212,7 +214,7 @@ class ShardState:
         result: list[dict[str, torch.Tensor]] = []
         for index, bucket in enumerate(self._shards.buckets):
             whole = {}
-            for key in sorted(self.entries[index]):
+            for key in sorted(self.entries[index].keys() - {VALUES}):
                 name = f"state.{key}.{bucket.spec.name}"
                 request = runtime.submit(Kind.ALLGATHER, [self.slices[index][key]], name=name, process_set_id=set_id)
                 (whole[key],) = request.result()
@@ -222,7 +224,7 @@ class ShardState:
     def unite(self) -> None:
         """Copy the whole state to private memory, in `optimizer.state`."""
         self.present()
-        for parameter in self._shards.locations:
+        for parameter in self._kinds.of:
             state = self._optimizer.state.get(parameter)
             if state:
                 self._optimizer.state[parameter] = {key: copied(value) for key, value in state.items()}
