@@ -211,9 +211,7 @@ def _check_comm(comm: object) -> None:
 def _check_process_sets(process_sets: object) -> list[sets.ProcessSet] | str:
     if process_sets is None:
         return []
-    if isinstance(process_sets, str):
-        if process_sets.lower() != "dynamic":
-            raise ValueError(f'init(process_sets=…) takes a list of ProcessSet or "dynamic", but got {process_sets!r}')
+    if isinstance(process_sets, str) and process_sets.lower() == "dynamic":
         return "dynamic"
     if not isinstance(process_sets, (list, tuple)):
         raise ValueError(f'init(process_sets=…) takes a list of ProcessSet or "dynamic", but got {process_sets!r:.100}')

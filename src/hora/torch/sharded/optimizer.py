@@ -137,7 +137,7 @@ class SliceCopies:
             for offset, parameter in zip(spec.offsets, spec.parameters, strict=True):
                 views = {key: view_like(flat, offset, parameter).clone() for key, flat in flats.items()}
                 values[parameter] = views.pop(VALUES)
-                its = kinds[self._state.kind_of(parameter)]
+                its = kinds[self._state.parameter_kinds.of[parameter]]
                 state[parameter] = {key: views[key] if value is ... else copied(value) for key, value in its.items()}
         return values, state
 
@@ -217,8 +217,15 @@ class ShardedOptimizer(_DistributedOptimizer):
     # --- reduction ------------------------------------------------------------------------------------------------
 
     def _start_over(self) -> None:
-        if self._shards is not None:
-            self._unshard()
+        shards = self._shards
+        if shards is not None:
+            if self._runtime is engine.current_runtime() or shards.shared:
+                self._shard_state.unite()
+            else:
+                warnings.warn(
+                    "the world changed and its slices of the optimizer state are lost; load a saved state", stacklevel=2
+                )
+            self.leave_world()
         super()._start_over()
 
     def _hand_over(self, parameter: torch.Tensor) -> None:
@@ -414,27 +421,11 @@ class ShardedOptimizer(_DistributedOptimizer):
         trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = {}, {}
         return trial
 
-    def _unshard(self) -> None:
-        """Go back to private whole parameters and state."""
-        shards = self._shards
-        assert shards is not None
-        if self._runtime is engine.current_runtime() or shards.shared:
-            self._shard_state.unite()
-        else:
-            warnings.warn(
-                "the world changed and its slices of the optimizer state are lost; load a saved state",
-                stacklevel=3,
-            )
-        self._leave_shards()
-
     def leave_world(self) -> None:
         """Go back to private whole parameters, to be loaded again: other ranks' slices are gone."""
-        if self._shards is not None:
-            self._leave_shards()
-
-    def _leave_shards(self) -> None:
         shards = self._shards
-        assert shards is not None
+        if shards is None:
+            return
         for parameter, view in shards.values():
             parameter.data = view.clone()
         shards.release()
@@ -498,5 +489,5 @@ class ShardedOptimizer(_DistributedOptimizer):
             self._shard_state.load()
         else:
             # Other step counts, other entries, or gradients in flight: shard again in the next step.
-            self._leave_shards()
+            self.leave_world()
             self._start_over()

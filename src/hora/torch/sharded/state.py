@@ -53,7 +53,7 @@ class ShardState:
     def __init__(self, optimizer: Any, specs: Sequence[BucketSpec], kinds: ParameterKinds) -> None:
         self._optimizer = optimizer
         self.specs = specs
-        self._kinds = kinds
+        self.parameter_kinds = kinds
         # Per bucket: what exists for every element, the parameters included.
         self.entries: list[dict[str, torch.dtype]] = []
         for spec in specs:
@@ -95,7 +95,7 @@ class ShardState:
         Between steps every rank writes all of it to shared memory, so it is enough if one rank has loaded a checkpoint.
         Inside a step others may already step their slices.
         """
-        whole = {p: state for p, state in self._optimizer.state.items() if p in self._kinds.of}
+        whole = {p: state for p, state in self._optimizer.state.items() if p in self.parameter_kinds.of}
         for parameter in whole:
             del self._optimizer.state[parameter]
         self._inner.state.clear()
@@ -135,8 +135,8 @@ class ShardState:
 
     def fits(self) -> bool:
         """Return whether the whole state in `optimizer.state` fits the current layout."""
-        wanted = kinds_of(self._optimizer, list(self._kinds.of))
-        pairs = {(self._kinds.of[p], wanted.of[p]) for p in wanted.of}
+        wanted = kinds_of(self._optimizer, list(self.parameter_kinds.of))
+        pairs = {(self.parameter_kinds.of[p], wanted.of[p]) for p in wanted.of}
         keys = all(
             set(_elementwise_keys(dict(self._optimizer.state), spec.parameters)) <= set(keys)
             for spec, keys in zip(self.specs, self.entries, strict=True)
@@ -144,7 +144,7 @@ class ShardState:
         return keys and len(pairs) == len({mine for mine, _ in pairs})
 
     def _members(self, kind: int) -> list[torch.Tensor]:
-        return [parameter for parameter, its in self._kinds.of.items() if its == kind]
+        return [parameter for parameter, its in self.parameter_kinds.of.items() if its == kind]
 
     def _scalars(self, whole: dict[torch.Tensor, dict[str, Any]], kind: int) -> dict[str, Any]:
         for parameter in self._members(kind):
@@ -177,7 +177,7 @@ class ShardState:
         flats = self.flats if self._shards.shared else self._gathered()
         for index, bucket in enumerate(self._shards.buckets):
             for offset, parameter in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True):
-                mine = self._inner_state(self._kinds.of[parameter])
+                mine = self._inner_state(self.parameter_kinds.of[parameter])
                 if mine is None:
                     continue
                 state = self._optimizer.state[parameter]
@@ -194,9 +194,6 @@ class ShardState:
             if state:
                 return state
         return None
-
-    def kind_of(self, parameter: torch.Tensor) -> int:
-        return self._kinds.of[parameter]
 
     def kinds(self) -> list[dict[str, Any]]:
         """Return the state of each kind's parameters: values common to all elements, and ... for sharded entries."""
@@ -224,7 +221,7 @@ class ShardState:
     def unite(self) -> None:
         """Copy the whole state to private memory, in `optimizer.state`."""
         self.present()
-        for parameter in self._kinds.of:
+        for parameter in self.parameter_kinds.of:
             state = self._optimizer.state.get(parameter)
             if state:
                 self._optimizer.state[parameter] = {key: copied(value) for key, value in state.items()}
