@@ -74,13 +74,8 @@ class ProcessSet:
     __repr__ = __str__
 
 
-def _global() -> ProcessSet:
-    process_set = ProcessSet([])
-    process_set.process_set_id, process_set.ranks = 0, None
-    return process_set
-
-
-global_process_set: ProcessSet = _global()
+global_process_set = ProcessSet([])
+global_process_set.process_set_id, global_process_set.ranks = 0, None
 
 # Objects that hold an id of the running engine. Weak, so that a dropped set is collected.
 _bound: weakref.WeakSet[ProcessSet] = weakref.WeakSet()

@@ -200,8 +200,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 "times before a call to step(); increase backward_passes_per_step (now "
                 f"{self.backward_passes_per_step}) to accumulate gradients locally"
             )
-        if self._step.hooked_later:
-            self._hand_over_hooked_later()
+        if self._step.hooked_later:  # their hooks have all run, as another gradient has arrived
+            hooked_later, self._step.hooked_later = self._step.hooked_later, []
+            for earlier in hooked_later:
+                self._allreduce_grad_async(earlier)
         passes[key] = num_passes
         if num_passes == self.backward_passes_per_step:
             hooks, mine = self._hooks_of[key]
@@ -209,12 +211,6 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 self._step.hooked_later.append(parameter)
             else:
                 self._allreduce_grad_async(parameter)
-
-    def _hand_over_hooked_later(self) -> None:
-        """Reduce parameters whose hooks have all run: another gradient arrived, or backward is over."""
-        hooked_later, self._step.hooked_later = self._step.hooked_later, []
-        for parameter in hooked_later:
-            self._allreduce_grad_async(parameter)
 
     def _begin_backward(self) -> None:
         """Start a step at its first gradient; the last step may have been reduced and skipped."""

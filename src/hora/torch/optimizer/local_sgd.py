@@ -205,7 +205,7 @@ class _Fragment:
         outer: torch.optim.Optimizer | None,
     ) -> None:
         self._values, self._anchors, self._outer = values, anchors, outer
-        self._every, self._offset = every, offset
+        self.every, self.offset = every, offset
         self._flat = torch.zeros(sum(a.numel() for a in anchors), dtype=anchors[0].dtype, device="cpu")
         self._distances = [
             part.view(a.shape) for part, a in zip(self._flat.split([a.numel() for a in anchors]), anchors, strict=True)
@@ -213,9 +213,6 @@ class _Fragment:
         self._average = average(self._flat)
         self._sent: list[torch.Tensor] = []
         self.due_at = 0  # the step after which it is merged; 0: at rest
-
-    def has_turn(self, step: int) -> bool:
-        return step > 0 and step % self._every == self._offset
 
     def send(self, due_at: int, progress: tuple[int, int], *, keep_progress: bool) -> None:
         """Start averaging the distance between the tensors and their anchors. `progress` is this rank's."""
@@ -394,7 +391,7 @@ class LocalOptimizer(_DistributedOptimizer):
                 if fragment.due_at == self._num_steps:
                     fragment.take_in()
             for fragment in self._fragments:
-                if fragment.has_turn(self._num_steps):
+                if self._num_steps % fragment.every == fragment.offset:
                     fragment.send(self._num_steps + overlap, progress, keep_progress=overlap > 0)
                     if not overlap:
                         fragment.take_in()
@@ -427,7 +424,11 @@ class LocalOptimizer(_DistributedOptimizer):
         self._make_anchors(parameters)
         if self._loaded is not None:
             loaded, self._loaded = self._loaded, None
-            self._load_outer(loaded)
+            if [a.shape for a in loaded["anchors"]] != [a.shape for a in self._anchors]:
+                raise ValueError("the loaded outer state belongs to a model with other parameters")
+            for anchor, kept in zip(self._anchors, loaded["anchors"], strict=True):
+                anchor.copy_(kept)
+            self.outer.load_state_dict(loaded["optimizer"])
         made, begin = list[_Fragment](), 0
         for number, end in enumerate(_near_even([p.numel() for p in parameters], settings.fragments)):
             some, anchors = parameters[begin:end], self._anchors[begin:end]
@@ -529,13 +530,6 @@ class LocalOptimizer(_DistributedOptimizer):
             self._num_steps = int(kept["num_steps"])
         else:
             self._loaded, self._anchors, self._num_steps = None, (), 0
-
-    def _load_outer(self, kept: Mapping[str, Any]) -> None:
-        if [a.shape for a in kept["anchors"]] != [a.shape for a in self._anchors]:
-            raise ValueError("the loaded outer state belongs to a model with other parameters")
-        for anchor, loaded in zip(self._anchors, kept["anchors"], strict=True):
-            anchor.copy_(loaded)
-        self.outer.load_state_dict(kept["optimizer"])
 
 
 def _near_even(sizes: Sequence[int], num_parts: int) -> list[int]:

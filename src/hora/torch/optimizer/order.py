@@ -19,7 +19,7 @@ from hora import engine
 from hora.engine.request import ReduceOp
 from hora.errors import HorovodInternalError
 from hora.torch.compression import Int8Compressor, NoneCompressor, PowerSGD, described, wire_dtype
-from hora.torch.optimizer.autotune import DEFAULT, Autotuner, Setting
+from hora.torch.optimizer.autotune import DEFAULT, Autotuner
 from hora.torch.optimizer.bucket_plan import BucketSpec, is_channels_last, plan_buckets
 from hora.torch.optimizer.buckets import Buckets, make_buckets
 from hora.torch.optimizer.low_rank import LowRankReducer
@@ -188,17 +188,15 @@ class BucketOrder:
             bucket_bytes=setting.bucket_bytes,
         )
         self._start_tuning(specs)
-        if not specs or (isinstance(current, Buckets) and _is_same(current, specs, setting)):
+        if not specs:
             return current
         if isinstance(current, Buckets):
+            here, there = ([[id(p) for p in spec.parameters] for spec in found] for found in (current.specs, specs))
+            if here == there and current.overlap == setting.overlap:
+                return current
             current.release()
         buckets = make_buckets(runtime, self._options, specs)
         return Buckets(specs, buckets, others, overlap=setting.overlap)
-
-
-def _is_same(current: Buckets, specs: list[BucketSpec], setting: Setting) -> bool:
-    here, there = ([[id(p) for p in spec.parameters] for spec in found] for found in (current.specs, specs))
-    return here == there and current.overlap == setting.overlap
 
 
 def agree_on_order(

@@ -45,7 +45,13 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: torch
     if not optimizer.state:
         _fill_missing_gradients(optimizer, model)
     tensors: list[torch.Tensor] = []
-    description = _describe(_snapshot(optimizer), tensors) if on_root else None
+    description: Any = None
+    if on_root:
+        number = {id(p): i for i, p in enumerate(parameters_of(optimizer))}
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        # By parameter number; other keys stay.
+        states = {number.get(id(key), key): values for key, values in optimizer.state.items()}
+        description = _describe({"state": states, "groups": groups}, tensors)
     description = broadcast_object(description, root_rank, "broadcast_optimizer_state")
     if not on_root:
         tensors = _build(optimizer, description)
@@ -87,15 +93,6 @@ def _sparse_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> s
         embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
         return {id(m.weight) for m in model.modules() if isinstance(m, embeddings) and m.sparse}
     return set()
-
-
-def _snapshot(optimizer: Optimizer) -> dict[str, Any]:
-    """Return state by parameter number (other keys unchanged) and group options, with the optimizer's tensors."""
-    number = {id(p): i for i, p in enumerate(parameters_of(optimizer))}
-    return {
-        "state": {number.get(id(key), key): values for key, values in optimizer.state.items()},
-        "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
-    }
 
 
 def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -190,7 +190,14 @@ class Shards(Reducer):
         reductions = [*(bucket.reduction for bucket in self.buckets), *self._gathers]
         self._finalizer = weakref.finalize(self, release_all, reductions)
         self._holding: list[ShardBucket] = []  # buckets whose place was in use when their gradients arrived
-        self._move_parameters()
+        # Parameters become views of the buckets. In shared memory the first member's values apply.
+        if not self.shared or self.member == 0:
+            for parameter, view in self.values():
+                view.copy_(parameter.detach())
+        if self.shared:
+            runtime.barrier(self._set_id)
+        for parameter, view in self.values():
+            parameter.data = view
 
     def _make_own_buckets(self, specs: Sequence[BucketSpec]) -> None:
         """Create buckets with this rank's own parameters and gradients (collective)."""
@@ -278,16 +285,6 @@ class Shards(Reducer):
     def _reduced_place(bucket: ShardBucket) -> torch.Tensor | None:
         """Return the memory of the reduced slice, if the optimizer can step with it in place."""
         return bucket.reduction.out if bucket.spec.dtype is bucket.values.dtype else None
-
-    def _move_parameters(self) -> None:
-        """Make parameters views of the buckets. In shared memory the first member's values apply."""
-        if not self.shared or self.member == 0:
-            for parameter, view in self.values():
-                view.copy_(parameter.detach())
-        if self.shared:
-            self.runtime.barrier(self._set_id)
-        for parameter, view in self.values():
-            parameter.data = view
 
     def values(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return every parameter with its view of a bucket."""
