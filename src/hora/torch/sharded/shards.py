@@ -25,35 +25,12 @@ from hora.engine.shm.reduction import SharedMemoryReduction
 from hora.engine.shm.segment import SharedMemory
 from hora.errors import HorovodInternalError
 from hora.torch.norms import total_norm
-from hora.torch.optimizer.bucket_plan import BucketSpec, view_like
+from hora.torch.optimizer.bucket_plan import BucketSpec
 from hora.torch.optimizer.buckets import SMALL_BYTES, Layout, make_reductions, release_all
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer, Reduction, RequestedReduction
 
 # One bucket is filled while one is reduced; two more keep backward from waiting for ranks that are a little behind.
 NUM_PLACES = 4
-
-
-class GradientPlaces:
-    """Bucket i uses place i modulo `NUM_PLACES` in the memory of every member; few buckets have a place each."""
-
-    def __init__(self, specs: Sequence[BucketSpec], num_members: int, memory: SharedMemory) -> None:
-        self._specs = specs
-        self.in_turn = len(specs) > NUM_PLACES
-        self._places = [
-            [memory.take(num_bytes, torch.uint8, copied=False) for _ in range(num_members)]
-            for num_bytes in _place_bytes(specs)
-        ]
-
-    @staticmethod
-    def num_bytes(specs: Sequence[BucketSpec], num_members: int) -> int:
-        """Return the size of all members' places in shared memory."""
-        return num_members * sum(SharedMemory.space(num_bytes, torch.uint8) for num_bytes in _place_bytes(specs))
-
-    def of(self, index: int) -> list[torch.Tensor]:
-        """Return every member's place for this bucket."""
-        spec = self._specs[index]
-        place = self._places[index % NUM_PLACES]
-        return [memory[: spec.num_elements * spec.dtype.itemsize].view(spec.dtype) for memory in place]
 
 
 def _place_bytes(specs: Sequence[BucketSpec]) -> list[int]:
@@ -135,10 +112,6 @@ class ShardBucket:
             if self._scale != 1.0:
                 torch._foreach_mul_(targets, self._scale)
             self._small.clear()
-        self.clear_gaps()
-
-    def clear_gaps(self) -> None:
-        """Zero the gaps between the gradients."""
         torch._foreach_zero_(self.gaps)
 
 
@@ -176,13 +149,11 @@ class Shards(Reducer):
             self._make_own_buckets(specs)
         else:
             self._schedule = runtime.sets.schedule(memory, self._set_id)
-            places = GradientPlaces(specs, self.num_members, memory)
-            for index, spec in enumerate(specs):
-                self.buckets.append(self._shared_bucket(spec, index, memory, places, self._schedule))
+            self._make_shared_buckets(specs, memory, self._schedule)
         self.owned = [shard for index in range(len(specs)) for shard in self._divide(index, kind_of)]
         # Shards whose reduced gradient must be copied before the step.
         self._copied = [shard for shard in self.owned if self._reduced_place(self.buckets[shard.bucket]) is None]
-        self.locations = {
+        self._locations = {
             id(parameter): (bucket, index)
             for bucket in self.buckets
             for index, parameter in enumerate(bucket.spec.parameters)
@@ -215,35 +186,39 @@ class Shards(Reducer):
             scale = options.early_scale(spec.dtype)
             self.buckets.append(ShardBucket(spec, its, gradient, begin, end, reduction, scale=scale))
 
-    def _shared_bucket(
-        self, spec: BucketSpec, index: int, memory: SharedMemory, places: GradientPlaces, schedule: ReductionSchedule
-    ) -> ShardBucket:
-        """Create a bucket with one copy of the parameters in shared memory and a place for every member's gradients."""
-        values = memory.take(spec.num_elements, spec.parameters[0].dtype)
-        of_all = places.of(index)
-        mine = of_all[self.member]
-        begin, end = self._slice_of(spec)
-        # No other member reads this rank's slice of its own gradients, so the reduced slice can overwrite it, if the
-        # place is not reused.
-        out = torch.zeros(end - begin, dtype=spec.dtype, device="cpu") if places.in_turn else mine[begin:end]
-        # Small gradients are copied together, so scaling them on the way would cost an extra call.
-        scale, reduce = self._options.early_scale(spec.dtype), self._options.reduce_after_early_scale(spec.dtype)
-        small = all(parameter.numel() * spec.dtype.itemsize < SMALL_BYTES for parameter in spec.parameters)
-        if small and self._options.reduce.prescale == 1.0:
-            scale, reduce = 1.0, self._options.reduce
-        bound = SharedMemoryReduction(
-            schedule,
-            Kind.REDUCESCATTER,
-            [of_all],
-            name=spec.name,
-            reduce=reduce,
-            out=out,
-            ends_together=places.in_turn,
-        )
-        bucket = ShardBucket(spec, values, mine, begin, end, bound, scale=scale)
-        if index >= NUM_PLACES:
-            bucket.before = self.buckets[index - NUM_PLACES]
-        return bucket
+    def _make_shared_buckets(
+        self, specs: Sequence[BucketSpec], memory: SharedMemory, schedule: ReductionSchedule
+    ) -> None:
+        """Create buckets with one copy of the parameters, and places for all members' gradients, in shared memory.
+
+        Bucket i uses place i modulo `NUM_PLACES`; few buckets have a place each.
+        """
+        options, in_turn = self._options, len(specs) > NUM_PLACES
+        places = [
+            [memory.take(num_bytes, torch.uint8, copied=False) for _ in range(self.num_members)]
+            for num_bytes in _place_bytes(specs)
+        ]
+        for index, spec in enumerate(specs):
+            values = memory.take(spec.num_elements, spec.parameters[0].dtype)
+            num_bytes = spec.num_elements * spec.dtype.itemsize
+            of_all = [place[:num_bytes].view(spec.dtype) for place in places[index % NUM_PLACES]]
+            mine = of_all[self.member]
+            begin, end = self._slice_of(spec)
+            # No other member reads this rank's slice of its own gradients, so the reduced slice can overwrite it, if
+            # the place is not reused.
+            out = torch.zeros(end - begin, dtype=spec.dtype, device="cpu") if in_turn else mine[begin:end]
+            # Small gradients are copied together, so scaling them on the way would cost an extra call.
+            scale, reduce = options.early_scale(spec.dtype), options.reduce_after_early_scale(spec.dtype)
+            small = all(parameter.numel() * spec.dtype.itemsize < SMALL_BYTES for parameter in spec.parameters)
+            if small and options.reduce.prescale == 1.0:
+                scale, reduce = 1.0, options.reduce
+            reduction = SharedMemoryReduction(
+                schedule, Kind.REDUCESCATTER, [of_all], name=spec.name, reduce=reduce, out=out, ends_together=in_turn
+            )
+            bucket = ShardBucket(spec, values, mine, begin, end, reduction, scale=scale)
+            if index >= NUM_PLACES:
+                bucket.before = self.buckets[index - NUM_PLACES]
+            self.buckets.append(bucket)
 
     @property
     def num_apart(self) -> int:
@@ -260,7 +235,7 @@ class Shards(Reducer):
     def num_bytes(specs: Sequence[BucketSpec], num_members: int) -> int:
         """Return the size of all members' gradients and of a schedule in shared memory."""
         schedule = SharedMemory.space(ReductionSchedule.num_bytes(num_members), torch.uint8)
-        return GradientPlaces.num_bytes(specs, num_members) + schedule
+        return schedule + num_members * sum(SharedMemory.space(size, torch.uint8) for size in _place_bytes(specs))
 
     def _divide(self, index: int, kind_of: Callable[[torch.Tensor], int]) -> list[Shard]:
         """Divide this rank's slice of a bucket where the kind changes."""
@@ -298,7 +273,7 @@ class Shards(Reducer):
 
     def ready(self, parameter: torch.Tensor) -> None:
         """Take the gradient of `parameter` and set it to None; whole gradients exist only after `materialise`."""
-        bucket, index = self.locations[id(parameter)]
+        bucket, index = self._locations[id(parameter)]
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse:
             raise ValueError("sharded=True does not support sparse gradients; use sparse=False, or sharded=False")
@@ -375,28 +350,22 @@ class Shards(Reducer):
 
     def take_whole(self) -> None:
         """Copy this rank's slices of the whole gradients, which the user may have changed."""
-        for shard in self.owned:
-            bucket = self.buckets[shard.bucket]
-            assert shard.parameter.grad is not None
-            shard.parameter.grad.zero_()
-            for parameter, source, target in self.overlaps(bucket, shard):
+        for index, bucket in enumerate(self.buckets):
+            flat = torch.zeros_like(bucket.values)
+            for parameter, view in zip(bucket.spec.parameters, bucket.spec.views(flat), strict=True):
                 if parameter.grad is not None:
-                    shard.parameter.grad[target] = in_memory_order(parameter.grad, parameter)[source].to(
-                        shard.parameter.dtype
-                    )
-        for parameter, _ in self.values():
-            parameter.grad = None
+                    view.copy_(parameter.grad)
+                parameter.grad = None
+            for shard in self.owned:
+                if shard.bucket == index:
+                    assert shard.parameter.grad is not None
+                    shard.parameter.grad.copy_(flat[shard.begin : shard.end])
 
-    @staticmethod
-    def overlaps(bucket: ShardBucket, shard: Shard) -> list[tuple[torch.Tensor, slice, slice]]:
-        """Return the parameters in a shard: (parameter, slice of its elements, slice of the shard)."""
-        found = []
-        for offset, parameter in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True):
-            begin, end = max(offset, shard.begin), min(offset + parameter.numel(), shard.end)
-            if begin < end:
-                where = slice(begin - shard.begin, end - shard.begin)
-                found.append((parameter, slice(begin - offset, end - offset), where))
-        return found
+    def parameters_in(self, shard: Shard) -> list[torch.Tensor]:
+        """Return the parameters that have elements in a shard."""
+        spec = self.buckets[shard.bucket].spec
+        places = zip(spec.offsets, spec.parameters, strict=True)
+        return [p for offset, p in places if offset < shard.end and offset + p.numel() > shard.begin]
 
     # --- after the step -------------------------------------------------------------------------------------------
 
@@ -441,7 +410,7 @@ class Shards(Reducer):
             assert shard.parameter.grad is not None
             shard.parameter.grad.mul_(factor.to(shard.parameter.grad.device))
         for bucket in self.buckets:  # a non-finite factor turns zeros into NaN
-            bucket.clear_gaps()
+            torch._foreach_zero_(bucket.gaps)
 
     def inner_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return a parameter group for each kind, with its options and this rank's shards.
@@ -458,12 +427,3 @@ class Shards(Reducer):
                 members.append(idle)
             result.append({**group, "params": members})
         return result
-
-
-def in_memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the elements of `tensor` in the memory order of `like` in its bucket."""
-    if like.is_contiguous():
-        return tensor.reshape(-1)
-    flat = torch.empty(like.numel(), dtype=tensor.dtype, device=tensor.device)
-    view_like(flat, 0, like).copy_(tensor)
-    return flat

@@ -17,7 +17,7 @@ from hora.engine.request import Kind
 from hora.engine.shm.segment import SharedMemory
 from hora.torch.optimizer.base import copied
 from hora.torch.optimizer.bucket_plan import BucketSpec, view_like
-from hora.torch.sharded.shards import Shard, Shards, in_memory_order
+from hora.torch.sharded.shards import Shard, Shards
 
 VALUES = ""  # the parameters themselves, among the entries of the state
 
@@ -99,8 +99,25 @@ class ShardState:
         for parameter in whole:
             del self._optimizer.state[parameter]
         self._inner.state.clear()
+        for index, bucket in enumerate(self._shards.buckets):
+            for key in _elementwise_keys(whole, bucket.spec.parameters):
+                # A copy: the whole state may be views of what is overwritten.
+                flat = torch.zeros(
+                    bucket.spec.num_elements, dtype=self.entries[index][key], device=bucket.values.device
+                )
+                for parameter, view in zip(bucket.spec.parameters, bucket.spec.views(flat), strict=True):
+                    value = whole.get(parameter, {}).get(key)
+                    if isinstance(value, torch.Tensor):
+                        view.copy_(value)
+                if self._shards.shared and not own_slices_only:
+                    self.flats[index][key].copy_(flat)
+                else:
+                    self.slices[index][key].copy_(flat[bucket.begin : bucket.end])
         for shard in self._shards.owned:
-            self._load_shard(shard, whole)
+            members = [parameter for parameter in self._shards.parameters_in(shard) if whole.get(parameter)]
+            if members:
+                homes = {key: self._home(shard, key) for key in _elementwise_keys(whole, members)}
+                self._inner.state[shard.parameter] = {**self._scalars(whole, shard.kind), **homes}
         for index, group in enumerate(self._inner.param_groups):
             for idle in group["params"]:
                 scalars = self._scalars(whole, index)
@@ -109,29 +126,7 @@ class ShardState:
                     self._inner.state[idle] = {**{key: torch.zeros_like(idle) for key in keys}, **scalars}
         self._adopted = False
         if self._shards.shared and self._inner.state:
-            for parameter, state in ({} if own_slices_only else whole).items():
-                bucket, index = self._shards.locations[id(parameter)]
-                flats = self.flats[self._shards.buckets.index(bucket)]
-                for key in _elementwise_keys(whole, [parameter]):
-                    if key in flats:
-                        view_like(flats[key], bucket.spec.offsets[index], parameter).copy_(state[key])
             self.present()
-
-    def _load_shard(self, shard: Shard, whole: dict[torch.Tensor, dict[str, Any]]) -> None:
-        bucket = self._shards.buckets[shard.bucket]
-        overlaps = [item for item in Shards.overlaps(bucket, shard) if whole.get(item[0])]
-        if not overlaps:
-            return
-        state: dict[str, Any] = self._scalars(whole, shard.kind)
-        for key in _elementwise_keys(whole, [item[0] for item in overlaps]):
-            home = self._home(shard, key)
-            flat = torch.zeros_like(home)  # the whole state may be views of what is overwritten
-            for parameter, source, target in overlaps:
-                value = whole[parameter].get(key)
-                if isinstance(value, torch.Tensor):
-                    flat[target] = in_memory_order(value, parameter)[source]
-            state[key] = home.copy_(flat)
-        self._inner.state[shard.parameter] = state
 
     def fits(self) -> bool:
         """Return whether the whole state in `optimizer.state` fits the current layout."""
