@@ -105,6 +105,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         groups: Sequence[Sequence[torch.Tensor]],
         backward_passes_per_step: int,
     ) -> None:
+        self.set_backward_passes_per_step(backward_passes_per_step)
         self._options = options
         self._groups = groups
         self._parameter_names = names
@@ -112,12 +113,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._hooked: list[torch.Tensor] = []
         self._known: list[torch.Tensor] = []  # when hooks were registered
         self._frozen: list[torch.Tensor] = []
-        self._step = StepState()
         self._last_arrivals: list[torch.Tensor] = []
         self._planner = CompressionPlanner()  # for `hora plan`
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._hooks_of: dict[int, tuple[dict[int, Any], int]] = {}  # all hooks of a parameter, and the key of ours
-        self.backward_passes_per_step = backward_passes_per_step
         self.op = options.op
         self.gradient_predivide_factor = options.gradient_predivide_factor
         self.process_set = options.process_set

@@ -152,8 +152,6 @@ def DistributedOptimizer(
     if num_groups != 0:
         warnings.warn("num_groups is deprecated; use groups instead", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    if backward_passes_per_step <= 0:
-        raise ValueError(f"backward_passes_per_step must be > 0, but it is {backward_passes_per_step}")
     if compression is PowerSGD:
         compression = PowerSGD()
     if isinstance(compression, PowerSGD):

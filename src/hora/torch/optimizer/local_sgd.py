@@ -161,8 +161,6 @@ def _made(
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(f"hvd.{settings.method} does not support LBFGS, which compares losses of all ranks")
-    if backward_passes_per_step <= 0:
-        raise ValueError(f"backward_passes_per_step must be > 0, but it is {backward_passes_per_step}")
     names = parameter_names(optimizer, named_parameters)
     _check_real(settings.method, names)
     reduce_before_unscaling()
