@@ -14,6 +14,13 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def no_rows(parameter: torch.Tensor) -> torch.Tensor:
+    """Return an empty sparse gradient of a parameter."""
+    indices = torch.empty(1, 0, dtype=torch.int64, device="cpu")
+    rows = parameter.new_empty(0, *parameter.shape[1:])
+    return torch.sparse_coo_tensor(indices, rows, parameter.shape, device=parameter.device, check_invariants=False)
+
+
 def parameter_names(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
 ) -> dict[torch.Tensor, str]:

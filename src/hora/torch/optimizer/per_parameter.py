@@ -13,6 +13,7 @@ import torch
 
 from hora import engine
 from hora.engine.request import Kind
+from hora.torch.optimizer.parameters import no_rows
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer, summed
 
 Parameter = torch.Tensor
@@ -156,13 +157,7 @@ class PerParameterReducer(Reducer):
         if gradient is not None and gradient.is_sparse:
             self.sparse.add(parameter)
         elif gradient is None and parameter in self.sparse:
-            parameter.grad = torch.sparse_coo_tensor(
-                torch.empty((1, 0), dtype=torch.int64, device="cpu"),
-                torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device="cpu"),
-                parameter.shape,
-                device=parameter.device,
-                check_invariants=False,
-            )
+            parameter.grad = no_rows(parameter)
         else:
             return False
         return not self._options.sparse_as_dense

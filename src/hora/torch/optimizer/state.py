@@ -16,7 +16,7 @@ from torch.optim import LBFGS, SGD, Optimizer, SparseAdam
 
 from hora.torch.basics import engine_rank
 from hora.torch.functions import allgather_object, broadcast_object, broadcast_parameters
-from hora.torch.optimizer.parameters import parameters_of
+from hora.torch.optimizer.parameters import no_rows, parameters_of
 
 __all__ = ["broadcast_optimizer_state"]
 
@@ -78,11 +78,7 @@ def _fill_missing_gradients(optimizer: Optimizer, model: torch.nn.Module | None)
     for p in parameters_of(optimizer):
         if not p.requires_grad or p.grad is not None:
             continue
-        if id(p) in sparse:
-            nothing, rows = torch.empty(1, 0, dtype=torch.int64, device="cpu"), p.new_empty(0, *p.shape[1:])
-            p.grad = torch.sparse_coo_tensor(nothing, rows, p.shape, check_invariants=False)
-        else:
-            p.grad = torch.zeros_like(p)
+        p.grad = no_rows(p) if id(p) in sparse else torch.zeros_like(p)
 
 
 def _sparse_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> set[int]:

@@ -56,6 +56,8 @@ class ShardBucket:
         self.spec = spec
         self.values = values  # parameters: the same memory on all members if shared
         self.begin, self.end = begin, end
+        out = reduction.out if spec.dtype is values.dtype else None
+        self.gradient = torch.zeros_like(values[begin:end]) if out is None else out  # of this rank's slice
         self.before: ShardBucket | None = None  # uses the same place of gradients earlier in this step
         self.held: list[tuple[int, torch.Tensor | None]] = []  # gradients that arrived while the place was in use
         self.num_ready = 0
@@ -151,8 +153,6 @@ class Shards(Reducer):
             self._schedule = runtime.sets.schedule(memory, self._set_id)
             self._make_shared_buckets(specs, memory, self._schedule)
         self.owned = [shard for index in range(len(specs)) for shard in self._divide(index, kind_of)]
-        # Shards whose reduced gradient must be copied before the step.
-        self._copied = [shard for shard in self.owned if self._reduced_place(self.buckets[shard.bucket]) is None]
         self._locations = {
             id(parameter): (bucket, index)
             for bucket in self.buckets
@@ -242,24 +242,15 @@ class Shards(Reducer):
         bucket = self.buckets[index]
         starts = [(offset, kind_of(p)) for offset, p in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True)]
         edges = [start for k, start in enumerate(starts) if k == 0 or start[1] != starts[k - 1][1]]
-        reduced = self._reduced_place(bucket)
         shards = []
         for k, (offset, kind) in enumerate(edges):
             stop = edges[k + 1][0] if k + 1 < len(edges) else bucket.spec.num_elements
             begin, end = max(offset, bucket.begin), min(stop, bucket.end)
             if begin < end:
                 parameter = torch.nn.Parameter(bucket.values[begin:end], requires_grad=False)
-                if reduced is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                else:
-                    parameter.grad = reduced[begin - bucket.begin : end - bucket.begin]
+                parameter.grad = bucket.gradient[begin - bucket.begin : end - bucket.begin]
                 shards.append(Shard(parameter, kind, index, begin, end))
         return shards
-
-    @staticmethod
-    def _reduced_place(bucket: ShardBucket) -> torch.Tensor | None:
-        """Return the memory of the reduced slice, if the optimizer can step with it in place."""
-        return bucket.reduction.out if bucket.spec.dtype is bucket.values.dtype else None
 
     def values(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return every parameter with its view of a bucket."""
@@ -310,12 +301,10 @@ class Shards(Reducer):
         self._holding.clear()
         if first_error is not None:
             raise first_error
-        for shard in self._copied:
-            bucket, gradient = self.buckets[shard.bucket], shard.parameter.grad
-            assert gradient is not None
-            result = results[shard.bucket]
+        for bucket, result in zip(self.buckets, results, strict=True):
             assert result is not None, bucket.spec.name
-            gradient.copy_(result[shard.begin - bucket.begin : shard.end - bucket.begin])
+            if result is not bucket.gradient:
+                bucket.gradient.copy_(result)
 
     def _put_held(self) -> None:
         """Copy held gradients into their bucket if its place is free now."""
@@ -333,16 +322,10 @@ class Shards(Reducer):
 
     def materialise(self) -> None:
         """Write the whole reduced gradient of every parameter, on all ranks (collective)."""
-        requests = []
-        for index, bucket in enumerate(self.buckets):
-            mine = torch.zeros(bucket.end - bucket.begin, dtype=bucket.values.dtype, device=bucket.values.device)
-            for shard in self.owned:
-                if shard.bucket == index:
-                    assert shard.parameter.grad is not None
-                    mine[shard.begin - bucket.begin : shard.end - bucket.begin] = shard.parameter.grad
-            requests.append(
-                self.runtime.submit(Kind.ALLGATHER, [mine], name=bucket.spec.name, process_set_id=self._set_id)
-            )
+        requests = [
+            self.runtime.submit(Kind.ALLGATHER, [bucket.gradient], name=bucket.spec.name, process_set_id=self._set_id)
+            for bucket in self.buckets
+        ]
         for bucket, request in zip(self.buckets, requests, strict=True):
             (whole,) = request.result()
             for parameter, view in zip(bucket.spec.parameters, bucket.spec.views(whole), strict=True):
@@ -350,16 +333,13 @@ class Shards(Reducer):
 
     def take_whole(self) -> None:
         """Copy this rank's slices of the whole gradients, which the user may have changed."""
-        for index, bucket in enumerate(self.buckets):
+        for bucket in self.buckets:
             flat = torch.zeros_like(bucket.values)
             for parameter, view in zip(bucket.spec.parameters, bucket.spec.views(flat), strict=True):
                 if parameter.grad is not None:
                     view.copy_(parameter.grad)
                 parameter.grad = None
-            for shard in self.owned:
-                if shard.bucket == index:
-                    assert shard.parameter.grad is not None
-                    shard.parameter.grad.copy_(flat[shard.begin : shard.end])
+            bucket.gradient.copy_(flat[bucket.begin : bucket.end])
 
     def parameters_in(self, shard: Shard) -> list[torch.Tensor]:
         """Return the parameters that have elements in a shard."""
@@ -406,11 +386,9 @@ class Shards(Reducer):
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
         """Multiply this rank's reduced slices by a factor."""
-        for shard in self.owned:
-            assert shard.parameter.grad is not None
-            shard.parameter.grad.mul_(factor.to(shard.parameter.grad.device))
-        for bucket in self.buckets:  # a non-finite factor turns zeros into NaN
-            torch._foreach_zero_(bucket.gaps)
+        for bucket in self.buckets:
+            bucket.gradient.mul_(factor.to(bucket.gradient.device))
+            torch._foreach_zero_(bucket.gaps)  # a non-finite factor turns zeros into NaN
 
     def inner_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return a parameter group for each kind, with its options and this rank's shards.
