@@ -101,14 +101,13 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self,
         options: ReduceOptions,
         *,
-        names: dict[torch.Tensor, str],
         groups: Sequence[Sequence[torch.Tensor]],
         backward_passes_per_step: int,
     ) -> None:
         self.set_backward_passes_per_step(backward_passes_per_step)
         self._options = options
         self._groups = groups
-        self._parameter_names = names
+        self._parameter_names = options.names
         self._requires_update: set[torch.Tensor] = set()
         self._hooked: list[torch.Tensor] = []
         self._known: list[torch.Tensor] = []  # when hooks were registered
@@ -159,9 +158,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def _start_over(self) -> None:
         """Forget reductions and agreements after a change of the world or of the parameters."""
         self._runtime = engine.current_runtime()
-        self._reducer: Reducer = PerParameterReducer(self._options, self._parameter_names, self._hooked, self._groups)
+        self._reducer: Reducer = PerParameterReducer(self._options, self._hooked, self._groups)
         wanted = self._uses_buckets and not self._groups
-        self._bucket_order = BucketOrder(self._options, self._parameter_names, self._hooked, wanted=wanted)
+        self._bucket_order = BucketOrder(self._options, self._hooked, wanted=wanted)
         self._step = StepState()
 
     def agreed_order(self) -> tuple[AgreedOrder, bytes] | None:
@@ -337,7 +336,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         for number, parameter in enumerate(parameters_of(self)):
             self._parameter_names.setdefault(parameter, f"replaced.{number}")
         if thawed:
-            late = PerParameterReducer(self._options, self._parameter_names, thawed)
+            late = PerParameterReducer(self._options, thawed)
             for parameter in thawed:
                 late.ready(parameter)
             late.finish()
@@ -454,7 +453,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         state: dict[str, Any] = super().state_dict(*args, **kwargs)
         memory = self._options.memory if self._active else None
         if memory is not None:
-            state["powersgd"] = memory.state_dict(self._parameter_names, self._place())
+            state["powersgd"] = memory.state_dict(self._place())
         return state
 
     def after_broadcast(self) -> None:
@@ -473,7 +472,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._start_over()
         memory, kept = (self._options.memory if self._active else None), state_dict.get("powersgd")
         if memory is not None and kept is not None:
-            memory.load_state_dict(kept, self._parameter_names, self._place())
+            memory.load_state_dict(kept, self._place())
         super().load_state_dict(state_dict, *args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

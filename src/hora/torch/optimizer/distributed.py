@@ -164,15 +164,16 @@ def DistributedOptimizer(
         grouped = parameter_groups(groups, in_common_order(hooked, names, process_set))
     options = ReduceOptions(
         process_set=process_set,
+        names=names,
         op=op,
         compression=compression,
         gradient_predivide_factor=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,
-        memory=PowerSGDMemory(compression) if isinstance(compression, PowerSGD) else None,
+        memory=PowerSGDMemory(compression, names) if isinstance(compression, PowerSGD) else None,
     )
     reduce_before_unscaling()
     result = of_class(optimizer, _kind_of_optimizer(options, optimizer, grouped, sharded=sharded))
-    result._distribute(options, names=names, groups=grouped, backward_passes_per_step=backward_passes_per_step)
+    result._distribute(options, groups=grouped, backward_passes_per_step=backward_passes_per_step)
     return result
 
 

@@ -166,12 +166,8 @@ def _made(
     reduce_before_unscaling()
     result = of_class(optimizer, LocalOptimizer)
     result._settings, result._fixed_groups = settings, f"hvd.{settings.method}"
-    result._distribute(
-        ReduceOptions(process_set=global_process_set),
-        names=names,
-        groups=(),
-        backward_passes_per_step=backward_passes_per_step,
-    )
+    options = ReduceOptions(process_set=global_process_set, names=names)
+    result._distribute(options, groups=(), backward_passes_per_step=backward_passes_per_step)
     return result
 
 

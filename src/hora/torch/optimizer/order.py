@@ -51,16 +51,8 @@ class AgreedOrder(NamedTuple):
 class BucketOrder:
     """Chooses the reducer of the next step, equally on all members: buckets in the order agreed last."""
 
-    def __init__(
-        self,
-        options: ReduceOptions,
-        names: dict[torch.Tensor, str],
-        parameters: Sequence[torch.Tensor],
-        *,
-        wanted: bool,
-    ) -> None:
+    def __init__(self, options: ReduceOptions, parameters: Sequence[torch.Tensor], *, wanted: bool) -> None:
         self._options = options
-        self._names = names
         self._parameters = parameters
         self._pause = _FIRST_PAUSE
         self._steps = 0
@@ -117,7 +109,7 @@ class BucketOrder:
 
     def _agree(self, arrivals: Sequence[torch.Tensor], current: Reducer) -> Reducer:
         """Return the reducer for the order that the members agree on; the current one if some have joined."""
-        order = agree_on_order(self._options, self._names, self._parameters, arrivals, self._sparse)
+        order = agree_on_order(self._options, self._parameters, arrivals, self._sparse)
         return current if order is None else self._reducer_for(order, current)
 
     def _low_rank_is_due(self, current: Reducer) -> bool:
@@ -135,7 +127,7 @@ class BucketOrder:
     def _agree_on_memory(self) -> None:
         options = self._options
         assert options.memory is not None
-        options.memory.agree(lambda b: summed(b, options, "optimizer.powersgd"), options.num_members, self._names)
+        options.memory.agree(lambda b: summed(b, options, "optimizer.powersgd"), options.num_members)
 
     def _tuned(self, tuner: Autotuner, current: Buckets) -> Reducer:
         """Return the reducer for the setting to try next, or for the best one."""
@@ -168,7 +160,7 @@ class BucketOrder:
         self._order = order
         others = None
         if order.sparse:
-            others = PerParameterReducer(self._options, self._names, order.sparse, sparse=order.sparse)
+            others = PerParameterReducer(self._options, order.sparse, sparse=order.sparse)
         memory, runtime = self._options.memory, engine.current_runtime()
         if memory is not None and runtime.spans_hosts(self._options.process_set_id):
             if not isinstance(current, Buckets):
@@ -181,7 +173,7 @@ class BucketOrder:
         setting = self._setting = DEFAULT if self._tuner is None else self._tuner.setting
         specs = plan_buckets(
             order.parameters,
-            self._names,
+            self._options.names,
             breaks=frozenset((order.num_everywhere,)),
             wire_dtype=None if self._options.code_for(self._parameters) else wire_dtype(self._options.compression),
             label=order.label,
@@ -201,18 +193,19 @@ class BucketOrder:
 
 def agree_on_order(
     options: ReduceOptions,
-    names: dict[torch.Tensor, str],
     parameters: Sequence[torch.Tensor],
     arrivals: Sequence[torch.Tensor],
     sparse: set[torch.Tensor],
 ) -> AgreedOrder | None:
     """Return the order over all members; None unless every member took part (some have joined)."""
     # By name, like all reductions: ranks may list their parameters in different orders.
-    parameters = sorted(parameters, key=names.__getitem__)
+    parameters = sorted(parameters, key=options.names.__getitem__)
     count, size = len(parameters), options.num_members
     never = count * size  # later than any sum of real positions
     places = {parameter: place for place, parameter in enumerate(arrivals)}
-    digest = _digest(names, parameters, options)
+    told = [_told(parameter, options.names) for parameter in parameters]
+    text = repr([described(options.compression), *told])
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:5], "little")
     ballot = torch.tensor(
         [1, digest, new_number()]
         + [places.get(parameter, never) for parameter in parameters]
@@ -224,7 +217,7 @@ def agree_on_order(
     if total[0] < size:
         return None
     if total[1] != digest * size:
-        _raise_difference(names, parameters, options)
+        _raise_difference(told, options)
     sums, flags = total[_NUM_HEADER : _NUM_HEADER + count], total[_NUM_HEADER + count :]
     order = sorted((index for index in range(count) if not flags[index]), key=lambda index: (sums[index], index))
     return AgreedOrder(
@@ -265,17 +258,10 @@ def _told(parameter: torch.Tensor, names: dict[torch.Tensor, str]) -> tuple[str,
     return names[parameter], tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.") + order
 
 
-def _digest(names: dict[torch.Tensor, str], parameters: Sequence[torch.Tensor], options: ReduceOptions) -> int:
-    text = repr([described(options.compression), *(_told(p, names) for p in parameters)])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:5], "little")
-
-
-def _raise_difference(
-    names: dict[torch.Tensor, str], parameters: Sequence[torch.Tensor], options: ReduceOptions
-) -> None:
+def _raise_difference(mine: list[tuple[str, tuple[int, ...], str]], options: ReduceOptions) -> None:
     from hora.torch.functions import allgather_object
 
-    told = (described(options.compression), [_told(p, names) for p in parameters])
+    told = (described(options.compression), mine)
     compressions, of_all = zip(
         *allgather_object(told, name="optimizer.parameters", process_set=options.process_set), strict=True
     )

@@ -40,14 +40,13 @@ class PerParameterReducer(Reducer):
     def __init__(
         self,
         options: ReduceOptions,
-        names: dict[Parameter, str],
         parameters: Sequence[Parameter],
         groups: Sequence[Sequence[Parameter]] = (),
         *,
         sparse: Sequence[Parameter] | None = None,
     ) -> None:
         self._options = options
-        self._names = names
+        names = options.names
         self._units: dict[Parameter, _Unit] = {}
         self._submitted: list[_Unit] = []
         self._waiting: list[_Unit] = []
@@ -93,7 +92,7 @@ class PerParameterReducer(Reducer):
 
     def _agree_on_layouts(self) -> None:
         """Find the gradients that are sparse on any rank (collective), and submit those that waited for it."""
-        parameters = sorted(self._units, key=self._names.__getitem__)
+        parameters = sorted(self._units, key=self._options.names.__getitem__)
         gradients = [parameter.grad for parameter in parameters]
         size = self._options.num_members
         # Each member adds 1 to the count; a missing gradient adds 0, a dense one 1, a sparse one more than all dense
@@ -126,7 +125,7 @@ class PerParameterReducer(Reducer):
         code = self._options.code_for(unit.parameters)
         for parameter in unit.parameters:
             if self._reduces_sparse(parameter):
-                sparse.append(_submit_sparse(parameter, self._names[parameter], self._options))
+                sparse.append(_submit_sparse(parameter, self._options))
             else:
                 tensor, give_back = self._prepare(parameter, compress=not code)
                 tensors.append(tensor)
@@ -185,10 +184,10 @@ class PerParameterReducer(Reducer):
         return tensor.contiguous(), put_back
 
 
-def _submit_sparse(parameter: Parameter, name: str, options: ReduceOptions) -> Callable[[], None]:
+def _submit_sparse(parameter: Parameter, options: ReduceOptions) -> Callable[[], None]:
     from hora.torch.ops import sparse_allreduce_async  # only needed for sparse gradients
 
-    gradient = parameter.grad
+    gradient, name = parameter.grad, options.names[parameter]
     assert gradient is not None, name
     finish = sparse_allreduce_async(gradient, name=name, op=options.op, process_set=options.process_set)
 

@@ -30,8 +30,8 @@ def orthonormalise_(matrix: torch.Tensor) -> None:
 class PowerSGDMemory:
     """State per parameter: the factor Q of the last step, equal on all ranks, and this rank's residual."""
 
-    def __init__(self, settings: PowerSGD) -> None:
-        self.settings = settings
+    def __init__(self, settings: PowerSGD, names: Mapping[Any, str] | None = None) -> None:
+        self.settings, self._names = settings, {} if names is None else names
         self.num_steps = 0
         self.num_joins = 0
         self.amid = False  # inside a step: residuals include gradients that are not applied yet
@@ -81,7 +81,7 @@ class PowerSGDMemory:
             self._errors[parameter].zero_()
             self._factors.pop(parameter, None)
 
-    def agree(self, summed: Callable[[torch.Tensor], list[int]], num_members: int, names: Mapping[Any, str]) -> None:
+    def agree(self, summed: Callable[[torch.Tensor], list[int]], num_members: int) -> None:
         """Agree with the other members on the number of steps and on whether all have the same factors (collective).
 
         A newcomer has made one step and has no factors. Survivors of a reset keep their count and draw new factors with
@@ -90,7 +90,7 @@ class PowerSGDMemory:
         if self.amid:  # the world ended inside a step, which will be repeated
             self.amid = False
             self.forget()
-        digest = self._digest(names)
+        digest = self._digest()
         known = self.num_steps > 1
         ballot = torch.tensor([int(known), self.num_steps if known else 0, digest], dtype=torch.int64, device="cpu")
         num_known, steps, digests = summed(ballot)
@@ -99,27 +99,27 @@ class PowerSGDMemory:
         if digests != digest * num_members:
             self._factors.clear()
 
-    def _digest(self, names: Mapping[Any, str]) -> int:
+    def _digest(self) -> int:
         if not self._factors:
             return 0
         content = hashlib.sha256()
-        for parameter in sorted(self._factors, key=lambda p: names[p]):
+        for parameter in sorted(self._factors, key=self._names.__getitem__):
             content.update(self._factors[parameter].cpu().numpy().tobytes())
         return int.from_bytes(content.digest()[:5], "little")
 
-    def state_dict(self, names: Mapping[Any, str], place: tuple[int, int]) -> dict[str, Any]:
+    def state_dict(self, place: tuple[int, int]) -> dict[str, Any]:
         """Return step count, factors, and this rank's residuals with its rank and world size, which they depend on."""
         return {
             "num_steps": self.num_steps,
-            "factors": {names[p]: factor for p, factor in self._factors.items()},
-            "errors": {names[p]: error for p, error in self._errors.items()},
+            "factors": {self._names[p]: factor for p, factor in self._factors.items()},
+            "errors": {self._names[p]: error for p, error in self._errors.items()},
             "place": list(place),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], names: Mapping[Any, str], place: tuple[int, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], place: tuple[int, int]) -> None:
         """Load a state; residuals only if they are this rank's own, from a world of the same size."""
         self.num_steps = int(state["num_steps"])
-        parameters = {name: parameter for parameter, name in names.items()}
+        parameters = {name: parameter for parameter, name in self._names.items()}
         self._factors = _taken(state["factors"], parameters)
         errors = _taken(state["errors"], parameters) if tuple(state["place"]) == place else {}
         for parameter, error in self._errors.items():  # in place: a reducer may hold it

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,6 +25,7 @@ class ReduceOptions:
     """Reduction settings of one optimizer."""
 
     process_set: ProcessSet
+    names: dict[torch.Tensor, str] = field(default_factory=dict, compare=False)  # of the parameters, on all ranks
     op: int = ReduceOp.AVERAGE
     compression: type[Compressor] | Compressor = NoneCompressor
     gradient_predivide_factor: float = 1.0

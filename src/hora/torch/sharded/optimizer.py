@@ -384,7 +384,7 @@ class ShardedOptimizer(_DistributedOptimizer):
                 raise ValueError(
                     f"sharded=True does not support sparse gradients, but {name} has one; use sharded=False"
                 )
-        order = agree_on_order(self._options, self._parameter_names, hooked, self._last_arrivals, set())
+        order = agree_on_order(self._options, hooked, self._last_arrivals, set())
         if order is None or not hooked:
             return False
         kinds = kinds_of(self, hooked)
