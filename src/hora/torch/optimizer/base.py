@@ -111,7 +111,6 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._requires_update: set[torch.Tensor] = set()
         self._hooked: list[torch.Tensor] = []
         self._known: list[torch.Tensor] = []  # when hooks were registered
-        self._frozen: list[torch.Tensor] = []
         self._last_arrivals: list[torch.Tensor] = []
         self._planner = CompressionPlanner()  # for `hora plan`
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -152,7 +151,6 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             handle = parameter.register_post_accumulate_grad_hook(hook)
             self._hooks.append(handle)
             self._hooks_of[id(parameter)] = handle.hooks_dict_ref() or {}, handle.id
-        self._frozen = [p for p in self._known if p not in self._requires_update]
         self._start_over()
 
     def _start_over(self) -> None:
@@ -285,7 +283,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             changed = self._groups_changed()
             self._finish_reduction()
             self._reducer = self._bucket_order.next_reducer(self._reducer, self._last_arrivals)
-            if self._frozen or changed:
+            if changed or len(self._hooked) < len(self._known):  # some were frozen
                 self._take_in_thawed()
             if self._watcher is not None:
                 self._await_devices()
@@ -317,7 +315,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def _groups_changed(self) -> bool:
         """Return whether the user has replaced, added or removed parameters in the groups."""
-        now = parameters_of(self)
+        now = [p for group in self.param_groups for p in group["params"]]
         changed = len(now) != len(self._known) or any(map(operator.is_not, now, self._known))
         if changed and self._fixed_groups:
             raise ValueError(

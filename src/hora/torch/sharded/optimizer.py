@@ -333,7 +333,8 @@ class ShardedOptimizer(_DistributedOptimizer):
                 "The gradients are not reduced again.",
                 stacklevel=3,
             )
-        if self._should_synchronize and (self._groups_changed() or (self._frozen and self._thawed())):
+        some_frozen = len(self._hooked) < len(self._known)
+        if self._should_synchronize and (self._groups_changed() or (some_frozen and self._thawed())):
             self.synchronize()
         if self._step.reduced:
             # Gradients were reduced before this call: other ranks may still read the parameters.
