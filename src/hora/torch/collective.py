@@ -1,6 +1,6 @@
 """One collective as the user requested it, its submission to the engine, and its result.
 
-The functions of `ops`, the gradients of `autograd` and `sparse` build a `Collective` and pass it, with tensors, to
+The functions of `ops` and the gradients of `autograd` build a `Collective` and pass it, with tensors, to
 `submit` (returns a handle at once) or `run` (returns the results). The engine validates the arguments. This module
 keeps only the shape of the result, which the engine does not need.
 """

@@ -2,7 +2,7 @@
 
 `x_async` submits and returns a handle; `x` runs and returns the result. A trailing underscore means in place.
 `grouped_x` takes a list and is all or nothing. The blocking out-of-place functions are differentiable (`autograd`). The
-engine validates the arguments. Sparse tensors are in `sparse`.
+engine validates the arguments.
 """
 
 from __future__ import annotations

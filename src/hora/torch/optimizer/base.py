@@ -2,7 +2,7 @@
 
 This module implements Horovod's behaviour: backward passes per step, `synchronize`, `skip_synchronize`, the guard of
 `zero_grad`, closures. A `Reducer` sends the gradients: `PerParameterReducer` in the first step, `buckets.Buckets` once
-the ranks agree on an order. `sharded.optimizer` and `adasum` extend this class.
+the ranks agree on an order. `DeltaOptimizer` and `ShardedOptimizer` extend this class.
 """
 
 from __future__ import annotations

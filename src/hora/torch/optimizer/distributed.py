@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: validates its arguments and creates an optimizer of `base`, `adasum` or `sharded`."""
+"""`DistributedOptimizer`: validates its arguments and creates a plain, a sharded or an Adasum optimizer."""
 
 from __future__ import annotations
 
