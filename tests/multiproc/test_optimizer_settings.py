@@ -12,6 +12,7 @@ from hvd_session import assert_runtime_works, assert_same_everywhere, session
 
 import horovod.torch as hvd
 from hora.errors import HorovodInternalError
+from hora.torch.optimizer.autotune import DEFAULT
 
 TRIALS = {
     "HOROVOD_AUTOTUNE": "1",
@@ -100,12 +101,12 @@ def test_autotune_goes_back_to_the_default_when_a_rank_joins_in_the_middle_of_it
     order = optimizer._bucket_order
     for number in range(2 + 2 * STEPS_A_TRIAL + hvd.rank() * STEPS_A_TRIAL):  # rank 1 goes on alone for a trial
         step(model, optimizer, number)
-    assert order._setting != order._tuner._race.default
+    assert order._setting != DEFAULT
     hvd.join()
     step(model, optimizer, 0)
     step(model, optimizer, 1)
     assert order._tuner.done
-    assert hvd.allgather_object(order._setting) == [order._tuner._race.default] * 2
+    assert hvd.allgather_object(order._setting) == [DEFAULT] * 2
     assert_runtime_works()
 
 
