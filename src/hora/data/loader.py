@@ -16,18 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = [
-    "AsyncDataLoaderMixin",
-    "AsyncReaderLoader",
-    "BaseDataLoader",
-    "BatchedReader",
-    "EndlessAsyncReaderLoader",
-    "EndlessReaderLoader",
-    "InMemoryAsyncReaderLoader",
-    "InMemoryReaderLoader",
-    "ReaderLoader",
-]
-
 _POLL_S = 0.2
 _CLOSE_LIMIT_S = 30.0
 

@@ -27,8 +27,6 @@ from hora.launch.providers.spark.cluster import (
 from hora.launch.providers.spark.connect import run_on_cluster
 from hora.launch.providers.spark.launcher import SparkJob
 
-__all__ = ["run", "run_elastic"]
-
 
 def run(
     fn: Callable[..., Any],

@@ -26,16 +26,6 @@ from hora.spark.estimator.persistence import ParamsReadable, ParamsWritable
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-__all__ = [
-    "Backend",
-    "EstimatorParams",
-    "HorovodEstimator",
-    "HorovodModel",
-    "ModelParams",
-    "SparkBackend",
-    "default_num_proc",
-]
-
 _in_use = InUse()
 _naming = threading.Lock()
 _named: set[str] = set()

@@ -16,8 +16,6 @@ import numpy as np
 
 from hora.data.shard import DatasetShard, Rows, even_batches
 
-__all__ = ["DataModule", "NVTabularDataModule", "ParquetDataModule"]
-
 
 class DataModule(abc.ABC):
     """Source of one rank's batches: a context manager with training and validation batches.

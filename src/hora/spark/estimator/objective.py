@@ -14,8 +14,6 @@ import torch
 
 from hora.workflow.step import Scored
 
-__all__ = ["LabelColumns", "Minibatch", "split_columns", "weighted_loss", "weighted_loss_fn"]
-
 Loss = Callable[..., Any]
 
 

@@ -19,21 +19,6 @@ import torch
 from hora.spark.estimator.dataset import Dataset
 from hora.spark.estimator.store import RemoteStore, Store
 
-__all__ = [
-    "ModelAndOptimizer",
-    "RankSpec",
-    "TrainingResult",
-    "deserialize_fn",
-    "is_module_available",
-    "is_module_available_fn",
-    "is_script",
-    "pack_model",
-    "save_into_bio",
-    "save_into_bio_fn",
-    "serialize_fn",
-    "unpack_model",
-]
-
 
 def pack_model(model: torch.nn.Module) -> bytes:
     """Serialize a model for `unpack_model`."""

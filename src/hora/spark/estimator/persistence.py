@@ -29,18 +29,6 @@ from hora.launch.providers.spark.cluster import connect_session
 from hora.safe_load import ForeignError, Name, Vocabulary, load_pickle, load_torch
 from hora.spark.estimator.packing import ModelAndOptimizer, is_script, pack_model, unpack_model
 
-__all__ = [
-    "ParamsReadable",
-    "ParamsReader",
-    "ParamsWritable",
-    "ParamsWriter",
-    "Rename",
-    "load",
-    "load_checkpoint",
-    "refuse",
-    "serialize_param",
-]
-
 Rename = Callable[[str, str], Name]
 
 _CLASSES: dict[str, type] = {

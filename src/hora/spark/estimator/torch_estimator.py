@@ -15,8 +15,6 @@ from hora.spark.estimator.persistence import load_checkpoint
 from hora.spark.estimator.torch_model import TorchModel
 from hora.spark.estimator.training import train
 
-__all__ = ["TorchEstimator"]
-
 
 class TorchEstimator(HorovodEstimator):
     """Fits a torch model on a DataFrame. The keywords are the parameters of `hora.spark.estimator.params.ESTIMATOR`."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
     from pyspark.sql.types import StructType
 
-__all__ = ["Predict", "TorchModel"]
-
 PredictRow = Callable[[torch.nn.Module, Any], Any]
 Predict = Callable[[Sequence[Sequence[Any]]], list["np.ndarray[Any, Any]"]]  # columns of rows -> values of each output
 _INTEGERS = ("tinyint", "smallint", "int", "bigint")

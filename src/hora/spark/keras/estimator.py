@@ -16,8 +16,6 @@ from hora.spark.keras.model import KerasModel
 from hora.spark.keras.packing import keras_of, pack, pack_model, unpack_model
 from hora.spark.keras.training import train
 
-__all__ = ["KerasEstimator"]
-
 _OWN: dict[str, tuple[Any, str]] = {
     "custom_objects": (None, "the model's own classes and functions by name"),
     "checkpoint_callback": (None, "a BestModelCheckpoint that writes to the run's folder"),

@@ -15,8 +15,6 @@ from hora.spark.estimator.params import MODEL, ParamTable, with_params
 from hora.spark.estimator.torch_model import Predict, TorchModel
 from hora.spark.keras.packing import keras_of, pack_model, unpack_model
 
-__all__ = ["KerasModel"]
-
 _OWN: dict[str, tuple[Any, str]] = {
     "custom_objects": (None, "the model's own classes and functions by name"),
     "_floatx": (None, "Keras's default float type; that of the model's layers unless given"),

@@ -14,8 +14,6 @@ from typing import Any
 
 from hora.spark.estimator.store import temporary_folder
 
-__all__ = ["TFKerasUtil", "keras_of", "pack", "pack_model", "unpack", "unpack_model"]
-
 
 def keras_of(model: Any) -> str:
     """Return the package of a model: `keras`, or `tf_keras` for Keras 2. Raises ValueError for anything else."""

@@ -30,8 +30,6 @@ from hora.spark.lightning.module import to_lightning_module
 from hora.spark.lightning.package import default_package, package_of
 from hora.spark.lightning.training import train
 
-__all__ = ["TorchEstimator", "TorchModel"]
-
 _HYPERPARAMETERS = (
     "hparams_name",
     "hparams_type",

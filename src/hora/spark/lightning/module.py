@@ -16,8 +16,6 @@ import torch
 from hora.spark.estimator.objective import weighted_loss
 from hora.spark.lightning.package import Package, default_package
 
-__all__ = ["modern", "old_hooks", "to_lightning_module"]
-
 # The removed hook, the step whose outputs it gets, and the hook that calls it now.
 _REMOVED = (
     ("training_epoch_end", "training_step", "on_train_epoch_end"),

@@ -14,8 +14,6 @@ from typing import Any
 
 from hora.version import require
 
-__all__ = ["MIN_PL_VERSION", "Package", "default_package", "package_of"]
-
 MIN_PL_VERSION = "1.3.8"  # Horovod's oldest; Hora is tested with 2.x
 _NAMES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 

@@ -24,33 +24,6 @@ from hora.launch.environment import variables
 from hora.launch.slots import Slot, place_ranks, visible_gpus
 from hora.version import require
 
-__all__ = [
-    "GPU_VARIABLE",
-    "Placement",
-    "TaskPlace",
-    "active_cluster",
-    "active_context",
-    "allocates_dynamically",
-    "assigned_gpus",
-    "check_protection",
-    "cluster_or_new",
-    "connect_session",
-    "count_slots",
-    "decommissions",
-    "default_num_proc",
-    "driver_addresses",
-    "dynamic_limits",
-    "elastic_timeout_s",
-    "forwarded_variables",
-    "is_connect",
-    "is_local",
-    "launcher_timeout_s",
-    "listening_address",
-    "place_tasks",
-    "require_slots",
-    "start_timeout_s",
-]
-
 _POLL_S = 0.1
 # Spark itself waits this long for executors of a new application to register.
 _REGISTRATION_LIMIT_S = 30.0

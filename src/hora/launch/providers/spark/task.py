@@ -46,8 +46,6 @@ from hora.net.session import ClientSession
 from hora.net.wire import Connection, connect
 from hora.version import version
 
-__all__ = ["SparkTask", "gpu_addresses", "host_hash", "python_path"]
-
 _TAIL_BYTES = 64 * 1024
 _AHEAD_BYTES = 1024 * 1024  # of output not yet delivered by the driver; beyond it the rank blocks
 _UNSENT_BYTES = 4 * 1024 * 1024  # of output while disconnected; more is dropped
