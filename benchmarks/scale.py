@@ -44,9 +44,9 @@ from hora.engine.shm.segment import Segment
 from hora.engine.status import StallLimits, TimelineRecorder, WorldStatus
 from hora.engine.transport.base import LocalTransport
 from hora.engine.transport.host_reduction import HostLink, HostReduction
-from hora.launch.controller.rendezvous import Rendezvous
-from hora.net.keys import RankKeys, rank_keys, worker_credentials
-from hora.net.wire import Connection, connect, cut_parts, join_parts, new_secret
+from hora.net.keys import RankKeys, rank_keys
+from hora.net.rendezvous import Rendezvous
+from hora.net.wire import Connection, Credentials, connect, cut_parts, join_parts, new_secret, worker_key
 from hora.world import RendezvousEndpoint, World
 
 LIMIT_S = 600.0
@@ -274,7 +274,7 @@ def gather(workers: Sequence[Worker], key: str, groups: Sequence[str], values: S
 def meet(port: int, secret: bytes, workers: Sequence[Worker], ranks_per_host: int) -> None:
     """Send what `hvd.init()` sends to the launcher."""
     for worker in workers:
-        worker.connect(("127.0.0.1", port), worker_credentials(secret, JOB, worker.rank))
+        worker.connect(("127.0.0.1", port), Credentials(worker_key(secret, worker.rank), JOB, worker.rank))
         worker.send({"op": "hello", "id": 0, "name": f"rank {worker.rank}", "worker": worker.rank})
         worker.send({"op": "keys", "id": 0, "rank": worker.rank, "generation": 0, "epoch": "0.0"}, bytes(4))
     for worker in workers:

@@ -19,7 +19,7 @@ import types
 from pathlib import Path
 
 from hora import workers
-from hora.launch.environment import put_first_on_path, set_missing, variables
+from hora.launch.processes import put_first_on_path, set_missing, variables
 from hora.workers.backend import new_id
 
 _FUNCTIONS = ("launch_workers", "await_workers", "list_workers", "stop_workers")

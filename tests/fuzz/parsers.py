@@ -104,7 +104,7 @@ def _conversation(data: bytes, take: Callable[[dict[str, Any], bytes], object]) 
 
 def rendezvous() -> Target:
     """The operations of a worker at the launcher."""
-    from hora.launch.controller.rendezvous import OnlyLines, Rendezvous
+    from hora.net.rendezvous import OnlyLines, Rendezvous
 
     class Quiet(OnlyLines):
         def on_log_line(self, worker: int, text: str) -> None:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from hora.engine.rendezvous import ControlStore
 from hora.errors import HorovodInternalError
-from hora.launch.controller.rendezvous import Rendezvous
 from hora.net.client import ControlClient
+from hora.net.rendezvous import Rendezvous
 from hora.net.wire import new_secret
 from hora.world import RendezvousEndpoint
 

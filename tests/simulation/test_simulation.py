@@ -27,10 +27,9 @@ from hora.launch.controller import loop
 from hora.launch.controller.elastic_policy import Limits
 from hora.launch.controller.hosts import ElasticSpec
 from hora.launch.controller.loop import run_job
-from hora.launch.controller.rendezvous import Rendezvous
 from hora.launch.job import Job, OutputOptions
 from hora.launch.slots import HostInfo, get_host_assignments
-from hora.net import key_value_store
+from hora.net.rendezvous import Rendezvous
 
 
 class Run:
@@ -140,11 +139,11 @@ class Run:
 
         with contextlib.ExitStack() as stack:
             for name, module in list(sys.modules.items()):
-                if name.startswith(("hora.launch.controller.", "hora.net.key_value_store")) and hasattr(module, "time"):
+                if name.startswith(("hora.launch.controller.", "hora.net.rendezvous")) and hasattr(module, "time"):
                     stack.enter_context(mock.patch.object(module, "time", clock))
             queues = SimpleNamespace(SimpleQueue=self.simulation.simple_queue, Empty=loop.queue.Empty)
             stack.enter_context(mock.patch.object(loop, "queue", queues))
-            stack.enter_context(mock.patch.object(key_value_store, "Server", VirtualServer))
+            stack.enter_context(mock.patch("hora.net.rendezvous.Server", VirtualServer))
             stack.enter_context(mock.patch.object(elastic, "random", SimpleNamespace(random=self.rng.random)))
             stack.enter_context(mock.patch.object(Rendezvous, "publish", published))
             stack.enter_context(mock.patch.object(Rendezvous, "_dismiss", dismissed))

@@ -10,8 +10,8 @@ from hora.cli import dispatch, run
 from hora.cli.doctor import examine, findings
 from hora.cli.doctor.findings import Finding
 from hora.launch import start
-from hora.launch.environment import module_command
 from hora.launch.options import Options, all_options
+from hora.launch.processes import module_command
 from hora.launch.providers.ssh import Ssh
 from hora.legacy import check_build
 from hora.legacy.env import get_env_rank_and_size

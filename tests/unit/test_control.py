@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hora.errors import AuthenticationError, HorovodInternalError
-from hora.launch.controller.rendezvous import Rendezvous
 from hora.net import acceptor
 from hora.net.client import ControlClient
+from hora.net.rendezvous import Rendezvous
 from hora.net.wire import ClientHandshake, Credentials, new_secret
 from hora.world import RendezvousEndpoint, World
 from waiting import wait_until

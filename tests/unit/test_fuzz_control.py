@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import pytest
 
 from hora.errors import AuthenticationError
-from hora.launch.controller.rendezvous import Rendezvous
+from hora.net.rendezvous import Rendezvous
 from hora.net.wire import (
     MAX_FRAME_BYTES,
     ClientHandshake,

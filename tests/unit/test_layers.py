@@ -41,7 +41,7 @@ ALIASES = {"hora.launch.workers"}
 OWNERS_OF_THE_ENVIRONMENT = {
     "hora.config",
     "hora.legacy.env",
-    "hora.launch.environment",
+    "hora.launch.processes",
     "hora.torch_backend",
     "hora.world",
 }

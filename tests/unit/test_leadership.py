@@ -16,15 +16,15 @@ from hora.launch.agent.protocol import Exited, Output, Started, Terminate
 from hora.launch.controller.agents import Agents
 from hora.launch.controller.hosts import Blacklist
 from hora.launch.controller.policy import Roster, WorkerState
-from hora.launch.controller.rendezvous import Rendezvous
 from hora.launch.ha.following import LeaderLink, Relay
 from hora.launch.ha.leadership import Leadership, next_step, open_store
 from hora.launch.ha.store import AuthenticatedStore, Contents, LeaderTerm, StoreError
 from hora.launch.job import LeadershipLostError
 from hora.net import sockets
 from hora.net.client import ControlClient
-from hora.net.keys import HeldSecret, worker_key
-from hora.net.wire import new_secret
+from hora.net.keys import HeldSecret
+from hora.net.rendezvous import Rendezvous
+from hora.net.wire import new_secret, worker_key
 from hora.world import RendezvousEndpoint
 from waiting import wait_until
 

@@ -16,11 +16,11 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from hora.engine.control_tree import ControlEvents, ControlTree
 from hora.errors import AuthenticationError
-from hora.launch.controller.rendezvous import OnlyLines, Rendezvous
 from hora.net import noise, wire
-from hora.net.keys import RankKeys, worker_key
+from hora.net.keys import RankKeys
 from hora.net.noise import Records
-from hora.net.wire import ClientHandshake, Credentials, Opener, ServerHandshake, new_secret
+from hora.net.rendezvous import OnlyLines, Rendezvous
+from hora.net.wire import ClientHandshake, Credentials, Opener, ServerHandshake, new_secret, worker_key
 
 LIMIT_S = 60.0
 _EVENTS = ("lost", "leaving", "fault", "negotiating", "whereabouts", "tick")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from benchmarks.scale import Worker, meet
 
-from hora.launch.controller.rendezvous import Rendezvous
+from hora.net.rendezvous import Rendezvous
 from hora.net.wire import new_secret
 from hora.world import RendezvousEndpoint, World
 

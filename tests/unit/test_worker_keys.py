@@ -12,10 +12,10 @@ from dataclasses import replace
 import pytest
 
 from hora.errors import AuthenticationError, HorovodInternalError
-from hora.launch.controller.rendezvous import Rendezvous
 from hora.net.client import FUNCTION_KEY, ControlClient
-from hora.net.keys import HeldSecret, RankKeys, worker_credentials, worker_key
-from hora.net.wire import Connection, Credentials, connect, new_secret
+from hora.net.keys import HeldSecret, RankKeys
+from hora.net.rendezvous import Rendezvous
+from hora.net.wire import Connection, Credentials, connect, new_secret, worker_key
 from hora.world import RendezvousEndpoint, World
 from waiting import wait_until
 
@@ -70,7 +70,7 @@ class Job:
     def taken_over(self, worker: int) -> Connection:
         """A connection of that worker's host, on which it says what it likes."""
         where = "127.0.0.1", self.server.port
-        return connect(where, worker_credentials(self.secret, "job", worker), timeout_s=LIMIT_S)
+        return connect(where, Credentials(worker_key(self.secret, worker), "job", worker), timeout_s=LIMIT_S)
 
     def heard(self) -> list[tuple]:
         """What was reported until now."""

@@ -19,10 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from hora.cli.run import on_workers, set_up_log, status_of
-from hora.launch import environment
 from hora.launch.job import Job, OutputOptions
 from hora.launch.mpirun import MpiCommand, parse
 from hora.launch.options import Options
+from hora.launch.processes import module_command, variables
 from hora.launch.slots import place_ranks
 from hora.net import sockets
 
@@ -45,7 +45,7 @@ def _install(folders: Sequence[str]) -> None:
         raise ValueError("--install takes one folder, for example --install ~/mpi-bin")
     folder = Path(folders[0])
     folder.mkdir(parents=True, exist_ok=True)
-    command = shlex.join(environment.module_command(sys.executable, "hora", "mpirun"))
+    command = shlex.join(module_command(sys.executable, "hora", "mpirun"))
     for name in _NAMES:
         if (folder / name).exists():
             raise ValueError(f"there is already a file {folder / name}; choose another folder")
@@ -58,7 +58,7 @@ def _install(folders: Sequence[str]) -> None:
 def _run(argv: Sequence[str]) -> None:
     from hora.launch.start import start
 
-    environ = environment.variables()
+    environ = variables()
     parsed = parse(argv, environ)
     if parsed.version:
         from hora.version import version

@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hora.errors import JobFailedError
-from hora.launch import environment
 from hora.launch.options import About, Options, all_options, build_parser, parse
+from hora.launch.processes import variables
 from hora.version import foreign_message, horovod_version, version
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def run(args: object) -> list[Any] | None:
 
     With a `run_func` every rank calls it; returns its values in rank order.
     """
-    options = Options.from_args(args, environment.variables())
+    options = Options.from_args(args, variables())
     function = getattr(args, "run_func", None)
     if function is None:
         _run(options)
@@ -58,7 +58,7 @@ def run(args: object) -> list[Any] | None:
     from hora.launch.start import start
 
     executable = getattr(args, "executable", None)
-    return start(options, environment.variables(), function=pickle_call(function), executable=executable).values()
+    return start(options, variables(), function=pickle_call(function), executable=executable).values()
 
 
 def make_parser(prog: str = "hora run") -> argparse.ArgumentParser:
@@ -72,7 +72,7 @@ def make_plan_parser() -> argparse.ArgumentParser:
 
 
 def _parse(argv: Sequence[str], *, prog: str) -> tuple[argparse.Namespace, Options]:
-    return parse(argv, environment.variables(), **_about(prog))
+    return parse(argv, variables(), **_about(prog))
 
 
 def _about(prog: str) -> dict[str, Any]:
@@ -115,18 +115,18 @@ def _run(options: Options, extra: Mapping[str, str] | None = None) -> None:
     if options.joins:
         from hora.launch.providers.join import serve_node
 
-        environ = {**environment.variables(), **(extra or {})}
+        environ = {**variables(), **(extra or {})}
         status = serve_node(options, environ, lambda term: start(options, environ, adjust=on_workers, leadership=term))
         if status is not None:
             raise SystemExit(status)
-    start(options, {**environment.variables(), **(extra or {})}, adjust=on_workers)
+    start(options, {**variables(), **(extra or {})}, adjust=on_workers)
 
 
 def on_workers(job: Job) -> Job:
     """Let ranks at the addresses of a session's workers (`launch_workers`) use the workers' GPUs and end with them."""
     hosts = {slot.hostname for slot in job.slots}
     # Workers of this machine have their own loopback addresses; the environment identifies those of a cluster.
-    of_a_session = environment.variables().get("CDSW_API_URL", "").startswith("unix:hora-")
+    of_a_session = variables().get("CDSW_API_URL", "").startswith("unix:hora-")
     if not of_a_session and not any(host.startswith("127.") for host in hosts):
         return job
     from hora.workers.lease import lease_of  # imported only here: other jobs start faster without it
@@ -163,7 +163,7 @@ def _check_hosts(options: Options) -> None:
     """Raise ValueError if all ranks would be on one host, whose memory they share."""
     from hora.launch.start import find_hosts
 
-    environ = environment.variables()
+    environ = variables()
     told_later = options.joins or options.host_discovery_script is not None or "SLURM_JOB_ID" in environ
     if told_later or environ.get("HORA_TRANSPORT") == "tcp":
         return

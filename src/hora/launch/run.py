@@ -14,9 +14,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from hora.launch.environment import variables
 from hora.launch.options import Options
 from hora.launch.pickling import pickle_call
+from hora.launch.processes import variables
 from hora.launch.start import start
 
 

@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 
-from hora.launch.environment import module_command
+from hora.launch.processes import module_command
 from hora.legacy.env import env_without_world
 from hora.version import horovod_version
 

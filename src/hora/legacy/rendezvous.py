@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
-from hora.launch.controller.rendezvous import OnlyLines, Rendezvous
-from hora.launch.environment import variables
+from hora.launch.processes import variables
 from hora.launch.slots import Slot
 from hora.net.keys import read_secret_file
+from hora.net.rendezvous import OnlyLines, Rendezvous
 from hora.net.wire import new_secret
 from hora.world import PLAN_JOB, PLAN_KEY, RendezvousEndpoint
 

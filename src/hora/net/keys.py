@@ -1,7 +1,7 @@
-"""Key distribution: a host can speak only for its own workers and ranks.
+"""Keys of ranks: a host can speak only for its own workers and ranks.
 
     job's secret      known to the launcher only
-    worker's key      one per worker, for life: its host holds it, and it is useless under another number
+    worker's key      `wire.worker_key`: one per worker, for life; its host holds it, useless under another number
     world's secret    one per generation and initialization, known to the launcher only; each rank gets from it
         shared        common to all ranks: objects are signed with it
         accepting     derives the keys of ranks that connect to this one
@@ -24,16 +24,6 @@ from hora.net.wire import SECRET_BYTES, Credentials, derived_secret
 
 # `(ranks) -> keys`: shared, accepting, and those towards these ranks, concatenated.
 GetKeys = Callable[[Sequence[int]], bytes]
-
-
-def worker_key(job_secret: bytes, worker: int) -> bytes:
-    """Return a worker's own key; for -1, a holder of the job's secret, that secret."""
-    return job_secret if worker < 0 else derived_secret(job_secret, f"worker {worker}")
-
-
-def worker_credentials(job_secret: bytes, job: str, worker: int) -> Credentials:
-    """Return the credentials of a worker for its launcher."""
-    return Credentials(worker_key(job_secret, worker), job, worker)
 
 
 def world_secret(job_secret: bytes, epoch: str) -> bytes:

@@ -70,6 +70,11 @@ def derived_secret(secret: bytes, purpose: str) -> bytes:
     return hmac.digest(secret, b"derived secret: " + purpose.encode(), "sha256")
 
 
+def worker_key(job_secret: bytes, worker: int) -> bytes:
+    """Return a worker's own key; for -1, a holder of the job's secret, that secret."""
+    return job_secret if worker < 0 else derived_secret(job_secret, f"worker {worker}")
+
+
 @dataclass(frozen=True)
 class Credentials:
     """Credentials of both ends of a connection: a secret, its purpose, and the identity of the client.

@@ -14,10 +14,10 @@ from typing import Any
 
 import ray
 
-from hora.launch.controller.rendezvous import ErrorReport, OnlyLines, Rendezvous
-from hora.launch.environment import variables
 from hora.launch.job import REPORTING, Observation, StallStacks, Watching, facts_of
+from hora.launch.processes import variables
 from hora.launch.slots import Slot, place_ranks
+from hora.net.rendezvous import ErrorReport, OnlyLines, Rendezvous
 from hora.net.sockets import interface_address
 from hora.net.wire import new_secret
 from hora.world import RendezvousEndpoint

@@ -26,7 +26,7 @@ import hora.torch as hvd
 from hora import engine
 from hora.errors import AuthenticationError
 from hora.net.client import ControlClient
-from hora.net.key_value_store import KeyValueStore
+from hora.net.rendezvous import KeyValueStore
 from hora.net.sockets import source_address
 from hora.net.wire import Credentials, new_secret
 from hora.world import RendezvousEndpoint

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hora.launch.environment import variables
+from hora.launch.processes import variables
 from hora.workers import directory
 from hora.workers.capacity import measure
 from hora.workers.gateway import Gateway, ask

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from hora.launch.controller.launcher import HostLauncher
 from hora.launch.controller.output import LogFile, Tail
-from hora.launch.environment import module_command
 from hora.launch.job import LaunchEvents, WorkerSpec
+from hora.launch.processes import module_command
 from hora.launch.slots import Slot, place_ranks
 from hora.workers.capacity import Capacity, GpuClaims
 

@@ -19,8 +19,8 @@ from typing import Any
 from hora.errors import JobFailedError
 from hora.launch.agent.protocol import Exited
 from hora.launch.controller.launcher import HostLauncher
-from hora.launch.environment import variables
 from hora.launch.job import LaunchEvents, OutputOptions, WorkerSpec
+from hora.launch.processes import variables
 from hora.launch.providers.spark.cluster import count_slots, forwarded_variables
 from hora.launch.providers.spark.connect import Query, check_protection, rows, server_host
 from hora.launch.providers.spark.live_log import ClientLogSink, Invitation, LiveLog, LogStream

@@ -14,8 +14,8 @@ import subprocess
 import sys
 
 from hora.launch.controller.launcher import wait_or_kill
-from hora.launch.environment import module_command, variables
 from hora.launch.job import OutputOptions
+from hora.launch.processes import module_command, variables
 from hora.workers.capacity import measure
 from hora.workers.directory import find, name_of, publish, runs
 from hora.workers.gateway import ask, server_pid

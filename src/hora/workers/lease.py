@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from hora.launch.environment import variables
+from hora.launch.processes import variables
 from hora.workers import directory
 from hora.workers.gateway import exchange, open_connection
 

@@ -22,8 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hora.launch.agent.processes import family
-from hora.launch.environment import variables
+from hora.launch.processes import family, variables
 from hora.workers.backend import ORDER_VARIABLE
 
 _SHELL_LINE = re.compile(r"^(?P<indent>[ \t]*)!(?P<command>.*)$")

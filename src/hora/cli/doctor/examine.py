@@ -17,9 +17,9 @@ from typing import Any
 from hora.cli.doctor.findings import Finding, agreement, host_findings, reach_findings, summary
 from hora.cli.doctor.probe import MARK
 from hora.launch.controller.launcher import wait_or_kill
-from hora.launch.environment import module_command, variables
 from hora.launch.ha.leadership import open_store
 from hora.launch.ha.store import StoreError
+from hora.launch.processes import module_command, variables
 from hora.launch.providers.ssh import Ssh, reachable_address
 from hora.launch.slots import parse_host_files, parse_hosts_and_slots
 from hora.net import sockets

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hora.launch.environment import variables
+from hora.launch.processes import variables
 from hora.memory import available_bytes
 from hora.net import sockets
 from hora.net.acceptor import Acceptor

@@ -31,10 +31,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _run(num_ranks: int, steps: int, *, browser: bool, record: str | None) -> int:
     from hora.labs.faults.training import train
-    from hora.launch.environment import variables
     from hora.launch.job import Job, Watching
     from hora.launch.options import Options
     from hora.launch.pickling import pickle_call
+    from hora.launch.processes import variables
     from hora.launch.start import start
 
     watching = Watching(page=True, browser=browser, record=record, demo=True)

@@ -24,19 +24,6 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from hora import lifeline
 from hora.launch.agent.fork_server import WorkerForks
-from hora.launch.agent.processes import (
-    Execute,
-    Processes,
-    Spawned,
-    adopt_orphans,
-    die_with_parent,
-    environment_value,
-    exit_code,
-    guard,
-    remove_folder,
-    send_signal,
-    spawn,
-)
 from hora.launch.agent.protocol import (
     Bye,
     Exited,
@@ -54,8 +41,21 @@ from hora.launch.agent.protocol import (
     Terminate,
     frame,
 )
-from hora.launch.environment import variables
 from hora.launch.limits import GRACE_S
+from hora.launch.processes import (
+    Execute,
+    Processes,
+    Spawned,
+    adopt_orphans,
+    die_with_parent,
+    environment_value,
+    exit_code,
+    guard,
+    remove_folder,
+    send_signal,
+    spawn,
+    variables,
+)
 
 if TYPE_CHECKING:
     import socket

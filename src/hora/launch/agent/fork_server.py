@@ -27,8 +27,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from hora.launch.agent.processes import Spawned, die_with_parent, name_process, spawn
-from hora.launch.environment import module_command, replace_variables, variables
+from hora.launch.processes import (
+    Spawned,
+    die_with_parent,
+    module_command,
+    name_process,
+    replace_variables,
+    spawn,
+    variables,
+)
 
 _MAX_REQUEST_BYTES = 256 * 1024
 _MAX_DESCRIPTORS = 4

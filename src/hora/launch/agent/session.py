@@ -21,8 +21,8 @@ from collections import deque
 from hora.errors import AuthenticationError
 from hora.launch.agent.agent import Agent, guarded
 from hora.launch.agent.protocol import Join, Message, Output, Refused, Start, Taken, Welcome, pack, unpack
-from hora.launch.environment import variables
 from hora.launch.limits import CONNECT_S, THREAD_END_S
+from hora.launch.processes import variables
 from hora.launch.slots import NodeSpec
 from hora.net.session import ClientSession
 from hora.net.wire import Connection, Credentials, connect

@@ -40,9 +40,9 @@ from hora.launch.agent.protocol import (
     pack,
 )
 from hora.launch.controller.output import Tail
-from hora.launch.environment import variables
 from hora.launch.job import LaunchEvents, WorkerSpec
 from hora.launch.limits import KILLED_S
+from hora.launch.processes import variables
 from hora.net.session import SessionPeer
 
 BEATS = 6  # heartbeats within the time after which a silent node is dropped

@@ -49,8 +49,6 @@ from hora.launch.controller.policy import (
     modules_to_preload,
     provisional,
 )
-from hora.launch.controller.rendezvous import ErrorReport, Rendezvous, RendezvousEvents
-from hora.launch.environment import module_command
 from hora.launch.job import (
     REPORTING,
     STOPPED,
@@ -65,11 +63,12 @@ from hora.launch.job import (
     facts_of,
 )
 from hora.launch.limits import KILLED_S
+from hora.launch.processes import module_command
 from hora.launch.slots import HostInfo, Slot
 from hora.net.client import FUNCTION_KEY, PATH_KEY
-from hora.net.keys import worker_key
+from hora.net.rendezvous import ErrorReport, Rendezvous, RendezvousEvents
 from hora.net.sockets import is_local
-from hora.net.wire import new_secret
+from hora.net.wire import new_secret, worker_key
 from hora.world import RendezvousEndpoint, World
 
 if TYPE_CHECKING:

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any
 from hora.launch.agent.agent import LEFT
 from hora.launch.controller.launcher import wait_or_kill
 from hora.launch.controller.loop import ended_by_signals
-from hora.launch.environment import module_command
 from hora.launch.ha.etcd import Etcd
 from hora.launch.ha.kubernetes import LeaseStore
 from hora.launch.ha.store import AuthenticatedStore, Contents, JobStore, LeaderTerm, StoreError
 from hora.launch.job import LaunchEvents, LeadershipLostError, exit_status
 from hora.launch.options import Options
+from hora.launch.processes import module_command
 from hora.launch.slots import NodeSpec
 from hora.net import sockets
 from hora.net.wire import derived_secret, new_secret

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hora.launch.controller.agents import Agents, credentials, end_starter, start_agent
-from hora.launch.environment import module_command
 from hora.launch.limits import STARTER_END_S
 from hora.launch.options import Options
+from hora.launch.processes import module_command
 from hora.launch.slots import HostInfo
 from hora.net import sockets
 from hora.world import slurm_counts, slurm_nodes

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hora.config import on_databricks
-from hora.launch.environment import variables
+from hora.launch.processes import variables
 from hora.launch.providers.spark.cluster import assigned_gpus
 from hora.launch.providers.spark.task import host_hash
 from hora.spark.estimator.dataset import Dataset, describe, materialise, open_dataset

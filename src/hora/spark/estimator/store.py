@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hora.config import on_databricks
-from hora.launch.environment import variables
+from hora.launch.processes import variables
 
 LocalDirectory = contextlib.AbstractContextManager[str]
 

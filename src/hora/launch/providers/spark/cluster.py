@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hora.config import accept_risk
-from hora.launch.environment import variables
+from hora.launch.processes import variables
 from hora.launch.slots import Slot, place_ranks, visible_gpus
 from hora.version import require
 

@@ -27,10 +27,9 @@ from typing import Any, NoReturn
 
 from hora.launch.agent.agent import serve_locally
 from hora.launch.agent.fork_server import OWN, ForkServer, differ_only_in, fork, run_forked, serve
-from hora.launch.agent.processes import exit_code, name_process
 from hora.launch.controller.launcher import AgentProcess
-from hora.launch.environment import first_variables, module_command
 from hora.launch.limits import END_S
+from hora.launch.processes import exit_code, first_variables, module_command, name_process
 from hora.launch.worker import work
 
 # Variables that may differ in a rank, because no preloaded module has read them.

@@ -1,9 +1,11 @@
-"""Processes of this machine, for agents: starting them, finding descendants, ending them.
+"""Processes of this machine: their environment, starting them, finding descendants, ending them.
 
-`spawn` forks and executes a worker in its own session, with PDEATHSIG and its output in two pipes. `guard` makes this
-process the guardian of an agent: it ends the processes that a killed agent leaves behind.
+Only this module reads and changes the environment of this process, for `hora.launch` and the packages above it; callers
+interpret the variables. `module_command` is the argv of a new process that runs one of our modules. `spawn` forks and
+executes a worker in its own session, with PDEATHSIG and its output in two pipes. `guard` makes this process the
+guardian of an agent: it ends the processes that a killed agent leaves behind.
 
-Linux only: /proc and prctl. Agents import this module, so it imports little.
+Linux only: /proc and prctl. Agents and probes must start fast and import this module, so it imports little.
 """
 
 from __future__ import annotations
@@ -19,6 +21,65 @@ from typing import NamedTuple, NoReturn
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def variables() -> dict[str, str]:
+    """Return a copy of the current environment."""
+    return dict(os.environ)
+
+
+def first_variables() -> dict[str, str]:
+    """Return the environment with which this process, or the one it was forked from, was started."""
+    with open("/proc/self/environ", "rb") as file:
+        pairs = (entry.partition(b"=") for entry in file.read().split(b"\0"))
+        return {os.fsdecode(name): os.fsdecode(value) for name, mark, value in pairs if mark}
+
+
+def replace_variables(env: Mapping[str, str]) -> None:
+    """Replace the environment, as a forked worker does instead of exec."""
+    os.environ.clear()
+    os.environ.update(env)
+
+
+def set_variables(env: Mapping[str, str]) -> None:
+    """Add these variables."""
+    os.environ.update(env)
+
+
+def set_missing(env: Mapping[str, str]) -> None:
+    """Add those of these variables that are not set."""
+    for name, value in env.items():
+        os.environ.setdefault(name, value)
+
+
+def put_first_on_path(*folders: str) -> None:
+    """Put these folders first on PATH, for this process and its children."""
+    path = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    os.environ["PATH"] = os.pathsep.join([*folders, *(entry for entry in path if entry not in folders)])
+
+
+# As `python -m`, which however looks for modules in the current directory first: in a folder that others can write to
+# (/tmp, a shared project) a planted file would run as the user. `-P` says the same from Python 3.11 on.
+_RUN_MODULE = (
+    "import sys; sys.path[:] = [entry for entry in sys.path if entry]; del sys.argv[0]; import runpy; "
+    "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+)
+
+
+def module_command(executable: str, module: str, *args: str) -> tuple[str, ...]:
+    """Return the argv of a Python that runs this module and imports nothing from the current directory."""
+    return (executable, "-c", _RUN_MODULE, module, *args)
+
+
+def environment_value(pid: int, name: str) -> str | None:
+    """A variable of the environment that a process was started with."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            items = file.read().split(b"\0")
+    except OSError:  # it ended
+        return None
+    prefix = os.fsencode(name) + b"="
+    return next((os.fsdecode(item[len(prefix) :]) for item in items if item.startswith(prefix)), None)
 
 
 def adopt_orphans() -> None:
@@ -101,17 +162,6 @@ class Processes:
     def kill(self, pids: list[int]) -> None:
         for pid in pids:
             send_signal(pid, signal.SIGKILL)
-
-
-def environment_value(pid: int, name: str) -> str | None:
-    """A variable of the environment that a process was started with."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            items = file.read().split(b"\0")
-    except OSError:  # it ended
-        return None
-    prefix = os.fsencode(name) + b"="
-    return next((os.fsdecode(item[len(prefix) :]) for item in items if item.startswith(prefix)), None)
 
 
 # Turns the forked process into the worker and does not return.
