@@ -30,7 +30,7 @@ from torch.nn import functional
 
 from benchmarks.models import WORKLOADS, Workload
 from benchmarks.names import some_of
-from hora.memory import keep_freed_memory
+from hora.memory import allocator_variables, keep_freed_memory
 
 CONTENDERS = ("alone", "DDP", "DDP-warm", "overlap", "sharded")
 PEERS = ("DDP", "DDP-warm")
@@ -161,6 +161,8 @@ class Group:
         for rank in range(np):
             env = {**os.environ, "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(np), "OMP_NUM_THREADS": "1"}
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            if contender in (*OURS, "DDP-warm"):  # as Hora's launchers do
+                env |= allocator_variables(env)
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             self._processes.append(subprocess.Popen(command, env=env, text=True, **pipes))
 

@@ -19,7 +19,7 @@ FLOORS = {
     "pandas": "1.5",
     "pyarrow": "11",
     "lightning": "2.0",
-    "ray": "2.60",
+    "ray": "2.9",
 }
 
 # Published vulnerabilities of `torch.load(weights_only=True)`, each with the version that fixed it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hora.config import EngineConfig
+from hora.memory import allocator_variables
 
 
 @pytest.mark.parametrize(
@@ -19,3 +20,20 @@ from hora.config import EngineConfig
 )
 def test_settings_of_the_users_own_are_left_alone(variables: dict[str, str], keeps: bool) -> None:
     assert EngineConfig.from_env(variables).keep_freed_memory is keeps
+
+
+@pytest.mark.parametrize(
+    ("machine", "variables", "added"),
+    [
+        ("aarch64", {}, {"MIMALLOC_PURGE_DELAY": "-1"}),
+        ("aarch64", {"HORA_KEEP_FREED_MEMORY": "1"}, {"MIMALLOC_PURGE_DELAY": "-1"}),
+        ("aarch64", {"HORA_KEEP_FREED_MEMORY": "0"}, {}),
+        ("aarch64", {"MIMALLOC_PURGE_DELAY": "100"}, {}),
+        ("x86_64", {}, {}),
+    ],
+)
+def test_torchs_allocator_on_arm_is_told_when_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, machine: str, variables: dict[str, str], added: dict[str, str]
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    assert allocator_variables(variables) == added

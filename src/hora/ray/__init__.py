@@ -5,5 +5,5 @@ from hora.version import require
 try:
     import ray
 except ImportError as error:
-    raise ImportError(f"horovod.ray needs Ray ({error}): pip install 'ray>=2.60'") from error
+    raise ImportError(f"horovod.ray needs Ray ({error}): pip install 'ray>=2.9'") from error
 require("ray", ray.__version__)

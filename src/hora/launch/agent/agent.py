@@ -56,6 +56,7 @@ from hora.launch.processes import (
     spawn,
     variables,
 )
+from hora.memory import allocator_variables
 
 if TYPE_CHECKING:
     import socket
@@ -342,6 +343,7 @@ class Agent:
         # N ranks with one thread per core each would compete for the cores.
         share = len(os.sched_getaffinity(0)) // int(env.get("HOROVOD_LOCAL_SIZE", "1"))
         env.setdefault("OMP_NUM_THREADS", str(max(share, 1)))
+        env |= allocator_variables(env)
         if env.get("HORA_MPI") == "1" and self.scratch:
             from hora.launch.agent.pmi import mpi_world  # other jobs start faster without
 
