@@ -11,7 +11,7 @@ import pytest
 
 from hora.errors import AuthenticationError
 from hora.launch.job import OutputOptions
-from hora.launch.providers.spark.live_log import ClientLogSink, Invitation, LiveLog, LogStream
+from hora.launch.providers.spark.live_log import ClientLogSink, Invitation, LiveLog, LogStream, to_streams
 from hora.net.wire import Credentials, connect, new_secret
 from waiting import wait_until
 
@@ -19,7 +19,7 @@ from waiting import wait_until
 def test_lines_come_home_while_the_job_runs():
     out, err = io.StringIO(), io.BytesIO()
     callers = []
-    with LiveLog("127.0.0.1", OutputOptions(stdout=out, stderr=err), callers.append) as log:
+    with LiveLog("127.0.0.1", to_streams(OutputOptions(stdout=out, stderr=err)), callers.append) as log:
         assert log.invitation.address == "127.0.0.1"
         home = ClientLogSink(log.invitation)
         wait_until("the client has heard of the job", lambda: log.calls == 1)
@@ -36,7 +36,7 @@ def test_lines_come_home_while_the_job_runs():
 
 def test_a_stranger_is_not_heard():
     out = io.StringIO()
-    with LiveLog("127.0.0.1", OutputOptions(stdout=out, stderr=out)) as log:
+    with LiveLog("127.0.0.1", to_streams(OutputOptions(stdout=out, stderr=out))) as log:
         where = (log.invitation.address, log.invitation.port)
         with pytest.raises((AuthenticationError, OSError)):
             connect(where, Credentials(new_secret(), log.invitation.job), timeout_s=5.0)

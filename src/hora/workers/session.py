@@ -246,18 +246,15 @@ class WorkerSession:
         wanted = request.get("backend", "auto")
         if wanted == "local" or (wanted == "auto" and "pyspark" not in sys.modules):
             return self._local
-        # Local workers start faster without these.
-        from hora.launch.providers.spark.cluster import is_connect
-        from hora.workers.connect_backend import ConnectBackend
-        from hora.workers.spark_backend import SparkWorkerBackend, spark_cluster
+        # Local workers start faster without it.
+        from hora.workers.spark_backend import SparkBackend, spark_cluster
 
         cluster = spark_cluster(wanted)
         if cluster is None:
             return self._local
         with self._changed:
             if not self._spark or self._spark[-1][0] is not cluster:
-                kind = ConnectBackend if is_connect(cluster) else SparkWorkerBackend
-                self._spark.append((cluster, kind(cluster, self)))
+                self._spark.append((cluster, SparkBackend(cluster, self)))
             return self._spark[-1][1]
 
     def _admit(self, engine: str, index: int, request: Mapping[str, Any], backend: WorkerBackend) -> PlannedWorker:

@@ -1,36 +1,49 @@
-"""Workers as the tasks of a Spark stage, one stage per launch. Spark is the cluster manager.
+"""Workers on a Spark cluster: each is a Spark job of one task, so that it ends alone. Spark is the cluster manager.
 
-A launch requests one task slot per worker; until Spark grants all of them, its workers are `scheduling`. A worker's
-slot is free as soon as it ends. If Spark loses an executor it ends the whole stage, so the workers of that launch end
-together. Importing this module does not import pyspark.
+A worker is `scheduling` until Spark grants its slot, which is free again as soon as the worker ends. On classic Spark
+an agent in the task starts the worker for this process. The cluster may be unable to reach a Spark Connect client:
+there the task starts the worker itself, and output and state that the client does not get live arrive when the worker
+has ended. Importing this module does not import pyspark.
 """
 
 from __future__ import annotations
 
-import sys
+import contextlib
+import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hora.errors import JobFailedError
 from hora.launch.agent.protocol import Exited
+from hora.launch.controller.launcher import HostLauncher
 from hora.launch.job import LaunchEvents, WorkerSpec
+from hora.launch.processes import variables
 from hora.launch.providers.spark.cluster import (
     Placement,
     active_cluster,
+    check_protection,
     count_slots,
     forwarded_variables,
+    is_connect,
     is_local,
     place_tasks,
     require_slots,
+    server_host,
 )
+from hora.launch.providers.spark.connect import Query, rows
 from hora.launch.providers.spark.driver import StageDriver
 from hora.launch.providers.spark.launcher import SparkLauncher
+from hora.launch.providers.spark.live_log import ClientLogSink, Invitation, LiveLog
+from hora.launch.providers.spark.task import gpu_addresses, python_path
+from hora.net.sockets import source_address
 from hora.workers.backend import GRACE_S, PlannedWorker, order_file, worker_spec
 from hora.workers.capacity import CapacityError
 
 _CLOSE_LIMIT_S = GRACE_S + 45.0
-_TERMINATED, _FAILED = 143, 255
+_TERMINATED, _FAILED, _LOST = 143, 255, 137
 
 
 def spark_cluster(backend: str) -> Any | None:
@@ -38,8 +51,6 @@ def spark_cluster(backend: str) -> Any | None:
 
     `auto` selects Spark if this process has a session on a cluster. A `local[n]` master has only this machine.
     """
-    if backend != "spark" and (backend != "auto" or "pyspark" not in sys.modules):
-        return None
     found = active_cluster()
     if found is None and backend == "spark":
         raise ValueError("backend='spark' needs an active SparkSession in this process, and there is none")
@@ -48,14 +59,52 @@ def spark_cluster(backend: str) -> Any | None:
     return found
 
 
-class TaskSlots:
-    """Task slots of a Spark cluster that workers hold; shared by both Spark backends."""
+class SparkBackend:
+    """See `backend.WorkerBackend`. Calls are serialised by the session."""
 
-    def __init__(self) -> None:
+    def __init__(self, cluster: Any, events: LaunchEvents) -> None:
+        self._cluster, self._events = cluster, events
+        self._is_connect = is_connect(cluster)
+        self._conf = cluster.conf if self._is_connect else cluster.getConf()
+        self._slots = 0
         self._held: set[str] = set()
+        self._workers: dict[int, _Worker] = {}
+
+    def settle(self, n: int) -> None:
+        if not self._is_connect:
+            with contextlib.suppress(ValueError):  # `reserve` says it, worker by worker
+                require_slots(self._cluster, len(self._held) + n)
+        elif not self._held:  # counting takes a slot itself
+            self._slots = count_slots(self._cluster)
 
     def shared(self, n: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
         return request  # a task has the cores that Spark gives it
+
+    def reserve(self, worker: str, request: Mapping[str, Any]) -> None:
+        for what, wanted, setting, default in (
+            ("CPU cores", request["cpu"], "spark.task.cpus", "1"),
+            ("GPUs", request["nvidia_gpu"], "spark.task.resource.gpu.amount", "0"),
+        ):
+            if wanted > (has := float(self._conf.get(setting, default))):
+                raise CapacityError(f"{wanted:g} {what} were requested, but a Spark task here has {has:g} ({setting})")
+        slots = self._slots if self._is_connect else count_slots(self._cluster)
+        if len(self._held) >= slots:
+            raise CapacityError(f"a Spark task slot was requested, but {slots - len(self._held)} of {slots} are free")
+        self._held.add(worker)
+
+    def start(self, planned: Sequence[PlannedWorker]) -> None:
+        check_protection(self._cluster)
+        self._workers = {number: worker for number, worker in self._workers.items() if not worker.over}
+        kind = _QueryWorker if self._is_connect else _StageWorker
+        for worker in planned:
+            try:
+                self._workers[worker.number] = kind(self._cluster, worker, self._events)
+            except OSError as error:  # no descriptor is left, say
+                self._events.exited(Exited(worker.number, _FAILED, str(error)))
+
+    def terminate(self, numbers: Iterable[int], *, grace_s: float) -> None:
+        for number in self._workers.keys() & set(numbers):
+            self._workers[number].stop()
 
     def release(self, worker: str) -> None:
         self._held.discard(worker)
@@ -63,86 +112,97 @@ class TaskSlots:
     def clear_up(self, number: int) -> None:
         pass  # its task ends what is left of it
 
-    def _take(self, worker: str, request: Mapping[str, Any], conf: Any, slots: int) -> None:
-        for what, wanted, setting, default in (
-            ("CPU cores", request["cpu"], "spark.task.cpus", "1"),
-            ("GPUs", request["nvidia_gpu"], "spark.task.resource.gpu.amount", "0"),
-        ):
-            if wanted > (has := float(conf.get(setting, default))):
-                raise CapacityError(f"{wanted:g} {what} were requested, but a Spark task here has {has:g} ({setting})")
-        if len(self._held) >= slots:
-            raise CapacityError(f"a Spark task slot was requested, but {slots - len(self._held)} of {slots} are free")
-        self._held.add(worker)
-
-
-class SparkWorkerBackend(TaskSlots):
-    """See `backend.WorkerBackend`. Calls are serialised by the session."""
-
-    def __init__(self, context: Any, events: LaunchEvents) -> None:
-        super().__init__()
-        self._context, self._events = context, events
-        self._launches: list[_Launch] = []
-
-    def settle(self, n: int) -> None:
-        try:
-            require_slots(self._context, len(self._held) + n)
-        except ValueError:
-            return  # `reserve` says it, worker by worker
-
-    def reserve(self, worker: str, request: Mapping[str, Any]) -> None:
-        self._take(worker, request, self._context.getConf(), count_slots(self._context))
-
-    def start(self, planned: Sequence[PlannedWorker]) -> None:
-        self._launches = [launch for launch in self._launches if not launch.over]
-        self._launches.append(_Launch(self._context, planned, self._events))
-
-    def terminate(self, numbers: Iterable[int], *, grace_s: float) -> None:
-        wanted = set(numbers)
-        for launch in self._launches:
-            launch.terminate(wanted, grace_s=grace_s)
-
     def close(self) -> None:
-        for launch in self._launches:
-            launch.terminate(launch.numbers, grace_s=GRACE_S)
-        for launch in self._launches:
-            launch.join()
+        self.terminate(self._workers, grace_s=GRACE_S)
+        for worker in self._workers.values():
+            worker.join()
 
 
-class _Launch:
-    """Workers of one launch: waiting for slots -> running -> over. Implements LaunchEvents for the Spark launcher.
+class _Worker:
+    """A worker, seen from here: a thread waits for its end and reports it to the session."""
 
-    Its own thread drives these states; `_lock` guards what callers and the server's thread see.
-    """
-
-    def __init__(self, context: Any, planned: Sequence[PlannedWorker], events: LaunchEvents) -> None:
-        self._planned, self._events = list(planned), events
-        # Here and now: executors need not have the file, and it may change before there are slots.
-        script = planned[0].request.get("script")
+    def __init__(self, planned: PlannedWorker, events: LaunchEvents, name: str) -> None:
+        self._planned, self._events = planned, events
+        # Here and now: executors need not have the file, and it may change before there is a slot.
+        script = planned.request.get("script")
         self._source = Path(script).read_text() if script else None
-        self.numbers = frozenset(worker.number for worker in planned)
-        self._lock = threading.RLock()
-        self._stopped: set[int] = set()
-        self._left = set(self.numbers)  # those whose end was not reported yet
-        self._all_ended = threading.Event()
-        self._launcher: SparkLauncher | None = None
-        self._task_of: dict[int, int] = {}
-        self._driver = StageDriver(context, len(self._planned), group="hora-workers")
-        self._thread = threading.Thread(target=self._run, name=self._driver.stage.group, daemon=True)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._report, name=name, daemon=True)
         self._thread.start()
 
     @property
     def over(self) -> bool:
         return not self._thread.is_alive()
 
-    def terminate(self, numbers: Iterable[int], *, grace_s: float) -> None:
-        with self._lock:
-            chosen = self._left.intersection(numbers)
-            self._stopped |= chosen
-            if self._launcher is not None:
-                self._launcher.terminate(chosen, grace_s=grace_s)
+    def stop(self) -> None:
+        self._stopped.set()
 
     def join(self) -> None:
         self._thread.join(_CLOSE_LIMIT_S)
+
+    def _files(self) -> dict[str, bytes]:
+        return order_file(self._planned.request, cores=(), source=self._source)
+
+    def _report(self) -> None:
+        number = self._planned.number
+        ended = Exited(number, _FAILED, "the Spark task of this worker gave no answer")
+        try:
+            ended = self._run()
+        except InterruptedError as stop:
+            ended = Exited(number, _TERMINATED, str(stop))
+        except (JobFailedError, OSError) as error:
+            ended = Exited(number, _FAILED, str(error))
+        finally:
+            self._events.exited(ended)
+
+    def _run(self) -> Exited:
+        """Run the worker to its end, and free its slot. Raises InterruptedError if it was stopped without a process."""
+        raise NotImplementedError
+
+
+class _StageWorker(_Worker):
+    """A worker of classic Spark. Implements LaunchEvents for the Spark launcher."""
+
+    def __init__(self, context: Any, planned: PlannedWorker, events: LaunchEvents) -> None:
+        # In the caller's thread, whose local properties (its scheduler pool) the stage inherits.
+        self._driver = StageDriver(context, 1, group="hora-workers")
+        self._launcher: SparkLauncher | None = None
+        self._exit: Exited | None = None
+        self._ended = threading.Event()
+        super().__init__(planned, events, self._driver.stage.group)
+
+    def stop(self) -> None:
+        super().stop()
+        if self._launcher is not None:
+            self._launcher.terminate([self._planned.number], grace_s=GRACE_S)
+
+    def _run(self) -> Exited:
+        with self._driver:
+            places = self._driver.meet(1, lambda: not self._stopped.is_set())
+            if self._stopped.is_set():
+                raise InterruptedError("it was stopped before it started")
+            if places is None:
+                raise JobFailedError(self._driver.stage.failure_text())
+            placements = place_tasks(places)
+            self._launcher = SparkLauncher(self._driver, placements, bind_gpus=False)
+            self._launcher.start([self._spec(placements[0])], self)
+            if self._stopped.is_set():  # meanwhile
+                self.stop()
+            self._ended.wait()
+        assert self._exit is not None
+        return self._exit
+
+    def _spec(self, placement: Placement) -> WorkerSpec:
+        planned = self._planned
+        planned.record.ip_address = self._driver.host_of(placement.task)
+        own = {
+            "CDSW_IP_ADDRESS": planned.record.ip_address,
+            "CDSW_MASTER_IP": self._driver.address,
+            "CML_MASTER_IP": self._driver.address,
+            "CUDA_VISIBLE_DEVICES": ",".join(placement.own_gpus),
+        }
+        env = {**forwarded_variables(), **planned.variables, **own, **planned.request["env"]}
+        return worker_spec(planned.number, env, self._files(), slot=placement.slot)
 
     # What the launcher reports, on the server's thread.
 
@@ -153,74 +213,105 @@ class _Launch:
         self._events.started(worker)
 
     def exited(self, ended: Exited) -> None:
-        with self._lock:
-            if ended.worker not in self._left:
-                return
-            self._left.remove(ended.worker)
-            if ended.worker in self._task_of:
-                self._driver.dismiss_task(self._task_of[ended.worker])
-            none_left = not self._left
-        self._events.exited(ended)
-        if none_left:
-            self._all_ended.set()
+        self._exit = ended
+        self._ended.set()
 
-    # The launch's own thread.
 
-    def _run(self) -> None:
-        reason = "the Spark stage of these workers ended"
-        with self._driver:
-            try:
-                places = self._driver.meet(len(self._planned), self._still_wanted)
-                if places is not None:
-                    self._start(place_tasks(places))
-                    self._all_ended.wait()
-                elif self._driver.stage.ended.is_set():
-                    reason = self._driver.stage.failure_text()
-            finally:
-                self._end_rest(reason)
+class _QueryWorker(_Worker):
+    """A worker through Spark Connect."""
 
-    def _still_wanted(self) -> bool:
-        """Return whether any worker was not stopped while it waited for its slot."""
-        with self._lock:
-            return not self._left <= self._stopped
+    def __init__(self, session: Any, planned: PlannedWorker, events: LaunchEvents) -> None:
+        self._session = session
+        super().__init__(planned, events, f"hora-worker-{planned.number}")
 
-    def _start(self, placements: Sequence[Placement]) -> None:
-        """Start the workers that were not stopped meanwhile, each in its task."""
-        specs = [self._spec(worker, placement) for worker, placement in zip(self._planned, placements, strict=True)]
-        launcher = SparkLauncher(self._driver, placements, bind_gpus=False)
-        with self._lock:
-            self._launcher = launcher  # from here on `terminate` reaches what runs
-            stopped = sorted(self._left & self._stopped)
-        # Not under the lock: the launcher may report at once, and the session's lock comes before ours.
-        launcher.start([spec for spec in specs if spec.worker not in stopped], self)
-        with self._lock:
-            meanwhile = self._stopped.difference(stopped)
-        launcher.terminate(meanwhile, grace_s=GRACE_S)
-        for number in stopped:
-            self._report_stopped(number)
+    def _run(self) -> Exited:
+        planned, number = self._planned, self._planned.number
+        log = LiveLog(
+            server_host(self._session), lambda stream, data: self._events.output(number, stream, data), self._called
+        )
+        here = log.invitation.address or "unknown"
+        masters = {"CDSW_MASTER_IP": here, "CML_MASTER_IP": here}
+        task = WorkerTask(
+            number=number,
+            env={**forwarded_variables(), **planned.variables, **masters},
+            own_env=dict(planned.request["env"]),
+            files=self._files(),
+            log=log.invitation,
+        )
+        with log:
+            query = Query(self._session, task, num_tasks=1, name="hora-workers", barrier=False)
+            found = query.run(self._raise_if_stopped)
+            log.show(found)
+        if "exit" not in found:
+            raise JobFailedError("the Spark task of this worker gave no answer")
+        return Exited(number, *json.loads(found["exit"]))
 
-    def _spec(self, worker: PlannedWorker, placement: Placement) -> WorkerSpec:
-        self._task_of[worker.number] = placement.task
-        worker.record.ip_address = self._driver.host_of(placement.task)
+    def _called(self, host: str) -> None:
+        """Handle the task's call from `host`. Runs in the server's thread."""
+        self._planned.record.ip_address = host
+        self._events.started(self._planned.number)
+
+    def _raise_if_stopped(self) -> None:
+        if self._stopped.is_set():
+            raise InterruptedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerTask:
+    """Body of the query: starts the worker's process, supervises it and returns its exit code."""
+
+    number: int
+    env: Mapping[str, str] = field(repr=False)
+    own_env: Mapping[str, str] = field(repr=False)
+    files: Mapping[str, bytes] = field(repr=False)
+    log: Invitation = field(repr=False)
+
+    def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
+        from pyspark import TaskContext
+
+        for _ in batches:
+            pass
+        context = TaskContext.get()
+        assert context is not None, "a Spark task without its context"
+        if context.attemptNumber():  # Spark tries again; a worker runs once
+            lost = (_LOST, "its Spark task ended: the executor was lost or the task was killed")
+            yield from rows("exit", json.dumps(lost).encode())
+            return
+        home = ClientLogSink(self.log)
+        watched = _Process(home)
+        launcher = HostLauncher()
+        try:
+            launcher.start([self._spec()], watched)
+            watched.ended.wait()
+        finally:
+            launcher.close()
+        yield from rows("exit", json.dumps(watched.exit).encode())
+        for kind, data in home.close().items():
+            yield from rows(kind, data)
+
+    def _spec(self) -> WorkerSpec:
         own = {
-            "CDSW_IP_ADDRESS": worker.record.ip_address,
-            "CDSW_MASTER_IP": self._driver.address,
-            "CML_MASTER_IP": self._driver.address,
-            "CUDA_VISIBLE_DEVICES": ",".join(placement.own_gpus),
+            "CDSW_IP_ADDRESS": source_address(self.log.address or "127.0.0.1"),
+            "CUDA_VISIBLE_DEVICES": ",".join(gpu_addresses()),
+            "PYTHONPATH": python_path(),
         }
-        env = {**forwarded_variables(), **worker.variables, **own, **worker.request["env"]}
-        files = order_file(worker.request, cores=(), source=self._source)
-        return worker_spec(worker.number, env, files, slot=placement.slot)
+        return worker_spec(self.number, {**variables(), **self.env, **own, **self.own_env}, self.files)
 
-    def _end_rest(self, reason: str) -> None:
-        """Report the end of every remaining worker: the stopped ones, and those that failed for `reason`."""
-        with self._lock:
-            left = sorted(self._left)
-        for number in left:
-            if number in self._stopped:
-                self._report_stopped(number)
-            else:
-                self.exited(Exited(worker=number, code=_FAILED, reason=reason))
 
-    def _report_stopped(self, number: int) -> None:
-        self.exited(Exited(worker=number, code=_TERMINATED, reason="it was stopped before it started"))
+class _Process:
+    """LaunchEvents of the one process of a task."""
+
+    def __init__(self, home: ClientLogSink) -> None:
+        self._home = home
+        self.ended = threading.Event()
+        self.exit: tuple[int, str] = _FAILED, ""
+
+    def output(self, worker: int, stream: str, data: bytes) -> None:
+        self._home.write(stream, data)
+
+    def started(self, worker: int) -> None:
+        return None
+
+    def exited(self, ended: Exited) -> None:
+        self.exit = ended.code, ended.reason
+        self.ended.set()

@@ -8,6 +8,7 @@ a job that can never fit fails at once instead of waiting forever.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import math
@@ -111,19 +112,45 @@ def is_local(cluster: Any) -> bool:
     return context is not None and str(context.master).startswith("local")
 
 
-def check_protection(context: Any) -> None:
+def check_protection(cluster: Any) -> None:
     """Warn if the cluster exposes the secrets of its tasks; raise ValueError under HORA_STRICT=1.
 
     Spark's block manager serves tasks, including a stage's secret, to any client unless Spark's authentication is on.
     With local executors the secret is passed otherwise.
     """
-    if is_local(context) or context.getConf().get("spark.authenticate", "false").lower() == "true":
+    if is_connect(cluster):
+        _check_connect(cluster)
+    elif not is_local(cluster) and cluster.getConf().get("spark.authenticate", "false").lower() != "true":
+        accept_risk(
+            f"the Spark cluster at {cluster.master} does not authenticate its own traffic: whoever reaches its network "
+            "can read this job's secret there, with it the environment that its processes are given, and run code in "
+            "them and in this driver. Set spark.authenticate=true (and spark.network.crypto.enabled=true against "
+            "listeners)"
+        )
+
+
+def _check_connect(session: Any) -> None:
+    def setting(name: str) -> str:
+        with contextlib.suppress(Exception):  # some servers keep their settings to themselves
+            return str(session.conf.get(name, ""))
+        return ""
+
+    host = server_host(session)
+    here = host == "localhost"
+    with contextlib.suppress(ValueError):  # a name
+        here = here or ipaddress.ip_address(host).is_loopback
+    if setting("spark.authenticate").lower() == "true" or (setting("spark.master").startswith("local") and here):
         return
     accept_risk(
-        f"the Spark cluster at {context.master} does not authenticate its own traffic: whoever reaches its network can "
-        "read this job's secret there, with it the environment that its processes are given, and run code in them and "
-        "in this driver. Set spark.authenticate=true (and spark.network.crypto.enabled=true against listeners)"
+        f"the Spark cluster behind {host} does not say that it authenticates its own traffic: whoever listens on its "
+        "network can read this job's secret there and run code in its processes. Set spark.authenticate=true (and "
+        "spark.network.crypto.enabled=true against listeners), or run where the platform protects that network"
     )
+
+
+def server_host(session: Any) -> str:
+    """Return the host of the Connect server, as the client knows it."""
+    return str(session.client.host).strip("[]")
 
 
 def default_num_proc(cluster: Any) -> int:

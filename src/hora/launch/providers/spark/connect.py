@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import ipaddress
 import itertools
 import json
 import logging
@@ -26,16 +25,21 @@ from typing import Any
 
 import cloudpickle
 
-from hora.config import accept_risk
 from hora.errors import JobFailedError
 from hora.launch.controller.policy import modules_to_preload
 from hora.launch.job import JobResult
 from hora.launch.limits import SILENCE_S, SPARK_END_S
 from hora.launch.providers.spark import warm_pool
-from hora.launch.providers.spark.cluster import is_connect, is_local, listening_address
+from hora.launch.providers.spark.cluster import (
+    check_protection,
+    is_connect,
+    is_local,
+    listening_address,
+    server_host,
+)
 from hora.launch.providers.spark.driver import TaskAgents
 from hora.launch.providers.spark.launcher import SparkJob, run_in_tasks, run_on_spark
-from hora.launch.providers.spark.live_log import ClientLogSink, Invitation, LiveLog, LogStream
+from hora.launch.providers.spark.live_log import ClientLogSink, Invitation, LiveLog, LogStream, to_streams
 from hora.launch.providers.spark.task import SparkTask, python_path
 
 _SCHEMA = "kind string, number long, chunk binary"
@@ -200,22 +204,17 @@ def _joined(found: list[Any]) -> dict[str, bytes]:
     return {kind: b"".join(chunk for _, chunk in sorted(chunks)) for kind, chunks in parts.items()}
 
 
-def server_host(session: Any) -> str:
-    """The host of the Connect server, as the client knows it."""
-    return str(session.client.host).strip("[]")
-
-
 def run_on_cluster(cluster: Any, wanted: SparkJob) -> JobResult:
     """Run the job on the cluster of a SparkContext, or behind a Connect session; no slot stays taken."""
+    check_protection(cluster)
     return _run_on_connect(cluster, wanted) if is_connect(cluster) else run_on_spark(cluster, wanted)
 
 
 def _run_on_connect(session: Any, wanted: SparkJob) -> JobResult:
-    check_protection(session)
     if wanted.watching is not None:
         _log.warning("there is no live page through Spark Connect")
     function, artifact = _call(session, wanted.function)
-    with LiveLog(server_host(session), wanted.output) as log:
+    with LiveLog(server_host(session), to_streams(wanted.output)) as log:
         # A plan takes the description of the job, but no streams.
         output = replace(wanted.output, stdout=None, stderr=None)
         tasks = ConnectTasks(
@@ -278,29 +277,3 @@ def _result(rows: dict[str, bytes]) -> JobResult:
         raise JobFailedError("Spark job has failed: its first task has given no result")
     found: JobResult = cloudpickle.loads(rows["result"])
     return found
-
-
-def check_protection(session: Any) -> None:
-    """Warn if others can read the stage's secret; raise ValueError under HORA_STRICT=1."""
-
-    def setting(name: str) -> str:
-        with contextlib.suppress(Exception):  # some servers keep their settings to themselves
-            return str(session.conf.get(name, ""))
-        return ""
-
-    host = server_host(session)
-    here = host == "localhost" or _is_loopback(host)
-    if setting("spark.authenticate").lower() == "true" or (setting("spark.master").startswith("local") and here):
-        return
-    accept_risk(
-        f"the Spark cluster behind {host} does not say that it authenticates its own traffic: whoever listens on its "
-        "network can read this job's secret there and run code in its processes. Set spark.authenticate=true (and "
-        "spark.network.crypto.enabled=true against listeners), or run where the platform protects that network"
-    )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -24,7 +24,6 @@ from hora.launch.limits import SILENCE_S, SPARK_END_S
 from hora.launch.providers.spark.cluster import (
     TaskPlace,
     allocates_dynamically,
-    check_protection,
     count_slots,
     driver_addresses,
     is_local,
@@ -365,7 +364,6 @@ class StageDriver(TaskAgents):
         barrier: bool = True,
         return_s: float = 0.0,
     ) -> None:
-        check_protection(context)
         bind_address, address = driver_addresses(context)
         super().__init__(num_tasks, bind_address=bind_address, address=address, return_s=return_s)
         with contextlib.ExitStack() as undo:

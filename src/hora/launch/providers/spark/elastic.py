@@ -22,7 +22,13 @@ from hora.launch.controller.hosts import ElasticSpec
 from hora.launch.controller.loop import run_job
 from hora.launch.job import JobResult, LaunchEvents, WorkerSpec
 from hora.launch.limits import SPARK_END_S
-from hora.launch.providers.spark.cluster import Placement, TaskPlace, decommissions, launcher_timeout_s
+from hora.launch.providers.spark.cluster import (
+    Placement,
+    TaskPlace,
+    check_protection,
+    decommissions,
+    launcher_timeout_s,
+)
 from hora.launch.providers.spark.driver import StageDriver, TaskAgent
 from hora.launch.providers.spark.launcher import SparkJob, SparkLauncher
 from hora.launch.slots import HostInfo, place_ranks
@@ -43,6 +49,7 @@ def run_elastic_on_spark(
     reset_limit: int | None = None,
 ) -> JobResult:
     """Run the job on up to `max_num_proc` tasks of this SparkContext's cluster, on no fewer than `min_num_proc`."""
+    check_protection(context)
     limits = Limits(
         num_proc=wanted.num_proc,
         min_num_proc=min_num_proc,

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from hora.launch.job import OutputOptions
 from hora.net.server import Peer, Server
@@ -39,17 +39,14 @@ class LiveLog:
     """The client's side. `calls`: how often a first task has connected; a second call means that Spark repeated the
     stage.
 
-    `on_call` is called in the server's thread with the address from which one does.
+    In the server's thread, `write` gets the bytes of the streams `stdout` and `stderr`, and `on_call` the address from
+    which a task connects.
     """
 
     def __init__(
-        self, server_host: str, output: OutputOptions, on_call: Callable[[str], None] = lambda host: None
+        self, server_host: str, write: Callable[[str, bytes], None], on_call: Callable[[str], None] = lambda host: None
     ) -> None:
-        self._streams: dict[str, IO[Any]] = {
-            "stdout": output.stdout if output.stdout is not None else sys.stdout,
-            "stderr": output.stderr if output.stderr is not None else sys.stderr,
-        }
-        self.calls, self._on_call = 0, on_call
+        self.calls, self._write, self._on_call = 0, write, on_call
         self._server = Server(self, name="hora-connect-log")
         address, port = "", 0
         with contextlib.suppress(OSError):
@@ -66,7 +63,7 @@ class LiveLog:
 
     def show(self, rows: Mapping[str, bytes]) -> None:
         """Lines that came with the rows."""
-        for name in self._streams:
+        for name in ("stdout", "stderr"):
             if rows.get(name):
                 self._write(name, rows[name])
 
@@ -82,14 +79,22 @@ class LiveLog:
     def closed(self, peer: Peer) -> None:
         return None
 
-    def _write(self, name: str, data: bytes) -> None:
-        stream = self._streams[name]
+
+def to_streams(output: OutputOptions) -> Callable[[str, bytes], None]:
+    """Return a function that writes bytes of `stdout` and `stderr` to these streams."""
+    streams: dict[str, IO[Any]] = {
+        "stdout": output.stdout if output.stdout is not None else sys.stdout,
+        "stderr": output.stderr if output.stderr is not None else sys.stderr,
+    }
+
+    def write(name: str, data: bytes) -> None:
+        stream = streams[name]
         with contextlib.suppress(OSError, ValueError):  # a closed stream does not end the training
-            if isinstance(stream, io.RawIOBase | io.BufferedIOBase):
-                stream.write(data)
-            else:
-                stream.write(data.decode(errors="replace"))
+            binary = isinstance(stream, io.RawIOBase | io.BufferedIOBase)
+            stream.write(data if binary else data.decode(errors="replace"))
             stream.flush()
+
+    return write
 
 
 class ClientLogSink:
@@ -126,22 +131,16 @@ class ClientLogSink:
             return {stream: bytes(data) for stream, data in self._kept.items() if data}
 
 
-class Sink(Protocol):
-    """Takes bytes of the streams `stdout` and `stderr`."""
-
-    def write(self, stream: str, data: bytes) -> None: ...
-
-
 class LogStream(io.RawIOBase):
     """One of its streams, as a file."""
 
-    def __init__(self, home: Sink, name: str) -> None:
+    def __init__(self, sink: ClientLogSink, name: str) -> None:
         super().__init__()
-        self._home, self._name = home, name
+        self._sink, self._name = sink, name
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        self._home.write(self._name, bytes(data))
+        self._sink.write(self._name, bytes(data))
         return len(data)
