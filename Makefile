@@ -163,13 +163,15 @@ test-spark-protected: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m protected_spark -rfER tests/integration/protected_spark.py
 
 # Ray takes 240 MB and minutes to install: so `make test` leaves these tests out where Ray is not there. Each Ray has a
-# virtual environment of its own. Ray 2.9 imports pkg_resources.
+# virtual environment of its own. Ray 2.9 imports
+# pkg_resources, which newer setuptools do not have.
 RAY ?= 2.60.0
 RAY_VENV = .venv-ray-$(RAY)
 test-ray:
 	test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)
 	$(RAY_VENV)/bin/python -m pip install --quiet -c constraints.txt torch
-	$(RAY_VENV)/bin/python -m pip install --quiet -c constraints.txt 'ray[client,train]==$(RAY)' 'setuptools<81' -e '.[test]'
+	$(RAY_VENV)/bin/python -m pip install --quiet -c constraints.txt 'ray[client,train]==$(RAY)' -e '.[test]'
+	$(RAY_VENV)/bin/python -m pip install --quiet --no-deps 'setuptools<70'
 	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -rfER tests/unit/test_ray_params.py tests/integration/test_ray*.py
 
 # TensorFlow takes 600 MB, and seconds to import in every rank: `make test` leaves these tests out where it is not there.

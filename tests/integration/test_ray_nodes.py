@@ -52,8 +52,12 @@ def kill(node: Any) -> None:
 def drain(node: Any) -> None:
     """As a cloud that takes a machine back tells Ray."""
     client = ray._raylet.GcsClient(address=node.gcs_address)
+    (node_id,) = [one["NodeID"] for one in REAL_NODES() if one["RayletSocketName"] == node.raylet_socket_name]
     preemption = 2
-    accepted, why = client.drain_node(node.node_id, preemption, "taken back", 0)
+    if tuple(map(int, ray.__version__.split(".")[:2])) < (2, 10):  # without a deadline
+        assert client.drain_node(node_id, preemption, "taken back")
+        return
+    accepted, why = client.drain_node(node_id, preemption, "taken back", 0)
     assert accepted, why
 
 
