@@ -163,8 +163,7 @@ test-spark-protected: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m protected_spark -rfER tests/integration/protected_spark.py
 
 # Ray takes 240 MB and minutes to install: so `make test` leaves these tests out where Ray is not there. Each Ray has a
-# virtual environment of its own. Ray 2.9 imports
-# pkg_resources, which newer setuptools do not have.
+# virtual environment of its own. Ray 2.9 imports pkg_resources._vendor, which setuptools has had until 69.
 RAY ?= 2.60.0
 RAY_VENV = .venv-ray-$(RAY)
 test-ray:
