@@ -31,7 +31,12 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
         "hora.legacy.mpi_ops: MPI",
         "hora.torch.process_sets: ProcessSet add_process_set global_process_set remove_process_set",
     ),
-    "horovod.common.util": ("hora.legacy.util: *",),
+    "horovod.common.util": (
+        "hora.legacy.env: env",
+        "hora.legacy.util: EXTENSIONS _cache ccl_built check_extension check_installed_version ddl_built "
+        "extension_available get_average_backwards_compatibility_fun gloo_built gpu_available is_gloo_used is_iterable "
+        "is_version_greater_equal_than mpi_built nccl_built num_rank_is_power_2 split_list",
+    ),
     "horovod.data": ("hora.data.loader: AsyncDataLoaderMixin BaseDataLoader",),
     "horovod.data.data_loader_base": ("hora.data.loader: AsyncDataLoaderMixin BaseDataLoader",),
     "horovod.ray.adapter": ("hora.ray.adapter: Adapter BaseParams",),
@@ -59,7 +64,8 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
     "horovod.runner.common.util": (),
     "horovod.runner.common.util.codec": ("hora.legacy.runner: dumps_base64 loads_base64",),
     "horovod.runner.common.util.config_parser": (
-        "hora.legacy.runner: LOG_LEVELS set_env_from_args validate_config_args __getattr__=variable_name",
+        "hora.launch.options: LOG_LEVELS",
+        "hora.legacy.runner: set_env_from_args validate_config_args __getattr__=variable_name",
     ),
     "horovod.runner.common.util.env": (
         "hora.legacy.env: IGNORE_REGEXES KUBEFLOW_MPI_EXEC LOG_LEVEL_STR get_env_rank_and_size is_exportable "
@@ -199,7 +205,8 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
     ),
     "horovod.torch.functions": ("hora.torch.functions: *", "hora.torch.optimizer.state: *"),
     "horovod.torch.mpi_ops": (
-        "hora.legacy.mpi_ops: * _basics",
+        "hora.legacy.mpi_ops: HorovodAllgather HorovodAllreduce HorovodAlltoall HorovodBasics HorovodBroadcast "
+        "HorovodGroupedAllgather HorovodGroupedAllreduce HorovodGroupedReducescatter HorovodReducescatter MPI _basics",
         "hora.legacy.util: gpu_available num_rank_is_power_2",
         "hora.torch: *",
         "hora.torch.reduce_op: handle_average_backwards_compatibility",

@@ -69,7 +69,7 @@ class Keepers:
 
 
 class Leader:
-    """Implements `Launcher` and `Succession` for one leader."""
+    """Implements `Launcher`, and the methods of `Leadership` that a controller calls, for one leader."""
 
     bind_address = advertised_address = "10.0.0.1"
 
@@ -195,11 +195,10 @@ class Run(JobRun):
             output=OutputOptions(stdout=io.StringIO(), stderr=io.StringIO()),
             id="job",
             secret=b"s" * 32,
-            succession=leader,
         )
         spec = ElasticSpec(limits=limits, hosts=tuple(self.hosts), script=self.discovery)
         try:
-            run_job(job, leader, spec)
+            run_job(job, leader, spec, leader)
             self.outcome = "done"
         except LeadershipLostError:
             self.simulation.log(f"leader {leader.term} does not lead any more")

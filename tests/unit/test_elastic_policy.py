@@ -12,26 +12,26 @@ from hora.launch.controller.elastic_policy import (
     NEWCOMER_BATCH_WAIT_S,
     REMOVED,
     ElasticPolicy,
-    End,
     Limits,
-    Notify,
-    Publish,
-    StartWorkers,
-    WriteOff,
 )
-from hora.launch.controller.hosts import Blacklist, ElasticSpec, Hosts, parse_discovered
+from hora.launch.controller.hosts import ElasticSpec, Hosts, parse_discovered
 from hora.launch.controller.policy import (
     LINGER_LIMIT_S,
     Begin,
     Decision,
+    End,
     EndJob,
     Facts,
     Fail,
     Failure,
     GiveUp,
+    Notify,
+    Publish,
+    StartWorkers,
     Wait,
     Worker,
     WorkerState,
+    WriteOff,
     assign,
     provisional,
 )
@@ -40,7 +40,7 @@ from hora.launch.slots import HostInfo
 STARTING, READY, WORKING, SUCCEEDED, FAILED, LEFT = WorkerState
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Case(Facts):
     """Facts, and the limits of their job."""
 
@@ -400,30 +400,35 @@ def test_a_newcomer_knows_its_slot_and_that_it_is_not_the_first():
 # ---- the blacklist --------------------------------------------------------------------------------------------------
 
 
+def barring(cooldown_range: tuple[int, int] | None, chance: float) -> Hosts:
+    spec = ElasticSpec(limits=Limits(num_proc=1, min_num_proc=1), cooldown_range=cooldown_range)
+    return Hosts(spec, lambda: chance)
+
+
 def test_without_a_range_a_place_is_barred_for_ever():
-    blacklist = Blacklist(None, lambda: 0.5)
-    assert not blacklist.is_barred("a", None, 0)
-    assert blacklist.bar(("a", None), 0) is None
-    assert blacklist.is_barred("a", None, 10**9)
-    assert blacklist.is_barred("a", 3, 10**9)
-    assert not blacklist.is_barred("b", 3, 0)
-    assert blacklist.next_return(0) is None
+    hosts = barring(None, 0.5)
+    assert not hosts.is_barred("a", None, 0)
+    assert hosts.bar_place(("a", None), 0) is None
+    assert hosts.is_barred("a", None, 10**9)
+    assert hosts.is_barred("a", 3, 10**9)
+    assert not hosts.is_barred("b", 3, 0)
+    assert hosts.next_return(0) is None
 
 
 def test_the_time_out_doubles_up_to_the_limit():
-    blacklist = Blacklist((10, 100), lambda: 0.5)
-    assert [blacklist.bar(("a", None), 1000.0) for _ in range(5)] == [1025, 1045, 1085, 1100, 1100]
-    assert blacklist.is_barred("a", None, 1099.9)
-    assert not blacklist.is_barred("a", None, 1100)
-    assert Blacklist((10, 10), lambda: 0.9).bar(("a", None), 0) == 10
+    hosts = barring((10, 100), 0.5)
+    assert [hosts.bar_place(("a", None), 1000.0) for _ in range(5)] == [1025, 1045, 1085, 1100, 1100]
+    assert hosts.is_barred("a", None, 1099.9)
+    assert not hosts.is_barred("a", None, 1100)
+    assert barring((10, 10), 0.9).bar_place(("a", None), 0) == 10
 
 
 def test_one_slot_can_be_barred_alone():
-    blacklist = Blacklist((1, 5), lambda: 0.0)
-    blacklist.bar(("a", 1), 0.0)
-    assert [blacklist.is_barred("a", slot, 1.0) for slot in (0, 1)] == [False, True]
-    assert not blacklist.is_barred("a", None, 1.0)
-    assert blacklist.next_return(1.0) == 2.0
+    hosts = barring((1, 5), 0.0)
+    hosts.bar_place(("a", 1), 0.0)
+    assert [hosts.is_barred("a", slot, 1.0) for slot in (0, 1)] == [False, True]
+    assert not hosts.is_barred("a", None, 1.0)
+    assert hosts.next_return(1.0) == 2.0
 
 
 def test_of_several_hosts_one_is_barred_whole_and_of_one_only_the_slot():

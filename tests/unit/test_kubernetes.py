@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from hora.cli import kubernetes as command
-from hora.launch.options import About, Options, build_parser
+from hora.launch.options import Options, build_parser
 from hora.launch.providers.join import NodeFacts, find_place
 from hora.launch.providers.kubernetes import KINDS, ManifestRequest, manifests, secret_command
 
@@ -204,7 +204,7 @@ def read_line(line: list[str]) -> Options:
     """What our own parser makes of a command line."""
     words = line[2:] if line[0] == "hora" else line[1:]
     assert line[0] == "horovodrun" or line[:2] == ["hora", "run"]
-    args = build_parser(prog=line[0], on_version=str, on_check_build=str, about=About("", ())).parse_args(words)
+    args = build_parser(line[0], "", (), on_version=str, on_check_build=str).parse_args(words)
     return Options.from_args(args, {"HORA_NODE_RANK": "1"})
 
 

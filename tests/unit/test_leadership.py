@@ -14,7 +14,8 @@ import pytest
 
 from hora.launch.agent.protocol import Exited, Output, Started, Terminate
 from hora.launch.controller.agents import Agents
-from hora.launch.controller.hosts import Blacklist
+from hora.launch.controller.elastic_policy import Limits
+from hora.launch.controller.hosts import ElasticSpec, Hosts
 from hora.launch.controller.policy import Roster, WorkerState
 from hora.launch.ha.following import LeaderLink, Relay
 from hora.launch.ha.leadership import Leadership, next_step, open_store
@@ -221,15 +222,16 @@ def test_the_next_leader_knows_the_workers():
 
 
 def test_the_next_leader_knows_barred_places():
-    blacklist = Blacklist((10, 100), lambda: 0.0)
-    blacklist.bar(("a", None), 0.0)  # for 20 s
-    blacklist.bar(("b", 1), 0.0)
-    taken_over = Blacklist((10, 100), lambda: 0.0)
-    taken_over.restore(blacklist.saved(5.0), 1000.0)
+    spec = ElasticSpec(limits=Limits(num_proc=1, min_num_proc=1), cooldown_range=(10, 100))
+    hosts = Hosts(spec, lambda: 0.0)
+    hosts.bar_place(("a", None), 0.0)  # for 20 s
+    hosts.bar_place(("b", 1), 0.0)
+    taken_over = Hosts(spec, lambda: 0.0)
+    taken_over.restore(hosts.saved(5.0), 1000.0)
     assert taken_over.is_barred("a", None, 1014.0)
     assert not taken_over.is_barred("a", None, 1016.0)
     assert taken_over.is_barred("b", 1, 1014.0)
-    assert taken_over.bar(("a", None), 1016.0) == 1016.0 + 40.0, "the second time lasts longer"
+    assert taken_over.bar_place(("a", None), 1016.0) == 1016.0 + 40.0, "the second time lasts longer"
 
 
 class Nobody:

@@ -5,18 +5,14 @@ from types import SimpleNamespace
 import pytest
 
 from hora.launch import options as options_module
-from hora.launch.options import About, Options, all_options
+from hora.launch.options import Options, all_options
 
 
 def read(*argv, environ=None):
-    return options_module.parse(
-        argv,
-        environ or {},
-        prog="horovodrun",
-        on_version=lambda: "1.2.3",
-        on_check_build=lambda: "matrix",
-        about=About("Run a command.", ("horovodrun -np 2 python train.py",)),
-    )
+    printed = {"on_version": lambda: "1.2.3", "on_check_build": lambda: "matrix"}
+    examples = ["horovodrun -np 2 python train.py"]
+    parser = options_module.build_parser("horovodrun", "Run a command.", examples, **printed)
+    return options_module.parse(parser, argv, environ or {})
 
 
 def parse(*argv, environ=None):

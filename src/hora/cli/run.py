@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hora.errors import JobFailedError
-from hora.launch.options import About, Options, all_options, build_parser, parse
+from hora.launch.options import Options, all_options, build_parser, parse
 from hora.launch.processes import variables
 from hora.version import foreign_message, horovod_version, version
 
@@ -41,7 +41,7 @@ class HorovodArgs:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse a command line of `horovodrun` (default: this process's own); raises ValueError for invalid values."""
-    return _parse(sys.argv[1:] if argv is None else argv, prog="horovodrun")[0]
+    return parse(make_parser("horovodrun"), sys.argv[1:] if argv is None else argv, variables())[0]
 
 
 def run(args: object) -> list[Any] | None:
@@ -62,47 +62,31 @@ def run(args: object) -> list[Any] | None:
 
 
 def make_parser(prog: str = "hora run") -> argparse.ArgumentParser:
-    """Return the parser of `hora run`, `horovodrun` or `hora plan`."""
-    return build_parser(**_about(prog))
+    """Return the parser of `hora run` or `horovodrun`."""
+    return _parser(
+        prog,
+        "Run a command as N processes (ranks) that find one another through hvd.init().",
+        f"{prog} -np 4 --dashboard python train.py             # this machine, with a live page",
+        f"{prog} -np 8 -H alpha:4,beta:4 python train.py       # two hosts, by ssh",
+        f"{prog} -np 4 --min-np 2 python train.py              # goes on while at least 2 ranks live",
+    )
 
 
 def make_plan_parser() -> argparse.ArgumentParser:
     """Return the parser of `hora plan`."""
-    return make_parser("hora plan")
-
-
-def _parse(argv: Sequence[str], *, prog: str) -> tuple[argparse.Namespace, Options]:
-    return parse(argv, variables(), **_about(prog))
-
-
-def _about(prog: str) -> dict[str, Any]:
-    return {
-        "prog": prog,
-        "on_version": horovod_version if prog == "horovodrun" else version,
-        "on_check_build": _check_build,
-        "about": _PLAN if prog == "hora plan" else _run_help(prog),
-    }
-
-
-_PLAN = About(
-    "Measure the links between hosts and some steps of a training; print what each way to send gradients would cost.",
-    (
+    return _parser(
+        "hora plan",
+        "Measure the links between hosts and some steps of a training; print what each way to send gradients would "
+        "cost.",
         "hora plan -np 8 -H alpha:4,beta:4 python train.py",
         "hora plan -np 16 --hostfile hosts.txt python train.py",
         "srun --nodes 2 hora plan --join python train.py       # in a Slurm job",
-    ),
-)
-
-
-def _run_help(prog: str) -> About:
-    return About(
-        "Run a command as N processes (ranks) that find one another through hvd.init().",
-        (
-            f"{prog} -np 4 --dashboard python train.py             # this machine, with a live page",
-            f"{prog} -np 8 -H alpha:4,beta:4 python train.py       # two hosts, by ssh",
-            f"{prog} -np 4 --min-np 2 python train.py              # goes on while at least 2 ranks live",
-        ),
     )
+
+
+def _parser(prog: str, summary: str, *examples: str) -> argparse.ArgumentParser:
+    on_version = horovod_version if prog == "horovodrun" else version
+    return build_parser(prog, summary, examples, on_version=on_version, on_check_build=_check_build)
 
 
 def _run(options: Options, extra: Mapping[str, str] | None = None) -> None:
@@ -140,19 +124,20 @@ def on_workers(job: Job) -> Job:
 
 def horovodrun() -> int:
     """Run the console script. A failed job has status 1, regardless of the rank's own status."""
-    return status_of("horovodrun", lambda: _run(_parse(sys.argv[1:], prog="horovodrun")[1]), failed=1)
+    parser = make_parser("horovodrun")
+    return status_of("horovodrun", lambda: _run(parse(parser, sys.argv[1:], variables())[1]), failed=1)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `hora run`."""
-    return status_of("hora run", lambda: _run(_parse(argv, prog="hora run")[1]))
+    return status_of("hora run", lambda: _run(parse(make_parser(), argv, variables())[1]))
 
 
 def plan(argv: Sequence[str]) -> int:
     """Run `hora plan`: a job whose optimizer measures instead of training, and ends with a table."""
 
     def measure() -> None:
-        options = _parse(argv, prog="hora plan")[1]
+        options = parse(make_plan_parser(), argv, variables())[1]
         _check_hosts(options)
         _run(options, {"HORA_PLAN": "1"})
 

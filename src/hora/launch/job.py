@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +20,7 @@ from hora.errors import JobFailedError
 from hora.launch.agent.protocol import Exited
 from hora.launch.limits import GRACE_S
 from hora.launch.slots import Slot
+from hora.net.rendezvous import ErrorReport, Rendezvous, RendezvousEvents
 from hora.telemetry.stacks import stack_text
 from hora.world import World
 
@@ -114,11 +115,20 @@ class Watching:
         return dashboard
 
 
-class Observation:
-    """The observer of a job, if it has one: it gets events in any thread. One that fails gets no more of them."""
+class Observation(RendezvousEvents):
+    """Passes the events of a job's workers on to its observer, if it has one, in any thread. One that fails gets no
+    more of them.
+
+    It also shows the user the workers' lines and, when a rank reports a stall, the stacks of the late ranks.
+    """
+
+    rendezvous: Rendezvous
 
     def __init__(self) -> None:
         self.observer: live.Dashboard | None = None
+        self._worlds: Mapping[int, World] = {}  # the present one, by worker
+        self._asked_at: dict[int, float] = {}  # worker -> when its stack was requested
+        self._stacks_to_show: set[int] = set()
 
     def tell(self, event: str, *arguments: object) -> None:
         """Call this method of the observer."""
@@ -136,36 +146,43 @@ class Observation:
 
     def tell_world(self, generation: int, worlds: Mapping[int, World]) -> None:
         """The job has formed a world."""
+        self._worlds = worlds
         places = [(worker, world.rank, world.hostname) for worker, world in sorted(worlds.items())]
         self.tell("world", generation, places)
 
+    def show_line(self, text: str) -> None:
+        """Show a line of a worker."""
+        print(text, flush=True)
 
-class StallStacks:
-    """Stacks of late ranks: requested when a rank reports a stall, and shown to the user.
+    def show_stack(self, text: str) -> None:
+        """Show where a late rank is. Must not block."""
+        print(f"hora: {text}", file=sys.stderr, flush=True)
 
-    `ask(question, worker)` queries a worker, `say(text)` tells the user. `worlds`: the present one, by worker.
-    """
+    def joined(self, worker: int) -> None:
+        self.tell("joined", worker)
 
-    def __init__(self, ask: Callable[[dict[str, Any], int], None], say: Callable[[str], None]) -> None:
-        self._ask, self._say = ask, say
-        self.worlds: Mapping[int, World] = {}
-        self._asked_at: dict[int, float] = {}
-        self._to_show: set[int] = set()
+    def raised(self, worker: int, report: ErrorReport) -> None:
+        if not report.consequence:
+            self.tell("raised", worker, report.headline)
+
+    def on_log_line(self, worker: int, text: str) -> None:
+        self.tell_line(worker, "stdout", text)
+        self.show_line(text)
 
     def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
-        """Handle a worker's message: a stall, or an answer to one of our questions. Others are ignored."""
+        self.tell("on_telemetry", worker, kind, data)
         if kind == "stall":
             ranks = json.loads(data)
-            for number, world in self.worlds.items():
+            for number, world in self._worlds.items():
                 if world.rank in ranks and time.monotonic() - self._asked_at.get(number, -1e9) > _STACKS_AGAIN_S:
                     self._asked_at[number] = time.monotonic()
-                    self._to_show.add(number)
-                    self._ask({"question": "stack"}, number)
-        elif kind == "stack" and worker in self._to_show and worker in self.worlds:
-            self._to_show.discard(worker)
-            world = self.worlds[worker]
+                    self._stacks_to_show.add(number)
+                    self.rendezvous.ask({"question": "stack"}, number)
+        elif kind == "stack" and worker in self._stacks_to_show and worker in self._worlds:
+            self._stacks_to_show.discard(worker)
+            world = self._worlds[worker]
             where = f"rank {world.rank} on {world.hostname}"
-            self._say(f"{where} keeps the others waiting; it is here:\n{stack_text(data)}")
+            self.show_stack(f"{where} keeps the others waiting; it is here:\n{stack_text(data)}")
 
 
 def facts_of(job_id: str, *, title: str, command: Sequence[str] = (), elastic: bool = False) -> dict[str, Any]:
@@ -188,7 +205,7 @@ class Job:
     connection. `env`: the workers' variables besides their place in the world. Local workers get exactly these, remote
     workers in addition to their login environment. It never holds secrets. `mpi_names`: ranks also get the variables of
     Open MPI's mpirun, for scripts that read them. `secret`: of a job whose nodes already have it; otherwise a new one
-    is made. `id`: the job's id, if it has one. `succession`: other processes may take over the job. `host_env`: more
+    is made. `id`: the job's id, if it has one. `host_env`: more
     variables for the ranks on a host, by host name. `lease`: of hosts that another process may take back.
     """
 
@@ -207,7 +224,6 @@ class Job:
     mpi_names: bool = False
     secret: bytes | None = field(default=None, repr=False)
     id: str = ""
-    succession: Succession | None = field(default=None, repr=False)
     host_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict, repr=False)
     lease: HostLease | None = field(default=None, repr=False)
 
@@ -250,8 +266,6 @@ class WorkerSpec:
 class JobResult:
     """A job that succeeded. `results[r]`: the cloudpickle of rank r's return value (None: a command)."""
 
-    job: str
-    exits: tuple[Exited, ...]
     results: tuple[bytes | None, ...] = field(repr=False)
 
     def values(self) -> list[Any]:
@@ -270,41 +284,6 @@ def exit_status(error: BaseException) -> int:
     if isinstance(error, JobFailedError):
         return error.exit_code or 1
     return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-
-
-class Succession(Protocol):
-    """Interface by which a job outlives the process that controls it.
-
-    `state`: saved by the previous leader; None for the first one. `term`: this leader's number, greater than all
-    before.
-    """
-
-    @property
-    def state(self) -> Mapping[str, Any] | None: ...
-
-    @property
-    def term(self) -> int: ...
-
-    def watch(self, lost: Callable[[], None]) -> None:
-        """Call `lost`, from any thread, when this process no longer leads."""
-
-    def check(self) -> None:
-        """Raise LeadershipLostError unless this process certainly leads."""
-
-    def save(self, state: Mapping[str, Any]) -> None:
-        """Save the state for the next leader. Raises LeadershipLostError if this process no longer leads."""
-
-    def adopt(self, workers: Mapping[str, Collection[int]], events: LaunchEvents) -> set[int]:
-        """Supervise these workers, by host; return those that their hosts know."""
-
-    def has_host(self, name: str) -> bool:
-        """Return whether a host of an earlier leader has joined this one."""
-
-    def meet_at(self, port: int) -> None:
-        """Announce the port of the workers' rendezvous."""
-
-    def abandon(self) -> None:
-        """Release the workers, which another process supervises."""
 
 
 class HostLease(Protocol):

@@ -421,30 +421,14 @@ _COMMON = (
 _CONTROLLERS = {"gloo": "use_gloo", "mpi": "use_mpi"}
 
 
-@dataclass(frozen=True)
-class About:
-    """A command's help: one sentence, and examples of its use."""
-
-    summary: str
-    examples: tuple[str, ...]
-
-
 def parse(
-    argv: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    prog: str,
-    on_version: Callable[[], str],
-    on_check_build: Callable[[], str],
-    about: About,
+    parser: argparse.ArgumentParser, argv: Sequence[str], environ: Mapping[str, str]
 ) -> tuple[argparse.Namespace, Options]:
-    """Parse a command line and its config file. Raises ValueError for invalid values.
+    """Parse a command line, by a parser of `build_parser`, and its config file. Raises ValueError for invalid values.
 
     The namespace, which Horovod's callers use, has one attribute per option, None if not given; the options come from
-    it and `environ`. Bad flags end the process with argparse's status 2; `--version` and `--check-build`
-    print what their function returns and end it with 0.
+    it and `environ`. Bad flags end the process with argparse's status 2.
     """
-    parser = build_parser(prog=prog, on_version=on_version, on_check_build=on_check_build, about=about)
     args = parser.parse_args(argv)
     if args.command[:1] == ["--"]:
         del args.command[0]
@@ -460,13 +444,20 @@ def parse(
 
 
 def build_parser(
-    *, prog: str, on_version: Callable[[], str], on_check_build: Callable[[], str], about: About
+    prog: str,
+    summary: str,
+    examples: Sequence[str],
+    *,
+    on_version: Callable[[], str],
+    on_check_build: Callable[[], str],
 ) -> argparse.ArgumentParser:
-    """Return a parser with an argument for every flag, and the command as the rest."""
+    """Return a parser with an argument for every flag, and the command as the rest. Its help begins with the summary,
+    one sentence, and the examples; `--version` and `--check-build` print what their function returns and end with 0.
+    """
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=f"{prog} -np N [options] command [args ...]",
-        description=f"{about.summary}\n\nexamples:\n" + "\n".join(f"  {example}" for example in about.examples),
+        description=f"{summary}\n\nexamples:\n" + "\n".join(f"  {example}" for example in examples),
         epilog="The variable HORA_SSH replaces the ssh command, options included: HORA_SSH='ssh -J gate'.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,

@@ -15,7 +15,9 @@ import ctypes
 import itertools
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import NamedTuple, NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
@@ -288,3 +290,36 @@ def guard(agent: int) -> int:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return code
+
+
+class Signals:
+    """Signal handler. `first`: called instead of ending the job when the first SIGTERM arrives."""
+
+    first: Callable[[], None] | None = None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        first, self.first = self.first, None
+        if number != signal.SIGTERM or first is None:
+            raise SystemExit(128 + number)
+        first()
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[Signals]:
+    """Within it, SIGTERM and SIGHUP raise SystemExit (128 + signal) in the main thread.
+
+    Handlers of the program itself stay, and nothing changes outside the main thread: there the process dies by default,
+    and the agents of its workers notice.
+    """
+    signals = Signals()
+    if threading.current_thread() is not threading.main_thread():
+        yield signals
+        return
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, signals.handle)
+    try:
+        yield signals
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)

@@ -15,21 +15,6 @@ from pathlib import Path
 
 from hora.world import RendezvousEndpoint, World
 
-__all__ = [
-    "DEFAULT_PORT",
-    "INVALID_SLOT_INFO",
-    "HostInfo",
-    "NodeSpec",
-    "Slot",
-    "get_host_assignments",
-    "parse_host_files",
-    "parse_hosts",
-    "parse_hosts_and_slots",
-    "place_ranks",
-    "slots_by_host",
-    "visible_gpus",
-]
-
 DEFAULT_PORT = 29500  # of the first node, for the others
 
 # A leading dash would make a name look like an option to ssh.

@@ -60,8 +60,8 @@ def start(
         if leadership is not None:
             assert nodes is not None
             leadership.agents, leadership.launcher = nodes, launcher
-            job = replace(job, id=leadership.run, succession=leadership)
-        result = run_job(job, launcher, replace(elastic, local_only=launcher.local_only))
+            job = replace(job, id=leadership.run)
+        result = run_job(job, launcher, replace(elastic, local_only=launcher.local_only), leadership)
         values = [value for value in result.results if value is not None]
         return replace(result, results=tuple(values[: elastic.limits.min_num_proc]))
 

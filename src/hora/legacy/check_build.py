@@ -17,8 +17,6 @@ from hora.launch.processes import module_command
 from hora.legacy.env import env_without_world
 from hora.version import horovod_version
 
-__all__ = ["check_build", "describe_native", "format_build", "print_build", "probe_build"]
-
 _LIMIT_S = 120.0
 _NO_MPI = "there is no MPI in Hora; a script started by mpirun finds its rank by itself"
 _SECTIONS = {

@@ -12,15 +12,6 @@ from typing import Any, NoReturn
 from hora.launch.controller.hosts import DiscoveryScript
 from hora.launch.slots import INVALID_SLOT_INFO, Slot
 
-__all__ = [
-    "DISCOVER_HOSTS_FREQUENCY_SECS",
-    "ELASTIC_TIMEOUT_SECS",
-    "ElasticDriver",
-    "FixedHosts",
-    "HostDiscovery",
-    "HostDiscoveryScript",
-]
-
 # horovod.runner.elastic.worker: variables of Horovod's rendezvous; Hora's workers have their own address and a secret.
 HOROVOD_GLOO_RENDEZVOUS_ADDR = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 HOROVOD_GLOO_RENDEZVOUS_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"

@@ -13,18 +13,6 @@ from contextlib import contextmanager
 
 from hora.config import changed_environment
 
-__all__ = [
-    "IGNORE_REGEXES",
-    "KUBEFLOW_MPI_EXEC",
-    "LOG_LEVEL_STR",
-    "LSFUtils",
-    "env",
-    "env_without_world",
-    "get_env_rank_and_size",
-    "is_exportable",
-    "is_kubeflow_mpi",
-]
-
 LOG_LEVEL_STR = ["FATAL", "ERROR", "WARNING", "INFO", "DEBUG", "TRACE"]
 # Variables that belong to a shell or a host and are not sent to other hosts.
 IGNORE_REGEXES = {"BASH_FUNC_.*", "OLDPWD", ".*CUDA_VISIBLE_DEVICES"}

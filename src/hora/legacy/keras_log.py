@@ -12,8 +12,6 @@ from typing import Any
 
 from hora.launch.driver_log import log_to_driver
 
-__all__ = ["ProgressLog", "log_callback_class"]
-
 
 class ProgressLog:
     """The callback's methods, without the Keras base class."""

@@ -15,19 +15,6 @@ from hora.torch.collective import Collective, Tensors
 from hora.torch.compression import Compression
 from hora.torch.process_sets import ProcessSet
 
-__all__ = [
-    "MPI",
-    "HorovodAllgather",
-    "HorovodAllreduce",
-    "HorovodAlltoall",
-    "HorovodBasics",
-    "HorovodBroadcast",
-    "HorovodGroupedAllgather",
-    "HorovodGroupedAllreduce",
-    "HorovodGroupedReducescatter",
-    "HorovodReducescatter",
-]
-
 
 class HorovodAllreduce:
     """Reduces one tensor."""

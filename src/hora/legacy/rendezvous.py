@@ -18,19 +18,6 @@ from hora.net.rendezvous import OnlyLines, Rendezvous
 from hora.net.wire import new_secret
 from hora.world import PLAN_JOB, PLAN_KEY, RendezvousEndpoint
 
-__all__ = [
-    "RendezvousHTTPServer",
-    "RendezvousHandler",
-    "RendezvousServer",
-    "create_run_env_vars",
-    "create_slot_env_vars",
-    "get_min_start_hosts",
-    "gloo_run",
-    "gloo_run_elastic",
-    "launch_gloo",
-    "launch_gloo_elastic",
-]
-
 
 def create_slot_env_vars(slot_info: Slot) -> dict[str, str]:
     """Return the variables of a rank's place."""

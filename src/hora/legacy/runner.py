@@ -24,50 +24,10 @@ from hora.launch.agent.protocol import Exited
 from hora.launch.controller.launcher import HostLauncher
 from hora.launch.controller.output import OutputWriter
 from hora.launch.job import OutputOptions, WorkerSpec
-from hora.launch.options import LOG_LEVELS, Options, all_options, check
+from hora.launch.options import Options, all_options, check
 from hora.launch.processes import variables
 from hora.launch.slots import place_ranks
 from hora.net.sockets import interface_address, is_local, resolve, source_address
-
-__all__ = [
-    "BaseSettings",
-    "DIGEST_LENGTH",
-    "ElasticSettings",
-    "GRACEFUL_TERMINATION_TIME_S",
-    "HOROVOD_SECRET_KEY",
-    "LOG_LEVELS",
-    "Pipe",
-    "SECRET_LENGTH",
-    "Settings",
-    "Timeout",
-    "TimeoutException",
-    "check_digest",
-    "compute_digest",
-    "dumps_base64",
-    "execute",
-    "execute_function_multithreaded",
-    "execute_quietly",
-    "filter_local_addresses",
-    "find_port",
-    "get_driver_ip",
-    "get_local_host_addresses",
-    "get_local_intfs",
-    "in_thread",
-    "is_intel_mpi",
-    "is_mpich",
-    "is_open_mpi",
-    "is_spectrum_mpi",
-    "js_run",
-    "loads_base64",
-    "make_secret_key",
-    "mpi_available",
-    "mpi_run",
-    "on_event",
-    "resolve_host_address",
-    "set_env_from_args",
-    "validate_config_args",
-    "variable_name",
-]
 
 # horovod.runner.common.util.settings, horovod.runner.elastic.settings
 

@@ -16,28 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from hora.errors import HorovodVersionMismatchError, get_version_mismatch_message
-from hora.legacy.env import env
-
-__all__ = [
-    "EXTENSIONS",
-    "_cache",
-    "ccl_built",
-    "check_extension",
-    "check_installed_version",
-    "ddl_built",
-    "env",
-    "extension_available",
-    "get_average_backwards_compatibility_fun",
-    "gloo_built",
-    "gpu_available",
-    "is_gloo_used",
-    "is_iterable",
-    "is_version_greater_equal_than",
-    "mpi_built",
-    "nccl_built",
-    "num_rank_is_power_2",
-    "split_list",
-]
 
 # horovod.spark.common.constants
 ARRAY = "array"

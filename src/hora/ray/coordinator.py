@@ -6,7 +6,6 @@ Ray Train's `HorovodTrainer` also uses it; it only sets the variables from here 
 from __future__ import annotations
 
 import secrets
-import sys
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,10 +13,10 @@ from typing import Any
 
 import ray
 
-from hora.launch.job import REPORTING, Observation, StallStacks, Watching, facts_of
+from hora.launch.job import REPORTING, Observation, Watching, facts_of
 from hora.launch.processes import variables
 from hora.launch.slots import Slot, place_ranks
-from hora.net.rendezvous import ErrorReport, OnlyLines, Rendezvous
+from hora.net.rendezvous import Rendezvous
 from hora.net.sockets import interface_address
 from hora.net.wire import new_secret
 from hora.world import RendezvousEndpoint
@@ -28,30 +27,6 @@ __all__ = ["Coordinator", "driver_address"]
 def driver_address(nics: Any) -> str:
     """Return this machine's address for the other nodes: on one of these interfaces, or the one that Ray uses."""
     return interface_address(nics) if nics else str(ray.util.get_node_ip_address())
-
-
-class _MeetingEvents(OnlyLines):
-    """Implements RendezvousEvents. Ray starts the workers, shows their output and notices their ends."""
-
-    def __init__(self) -> None:
-        self.observation = Observation()
-        self.stall_stacks: StallStacks | None = None
-
-    def joined(self, worker: int) -> None:
-        self.observation.tell("joined", worker)
-
-    def raised(self, worker: int, report: ErrorReport) -> None:
-        if not report.consequence:
-            self.observation.tell("raised", worker, report.headline)
-
-    def on_log_line(self, worker: int, text: str) -> None:
-        self.observation.tell_line(worker, "stdout", text)
-        super().on_log_line(worker, text)
-
-    def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
-        self.observation.tell("on_telemetry", worker, kind, data)
-        if self.stall_stacks is not None:
-            self.stall_stacks.on_telemetry(worker, kind, data)
 
 
 class Coordinator:
@@ -69,7 +44,6 @@ class Coordinator:
         self.node_id_by_rank: dict[int, str] = {}
         self._hostnames: dict[int, str] = {}
         self._observation: Observation
-        self._stall_stacks: StallStacks
 
     @property
     def world_size(self) -> int:
@@ -112,10 +86,9 @@ class Coordinator:
         """
         self.close()
         address, job, secret = driver_address(self.nics), secrets.token_hex(8), new_secret()
-        events = _MeetingEvents()
-        self._observation = events.observation
-        self.rendezvous = Rendezvous(address, secret=secret, job=job, events=events)
-        events.stall_stacks = self._stall_stacks = StallStacks(self.rendezvous.ask, _tell)
+        self._observation = Observation()
+        self.rendezvous = Rendezvous(address, secret=secret, job=job, events=self._observation)
+        self._observation.rendezvous = self.rendezvous
         self.global_rendezv_port = self.rendezvous.port
         self._close = weakref.finalize(self, self.rendezvous.close)
         self._endpoint = RendezvousEndpoint(kind="hora", address=address, port=self.rendezvous.port, job=job)
@@ -143,7 +116,6 @@ class Coordinator:
         worlds = {slot.rank: slot.world(self._endpoint) for slot in self._slots()}
         # Users know hosts by name, not by Ray's node ids.
         named = {rank: replace(world, hostname=self._hostnames[rank]) for rank, world in worlds.items()}
-        self._stall_stacks.worlds = named
         self._observation.tell_world(0, named)
         self.rendezvous.publish(0, worlds)
 
@@ -176,7 +148,3 @@ class Coordinator:
 
     def remove(self, worker: int, why: str) -> None:
         raise ValueError(f"rank {worker} cannot be removed: a job of a fixed size ends with any of its ranks ({why})")
-
-
-def _tell(text: str) -> None:
-    print(f"hora: {text}", file=sys.stderr, flush=True)

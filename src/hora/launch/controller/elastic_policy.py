@@ -17,27 +17,21 @@ from hora.launch.controller.policy import (
     LOST,
     Begin,
     Decision,
+    End,
     EndJob,
     Facts,
     Fail,
     GiveUp,
     HostSlot,
+    Notify,
+    Publish,
+    StartWorkers,
     Wait,
     Worker,
     WorkerState,
+    WriteOff,
     root_cause,
 )
-
-__all__ = [
-    "RESET_LIMIT_EXCEEDED_MESSAGE",
-    "ElasticPolicy",
-    "End",
-    "Limits",
-    "Notify",
-    "Publish",
-    "StartWorkers",
-    "WriteOff",
-]
 
 # Horovod's words, which programs look for.
 RESET_LIMIT_EXCEEDED_MESSAGE = "Horovod was shutdown because number of resets during elastic job exceeded limit: {}"
@@ -73,49 +67,6 @@ class Limits:
             "HOROVOD_ELASTIC_TIMEOUT": str(int(2 * self.elastic_timeout_s + 60)),
             "HORA_LAUNCHER_TIMEOUT": str(int(self.lost_s)),
         }
-
-
-class _Interim(Decision):
-    """A decision on the way to enough workers."""
-
-    waits_for_more = True
-
-
-@dataclass(frozen=True)
-class WriteOff(_Interim):
-    """Continue without these failed workers and bar their places."""
-
-    workers: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class StartWorkers(_Interim):
-    """Start newcomers in these places."""
-
-    places: tuple[HostSlot, ...]
-
-
-@dataclass(frozen=True)
-class End(_Interim):
-    """End these workers. `failed`: their fault, so that their places are barred."""
-
-    workers: tuple[int, ...]
-    why: str
-    failed: bool
-
-
-@dataclass(frozen=True)
-class Notify(Decision):
-    """Tell the workers that the next commit is a good moment to stop. `change`: flags."""
-
-    change: int
-
-
-@dataclass(frozen=True)
-class Publish(Decision):
-    """The next generation consists of these workers, the one with rank 0 first."""
-
-    workers: tuple[int, ...]
 
 
 class ElasticPolicy:

@@ -166,63 +166,19 @@ class ElasticSpec:
         return replace(self.limits, stall_shutdown_s=config.stall_shutdown_s if enabled else None)
 
 
-class Blacklist:
-    """Places where workers failed, and for how long they stay unused. Pure: time and randomness are arguments.
+class Hosts:
+    """The hosts of an elastic job as they are now, and which of their slots may be used.
 
-    A place is a host, or one slot of a host where the job has no other host.
-
-    `cooldown_range`: shortest and longest time out, in seconds; None: for ever. `chance`: uniform in [0, 1).
+    A place where a worker failed is barred for a while: a host, or one slot of the only one. `chance`: uniform in
+    [0, 1).
     """
 
-    def __init__(self, cooldown_range: tuple[int, int] | None, chance: Callable[[], float]) -> None:
-        self._range, self._chance = cooldown_range, chance
-        self._times: dict[_Barred, int] = {}
-        self._until: dict[_Barred, float | None] = {}
-
-    def bar(self, place: _Barred, now: float) -> float | None:
-        """Bar a place; return until when (None: forever). Each cooldown is about twice as long as the last."""
-        times = self._times[place] = self._times.get(place, 0) + 1
-        self._until[place] = None if self._range is None else now + self._delay_s(*self._range, times)
-        return self._until[place]
-
-    def _delay_s(self, shortest: int, longest: int, times: int) -> float:
-        doubled = shortest * 2.0 ** min(times, 64)
-        return float(min(max(doubled + self._chance() * shortest, shortest), longest))
-
-    def saved(self, now: float) -> list[list[Any]]:
-        """The barred places, with how often and for how much longer, for another launcher."""
-        left = {place: None if until is None else until - now for place, until in self._until.items()}
-        return [[*place, self._times[place], left_s] for place, left_s in left.items()]
-
-    def restore(self, saved: Sequence[Sequence[Any]], now: float) -> None:
-        for host, slot, times, left_s in saved:
-            self._times[host, slot] = times
-            self._until[host, slot] = None if left_s is None else now + left_s
-
-    def is_barred(self, host: str, slot: int | None, now: float) -> bool:
-        """Return whether this slot (None: the whole host) is barred now."""
-        untils = [self._until[place] for place in {(host, None), (host, slot)} if place in self._until]
-        return any(until is None or now < until for until in untils)
-
-    def usable(self, hosts: Mapping[str, int], now: float) -> dict[str, tuple[int, ...]]:
-        """The slots that are not barred, by host. `hosts`: how many slots each has."""
-        free = {host: tuple(s for s in range(num) if not self.is_barred(host, s, now)) for host, num in hosts.items()}
-        return {host: slots for host, slots in free.items() if slots}
-
-    def next_return(self, now: float) -> float | None:
-        """Return when the next place becomes usable again; None: never."""
-        times = [until for until in self._until.values() if until is not None and until > now]
-        return min(times, default=None)
-
-
-class Hosts:
-    """The hosts of an elastic job as they are now, and which of their slots may be used."""
-
-    def __init__(self, spec: ElasticSpec) -> None:
-        self._spec = spec
+    def __init__(self, spec: ElasticSpec, chance: Callable[[], float] | None = None) -> None:
+        self._spec, self._chance = spec, chance or random.random
         self._num_slots = slots_by_host(spec.hosts)
-        self._blacklist = Blacklist(spec.cooldown_range, random.random)
         self._failures: dict[str, int] = {}  # host -> how many
+        self._times: dict[_Barred, int] = {}  # how often a place was barred
+        self._until: dict[_Barred, float | None] = {}  # when it is usable again; None: never
 
     def watch(self, changed: Callable[[Sequence[HostInfo]], None]) -> None:
         """Poll the discovery script, if there is one; `changed` is called in a thread of its own."""
@@ -247,28 +203,39 @@ class Hosts:
         return [*messages, f"the hosts are now {','.join(map(str, reachable)) or 'none'}"]
 
     def saved(self, now: float) -> dict[str, Any]:
-        """Return what another launcher must know of the hosts."""
-        return {"barred": self._blacklist.saved(now), "failures": self._failures}
+        """Return what another launcher must know: failures, and the barred places, how often and for how long."""
+        left = {place: None if until is None else until - now for place, until in self._until.items()}
+        barred = [[*place, self._times[place], left_s] for place, left_s in left.items()]
+        return {"barred": barred, "failures": self._failures}
 
     def restore(self, saved: Mapping[str, Any], now: float) -> None:
-        self._blacklist.restore(saved["barred"], now)
         self._failures = dict(saved["failures"])
+        for host, slot, times, left_s in saved["barred"]:
+            self._times[host, slot] = times
+            self._until[host, slot] = None if left_s is None else now + left_s
+
+    def is_barred(self, host: str, slot: int | None, now: float) -> bool:
+        """Return whether this slot (None: the whole host) is barred now."""
+        untils = [self._until[place] for place in {(host, None), (host, slot)} if place in self._until]
+        return any(until is None or now < until for until in untils)
 
     def usable(self, now: float) -> dict[str, tuple[int, ...]]:
-        """The slots that are not barred, by host."""
-        return self._blacklist.usable(self._num_slots, now)
+        """Return the slots that are not barred, by host."""
+        numbers = {host: range(num) for host, num in self._num_slots.items()}
+        free = {host: tuple(s for s in slots if not self.is_barred(host, s, now)) for host, slots in numbers.items()}
+        return {host: slots for host, slots in free.items() if slots}
 
     def barred(self, now: float) -> frozenset[str]:
         """Return the hosts that are barred as a whole."""
-        return frozenset(host for host in self._num_slots if self._blacklist.is_barred(host, None, now))
+        return frozenset(host for host in self._num_slots if self.is_barred(host, None, now))
 
     def may_grow(self, now: float) -> bool:
         """Return whether discovery may find more slots."""
         return self._spec.script is not None or self.next_return(now) is not None
 
     def next_return(self, now: float) -> float | None:
-        """Return when a barred place becomes usable again; None: never."""
-        return self._blacklist.next_return(now)
+        """Return when the next barred place becomes usable again; None: never."""
+        return min((until for until in self._until.values() if until is not None and until > now), default=None)
 
     def num_slots(self, hostname: str) -> int:
         return self._num_slots.get(hostname, 1)
@@ -285,4 +252,15 @@ class Hosts:
             return
         # Barring the only host would end the job, so bar the slot. One worker's failure says nothing about other slots.
         whole = len(self._num_slots) > 1 and worker.generation >= 0
-        self._blacklist.bar((worker.host, None if whole else worker.slot), now)
+        self.bar_place((worker.host, None if whole else worker.slot), now)
+
+    def bar_place(self, place: _Barred, now: float) -> float | None:
+        """Bar a place; return until when (None: forever). Each cooldown is about twice as long as the last."""
+        times = self._times[place] = self._times.get(place, 0) + 1
+        until = None
+        if self._spec.cooldown_range is not None:
+            shortest, longest = self._spec.cooldown_range
+            doubled = shortest * 2.0 ** min(times, 64)
+            until = now + min(max(doubled + self._chance() * shortest, shortest), longest)
+        self._until[place] = until
+        return until

@@ -18,12 +18,10 @@ import secrets
 import signal
 import socket
 import sys
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec
 
 from hora.errors import JobFailedError, StartTimeoutError
@@ -32,7 +30,7 @@ from hora.launch.agent.protocol import Exited
 from hora.launch.controller.output import OutputWriter
 from hora.launch.controller.policy import (
     Begin,
-    Decision,
+    End,
     EndJob,
     Facts,
     Fail,
@@ -40,11 +38,15 @@ from hora.launch.controller.policy import (
     FixedSize,
     GiveUp,
     HostSlot,
+    Notify,
     Policy,
+    Publish,
     Roster,
+    StartWorkers,
     Wait,
     Worker,
     WorkerState,
+    WriteOff,
     assign,
     modules_to_preload,
     provisional,
@@ -57,22 +59,21 @@ from hora.launch.job import (
     Launcher,
     LeadershipLostError,
     Observation,
-    StallStacks,
-    Succession,
     WorkerSpec,
     facts_of,
 )
 from hora.launch.limits import KILLED_S
-from hora.launch.processes import module_command
+from hora.launch.processes import ended_by_signals, module_command
 from hora.launch.slots import HostInfo, Slot
 from hora.net.client import FUNCTION_KEY, PATH_KEY
-from hora.net.rendezvous import ErrorReport, Rendezvous, RendezvousEvents
+from hora.net.rendezvous import ErrorReport, Rendezvous
 from hora.net.sockets import is_local
 from hora.net.wire import new_secret, worker_key
 from hora.world import RendezvousEndpoint, World
 
 if TYPE_CHECKING:
     from hora.launch.controller.hosts import ElasticSpec, Hosts  # jobs that never change size start faster without
+    from hora.launch.ha.leadership import Leadership
 
 _TAIL_LINES = 30
 _LOADING_LIMIT_S = 120.0  # torch, from a slow network disk
@@ -95,25 +96,6 @@ def signal_text(code: int) -> str:
         return ""
     hint = "; if nobody sent it, the machine has probably run out of memory" if name == "SIGKILL" else ""
     return f"killed by {name}{hint}"
-
-
-def job_failed(
-    failure: Failure, *, name: str, rank: int | None, preface: str, report: ErrorReport | None, tail: str, shown: bool
-) -> JobFailedError:
-    """Return the exception for the caller. `name`: the process's; `tail`: the end of its output.
-
-    `shown`: the console has the output already, so that the message repeats its last line alone.
-    """
-    message = _message(name, failure, report, tail.rstrip().splitlines()[-1 if shown else -_TAIL_LINES :])
-    error = JobFailedError(
-        f"{preface}\n{message}" if preface else message,
-        rank=rank,
-        exit_code=failure.code,
-        remote_traceback=report.traceback if report else None,
-        log_tail=tail,
-    )
-    error.__cause__ = _cause(report)
-    return error
 
 
 def _message(name: str, failure: Failure, report: ErrorReport | None, tail: list[str]) -> str:
@@ -146,45 +128,15 @@ def _cause(report: ErrorReport | None) -> BaseException | None:
     return found if isinstance(found, BaseException) else None
 
 
-class Signals:
-    """Signal handler. `first`: called instead of ending the job when the first SIGTERM arrives."""
-
-    first: Callable[[], None] | None = None
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        first, self.first = self.first, None
-        if number != signal.SIGTERM or first is None:
-            raise SystemExit(128 + number)
-        first()
-
-
-@contextlib.contextmanager
-def ended_by_signals() -> Iterator[Signals]:
-    """Within it, SIGTERM and SIGHUP raise SystemExit (128 + signal) in the main thread.
-
-    Handlers of the program itself stay, and nothing changes outside the main thread: there the process dies by default,
-    and the agents of its workers notice.
-    """
-    signals = Signals()
-    if threading.current_thread() is not threading.main_thread():
-        yield signals
-        return
-    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
-    for number in ours:
-        signal.signal(number, signals.handle)
-    try:
-        yield signals
-    finally:
-        for number in ours:
-            signal.signal(number, signal.SIG_DFL)
-
-
-def run_job(job: Job, launcher: Launcher, elastic: ElasticSpec | None = None) -> JobResult:
+def run_job(
+    job: Job, launcher: Launcher, elastic: ElasticSpec | None = None, leadership: Leadership | None = None
+) -> JobResult:
     """Run the job to its end, end all its processes whatever the outcome, and close the launcher.
 
-    `elastic`: its workers may come and go; the results are those of the last generation, by rank. Raises JobFailedError
-    naming the first failing worker, its traceback as it sent it (or the end of its output) and, where it could be
-    pickled, its exception as the cause; StartTimeoutError when too few workers came in time.
+    `elastic`: its workers may come and go; the results are those of the last generation, by rank. `leadership`: other
+    processes may take over the job; one that no longer leads releases the workers instead of ending them. Raises
+    JobFailedError naming the first failing worker, its traceback as it sent it (or the end of its output) and, where it
+    could be pickled, its exception as the cause; StartTimeoutError when too few workers came in time.
     """
     with contextlib.ExitStack() as stack:
         if job.lease is not None:
@@ -193,7 +145,7 @@ def run_job(job: Job, launcher: Launcher, elastic: ElasticSpec | None = None) ->
         signals = stack.enter_context(ended_by_signals())
         output = OutputWriter(job.output, {slot.rank: slot.rank for slot in job.slots})
         stack.callback(output.close)
-        controller = _Controller(job, launcher, output, elastic)
+        controller = _Controller(job, launcher, output, elastic, leadership)
         stack.enter_context(controller.observed())
         stack.callback(controller.rendezvous.close)
         if elastic is not None:
@@ -201,20 +153,9 @@ def run_job(job: Job, launcher: Launcher, elastic: ElasticSpec | None = None) ->
         if job.lease is not None:
             job.lease.watch(controller.end_host)
         stack.callback(launcher.close)  # the workers end while there is still a rendezvous to report to
-        if job.succession is not None:
-            stack.enter_context(_letting_go(job.succession))
-            job.succession.watch(lambda: controller.fail_with(LeadershipLostError()))
+        if leadership is not None:
+            leadership.watch(lambda: controller.fail_with(LeadershipLostError()))
         return controller.to_the_end()
-
-
-@contextlib.contextmanager
-def _letting_go(succession: Succession) -> Iterator[None]:
-    """Release the workers, instead of ending them, when this process no longer leads."""
-    try:
-        yield
-    except LeadershipLostError:
-        succession.abandon()
-        raise
 
 
 def _queued(method: Callable[Concatenate[_Controller, P], None]) -> Callable[Concatenate[_Controller, P], None]:
@@ -227,22 +168,29 @@ def _queued(method: Callable[Concatenate[_Controller, P], None]) -> Callable[Con
     return put
 
 
-class _Controller(RendezvousEvents):
+class _Controller(Observation):
     """Records the state of the workers and acts for the policy. Implements `LaunchEvents`, and the controls of an
     observer. A worker keeps its number for life; in a job of fixed size it is its rank.
     """
 
-    def __init__(self, job: Job, launcher: Launcher, output: OutputWriter, elastic: ElasticSpec | None) -> None:
-        self._job, self._launcher, self._out = job, launcher, output
+    def __init__(
+        self,
+        job: Job,
+        launcher: Launcher,
+        output: OutputWriter,
+        elastic: ElasticSpec | None,
+        leadership: Leadership | None,
+    ) -> None:
+        super().__init__()
+        self._job, self._launcher, self._out, self._leadership = job, launcher, output, leadership
         self._roster = Roster()
         self._places: dict[int, Slot] = {}  # of the current generation
-        self._failures: list[Failure] = []  # of the current generation
         self._results: dict[int, bytes] = {}
         self._reports: dict[int, ErrorReport] = {}
         self._gone: set[int] = set()  # workers that the others no longer wait for
-        self._generation, self._num_resets = -1, 0
-        self._notified, self._last_notice = False, 0
-        self._begun_at = self._short_since = time.monotonic()
+        now = time.monotonic()
+        self._facts = Facts(begun_at=now, short_since=now)
+        self._last_notice = 0
         self._ping_at = 0.0
         self._exits: dict[int, Exited] = {}
         self._ending = False
@@ -254,14 +202,11 @@ class _Controller(RendezvousEvents):
         self._hosts: Hosts | None = None  # only elastic jobs have hosts that come and go
         self._policy = self._choose_policy(elastic)
         self._id, self._secret = job.id or secrets.token_hex(8), job.secret or new_secret()
-        self._observation = Observation()
-        term = 0 if job.succession is None else job.succession.term
+        term = 0 if leadership is None else leadership.term
         self.rendezvous = Rendezvous(launcher.bind_address, secret=self._secret, job=self._id, events=self, term=term)
         self._endpoint = RendezvousEndpoint(
             kind="hora", address=launcher.advertised_address, port=self.rendezvous.port, job=self._id
         )
-        # Queued: a console may block, but the thread that receives stacks may not.
-        self._stall_stacks = StallStacks(self.rendezvous.ask, lambda text: self.events.put(lambda: self._log(text)))
         self._argv = self._lay_out()
 
     def _choose_policy(self, spec: ElasticSpec | None) -> Policy:
@@ -292,11 +237,11 @@ class _Controller(RendezvousEvents):
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:
         """Report the job's end to its observer, whatever the outcome."""
-        job, tell = self._job, self._observation.tell
+        job, tell = self._job, self.tell
         if job.watching is not None:
             try:
                 facts = facts_of(self._id, title=job.title, command=job.command, elastic=self._policy.elastic)
-                self._observation.observer = job.watching.open(facts, self)
+                self.observer = job.watching.open(facts, self)
             except BaseException:  # such as an address in use
                 self.rendezvous.close()
                 raise
@@ -314,24 +259,33 @@ class _Controller(RendezvousEvents):
         tell("ended", "done", "")
 
     def to_the_end(self) -> JobResult:
-        with contextlib.ExitStack() as stack:
+        try:
             if self._hosts is not None:
-                stack.callback(self._hosts.close)
                 self._hosts.watch(self._change_hosts)
-            if self._job.succession is not None:
-                self._take_over(self._job.succession)
+            if self._leadership is not None:
+                self._take_over(self._leadership)
             while True:
-                if self._job.succession is not None:
-                    self._job.succession.check()
+                if self._leadership is not None:
+                    self._leadership.check()
                 now = time.monotonic()
-                decision = self._policy.decide(self._facts(now), now)
+                decision = self._policy.decide(self._look(now), now)
                 if not decision.waits_for_more:
-                    self._short_since = now
+                    self._facts.short_since = now
                 match decision:
                     case Begin(places):
                         self._begin(places, now)
                     case Wait(until):
                         self._wait(until)
+                    case StartWorkers(places):
+                        self._start_newcomers(places, now)
+                    case Notify(change):
+                        self._notify(change)
+                    case Publish(numbers):
+                        self._publish(numbers, now)
+                    case WriteOff(numbers):
+                        self._write_off(numbers)
+                    case End(numbers, why, failed):
+                        self._end(numbers, why, failed=failed, now=now)
                     case EndJob():
                         return self._finish()
                     case Fail(failure, message):
@@ -339,35 +293,24 @@ class _Controller(RendezvousEvents):
                     case GiveUp(message):
                         self._end_all(message if self._places else "")
                         raise StartTimeoutError(message)
-                    case _:
-                        self._change(decision, now)
+        except LeadershipLostError:
+            assert self._leadership is not None
+            self._leadership.abandon()
+            raise
+        finally:
+            if self._hosts is not None:
+                self._hosts.close()
 
-    def _change(self, decision: Decision, now: float) -> None:
-        """Carry out decisions of elastic jobs."""
-        from hora.launch.controller.elastic_policy import End, Notify, Publish, StartWorkers, WriteOff
-
-        match decision:
-            case StartWorkers(places):
-                self._start_newcomers(places, now)
-            case Notify(change):
-                self._notify(change)
-            case Publish(numbers):
-                self._publish(numbers, now)
-            case WriteOff(numbers):
-                self._write_off(numbers)
-            case End(numbers, why, failed):
-                self._end(numbers, why, failed=failed, now=now)
-
-    # ---- succession ---------------------------------------------------------------------------------------
+    # ---- leadership ---------------------------------------------------------------------------------------
 
     def _save(self, now: float) -> None:
         """Save the state for the next leader before any worker acts on it."""
-        if self._job.succession is not None:
+        if self._leadership is not None:
             assert self._hosts is not None
-            self._job.succession.save(
+            self._leadership.save(
                 {
-                    "generation": self._generation,
-                    "num_resets": self._num_resets,
+                    "generation": self._facts.generation,
+                    "num_resets": self._facts.num_resets,
                     "last_notice": self._last_notice,
                     "ranks": sorted(self._places, key=lambda number: self._places[number].rank),
                     "workers": self._roster.saved(),
@@ -375,25 +318,23 @@ class _Controller(RendezvousEvents):
                 }
             )
 
-    def _take_over(self, succession: Succession) -> None:
+    def _take_over(self, leadership: Leadership) -> None:
         """Continue from the state of the previous leader, whose workers never stopped."""
-        state, now = succession.state, time.monotonic()
+        state, now = leadership.state, time.monotonic()
         if state is not None:
             assert self._hosts is not None
             self._hosts.restore(state["hosts"], now)
             self._roster.restore(state["workers"], now)
-            self._generation, self._num_resets = int(state["generation"]), int(state["num_resets"])
+            self._facts.generation, self._facts.num_resets = int(state["generation"]), int(state["num_resets"])
             self._last_notice = int(state["last_notice"])
             self._places = assign([self._roster[number] for number in state["ranks"]])
-            self._begun_at = self._short_since = now
-            self._out.set_ranks({number: slot.rank for number, slot in self._places.items()})
-            worlds = {number: self._world(number, slot, self._generation) for number, slot in self._places.items()}
-            self._tell_worlds(worlds)
-            self._adopt(succession)
-            self._log(f"this process leads the job now (term {succession.term}), generation {self._generation}")
-        succession.meet_at(self.rendezvous.port)
+            self._facts.begun_at = self._facts.short_since = now
+            self._tell_worlds()
+            self._adopt(leadership)
+            self._log(f"this process leads the job now (term {leadership.term}), generation {self._facts.generation}")
+        leadership.meet_at(self.rendezvous.port)
 
-    def _adopt(self, succession: Succession) -> None:
+    def _adopt(self, leadership: Leadership) -> None:
         alive: dict[str, list[int]] = {}
         for worker in self._roster:
             if worker.alive:
@@ -401,12 +342,12 @@ class _Controller(RendezvousEvents):
             else:
                 self._gone.add(worker.number)
                 self.rendezvous.give_up(worker.number)
-        known = succession.adopt(alive, self)
+        known = leadership.adopt(alive, self)
         never_started: list[tuple[Slot, World]] = []
         for worker in self._roster:
             if not worker.alive or worker.number in known:
                 continue
-            if not succession.has_host(worker.host):
+            if not leadership.has_host(worker.host):
                 reason = f"its node, {worker.host}, has not come to the new leader"
                 self.exited(Exited(worker=worker.number, code=255, reason=reason))
                 continue
@@ -415,26 +356,20 @@ class _Controller(RendezvousEvents):
             slot = self._places.get(worker.number) or provisional(
                 worker.host, worker.slot, worker.slot + 1, num_ranks=len(self._places)
             )
-            never_started.append((slot, self._world(worker.number, slot, -1 if newcomer else self._generation)))
+            never_started.append((slot, self._world(worker.number, slot, -1 if newcomer else self._facts.generation)))
         if never_started:
             self._start(never_started)
 
     # ---- facts --------------------------------------------------------------------------------------------
 
-    def _facts(self, now: float) -> Facts:
-        facts = Facts(
-            generation=self._generation,
-            workers=tuple(self._with_silence(worker, now) for worker in self._roster),
-            failures=tuple(self._failures),
-            begun_at=self._begun_at,
-            num_resets=self._num_resets,
-            notified=self._notified,
-            short_since=self._short_since,
-        )
-        if self._hosts is None:
-            return facts
-        hosts = self._hosts
-        return replace(facts, hosts=hosts.usable(now), barred=hosts.barred(now), may_grow=hosts.may_grow(now))
+    def _look(self, now: float) -> Facts:
+        """Update the facts that others change."""
+        facts = self._facts
+        facts.workers = [self._with_silence(worker, now) for worker in self._roster]
+        if self._hosts is not None:
+            facts.hosts, facts.barred = self._hosts.usable(now), self._hosts.barred(now)
+            facts.may_grow = self._hosts.may_grow(now)
+        return facts
 
     def _with_silence(self, worker: Worker, now: float) -> Worker:
         heard = self.rendezvous.heard_at(worker.number)
@@ -444,8 +379,8 @@ class _Controller(RendezvousEvents):
 
     def _one_waits_for_another(self) -> bool:
         """Return whether a member still works while another worker has ended or waits for the next generation."""
-        working = any(w.generation == self._generation and w.state is WorkerState.WORKING for w in self._roster)
-        return working and any(w.needs_the_others(self._generation) for w in self._roster)
+        working = any(w.generation == self._facts.generation and w.state is WorkerState.WORKING for w in self._roster)
+        return working and any(w.needs_the_others(self._facts.generation) for w in self._roster)
 
     def _wait(self, until: float | None) -> None:
         now = time.monotonic()
@@ -466,7 +401,7 @@ class _Controller(RendezvousEvents):
     def _begin(self, places: Sequence[HostSlot], now: float) -> None:
         self._publish([self._roster.add(host, slot, WorkerState.READY, now) for host, slot in places], now)
         self._start([(slot, self._world(number, slot, 0)) for number, slot in self._places.items()])
-        self._begun_at = time.monotonic()
+        self._facts.begun_at = time.monotonic()
 
     def _start_newcomers(self, places: Sequence[HostSlot], now: float) -> None:
         assert self._hosts is not None
@@ -483,29 +418,29 @@ class _Controller(RendezvousEvents):
         return slot.world(self._endpoint, worker=number, generation=generation, elastic=self._policy.elastic)
 
     def _publish(self, numbers: Sequence[int], now: float) -> None:
-        self._num_resets += self._generation >= 0
-        self._generation += 1
-        self._notified = False
-        self._failures.clear()  # the job has got over them
+        facts = self._facts
+        facts.num_resets += facts.generation >= 0
+        facts.generation += 1
+        facts.notified = False
+        facts.failures.clear()  # the job has got over them
         self._places = assign([self._roster[number] for number in numbers])
-        ranks = {number: slot.rank for number, slot in self._places.items()}
-        self._out.set_ranks(ranks)
-        if self._generation:
-            self._log(f"generation {self._generation}: {len(ranks)} workers")
-        self._roster.begin(self._generation, ranks, now)
-        worlds = {number: self._world(number, slot, self._generation) for number, slot in self._places.items()}
+        if facts.generation:
+            self._log(f"generation {facts.generation}: {len(self._places)} workers")
+        self._roster.begin(facts.generation, self._places, now)
         self._save(now)
-        self._tell_worlds(worlds)
+        self._tell_worlds()
         if self._hosts is not None:
             self._hosts.tell(self._places)
 
-    def _tell_worlds(self, worlds: Mapping[int, World]) -> None:
-        self._stall_stacks.worlds = worlds
-        self._observation.tell_world(self._generation, worlds)
-        self.rendezvous.publish(self._generation, worlds)
+    def _tell_worlds(self) -> None:
+        generation = self._facts.generation
+        self._out.set_ranks({number: slot.rank for number, slot in self._places.items()})
+        worlds = {number: self._world(number, slot, generation) for number, slot in self._places.items()}
+        self.tell_world(generation, worlds)
+        self.rendezvous.publish(generation, worlds)
 
     def _notify(self, change: int) -> None:
-        self._notified = True
+        self._facts.notified = True
         # Horovod uses whole seconds. Make each one greater than the last: a worker ignores a notice that is not newer.
         self._last_notice = max(int(time.time()), self._last_notice + 1)
         self.rendezvous.notify(
@@ -513,7 +448,7 @@ class _Controller(RendezvousEvents):
                 "notice": "hosts_updated",
                 "timestamp": self._last_notice,
                 "change": change,
-                "generation": self._generation,
+                "generation": self._facts.generation,
             }
         )
 
@@ -545,7 +480,7 @@ class _Controller(RendezvousEvents):
         """Bar the place of a failed worker; the job continues elsewhere."""
         assert self._hosts is not None
         self._roster.mark(number, written_off=True)
-        failure = next(failure for failure in self._failures if failure.worker == number)
+        failure = next(failure for failure in self._facts.failures if failure.worker == number)
         self._hosts.bar(self._roster[number], failure.at)
         reason = f" ({failure.reason})" if failure.reason else ""
         self._log(f"process {self._name(number)} failed with exit code {failure.code}{reason}")
@@ -558,11 +493,7 @@ class _Controller(RendezvousEvents):
         lingering = [self._places[number].rank for number in succeeded if number not in self._exits]
         why = f"ranks {lingering} have returned but their processes do not end: ending them" if lingering else ""
         self._end_all(why)
-        return JobResult(
-            job=self._id,
-            exits=tuple(self._exits[number] for number in by_rank if number in self._exits),
-            results=tuple(self._results.get(number) for number in by_rank),
-        )
+        return JobResult(results=tuple(self._results.get(number) for number in by_rank))
 
     @_queued
     def leave(self, limit_s: float) -> None:
@@ -610,15 +541,17 @@ class _Controller(RendezvousEvents):
             f"process {self._name(failure.worker)} on host {worker.host} failed with exit code {failure.code}{reason}"
         )
         self._end_all("" if worker.written_off else line + others)
-        raise job_failed(
-            failure,
-            name=self._name(failure.worker),
+        report, tail = self._reports.get(failure.worker), self._out.tail(failure.worker)
+        # The console has the output already: the message repeats its last line alone.
+        shown = tail.rstrip().splitlines()[-1 if self._job.output.console else -_TAIL_LINES :]
+        first = _message(self._name(failure.worker), failure, report, shown)
+        raise JobFailedError(
+            f"{message}\n{first}" if message else first,
             rank=None if slot is None else slot.rank,
-            preface=message,
-            report=self._reports.get(failure.worker),
-            tail=self._out.tail(failure.worker),
-            shown=self._job.output.console,
-        )
+            exit_code=failure.code,
+            remote_traceback=report.traceback if report else None,
+            log_tail=tail,
+        ) from _cause(report)
 
     def _name(self, number: int) -> str:
         worker = self._roster[number]
@@ -692,27 +625,26 @@ class _Controller(RendezvousEvents):
     def _log(self, text: str) -> None:
         """Write one of the launcher's own lines."""
         self._out.say(f"hora: {text}", stream="stderr")
-        self._observation.tell_line(-1, "stderr", text)
+        self.tell_line(-1, "stderr", text)
 
     # ---- events, from other threads -----------------------------------------------------------------------
 
     def output(self, worker: int, stream: str, data: bytes) -> None:
-        self._observation.tell("output", worker, stream, data)
+        self.tell("output", worker, stream, data)
         self._or_raise_there(lambda: self._out.feed(worker, stream, data))
 
     def exited(self, ended: Exited) -> None:
         ended = ended._replace(reason=self._reasons.get(ended.worker, ended.reason))
-        self._observation.tell("exited", ended.worker, ended.code, ended.reason)
+        self.tell("exited", ended.worker, ended.code, ended.reason)
         self._or_raise_there(lambda: self._out.end(ended.worker))
         self._on_exit(ended)
 
     def joined(self, worker: int) -> None:
-        self._observation.tell("joined", worker)
+        super().joined(worker)
         self._on_join(worker)
 
     def raised(self, worker: int, report: ErrorReport) -> None:
-        if not report.consequence:
-            self._observation.tell("raised", worker, report.headline)
+        super().raised(worker, report)
         if self._runs_a_function(worker):
             self._on_error(worker, report)
 
@@ -720,14 +652,8 @@ class _Controller(RendezvousEvents):
         """Return whether this worker runs the caller's function: results of other workers are never unpickled."""
         return self._job.function is not None and worker >= 0
 
-    def on_log_line(self, worker: int, text: str) -> None:
-        self._observation.tell_line(worker, "stdout", text)
+    def show_line(self, text: str) -> None:
         self._out.say(text)
-
-    def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
-        """Pass telemetry to the observer. Stalls are also reported to the user, with the stacks of the late ranks."""
-        self._observation.tell("on_telemetry", worker, kind, data)
-        self._stall_stacks.on_telemetry(worker, kind, data)
 
     def _or_raise_there(self, write: Callable[[], None]) -> None:
         """Raise an error of the caller's own stream in the controller's thread, not in this one."""
@@ -756,6 +682,10 @@ class _Controller(RendezvousEvents):
         raise error
 
     # ---- events, in the controller's thread ---------------------------------------------------------------
+
+    @_queued
+    def show_stack(self, text: str) -> None:
+        self._log(text)
 
     @_queued
     def _change_hosts(self, hosts: Sequence[HostInfo]) -> None:
@@ -812,7 +742,7 @@ class _Controller(RendezvousEvents):
         if worker.state in (WorkerState.FAILED, WorkerState.LEFT):
             return False
         if code == 0 and worker.alive:
-            if self._job.function is None and worker.generation == self._generation:
+            if self._job.function is None and worker.generation == self._facts.generation:
                 self._roster.set(worker.number, WorkerState.SUCCEEDED, time.monotonic())
                 return False
             early = "before it had a place in the job" if worker.generation < 0 else "but the function did not return"
@@ -832,7 +762,7 @@ class _Controller(RendezvousEvents):
             self._roster.set(number, WorkerState.FAILED, now)
         named = re.search(r"HorovodInternalError.*?\brank (\d+)", complaint)
         blames = next((n for n, slot in self._places.items() if named and slot.rank == int(named[1])), None)
-        self._failures.append(
+        self._facts.failures.append(
             Failure(worker=number, at=now, code=code, reason=reason, consequence=bool(complaint), blames=blames)
         )
 

@@ -204,10 +204,10 @@ class Failure:
     blames: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Facts:
-    """State of a job. `workers`: ordered by number. `failures`: of this generation, in the order seen, at most one per
-    worker. `begun_at`: when the first generation was started.
+    """State of a job, which its controller keeps. `workers`: ordered by number. `failures`: of this generation, in the
+    order seen, at most one per worker. `begun_at`: when the first generation was started.
 
     The rest is for elastic jobs. `hosts`: usable slots by host; `barred`: hosts that are unusable, for a while or
     forever; `may_grow`: discovery may find more slots; `notified`: the workers were told to stop at the next commit;
@@ -216,7 +216,7 @@ class Facts:
 
     generation: int = -1
     workers: Sequence[Worker] = ()
-    failures: Sequence[Failure] = ()
+    failures: list[Failure] = field(default_factory=list)
     begun_at: float = 0.0
     hosts: Mapping[str, Sequence[int]] = field(default_factory=dict)
     barred: frozenset[str] = frozenset()
@@ -267,6 +267,49 @@ class GiveUp(Decision):
     """Something did not happen in time."""
 
     message: str
+
+
+class _Interim(Decision):
+    """A decision on the way to enough workers."""
+
+    waits_for_more = True
+
+
+@dataclass(frozen=True)
+class WriteOff(_Interim):
+    """Continue without these failed workers and bar their places."""
+
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StartWorkers(_Interim):
+    """Start newcomers in these places."""
+
+    places: tuple[HostSlot, ...]
+
+
+@dataclass(frozen=True)
+class End(_Interim):
+    """End these workers. `failed`: their fault, so that their places are barred."""
+
+    workers: tuple[int, ...]
+    why: str
+    failed: bool
+
+
+@dataclass(frozen=True)
+class Notify(Decision):
+    """Tell the workers that the next commit is a good moment to stop. `change`: flags."""
+
+    change: int
+
+
+@dataclass(frozen=True)
+class Publish(Decision):
+    """The next generation consists of these workers, the one with rank 0 first."""
+
+    workers: tuple[int, ...]
 
 
 class Policy(Protocol):

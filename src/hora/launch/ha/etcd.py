@@ -10,7 +10,6 @@ import base64
 import http.client
 import json
 import ssl
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +21,7 @@ _PORT = 2379
 _BAD_PASSWORD, _BAD_TOKEN = "authentication failed", "invalid auth token"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Etcd:
     """A cluster and the prefix of a job's keys: see `store.JobStore`."""
 
@@ -32,8 +31,8 @@ class Etcd:
     password: str = field(default="", repr=False)
     tls: ssl.SSLContext | None = field(default=None, repr=False)
     ttl_s: int = 3
-    _mutable: dict[str, Any] = field(default_factory=dict, repr=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _member: int = 0  # the one that answered last
+    _token: str = field(default="", repr=False)
 
     @classmethod
     def from_url(cls, url: str) -> Etcd:
@@ -139,9 +138,7 @@ class Etcd:
 
     def _ask(self, path: str, question: Mapping[str, Any]) -> dict[str, Any]:
         """Send one request to the member that answered last, then to the others. StoreError lists all replies."""
-        with self._lock:
-            first = int(self._mutable.get("member", 0))
-        problems = []
+        first, problems = self._member, []
         for number in range(len(self.members)):
             member = (first + number) % len(self.members)
             try:
@@ -151,26 +148,21 @@ class Etcd:
                     raise
                 problems.append(f"{self.members[member][0]}:{self.members[member][1]}: {error or type(error).__name__}")
                 continue
-            with self._lock:
-                self._mutable["member"] = member
+            self._member = member
             return answer
         raise StoreError(f"no member of the store (HORA_STORE) answers: {'; '.join(problems)}")
 
     def _authorized(self, member: tuple[str, int], path: str, question: Mapping[str, Any]) -> dict[str, Any]:
         for attempt in (1, 2):
-            with self._lock:
-                token = self._mutable.get("token", "")
+            token = self._token
             if self.user and not token:
                 login = {"name": self.user, "password": self.password}
                 status, answer = self._post(member, "auth/authenticate", login, "")
                 self._raise_for(status, answer)
-                token = str(answer["token"])
-                with self._lock:
-                    self._mutable["token"] = token
+                self._token = token = str(answer["token"])
             status, answer = self._post(member, path, question, token)
             if _BAD_TOKEN in str(answer.get("error", "")) and attempt == 1:  # it has expired, or the member is new
-                with self._lock:
-                    self._mutable.pop("token", None)
+                self._token = ""
                 continue
             self._raise_for(status, answer)
             return answer

@@ -15,7 +15,6 @@ import http.client
 import json
 import secrets
 import ssl
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -32,7 +31,7 @@ _ATTEMPTS = 10
 _CONFLICT = 409
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class LeaseStore:
     """See `store.JobStore`. `name`: of both objects. `account`: a folder with `token`, `ca.crt` and `namespace`."""
 
@@ -43,8 +42,7 @@ class LeaseStore:
     tls: ssl.SSLContext = field(repr=False)
     ttl_s: int = 3
     job: str = ""
-    _seen: dict[str, tuple[str, float]] = field(default_factory=dict, repr=False)  # the Lease's version, and since when
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _seen: tuple[str, float] = ("", 0.0)  # the Lease's version, and since when
 
     @classmethod
     def from_url(cls, url: str, environ: Mapping[str, str]) -> LeaseStore:
@@ -74,7 +72,7 @@ class LeaseStore:
 
     def below(self, name: str) -> LeaseStore:
         """Return the store of a job. Refused if another job is using it."""
-        return replace(self, job=name, _seen={})
+        return replace(self, job=name)
 
     def __str__(self) -> str:
         return f"the Lease and the Secret {self.name} in {self.namespace}"
@@ -126,10 +124,9 @@ class LeaseStore:
     def _leader(self, lease: Mapping[str, Any]) -> int:
         """Return the leader's term, 0 without a leader. Raises StoreError if the leader is of another job."""
         spec, version, now = lease.get("spec") or {}, str(lease["metadata"]["resourceVersion"]), time.monotonic()
-        with self._lock:
-            if self._seen.get("lease", ("", 0.0))[0] != version:
-                self._seen["lease"] = version, now
-            since = self._seen["lease"][1]
+        if self._seen[0] != version:
+            self._seen = version, now
+        _, since = self._seen
         holder = spec.get("holderIdentity") or ""
         if not holder or now >= since + min(float(spec.get("leaseDurationSeconds") or 0), LONGEST_TTL_S):
             return 0

@@ -24,13 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 from hora.launch.agent.agent import LEFT
 from hora.launch.controller.launcher import wait_or_kill
-from hora.launch.controller.loop import ended_by_signals
 from hora.launch.ha.etcd import Etcd
 from hora.launch.ha.kubernetes import LeaseStore
 from hora.launch.ha.store import AuthenticatedStore, Contents, JobStore, LeaderTerm, StoreError
 from hora.launch.job import LaunchEvents, LeadershipLostError, exit_status
 from hora.launch.options import Options
-from hora.launch.processes import module_command
+from hora.launch.processes import ended_by_signals, module_command
 from hora.launch.slots import NodeSpec
 from hora.net import sockets
 from hora.net.wire import derived_secret, new_secret
@@ -80,10 +79,11 @@ def next_step(found: Contents, former: str) -> str | int:
 
 
 class Leadership:
-    """A term as leader, until it is resigned or lost. Implements `job.Succession`.
+    """A term as leader, until it is resigned or lost. `term`: its number, greater than all before.
 
-    `run`: the id of the job's run; `state`: saved by the previous leader. `followed`: this process has seen that one,
-    so the run did not end long ago. `agents` and `launcher`: of this leader, once it has them.
+    `run`: the id of the job's run; `state`: saved by the previous leader, None for the first one. `followed`: this
+    process has seen that one, so the run did not end long ago. `agents` and `launcher`: of this leader, once it has
+    them.
     """
 
     agents: Agents
@@ -116,23 +116,29 @@ class Leadership:
             raise LeadershipLostError
 
     def watch(self, lost: Callable[[], None]) -> None:
+        """Call `lost`, from any thread, when this process no longer leads."""
         self._lost = lost
 
     def save(self, state: Mapping[str, Any]) -> None:
+        """Save the state for the next leader. Raises LeadershipLostError if this process no longer leads."""
         self.put("state", {**state, "run": self.run})
 
     def adopt(self, workers: Mapping[str, Collection[int]], events: LaunchEvents) -> set[int]:
+        """Supervise these workers, by host; return those that their hosts know."""
         known = {host: set(numbers) & set(self.agents.workers_at(host)) for host, numbers in workers.items()}
         self.launcher.adopt({host: numbers for host, numbers in known.items() if self.has_host(host)}, events)
         return set().union(*known.values())
 
     def has_host(self, name: str) -> bool:
+        """Return whether a host of an earlier leader has joined this one."""
         return any(host.hostname == name for host in self.agents.hosts())
 
     def meet_at(self, port: int) -> None:
+        """Announce the port of the workers' rendezvous."""
         self.agents.meet_at(port)
 
     def abandon(self) -> None:
+        """Release the workers, which another process supervises."""
         self.launcher.abandon()
         self.agents.abandon()
 

@@ -22,9 +22,8 @@ from typing import Any
 from hora.launch.agent.protocol import Join
 from hora.launch.controller.agents import Agents, credentials, end_starter, start_agent
 from hora.launch.controller.launcher import AgentHandle
-from hora.launch.controller.loop import ended_by_signals
 from hora.launch.limits import STARTER_END_S
-from hora.launch.processes import module_command
+from hora.launch.processes import ended_by_signals, module_command
 from hora.net import sockets
 from hora.net.session import SessionPeer
 from hora.net.wire import ANYBODY, Credentials, new_secret
