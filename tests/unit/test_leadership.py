@@ -293,7 +293,7 @@ def test_a_relay_leads_to_the_present_leader_and_cuts_what_led_to_the_last():
     with sockets.open_socket(relay.name, limit_s=30) as second:
         relay.set_target(new)  # meanwhile it waits
         assert second.recv(3) == b"new"
-    wait_until("nothing is kept", lambda: not relay._connections)
+    wait_until("nothing is kept", lambda: not relay._acceptor.connections)
     relay.close()
     for server in servers:
         server.close()

@@ -6,16 +6,20 @@ connection, or leaves the next ones in the backlog for a moment; any other error
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import resource
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from hora.net import sockets
+
+if TYPE_CHECKING:
+    import asyncio
 
 MAX_STRANGERS = 128
 HANDSHAKE_LIMIT_S = 10.0
@@ -199,3 +203,35 @@ class Acceptor(Generic[Stranger]):
     def _drop(self, stranger: Stranger, why: str) -> None:
         self.pending.pop(stranger, None)
         self._turn_away(stranger, why)
+
+
+class TaskAcceptor(Acceptor[socket.socket]):
+    """An acceptor in an asyncio event loop: each connection is handled by a task, and closed when that ends."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, handle: Callable[[socket.socket], Coroutine[Any, Any, None]]
+    ) -> None:
+        super().__init__(loop, turn_away=lambda sock, _: self.end(sock))
+        self.connections: dict[socket.socket, asyncio.Task[None]] = {}
+        self._create_task, self._handle = loop.create_task, handle
+
+    def serve(self, listener: socket.socket) -> None:
+        """Handle connections at this listening socket."""
+        self.watch(listener, self._arrived)
+
+    def end(self, sock: socket.socket) -> None:
+        """End this connection. Before Python 3.12 `wait_for` may swallow a cancellation, but not an end of file."""
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+        self.connections[sock].cancel()
+
+    def _arrived(self, arrival: Arrival) -> socket.socket:
+        sock = arrival.sock
+        self.connections[sock] = self._create_task(self._handle(sock))
+        self.connections[sock].add_done_callback(lambda _: self._ended(sock))
+        return sock
+
+    def _ended(self, sock: socket.socket) -> None:
+        del self.connections[sock]
+        self.gone(sock)
+        sock.close()

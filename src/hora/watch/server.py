@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from hora.net.acceptor import Acceptor, Arrival
+from hora.net.acceptor import Arrival, TaskAcceptor
 from hora.watch import view
 from hora.watch.address import Page, answer_caller
 from hora.watch.http import (
@@ -78,13 +78,12 @@ class PageServer:
         self._live = live
         self._waiting: deque[Entry] = deque(maxlen=_MAX_WAITING_ENTRIES)
         self._viewers: dict[asyncio.Queue[bytes | None], None] = {}
-        self._connections: dict[socket.socket, asyncio.Task[None]] = {}
         self._has_complained = False
         self._sent = _Sent()
         self._new_stacks = False
         self._sockets: list[socket.socket] = []
         self._loop = asyncio.new_event_loop()
-        self._acceptor: Acceptor[socket.socket] = Acceptor(self._loop, turn_away=lambda sock, _: self._end(sock))
+        self._acceptor = TaskAcceptor(self._loop, self._connected)
         self._thread = threading.Thread(target=self._main, name="hora-dashboard", daemon=True)
         self._closing: asyncio.Event | None = None
         self._files = site_files()
@@ -127,7 +126,7 @@ class PageServer:
             for viewer in list(self._viewers):
                 _put(viewer, None)
             limit = time.monotonic() + max(linger_s, 1.0)
-            while self._connections and time.monotonic() < limit:
+            while self._acceptor.connections and time.monotonic() < limit:
                 await asyncio.sleep(0.02)
             assert self._closing is not None
             self._closing.set()
@@ -158,7 +157,7 @@ class PageServer:
     async def _serve(self) -> None:
         self._closing = asyncio.Event()
         for sock in self._sockets:
-            self._acceptor.watch(sock, self._arrived)
+            self._acceptor.serve(sock)
         ticker = asyncio.create_task(self._ticks())
         await self._closing.wait()
         ticker.cancel()
@@ -203,23 +202,6 @@ class PageServer:
                     del self._viewers[viewer]  # too slow: its connection ends, and the page reconnects
 
     # ---- connections --------------------------------------------------------------------------------------
-
-    def _arrived(self, arrival: Arrival) -> socket.socket:
-        sock = arrival.sock
-        self._connections[sock] = self._loop.create_task(self._connected(sock))
-        self._connections[sock].add_done_callback(lambda _: self._ended(sock))
-        return sock
-
-    def _end(self, sock: socket.socket) -> None:
-        """End this connection. Before Python 3.12 `wait_for` may swallow a cancellation, but not an end of file."""
-        with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
-        self._connections[sock].cancel()
-
-    def _ended(self, sock: socket.socket) -> None:
-        del self._connections[sock]
-        self._acceptor.gone(sock)
-        sock.close()
 
     async def _connected(self, sock: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=sock, limit=MAX_HEAD_BYTES)

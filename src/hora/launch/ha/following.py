@@ -51,7 +51,7 @@ from hora.launch.ha.store import AuthenticatedStore, JobStore, StoreError
 from hora.launch.limits import CUT_S, THREAD_END_S
 from hora.launch.processes import variables
 from hora.net import sockets
-from hora.net.acceptor import Acceptor, Arrival
+from hora.net.acceptor import TaskAcceptor
 from hora.net.session import ClientSession
 from hora.net.wire import Connection, connect, derived_secret
 from hora.version import version
@@ -74,10 +74,9 @@ class Relay:
         self._listener = sockets.listen(self.name)
         self._target: tuple[str, int] | None = None
         self._has_target = asyncio.Event()
-        self._connections: dict[socket.socket, asyncio.Task[None]] = {}
         self._connected: set[socket.socket] = set()  # to the target, or about to be
         self._loop = asyncio.new_event_loop()
-        self._acceptor: Acceptor[socket.socket] = Acceptor(self._loop, turn_away=lambda sock, _: self._end(sock))
+        self._acceptor = TaskAcceptor(self._loop, self._connect)
         self._thread = threading.Thread(target=self._run, name="hora-relay", daemon=True)
         self._thread.start()
 
@@ -101,14 +100,15 @@ class Relay:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._acceptor.watch(self._listener, self._arrived)
+        self._acceptor.serve(self._listener)
         try:
             self._loop.run_forever()
         finally:
             self._acceptor.close()
-            for sock in self._connections:
-                self._end(sock)
-            self._loop.run_until_complete(asyncio.gather(*self._connections.values(), return_exceptions=True))
+            connections = self._acceptor.connections
+            for sock in connections:
+                self._acceptor.end(sock)
+            self._loop.run_until_complete(asyncio.gather(*connections.values(), return_exceptions=True))
             self._loop.close()
 
     def _set_target(self, target: tuple[str, int] | None) -> None:
@@ -116,46 +116,26 @@ class Relay:
             return
         self._target = target
         for sock in self._connected:
-            self._end(sock)
+            self._acceptor.end(sock)
         if target is None:
             self._has_target.clear()
         else:
             self._has_target.set()
 
-    def _arrived(self, arrival: Arrival) -> socket.socket:
-        sock = arrival.sock
-        self._connections[sock] = self._loop.create_task(self._connect(sock))
-        self._connections[sock].add_done_callback(lambda _: self._ended(sock))
-        return sock
-
-    def _end(self, sock: socket.socket) -> None:
-        """End this connection. Before Python 3.12 `wait_for` may swallow the cancellation, but not the end of file."""
-        with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
-        self._connections[sock].cancel()
-
-    def _ended(self, sock: socket.socket) -> None:
-        del self._connections[sock]
-        self._connected.discard(sock)
-        self._acceptor.gone(sock)
-        sock.close()
-
     async def _connect(self, sock: socket.socket) -> None:
-        with contextlib.suppress(OSError, TimeoutError, asyncio.TimeoutError):  # the worker retries
+        # After an error the worker retries.
+        with contextlib.suppress(OSError, TimeoutError, asyncio.TimeoutError), contextlib.ExitStack() as stack:
             await asyncio.wait_for(self._has_target.wait(), _WAIT_S)
             if self._target is None:
                 return
             self._connected.add(sock)
+            stack.callback(self._connected.discard, sock)
             leader = await asyncio.wait_for(asyncio.open_connection(*self._target, limit=_COPY_BYTES), _WAIT_S)
-            try:
-                sockets.tune(leader[1].get_extra_info("socket"), silence_limit_s=CUT_S)
-                worker = await asyncio.open_connection(sock=sock, limit=_COPY_BYTES)
-                try:
-                    await self._copy_both(worker, leader, sock)
-                finally:
-                    worker[1].transport.abort()
-            finally:
-                leader[1].transport.abort()
+            stack.callback(leader[1].transport.abort)
+            sockets.tune(leader[1].get_extra_info("socket"), silence_limit_s=CUT_S)
+            worker = await asyncio.open_connection(sock=sock, limit=_COPY_BYTES)
+            stack.callback(worker[1].transport.abort)
+            await self._copy_both(worker, leader, sock)
 
     async def _copy_both(self, worker: _Stream, leader: _Stream, sock: socket.socket) -> None:
         there = asyncio.ensure_future(_copy(worker[0], leader[1], lambda: None))
