@@ -1,18 +1,38 @@
-"""The stress programs of `make sanitize`, briefly and without a sanitizer: they fit the native part as it is."""
+"""The native part as compiled C: the stress programs of `make sanitize`, briefly, and its structures."""
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from hora.engine.shm import native
+from hora.engine.transport import native_hosts, stream
+
 ROOT = Path(__file__).parents[2]
 FLAGS = ["-O2", "-std=gnu11", "-ffp-contract=off", "-pthread", f"-I{ROOT / 'src/hora/engine/shm'}"]
+# Python's structures, with their names in C and those of fields that differ.
+STRUCTURES = {
+    native.GroupStruct: ("group", {}),
+    native.RingStruct: ("ring", {}),
+    native.Job: ("job", {}),
+    native.Spec: ("spec", {}),
+    native.Repeated: ("repeated", {name: f"record.{name}" for name in ("ticket", "digest", "instance")}),
+    native.Pipe: ("pipe", {}),
+    native.MessageCall: ("message", {name: f"header.{name}" for name in ("group", "tag", "num_bytes", "kind")}),
+    stream.RecordsOfOneDirection: ("records", {}),
+    native_hosts._Stream: ("stream", {}),
+    native_hosts._Hosts: ("hosts", {}),
+    native_hosts._SumStruct: ("numbers", {}),
+    native_hosts._Job: ("hosts_job", {}),
+}
+
+pytestmark = pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
 
 
-@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
 @pytest.mark.parametrize(("program", "number", "operations"), [("ranks", 3, 2000), ("hosts", 3, 100)])
 def test_every_member_has_every_sum_right(tmp_path: Path, program: str, number: int, operations: int):
     built = tmp_path / program
@@ -20,3 +40,17 @@ def test_every_member_has_every_sum_right(tmp_path: Path, program: str, number: 
     done = subprocess.run([built, str(number), str(operations)], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert f"{operations} operations: " in done.stdout
+
+
+def test_structures_have_the_same_layout_in_python_and_c(tmp_path: Path):
+    program, expected = ['#include <stdio.h>\n#include "native.c"\nint main(void) {'], []
+    for kind, (name, renamed) in STRUCTURES.items():
+        places = [(f"offsetof(struct {name}, {renamed.get(field, field)})", field) for field, *_ in kind._fields_]
+        program += [f'printf("%zu\\n", {place});' for place, _ in (*places, (f"sizeof(struct {name})", ""))]
+        expected += [(name, field, getattr(kind, field).offset) for _, field in places]
+        expected.append((name, "size", ctypes.sizeof(kind)))
+    source, built = tmp_path / "layout.c", tmp_path / "layout"
+    source.write_text("\n".join([*program, "}"]))
+    subprocess.run(["cc", *FLAGS, "-w", "-o", built, source], check=True, timeout=200)
+    found = subprocess.run([built], check=True, timeout=60, capture_output=True, text=True).stdout.split()
+    assert [(*names, int(value)) for (*names, _), value in zip(expected, found, strict=True)] == expected

@@ -220,7 +220,7 @@ def test_those_who_wait_alone_hear_of_a_death(size):
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(HorovodInternalError, match="rank 1") as caught:
         hvd.allreduce(ones(size), name="lone", op=hvd.Sum)
-    assert "_wait" in {frame.name for frame in traceback.extract_tb(caught.tb)}
+    assert "carry_out" in {frame.name for frame in traceback.extract_tb(caught.tb)}
     hvd.shutdown()
 
 
@@ -275,4 +275,37 @@ def test_ctrl_c_while_waiting_alone_harms_no_rank(place, size, same):
     for _ in range(3):
         assert hvd.allreduce(ones(size), name="lone", op=hvd.Sum)[-1] == 2
     hvd.barrier()
+    hvd.shutdown()
+
+
+@pytest.mark.ranks(2)
+def test_ctrl_c_just_after_the_members_have_met_does_not_repeat_the_call():
+    hvd.init()
+    queue = engine.current_runtime().sets.queue(0)
+    tensor = ones()
+    for _ in range(3):
+        hvd.allreduce_(ones(), name="lone", op=hvd.Sum)
+    plans = [known.plan for known in engine.current_runtime().sets.known_allreduces.values() if known.plan is not None]
+    (plan,) = plans
+    call, interrupted = plan.call, []
+
+    def interrupt(*arguments):
+        state = call(*arguments)
+        if not interrupted and state == 1:
+            interrupted.append(state)
+            raise KeyboardInterrupt
+        return state
+
+    if hvd.rank() == 0:
+        queue.inspect = lambda: None
+        plan.call = interrupt
+    for step in range(200):
+        try:
+            hvd.allreduce_(tensor, name="lone", op=hvd.Sum)
+        except KeyboardInterrupt:
+            wait_until("the request is done", lambda: not queue.in_flight)
+        assert tensor.tolist() == [2.0] * 5, step
+        tensor.fill_(1.0)
+    hvd.barrier()
+    assert interrupted or hvd.rank() or plan.call is interrupt
     hvd.shutdown()

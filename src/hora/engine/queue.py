@@ -7,8 +7,8 @@ derives the same batches; a batch is executed, and its requests are done. One th
 (`ProgressEngine`).
 
 A thread may have the queue to itself for a repeated call (`repeated`), which puts nothing in flight: meanwhile it is
-the driver, and other submissions are announced afterwards. If it is interrupted (Ctrl-C) while it waits for the other
-members, its call stays in flight like an ordinary blocking request, and the next driver continues with it:
+the driver, and other submissions are announced afterwards. If the other members do not come at once, or it is
+interrupted (Ctrl-C), its call goes in flight like an ordinary blocking request, and the next driver continues with it:
 
     free --begin_exclusive--> exclusive --end_exclusive--> free
                               exclusive --leave_unfinished--> unfinished --the next driver--> free
@@ -22,7 +22,6 @@ waits without a limit for a lock that the interrupted thread may hold.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 import time
@@ -221,10 +220,6 @@ class ProgressEngine(ABC):
             self.notify_waiters()
 
 
-class DeadlineError(HorovodInternalError):
-    """A member has waited until the deadline that its caller had set."""
-
-
 # Executes a persistent reduction that all members have agreed on; the request is None if this rank has joined.
 ExecuteBound = Callable[[Part, Request | None, Transport], None]
 
@@ -260,7 +255,6 @@ class OperationQueue(ProgressEngine):
     _farewell = ""  # why the set ends, once its end is announced
     _retired = ""  # the same, once all members have agreed on it
     waited_for: Key | None = None  # what this rank has waited for until its deadline
-    deadline = math.inf  # of the exclusive repeated call; DeadlineError after it
 
     def __init__(
         self,
@@ -305,7 +299,6 @@ class OperationQueue(ProgressEngine):
             if self._retired or not self.status.is_open:
                 self.check_open()
             try:
-                request.queue = self
                 self._put(request, instance)
                 if self.stopping:  # a signal handler has shut down meanwhile
                     raise self._error()
@@ -332,10 +325,7 @@ class OperationQueue(ProgressEngine):
             instance = self.next_instance(signature)
         key = signature.key(instance)
         if key in self.in_flight:
-            raise ValueError(
-                f"a tensor with the same name as another tensor that is still being processed was submitted: "
-                f"{full_names(*key, 1)[0]}; use another name or synchronize the first one"
-            )
+            raise ValueError(_same_name(key))
         self._hold(request, key)
         if self._exclusive:
             self._kept_back.append((signature, instance))
@@ -343,7 +333,7 @@ class OperationQueue(ProgressEngine):
             self.negotiation.announce(signature, instance)
 
     def _hold(self, request: Request, key: Key) -> None:
-        request.key = key
+        request.queue, request.key = self, key
         request.parts_left = max(len(request.tensors), 1)
         self.in_flight[key] = request
 
@@ -532,19 +522,27 @@ class OperationQueue(ProgressEngine):
             return False
         return True
 
-    def end_exclusive(self) -> None:
-        """Stop being the driver, and announce what other threads have submitted meanwhile."""
+    def end_exclusive(self, *, waiting: bool = False) -> None:
+        """Stop being the driver, and announce what other threads have submitted meanwhile.
+
+        `waiting`: this thread has left its call unfinished and waits for it.
+        """
         self._announce_kept_back()
         self.driver = 0
         self.release()
-        if self.in_flight or self.num_waiters:
+        if len(self.in_flight) > waiting or self.num_waiters:
             self.hand_over()
         if self.status.closing:
             self.idle_if_closing()
 
     def leave_unfinished(self, request: Request, instance: int, go_on: GoOn) -> None:
-        """Keep a call whose thread was interrupted after its record was published. `end_exclusive` follows."""
-        self._hold(request, request.signature.key(instance))
+        """Put the call of the thread that has the queue to itself in the lane. `end_exclusive` follows."""
+        key = request.signature.key(instance)
+        if (same := self.in_flight.get(key)) is not None:  # another thread's: not announced
+            with self.lock:
+                self._kept_back = [each for each in self._kept_back if each[0].key(each[1]) != key]
+            self._finish([same], HorovodInternalError(_same_name(key)))
+        self._hold(request, key)
         self._lane.append((request, instance, go_on))
 
     def start_repeated(self, request: Request, go_on: GoOn) -> bool:
@@ -625,8 +623,6 @@ class OperationQueue(ProgressEngine):
         if closing:
             raise self.status.error()
         self.planner.now = time.monotonic()
-        if self.planner.now > self.deadline:
-            raise DeadlineError("a repeated call has waited to its deadline")
         self._stalls.check_pending(self.planner, self.negotiation)
 
     # Transports.
@@ -742,3 +738,10 @@ class OperationQueue(ProgressEngine):
 
     def _error(self) -> HorovodInternalError:
         return HorovodInternalError(self._retired or self.status.reason)
+
+
+def _same_name(key: Key) -> str:
+    return (
+        "a tensor with the same name as another tensor that is still being processed was submitted: "
+        f"{full_names(*key, 1)[0]}; use another name or synchronize the first one"
+    )

@@ -10,14 +10,15 @@ CUDA tensors of members that share a GPU are staged in pinned memory if the devi
 
 A `CallPlan` holds the common part of all calls with one signature, so that a call allocates no object.
 
-An asynchronous call stands in the queue's lane (`OperationQueue.start_repeated`), and so does a call that Ctrl-C
-interrupted after its record was published: the driver of the queue completes it.
+An asynchronous call stands in the queue's lane (`OperationQueue.start_repeated`), and so does a blocking call that the
+other members do not make within a moment, or that Ctrl-C interrupted: the driver of the queue completes it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Callable
 from math import prod
 
 import torch
@@ -31,10 +32,10 @@ from hora.engine.transport.arithmetic import arithmetic_of, staged
 from hora.engine.transport.cuda import CudaTransport
 from hora.engine.transport.cuda_staging import PinnedStage, copy_to_gpu
 from hora.engine.transport.shm import ShmTransport
-from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
 
 _WAITING, _DONE, _MOVING = 0, 1, 2  # enum state of repeated.h
+_UNSETTLED = (_WAITING, _MOVING)
 _pack = CALL.pack_into
 _clock = time.perf_counter
 _MOVE = Sum(DTYPE_NUMBERS[torch.uint8], 1.0, NOTHING, 1.0)  # for bytes that are moved, not reduced
@@ -134,40 +135,48 @@ class RepeatedCalls:
         device = self._queue.made_transport(signature.device)
         return isinstance(device, CudaTransport) and device.stages(ITEM_BYTES[name] * prod(shape))
 
-    def carry_out(self, plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor) -> bool:
+    def carry_out(
+        self,
+        plan: CallPlan,
+        tensor: torch.Tensor,
+        out: torch.Tensor,
+        wait: Callable[[Request], object] = Request.result,
+    ) -> bool:
         """Execute the call on a contiguous tensor, into another one or in place. Returns False if it must take the
-        ordinary path.
+        ordinary path. If another member is late or does something else, `wait` waits for the call.
         """
         queue, negotiation = self._queue, self._negotiation
         if not self._is_ready(plan) or not queue.begin_exclusive():
             return False
-        instance, source, target = 0, tensor, out
+        instance, source, target, ticket = 0, tensor, out, negotiation.ticket
+        began, moving_s, done, waits = _clock(), meter.transport_s, False, False
         try:
-            if negotiation.ticket == negotiation.void:
+            if ticket == negotiation.void:
                 return False
             if plan.unnamed:
                 with queue.lock:
                     instance = queue.next_instance(plan.signature)
             if plan.stage is not None:
                 source = target = plan.stage.fetch(tensor)
-            ticket = negotiation.ticket
+            self._describe(plan, source, target, instance)
             try:
-                began = _clock()
-                self._describe(plan, source, target, instance)
-                done = self._settle(plan, ticket, instance, plan.call(self._job_at, plan.slice_ns), began)
-            except BaseException as error:
-                self._interrupted(error, plan, (tensor, target, out), ticket, instance)
-                raise
-            if done and target is not out:
-                copy_to_gpu(target, out)
+                since, state = began, plan.call(self._job_at, plan.slice_ns)
+                if state in _UNSETTLED and not plan.slice_ns:
+                    since, state = _clock(), self.call(self._job_at, SLICE_NS)
+                done = state == _DONE and self._settle(plan, ticket, instance, state, since)
+            finally:
+                if not done:  # also if a signal handler raises: other members may have seen the record
+                    request = _request(plan, tensor, out)
+                    queue.leave_unfinished(request, instance, self._in_lane(plan, source, target, ticket, out))
+            waits = not done
+            if done:
+                meter.waited(began, moving_s)
+                if target is not out:
+                    copy_to_gpu(target, out)
         finally:
-            queue.end_exclusive()
-        if not done:
-            request = _request(plan, tensor, out)
-            if plan.stage is not None:
-                request.device_event = torch.cuda.current_stream(tensor.device).record_event()
-            queue.submit(request, background=False, instance=instance)
-            request.result()
+            queue.end_exclusive(waiting=waits)
+        if waits:
+            wait(request)
         return True
 
     def _is_ready(self, plan: CallPlan) -> bool:
@@ -183,71 +192,19 @@ class RepeatedCalls:
         _pack(self._job, CALL_AT, plan.address, *at, rounds, step, ticket, instance, 0, 0)
 
     def _settle(self, plan: CallPlan, ticket: int, instance: int, state: int, began: float) -> bool:
-        """Wait if the first attempt did not finish, and record the result."""
-        waited_s = 0.0
-        if state in (_WAITING, _MOVING):
-            waiting = _clock()
-            state = self._wait(plan, instance, state)
-            waited_s = _clock() - waiting
+        """Record the result of a call that has moved data since `began`; returns whether it is done."""
         negotiation = self._negotiation
         if state != _DONE:
-            meter.wait_s += _clock() - began
-            if negotiation.has_published(ticket):
+            if self._job.published:
                 negotiation.void = ticket
             return False
         negotiation.ticket = ticket + 1
         plan.slots.ring.step += plan.num_steps
         if plan.unnamed:
             self._queue.planner.note_number(plan.signature.operation, instance)
-        lasted_s = _clock() - began - waited_s
-        meter.wait_s += waited_s
-        meter.reduce_s += lasted_s
-        meter.transport_s += lasted_s
+        meter.transport_s += _clock() - began
         meter.num_bytes += plan.num_bytes
         return True
-
-    def _wait(self, plan: CallPlan, instance: int, state: int) -> int:
-        """Repeat the native call, which may sleep, until no member is missing."""
-        queue = self._queue
-        request = Request(plan.signature)
-        request.key = plan.signature.key(instance)
-        meter.blocked = request, _clock(), queue.ranks  # for the live page
-        try:
-            while state in (_WAITING, _MOVING):
-                state = self._call_again(SLICE_NS)
-        finally:
-            meter.blocked = None
-        return state
-
-    def _interrupted(
-        self,
-        error: BaseException,
-        plan: CallPlan,
-        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        ticket: int,
-        instance: int,
-    ) -> None:
-        """Leave the request, which others may have seen, to the next driver if a signal handler raised.
-
-        Any other exception has ended the world.
-        """
-        if isinstance(error, HorovodInternalError) or not self._negotiation.has_published(ticket):
-            return
-        if self._job.state == _MOVING or isinstance(error, Exception):
-            self._queue.status.interrupted(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
-            return
-        tensor, target, out = tensors
-        stream = None if target is out else torch.cuda.current_stream(out.device)
-        call = self._in_lane(plan, tensor, out, ticket)
-
-        def go_on(instance: int, slice_ns: int) -> bool | None:
-            done = call(instance, slice_ns)
-            if done and stream is not None:
-                with torch.cuda.stream(stream):
-                    copy_to_gpu(target, out)
-            return done
-
-        self._queue.leave_unfinished(_request(plan, tensor, out), instance, go_on)
 
     def start(self, plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor) -> Request | None:
         """Start an asynchronous call on CPU tensors; returns None if it must take the ordinary path.
@@ -261,8 +218,19 @@ class RepeatedCalls:
             queue.wake_background()
         return request
 
-    def _in_lane(self, plan: CallPlan, source: torch.Tensor, target: torch.Tensor, ticket: int = 0) -> GoOn:
-        """Return the function that advances a call in the queue's lane. `ticket`: of its record, if it is published."""
+    def _in_lane(
+        self,
+        plan: CallPlan,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        ticket: int = 0,
+        out: torch.Tensor | None = None,
+    ) -> GoOn:
+        """Return the function that advances a call in the queue's lane.
+
+        `ticket`: of its record, if it was begun. `out`: the result on a GPU, if `target` is the host's copy of it.
+        """
+        stream = None if out is None or out is target else torch.cuda.current_stream(out.device)
 
         def go_on(instance: int, slice_ns: int) -> bool | None:
             nonlocal ticket
@@ -274,7 +242,13 @@ class RepeatedCalls:
                 ticket = negotiation.ticket
                 self._describe(plan, source, target, instance)
             began, state = _clock(), self._call_again(slice_ns)
-            return None if state in (_WAITING, _MOVING) else self._settle(plan, ticket, instance, state, began)
+            if state in _UNSETTLED:
+                return None
+            done = self._settle(plan, ticket, instance, state, began)
+            if done and stream is not None and out is not None:
+                with torch.cuda.stream(stream):
+                    copy_to_gpu(target, out)
+            return done
 
         return go_on
 
@@ -297,4 +271,6 @@ def _request(plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor) -> Request
     source = tensor.view(plan.signature.shapes[0])
     request = Request(plan.signature, [source], [source if out is tensor else out])
     request.results = [out]
+    if plan.stage is not None:
+        request.device_event = torch.cuda.current_stream(tensor.device).record_event()
     return request

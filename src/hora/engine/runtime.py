@@ -44,7 +44,6 @@ from hora.engine.transport.factory import between_hosts, make_transport
 from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.host_reduction import HostLink
 from hora.net.wire import Header, Stream, derived_secret, new_secret
-from hora.telemetry.meters import meter
 from hora.telemetry.stacks import current_line
 from hora.world import World
 
@@ -364,10 +363,7 @@ class ProcessSets:
     def whereabouts(self, serial: int) -> Whereabouts:
         """Return what this rank waits for in a set."""
         queues = [one.queue for one in self._sets.copy().values() if one.serial == serial and one.queue is not None]
-        keys, blocked = [key for queue in queues for key in queue.keys_in_flight()], meter.blocked
-        if blocked is not None and any(queue.ranks == tuple(blocked[2]) for queue in queues):
-            keys.append(blocked[0].key)
-        return Whereabouts(keys, current_line())
+        return Whereabouts([key for queue in queues for key in queue.keys_in_flight()], current_line())
 
 
 class Runtime:

@@ -152,10 +152,6 @@ class SharedMemoryNegotiation(Negotiation):
         job.group, job.heads, job.round = self.tickets.group, self._heads[0].address, self._round.address
         job.fed, job.head_bytes = ctypes.addressof(self._fed_by_round), 2 * LINE_BYTES
 
-    def has_published(self, ticket: int) -> bool:
-        """Return whether this member has published this ticket."""
-        return self.tickets.own.value >= ticket
-
     def waiting_requests(self) -> WaitingRequests:
         found: WaitingRequests = {}
         at = self._calls_at + MEMBER_BYTES + self.ticket % _NUM_CALL_RECORDS * _CALL_RECORD.size

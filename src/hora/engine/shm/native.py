@@ -187,8 +187,6 @@ class Library:
         long, short = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         if int(long.hora_source_checksum()) & 0xFFFFFFFF != _source_checksum():
             raise OSError(f"{path.name} was built from another source: build it anew with `pip install -e .`")
-        self.long = long  # for callers with their own structures
-        self.check(GroupStruct, RingStruct, Job, Spec, Repeated, Pipe, MessageCall)
         self.has_float16 = bool(long.hora_has_f16())
         # Functions that wait release the GIL (`long`). What only takes a moment keeps it (`short`).
         reduce = "int32 int32 pointer pointer int64 double int32 double"
@@ -196,6 +194,7 @@ class Library:
         self._everywhere = _function(long, "reduce_everywhere", "int32 int32 pointer int64 int64 double int32 double")
         # 0 after a slice of time without completion: call again.
         self.collective = _function(long, "collective", "pointer int64", "int32")
+        self.between_hosts = _function(long, "between_hosts", "pointer int64", "int32")
         # 1: all members have arrived, 2: and one has joined, 0: a member is missing.
         self.wait, self.meet, self.wait_change = (
             _function(long, name, "pointer int64 pointer int64", "int32") for name in ("wait", "meet", "wait_change")
@@ -213,13 +212,6 @@ class Library:
         self.message = _function(long, "message", "pointer int64", "int32")
         self.try_send, self.short_try_send = (_function(kind, "try_send", "pointer", "int32") for kind in (long, short))
         self.try_receive = _function(long, "try_receive", "pointer", "int32")
-
-    def check(self, *kinds: type[ctypes.Structure], first: int = 0) -> None:
-        """Compare structures with native.c's `layouts` from number `first` on; raises OSError if they differ."""
-        for number, kind in enumerate(kinds, first):
-            expected = [ctypes.sizeof(kind), *(getattr(kind, field[0]).offset for field in kind._fields_)]
-            if expected != [int(self.long.hora_layout(number, index)) for index in range(len(expected))]:
-                raise OSError(f"libhora.so lays out {kind.__name__} in another way: it was built from another source")
 
     def sums(self, dtype: torch.dtype) -> bool:
         """Return whether the library can sum this dtype on this processor."""

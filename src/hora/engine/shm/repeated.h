@@ -124,8 +124,11 @@ static int agree(struct repeated *it, long slice_ns) {
     return MOVING;
 }
 
-/* Return the state. Without a slice of time to sleep in, or after it, that may be WAITING or MOVING; then call again. */
+/* Return the state. Without a slice of time to sleep in, or after it, that may be WAITING or MOVING; then call again. A call that
+ * is settled stays so: an interrupted thread may have missed its state.
+ */
 int hora_repeated(struct repeated *it, long slice_ns) {
+    if (it->state == DONE || it->state == DIFFERENT) return it->state;
     if (!it->published) {
         if (!quiet(it)) return it->state = DIFFERENT;
         publish_record(it);

@@ -10,7 +10,6 @@ import ctypes
 import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ import torch
 
 from hora.engine.request import Kind
 from hora.engine.shm.counters import LINE_BYTES, SLICE_NS, wait_until
-from hora.engine.shm.native import NOTHING, Library, SpinPolicy, Sum, addresses, fields, library, new_spin_policy
+from hora.engine.shm.native import NOTHING, SpinPolicy, Sum, addresses, fields, library, new_spin_policy
 from hora.engine.shm.segment import Segment, aligned
 from hora.engine.transport.base import AliveCheck, Tensors
 from hora.engine.transport.packing import total
@@ -141,15 +140,6 @@ class _Job(ctypes.Structure):
     )
 
 
-@lru_cache(maxsize=1)
-def _function(compiled: Library) -> Callable[[_Job, int], int]:
-    """Return `hora_between_hosts`, after checking that its structures are those of this file."""
-    compiled.check(RecordsOfOneDirection, _Stream, _Hosts, _SumStruct, _Job, first=7)
-    compiled.long.hora_between_hosts.argtypes = (ctypes.POINTER(_Job), ctypes.c_long)
-    run: Callable[[_Job, int], int] = compiled.long.hora_between_hosts
-    return run
-
-
 class NativeHosts:
     """The allreduces of one member of `num_local` on its host, one after the other.
 
@@ -174,7 +164,7 @@ class NativeHosts:
         self._num_leaders, self._num_hosts = num_leaders, num_hosts
         compiled = library()
         assert compiled is not None, "without a native part there are no native hosts"
-        self._run_some = _function(compiled)
+        self._run_some = compiled.between_hosts
         slice_room = aligned(_longest(num_hosts) + num_hosts * _SPARE_BYTES, 2 * LINE_BYTES)
         self._hosts = _Hosts(
             counter_bytes=_COUNTER_BYTES,
@@ -322,8 +312,10 @@ class NativeHosts:
             return self._run_to_its_end(job)
 
     def _run_to_its_end(self, job: _Job) -> bool:
+        job_at = ctypes.addressof(job)
+
         def run_some() -> int:
-            outcome = int(self._run_some(job, SLICE_NS))
+            outcome: int = self._run_some(job_at, SLICE_NS)
             self.late_host = -1 - job.late if job.late < 0 else None
             return outcome
 

@@ -23,7 +23,7 @@ from torch.autograd.graph import increment_version
 
 from hora.engine import Runtime
 from hora.engine.point_to_point import ANY_SOURCE, Message, Messages
-from hora.engine.queue import DeadlineError, OperationQueue
+from hora.engine.queue import OperationQueue
 from hora.engine.request import DTYPES, CollectiveCall, Kind, Reduce, Request, Signature
 from hora.errors import HorovodInternalError
 from hora.torch.distributed.reductions import Reduction, fold, moved, reduction_of
@@ -233,6 +233,9 @@ class HoraProcessGroup(_BASE):
                 raise self._timed_out(request, limit_s)
         queue.result(request)
 
+    def _finish_in_time(self, request: Request) -> None:
+        self.finish(request, time.monotonic() + self._limit_s, self._limit_s)
+
     def _timed_out(self, request: Request, limit_s: float) -> HorovodInternalError:
         """Abort the group on this rank, and return an error that names the missing ranks."""
         self._queue.waited_for = request.key  # before the other ranks ask, which have waited as long
@@ -329,17 +332,7 @@ class HoraProcessGroup(_BASE):
                 return None
             self._num_calls += 1
             return Work(_Requests(self, [(request, None)], self._limit_s), [target])
-        queue = self._queue
-        queue.deadline = time.monotonic() + self._limit_s
-        try:
-            done: bool = plan.path.carry_out(plan, source, target)
-        except DeadlineError:
-            request = Request(plan.signature)
-            request.key = plan.signature.key(queue.numbers[plan.signature.operation] - 1)
-            raise self._timed_out(request, self._limit_s) from None
-        finally:
-            queue.deadline = math.inf
-        if not done:
+        if not plan.path.carry_out(plan, source, target, self._finish_in_time):
             return None
         self._num_calls += 1
         _tell_autograd(target)
@@ -789,7 +782,7 @@ class HoraProcessGroup(_BASE):
     def wait_for_all(self, operation: str) -> None:
         """Wait for every member, without counting as a call of the user."""
         request = self._submit_barrier(operation, wait=True)
-        self.finish(request, time.monotonic() + self._limit_s, self._limit_s)
+        self._finish_in_time(request)
 
     def barrier(self, opts: Any = None) -> Work:
         work = self._again("barrier", self._token, self._token, opts)
