@@ -42,9 +42,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import struct
-import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from operator import eq, sub
 
@@ -57,6 +55,7 @@ from hora.engine.shm.segment import Segment, aligned
 
 _RING_BYTES = 512 * 1024
 _NUM_CUTS = 64
+_POSITION = struct.Struct("<q")  # of a member, in a cut
 # How long the coordinator delays news of some members in the hope that the others announce the same.
 _PATIENCE_S = 0.2
 # There are never more repeated calls between two rounds; not a power of two, because sleepers watch the low half.
@@ -103,9 +102,6 @@ class SharedMemoryNegotiation(Negotiation):
         self._fed_by_round = (ctypes.c_int64 * num_members)()  # the same as of the last round
         self._head = 0
         self._free_from = 0  # all members have read this rank's ring up to here
-        # (round, own position) not yet known to be read by all. Old ones may be dropped: later ones imply them.
-        self._own_cuts: deque[tuple[int, int]] = deque(maxlen=512)
-        self._cuts_lock = threading.Lock()  # the driver ends a round, the announcing thread reclaims room
         self._overflow = bytearray()
         self._num_bells = 0
         self._bell_seen = 0
@@ -194,7 +190,7 @@ class SharedMemoryNegotiation(Negotiation):
         if self._round.value == self.rounds:
             return None
         self.rounds += 1
-        cut = self._cut.unpack_from(self._memory, self._cut_offset())
+        cut = self._cut.unpack_from(self._memory, self._cut_offset(self.rounds))
         sizes = set(map(sub, cut, self._fed))
         if planner.idle and len(sizes) == 1 and self._feed_alike(planner, sizes.pop()):
             self._fed = list(cut)
@@ -245,19 +241,17 @@ class SharedMemoryNegotiation(Negotiation):
     def _publish(self) -> None:
         self.rounds += 1
         self._hoping_since = 0.0
-        self._cut.pack_into(self._memory, self._cut_offset(), *self._fed)
+        self._cut.pack_into(self._memory, self._cut_offset(self.rounds), *self._fed)
         self._round.set(self.rounds)
 
     def _end_round(self, batches: list[Batch]) -> list[Batch]:
         self.ticket = self.rounds * _TICKETS_PER_ROUND + 1
         self._fed_by_round[:] = list(self._fed)
-        with self._cuts_lock:
-            self._own_cuts.append((self.rounds, self._fed[self._member]))
         self._rounds_done[self._member].store(self.rounds)
         return batches
 
-    def _cut_offset(self) -> int:
-        return self._cuts_at + (self.rounds % _NUM_CUTS) * self._cut.size
+    def _cut_offset(self, number: int) -> int:
+        return self._cuts_at + number % _NUM_CUTS * self._cut.size
 
     def _cut_is_free(self) -> bool:
         return min(done.value for done in self._rounds_done) > self.rounds + 1 - _NUM_CUTS
@@ -313,10 +307,10 @@ class SharedMemoryNegotiation(Negotiation):
             self._ring()
 
     def _reclaim(self) -> None:
-        done = min(counter.value for counter in self._rounds_done)
-        with self._cuts_lock:
-            while self._own_cuts and self._own_cuts[0][0] <= done:
-                self._free_from = self._own_cuts.popleft()[1]
+        """Free the part of this rank's ring that all members have read: up to the cut of a round that all have done."""
+        done = -1
+        while done != (done := min(counter.value for counter in self._rounds_done)):  # its cut stays until all go on
+            (self._free_from,) = _POSITION.unpack_from(self._memory, self._cut_offset(done) + 8 * self._member)
 
     def _ring(self) -> None:
         # Every member writes this word: values never repeat, so that a sleeper sees each change.

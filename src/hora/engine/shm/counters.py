@@ -33,7 +33,7 @@ SLICE_NS = int(SLICE_S * 1e9)
 # No member waits for a counter with this value; its low half, which a sleeper watches, is no other number's.
 OPEN = 2**63 - 1
 _SLEEPS_AT = 120  # SLEEPS_AT in native.c
-_ONE_HAS_JOINED = 2  # results of all_have in native.c
+_ONE_HAS_JOINED = 2  # results of hora_wait in native.c
 _WEAKLY_ORDERED = platform.machine() != "x86_64"
 
 

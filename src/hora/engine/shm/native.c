@@ -35,18 +35,6 @@ static int64_t value_of(const int64_t *word) { return __atomic_load_n(word, __AT
 
 static void wake(const int64_t *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
 
-/* Publish the value, and wake its waiters if a member sleeps: `sleeps` is member 0's word, the next member's is `stride` bytes
- * further on.
- */
-static void publish_to(int64_t *own, int64_t value, const int64_t *sleeps, int64_t stride, int num_members, int member) {
-    __atomic_store_n(own, value, __ATOMIC_SEQ_CST);
-    for (int m = 0; m < num_members; m++)
-        if (m != member && value_of((const int64_t *)(const void *)((const char *)sleeps + m * stride))) {
-            wake(own);
-            return;
-        }
-}
-
 static int look(const int64_t *word, int64_t target, int looks) {
     for (int i = 0; i < looks; i++) {
         if (value_of(word) >= target) return 1;
@@ -134,13 +122,19 @@ static int64_t *counter_of(const struct group *group, int member) {
 
 static int64_t *sleeps(const struct group *group, int member) { return counter_of(group, member) + SLEEPS_AT / 8; }
 
-static void publish(const struct group *group, int64_t value) {
-    publish_to(counter_of(group, group->member), value, sleeps(group, 0), group->stride, group->num_members,
-               group->member);
+/* Publish the value, and wake its waiters if a member sleeps. */
+void hora_publish(const struct group *group, int64_t value) {
+    int64_t *own = counter_of(group, group->member);
+    __atomic_store_n(own, value, __ATOMIC_SEQ_CST);
+    for (int m = 0; m < group->num_members; m++)
+        if (m != group->member && value_of(sleeps(group, m))) {
+            wake(own);
+            return;
+        }
 }
 
 /* Return whether all members have published the value; 0 after a slice of time, 2 if one of them has joined. */
-static int all_have(struct group *group, int64_t value, int32_t *late, long slice_ns) {
+int hora_wait(struct group *group, int64_t value, int32_t *late, long slice_ns) {
     int64_t *own_sleep = sleeps(group, group->member);
     int found = 1;
     begin_spinning(&group->patience);
@@ -153,12 +147,6 @@ static int all_have(struct group *group, int64_t value, int32_t *late, long slic
     }
     return found;
 }
-
-int hora_wait(struct group *group, int64_t value, int32_t *late, long slice_ns) {
-    return all_have(group, value, late, slice_ns);
-}
-
-void hora_publish(const struct group *group, int64_t value) { publish(group, value); }
 
 void hora_wake(const int64_t *word) { wake(word); }
 
@@ -182,8 +170,8 @@ int hora_wait_change(const int64_t *word, int64_t seen, struct spin_policy *poli
 
 /* Publish the value, unless an earlier call did, and wait for the others. */
 int hora_meet(struct group *group, int64_t value, int32_t *late, long slice_ns) {
-    if (value_of(counter_of(group, group->member)) != value) publish(group, value);
-    return all_have(group, value, late, slice_ns);
+    if (value_of(counter_of(group, group->member)) != value) hora_publish(group, value);
+    return hora_wait(group, value, late, slice_ns);
 }
 
 /* A collective through the slots of a ring (transport/shm.py defines steps, depth, and the lead that a member may have). The
@@ -349,10 +337,10 @@ int hora_collective(struct job *job, long slice_ns) {
     for (; job->drained < steps; job->drained++) {
         for (; job->filled < steps && job->filled <= job->drained + ahead; job->filled++) {
             if (job->filled < pieces) fill_slot(job, job->filled);
-            publish(&ring->group, job->first_step + job->filled);
+            hora_publish(&ring->group, job->first_step + job->filled);
         }
         int64_t step = job->first_step + job->drained;
-        if (!all_have(&ring->group, step, &job->late, slice_ns)) return 0;
+        if (!hora_wait(&ring->group, step, &job->late, slice_ns)) return 0;
         if (job->direct)
             empty_slots(job, job->drained);
         else if (job->drained < pieces)
