@@ -26,14 +26,14 @@ def encoded(numbers, residual=None):
     at, steps_at = data.data_ptr(), data.data_ptr() + num_blocks(numbers.numel()) * 4
     lost = 0 if residual is None else residual.data_ptr()
     pointers = [ctypes.c_void_p(each) for each in (numbers.data_ptr(), lost, at, steps_at)]
-    native.library().long.hora_encode_int8(*pointers, ctypes.c_size_t(numbers.numel()))
+    ctypes.CDLL(str(native._PATH)).hora_encode_int8(*pointers, ctypes.c_size_t(numbers.numel()))
     return data
 
 
 def decoded(data, count):
     out = torch.full((count,), math.nan)
     pointers = [data.data_ptr(), data.data_ptr() + num_blocks(count) * 4, out.data_ptr()]
-    native.library().long.hora_decode_int8(*map(ctypes.c_void_p, pointers), ctypes.c_size_t(count))
+    ctypes.CDLL(str(native._PATH)).hora_decode_int8(*map(ctypes.c_void_p, pointers), ctypes.c_size_t(count))
     return out
 
 
