@@ -522,15 +522,15 @@ class OperationQueue(ProgressEngine):
             return False
         return True
 
-    def end_exclusive(self, *, waiting: bool = False) -> None:
+    def end_exclusive(self, waiting: bool = False) -> None:
         """Stop being the driver, and announce what other threads have submitted meanwhile.
 
-        `waiting`: this thread has left its call unfinished and waits for it.
+        `waiting`: this thread has left its call unfinished, and waits for it next.
         """
         self._announce_kept_back()
         self.driver = 0
         self.release()
-        if len(self.in_flight) > waiting or self.num_waiters:
+        if (self.in_flight or self.num_waiters) and not waiting:
             self.hand_over()
         if self.status.closing:
             self.idle_if_closing()

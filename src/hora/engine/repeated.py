@@ -148,8 +148,7 @@ class RepeatedCalls:
         queue, negotiation = self._queue, self._negotiation
         if not self._is_ready(plan) or not queue.begin_exclusive():
             return False
-        instance, source, target, ticket = 0, tensor, out, negotiation.ticket
-        began, moving_s, done, waits = _clock(), meter.transport_s, False, False
+        instance, source, target, ticket, waits = 0, tensor, out, negotiation.ticket, False
         try:
             if ticket == negotiation.void:
                 return False
@@ -158,6 +157,7 @@ class RepeatedCalls:
                     instance = queue.next_instance(plan.signature)
             if plan.stage is not None:
                 source = target = plan.stage.fetch(tensor)
+            done, began, moved_s = False, _clock(), meter.transport_s
             self._describe(plan, source, target, instance)
             try:
                 since, state = began, plan.call(self._job_at, plan.slice_ns)
@@ -170,12 +170,14 @@ class RepeatedCalls:
                     queue.leave_unfinished(request, instance, self._in_lane(plan, source, target, ticket, out))
             waits = not done
             if done:
-                meter.waited(began, moving_s)
+                meter.wait_s += since - began
+                meter.reduce_s += meter.transport_s - moved_s
                 if target is not out:
                     copy_to_gpu(target, out)
         finally:
-            queue.end_exclusive(waiting=waits)
+            queue.end_exclusive(waits)
         if waits:
+            meter.wait_s += _clock() - began
             wait(request)
         return True
 
