@@ -79,12 +79,12 @@ HELLO = ClientHandshake(Credentials(b"?" * 32, "workers")).hello
 @pytest.mark.parametrize(
     "sent",
     [
-        json.dumps({"call": "list", "key": KEY}).encode(),
+        json.dumps({"call": "workers", "key": KEY}).encode(),
         b"[" * 100_000,
         b"\0" * 1000,
         HELLO[:5] + b"\n",
         HELLO + b"\xff" * 32,
-        HELLO + json.dumps({"call": "list", "key": KEY}).encode(),
+        HELLO + json.dumps({"call": "workers", "key": KEY}).encode(),
     ],
     ids=["a call", "brackets", "zeros", "half a hello", "a hello and noise", "a hello and a call"],
 )
@@ -98,14 +98,14 @@ def test_without_the_key_the_connection_is_closed_without_a_word(session, sent):
                 heard += data
     # At most a refusal comes back, and that only for a proper hello.
     assert heard in ((b"", REFUSAL) if sent.startswith(HELLO) else (b"",))
-    assert ask(session.gateway.name, KEY, call="list") == []
+    assert ask(session.gateway.name, KEY, call="workers") == []
 
 
 @pytest.mark.parametrize("key", ["", "wrong", "schlüssel", "the key "])
 def test_another_key_is_refused(session, key):
     with pytest.raises(ConnectionError, match="the session of workers refused the connection"):
-        ask(session.gateway.name, key, call="list")
-    assert ask(session.gateway.name, KEY, call="list") == []
+        ask(session.gateway.name, key, call="workers")
+    assert ask(session.gateway.name, KEY, call="workers") == []
 
 
 @pytest.mark.parametrize("payload", [b"", b"not json", b"[" * 100_000, b'["the key"]'])
@@ -113,13 +113,13 @@ def test_a_request_that_is_none_is_answered_with_an_error(session, payload):
     with connect(session.gateway.name, credentials(KEY), timeout_s=20) as connection:
         connection.send({"call": "wait"}, payload)
         assert "error" in json.loads(connection.receive(limit_s=20)[1])
-    assert ask(session.gateway.name, KEY, call="list") == []
+    assert ask(session.gateway.name, KEY, call="workers") == []
 
 
 def test_a_call_that_makes_no_sense_is_answered(session):
     with pytest.raises(ValueError, match="unknown call 'dance'"):
         ask(session.gateway.name, KEY, call="dance")
-    with pytest.raises(RuntimeError, match="answered: 'ids'"):
+    with pytest.raises(RuntimeError, match="answered: .*'ids'"):
         ask(session.gateway.name, KEY, call="wait")
 
 
@@ -176,7 +176,7 @@ def test_a_name_that_another_user_took_gets_no_request(tmp_path):
         found = daemon.start(str(tmp_path))
         assert found[0] != name
         assert directory.find(str(tmp_path)) == found
-        assert ask(*found, call="list") == []
+        assert ask(*found, call="workers") == []
         assert daemon.end(str(tmp_path))
         assert directory.find(str(tmp_path)) is None
     finally:
@@ -195,7 +195,7 @@ def test_a_thousand_silent_connections_cost_little_and_stop_nobody(session):
         for _ in range(1000):
             stack.enter_context(silent(session.gateway.name))
             most = max(most, num_calls())
-        assert ask(session.gateway.name, KEY, call="list") == []
+        assert ask(session.gateway.name, KEY, call="workers") == []
         assert most == 0  # a stranger gets no thread
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     wait_until("no call waits", lambda: num_calls() == 0)

@@ -50,21 +50,23 @@ class RemoteSession:
     key: str
 
     def launch(self, n: int, request: Mapping[str, Any]) -> Any:
-        return ask(self.name, self.key, limit_s=request["wait_s"] + 60.0, call="launch", n=n, request=dict(request))
+        return self._ask("launch", request["wait_s"] + 60.0, n=n, request=request)
 
     def workers(self) -> Any:
-        return ask(self.name, self.key, call="list")
+        return self._ask("workers")
 
     def wait(self, ids: list[str], *, for_completion: bool, timeout_s: float) -> Any:
         limit_s = timeout_s + 30.0 if timeout_s else None  # 0: no limit
-        given = {"ids": ids, "for_completion": for_completion, "timeout_s": timeout_s}
-        return ask(self.name, self.key, limit_s=limit_s, call="wait", **given)
+        return self._ask("wait", limit_s, ids=ids, for_completion=for_completion, timeout_s=timeout_s)
 
     def stop(self, ids: list[str]) -> Any:
-        return ask(self.name, self.key, call="stop", ids=ids)
+        return self._ask("stop", ids=ids)
 
     def tail(self, worker: str) -> Any:
-        return ask(self.name, self.key, call="tail", id=worker)
+        return self._ask("tail", worker=worker)
+
+    def _ask(self, call: str, limit_s: float | None = 60.0, **request: Any) -> Any:
+        return ask(self.name, self.key, call=call, limit_s=limit_s, **request)
 
 
 _lock = threading.Lock()

@@ -85,26 +85,14 @@ class Gateway:
             return {"error": str(error), "user": isinstance(error, ValueError)}
 
     def _call(self, peer: Peer, call: str, request: dict[str, Any]) -> Any:
-        assert self._session is not None
-        session = self._session
+        session, waiting = self._session, {"abandoned": lambda: not peer.open}
         match call:
-            case "launch":
-                return session.launch(int(request["n"]), request["request"])
-            case "list":
-                return session.workers()
+            case "launch" | "workers" | "stop" | "tail":
+                return getattr(session, call)(**request)
             case "wait":
-                return session.wait(
-                    request["ids"],
-                    for_completion=bool(request["for_completion"]),
-                    timeout_s=float(request["timeout_s"]),
-                    abandoned=lambda: not peer.open,
-                )
+                return getattr(session, call)(**request, **waiting)
             case "hold":
-                return session.hold(request["ids"], peer, abandoned=lambda: not peer.open)
-            case "stop":
-                return session.stop(request["ids"])
-            case "tail":
-                return session.tail(str(request["id"]))
+                return getattr(session, call)(**request, holder=peer, **waiting)
             case "end":
                 return None
             case other:

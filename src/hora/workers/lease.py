@@ -25,7 +25,7 @@ class Lease:
     def __init__(self, session: tuple[str, str], hosts: Collection[str]) -> None:
         self._connection = open_connection(*session)
         try:
-            found: list[dict[str, Any]] = exchange(self._connection, "list")
+            found: list[dict[str, Any]] = exchange(self._connection, "workers")
         except BaseException:
             self._connection.close()
             raise

@@ -88,17 +88,17 @@ def default_num_proc() -> int:
     return cluster.default_num_proc(found)
 
 
-@with_params(ESTIMATOR)
-class EstimatorParams(Params):
-    """The parameters of an estimator (`table`, including a subclass's), with `setX` and `getX` for each."""
+class TableParams(Params):
+    """Parameters that a table defines; the constructor takes them as keywords."""
 
-    table: ClassVar[ParamTable] = ESTIMATOR
+    table: ClassVar[ParamTable]
 
-    def __init__(self) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__()
         self._setDefault(**{name: default for name, (default, _) in self.table.items()})
+        self.setParams(**kwargs)
 
-    def setParams(self, **kwargs: Any) -> EstimatorParams:  # noqa: N802 - pyspark's name
+    def setParams(self, **kwargs: Any) -> TableParams:  # noqa: N802 - pyspark's name
         """Set these parameters; None leaves a parameter unchanged. Raises TypeError for an unknown name."""
         unknown = sorted(set(kwargs) - set(self.table))
         if unknown:
@@ -114,16 +114,19 @@ class EstimatorParams(Params):
         return {name: self.getOrDefault(name) for name in self.table}
 
 
+@with_params(ESTIMATOR)
+class EstimatorParams(TableParams):
+    """The parameters of an estimator (`table`, including a subclass's), with `setX` and `getX` for each."""
+
+    table: ClassVar[ParamTable] = ESTIMATOR
+
+
 # Horovod misspelt this setter, and programs use it.
 @with_params(MODEL, {"label_columns": "LabelColoumns", "_metadata": "Metadata", "outputCols": "OutputCols"})
-class ModelParams(Params):
+class ModelParams(TableParams):
     """The parameters of a trained model."""
 
     table: ClassVar[ParamTable] = MODEL
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._setDefault(**{name: default for name, (default, _) in self.table.items()})
 
     def _get_metadata(self) -> Any:
         return self.getOrDefault("_metadata")
@@ -138,10 +141,6 @@ class HorovodEstimator(Estimator[Any], EstimatorParams, ParamsWritable, ParamsRe
 
     run_prefix: ClassVar[str] = "pytorch"
     validates_on_all_ranks: ClassVar[bool] = False
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__()
-        self.setParams(**kwargs)
 
     def fit_on_parquet(self, params: Mapping[Any, Any] | None = None, dataset_idx: int | None = None) -> Any:
         """Train on the Parquet data at the store's train (and, if present, validation) path."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 
 from hora.spark.estimator.base import HorovodModel
 from hora.spark.estimator.packing import pack_model, unpack_model
+from hora.spark.estimator.params import MODEL, signature_of
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -33,24 +34,12 @@ class TorchModel(HorovodModel):
     If a subclass overrides `get_prediction_fn`, rows are predicted one by one.
     """
 
-    def __init__(
-        self,
-        history: Sequence[Mapping[str, Any]] | None = None,
-        model: torch.nn.Module | None = None,
-        feature_columns: Sequence[str] | None = None,
-        input_shapes: Sequence[Sequence[int]] | None = None,
-        label_columns: Sequence[str] | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        run_id: str | None = None,
-        _metadata: Mapping[str, Any] | None = None,
-        loss: Any = None,
-        loss_constructors: Any = None,
-    ) -> None:
-        given = {name: value for name, value in locals().items() if name in self.table and value is not None}
-        super().__init__()
-        self._set(**given)
-        if label_columns:
-            self._setDefault(outputCols=[f"{label}__output" for label in label_columns])
+    __signature__ = signature_of({name: entry for name, entry in MODEL.items() if name != "outputCols"})
+
+    def getOutputCols(self) -> list[str]:  # noqa: N802 - pyspark's name
+        """Return the names of the predictions."""
+        labels = self.getOrDefault("label_columns") or ()
+        return list(self.getOrDefault("outputCols") or [f"{label}__output" for label in labels])
 
     def get_prediction_fn(self) -> PredictRow:
         """Return a function `(model, row) -> tensor, or one per label`, run without gradients in eval mode."""
@@ -71,7 +60,7 @@ class TorchModel(HorovodModel):
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         labels = list(self.getOrDefault("label_columns") or ())
-        names = list(self.getOrDefault("outputCols") or [f"{label}__output" for label in labels])
+        names = self.getOutputCols()
         if not labels or len(names) != len(labels):
             raise ValueError(f"there are {len(labels)} label columns {labels}, but {len(names)} output columns {names}")
         features = list(self.getOrDefault("feature_columns") or ())

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hora.spark.estimator.params import MODEL, ParamTable, with_params
+from hora.spark.estimator.params import MODEL, ParamTable, signature_of, with_params
 from hora.spark.estimator.torch_model import Predict, TorchModel
 from hora.spark.keras.packing import keras_of, pack_model, unpack_model
 
@@ -21,33 +21,16 @@ _OWN: dict[str, tuple[Any, str]] = {
 }
 
 
+_OF_TORCH = ("input_shapes", "optimizer", "loss", "loss_constructors", "outputCols")
+
+
 @with_params(_OWN)
 class KerasModel(TorchModel):
     """A trained Keras model. `transform(df)` adds a column of predictions for each label."""
 
     table: ClassVar[ParamTable] = MODEL | _OWN
 
-    def __init__(
-        self,
-        history: Mapping[str, Any] | None = None,
-        model: Any = None,
-        feature_columns: Sequence[str] | None = None,
-        label_columns: Sequence[str] | None = None,
-        custom_objects: Mapping[str, Any] | None = None,
-        run_id: str | None = None,
-        _metadata: Mapping[str, Any] | None = None,
-        _floatx: str | None = None,
-    ) -> None:
-        own = {"custom_objects": custom_objects, "_floatx": _floatx}
-        super().__init__(
-            history=history,  # type: ignore[arg-type]
-            model=model,
-            feature_columns=feature_columns,
-            label_columns=label_columns,
-            run_id=run_id,
-            _metadata=_metadata,
-        )
-        self._set(**{name: value for name, value in own.items() if value is not None})
+    __signature__ = signature_of({name: entry for name, entry in (MODEL | _OWN).items() if name not in _OF_TORCH})
 
     def keras(self) -> Any:
         """Return the Keras model."""
