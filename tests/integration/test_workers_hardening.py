@@ -119,7 +119,7 @@ def test_a_request_that_is_none_is_answered_with_an_error(session, payload):
 def test_a_call_that_makes_no_sense_is_answered(session):
     with pytest.raises(ValueError, match="unknown call 'dance'"):
         ask(session.gateway.name, KEY, call="dance")
-    with pytest.raises(RuntimeError, match="answered: .*'ids'"):
+    with pytest.raises(RuntimeError, match=r"answered: .*'ids'"):
         ask(session.gateway.name, KEY, call="wait")
 
 

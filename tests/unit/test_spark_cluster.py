@@ -105,6 +105,17 @@ def test_limits_of_dynamic_allocation(settings, limits):
     assert cluster.dynamic_limits(Context(**on)) == limits
 
 
+@pytest.mark.parametrize("most", ["infinity", "4"])
+def test_executors_on_demand_count_as_there(monkeypatch, most):
+    conf = {"spark_dynamicAllocation_enabled": "true", "spark_executor_cores": "1"}
+    context = Context(**conf, spark_dynamicAllocation_maxExecutors=most)
+    monkeypatch.setattr(cluster, "count_slots", lambda context: 1)
+    assert cluster.require_slots(context, 4) == 4
+    if most == "4":
+        with pytest.raises(ValueError, match=r"np=5 .* has 4 .*maxExecutors=4"):
+            cluster.require_slots(context, 5)
+
+
 def test_loopback_stays_loopback():
     assert cluster.listening_address("127.0.0.1") == ("127.0.0.1", "127.0.0.1")
     assert cluster.listening_address("no-such-host.invalid") == ("0.0.0.0", "no-such-host.invalid")

@@ -184,17 +184,12 @@ def _run_on_spark(
         watching=Watching.wanted(variables(), page=dashboard),
     )
     if elastic and not is_connect(cluster):  # Connect's stage keeps its size
-        return value_of_rank_0(_run_elastic(cluster, job))
+        # The job continues on the live tasks while Spark replaces the others.
+        from hora.launch.providers.spark.elastic import run_elastic_on_spark
+
+        limits = {"min_num_proc": 1, "max_num_proc": job.num_proc}
+        return value_of_rank_0(run_elastic_on_spark(cluster, job, **limits, elastic_timeout_s=elastic_timeout_s()))
     return value_of_rank_0(run_on_cluster(cluster, job))
-
-
-def _run_elastic(context: Any, job: SparkJob) -> JobResult:
-    """Start the requested number of tasks; the job continues on the live ones while Spark replaces the others."""
-    from hora.launch.providers.spark.elastic import run_elastic_on_spark
-
-    return run_elastic_on_spark(
-        context, job, min_num_proc=1, max_num_proc=job.num_proc, elastic_timeout_s=elastic_timeout_s()
-    )
 
 
 def _call_for_rank_0(main: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

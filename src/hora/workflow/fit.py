@@ -11,6 +11,7 @@ import json
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -79,39 +80,31 @@ def fit(
             logger.close()
 
 
+@dataclass(eq=False)
 class _Run:
     """One call of `fit`. Its position is (epoch, steps in it); a checkpoint holds the position and all state."""
 
-    def __init__(
-        self,
-        stepper: Stepper,
-        loaders: Loaders,
-        model: torch.nn.Module,
-        epochs: int,
-        checkpoints: Checkpoints | None,
-        early_stopping: EarlyStopping | None,
-        loggers: Sequence[Logger],
-        visible: bool,
-    ) -> None:
-        self.stepper = stepper
-        self.loaders = loaders
-        self.model = model
-        self.epochs = epochs
-        self.checkpoints = checkpoints
-        self.early_stopping = early_stopping
-        self.loggers = loggers
-        self.visible = visible
-        self.tally, self.tally_epoch = Tally(stepper.objective.names, stepper.device), -1
+    stepper: Stepper
+    loaders: Loaders
+    model: torch.nn.Module
+    epochs: int
+    checkpoints: Checkpoints | None
+    early_stopping: EarlyStopping | None
+    loggers: Sequence[Logger]
+    visible: bool
+
+    def __post_init__(self) -> None:
+        self.tally, self.tally_epoch = Tally(self.stepper.objective.names, self.stepper.device), -1
         self.history = History()
-        self.progress = Progress(epochs, 0, visible=False)
-        self.base_rates = [float(group["lr"]) for group in stepper.optimizer.param_groups]
-        self.num_steps = -(-len(loaders.train) // stepper.recipe.accumulate)
+        self.progress = Progress(self.epochs, 0, visible=False)
+        self.base_rates = [float(group["lr"]) for group in self.stepper.optimizer.param_groups]
+        self.num_steps = -(-len(self.loaders.train) // self.stepper.recipe.accumulate)
         self.first_epoch = 0
         self.steps_done = 0
         self.seconds_before = 0.0
         self.stopped = False
         self.midway: dict[str, Any] | None = None
-        _check_sharded(loaders.train)
+        _check_sharded(self.loaders.train)
 
     def train(self, resume: bool) -> History:
         """Train the remaining epochs."""
@@ -284,8 +277,8 @@ class _ElasticRun(_Run):
     those of the others.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         train = self.loaders.train
         sampler, batch_size = getattr(train, "sampler", None), getattr(train, "batch_size", None)
         if not isinstance(sampler, ShardSampler) or not sampler.shuffle or batch_size is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 import torch
@@ -48,6 +48,7 @@ class Schedule:
         return 1.0
 
 
+@dataclass(eq=False)
 class EarlyStopping:
     """Stops if `monitor` has not improved by more than `min_delta` for `patience` epochs.
 
@@ -55,25 +56,19 @@ class EarlyStopping:
     the weights of its best epoch.
     """
 
-    def __init__(
-        self,
-        monitor: str = "valid_loss",
-        *,
-        patience: int = 5,
-        min_delta: float = 0.0,
-        highest: bool = False,
-        restore_best: bool = True,
-    ) -> None:
-        if patience < 1:
-            raise ValueError(f"patience must be at least 1 epoch, but it is {patience}")
-        if min_delta < 0:
-            raise ValueError(f"min_delta must not be negative, but it is {min_delta}")
-        self.monitor = monitor
-        self.patience = patience
-        self.min_delta = min_delta
-        self.highest = highest
-        self.restore_best = restore_best
-        self._best = -math.inf if highest else math.inf
+    monitor: str = "valid_loss"
+    _: KW_ONLY
+    patience: int = 5
+    min_delta: float = 0.0
+    highest: bool = False
+    restore_best: bool = True
+
+    def __post_init__(self) -> None:
+        if self.patience < 1:
+            raise ValueError(f"patience must be at least 1 epoch, but it is {self.patience}")
+        if self.min_delta < 0:
+            raise ValueError(f"min_delta must not be negative, but it is {self.min_delta}")
+        self._best = -math.inf if self.highest else math.inf
         self._num_stale = 0
         self._weights: dict[str, torch.Tensor] | None = None
 

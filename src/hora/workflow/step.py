@@ -113,24 +113,19 @@ class Recipe:
         return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
+@dataclass(eq=False)
 class Stepper:
     """Takes optimizer steps on a model: `step`, or `begin`, `add` and `finish` if a step does not end with a batch."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        objective: Objective,
-        *,
-        recipe: Recipe,
-        device: torch.device,
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.objective = objective
-        self.recipe = recipe
-        self.device = device
-        self.scaler = torch.amp.GradScaler(device.type) if recipe.precision == "float16" else None
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    objective: Objective
+    recipe: Recipe
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        half = self.recipe.precision == "float16"
+        self.scaler = torch.amp.GradScaler(self.device.type) if half else None
 
     def step(self, batches: Sequence[Any], tally: Tally) -> None:
         """Accumulate the mean of the batches' gradients, then update the weights once."""

@@ -83,11 +83,15 @@ class ModelAndOptimizer:
         model = unpack_model(self.model, load=load)
         if device is not None:
             model = model.to(device)
+        return model, self.optimizer_of(model)
+
+    def optimizer_of(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """Return the optimizer, of the parameters of this model."""
         named = dict(model.named_parameters())
         groups = [{"params": [named[name] for name in group]} for group in self.groups]
         optimizer = self.optimizer_class(groups, **self.options)
         optimizer.load_state_dict(self.state)
-        return model, optimizer
+        return optimizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,7 +95,8 @@ class LoopPosition:
     def settle(self) -> None:
         """Bring the Trainer to its state between two batches, possibly in a new world."""
         trainer, loop = self.trainer, self.trainer.fit_loop
-        for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop, *_inner_loops(loop.epoch_loop)):
+        inner = (loop.epoch_loop.automatic_optimization, loop.epoch_loop.manual_optimization)
+        for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop, *inner):
             part._restarting = part._loaded_from_state_dict = part._resuming_from_checkpoint = False
         for tracker in (loop.epoch_progress.total, loop.epoch_progress.current):
             tracker.ready = tracker.started = tracker.processed = tracker.completed = self.epoch
@@ -128,10 +129,6 @@ class _LoopPositionHandler(SnapshotHandler):
 
 def _groups(strategy: Any) -> list[dict[str, Any]]:
     return [group for optimizer in strategy.optimizers for group in optimizer.param_groups]
-
-
-def _inner_loops(epoch_loop: Any) -> list[Any]:
-    return [epoch_loop.automatic_optimization, epoch_loop.manual_optimization]
 
 
 class _ElasticFit:

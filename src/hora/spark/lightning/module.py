@@ -75,12 +75,7 @@ class _Training:
         """Return the given optimizer's class and state, with its groups, on this module's parameters."""
         from hora.spark.estimator.packing import ModelAndOptimizer
 
-        given = ModelAndOptimizer.of(self._model, self._optimizer)
-        named = dict(self._model.named_parameters())
-        groups = [{"params": [named[name] for name in group]} for group in given.groups]
-        made = given.optimizer_class(groups, **given.options)
-        made.load_state_dict(given.state)
-        return made
+        return ModelAndOptimizer.of(self._model, self._optimizer).optimizer_of(self._model)
 
     def training_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> dict[str, torch.Tensor]:
         loss = self._step(batch)

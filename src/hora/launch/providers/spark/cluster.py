@@ -252,17 +252,13 @@ def dynamic_limits(context: Any) -> tuple[int | None, int | None]:
 
 
 def _require_on_demand(context: Any, num_slots: int) -> int:
-    conf = context.getConf()
-    most = conf.get("spark.dynamicAllocation.maxExecutors", "")
-    cores = conf.get("spark.executor.cores", "")
-    slots = count_slots(context)
-    if most and cores:  # otherwise there is no limit that we could know
-        capacity = int(most) * (int(cores) // int(conf.get("spark.task.cpus", "1")))
-        if capacity < num_slots:
-            raise ValueError(
-                f"{_too_few(context, num_slots, capacity)}; it may have spark.dynamicAllocation.maxExecutors={most}"
-            )
-    return max(slots, num_slots, 1)
+    _, capacity = dynamic_limits(context)
+    if capacity is not None and capacity < num_slots and context.getConf().get("spark.executor.cores", ""):
+        most = context.getConf().get("spark.dynamicAllocation.maxExecutors")
+        raise ValueError(
+            f"{_too_few(context, num_slots, capacity)}; it may have spark.dynamicAllocation.maxExecutors={most}"
+        )
+    return max(count_slots(context), num_slots, 1)
 
 
 def _settled_at(context: Any) -> float:

@@ -37,8 +37,8 @@ from hora.launch.providers.spark.cluster import (
     listening_address,
     server_host,
 )
-from hora.launch.providers.spark.driver import TaskAgents
-from hora.launch.providers.spark.launcher import SparkJob, run_in_tasks, run_on_spark
+from hora.launch.providers.spark.driver import StageDriver, TaskAgents
+from hora.launch.providers.spark.launcher import SparkJob, run_in_tasks
 from hora.launch.providers.spark.live_log import ClientLogSink, Invitation, LiveLog, LogStream, to_streams
 from hora.launch.providers.spark.task import SparkTask, python_path
 
@@ -207,7 +207,10 @@ def _joined(found: list[Any]) -> dict[str, bytes]:
 def run_on_cluster(cluster: Any, wanted: SparkJob) -> JobResult:
     """Run the job on the cluster of a SparkContext, or behind a Connect session; no slot stays taken."""
     check_protection(cluster)
-    return _run_on_connect(cluster, wanted) if is_connect(cluster) else run_on_spark(cluster, wanted)
+    if is_connect(cluster):
+        return _run_on_connect(cluster, wanted)
+    with StageDriver(cluster, wanted.num_proc, group=wanted.group, stream_output=wanted.stream_output) as driver:
+        return run_in_tasks(driver, wanted)
 
 
 def _run_on_connect(session: Any, wanted: SparkJob) -> JobResult:

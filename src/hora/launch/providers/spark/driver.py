@@ -7,6 +7,7 @@ it from this process's memory; elsewhere it travels with Spark's task. Only the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import re
@@ -50,7 +51,7 @@ class SparkStage:
     def __init__(
         self, context: Any, num_tasks: int, body: Callable[[int], None], *, group: str, barrier: bool = True
     ) -> None:
-        self._context = context
+        self.context = context
         # Spark refuses barrier stages under dynamic allocation. Ordinary tasks suffice: the start timeout covers slots
         # that never appear.
         self._barrier = barrier and not allocates_dynamically(context)
@@ -59,15 +60,19 @@ class SparkStage:
         self.group = f"{group}.{next(_numbers)}"
         self.ended = threading.Event()
         self.error: BaseException | None = None
-        self._thread = _thread_for(self._run, name=self.group)
 
     def start(self) -> None:
+        from pyspark import InheritableThread
+
+        # Inherits the caller's local properties (such as its scheduler pool), which a plain thread would lose.
+        self._thread = InheritableThread(target=self._run)
+        self._thread.name, self._thread.daemon = self.group, True
         self._thread.start()
 
     def cancel(self) -> None:
         """Kill the running tasks and wait until Spark has freed their slots."""
         if not self.ended.is_set():
-            self._context.cancelJobGroup(self.group)
+            self.context.cancelJobGroup(self.group)
         if not self.ended.wait(SPARK_END_S):
             raise TimeoutError(
                 f"Spark did not end the job group {self.group} within {SPARK_END_S:g} s of cancelling it"
@@ -76,20 +81,14 @@ class SparkStage:
 
     def is_waiting(self) -> bool:
         """Return whether no task of the stage runs yet, because the slots are taken by other jobs."""
-        tracker = self._context.statusTracker()
-        for job in tracker.getJobIdsForGroup(self.group):
-            info = tracker.getJobInfo(job)
-            stages = [tracker.getStageInfo(stage) for stage in info.stageIds] if info else []
-            if any(stage is not None and stage.numActiveTasks for stage in stages):
-                return False
-        return not self.ended.is_set()
+        return next(self._active_stages(), None) is None and not self.ended.is_set()
 
     def on_leaving_executors(self) -> dict[int, int]:
         """Return the tasks on executors that Spark is decommissioning, with their attempt numbers."""
         from py4j.protocol import Py4JError
 
         try:
-            scala_context = self._context._jsc.sc()
+            scala_context = self.context._jsc.sc()
             scheduler, found = scala_context.taskScheduler(), {}
             for task in self._running_tasks(scala_context):
                 if scheduler.getExecutorDecommissionState(task.executorId()).isDefined():
@@ -99,21 +98,21 @@ class SparkStage:
             return {}
 
     def _running_tasks(self, scala_context: Any) -> Iterator[Any]:
-        tracker = self._context.statusTracker()
+        for number, stage in self._active_stages():
+            tasks = scala_context.statusStore().taskList(number, stage.currentAttemptId, 100 * self._num_tasks)
+            for index in range(tasks.size()):
+                if tasks.apply(index).status() == "RUNNING":
+                    yield tasks.apply(index)
+
+    def _active_stages(self) -> Iterator[tuple[int, Any]]:
+        """Yield the number and the state of each stage with a running task."""
+        tracker = self.context.statusTracker()
         for job in tracker.getJobIdsForGroup(self.group):
             info = tracker.getJobInfo(job)
             for number in info.stageIds if info else ():
                 stage = tracker.getStageInfo(number)
-                if stage is None or not stage.numActiveTasks:
-                    continue
-                tasks = scala_context.statusStore().taskList(number, stage.currentAttemptId, 100 * self._num_tasks)
-                for index in range(tasks.size()):
-                    if tasks.apply(index).status() == "RUNNING":
-                        yield tasks.apply(index)
-
-    def count_slots(self) -> int:
-        """The cluster's task slots, free or not."""
-        return count_slots(self._context)
+                if stage is not None and stage.numActiveTasks:
+                    yield number, stage
 
     def failure_text(self) -> str:
         """Return Spark's reason for the failure in a few lines, without the Java stack."""
@@ -123,18 +122,24 @@ class SparkStage:
         if "No module named 'hora'" in text:
             hint = (
                 "\nInstall hora on every node, for the Python that runs Spark's workers: it is "
-                f"{self._context.pythonExec!r}, and PYSPARK_PYTHON chooses another (here runs {sys.executable})."
+                f"{self.context.pythonExec!r}, and PYSPARK_PYTHON chooses another (here runs {sys.executable})."
             )
         return (found.group(0) if found else text)[:4000].strip() + hint
 
     def _run(self) -> None:
         try:
-            self._context.setJobGroup(self.group, f"Hora: {self._num_tasks} processes", interruptOnCancel=True)
-            rdd = self._context.parallelize(range(self._num_tasks), self._num_tasks)
+            self.context.setJobGroup(self.group, f"Hora: {self._num_tasks} processes", interruptOnCancel=True)
+            rdd = self.context.parallelize(range(self._num_tasks), self._num_tasks)
             stage = rdd.barrier() if self._barrier else rdd
-            tasks = stage.mapPartitions(_TaskBody(self._body))
-            with _own_workers(self._context):
+            tasks = stage.mapPartitions(functools.partial(_call_for_each, self._body))
+            # Spark keeps a set of Python workers per requested environment. So the next job gets workers with a warm
+            # process beside them (`warm_pool`), however many other workers UDFs have used.
+            environment = self.context.environment
+            self.context.environment = {**environment, "HORA_SPARK_WORKER": "1"}
+            try:
                 tasks._jrdd  # noqa: B018 - computed once, and with it the kind of Python worker
+            finally:
+                self.context.environment = environment
             tasks.collect()
         except BaseException as error:  # whatever it is belongs to the thread that waits for the job
             self.error = error
@@ -142,40 +147,11 @@ class SparkStage:
             self.ended.set()
 
 
-class _TaskBody:
-    """Function that Spark runs in a partition: the body, with the partition's number."""
-
-    def __init__(self, body: Callable[[int], None]) -> None:
-        self._body = body
-
-    def __call__(self, partition: Iterable[int]) -> Iterator[None]:
-        for index in partition:
-            self._body(index)
-        return iter(())
-
-
-@contextlib.contextmanager
-def _own_workers(context: Any) -> Iterator[None]:
-    """Run the RDDs defined in this block in separate Python workers.
-
-    Spark keeps a set of Python workers per requested environment. So the next job gets workers with a warm process
-    beside them (`warm_pool`), however many other workers UDFs have used.
-    """
-    environment = context.environment
-    context.environment = {**environment, "HORA_SPARK_WORKER": "1"}
-    try:
-        yield
-    finally:
-        context.environment = environment
-
-
-def _thread_for(target: Callable[[], None], *, name: str) -> threading.Thread:
-    from pyspark import InheritableThread
-
-    # Inherits the caller's local properties (such as its scheduler pool), which a plain thread would lose.
-    thread = InheritableThread(target=target)
-    thread.name, thread.daemon = name, True
-    return thread
+def _call_for_each(body: Callable[[int], None], partition: Iterable[int]) -> Iterator[None]:
+    """Call the body with each number of a partition. Spark runs this."""
+    for index in partition:
+        body(index)
+    return iter(())
 
 
 class TaskAgent(AgentHandle):
@@ -285,7 +261,7 @@ class TaskAgents(Agents):
         """Return whether there are enough slots and other jobs hold them."""
         if self.stage is None or self._places or not self.stage.is_waiting():
             return False
-        return self.stage.count_slots() >= num_tasks
+        return count_slots(self.stage.context) >= num_tasks
 
     def host_of(self, task: int) -> str:
         """Return the address from which a task has connected."""

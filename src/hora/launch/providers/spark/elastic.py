@@ -67,13 +67,13 @@ def run_elastic_on_spark(
             place_ranks([host.hostname for host in hosts])
         )
         spec = ElasticSpec(limits=limits, hosts=tuple(hosts), script=driver)
-        with _leaving_watched(driver, watch=decommissions(context)):
+        with _leaving_watched(driver) if decommissions(context) else contextlib.nullcontext():
             result = run_job(job, _ElasticLauncher(driver, bind_gpus=wanted.bind_gpus), spec)
         return replace(result, results=tuple(value for value in result.results if value is not None))
 
 
 @contextlib.contextmanager
-def _leaving_watched(driver: _Attempts, *, watch: bool) -> Iterator[None]:
+def _leaving_watched(driver: _Attempts) -> Iterator[None]:
     """Within the block, watch for executors that Spark decommissions, and tell their ranks to leave."""
     over = threading.Event()
 
@@ -82,14 +82,12 @@ def _leaving_watched(driver: _Attempts, *, watch: bool) -> Iterator[None]:
             driver.leave(driver.stage.on_leaving_executors())
 
     thread = threading.Thread(target=look, name="hora-decommissioning", daemon=True)
-    if watch:
-        thread.start()
+    thread.start()
     try:
         yield
     finally:
         over.set()
-        if watch:
-            thread.join(SPARK_END_S)
+        thread.join(SPARK_END_S)
 
 
 class _Attempts(StageDriver):

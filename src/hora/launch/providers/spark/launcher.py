@@ -1,7 +1,7 @@
 """The Spark launcher: the ranks of a job as the tasks of one Spark stage. Spark is the cluster manager here.
 
-`run_on_spark` starts the stage, waits until every task has reported its host, assigns ranks to tasks and runs the job
-with the controller. `SparkLauncher` starts, watches and ends processes through the tasks. Importing this module does
+`run_in_tasks` waits until every task has reported its host, assigns ranks to tasks and runs the job with the
+controller. `SparkLauncher` starts, watches and ends processes through the tasks. Importing this module does
 not import pyspark.
 """
 
@@ -10,14 +10,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hora.launch.agent.protocol import Exited
 from hora.launch.controller.launcher import AgentHandle
 from hora.launch.controller.loop import run_job
 from hora.launch.job import Job, JobResult, LaunchEvents, OutputOptions, Watching, WorkerSpec
 from hora.launch.providers.spark.cluster import GPU_VARIABLE, Placement, place_tasks
-from hora.launch.providers.spark.driver import StageDriver, TaskAgent, TaskAgents
+from hora.launch.providers.spark.driver import TaskAgent, TaskAgents
 from hora.launch.slots import Slot
 
 
@@ -55,12 +54,6 @@ class SparkJob:
             title=self.group,
             watching=self.watching,
         )
-
-
-def run_on_spark(context: Any, wanted: SparkJob) -> JobResult:
-    """Run the job on the cluster of this SparkContext. All task slots are freed, whatever the outcome."""
-    with StageDriver(context, wanted.num_proc, group=wanted.group, stream_output=wanted.stream_output) as driver:
-        return run_in_tasks(driver, wanted)
 
 
 def run_in_tasks(driver: TaskAgents, wanted: SparkJob) -> JobResult:

@@ -220,13 +220,10 @@ def host_hash(salt: str | None = None) -> str:
     """Return an id of the host, its namespaces and, on YARN, the container: processes with the same id can share
     memory.
     """
-    spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("ipc", "mnt", "net", "uts") if _has_namespace(kind)]
+    links = [Path(f"/proc/self/ns/{kind}") for kind in ("ipc", "mnt", "net", "uts")]
+    spaces = [os.readlink(link) for link in links if link.is_symlink()]
     facts = [socket.gethostname(), *spaces, variables().get("CONTAINER_ID", ""), *([salt] if salt else [])]
     return f"{socket.gethostname().split('.')[0]}-{hashlib.sha256('|'.join(facts).encode()).hexdigest()[:32]}"
-
-
-def _has_namespace(kind: str) -> bool:
-    return Path(f"/proc/self/ns/{kind}").is_symlink()
 
 
 def gpu_addresses() -> list[str]:
