@@ -165,7 +165,7 @@ def test_a_tampered_file_runs_nothing(metadata, monkeypatch, tmp_path, hide, str
 )
 def test_names_that_lead_elsewhere_are_foreign(name):
     with pytest.raises(ValueError, match="reading it can run any code"):
-        persistence.load(b"\x80\x04c" + name.encode() + b"\n.", what="it", rename=lambda *found: found)
+        persistence.load(b"\x80\x04c" + name.encode() + b"\n.", what="it")
 
 
 def test_torchs_own_parts_are_read_without_trust_and_nothing_else_is(metadata, monkeypatch):
@@ -240,4 +240,4 @@ def test_what_travels_by_value_is_named_and_never_read_without_trust(metadata, m
         *((pretended + end, "of its own") for end in (b".", b"N\x85R.", b"0cposix\nsystem\n.")),
     ):
         with pytest.raises(ValueError, match=held):
-            persistence.load(data, what="it", rename=lambda *found: found)
+            persistence.load(data, what="it")

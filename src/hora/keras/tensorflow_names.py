@@ -39,32 +39,20 @@ def DistributedOptimizer(
 
     An optimizer of `tf.compat.v1` is wrapped in another one, which does so in `compute_gradients`.
     """
-    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        reduction = GradientReduction(
-            op=op,
-            compression=compression,
-            sparse_as_dense=sparse_as_dense,
-            gradient_predivide_factor=gradient_predivide_factor,
-            groups=groups if groups is not None else num_groups,
-            process_set=process_set,
-            scale_local_gradients=scale_local_gradients,
-        )
-        passes = backward_passes_per_step
-        return GraphOptimizer(optimizer, name, use_locking, reduction, passes, average_aggregated_gradients)
-    return keras_optimizer.DistributedOptimizer(
-        optimizer,
-        name=name,
+    options = {key: value for key, value in locals().items() if key not in ("optimizer", "use_locking")}
+    if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        return keras_optimizer.DistributedOptimizer(optimizer, **options)
+    reduction = GradientReduction(
+        op=op,
         compression=compression,
         sparse_as_dense=sparse_as_dense,
         gradient_predivide_factor=gradient_predivide_factor,
-        op=op,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        num_groups=num_groups,
-        groups=groups,
+        groups=groups if groups is not None else num_groups,
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )
+    passes = backward_passes_per_step
+    return GraphOptimizer(optimizer, name, use_locking, reduction, passes, average_aggregated_gradients)
 
 
 def PartialDistributedOptimizer(optimizer: Any, *args: Any, local_layers: Any = None, **kwargs: Any) -> Any:

@@ -6,7 +6,6 @@ starts the job. `horovod.spark` re-exports them.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any
@@ -50,26 +49,20 @@ def run(
     `num_proc` defaults to Spark's default parallelism. `start_timeout` is the number of seconds within which all tasks
     must start. `env` adds variables to the executors' environment. `executable` is the Python of the processes.
     """
+    given = locals()
     if use_mpi:
         raise ValueError("use_mpi=True: MPI support has not been built; Hora needs none. Drop use_mpi.")
     cluster = _cluster(fn, active_cluster, "run")
     num_proc = default_num_proc(cluster) if num_proc is None else num_proc
     if isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1:
         raise ValueError(f"num_proc must be an integer of at least 1, but it is {num_proc!r}")
-    timeout_s = _start_timeout_s(start_timeout)
-    _check_slots(cluster, num_proc, timeout_s)
-    job = SparkJob(
-        function=pickle_call(fn, args, kwargs),
-        num_proc=num_proc,
-        group="horovod.spark.run",
-        env=_variables(env, nics),
-        output=_output(stdout, stderr, prefix_output_with_timestamp),
-        start_timeout_s=timeout_s,
-        bind_gpus=False,
-        executable=executable,
-        verbose=verbose >= 2,
-        watching=Watching.wanted(variables()),
-    )
+    job = _job(given, num_proc=num_proc, group="horovod.spark.run", executable=executable)
+    try:
+        require_slots(cluster, num_proc, limit_s=job.start_timeout_s)
+    except ValueError as error:  # the text starts like Horovod's, which callers look for
+        raise StartTimeoutError(
+            f"Timed out waiting for Spark tasks to start. They can never all run at once, so this did not wait: {error}"
+        ) from None
     return run_on_cluster(cluster, job).values()
 
 
@@ -99,9 +92,9 @@ def run_elastic(
     task, which Spark starts again: `spark.task.maxFailures` must exceed the failures to survive. The function uses
     `hvd.elastic.run`. `min_np` and `max_np` are deprecated names; the other arguments are those of `run`.
     """
-    from hora.launch.providers.spark.elastic import (
-        run_elastic_on_spark,  # imported only here: other jobs start faster without it
-    )
+    given = locals()
+    # Imported only here: other jobs start faster without it.
+    from hora.launch.providers.spark.elastic import run_elastic_on_spark
 
     context = _cluster(fn, active_context, "run_elastic")
     num_proc = context.defaultParallelism if num_proc is None else num_proc
@@ -114,21 +107,9 @@ def run_elastic(
             f"min_num_proc={least}, num_proc={num_proc}, max_num_proc={most}"
         )
     timeout_s = elastic_timeout_s() if elastic_timeout is None else float(elastic_timeout)
-    job = SparkJob(
-        function=pickle_call(fn, args, kwargs),
-        num_proc=num_proc,
-        group="horovod.spark.run_elastic",
-        env=_variables(env, nics),
-        output=_output(stdout, stderr, prefix_output_with_timestamp),
-        start_timeout_s=_start_timeout_s(start_timeout),
-        bind_gpus=False,
-        verbose=verbose >= 2,
-        watching=Watching.wanted(variables()),
-    )
-    result = run_elastic_on_spark(
-        context, job, min_num_proc=least, max_num_proc=most, elastic_timeout_s=timeout_s, reset_limit=reset_limit
-    )
-    return result.values()
+    job = _job(given, num_proc=num_proc, group="horovod.spark.run_elastic")
+    limits: dict[str, Any] = {"min_num_proc": least, "max_num_proc": most, "reset_limit": reset_limit}
+    return run_elastic_on_spark(context, job, **limits, elastic_timeout_s=timeout_s).values()
 
 
 def _cluster(fn: Callable[..., Any], find: Callable[[], Any], caller: str) -> Any:
@@ -141,31 +122,22 @@ def _cluster(fn: Callable[..., Any], find: Callable[[], Any], caller: str) -> An
     return cluster
 
 
-def _check_slots(cluster: Any, num_proc: int, timeout_s: float) -> None:
-    """Raise an error at once if the processes can never all run. It starts like Horovod's, which callers look for."""
-    try:
-        require_slots(cluster, num_proc, limit_s=timeout_s)
-    except ValueError as error:
-        raise StartTimeoutError(
-            f"Timed out waiting for Spark tasks to start. They can never all run at once, so this did not wait: {error}"
-        ) from None
-
-
-def _variables(env: Mapping[str, str] | None, nics: Iterable[str] | None) -> dict[str, str]:
-    given = {str(name): str(value) for name, value in (env or {}).items()}
-    return given | ({} if nics is None else {"HOROVOD_GLOO_IFACE": ",".join(nics)})
-
-
-def _output(stdout: IO[Any] | None, stderr: IO[Any] | None, timestamp: bool) -> OutputOptions:
-    return OutputOptions(
-        timestamp=timestamp,
-        stdout=sys.stdout if stdout is None else stdout,
-        stderr=sys.stderr if stderr is None else stderr,
+def _job(given: Mapping[str, Any], **more: Any) -> SparkJob:
+    """Return the job of a call with these arguments."""
+    env = {str(name): str(value) for name, value in (given["env"] or {}).items()}
+    if given["nics"] is not None:
+        env["HOROVOD_GLOO_IFACE"] = ",".join(given["nics"])
+    timeout, timestamp = given["start_timeout"], given["prefix_output_with_timestamp"]
+    return SparkJob(
+        function=pickle_call(given["fn"], given["args"], given["kwargs"]),
+        env=env,
+        output=OutputOptions(timestamp=timestamp, stdout=given["stdout"], stderr=given["stderr"]),
+        start_timeout_s=start_timeout_s() if timeout is None else float(timeout),
+        bind_gpus=False,
+        verbose=given["verbose"] >= 2,
+        watching=Watching.wanted(variables()),
+        **more,
     )
-
-
-def _start_timeout_s(given: float | None) -> float:
-    return start_timeout_s() if given is None else float(given)
 
 
 def _renamed(old: str, old_value: int | None, new: str, new_value: int | None) -> int | None:

@@ -69,6 +69,8 @@ class GraphOptimizer(_V1Optimizer):
             )
         super().__init__(name=name or f"Distributed{type(optimizer).__name__}", use_locking=use_locking)
         self._optimizer = optimizer
+        self.get_slot, self.get_slot_names = optimizer.get_slot, optimizer.get_slot_names
+        self.variables = optimizer.variables
         self._reduction = reduction
         self._local: dict[int, Any] = {}
         self._agg_helper = None if passes == 1 else LocalAggregation(self._reduce, passes, average)
@@ -108,18 +110,6 @@ class GraphOptimizer(_V1Optimizer):
 
     def _reduce(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         return self._reduction(gradients, variables, self._local)
-
-    def get_slot(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a slot of the given optimizer."""
-        return self._optimizer.get_slot(*args, **kwargs)
-
-    def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the names of the given optimizer's slots."""
-        return self._optimizer.get_slot_names(*args, **kwargs)
-
-    def variables(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the variables of the given optimizer."""
-        return self._optimizer.variables(*args, **kwargs)
 
 
 class LocalAggregation:

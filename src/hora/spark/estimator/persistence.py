@@ -15,7 +15,7 @@ import json
 import pickle
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NoReturn
 
@@ -26,10 +26,8 @@ from pyspark.sql import types as spark_types
 
 from hora.config import trusts_files
 from hora.launch.providers.spark.cluster import connect_session
-from hora.safe_load import ForeignError, Name, Vocabulary, load_pickle, load_torch
+from hora.safe_load import ForeignError, Vocabulary, load_pickle, load_torch
 from hora.spark.estimator.packing import ModelAndOptimizer, is_script, pack_model, unpack_model
-
-Rename = Callable[[str, str], Name]
 
 _CLASSES: dict[str, type] = {
     "torch.nn.": torch.nn.Module,
@@ -44,14 +42,15 @@ _OLD_PACKAGE = "hora.estimator."  # the old module of these classes, in the firs
 _PACKAGE = "hora.spark.estimator."
 
 
-def load(data: bytes, *, what: str, rename: Rename, trusted: bool = False) -> Any:
+def load(data: bytes, *, what: str, trusted: bool = False) -> Any:
     """Unpickle an object. Raises ValueError, naming it `what`, if it is not trusted but would have to be."""
+    vocabulary = Vocabulary(instance_class=_instance_class, value=_function, rename=_found_now)
     try:
-        return load_pickle(data, _vocabulary(rename)).plain()
+        return load_pickle(data, vocabulary).plain()
     except ForeignError as error:
         if not (trusted or trusts_files()):
             refuse(what, str(error))
-    return _Trusting(data, rename).load()
+    return _Trusting(io.BytesIO(data)).load()
 
 
 def load_checkpoint(data: bytes, *, what: str, without: Sequence[str] = ()) -> dict[str, Any]:
@@ -75,16 +74,8 @@ def refuse(what: str, held: str) -> NoReturn:
 
 
 class _Trusting(pickle.Unpickler):
-    def __init__(self, data: bytes, rename: Rename) -> None:
-        super().__init__(io.BytesIO(data))
-        self._rename = rename
-
     def find_class(self, module: str, name: str) -> Any:
-        return super().find_class(*self._rename(module, name))
-
-
-def _vocabulary(rename: Rename) -> Vocabulary:
-    return Vocabulary(instance_class=_instance_class, value=_function, rename=rename)
+        return super().find_class(*_found_now(module, name))
 
 
 def _instance_class(module: str, name: str) -> type | None:
@@ -95,7 +86,8 @@ def _instance_class(module: str, name: str) -> type | None:
         return None
     for prefix, base in _CLASSES.items():
         if f"{module}.".startswith(prefix):
-            found = _attribute(module, name)
+            # Of a module that is already imported: reading a file imports nothing.
+            found = getattr(sys.modules.get(module), name, None) if "." not in name else None
             if isinstance(found, type) and issubclass(found, base) and f"{found.__module__}.".startswith(prefix):
                 return found
     return None
@@ -106,11 +98,6 @@ def _function(module: str, name: str) -> Any:
     found = getattr(_FUNCTIONS.get(module), name, None)
     known = isinstance(found, FunctionType | BuiltinFunctionType) and found.__module__ in _FUNCTIONS
     return found if known else None
-
-
-def _attribute(module: str, name: str) -> Any:
-    """Return an attribute of a module that is already imported: reading a file imports nothing."""
-    return getattr(sys.modules.get(module), name, None) if "." not in name else None
 
 
 class ParamsWriter(MLWriter):
@@ -205,7 +192,7 @@ def _loaded(data: bytes, path: str, *, trusted: bool = False) -> dict[str, Any]:
     """Return the parameters in a saved file. Raises ValueError if it can run code and is not trusted."""
 
     def read(pickled: bytes) -> Any:
-        return load(pickled, what=path, rename=_found_now, trusted=trusted)
+        return load(pickled, what=path, trusted=trusted)
 
     values: dict[str, Any] = read(data)
     if not isinstance(values, dict):

@@ -134,7 +134,7 @@ def _load(model: bytes, input_shapes: Sequence[Sequence[int]]) -> Predict:
 
     def predict(columns: Sequence[Sequence[Any]]) -> list[np.ndarray[Any, Any]]:
         inputs = [
-            torch.tensor(np.array([_values(value) for value in column]), dtype=torch.float32) for column in columns
+            torch.tensor(np.array([as_values(value) for value in column]), dtype=torch.float32) for column in columns
         ]
         if input_shapes:
             inputs = [tensor.reshape(tuple(shape)) for tensor, shape in zip(inputs, input_shapes, strict=True)]
@@ -256,5 +256,6 @@ def _as_list(outputs: Any) -> list[torch.Tensor]:
     return list(outputs) if isinstance(outputs, tuple | list) else [outputs]
 
 
-def _values(value: Any) -> Any:
+def as_values(value: Any) -> Any:
+    """Return a cell of a feature column as plain values: vectors as arrays."""
     return value.toArray() if hasattr(value, "toArray") else value

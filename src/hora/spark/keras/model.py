@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hora.spark.estimator.params import MODEL, ParamTable, signature_of, with_params
-from hora.spark.estimator.torch_model import Predict, TorchModel
-from hora.spark.keras.packing import keras_of, pack_model, unpack_model
+from hora.spark.estimator.torch_model import Predict, TorchModel, as_values
+from hora.spark.keras.packing import as_inputs, keras_of, pack_model, unpack_model
 
 _OWN: dict[str, tuple[Any, str]] = {
     "custom_objects": (None, "the model's own classes and functions by name"),
@@ -46,16 +46,9 @@ class KerasModel(TorchModel):
 
 def _load(package: str, packed: bytes, custom_objects: Mapping[str, Any]) -> Predict:
     model = unpack_model(package, packed, custom_objects)
-    shapes = [(-1, *[extent or -1 for extent in one.shape[1:]]) for one in model.inputs]
-    dtypes = [str(getattr(one.dtype, "name", one.dtype)) for one in model.inputs]
 
     def predict(columns: Sequence[Sequence[Any]]) -> list[Any]:
-        inputs = [
-            np.array([value.toArray() if hasattr(value, "toArray") else value for value in column])
-            .reshape(shape)
-            .astype(dtype)
-            for column, shape, dtype in zip(columns, shapes, dtypes, strict=True)
-        ]
+        inputs = as_inputs(model, [np.array([as_values(value) for value in column]) for column in columns])
         outputs = model.predict_on_batch(inputs[0] if len(inputs) == 1 else inputs)
         found = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
         return [np.asarray(output, dtype=np.float32).reshape(len(columns[0]), -1) for output in found]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,16 @@ def unpack_model(package: str, packed: bytes, custom_objects: Mapping[str, Any] 
         path = Path(folder, "model.keras")
         path.write_bytes(packed)
         return keras.models.load_model(path, custom_objects=dict(custom_objects or {}), compile=False)
+
+
+def as_inputs(model: Any, columns: Sequence[Any]) -> list[Any]:
+    """Return arrays of rows in the shapes and dtypes of the model's inputs."""
+    return [
+        column.reshape((-1, *[extent or -1 for extent in one.shape[1:]])).astype(
+            str(getattr(one.dtype, "name", one.dtype))
+        )
+        for column, one in zip(columns, model.inputs, strict=True)
+    ]
 
 
 def pack(package: str, value: Any) -> Any:

@@ -30,7 +30,7 @@ from hora.spark.estimator.training import (
     open_data_module,
     run_folder,
 )
-from hora.spark.keras.packing import pack_model, unpack, unpack_model
+from hora.spark.keras.packing import as_inputs, pack_model, unpack, unpack_model
 from hora.torch.arrays import as_numpy, as_torch
 
 _CPU = torch.device("cpu")
@@ -46,7 +46,8 @@ def train(spec: RankSpec) -> TrainingResult | None:
     model = unpack_model(spec.package, spec.model, values["custom_objects"])
     optimizer = _compile(spec, keras, model)
     place: Any = _KerasPosition(json.dumps(_resume(spec, model, optimizer)), size=hvd.size())
-    place = go_on(place, elastic.run, functools.partial(_state, model, optimizer), _train_epochs, spec, keras, model)
+    state = functools.partial(elastic.KerasState, model, optimizer)
+    place = go_on(place, elastic.run, state, _train_epochs, spec, keras, model)
     if hvd.rank() != 0:
         return None
     sizes = tuple(int(np.prod([extent or 1 for extent in output.shape[1:]])) for output in model.outputs)
@@ -58,10 +59,6 @@ class _KerasPosition(TrainingPosition):
     """`size` scales the learning rate."""
 
     size: int = 1
-
-
-def _state(model: Any, optimizer: Any, **place: Any) -> Any:
-    return elastic.KerasState(model, optimizer, **place)
 
 
 def _train_epochs(place: Any, spec: RankSpec, keras: Any, model: Any) -> None:
@@ -136,14 +133,11 @@ def _callbacks(spec: RankSpec, keras: Any, folder: str, keeper: Any) -> list[Any
 
 def _rows(spec: RankSpec, model: Any, batches: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
     """Yield `(inputs, labels)` or `(inputs, labels, weights)` in the shapes and dtypes of the model's inputs."""
-    wanted = [(tuple(one.shape[1:]), _dtype(one)) for one in model.inputs]
+    wanted = len(model.inputs)
     for minibatch in minibatches(spec, batches, _CPU):
-        if len(minibatch.inputs) != len(wanted):
-            raise ValueError(f"the model has {len(wanted)} inputs, but there are {len(spec.features)} feature columns")
-        inputs = [
-            as_numpy(tensor).reshape((-1, *[extent or -1 for extent in shape])).astype(dtype)
-            for tensor, (shape, dtype) in zip(minibatch.inputs, wanted, strict=True)
-        ]
+        if len(minibatch.inputs) != wanted:
+            raise ValueError(f"the model has {wanted} inputs, but there are {len(spec.features)} feature columns")
+        inputs = as_inputs(model, [as_numpy(tensor) for tensor in minibatch.inputs])
         labels = [as_numpy(label) for label in minibatch.labels]
         row = (_one_or_all(inputs), _one_or_all(labels))
         yield row if minibatch.weights is None else (*row, as_numpy(minibatch.weights))
@@ -152,10 +146,6 @@ def _rows(spec: RankSpec, model: Any, batches: Iterable[Any]) -> Iterator[tuple[
 def _again(data: Any) -> Iterator[Any]:
     while True:
         yield from data.val_data()
-
-
-def _dtype(tensor: Any) -> str:
-    return str(getattr(tensor.dtype, "name", tensor.dtype))
 
 
 def _one_or_all(arrays: list[Any]) -> Any:
