@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,40 +33,6 @@ pre { background: #f6f7f9; padding: .8rem 1rem; white-space: pre-wrap; overflow-
   font-size: .85rem }
 """
 NEW_PENGUIN = {"Island": "Biscoe", "CulmenLength": 50.4, "CulmenDepth": 15.3, "FlipperLength": 224, "BodyMass": 5550}
-
-
-@dataclass
-class LabReport:
-    """Collects paragraphs, tables and pictures; `write` creates the file."""
-
-    title: str
-    parts: list[str] = field(default_factory=list)
-
-    def add(self, tag: str, text: str) -> None:
-        """Add a heading (h2), a paragraph (p) or preformatted text (pre)."""
-        self.parts.append(f"<{tag}>{html.escape(text)}</{tag}>")
-
-    def table(self, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """A table."""
-        lines = [("th", header), *(("td", row) for row in rows)]
-        cells = ("".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in row) for tag, row in lines)
-        self.parts.append("<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>")
-
-    def picture(self, path: str | Path, description: str) -> None:
-        """Add a PNG, embedded in the page."""
-        data = base64.b64encode(Path(path).read_bytes()).decode()
-        self.parts.append(f'<img alt="{html.escape(description)}" src="data:image/png;base64,{data}">')
-
-    def write(self, path: str | Path) -> Path:
-        """Write the page."""
-        title = html.escape(self.title)
-        head = (
-            '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        )
-        head += f"<title>{title}</title>"
-        page = "\n".join([head, f"<style>{_STYLE}</style>", f"<h1>{title}</h1>", *self.parts, "</html>"])
-        Path(path).write_text(page, encoding="utf-8")
-        return Path(path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -231,37 +196,46 @@ def _weights_text(model: ModelFile) -> str:
 
 
 def _write_report(data: Penguins, rows: list[tuple[str, str, str]], model: ModelFile, folder: Path) -> None:
-    report = LabReport("Which penguin is it?")
-    report.add(
-        "p",
-        f"{data.num_train_birds} birds to learn from, {len(data.test)} to be tested on. Every training bird is "
-        f"repeated (oversampling), so an epoch has {len(data.train)} rows.",
-    )
-    report.add(
-        "p",
-        f"Prepared by {data.prepared_by}: incomplete rows dropped, island indexed, flipper / 10, mass / 100, "
-        "split 70/30.",
-    )
-    report.table(("run", "training time", "test accuracy"), rows)
-    report.picture(folder / "penguins.png", "loss, accuracy, time and decision regions of all runs")
-    report.add("h2", "Weights and biases")
-    report.picture(folder / "weights.png", "the weights of every layer")
-    report.add("pre", _weights_text(model))
-    report.add("h2", "A new penguin")
-    report.table(("measurement", "value"), list(NEW_PENGUIN.items()))
     probabilities = model.predict(NEW_PENGUIN).probabilities
-    report.table(("species", "probability"), [(name, f"{value:.2%}") for name, value in probabilities.items()])
-    report.add("h2", "What to do next")
-    report.add("p", "Load the model, ask it about a bird of your own, or train on a table of your own:")
-    report.add(
-        "pre",
-        f"from hora.workflow import load\n\n"
-        f"bird = {NEW_PENGUIN}\nload({str((folder / 'model').resolve())!r}).predict(bird)\n\n"
-        "hora demo penguins --csv my_penguins.csv     # the same lab on your own rows\n"
-        "hora demo faults                             # kill ranks of a training on its live page\n"
-        "hora init train.py                           # a script to begin with: hora run -np 2 python train.py",
-    )
-    report.write(folder / "report.html")
+    page = f"""<!doctype html><html lang="en"><meta charset="utf-8">
+<meta name="viewport" content="width=device-width"><title>Which penguin is it?</title>
+<style>{_STYLE}</style>
+<h1>Which penguin is it?</h1>
+<p>{data.num_train_birds} birds to learn from, {len(data.test)} to be tested on. Every training bird is repeated \
+(oversampling), so an epoch has {len(data.train)} rows.</p>
+<p>Prepared by {html.escape(data.prepared_by)}: incomplete rows dropped, island indexed, flipper / 10, mass / 100, \
+split 70/30.</p>
+{_table(("run", "training time", "test accuracy"), rows)}
+{_picture(folder / "penguins.png", "loss, accuracy, time and decision regions of all runs")}
+<h2>Weights and biases</h2>
+{_picture(folder / "weights.png", "the weights of every layer")}
+<pre>{html.escape(_weights_text(model))}</pre>
+<h2>A new penguin</h2>
+{_table(("measurement", "value"), list(NEW_PENGUIN.items()))}
+{_table(("species", "probability"), [(name, f"{value:.2%}") for name, value in probabilities.items()])}
+<h2>What to do next</h2>
+<p>Load the model, ask it about a bird of your own, or train on a table of your own:</p>
+<pre>from hora.workflow import load
+
+bird = {html.escape(str(NEW_PENGUIN))}
+load({html.escape(repr(str((folder / "model").resolve())))}).predict(bird)
+
+hora demo penguins --csv my_penguins.csv     # the same lab on your own rows
+hora demo faults                             # kill ranks of a training on its live page
+hora init train.py                           # a script to begin with: hora run -np 2 python train.py</pre>
+</html>"""
+    (folder / "report.html").write_text(page, encoding="utf-8")
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [("th", header), *(("td", row) for row in rows)]
+    cells = ("".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in row) for tag, row in lines)
+    return "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>"
+
+
+def _picture(path: Path, description: str) -> str:
+    """Return a PNG as part of the page."""
+    return f'<img alt="{description}" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
 
 
 def _step(title: str) -> None:
