@@ -11,7 +11,7 @@ import pytest
 
 from hora.errors import AuthenticationError
 from hora.launch.job import OutputOptions
-from hora.launch.providers.spark.live_log import ClientLogSink, Invitation, LiveLog, LogStream, to_streams
+from hora.launch.providers.spark.connect import ClientLogSink, Invitation, LiveLog, LogStream, to_streams
 from hora.net.wire import Credentials, connect, new_secret
 from waiting import wait_until
 

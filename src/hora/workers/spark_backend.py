@@ -33,10 +33,9 @@ from hora.launch.providers.spark.cluster import (
     require_slots,
     server_host,
 )
-from hora.launch.providers.spark.connect import Query, rows
+from hora.launch.providers.spark.connect import ClientLogSink, Invitation, LiveLog, Query, rows
 from hora.launch.providers.spark.driver import StageDriver
 from hora.launch.providers.spark.launcher import SparkLauncher
-from hora.launch.providers.spark.live_log import ClientLogSink, Invitation, LiveLog
 from hora.launch.providers.spark.task import gpu_addresses, python_path
 from hora.net.sockets import source_address
 from hora.workers.backend import GRACE_S, PlannedWorker, order_file, worker_spec

@@ -2,9 +2,12 @@
 
 A Connect client has no SparkContext, and the cluster may not be able to reach it. So task 0 does what the driver does
 on classic Spark: it listens for the other tasks, which get its address and the stage's secret from
-`BarrierTaskContext.allGather`, places ranks and runs the job. Values and exceptions are returned as rows of the stage;
-log lines too, or live if task 0 can reach the client (`live_log`). A user's error never fails a task, because Spark
-would repeat the stage.
+`BarrierTaskContext.allGather`, places ranks and runs the job. Values and exceptions are returned as rows of the stage.
+A user's error never fails a task, because Spark would repeat the stage.
+
+Log lines are returned too, or sent live if the task can reach the client (`LiveLog`). The client listens only at the
+address from which it connects to the Connect server. It accepts only text, from senders with the key that travelled
+with the query, and shows it without interpreting it.
 """
 
 from __future__ import annotations
@@ -15,19 +18,21 @@ import itertools
 import json
 import logging
 import os
+import secrets
+import sys
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import IO, Any
 
 import cloudpickle
 
 from hora.errors import JobFailedError
 from hora.launch.controller.policy import modules_to_preload
-from hora.launch.job import JobResult
+from hora.launch.job import JobResult, OutputOptions
 from hora.launch.limits import SILENCE_S, SPARK_END_S
 from hora.launch.providers.spark import warm_pool
 from hora.launch.providers.spark.cluster import (
@@ -39,12 +44,16 @@ from hora.launch.providers.spark.cluster import (
 )
 from hora.launch.providers.spark.driver import StageDriver, TaskAgents
 from hora.launch.providers.spark.launcher import SparkJob, run_in_tasks
-from hora.launch.providers.spark.live_log import ClientLogSink, Invitation, LiveLog, LogStream, to_streams
 from hora.launch.providers.spark.task import SparkTask, python_path
+from hora.net.server import Peer, Server
+from hora.net.sockets import resolve, source_address
+from hora.net.wire import Connection, Credentials, Header, connect, new_secret
 
 _SCHEMA = "kind string, number long, chunk binary"
 _CHUNK_BYTES = 256 * 1024  # of a row: Spark puts several into one message of 4 MiB
 _POLL_S = 0.2
+_CONNECT_LIMIT_S = 2.0
+_KEPT_BYTES = 8 * 2**20  # of each stream, for the end
 _numbers = itertools.count()
 
 Body = Callable[[Iterable[Any]], Iterator[Any]]
@@ -280,3 +289,124 @@ def _result(rows: dict[str, bytes]) -> JobResult:
         raise JobFailedError("Spark job has failed: its first task has given no result")
     found: JobResult = cloudpickle.loads(rows["result"])
     return found
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """Address at which the client listens; empty if it does not."""
+
+    address: str
+    port: int
+    job: str
+    key: bytes = field(repr=False)
+
+
+class LiveLog:
+    """The client's side. `calls`: how often a first task has connected; a second call means that Spark repeated the
+    stage.
+
+    In the server's thread, `write` gets the bytes of the streams `stdout` and `stderr`, and `on_call` the address from
+    which a task connects.
+    """
+
+    def __init__(
+        self, server_host: str, write: Callable[[str, bytes], None], on_call: Callable[[str], None] = lambda host: None
+    ) -> None:
+        self.calls, self._write, self._on_call = 0, write, on_call
+        self._server = Server(self, name="hora-connect-log")
+        address, port = "", 0
+        with contextlib.suppress(OSError):
+            own = source_address((resolve(server_host) or [server_host])[0])
+            address, port = own, self._server.listen((own, 0))
+        self.invitation = Invitation(address, port, f"log-{secrets.token_hex(8)}", new_secret())
+
+    def __enter__(self) -> LiveLog:
+        self._server.start(Credentials(self.invitation.key, self.invitation.job))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.close()
+
+    def show(self, rows: Mapping[str, bytes]) -> None:
+        """Lines that came with the rows."""
+        for name in ("stdout", "stderr"):
+            if rows.get(name):
+                self._write(name, rows[name])
+
+    # ---- in the server's thread -------------------------------------------------------------------------
+
+    def message(self, peer: Peer, header: Header, payload: bytes) -> None:
+        if header["kind"] == "here":
+            self.calls += 1
+            self._on_call(peer.host)
+        elif header["kind"] == "output":
+            self._write("stderr" if header["stream"] == "stderr" else "stdout", payload)
+
+    def closed(self, peer: Peer) -> None:
+        return None
+
+
+def to_streams(output: OutputOptions) -> Callable[[str, bytes], None]:
+    """Return a function that writes bytes of `stdout` and `stderr` to these streams."""
+    streams: dict[str, IO[Any]] = {
+        "stdout": output.stdout if output.stdout is not None else sys.stdout,
+        "stderr": output.stderr if output.stderr is not None else sys.stderr,
+    }
+
+    def write(name: str, data: bytes) -> None:
+        stream = streams[name]
+        with contextlib.suppress(OSError, ValueError):  # a closed stream does not end the training
+            binary = isinstance(stream, io.RawIOBase | io.BufferedIOBase)
+            stream.write(data if binary else data.decode(errors="replace"))
+            stream.flush()
+
+    return write
+
+
+class ClientLogSink:
+    """The first task's side: sends lines to the client, or keeps them."""
+
+    def __init__(self, invitation: Invitation) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
+        self._connection: Connection | None = None
+        if invitation.address:
+            with contextlib.suppress(OSError):
+                where = (invitation.address, invitation.port)
+                self._connection = connect(
+                    where, Credentials(invitation.key, invitation.job), timeout_s=_CONNECT_LIMIT_S
+                )
+                self._connection.send({"kind": "here"})
+
+    def write(self, stream: str, data: bytes) -> None:
+        with self._lock:
+            if self._connection is not None:
+                try:
+                    self._connection.send({"kind": "output", "stream": stream}, data)
+                    return
+                except OSError:
+                    self._connection = None
+            self._kept[stream] += data
+            del self._kept[stream][:-_KEPT_BYTES]
+
+    def close(self) -> dict[str, bytes]:
+        """Close the log and return the lines that the client has not received."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+            return {stream: bytes(data) for stream, data in self._kept.items() if data}
+
+
+class LogStream(io.RawIOBase):
+    """One of its streams, as a file."""
+
+    def __init__(self, sink: ClientLogSink, name: str) -> None:
+        super().__init__()
+        self._sink, self._name = sink, name
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._sink.write(self._name, bytes(data))
+        return len(data)
