@@ -166,8 +166,11 @@ def make_spark_converter(
         if on_databricks() and not df.startswith(("dbfs:/", "file:/dbfs/", "file:///dbfs/")):
             raise ValueError(f"on Databricks a dataset must be in DBFS (dbfs:/… or file:///dbfs/…), but it is {df!r}")
         return _opened(df)
-    parent = _parent(df.sparkSession)
-    application = _application(df.sparkSession)
+    session: Any = df.sparkSession
+    parent = _parent(session)
+    # The owner of the data: the application, or the session of a Connect client.
+    connect = type(session).__module__.startswith("pyspark.sql.connect")
+    application = str(session.session_id if connect else session.sparkContext.applicationId)
     key = (int(parquet_row_group_size_bytes), codec, dtype, parent, application)
     with _lock:
         for known, frame, converter in _written:
@@ -261,12 +264,6 @@ def _filesystem(url: str) -> tuple[Any, str]:
         url = "/" + url.removeprefix("file:").lstrip("/")
     filesystem, path = fsspec.core.url_to_fs(url)
     return filesystem, str(path)
-
-
-def _application(session: Any) -> str:
-    """Return the owner of the data: the application, or the session of a Connect client."""
-    connect = type(session).__module__.startswith("pyspark.sql.connect")
-    return str(session.session_id if connect else session.sparkContext.applicationId)
 
 
 def _opened(url: str) -> SparkDatasetConverter:

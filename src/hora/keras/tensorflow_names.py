@@ -42,16 +42,7 @@ def DistributedOptimizer(
     options = {key: value for key, value in locals().items() if key not in ("optimizer", "use_locking")}
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return keras_optimizer.DistributedOptimizer(optimizer, **options)
-    reduction = GradientReduction(
-        op=op,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        groups=groups if groups is not None else num_groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
-    passes = backward_passes_per_step
+    reduction, passes = GradientReduction.of(options), backward_passes_per_step
     return GraphOptimizer(optimizer, name, use_locking, reduction, passes, average_aggregated_gradients)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
@@ -215,6 +215,12 @@ class GradientReduction:
     groups: int | Sequence[Sequence[Any]] | None = None
     process_set: ProcessSet = global_process_set
     scale_local_gradients: bool = True
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> GradientReduction:
+        """Return the settings among the arguments of a function."""
+        settings = {field.name: given[field.name] for field in fields(cls)}
+        return cls(**settings | {"groups": given["num_groups"] if given["groups"] is None else given["groups"]})
 
     def __call__(
         self,
@@ -491,6 +497,7 @@ def DistributedGradientTape(
     scale_local_gradients: bool = True,
 ) -> Any:
     """Return a tape with the records of `gradtape` whose `gradient` reduces over the ranks."""
+    reduction = GradientReduction.of(locals())
     if isinstance(gradtape, _DistributedTape):
         raise ValueError(f"rank {rank()}: this tape is a DistributedGradientTape already; wrap the plain one once")
     if not isinstance(gradtape, tf.GradientTape):
@@ -501,16 +508,7 @@ def DistributedGradientTape(
     base = type(gradtape)
     tape: Any = object.__new__(type(base.__name__, (_DistributedTape, base), {}))
     tape.__dict__ = gradtape.__dict__  # shared: both see what either records
-    tape._local = {}
-    tape._reduction = GradientReduction(
-        op=op,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        groups=groups if groups is not None else num_groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    tape._reduction, tape._local = reduction, {}
     return tape
 
 

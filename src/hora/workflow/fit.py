@@ -155,7 +155,9 @@ class _Run:
         }
 
     def _train_epoch(self, epoch: int, began: float) -> None:
-        _set_epoch(self.loaders.train, epoch)
+        sampler: Any = getattr(self.loaders.train, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
         if self.tally_epoch != epoch:
             self.tally.clear()
         self.tally_epoch = epoch
@@ -405,12 +407,6 @@ def _chunked(loader: Iterable[Any], length: int) -> Iterator[list[Any]]:
     batches = iter(loader)
     while chunk := list(islice(batches, length)):
         yield chunk
-
-
-def _set_epoch(loader: Any, epoch: int) -> None:
-    set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
-    if set_epoch is not None:
-        set_epoch(epoch)
 
 
 def _check_sharded(loader: Any) -> None:

@@ -87,7 +87,10 @@ def connect_session(session: Any = None) -> Any | None:
     if session is None:
         from pyspark.sql import SparkSession
 
-        session = SparkSession.getActiveSession() or _default_connect_session()
+        session = SparkSession.getActiveSession()
+        if session is None:  # one that another thread has made is not this thread's active one
+            module = sys.modules.get("pyspark.sql.connect.session")
+            session = getattr(getattr(module, "SparkSession", None), "_default_session", None)
     return session if is_connect(session) else None
 
 
@@ -98,12 +101,6 @@ def _classic_context() -> Any | None:
         return None
     context = SparkContext._active_spark_context
     return context if context is not None and context._jsc is not None else None
-
-
-def _default_connect_session() -> Any | None:
-    """A Connect session that another thread has made: it is not this thread's active one."""
-    module = sys.modules.get("pyspark.sql.connect.session")
-    return getattr(getattr(module, "SparkSession", None), "_default_session", None)
 
 
 def is_local(cluster: Any) -> bool:
