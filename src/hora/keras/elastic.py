@@ -116,6 +116,9 @@ class TensorFlowKerasState(TensorFlowState):
 class KerasState(TensorFlowKerasState):
     """A Keras model, its optimizer and plain values, for `import keras`."""
 
+    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        super().__init__(model, optimizer, **kwargs)
+
 
 class CommitState:
     """Commits the state every few batches and at the end of each epoch."""
