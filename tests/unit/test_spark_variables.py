@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from hora.launch.providers.spark.cluster import assigned_gpus, forwarded_variables, start_timeout_s
 
@@ -24,3 +25,16 @@ def test_assigned_gpus():
     assert assigned_gpus({}) == []
     assert assigned_gpus({"HORA_SPARK_GPUS": ""}) == []
     assert assigned_gpus({"HORA_SPARK_GPUS": "2,0"}) == ["2", "0"]
+
+
+@pytest.mark.parametrize(("gpus", "own", "number"), [("1,3", "0", 1), ("1,3", "1", 2), ("", "0", 2), ("MIG-1", "0", 2)])
+def test_a_rank_trains_on_the_gpu_of_its_task_or_of_its_local_rank(monkeypatch, gpus, own, number):
+    from hora.spark.estimator import training
+
+    monkeypatch.setenv("HORA_SPARK_GPUS", gpus)
+    monkeypatch.setenv("HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX", own)
+    for name, value in (("is_available", True), ("device_count", 4), ("set_device", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(training.hvd, "local_rank", lambda: 2)
+    monkeypatch.setattr(training.hvd, "allgather_object", lambda kind: [kind])
+    assert training.rank_device(True) == torch.device("cuda", number)

@@ -19,8 +19,8 @@ from hora.launch.providers.spark.cluster import (
     active_context,
     default_num_proc,
     dynamic_limits,
-    elastic_timeout_s,
     require_slots,
+    seconds_of,
     start_timeout_s,
 )
 from hora.launch.providers.spark.connect import run_on_cluster
@@ -106,7 +106,7 @@ def run_elastic(
             "1 <= min_num_proc <= num_proc <= max_num_proc must hold, but they are "
             f"min_num_proc={least}, num_proc={num_proc}, max_num_proc={most}"
         )
-    timeout_s = elastic_timeout_s() if elastic_timeout is None else float(elastic_timeout)
+    timeout_s = seconds_of("HOROVOD_ELASTIC_TIMEOUT") if elastic_timeout is None else float(elastic_timeout)
     job = _job(given, num_proc=num_proc, group="horovod.spark.run_elastic")
     limits: dict[str, Any] = {"min_num_proc": least, "max_num_proc": most, "reset_limit": reset_limit}
     return run_elastic_on_spark(context, job, **limits, elastic_timeout_s=timeout_s).values()

@@ -25,10 +25,10 @@ from hora.launch.pickling import pickle_call
 from hora.launch.processes import variables
 from hora.launch.providers.spark.cluster import (
     cluster_or_new,
-    elastic_timeout_s,
     forwarded_variables,
     is_connect,
     require_slots,
+    seconds_of,
     start_timeout_s,
 )
 from hora.launch.providers.spark.connect import run_on_cluster
@@ -187,8 +187,9 @@ def _run_on_spark(
         # The job continues on the live tasks while Spark replaces the others.
         from hora.launch.providers.spark.elastic import run_elastic_on_spark
 
+        timeout_s = seconds_of("HOROVOD_ELASTIC_TIMEOUT")
         limits = {"min_num_proc": 1, "max_num_proc": job.num_proc}
-        return value_of_rank_0(run_elastic_on_spark(cluster, job, **limits, elastic_timeout_s=elastic_timeout_s()))
+        return value_of_rank_0(run_elastic_on_spark(cluster, job, **limits, elastic_timeout_s=timeout_s))
     return value_of_rank_0(run_on_cluster(cluster, job))
 
 

@@ -116,11 +116,7 @@ class _Run:
         for epoch in range(self.first_epoch, self.epochs):
             if self.stopped:
                 break
-            record = self._epoch(epoch)
-            self.history.append(record)
-            self._tell(epoch, record)
-            if self.early_stopping is not None:
-                self.stopped = self.early_stopping.should_stop(record, self.model)
+            self._epoch(epoch)
             self._save(epoch + 1, 0, capture_rng())
         if self.early_stopping is not None:
             self.early_stopping.finish(self.model)
@@ -133,13 +129,8 @@ class _Run:
         meter.total_steps = meter.num_steps + self.epochs * self.num_steps
         self.progress.start(self.first_epoch, self.steps_done)
 
-    def _tell(self, epoch: int, record: dict[str, float]) -> None:
-        if peers.is_chief():
-            self.progress.finish_epoch(epoch, record)
-            for logger in self.loggers:
-                logger.log(record, epoch + 1)
-
-    def _epoch(self, epoch: int) -> dict[str, float]:
+    def _epoch(self, epoch: int) -> None:
+        """Train and validate, and record the epoch."""
         began = time.perf_counter() - self.seconds_before
         self.seconds_before = 0.0
         self._train_epoch(epoch, began)
@@ -149,10 +140,15 @@ class _Run:
             stepper, valid = self.stepper, self.loaders.valid
             validated = score_all(stepper.model, valid, stepper.objective, recipe=stepper.recipe, device=stepper.device)
             record |= validated.means("valid")
-        return record | {
-            "lr": float(self.stepper.optimizer.param_groups[0]["lr"]),
-            "seconds": time.perf_counter() - began,
-        }
+        record["lr"] = float(self.stepper.optimizer.param_groups[0]["lr"])
+        record["seconds"] = time.perf_counter() - began
+        self.history.append(record)
+        if peers.is_chief():
+            self.progress.finish_epoch(epoch, record)
+            for logger in self.loggers:
+                logger.log(record, epoch + 1)
+        if self.early_stopping is not None:
+            self.stopped = self.early_stopping.should_stop(record, self.model)
 
     def _train_epoch(self, epoch: int, began: float) -> None:
         sampler: Any = getattr(self.loaders.train, "sampler", None)
@@ -330,13 +326,9 @@ class _ElasticRun(_Run):
         self.first_epoch = state.epoch
         self._begin()
         while state.epoch < self.epochs and not state.stopped:
-            record = self._epoch(state.epoch)
+            self._epoch(state.epoch)
             # Until all have met again (`_save`, `commit`) the ranks may differ; then they copy one rank's state.
-            self.history.append(record)
-            self._tell(state.epoch, record)
-            if self.early_stopping is not None:
-                state.stopped = self.stopped = self.early_stopping.should_stop(record, self.model)
-            state.history = json.dumps(self.history.records)
+            state.history, state.stopped = json.dumps(self.history.records), self.stopped
             state.epoch, state.rows = state.epoch + 1, 0
             self._save(state.epoch, 0, capture_rng())
             state.commit()

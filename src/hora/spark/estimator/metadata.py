@@ -267,4 +267,4 @@ def gpu_or_local_rank(local_rank: int) -> int:
     """Return the GPU assigned by Spark, else the local rank (also with HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX=1)."""
     gpus = assigned_gpus()
     own = variables().get("HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX", "0") == "1"
-    return int(gpus[0]) if gpus and not own else local_rank
+    return int(gpus[0]) if gpus and gpus[0].isdigit() and not own else local_rank

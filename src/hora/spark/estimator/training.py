@@ -201,12 +201,11 @@ def _distributed(
 
 def rank_device(use_gpu: bool) -> torch.device:
     """Return this rank's device. Raises RuntimeError unless all ranks have the same kind."""
-    from hora.launch.providers.spark.cluster import assigned_gpus
-
     device = torch.device("cpu")
     if use_gpu and torch.cuda.is_available():
-        gpus = assigned_gpus()
-        number = int(gpus[0]) if gpus and gpus[0].isdigit() else hvd.local_rank()
+        from hora.spark.estimator.metadata import gpu_or_local_rank
+
+        number = gpu_or_local_rank(hvd.local_rank())
         device = torch.device("cuda", number if number < torch.cuda.device_count() else 0)
         torch.cuda.set_device(device)
     kinds = hvd.allgather_object(device.type)

@@ -58,7 +58,10 @@ class _Batches:
 
 
 class _ParquetData:
-    """A rank's rows of the store's data. The keywords are Horovod's; others are ignored."""
+    """A rank's rows of the store's data. The keywords are Horovod's, and attributes; others are ignored."""
+
+    shuffle: bool
+    has_val: bool
 
     def __init__(
         self,
@@ -92,18 +95,16 @@ class _ParquetData:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__", "kwargs")}
         super().__init__()
         self.__dict__.update(given)
-        self._given = given
         self.train_reader: DatasetShard | None = None
         self.val_reader: DatasetShard | None = None
         self.train_dl: _Batches | None = None
         self.val_dl: _Batches | None = None
 
     def setup(self, stage: str | None = None) -> None:
-        given = self._given
         if stage not in (None, "fit") or self.train_reader is not None:
             return
-        self.train_reader, self.train_dl = self._open("train", shuffle=given["shuffle"])
-        if given["has_val"]:
+        self.train_reader, self.train_dl = self._open("train", shuffle=self.shuffle)
+        if self.has_val:
             self.val_reader, self.val_dl = self._open("val", shuffle=False)
 
     def teardown(self, stage: str | None = None) -> None:
@@ -115,11 +116,11 @@ class _ParquetData:
 
     def val_dataloader(self) -> Any:
         self.setup("fit")
-        return self.val_dl if self._given["has_val"] else []  # Lightning 2 rejects None
+        return self.val_dl if self.has_val else []  # Lightning 2 rejects None
 
     def _open(self, part: str, *, shuffle: bool) -> tuple[DatasetShard, _Batches]:
         """Return the rows, and a loader of `steps` full batches or of every row once in equally many steps per rank."""
-        given = self._given
+        given = vars(self)
         wanted = (given["transformation"], given["transformation_edit_fields"], given["transformation_removed_fields"])
         shard = DatasetShard(
             given[f"{part}_dir"],

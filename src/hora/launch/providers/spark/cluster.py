@@ -392,20 +392,11 @@ def forwarded_variables(environ: Mapping[str, str] | None = None) -> dict[str, s
 
 def start_timeout_s(environ: Mapping[str, str] | None = None) -> float:
     """`HOROVOD_SPARK_START_TIMEOUT`, or ten minutes."""
-    return _seconds("HOROVOD_SPARK_START_TIMEOUT", environ)
+    return seconds_of("HOROVOD_SPARK_START_TIMEOUT", environ)
 
 
-def elastic_timeout_s(environ: Mapping[str, str] | None = None) -> float:
-    """`HOROVOD_ELASTIC_TIMEOUT`, or ten minutes."""
-    return _seconds("HOROVOD_ELASTIC_TIMEOUT", environ)
-
-
-def launcher_timeout_s(environ: Mapping[str, str] | None = None) -> float:
-    """`HORA_LAUNCHER_TIMEOUT`, or 30 s: how long ranks run on without a connection to the driver."""
-    return _seconds("HORA_LAUNCHER_TIMEOUT", environ, default_s=30.0)
-
-
-def _seconds(name: str, environ: Mapping[str, str] | None, default_s: float = _DEFAULT_TIMEOUT_S) -> float:
+def seconds_of(name: str, environ: Mapping[str, str] | None = None, *, default_s: float = _DEFAULT_TIMEOUT_S) -> float:
+    """Return a positive number of seconds from a variable. Raises ValueError if it is anything else."""
     text = (variables() if environ is None else environ).get(name, "")
     try:
         seconds = float(text) if text else default_s

@@ -27,7 +27,7 @@ from hora.launch.providers.spark.cluster import (
     TaskPlace,
     check_protection,
     decommissions,
-    launcher_timeout_s,
+    seconds_of,
 )
 from hora.launch.providers.spark.driver import StageDriver, TaskAgent
 from hora.launch.providers.spark.launcher import SparkJob, SparkLauncher
@@ -57,7 +57,7 @@ def run_elastic_on_spark(
         reset_limit=reset_limit,
         elastic_timeout_s=elastic_timeout_s,
         stuck_s=max(elastic_timeout_s / 2, 1.0),
-        lost_s=launcher_timeout_s(),
+        lost_s=seconds_of("HORA_LAUNCHER_TIMEOUT", default_s=30.0),
     )
     stage = {"group": wanted.group, "stream_output": wanted.stream_output, "return_s": limits.lost_s}
     with _Attempts(context, max_num_proc, least=min_num_proc, **stage) as driver:
