@@ -30,7 +30,8 @@ from torch.nn import functional
 
 from benchmarks.models import WORKLOADS, Workload
 from benchmarks.names import some_of
-from hora.memory import allocator_variables, keep_freed_memory
+from hora.launch.processes import allocator_variables
+from hora.memory import keep_freed_memory
 
 CONTENDERS = ("alone", "DDP", "DDP-warm", "overlap", "sharded")
 PEERS = ("DDP", "DDP-warm")

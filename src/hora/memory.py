@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import platform
-from collections.abc import Mapping
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -48,7 +46,7 @@ def keep_freed_memory() -> None:
 
     glibc returns large blocks to the kernel when they are freed, so each training step on a CPU allocates its
     activations and gradients anew, page by page: thousands of page faults, up to a third of a step. Does nothing with
-    another libc, nor with torch's own allocator on 64-bit ARM (`allocator_variables`).
+    another libc, nor with torch's own allocator on 64-bit ARM (`launch.processes.allocator_variables`).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -56,17 +54,6 @@ def keep_freed_memory() -> None:
         # Old versions reject more than the threshold's own maximum.
         if not mallopt(_M_MMAP_THRESHOLD, _LARGEST_BYTES):
             mallopt(_M_MMAP_THRESHOLD, _LARGEST_BYTES_OF_OLD_GLIBC)
-
-
-def allocator_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which a new process with this environment keeps freed memory.
-
-    From 2.10 on torch for 64-bit ARM allocates with mimalloc, which returns freed pages to the kernel after 10 ms and
-    reads its settings only when torch is loaded.
-    """
-    if platform.machine() != "aarch64" or env.get("HORA_KEEP_FREED_MEMORY") == "0" or "MIMALLOC_PURGE_DELAY" in env:
-        return {}
-    return {"MIMALLOC_PURGE_DELAY": "-1"}
 
 
 def give_back_freed_memory() -> None:

@@ -104,9 +104,9 @@ def _conversation(data: bytes, take: Callable[[dict[str, Any], bytes], object]) 
 
 def rendezvous() -> Target:
     """The operations of a worker at the launcher."""
-    from hora.net.rendezvous import OnlyLines, Rendezvous
+    from hora.net.rendezvous import Rendezvous, RendezvousEvents
 
-    class Quiet(OnlyLines):
+    class Quiet(RendezvousEvents):
         def on_log_line(self, worker: int, text: str) -> None:
             assert isinstance(text, str)
 

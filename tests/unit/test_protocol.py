@@ -19,7 +19,7 @@ from hora.errors import AuthenticationError
 from hora.net import noise, wire
 from hora.net.keys import RankKeys
 from hora.net.noise import Records
-from hora.net.rendezvous import OnlyLines, Rendezvous
+from hora.net.rendezvous import Rendezvous, RendezvousEvents
 from hora.net.wire import ClientHandshake, Credentials, Opener, ServerHandshake, new_secret, worker_key
 
 LIMIT_S = 60.0
@@ -65,7 +65,7 @@ def test_ours_makes_the_documents_vectors(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def rendezvous():
-    server = Rendezvous("127.0.0.1", secret=SECRET, job="job-1", events=OnlyLines())
+    server = Rendezvous("127.0.0.1", secret=SECRET, job="job-1", events=RendezvousEvents())
     yield server
     server.close()
 

@@ -25,7 +25,7 @@ class Echo:
         self.gone = threading.Event()
         sessions = Sessions(self, limit_s=limit_s)
         self.server = Server(sessions, name="echo")
-        sessions.serve(self.server)
+        sessions.server = self.server
         self.port = self.server.listen(("127.0.0.1", 0))
         self.server.start(self.credentials)
 
@@ -126,7 +126,7 @@ def test_another_workers_session_is_refused():
     echo.server.close()
     sessions = Sessions(echo, limit_s=LIMIT_S)
     server = Server(sessions, name="echo")
-    sessions.serve(server)
+    sessions.server = server
     port = server.listen(("127.0.0.1", 0))
     server.start(lambda number: Credentials(secret, "test", number))
     first = connect(("127.0.0.1", port), Credentials(secret, "test", 1), timeout_s=LIMIT_S)

@@ -20,20 +20,6 @@ def _each(names: str, value: _T) -> dict[str, _T]:
     return dict.fromkeys(names.split(), value)
 
 
-# The number of values of every option must be known, because the first other word is the program.
-_NUM_VALUES = {
-    **_each("np n c H host hosts hostfile machinefile default-hostfile f", 1),
-    **_each("x bind-to map-by rank-by ppn perhost N npernode prefix path wdir wd", 1),
-    **_each("output-filename outfile-pattern errfile-pattern timeout genvlist envlist", 1),
-    **_each("env launcher bootstrap bootstrap-exec-args iface cpu-bind depth d", 1),
-    **_each("mca gmca prtemca pmixmca genv", 2),
-    **_each("allow-run-as-root tag-output l prepend-rank timestamp-output oversubscribe nooversubscribe", 0),
-    **_each("report-bindings display-map display-allocation v verbose merge-stderr-to-stdout noprefix", 0),
-    **_each("genvall envall quiet q version V", 0),
-}
-_NO_MEANING = _each(
-    "allow-run-as-root prefix path noprefix nooversubscribe genvall envall quiet q launcher bootstrap", True
-)
 _HOST = re.compile(r"(?!-)[\w.-]+(?::[0-9]+)?")
 _INTERFACES = ("btl_tcp_if_include", "oob_tcp_if_include")
 _HOSTFILES = ("orte_default_hostfile", "prte_default_hostfile")
@@ -100,9 +86,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> MpiCommand:
         flag, name, values = _take_option(words)
         if name in ("mca", "gmca", "prtemca", "pmixmca"):
             parameters[values[0]] = values[1]
-        elif name in _MEANINGS:
-            _MEANINGS[name](parsed, *values)
-        elif name not in _NO_MEANING:
+        elif (meaning := _OPTIONS[name][1]) is not None:
+            meaning(parsed, *values)
+        else:
             parsed.left_out.append(" ".join([flag, *values]))
     if ":" in words:
         raise ValueError("several programs in one line, separated by `:`, cannot be started; start one program")
@@ -115,11 +101,11 @@ def _take_option(words: list[str]) -> tuple[str, str, list[str]]:
     """Remove the first option from the words; return it as written, its name and its values."""
     flag = words.pop(0)
     name, found, value = flag.lstrip("-").partition("=")
-    if name not in _NUM_VALUES:
+    if name not in _OPTIONS:
         raise ValueError(
             f"{flag} is no option of mpirun that is known here; leave it out, or write the program after the options"
         )
-    wanted = _NUM_VALUES[name]
+    wanted, _ = _OPTIONS[name]
     values = [value] if found else []
     while len(values) < wanted and words:
         values.append(words.pop(0))
@@ -219,26 +205,35 @@ def _counts(name: str, what: str) -> Callable[..., None]:
     return lambda parsed, text: setattr(parsed, name, _number(text, what))
 
 
-_MEANINGS: dict[str, Callable[..., None]] = {
-    **_each("np n c", _counts("num_proc", "-np")),
-    **_each("H host hosts", _hosts),
-    **_each("hostfile machinefile default-hostfile f", _hostfile),
-    **_each("x env", _variable),
-    "genv": lambda parsed, name, value: parsed.set_variables.update({name: value}),
-    **_each("genvlist envlist", lambda parsed, names: parsed.passed_variables.extend(names.split(","))),
-    "map-by": _map_by,
-    "rank-by": _rank_by,
-    **_each("ppn perhost N npernode", _counts("per_host", "the number of processes of each host")),
-    "bind-to": _bind_to,
-    "timeout": _counts("limit_s", "--timeout"),
-    **_each("wdir wd", _says("directory")),
-    "output-filename": _says("output_directory"),
-    "iface": _says("interface"),
-    "bootstrap-exec-args": _says("ssh_options"),
-    **_each("tag-output l prepend-rank", _says("tagged")),
-    "timestamp-output": _says("timestamped"),
-    "merge-stderr-to-stdout": _says("merged"),
-    "oversubscribe": _says("oversubscribe"),
-    **_each("report-bindings display-map display-allocation v verbose", _says("verbose")),
-    **_each("version V", _says("version")),
+def _nothing(parsed: MpiCommand, *values: str) -> None:
+    """An option that says nothing about a job of Hora."""
+
+
+# The number of values of every option must be known, because the first other word is the program. None: left out.
+_OPTIONS: dict[str, tuple[int, Callable[..., None] | None]] = {
+    **_each("np n c", (1, _counts("num_proc", "-np"))),
+    **_each("H host hosts", (1, _hosts)),
+    **_each("hostfile machinefile default-hostfile f", (1, _hostfile)),
+    **_each("x env", (1, _variable)),
+    "genv": (2, lambda parsed, name, value: parsed.set_variables.update({name: value})),
+    **_each("genvlist envlist", (1, lambda parsed, names: parsed.passed_variables.extend(names.split(",")))),
+    "map-by": (1, _map_by),
+    "rank-by": (1, _rank_by),
+    **_each("ppn perhost N npernode", (1, _counts("per_host", "the number of processes of each host"))),
+    "bind-to": (1, _bind_to),
+    "timeout": (1, _counts("limit_s", "--timeout")),
+    **_each("wdir wd", (1, _says("directory"))),
+    "output-filename": (1, _says("output_directory")),
+    "iface": (1, _says("interface")),
+    "bootstrap-exec-args": (1, _says("ssh_options")),
+    **_each("tag-output l prepend-rank", (0, _says("tagged"))),
+    "timestamp-output": (0, _says("timestamped")),
+    "merge-stderr-to-stdout": (0, _says("merged")),
+    "oversubscribe": (0, _says("oversubscribe")),
+    **_each("report-bindings display-map display-allocation v verbose", (0, _says("verbose"))),
+    **_each("version V", (0, _says("version"))),
+    **_each("mca gmca prtemca pmixmca", (2, None)),  # parameters, see above
+    **_each("prefix path launcher bootstrap", (1, _nothing)),
+    **_each("allow-run-as-root noprefix nooversubscribe genvall envall quiet q", (0, _nothing)),
+    **_each("outfile-pattern errfile-pattern cpu-bind depth d", (1, None)),
 }

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
+from hora.launch.job import Observation
 from hora.launch.processes import variables
 from hora.launch.slots import Slot
 from hora.net.keys import read_secret_file
-from hora.net.rendezvous import OnlyLines, Rendezvous
+from hora.net.rendezvous import Rendezvous
 from hora.net.wire import new_secret
 from hora.world import PLAN_JOB, PLAN_KEY, RendezvousEndpoint
 
@@ -88,7 +89,8 @@ class RendezvousServer:
         path = variables().get("HORA_SECRET_FILE", "")
         secret = read_secret_file(path) if path else new_secret()
         self.secret = secret.hex()
-        self._rendezvous = Rendezvous("0.0.0.0", secret=secret, job=PLAN_JOB, events=OnlyLines())
+        events = Observation()
+        self._rendezvous = events.rendezvous = Rendezvous("0.0.0.0", secret=secret, job=PLAN_JOB, events=events)
         return self._rendezvous.port
 
     def init(self, host_alloc_plan: Sequence[Slot]) -> None:

@@ -247,9 +247,6 @@ class KeyValueStore:
 
     def _expire(self, parked: Parked) -> None:
         parked.answer({"error": "timeout", "message": parked.describe()})
-        self._forget(parked)
-
-    def _forget(self, parked: Parked) -> None:
         for key, gather in list(self._gathers.items()):
             for rank, one in list(gather.parked.items()):
                 if one is parked:
@@ -321,13 +318,6 @@ class RendezvousEvents:
 
     def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
         """A worker's telemetry (`hora.telemetry`), or its answer to a question."""
-
-
-class OnlyLines(RendezvousEvents):
-    """Prints the output of workers that another launcher started and supervises."""
-
-    def on_log_line(self, worker: int, text: str) -> None:
-        print(text, flush=True)
 
 
 class Rendezvous(KeyValueStore):
@@ -510,15 +500,9 @@ class Rendezvous(KeyValueStore):
             self._give_world(parked, peer.number)
         else:
             self._next_worlds[peer.number] = (parked, generation)
-            self._leave_meetings(worker, generation)
+            if generation == self.generation and worker in self._worlds:  # it takes part in no barrier any more
+                self._release(self._worlds[worker].rank, "waits for the next world")
             self._events.waiting(peer.number, generation)
-
-    def _leave_meetings(self, worker: int, generation: int) -> None:
-        """A rank that waits for the next world takes part in no barrier of this one: release the others."""
-        if generation != self.generation or worker not in self._worlds:
-            return
-        rank = self._worlds[worker].rank
-        self._release(rank, "waits for the next world")
 
     def _release(self, rank: int, how: str) -> None:
         """Release the ranks that wait for this one in a barrier."""

@@ -244,22 +244,19 @@ class SessionHandler(Protocol):
 
 
 class Sessions:
-    """The handler of a server of sessions. `limit_s`: how long a client may be disconnected; 0: not at all."""
+    """The handler of a `server` of sessions. `limit_s`: how long a client may be disconnected; 0: not at all."""
+
+    server: Server
 
     def __init__(self, handler: SessionHandler, *, limit_s: float) -> None:
         self.limit_s = limit_s
         self._handler = handler
-        self._server: Server | None = None
         self._sessions: dict[str, SessionPeer] = {}
         self._of: dict[Peer, SessionPeer] = {}
 
-    def serve(self, server: Server) -> None:
-        self._server = server
-
     def end(self, session: SessionPeer) -> None:
         """End a session. Thread-safe."""
-        assert self._server is not None
-        self._server.call(lambda: self._end(session))
+        self.server.call(lambda: self._end(session))
 
     # ---- in the server's thread -------------------------------------------------------------------------
 
@@ -291,8 +288,7 @@ class Sessions:
             if limit_s <= 0:
                 self._end(session)
                 return
-            assert self._server is not None
-            self._server.call_at(time.monotonic() + limit_s, lambda: self._give_up(session, peer))
+            self.server.call_at(time.monotonic() + limit_s, lambda: self._give_up(session, peer))
 
     def _give_up(self, session: SessionPeer, peer: Peer) -> None:
         if session.waits_since(peer):

@@ -13,8 +13,6 @@ import ray
 
 from hora.net.sockets import interface_address, is_local
 
-__all__ = ["Adapter", "BaseParams", "detect_nics", "map_blocking", "nics_to_env_var"]
-
 
 @dataclass
 class BaseParams:

@@ -21,8 +21,6 @@ from hora.net.sockets import interface_address
 from hora.net.wire import new_secret
 from hora.world import RendezvousEndpoint
 
-__all__ = ["Coordinator", "driver_address"]
-
 
 def driver_address(nics: Any) -> str:
     """Return this machine's address for the other nodes: on one of these interfaces, or the one that Ray uses."""

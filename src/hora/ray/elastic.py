@@ -35,15 +35,6 @@ from hora.ray.adapter import Adapter, BaseParams, nics_to_env_var
 from hora.ray.coordinator import driver_address
 from hora.ray.ray_logger import Callback, queue_for
 
-__all__ = [
-    "ElasticAdapter",
-    "ElasticParams",
-    "ElasticRayExecutor",
-    "RayHostDiscovery",
-    "RaySlotDiscovery",
-    "TestDiscovery",
-]
-
 _log = logging.getLogger("hora.ray")
 # A failed process says little about its node, but after this many failures the node is not used any more.
 _FORGIVEN = 3

@@ -16,8 +16,6 @@ from hora.ray.elastic import ElasticParams
 from hora.ray.ray_logger import Callback, queue_for
 from hora.ray.static import StaticParams
 
-__all__ = ["MiniSettings", "RayExecutor"]
-
 _OLD_NAMES = {
     "num_slots": "num_workers_per_host",
     "cpus_per_slot": "cpus_per_worker",

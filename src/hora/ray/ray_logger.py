@@ -18,8 +18,6 @@ import ray
 from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-__all__ = ["configure", "log", "queue_for", "warning_raised"]
-
 Callback = Callable[[Any], object]
 
 warning_raised = False

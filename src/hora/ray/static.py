@@ -22,8 +22,6 @@ from hora.ray.adapter import Adapter, BaseParams, nics_to_env_var
 from hora.ray.coordinator import Coordinator
 from hora.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
 
-__all__ = ["StaticAdapter", "StaticParams", "logger"]
-
 # Grace periods for the others to end: after a rank has raised, and after they were notified of the loss.
 _GRACE_S, _LIMIT_S = 2.0, 10.0
 

@@ -16,8 +16,6 @@ from hora.launch.slots import visible_gpus
 from hora.ray import ray_logger
 from hora.world import keep_secret
 
-__all__ = ["BaseHorovodWorker", "BaseStrategy", "ColocatedStrategy", "PGStrategy", "create_placement_group"]
-
 Bundle = Mapping[str, float]
 
 

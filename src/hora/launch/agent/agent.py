@@ -47,6 +47,7 @@ from hora.launch.processes import (
     Processes,
     Spawned,
     adopt_orphans,
+    allocator_variables,
     die_with_parent,
     environment_value,
     exit_code,
@@ -56,7 +57,6 @@ from hora.launch.processes import (
     spawn,
     variables,
 )
-from hora.memory import allocator_variables
 
 if TYPE_CHECKING:
     import socket

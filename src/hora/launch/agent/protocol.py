@@ -146,24 +146,9 @@ class Finished(NamedTuple):
     """No process is left on the node. The agent waits for `Bye`."""
 
 
-Message = (
-    Join
-    | Welcome
-    | Refused
-    | Start
-    | Terminate
-    | Finish
-    | Bye
-    | MeetAt
-    | Taken
-    | Ping
-    | Pong
-    | Started
-    | Output
-    | Exited
-    | Leaving
-    | Finished
-)
+Order = Welcome | Refused | Start | Terminate | Finish | Bye | MeetAt | Taken | Ping  # of a controller
+Report = Join | Pong | Started | Output | Exited | Leaving | Finished  # of an agent
+Message = Order | Report
 _KINDS: tuple[type[Message], ...] = Message.__args__
 _BY_NAME = {kind.__name__: kind for kind in _KINDS}
 _TYPES = {

@@ -82,9 +82,11 @@ class Agents:
     job whose leader can change, with the names of all nodes that ever joined.
 
     `brings_environment`: a node's workers inherit the environment and working directory of its agent.
+    `starter_ended`: returns a message for `wait` if the process that starts the agents has ended, else "".
     """
 
     brings_environment = True
+    starter_ended: Callable[[], str] = staticmethod(lambda: "")
 
     def __init__(
         self,
@@ -109,12 +111,11 @@ class Agents:
         self._names = set(names)  # of all nodes that have ever joined
         self._changed = threading.Condition()
         self._refused = ""
-        self._starter_ended: Callable[[], str] = lambda: ""
         self._listener: Callable[[Sequence[HostInfo]], None] | None = None
         self._own_address = "" if where[0] in ("", "0.0.0.0") else where[0]
         sessions = Sessions(self, limit_s=return_s)
         self._server = Server(sessions, name="hora-agents", silence_limit_s=CUT_S)
-        sessions.serve(self._server)
+        sessions.server = self._server
         try:
             self.port = self._server.listen(where)
         except OSError as error:
@@ -148,7 +149,7 @@ class Agents:
         deadline = time.monotonic() + limit_s
         with self._changed:
             while not self._enough(num_slots):
-                problem = self._refused or self._starter_ended()
+                problem = self._refused or self.starter_ended()
                 if problem:
                     raise RuntimeError(problem)
                 left_s = deadline - time.monotonic()
@@ -194,12 +195,6 @@ class Agents:
         self._server.close()
         for node in nodes:
             node.lost(255)
-
-    def watch_starter(self, ended: Callable[[], str]) -> None:
-        """Register a check for `wait`: it returns a message if the process that starts the agents has ended,
-        else "".
-        """
-        self._starter_ended = ended
 
     def agent(self, hostname: str) -> AgentHandle:
         """Return the agent of a node; for a lost node, a handle that has ended."""

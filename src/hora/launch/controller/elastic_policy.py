@@ -97,14 +97,17 @@ class ElasticPolicy:
         places = _slots(facts)
         if len(places) >= limits.num_proc:
             return Begin(tuple(places[: limits.max_num_proc]))
-        deadline = facts.short_since + limits.elastic_timeout_s
+        found = ", ".join(f"{host}:{len(slots)}" for host, slots in facts.hosts.items()) or "no host"
+        missing = f"{limits.num_proc} slots (-np); there are {len(places)}, on {found}"
+        return self._wait_for_more(facts, now, missing, "they")
+
+    def _wait_for_more(self, facts: Facts, now: float, missing: str, who: str) -> Wait | GiveUp:
+        deadline = facts.short_since + self.limits.elastic_timeout_s
         if now < deadline:
             return Wait(deadline, waits_for_more=True)
         return GiveUp(
-            f"Timed out waiting for {limits.num_proc} slots (-np); there are {len(places)}, on "
-            f"{', '.join(f'{host}:{len(slots)}' for host, slots in facts.hosts.items()) or 'no host'}. Raise "
-            "--elastic-timeout (HOROVOD_ELASTIC_TIMEOUT) if they need longer. "
-            f"Timeout after {limits.elastic_timeout_s:g} seconds."
+            f"Timed out waiting for {missing}. Raise --elastic-timeout (HOROVOD_ELASTIC_TIMEOUT) if {who} need longer. "
+            f"Timeout after {self.limits.elastic_timeout_s:g} seconds."
         )
 
     def _dismiss(self, facts: Facts, now: float) -> End | None:
@@ -207,13 +210,7 @@ class ElasticPolicy:
         have = f"{len(chosen)} workers are left, but --min-np is {limits.min_num_proc}"
         if not facts.may_grow and all(w.state is WorkerState.READY for w in newcomers):
             return Fail(root_cause(facts.failures), f"{have}, and no further slots can be expected")
-        deadline = facts.short_since + limits.elastic_timeout_s
-        if now < deadline:
-            return Wait(deadline, waits_for_more=True)
-        return GiveUp(
-            f"Timed out waiting for more workers: {have}. Raise --elastic-timeout (HOROVOD_ELASTIC_TIMEOUT) if new "
-            f"ones need longer. Timeout after {limits.elastic_timeout_s:g} seconds."
-        )
+        return self._wait_for_more(facts, now, f"more workers: {have}", "new ones")
 
 
 def by_age(workers: Sequence[Worker]) -> list[Worker]:

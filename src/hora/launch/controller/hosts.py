@@ -180,16 +180,6 @@ class Hosts:
         self._times: dict[_Barred, int] = {}  # how often a place was barred
         self._until: dict[_Barred, float | None] = {}  # when it is usable again; None: never
 
-    def watch(self, changed: Callable[[Sequence[HostInfo]], None]) -> None:
-        """Poll the discovery script, if there is one; `changed` is called in a thread of its own."""
-        if self._spec.script is not None:
-            self._spec.script.watch(self._spec.hosts, changed)
-
-    def close(self) -> None:
-        """Stop polling."""
-        if self._spec.script is not None:
-            self._spec.script.close()
-
     def change(self, hosts: Sequence[HostInfo]) -> list[str]:
         """Replace the hosts; return a message for the user."""
         reachable = [host for host in hosts if not self._spec.local_only or sockets.is_local(host.hostname)]

@@ -155,6 +155,9 @@ def run_job(
         stack.callback(launcher.close)  # the workers end while there is still a rendezvous to report to
         if leadership is not None:
             leadership.watch(lambda: controller.fail_with(LeadershipLostError()))
+        if elastic is not None and elastic.script is not None:
+            stack.callback(elastic.script.close)
+            elastic.script.watch(elastic.hosts, controller.change_hosts)
         return controller.to_the_end()
 
 
@@ -260,8 +263,6 @@ class _Controller(Observation):
 
     def to_the_end(self) -> JobResult:
         try:
-            if self._hosts is not None:
-                self._hosts.watch(self._change_hosts)
             if self._leadership is not None:
                 self._take_over(self._leadership)
             while True:
@@ -297,9 +298,6 @@ class _Controller(Observation):
             assert self._leadership is not None
             self._leadership.abandon()
             raise
-        finally:
-            if self._hosts is not None:
-                self._hosts.close()
 
     # ---- leadership ---------------------------------------------------------------------------------------
 
@@ -688,7 +686,7 @@ class _Controller(Observation):
         self._log(text)
 
     @_queued
-    def _change_hosts(self, hosts: Sequence[HostInfo]) -> None:
+    def change_hosts(self, hosts: Sequence[HostInfo]) -> None:
         assert self._hosts is not None
         for text in self._hosts.change(hosts):
             self._log(text)

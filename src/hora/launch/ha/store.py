@@ -155,7 +155,10 @@ class AuthenticatedStore:
             try:
                 values[key] = self._opened(key, sealed)
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                error = self._forged(key)
+                error = StoreError(
+                    f"the entry {key[:100]!r} in the store (HORA_STORE: {self._store}) was not written by a node of "
+                    "this job: remove it, and let the job's nodes alone write there"
+                )
                 if key == "leader" and term:
                     if not self._evicted(found.leader_version):
                         raise error from None
@@ -194,9 +197,3 @@ class AuthenticatedStore:
 
     def _mac(self, key: str, text: str) -> str:
         return hmac.new(self._key, json.dumps([key, text]).encode(), hashlib.sha256).hexdigest()
-
-    def _forged(self, key: str) -> StoreError:
-        return StoreError(
-            f"the entry {key[:100]!r} in the store (HORA_STORE: {self._store}) was not written by a node of this job: "
-            "remove it, and let the job's nodes alone write there"
-        )

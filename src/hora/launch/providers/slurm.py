@@ -24,19 +24,10 @@ from hora.world import slurm_counts, slurm_nodes
 
 _ASK_LIMIT_S = 30.0
 # The step differs from the batch script's request: one task per node, with all of the node's resources.
-_NOT_FOR_THE_STEP = (
-    "SLURM_NTASKS",
-    "SLURM_NPROCS",
-    "SLURM_NTASKS_PER_NODE",
-    "SLURM_NTASKS_PER_CORE",
-    "SLURM_NTASKS_PER_GPU",
-    "SLURM_NTASKS_PER_SOCKET",
-    "SLURM_CPUS_PER_TASK",
-    "SLURM_GPUS_PER_TASK",
-    "SLURM_TRES_PER_TASK",
-    "SLURM_TASKS_PER_NODE",
+_NOT_FOR_THE_STEP = re.compile(
+    r"SLURM_(NTASKS(_PER_(NODE|CORE|GPU|SOCKET))?|NPROCS|(CPUS|GPUS|TRES)_PER_TASK|TASKS_PER_NODE)"
+    r"(_(HET|PACK)_GROUP_\d+)?"  # of a component: the new and the old name of the same
 )
-_OF_A_COMPONENT = re.compile(r"_(HET|PACK)_GROUP_\d+")  # the new and the old name of the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,10 +149,10 @@ def start_agents(
     allocated: Allocation, agents: Agents, secret: bytes, environ: Mapping[str, str], *, limit_s: float
 ) -> Iterator[None]:
     """Run an agent on every node until the block ends."""
-    env = {name: value for name, value in environ.items() if _OF_A_COMPONENT.sub("", name) not in _NOT_FOR_THE_STEP}
+    env = {name: value for name, value in environ.items() if not _NOT_FOR_THE_STEP.fullmatch(name)}
     nodes = {host.hostname: (index, host.slots) for index, host in enumerate(allocated.hosts)}
     processes: list[subprocess.Popen[bytes]] = []
-    agents.watch_starter(lambda: _how_one_ended(processes))
+    agents.starter_ended = lambda: _how_one_ended(processes)
     try:
         for number, component in enumerate(allocated.components):
             of_it = f"--het-group={number}" if len(allocated.components) > 1 else f"--jobid={allocated.job}"
