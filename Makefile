@@ -20,7 +20,7 @@ help:
 	@echo "make test-spark VERSION=3.5.7   the Spark tests on another Spark, in a separate virtual environment"
 	@echo "make test-slow                  the slow tests, which make test leaves out"
 	@echo "make test-security              attacks and old defects, through public names only; more of them as root"
-	@echo "make test-ray RAY=2.60.0        horovod.ray on a real Ray cluster of two nodes; installs that Ray"
+	@echo "make test-ray RAY=2.60          horovod.ray on a real Ray cluster of two nodes; installs that Ray"
 	@echo "make test-tensorflow            horovod.tensorflow and horovod.keras with Keras 2 and 3; installs TensorFlow"
 	@echo "make test-torch-distributed     torch's own tests of a distributed backend, on 2, 3 and 4 ranks; Accelerate, transformers, Lightning; up to an hour"
 	@echo "make test-hosts                 two to eight hosts: every collective, intruders, deaths; needs root and namespaces"
@@ -162,16 +162,10 @@ test-spark: $(STAMP)
 test-spark-protected: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m protected_spark -rfER tests/integration/protected_spark.py
 
-# Ray takes 240 MB and minutes to install: so `make test` leaves these tests out where Ray is not there. Each Ray has a
-# virtual environment of its own. Ray 2.9 imports pkg_resources._vendor, which setuptools has had until 69.
-RAY ?= 2.60.0
-RAY_VENV = .venv-ray-$(RAY)
+# Ray takes 240 MB and minutes to install: so `make test` leaves these tests out where Ray is not there.
+RAY ?= 2.60
 test-ray:
-	test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)
-	$(RAY_VENV)/bin/python -m pip install --quiet -c constraints.txt torch
-	$(RAY_VENV)/bin/python -m pip install --quiet -c constraints.txt 'ray[client,train]==$(RAY)' -e '.[test]'
-	$(RAY_VENV)/bin/python -m pip install --quiet --no-deps 'setuptools<70'
-	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -rfER tests/unit/test_ray_params.py tests/integration/test_ray*.py
+	$(MAKE) test-runtime NAME=ray-$(RAY) RUNTIME_TESTS='tests/unit/test_ray_params.py tests/integration/test_ray*.py'
 
 # TensorFlow takes 600 MB, and seconds to import in every rank: `make test` leaves these tests out where it is not there.
 TF_POOLS := tests/multiproc/test_tf_ops.py tests/multiproc/test_tf_graphs.py tests/multiproc/test_tf_training.py tests/multiproc/test_tf_habits.py
