@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hora.engine.transport.hierarchical import consecutive, portions, where
+from hora.engine.transport.hierarchical import portions
 
 
 @given(st.lists(st.lists(st.integers(0, 40), min_size=3, max_size=3), min_size=1, max_size=5), st.integers(1, 50))
@@ -26,10 +26,3 @@ def test_every_element_is_in_one_portion_and_no_portion_is_large(counts, limit):
                 part += 1
     assert all((tensor == 1).all() for tensor in (*own, *whole))
     assert turns == [number % 2 for number in range(len(turns))]
-
-
-def test_members_next_to_one_another_are_a_range_and_have_a_place():
-    assert consecutive([0, 1, 4, 6, 7]) == [range(2), range(4, 5), range(6, 8)]
-    assert consecutive([]) == []
-    whole = torch.arange(10)
-    assert where(whole.split([1, 2, 3, 4]), range(1, 3), whole).tolist() == [1, 2, 3, 4, 5]

@@ -18,7 +18,7 @@ between all members and combined in the same order (`HostwiseArithmetic`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -69,6 +69,7 @@ class HierarchicalTransport:
         self._connect = connect
         self._leaders: StreamGroup | None = None
         self._between: DistributedTransport | None = None
+        self._everyone: StreamGroup | None = None  # a group of all members, and its transport
         self._flat: DistributedTransport | None = None
         self.name = local.name
         if self._index < self._num_leaders:
@@ -272,21 +273,12 @@ class HierarchicalTransport:
             self._apart.alltoall(input, output, send_counts, receive_counts)
             return
         sent, received = input[: sum(send_counts)].split(list(send_counts)), output.split(list(receive_counts))
-        flat, pending = self._between_all(), []
-        for run in consecutive(m for m in range(self._num_members) if m not in self._here):
-            sends = [count if m in run else 0 for m, count in enumerate(send_counts)]
-            receives = [count if m in run else 0 for m, count in enumerate(receive_counts)]
-            pending.append(flat.start_alltoall(where(sent, run, input), where(received, run, output), sends, receives))
-        inside = [[counts[m] for m in self._here] for counts in (send_counts, receive_counts)]
-        if len(consecutive(self._here)) == 1:
-            here = range(self._here[0], self._here[-1] + 1)
-            self._local.alltoall(where(sent, here, input), where(received, here, output), *inside)
-        else:
-            arrived = torch.empty(sum(inside[1]), dtype=input.dtype, device="cpu")
-            self._local.alltoall(torch.cat([sent[m] for m in self._here]), arrived, *inside)
-            unpack(arrived, [received[m] for m in self._here])
-        for each in pending:
-            flat.finish(each)
+        beyond = ([part[:0] if m in self._here else part for m, part in enumerate(all_)] for all_ in (received, sent))
+        self._between_all()
+        assert self._everyone is not None
+        pending = self._everyone.start_exchange(*beyond)
+        self._local.exchange([received[m] for m in self._here], [sent[m] for m in self._here])
+        self._everyone.finish(pending)
 
     def reducescatter(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], reduce: Reduce) -> None:
         if self._apart is not None:
@@ -341,6 +333,7 @@ class HierarchicalTransport:
             return self._apart
         if self._flat is None:
             group = self._connect("members", range(self._num_members))
+            self._everyone = group
             self._flat = DistributedTransport(group, self._member, self._num_members, hosts=self._hosts)
         return self._flat
 
@@ -399,20 +392,3 @@ def portions(own: Tensors, whole: Tensors, counts: Sequence[Sequence[int]], limi
             bit = slice(start, start + step)
             members = [part[bit] for part in parts[0]]
             yield Portion([own[number][bit]], [members], [[part.numel() for part in members]], next(turns))
-
-
-def consecutive(members: Iterable[int]) -> list[range]:
-    """Return the members as ranges."""
-    found: list[range] = []
-    for member in members:
-        if found and found[-1].stop == member:
-            found[-1] = range(found[-1].start, member + 1)
-        else:
-            found.append(range(member, member + 1))
-    return found
-
-
-def where(parts: Sequence[torch.Tensor], members: range, whole: torch.Tensor) -> torch.Tensor:
-    """Return the slices of these members' parts in the tensor that was split into all members' parts."""
-    start = sum(part.numel() for part in parts[: members.start])
-    return whole[start : start + sum(parts[member].numel() for member in members)]

@@ -238,7 +238,12 @@ class ShmGroup(PeerGroup):
     def start_alltoall(
         self, output: torch.Tensor, input: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
     ) -> Work:
-        sent, received = _spans(input, send_counts), _spans(output, receive_counts)
+        self.exchange(output.split(list(receive_counts)), input.split(list(send_counts)))
+        return None, "alltoall"
+
+    def exchange(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Run an alltoall of separate tensors, by member."""
+        sent, received = ([_Span(each.data_ptr(), each.nbytes) for each in some] for some in (sources, targets))
         move(received[self._member].address, *sent[self._member])
         # No member knows what the others send each other. So the first step carries the beginnings of everything and
         # the size of the largest part, and then all know how many steps are left.
@@ -253,7 +258,6 @@ class ShmGroup(PeerGroup):
             self._exchange(
                 ring, [span.after(done) for span in sent], [span.after(done) for span in received], num_steps
             )
-        return None, "alltoall"
 
     def _exchange(self, ring: Ring, sent: Sequence[_Span], received: Sequence[_Span], num_steps: int) -> None:
         """Send the first `num_steps` pieces of `sent[m]` to each other member m."""
@@ -368,3 +372,7 @@ class ShmTransport(DistributedTransport):
 
     def barrier(self) -> None:
         self.slots.ring.meet()
+
+    def exchange(self, targets: Tensors, sources: Tensors) -> None:
+        """Run an alltoall of separate tensors, by member."""
+        self.slots.exchange(targets, sources)

@@ -148,16 +148,12 @@ class StreamGroup(PeerGroup):
     def start_alltoall(
         self, output: torch.Tensor, input: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
     ) -> Work:
-        size = input.element_size()
-        sources = _views(input, [count * size for count in send_counts])
-        targets = _views(output, [count * size for count in receive_counts])
-        if send_counts[self._member]:
-            own_input, own_output = (
-                tensor.split(list(counts))[self._member]
-                for tensor, counts in ((input[: sum(send_counts)], send_counts), (output, receive_counts))
-            )
-            copy(own_input, own_output)
-        return self._start("alltoall", sources, targets, input, output)
+        return self.start_exchange(output.split(list(receive_counts)), input.split(list(send_counts)))
+
+    def start_exchange(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Work:
+        """Start an alltoall of separate tensors, by member."""
+        copy(sources[self._member], targets[self._member])
+        return self._start("alltoall", list(map(_view, sources)), list(map(_view, targets)), *sources, *targets)
 
     def start_allgather(self, output: torch.Tensor, input: torch.Tensor, counts: Sequence[int]) -> Work:
         parts = output.split(list(counts))
@@ -405,14 +401,6 @@ def view_of(address: int, num_bytes: int) -> memoryview:
 def _view(tensor: torch.Tensor) -> memoryview:
     """Return the tensor's bytes; an exchange keeps its tensors."""
     return view_of(tensor.data_ptr(), tensor.nbytes)
-
-
-def _views(tensor: torch.Tensor, sizes: Sequence[int]) -> list[memoryview]:
-    whole, views, at = _view(tensor), [], 0
-    for size in sizes:
-        views.append(whole[at : at + size])
-        at += size
-    return views
 
 
 def _only(peer: int, view: memoryview, others: Sequence[memoryview]) -> list[memoryview]:
