@@ -44,10 +44,7 @@ class CudaStagingTransport:
         self._in_portions(inputs, outputs, lambda portion: self._cpu.allreduce([portion], [portion], reduce))
 
     def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
-        staged = self._stage("in", inputs)
-        mark().synchronize()
-        self._cpu.adasum(staged, staged, reduce)
-        self._return("in", staged, outputs)
+        self._at_once(inputs, outputs, lambda staged, results: self._cpu.adasum(staged, results, reduce))
 
     def allgather(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]]) -> None:
         self._at_once(inputs, outputs, lambda staged, results: self._cpu.allgather(staged, results, counts))
@@ -69,7 +66,8 @@ class CudaStagingTransport:
 
     def _at_once(self, inputs: Tensors, outputs: Tensors, work: Callable[[Tensors, Tensors], None]) -> None:
         """Copy everything in, let `work` process it, and copy its results out."""
-        staged, results = self._stage("in", inputs), self._room("out", outputs)
+        sizes, room = [tensor.numel() for tensor in inputs], self._pinned("out", outputs)
+        staged, results = self._stage("in", inputs).split(sizes), room.split([tensor.numel() for tensor in outputs])
         mark().synchronize()
         work(staged, results)
         self._return("out", results, outputs)
@@ -87,12 +85,12 @@ class CudaStagingTransport:
         purposes = ("in", "out")
         if not todo:
             return
-        staged = self._stage_as_one(purposes[0], todo[0][0])
+        staged = self._stage(purposes[0], todo[0][0])
         landed = mark()
         for number, (_, results) in enumerate(todo):
             current, purpose, ready = staged, purposes[number % 2], landed
             if number + 1 < len(todo):
-                staged = self._stage_as_one(purposes[(number + 1) % 2], todo[number + 1][0])
+                staged = self._stage(purposes[(number + 1) % 2], todo[number + 1][0])
                 landed = mark()
             ready.synchronize()
             work(current)
@@ -105,13 +103,7 @@ class CudaStagingTransport:
             emptied.synchronize()
         return self._buffers.take(purpose, sum(tensor.numel() for tensor in like), like[0].dtype)
 
-    def _room(self, purpose: str, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(self._pinned(purpose, like).split([tensor.numel() for tensor in like]))
-
-    def _stage(self, purpose: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(self._stage_as_one(purpose, tensors).split([tensor.numel() for tensor in tensors]))
-
-    def _stage_as_one(self, purpose: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _stage(self, purpose: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         staged = self._pinned(purpose, tensors)
         for tensor, host in zip(tensors, staged.split([t.numel() for t in tensors]), strict=True):
             host.copy_(tensor, non_blocking=True)

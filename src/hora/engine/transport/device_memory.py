@@ -19,7 +19,7 @@ from contextlib import suppress
 import torch
 
 from hora.engine.request import Reduce
-from hora.engine.shm.counters import LINE_BYTES, Counter
+from hora.engine.shm.counters import MEMBER_BYTES, Counters
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.arithmetic import arithmetic_of
 from hora.engine.transport.base import AliveCheck, Tensors, Transport
@@ -61,7 +61,7 @@ class DeviceMemoryTransport(CudaStagingTransport):
         self._exchange, self._member, self._num_members = exchange, member, num_members
         self._check_alive, self._limit_s, self._complete = check_alive, limit_s, complete
         self._segment = segment
-        self._counters = [Counter(segment.memory, LINE_BYTES * peer) for peer in range(num_members)]
+        self._counters = Counters(segment.memory, 0, member, num_members)
         self._step = 0
         self._on_gpu = Buffers(device, _KEEP_BYTES)
         self._most_bytes = _LARGEST_SLOT_BYTES  # of a slot; less if the GPU has little to spare
@@ -70,7 +70,7 @@ class DeviceMemoryTransport(CudaStagingTransport):
     @staticmethod
     def num_bytes(num_members: int) -> int:
         """Return the size of the counters."""
-        return LINE_BYTES * num_members
+        return MEMBER_BYTES * num_members
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         dtype = inputs[0].dtype
@@ -159,7 +159,7 @@ class DeviceMemoryTransport(CudaStagingTransport):
             self._memory.close()
         super().close()
         self._on_gpu.clear()
-        self._counters.clear()
+        self._counters.close()
         self._segment.close()
 
     def stages(self, num_bytes: int) -> bool:
@@ -195,12 +195,7 @@ class DeviceMemoryTransport(CudaStagingTransport):
     def _publish(self, what: str) -> None:
         """Wait until every member has written its data to the slots of this step."""
         self._complete()
-        self._counters[self._member].set(self._step)
-        for peer, counter in enumerate(self._counters):
-            if peer != self._member:
-                counter.wait_for(
-                    self._step, check_alive=self._check_alive, limit_s=self._limit_s, what=f"the peers in {what}"
-                )
+        self._counters.meet(self._step, self._check_alive, limit_s=self._limit_s, what=what)
 
     def _scratch(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return self._on_gpu.take("scratch", count if self._num_members > 2 else 0, dtype)
