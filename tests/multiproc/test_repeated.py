@@ -309,3 +309,26 @@ def test_ctrl_c_just_after_the_members_have_met_does_not_repeat_the_call():
     hvd.barrier()
     assert interrupted or hvd.rank() or plan.call is interrupt
     hvd.shutdown()
+
+
+@pytest.mark.ranks(2)
+def test_a_name_that_another_thread_waits_for_is_refused_and_the_wait_goes_on(place):
+    hvd.init()
+    negotiation = engine.current_runtime().sets.queue(0).negotiation
+    for _ in range(3):
+        hvd.allreduce_(ones(), name="lone", op=hvd.Sum)
+    tensor = ones()
+    if hvd.rank() == 0:
+        thread = threading.Thread(target=hvd.allreduce_, args=(tensor,), kwargs={"name": "lone", "op": hvd.Sum})
+        thread.start()
+        wait_until("the thread waits alone", lambda: _waiting(negotiation) == 1)
+        with pytest.raises((ValueError, HorovodInternalError), match=r"same name as another tensor .* allreduce\.lone"):
+            hvd.synchronize(hvd.allreduce_async(ones(), name="lone", op=hvd.Sum))
+        place.store.set("refused", "")
+        thread.join()
+    else:
+        place.store.wait(["refused"])
+        hvd.allreduce_(tensor, name="lone", op=hvd.Sum)
+    assert tensor.tolist() == [2.0] * 5
+    hvd.barrier()
+    hvd.shutdown()

@@ -334,6 +334,8 @@ class OperationQueue(ProgressEngine):
 
     def _hold(self, request: Request, key: Key) -> None:
         request.queue, request.key = self, key
+        if request.signature.device != "cpu":
+            request.device_event = torch.cuda.current_stream(request.tensors[0].device).record_event()
         request.parts_left = max(len(request.tensors), 1)
         self.in_flight[key] = request
 

@@ -273,6 +273,4 @@ def _request(plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor) -> Request
     source = tensor.view(plan.signature.shapes[0])
     request = Request(plan.signature, [source], [source if out is tensor else out])
     request.results = [out]
-    if plan.stage is not None:
-        request.device_event = torch.cuda.current_stream(tensor.device).record_event()
     return request

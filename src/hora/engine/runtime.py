@@ -473,8 +473,6 @@ class Runtime:
                 CollectiveCall(kind, name, reduce, root_rank, splits, grouped), tensors, outputs
             )
             request.residuals = residuals
-            if request.signature.device != "cpu":
-                request.device_event = torch.cuda.current_stream(request.tensors[0].device).record_event()
         queue.submit(request, background=background)
         return request
 

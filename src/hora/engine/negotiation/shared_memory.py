@@ -115,9 +115,8 @@ class SharedMemoryNegotiation(Negotiation):
 
     def wait(self) -> None:
         if self._member == 0:
-            self._asleep.store_fenced(
-                1
-            )  # either this member sees another's bell, or that one sees that this one sleeps
+            self._asleep.store(1)
+            self._native.fence()  # either this member sees another's bell, or that one sees that this one sleeps
             self._bell.wait_beyond(self._bell_seen)
             self._asleep.store(0)
         else:

@@ -82,11 +82,6 @@ class Counter:
             self._native.fence()
         self._word.value = value
 
-    def store_fenced(self, value: int) -> None:
-        """Publish `value` before anything that this thread reads from now on."""
-        self.store(value)
-        self._native.fence()
-
     def set(self, value: int) -> None:
         """Publish `value` and wake every waiter."""
         self.store(value)

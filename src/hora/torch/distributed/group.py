@@ -289,8 +289,6 @@ class HoraProcessGroup(_BASE):
         queue = self._queue
         request = queue.validator.request(CollectiveCall(kind, None, reduce, root, splits, grouped), tensors, outputs)
         request.signature = request.signature._replace(operation=self._label(operation))
-        if request.signature.device != "cpu":
-            request.device_event = torch.cuda.current_stream(request.tensors[0].device).record_event()
         queue.submit(request, background=not wait)
         return request
 
