@@ -454,16 +454,23 @@ def reduce_ones(group, in_flight):
         work.wait()
 
 
-# By the queue, and by the path of repeated calls.
-@pytest.mark.parametrize(("repeats", "in_flight"), [(0, False), (3, False), (3, True)])
-def test_a_rank_that_does_not_come_is_named_with_its_line(place, repeats, in_flight):
+# By the queue, by the path of repeated calls, and from that path to the queue since the rank does something else first.
+@pytest.mark.parametrize(
+    ("repeats", "in_flight", "differs"), [(0, False, False), (3, False, False), (3, True, False), (3, False, True)]
+)
+def test_a_rank_that_does_not_come_is_named_with_its_line(place, repeats, in_flight, differs):
     torch_backend.register()
     dist.init_process_group("hora", store=place.store, rank=place.rank, world_size=place.size)
     group = dist.new_group(list(range(place.size)), timeout=timedelta(seconds=1))
     for _ in range(repeats):
         dist.all_reduce(torch.ones(3), group=group)
     if place.rank == place.size - 1:
+        gathered = torch.ones(place.size)
+        work = dist.all_gather_into_tensor(gathered, torch.ones(1), group=group, async_op=True) if differs else None
         place.gather(None)
+        if work is not None:
+            with pytest.raises(HorovodInternalError, match="until the timeout"):
+                work.wait()
     else:
         try:
             with pytest.raises(HorovodInternalError, match=rf"for rank\(s\) \[{place.size - 1}\].*rank_pool.py:\d+"):
