@@ -227,8 +227,13 @@ def test_a_rank_that_is_interrupted_while_it_waits_for_another_host_is_named_and
         else:
             place.store.wait(["interrupted"])
         named = r"^rank 0 was interrupted \(KeyboardInterrupt\).*hvd\.init\(\)"
-        with pytest.raises(hvd.HorovodInternalError, match=named):
+
+        def two_steps():  # rank 0 has sent all of its small bucket: the news may come after the first one
             training.step(6.0)
+            training.step(6.0)
+
+        with pytest.raises(hvd.HorovodInternalError, match=named):
+            two_steps()
         hvd.shutdown()
     finally:
         HostLink._look_around = look_around
