@@ -121,7 +121,7 @@ def test_a_tampered_checkpoint_runs_nothing_when_a_run_is_resumed(spark, tmp_pat
     class Line(lightning.LightningModule):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
             super().__init__()
-            self.save_hyperparameters({"own": Exploit("nowhere")}, logger=False)
+            self.save_hyperparameters({"own": Exploit(tmp_path / "own")}, logger=False)
             self.layer = torch.nn.Linear(1, 1)
 
         def forward(self, x):
