@@ -253,7 +253,8 @@ class NodesJob(ElasticJob):
             )
             for key, value in itertools.pairwise(found.stdout.splitlines()):
                 if key.endswith("/leader"):
-                    return int(json.loads(value)["name"].removeprefix("host"))
+                    name, _, _ = json.loads(value)["name"].rpartition(".")  # the rest authenticates it
+                    return int(name.removeprefix("host"))
         return None
 
     def kill_node(self, index: int) -> None:
