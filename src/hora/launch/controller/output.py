@@ -17,7 +17,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -66,14 +66,13 @@ class OutputWriter:
         self._ranks = dict(ranks)
         self._names: dict[int, str] = {}
         self._lock = threading.Lock()
-        self._streams: dict[tuple[int, str], _Lines] = {}
+        self._streams: dict[tuple[int, str], _Stream] = {}
         self._tails: dict[int, Tail] = {}
         self._consoles = {
             "stdout": _Console(options.stdout if options.stdout is not None else sys.stdout),
             "stderr": _Console(options.stderr if options.stderr is not None else sys.stderr),
         }
         self._files: dict[tuple[int, str], LogFile] = {}  # by rank
-        self._settled: dict[tuple[int, str], _Settled] = {}
         self._width = len(str(max(self._ranks.values(), default=0)))
         self._open_files()
 
@@ -105,17 +104,14 @@ class OutputWriter:
         """Add bytes of a worker's stdout or stderr."""
         with self._lock:
             self._tails.setdefault(worker, Tail()).add(data)
-            key = worker, stream
-            if key not in self._streams:
-                self._streams[key] = _Lines(lambda: self._prefix(worker, stream))
-            self._write(key, self._streams[key].feed(data))
+            self._write(worker, stream, data)
 
     def end(self, worker: int) -> None:
         """The worker has ended: write its last line even if it is incomplete."""
         with self._lock:
             for stream in ("stdout", "stderr"):
                 if (worker, stream) in self._streams:
-                    self._write((worker, stream), self._streams[worker, stream].end(), last=True)
+                    self._write(worker, stream, b"", last=True)
 
     def say(self, text: str, *, stream: str = "stdout") -> None:
         """Write a line of the launcher, or a worker's line without a prefix."""
@@ -132,102 +128,69 @@ class OutputWriter:
             for file in self._files.values():
                 file.close()
 
-    def _prefix(self, worker: int, stream: str) -> bytes:
-        if not self._options.prefix:
-            return b""
-        when = time.asctime() if self._options.timestamp else ""
-        name = self._names.get(worker) or self._ranks.get(worker, worker)
-        return f"{when}[{self._options.tag}{name}]<{stream}>:".encode()
-
-    def _write(self, key: tuple[int, str], data: bytes, *, last: bool = False) -> None:
-        if not data and not last:
-            return
-        settled = self._settled.setdefault(key, _Settled()).feed(data, last=last)
-        console = self._consoles[key[1]]
-        shown = settled if console.is_file else data
+    def _write(self, worker: int, stream: str, data: bytes, *, last: bool = False) -> None:
+        key, console, prefix = (worker, stream), self._consoles[stream], b""
+        if self._options.prefix:
+            when = time.asctime() if self._options.timestamp else ""
+            name = self._names.get(worker) or self._ranks.get(worker, worker)
+            prefix = f"{when}[{self._options.tag}{name}]<{stream}>:".encode()
+        shown, kept = self._streams.setdefault(key, _Stream()).feed(data, prefix, last=last)
+        if console.is_file:
+            shown = kept
         if self._options.console and shown:
-            console.write(shown, key, self._prefix(*key))
-        file = self._files.get((self._ranks.get(key[0], key[0]), key[1]))
-        if file is not None and settled:
-            file.write(settled)
+            console.write(shown, key, prefix)
+        file = self._files.get((self._ranks.get(worker, worker), stream))
+        if file is not None and kept:
+            file.write(kept)
 
 
-class _Lines:
-    """Puts a prefix in front of each line of one stream."""
-
-    def __init__(self, prefix: Callable[[], bytes]) -> None:
-        self._prefix = prefix
-        self._partial = b""
-        self._inside = False  # part of the current line has been written
-        self._after_return = False  # the last byte written was \r: a \n now belongs to it
-
-    def feed(self, data: bytes) -> bytes:
-        head = b""
-        if self._after_return and data.startswith(b"\n"):
-            head, data = b"\n", data[1:]
-        self._after_return = self._after_return and not data and not head
-        data = self._partial + data
-        cut = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-        if not cut and len(data) < MAX_LINE_BYTES:
-            self._partial = data
-            return head
-        if not cut:
-            cut = len(data)
-        whole, self._partial = data[:cut], data[cut:]
-        return head + self._dress(whole)
-
-    def _dress(self, whole: bytes) -> bytes:
-        prefix = self._prefix()
-        ended = whole.endswith((b"\n", b"\r"))
-        last = len(whole) - (2 if whole.endswith(b"\r\n") else 1) if ended else len(whole)
-        body, end = whole[:last], whole[last:]
-        many = b"\r" in body  # plain newlines, the usual case, are replaced much faster
-        start = b"" if self._inside else prefix
-        if many or end == b"\r":
-            text = self._dress_returns(body + end, prefix)
-        else:
-            text = start + body.replace(b"\n", b"\n" + prefix) + end
-        self._inside = not ended
-        self._after_return = end == b"\r"
-        return text
-
-    def _dress_returns(self, text: bytes, prefix: bytes) -> bytes:
-        """Prefix every line except a bare carriage return, with which many progress bars begin."""
-        pieces = _LINE_WITH_END.findall(text)
-        bare = [piece == b"\r" or (number == 0 and self._inside) for number, piece in enumerate(pieces)]
-        return b"".join(piece if is_bare else prefix + piece for piece, is_bare in zip(pieces, bare, strict=True))
-
-    def end(self) -> bytes:
-        last, self._partial = self._partial, b""
-        if last or self._inside:
-            return self._dress(last + b"\n")
-        return b""
-
-
-class _Settled:
-    """Lines as they were when they ended: what `\\r` brought back to its beginning and wrote over is left out."""
+class _Stream:
+    """One stream of a worker as lines with a prefix: on the console, and in a file."""
 
     def __init__(self) -> None:
-        self._held = b""  # a line after its `\r`, which may still be overwritten
+        self._partial = b""  # a line whose end has not arrived
+        self._inside = False  # the beginning of a long line has been written
+        self._after_return = False  # `\r` ended the last line: the next one overwrites it, and a `\n` belongs to it
+        self._line = b""  # that line
 
-    def feed(self, data: bytes, *, last: bool = False) -> bytes:
-        data, self._held = self._held + data, b""
-        if b"\r" not in data:
-            return data
-        *whole, rest = data.replace(b"\r\n", b"\n").split(b"\n")
-        lines = [_last_state(line) + b"\n" for line in whole]
-        if last and rest:
-            lines.append(_last_state(rest) + b"\n")
-        elif b"\r" in rest and len(rest) < MAX_LINE_BYTES:
-            # The \r stays at its end: the next bytes overwrite the line, or a \n keeps it.
-            self._held = _last_state(rest) + (b"\r" if rest.endswith(b"\r") else b"")
-        else:
-            lines.append(rest)
-        return b"".join(lines)
+    def feed(self, data: bytes, prefix: bytes, *, last: bool = False) -> tuple[bytes, bytes]:
+        """Return the complete lines as a console shows them, and without those that were overwritten.
 
+        `last`: the worker has ended, and an incomplete line with it.
+        """
+        data = self._partial + data
+        if last and (data or self._inside):
+            data += b"\n"
+        cut = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if not cut and len(data) >= MAX_LINE_BYTES:
+            cut = len(data)
+        whole, self._partial = data[:cut], data[cut:]
+        if self._after_return or b"\r" in whole:
+            shown, kept = self._overwrite(whole, prefix)
+        else:  # the usual case, much faster
+            shown = kept = whole[:-1].replace(b"\n", b"\n" + prefix) + whole[-1:]
+            if whole:
+                shown = kept = shown if self._inside else prefix + shown
+                self._inside = not whole.endswith(b"\n")
+        if last and self._line:
+            kept, self._line = kept + self._line + b"\n", b""
+        return shown, kept
 
-def _last_state(line: bytes) -> bytes:
-    return next((state for state in reversed(line.split(b"\r")) if state), b"")
+    def _overwrite(self, whole: bytes, prefix: bytes) -> tuple[bytes, bytes]:
+        shown, kept = bytearray(), bytearray()
+        for line in _LINE_WITH_END.findall(whole):
+            text = line.rstrip(b"\r\n")
+            end = line[len(text) :]
+            # Many progress bars begin with a bare carriage return.
+            if not (self._inside or line == b"\r" or (self._after_return and line == b"\n")):
+                text = prefix + text
+            shown += text + end
+            self._line = text if self._after_return and text else self._line + text
+            self._inside, self._after_return = not end, end == b"\r"
+            if not self._after_return:
+                kept += self._line + end[-1:]
+                self._line = b""
+        return bytes(shown), bytes(kept)
 
 
 class LogFile:
