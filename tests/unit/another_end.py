@@ -1,4 +1,4 @@
-"""Another end of Hora's connections, written from docs/protocol.md alone: nothing of Hora's is imported here.
+"""An independent client of Hora's wire protocol, written from docs/protocol.md alone: it imports nothing of Hora.
 
 python tests/unit/another_end.py      prints the test vectors of that page
 """
@@ -53,7 +53,7 @@ class Direction:
 
 
 class Records:
-    """What follows on a stream."""
+    """Records of an encrypted stream."""
 
     def __init__(self, key: bytes, records_of_a_key: int = 65536) -> None:
         self.chain, self.number, self.most = mac(key, b"hora records\x01"), 0, records_of_a_key
@@ -66,7 +66,7 @@ class Records:
 
 
 class Client:
-    """The handshake, and then messages, over a connected socket."""
+    """Performs the handshake over a connected socket, then exchanges messages."""
 
     def __init__(self, psk: bytes, purpose: str, speaker: int = -1, ephemeral: X25519PrivateKey | None = None) -> None:
         begin, name = MAGIC + speaker.to_bytes(4, "big", signed=True), purpose.encode()
@@ -124,7 +124,7 @@ class Client:
 
 
 def received(sock: socket.socket, num_bytes: int) -> bytes:
-    """Read so many bytes. (MSG_WAITALL does not wait for all of them on a socket that has a timeout.)"""
+    """Read exactly `num_bytes`; MSG_WAITALL may return fewer on a socket with a timeout."""
     data = b""
     while len(data) < num_bytes:
         more = sock.recv(num_bytes - len(data))
@@ -137,13 +137,13 @@ MESSAGES = [({"op": "set", "id": 1, "key": "k"}, b"value"), ({"op": "set", "id":
 
 
 def vectors() -> dict[str, str]:
-    """The client's side of a connection to a server whose ephemeral key is known, and a stream."""
+    """Compute the client's side of a connection to a server with a known ephemeral key, and of a stream."""
     private = [X25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in (0x11, 0x22)]
     secret = bytes(range(32))
     psk = derived(secret, "worker 3")
     client = Client(psk, "job-1", 3, private[0])
     hello = client.hello
-    # The server's answer: the same steps with the other private key.
+    # The server's answer takes the same steps with the other private key.
     public = private[1].public_key().public_bytes_raw()
     ck, h = hkdf(client.ck, public, 2)[0], hashlib.sha256(client.h + public).digest()
     key = hkdf(ck, private[1].exchange(private[0].public_key()), 2)[1]

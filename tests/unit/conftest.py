@@ -1,6 +1,6 @@
-"""Tests of this folder start no process: one that does fails.
+"""Fail each test of this folder that starts a process.
 
-Property tests have no deadline. The log is as imported.
+Property tests have no deadline, and the logger is configured as after import.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import hypothesis
 import pytest
 
-# How long an example takes says how busy the machine is, nothing about the code.
+# The duration of an example depends on the load of the machine.
 hypothesis.settings.register_profile("hora", deadline=None)
 hypothesis.settings.load_profile("hora")
 
-# Programs that other packages start: Matplotlib lists fonts at its first import, h5py asks for the kind of machine.
+# Programs started by other packages: Matplotlib lists fonts at its first import, h5py queries the machine type.
 _BY_OTHERS = ("fc-list", "uname")
 _STARTS = frozenset(("os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"))
 _in_a_test = False
@@ -28,7 +28,7 @@ def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
         raise RuntimeError(f"{event}: a test in tests/unit starts a process; it belongs to multiproc or integration")
 
 
-sys.addaudithook(_refuse)  # there is no way to take it back: it looks at the flag
+sys.addaudithook(_refuse)  # audit hooks cannot be removed, so this one checks the flag
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def _no_process() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _log_as_imported() -> Iterator[None]:
-    """Another test of this process may have initialised the engine, whose logger then propagates no more."""
+    """Undo the configuration of a test that initialised the engine: its logger no longer propagates."""
     logger = logging.getLogger("hora")
     before = list(logger.handlers), logger.level, logger.propagate
     logger.handlers.clear()

@@ -1,4 +1,4 @@
-"""The acceptor: it outlasts every shortage, keeps strangers few, and is the only one in the sources."""
+"""The acceptor survives every shortage, limits unauthenticated connections, and is the only one in the sources."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def answers(where: sockets.Where, credentials: Credentials) -> bool:
         return connection.receive(limit_s=LIMIT_S) == ({"n": 1}, b"hello")
 
 
-def test_a_connection_that_comes_while_no_descriptor_is_left_is_accepted_later(served, caplog):
+def test_connections_that_arrive_without_free_descriptors_are_accepted_later(served, caplog):
     where, credentials = served
     early = [socket.socket() for _ in range(3)]
     with no_descriptor_left():
@@ -84,7 +84,7 @@ def test_a_connection_that_comes_while_no_descriptor_is_left_is_accepted_later(s
 
 
 @pytest.mark.parametrize("number", [errno.EPROTO, errno.ENOMEM, errno.EPERM, errno.EINVAL])
-def test_no_error_of_accept_ends_a_server(served, number, monkeypatch, caplog):
+def test_no_error_of_accept_stops_a_server(served, number, monkeypatch, caplog):
     where, credentials = served
     left = [1, 1]
     real = socket.socket.accept
@@ -100,7 +100,7 @@ def test_no_error_of_accept_ends_a_server(served, number, monkeypatch, caplog):
     assert not left
 
 
-def test_a_handler_without_a_thread_loses_one_connection_and_no_more(served, caplog):
+def test_a_handler_without_a_thread_loses_only_its_own_connection(served, caplog):
     where, credentials = served
     with connect(where, credentials, timeout_s=LIMIT_S) as connection:
         connection.send({"thread": True})
@@ -110,7 +110,7 @@ def test_a_handler_without_a_thread_loses_one_connection_and_no_more(served, cap
     assert answers(where, credentials)
 
 
-def test_strangers_hold_an_eighth_of_the_descriptors_at_most(monkeypatch):
+def test_unauthenticated_connections_hold_at_most_an_eighth_of_the_descriptors(monkeypatch):
     for soft, limit in ((1 << 20, 128), (1024, 128), (256, 32), (4, 1), (resource.RLIM_INFINITY, 128)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
         assert acceptor.max_pending() == limit
@@ -122,7 +122,7 @@ def silent_leader(sock: socket.socket, came: queue.SimpleQueue[socket.socket]) -
             came.put(sock.accept()[0])
 
 
-def test_a_relay_outlasts_silent_connections_and_a_lack_of_descriptors(monkeypatch):
+def test_a_relay_survives_silent_connections_and_a_lack_of_descriptors(monkeypatch):
     monkeypatch.setattr(acceptor, "MAX_STRANGERS", 8)
     relay, came = Relay(), queue.SimpleQueue()
     with socket.create_server(("127.0.0.1", 0)) as leader:
@@ -142,7 +142,7 @@ def test_a_relay_outlasts_silent_connections_and_a_lack_of_descriptors(monkeypat
         with sockets.open_socket(relay.name, limit_s=LIMIT_S) as worker:
             worker.sendall(b"hello")
             seen: list[bytes] = []
-            while not any(seen):  # the leader may still have connections of the crowd in its backlog
+            while not any(seen):  # the leader's backlog may still hold connections of the crowd
                 other = came.get(timeout=LIMIT_S)
                 seen.append(other.recv(5))
             other.sendall(b"welcome")
@@ -151,7 +151,7 @@ def test_a_relay_outlasts_silent_connections_and_a_lack_of_descriptors(monkeypat
         relay.close()
 
 
-def test_a_relay_is_reached_by_its_own_user_alone(monkeypatch):
+def test_a_relay_accepts_only_its_own_user(monkeypatch):
     relay = Relay()
     monkeypatch.setattr(sockets, "process_at", lambda sock: sockets.Process(7, os.geteuid() + 1))
     with socket.socket(socket.AF_UNIX) as sock:
@@ -162,7 +162,7 @@ def test_a_relay_is_reached_by_its_own_user_alone(monkeypatch):
 
 
 def test_one_place_accepts_connections():
-    """Every listening socket is made by `net.sockets`, and given to an acceptor: no limit is left out."""
+    """Every listening socket is created by `net.sockets` and passed to an acceptor, so all limits apply."""
     accepting, listening = set(), set()
     for path in sorted(SOURCES.rglob("*.py")):
         module = path.relative_to(SOURCES).as_posix()
@@ -181,8 +181,8 @@ def test_one_place_accepts_connections():
         ("hora/net/sockets.py", "sock"),
         ("hora/net/server.py", "sockets"),
         ("hora/watch/address.py", "sockets"),
-        ("hora/launch/ha/following.py", "sockets"),  # its relay answers there
+        ("hora/launch/ha/following.py", "sockets"),  # the relay's listening socket
         ("hora/cli/doctor/probe.py", "sockets"),
-        ("hora/workers/capacity.py", "sockets"),  # a claim, at which nothing is accepted
+        ("hora/workers/capacity.py", "sockets"),  # a claim; nothing is accepted there
     }
     assert acceptor.__doc__ is not None

@@ -1,6 +1,6 @@
-"""An agent's signs of life, seen from the controller: one that does not answer is dropped, a slow console is no reason.
+"""The controller drops an agent that does not answer, but not one whose console is slow.
 
-No process is started: the agent is played by this test, at the other end of a real session.
+No process is started: the test plays the agent at the other end of a real session.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LIMIT_S = 0.3
 
 
 class Far:
-    """An agent elsewhere."""
+    """A remote agent."""
 
     def __init__(self, where: Agents, *, answers: bool) -> None:
         def reach(limit_s):
@@ -65,13 +65,13 @@ class Events:
         self.ends.append(ended)
 
     def output(self, worker, stream, data) -> None:
-        """A console that takes its time."""
+        """Simulate a slow console."""
         self.console_is_free.wait(60)
 
 
 @pytest.fixture
 def opened():
-    """Have an agent join, and start a worker there; closed at the end."""
+    """Let an agent join and start a worker on it; close both at the end."""
     with contextlib.ExitStack() as stack:
 
         def join(events: Events, *, answers: bool) -> Far:
@@ -87,7 +87,7 @@ def opened():
         yield join
 
 
-def test_a_host_that_does_not_answer_is_named_and_dropped(opened):
+def test_an_unresponsive_host_is_named_and_dropped(opened):
     events = Events()
     opened(events, answers=False)
     wait_until("its worker is given up", lambda: events.ends)
@@ -95,14 +95,14 @@ def test_a_host_that_does_not_answer_is_named_and_dropped(opened):
     assert "host far has not answered for 0.3 s and was given up; raise --silence-timeout" in events.ends[0].reason
 
 
-def test_a_host_that_answers_is_kept(opened):
+def test_a_responsive_host_is_kept(opened):
     events = Events()
     far = opened(events, answers=True)
     wait_until("many beats", lambda: far.num_pings > 5 * agents.BEATS or events.ends)
     assert events.ends == []
 
 
-def test_a_host_whose_output_waits_for_a_slow_console_is_kept_and_knows_it(opened):
+def test_a_host_whose_output_waits_for_a_slow_console_is_kept_and_gets_no_acknowledgement(opened):
     events = Events()
     far = opened(events, answers=True)
     far.session.send(*pack(Output(0, "stdout", b"words")))

@@ -1,4 +1,4 @@
-"""The arithmetic of reductions against numpy and against the rules written out."""
+"""The arithmetic of reductions, compared with numpy and with the explicit rules."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def test_members_are_combined_in_order_and_half_precision_is_rounded_once(dtype,
         (torch.float16, ReduceOp.SUM, 0.5, [40000.0, 40000.0], 40000.0),
         (torch.float16, ReduceOp.SUM, 1.0, [60000.0, 60000.0, -60000.0], 60000.0),
         (torch.float16, ReduceOp.PRODUCT, 1.0, [256.0, 256.0, 0.5], 32768.0),
-        (torch.float16, ReduceOp.AVERAGE, 1.0, [2.0**-24] * 2, 2.0**-24),  # its smallest number
+        (torch.float16, ReduceOp.AVERAGE, 1.0, [2.0**-24] * 2, 2.0**-24),  # the smallest float16
         (torch.float16, ReduceOp.AVERAGE, 1.0, [2.0**-24, 2.0**-24, 2.0**-24, 0.0], 2.0**-24),
         (torch.float16, ReduceOp.SUM, 0.25, [2.0**-24] * 4, 2.0**-24),
         (torch.bfloat16, ReduceOp.SUM, 1.0, [1.0] + [2.0**-8] * 7, 1.03125),
         (torch.bfloat16, ReduceOp.SUM, 0.3, [1.0, 1.0, 1.0], 0.8984375),
     ],
 )
-def test_half_precision_neither_overflows_nor_vanishes_on_the_way(dtype, op, prescale, numbers, expected):
+def test_half_precision_neither_overflows_nor_underflows_in_between(dtype, op, prescale, numbers, expected):
     parts = [torch.full((40_000,), number, dtype=dtype) for number in numbers]
     assert set(reduced(parts, op, prescale).tolist()) == {expected}
 
@@ -129,7 +129,7 @@ def test_average_of_floats_is_the_exact_division(num_members):
     assert torch.equal(sums.view(torch.int32), expected.view(torch.int32))
 
 
-def test_nan_spreads_and_integers_wrap():
+def test_nan_propagates_and_integers_wrap():
     parts = [torch.tensor([1.0, math.nan, math.inf]), torch.tensor([math.nan, 2.0, -math.inf])]
     for op in OPS:
         result = reduced(parts, op)
@@ -148,19 +148,19 @@ def test_identity_changes_nothing(op, dtype):
     assert torch.equal(result, part)
 
 
-def test_identity_of_truth_values():
+def test_identity_of_booleans():
     assert identity(ReduceOp.MIN, torch.bool) is True
     assert identity(ReduceOp.MAX, torch.bool) is False
 
 
-def test_the_same_arguments_give_the_same_object():
+def test_the_same_arguments_return_the_same_object():
     first = arithmetic_of(Reduce(ReduceOp.SUM), torch.float32, 2)
     assert arithmetic_of(Reduce(ReduceOp.SUM), torch.float32, 2) is first
     assert not first.prescales
     assert arithmetic_of(Reduce(ReduceOp.SUM, prescale=0.5), torch.float32, 2).prescales
 
 
-def test_adasum_is_no_elementwise_reduction():
+def test_adasum_is_not_an_elementwise_reduction():
     with pytest.raises(AssertionError, match="not an element-wise reduction"):
         arithmetic_of(Reduce(ReduceOp.ADASUM), torch.float32, 2)
 
@@ -195,7 +195,7 @@ def test_adasum_follows_the_rule_at_every_magnitude(scale):
     assert np.linalg.norm(result.numpy() - expected) <= 1e-13 * np.linalg.norm(expected)
 
 
-def test_adasum_of_nothing_and_of_zeros():
+def test_adasum_of_empty_tensors_and_of_zeros():
     assert adasum(torch.empty(0), torch.empty(0)).numel() == 0
     assert torch.equal(adasum(torch.zeros(5), torch.ones(5)), torch.ones(5))
     assert torch.equal(adasum(torch.zeros(5), torch.zeros(5)), torch.zeros(5))

@@ -1,4 +1,4 @@
-"""Autotune: a race in rounds; the best setting wins clearly or the default stays, and all ranks decide the same."""
+"""Autotune races settings in rounds: a clear winner or the default is chosen, identically on all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _tuner(*, num_bytes=200 * MB, num_members=2, **options):
 
 
 def _tune(times_ms, *, noise=lambda: 0.0, num_members=2, **options):
-    """Tune a model of 200 MB whose step takes `times_ms[setting]`; the tuner, and the settings that were tried."""
+    """Tune a model of 200 MB whose step takes `times_ms[setting]`; return the tuner and the settings it tried."""
     tuner = _tuner(num_members=num_members, **options)
     tried = []
     while not tuner.done:
@@ -34,7 +34,7 @@ def _tune(times_ms, *, noise=lambda: 0.0, num_members=2, **options):
 
 
 def _moods(seed):
-    """A machine on which steps differ by 5 % by themselves, and which now and then is half as fast for a while."""
+    """Return the noise of a machine whose steps vary by 5 % and which is occasionally half as fast for some steps."""
     chance, slow_steps = random.Random(seed), 0
 
     def noise():
@@ -52,21 +52,21 @@ def test_the_best_setting_is_found(best):
     assert _tune(FLAT | {best: 80.0})[0].setting == best
 
 
-def test_less_than_two_per_cent_is_not_worth_a_change():
+def test_a_gain_below_two_per_cent_keeps_the_default():
     assert _tune(FLAT | {ALL: 98.5})[0].setting == DEFAULT
 
 
-def test_on_a_moody_machine_it_finds_what_is_clearly_better_and_is_never_clearly_worse_than_the_default():
+def test_a_noisy_machine_finds_clear_gains_and_is_never_clearly_worse_than_the_default():
     better, worse = FLAT | {ALL: 94.0}, dict.fromkeys(SETTINGS, 104.0) | {DEFAULT: 100.0}
     assert sum(_tune(better, noise=_moods(seed))[0].setting == ALL for seed in range(50)) >= 45
     assert all(_tune(worse, noise=_moods(seed))[0].setting == DEFAULT for seed in range(50))
 
 
-def test_noise_alone_does_not_move_the_default():
+def test_noise_alone_keeps_the_default():
     assert all(_tune(FLAT, noise=_moods(seed))[0].setting == DEFAULT for seed in range(50))
 
 
-def test_it_warms_up_then_races_in_rounds_back_and_forth_and_stops():
+def test_it_warms_up_then_races_in_alternating_rounds_and_stops():
     _, tried = _tune(FLAT | {ALL: 80.0, LATE: 90.0}, warmup_samples=2)
     field = list(SETTINGS)
     assert tried[:14] == [DEFAULT] * 2 + field + [DEFAULT, ALL, LATE, *SETTINGS[1:4]][::-1]
@@ -76,7 +76,7 @@ def test_it_warms_up_then_races_in_rounds_back_and_forth_and_stops():
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 7, 50])
-def test_no_more_trials_than_allowed(most):
+def test_trials_stay_within_the_limit(most):
     tuner, tried = _tune(FLAT, warmup_samples=0, max_samples=most)
     assert len(tried) <= most
     assert tuner.setting == DEFAULT
@@ -88,18 +88,18 @@ def test_a_small_model_has_one_bucket_and_nothing_to_tune():
     assert tuner.setting == DEFAULT
 
 
-def test_a_rank_that_has_joined_ends_it_with_the_default_or_what_was_clearly_better_by_then():
+def test_a_rank_that_has_joined_ends_tuning_with_the_best_setting_so_far():
     tuner = _tuner(num_members=3, warmup_samples=0, steps_per_sample=1)
     tuner.take([3, 3000])
     assert tuner.setting != DEFAULT
     tuner.take([2, 2000])
-    assert [tuner.step(0.1) for _ in range(9)] == [None] * 9  # no more until the others come back
+    assert [tuner.step(0.1) for _ in range(9)] == [None] * 9  # paused until the other ranks return
     tuner.end()
     assert tuner.done
     assert tuner.setting == DEFAULT
 
 
-def test_the_log_has_horovods_columns_and_ends_with_the_best(tmp_path):
+def test_the_log_has_horovods_columns_and_ends_with_the_best_setting(tmp_path):
     log = tmp_path / "log.csv"
     _tune(FLAT | {LATE: 50.0}, log=str(log), max_samples=6, warmup_samples=1)
     header, *rows = log.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Benchmarks run rarely, so these tests check that the names they import still exist."""
+"""The names that benchmarks import exist; the benchmarks themselves run rarely."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def root_on_path(monkeypatch):
 
 
 def _imports(source: str) -> Iterator[tuple[str, str | None]]:
-    """(module, name) of all imports, at the top, inside functions and in programs that are written as strings."""
+    """Yield (module, name) of all imports: at the top, inside functions and in programs written as strings."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, None) for alias in node.names)
@@ -29,7 +29,7 @@ def _imports(source: str) -> Iterator[tuple[str, str | None]]:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.stem)
-def test_what_a_benchmark_imports_exists(path):
+def test_the_imports_of_a_benchmark_exist(path):
     for module, name in _imports(path.read_text()):
         if module.startswith("horovod.ray"):
             pytest.importorskip("ray")
@@ -40,7 +40,7 @@ def test_what_a_benchmark_imports_exists(path):
             assert name is None or hasattr(found, name) or importlib.import_module(f"{module}.{name}")
 
 
-def test_the_figures_of_the_readme_are_those_of_the_last_run():
+def test_the_figures_of_the_readme_match_the_last_run():
     import json
 
     from benchmarks.readme import NUMBERS, README, figures, written

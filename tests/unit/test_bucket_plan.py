@@ -20,7 +20,7 @@ def named(sizes, dtype=torch.float32):
 
 
 @given(SIZES, st.integers(1, 20_000), st.sampled_from([1, 64, 256]))
-def test_every_gradient_has_one_slot_in_order_and_slots_do_not_overlap(sizes, bucket_bytes, granularity):
+def test_every_gradient_has_one_slot_in_order_without_overlap(sizes, bucket_bytes, granularity):
     parameters, names = named(sizes)
     specs = plan_buckets(parameters, names, bucket_bytes=bucket_bytes, granularity=granularity)
     assert [id(p) for spec in specs for p in spec.parameters] == [id(p) for p in parameters]
@@ -29,13 +29,13 @@ def test_every_gradient_has_one_slot_in_order_and_slots_do_not_overlap(sizes, bu
         for parameter, offset in zip(spec.parameters, spec.offsets, strict=True):
             assert offset >= end
             end = offset + parameter.numel()
-        assert spec.num_elements > end  # the control element lies behind all gradients
+        assert spec.num_elements > end  # the control element follows all gradients
         assert spec.num_elements % granularity == 0
     assert len({spec.name for spec in specs}) == len(specs)
 
 
 @given(SIZES, st.data())
-def test_kinds_never_mix_and_breaks_start_buckets(sizes, data):
+def test_dtypes_never_mix_and_breaks_start_buckets(sizes, data):
     dtypes = [data.draw(st.sampled_from([torch.float32, torch.float64, torch.float16])) for _ in sizes]
     parameters = [torch.zeros(size, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
     names = {p: str(i) for i, p in enumerate(parameters)}
@@ -46,7 +46,7 @@ def test_kinds_never_mix_and_breaks_start_buckets(sizes, data):
         assert len({id(p) in before for p in spec.parameters}) == 1
 
 
-def test_a_bucket_is_closed_when_it_is_full_and_arranged_by_group():
+def test_a_full_bucket_is_closed_and_arranged_by_group():
     parameters, names = named([100] * 6)
     group = {id(p): i % 2 for i, p in enumerate(parameters)}
     specs = plan_buckets(parameters, names, bucket_bytes=1200, group_of=lambda p: group[id(p)])
@@ -56,7 +56,7 @@ def test_a_bucket_is_closed_when_it_is_full_and_arranged_by_group():
     assert [spec.dtype for spec in halves] == [torch.float16]
 
 
-def test_names():
+def test_parameter_names():
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
     optimizer = torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1)
     assert list(parameter_names(optimizer, None).values()) == [

@@ -1,4 +1,4 @@
-"""The commands' words and the steps from options to a job, without starting anything."""
+"""The commands' texts and the steps from options to a job; nothing is started."""
 
 import shlex
 import sys
@@ -27,7 +27,7 @@ def test_help_names_every_command(capsys):
     assert dispatch.main(["--help"]) == 0
     text = capsys.readouterr().out
     assert dispatch.main(["--help-all"]) == 0
-    assert capsys.readouterr().out == text  # of one command it shows more
+    assert capsys.readouterr().out == text  # --help-all shows more only for a single command
     assert all(f"\n  {name} " in text for name in dispatch.COMMANDS)
 
 
@@ -37,7 +37,7 @@ def test_every_command_can_be_imported():
         assert callable(getattr(__import__(module, fromlist=[function]), function))
 
 
-def test_every_command_has_help_of_its_own(capsys):
+def test_every_command_has_its_own_help(capsys):
     for name, command in dispatch.COMMANDS.items():
         if command.parser:
             parser = command.make_parser()
@@ -50,7 +50,7 @@ def test_every_command_has_help_of_its_own(capsys):
     assert capsys.readouterr().out.count("\n  hora ") == 3  # examples
 
 
-def test_completion_knows_every_command_lab_and_shown_flag(capsys):
+def test_completion_covers_every_command_lab_and_visible_flag(capsys):
     for shell in ("bash", "zsh", "fish"):
         assert dispatch.main(["completion", shell]) == 0
         text = capsys.readouterr().out
@@ -61,7 +61,7 @@ def test_completion_knows_every_command_lab_and_shown_flag(capsys):
         assert "log-hide-timestamp" not in text
 
 
-def test_an_unknown_command_is_answered_with_the_nearest(capsys):
+def test_an_unknown_command_suggests_the_nearest(capsys):
     assert dispatch.main(["docter"]) == 2
     assert "did you mean `hora doctor`?" in capsys.readouterr().err
     assert dispatch.main(["xyzzy"]) == 2
@@ -71,7 +71,7 @@ def test_an_unknown_command_is_answered_with_the_nearest(capsys):
 def test_version_of_both_names(capsys):
     assert dispatch.main(["--version"]) == 0
     own = capsys.readouterr().out.split()[1]
-    assert horovod.__version__ == "0.28.1"  # exactly: packages compare it
+    assert horovod.__version__ == "0.28.1"  # exactly, because packages compare it
     assert horovod_version() == f"0.28.1 (Hora {own})"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = horovod.nothing
@@ -112,7 +112,7 @@ def test_rank_and_size_from_three_launchers():
         get_env_rank_and_size({"OMPI_COMM_WORLD_SIZE": "2"})
 
 
-def test_check_build_ticks_what_has_no_problem():
+def test_check_build_ticks_available_parts():
     text = check_build.format_build("9.9", {"TensorFlow": "no", "MXNet": "no", "MPI": "no", "DDL": "no", "CCL": "no"})
     assert text == (
         "Horovod v9.9:\n\nAvailable Frameworks:\n    [ ] TensorFlow\n    [X] PyTorch\n    [ ] MXNet\n\n"
@@ -144,7 +144,7 @@ def test_hosts_from_a_file_and_from_an_lsf_job(tmp_path):
         job(num_proc=3, hosts="localhost:2")
 
 
-def test_a_jobs_environment_is_ours_plus_what_was_asked_for():
+def test_a_jobs_environment_is_the_callers_plus_the_options():
     env = job({"HOROVOD_CYCLE_TIME": "5", "HOROVOD_CACHE_CAPACITY": "5", "X": "y"}, num_proc=1, cycle_time_ms=2.0).env
     assert env["HOROVOD_CYCLE_TIME"] == "2.0"
     assert (env["HOROVOD_CACHE_CAPACITY"], env["X"], env["PYTHONUNBUFFERED"]) == ("5", "y", "1")
@@ -153,7 +153,7 @@ def test_a_jobs_environment_is_ours_plus_what_was_asked_for():
     assert "HOROVOD_GLOO_IFACE" not in elsewhere
 
 
-def test_requests_that_cannot_be_carried_out(tmp_path):
+def test_invalid_requests_raise_value_errors(tmp_path):
     with pytest.raises(ValueError, match="there is no command to run"):
         start.start(Options(num_proc=2), {})
     with pytest.raises(ValueError, match=r"fewer than 2 hosts.*localhost:2"):
@@ -162,19 +162,19 @@ def test_requests_that_cannot_be_carried_out(tmp_path):
         Ssh.from_environ({}, identity_file=str(tmp_path / "key"))
 
 
-def test_a_reader_that_has_gone_is_no_missing_program(capsys, monkeypatch):
-    """`hora doctor | head` must not say that something has to be installed."""
+def test_a_broken_pipe_is_not_reported_as_a_missing_program(capsys, monkeypatch):
+    """`hora doctor | head` must not ask the user to install something."""
 
     def nobody_reads(names, ssh):
         raise BrokenPipeError
 
     monkeypatch.setattr(examine, "_examine", nobody_reads)
-    with pytest.raises(BrokenPipeError):  # `hora` itself ends quietly then
+    with pytest.raises(BrokenPipeError):  # `hora` itself exits quietly then
         examine.main([])
     assert capsys.readouterr().err == ""
 
 
-def test_the_doctor_refuses_bad_input_in_words(capsys, monkeypatch):
+def test_the_doctor_explains_invalid_input(capsys, monkeypatch):
     monkeypatch.setenv("HORA_SSH", "ssh '-J gate")
     assert dispatch.main(["doctor", "-H", "192.0.2.1"]) == 2
     assert "HORA_SSH is not a command line: No closing quotation, in ssh '-J gate" in capsys.readouterr().err
@@ -199,7 +199,7 @@ def test_own_addresses_are_local_and_others_are_not():
         sockets.interface_address({"nic8", "nic7"})
 
 
-def test_ssh_gets_options_host_port_key_and_one_quoted_command():
+def test_ssh_receives_options_host_port_key_and_one_quoted_command():
     argv = Ssh(port=2222, identity_file="/k", executable="/my env/python", python_path="/a b").python("h", "m", "x;y")
     assert argv[0] == "ssh"
     assert argv[1:5] == ["-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=accept-new"]
@@ -248,19 +248,19 @@ def test_a_healthy_host_has_no_problem():
         ({"java": None}, "Java was not found", "JAVA_HOME"),
     ],
 )
-def test_each_problem_says_what_and_what_to_do(changes, text, advice):
+def test_each_problem_has_an_explanation_and_advice(changes, text, advice):
     [found] = problems(**changes)
     assert text in found.text
     assert advice in found.advice
 
 
-def test_a_small_dev_shm_is_worth_a_note_only():
+def test_a_small_dev_shm_is_only_a_note():
     assert problems(shm_bytes=64 << 20) == problems(shm_bytes=None) == []
     texts = [f.text for f in findings.host_findings(FACTS | {"shm_bytes": 64 << 20}) if f.level == "note"]
     assert texts[0].startswith("/dev/shm has only 64 MiB left: Hora does not use it")
 
 
-def test_mpi4py_is_noted_with_the_launcher_that_it_needs():
+def test_mpi4py_is_noted_with_the_launcher_it_needs():
     [note] = [f.text for f in findings.host_findings(FACTS | {"mpi4py": "4.1.2"}) if "mpi4py" in f.text]
     assert "one host" in note
     assert "mpirun -np N" in note
@@ -277,13 +277,13 @@ def test_versions_must_agree_between_hosts():
     assert [f.level for f in findings.agreement({"a": FACTS, "b": FACTS | {"python": "3.11.9"}})] == ["ok"]
 
 
-def test_a_clock_far_off_is_worth_a_note():
+def test_a_clock_that_is_far_off_is_a_note():
     ok, note = findings.agreement({"a": FACTS, "b": FACTS | {"clock_ahead_s": -95.3}})
     assert (ok.level, note.level) == ("ok", "note")
     assert "the clock of b differs from ours by -95 s" in note.text
 
 
-def test_ports_that_cannot_be_reached_are_named_with_both_ends():
+def test_unreachable_ports_are_named_with_both_ends():
     assert findings.reach_findings({"a": {"b": None}, "b": {"a": None}})[0].level == "ok"
     [found] = findings.reach_findings({"a": {"b": "No route to host"}, "b": {"a": None}})
     assert isinstance(found, Finding)
@@ -291,7 +291,7 @@ def test_ports_that_cannot_be_reached_are_named_with_both_ends():
     assert "firewall of b" in found.advice
 
 
-def test_top_without_rich_names_it(capsys, monkeypatch):
+def test_top_without_rich_asks_for_it(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setitem(sys.modules, "rich.console", None)
     monkeypatch.delitem(sys.modules, "hora.watch.terminal", raising=False)

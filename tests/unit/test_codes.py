@@ -1,4 +1,4 @@
-"""Compression to one byte per number between hosts: decoded values, errors and residuals."""
+"""Compression between hosts to one byte per number: decoded values, errors and residuals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hora.engine.shm import native
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no native part: {native.absence()}")
 
 SIZES = (1, 3, 255, 256, 257, 5000)
-BLOCK = 256  # numbers with one scale: CODE_BLOCK of codes.h
+BLOCK = 256  # numbers per scale: CODE_BLOCK of codes.h
 
 
 def num_blocks(count):
@@ -21,7 +21,7 @@ def num_blocks(count):
 
 
 def encoded(numbers, residual=None):
-    """The bytes, scales first; the numbers become what the bytes say, and the residual what is lost."""
+    """Encode `numbers`, scales first; they become their decoded values, and `residual` the encoding error."""
     data = torch.zeros(num_blocks(numbers.numel()) * 4 + numbers.numel(), dtype=torch.uint8)
     at, steps_at = data.data_ptr(), data.data_ptr() + num_blocks(numbers.numel()) * 4
     lost = 0 if residual is None else residual.data_ptr()
@@ -38,7 +38,7 @@ def decoded(data, count):
 
 
 @pytest.mark.parametrize("count", SIZES)
-def test_the_sender_goes_on_with_what_the_others_decode(count):
+def test_the_sender_continues_with_the_decoded_values(count):
     wanted = torch.randn(count, generator=torch.Generator().manual_seed(count))
     sent = wanted.clone()
     received = decoded(encoded(sent), count)
@@ -47,7 +47,7 @@ def test_the_sender_goes_on_with_what_the_others_decode(count):
 
 
 @pytest.mark.parametrize("count", SIZES)
-def test_a_byte_counts_127ths_of_the_largest_number_of_its_block(count):
+def test_a_step_is_one_127th_of_the_largest_number_of_its_block(count):
     generator = torch.Generator().manual_seed(count)
     wanted = torch.randn(count, generator=generator) * 10.0 ** torch.randint(-40, 30, (count,), generator=generator)
     for residual in (None, wanted.flip(0) * 0.1):
@@ -71,9 +71,9 @@ def test_a_byte_counts_127ths_of_the_largest_number_of_its_block(count):
             assert torch.equal(lost, total - decoded(data, count))
 
 
-def test_what_is_lost_comes_with_the_next_ones():
+def test_the_residual_is_sent_with_later_numbers():
     wanted = torch.randn(1000, generator=torch.Generator().manual_seed(1)) * 1e-3
-    wanted[0] = 1.0  # beside which, as bytes, the others are nothing
+    wanted[0] = 1.0  # the other numbers round to zero beside it
     residual, total = torch.zeros(1000), torch.zeros(1000)
     for _ in range(400):
         sent = wanted.clone()
@@ -84,7 +84,7 @@ def test_what_is_lost_comes_with_the_next_ones():
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_is_sent_but_kept_out_of_the_residual(value):
+def test_non_finite_numbers_are_sent_but_kept_out_of_the_residual(value):
     residual, sent = torch.zeros(300), torch.ones(300)
     sent[7] = value
     received = decoded(encoded(sent, residual), 300)

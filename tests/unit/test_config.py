@@ -1,4 +1,4 @@
-"""Run-time variables become values, and nonsense in each of them is named."""
+"""Environment variables are parsed into values; an invalid value is reported with its variable."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def test_values():
     "variable",
     [item.metadata["variable"] for item in fields(EngineConfig) if item.metadata["parse"] is not str],
 )
-def test_nonsense_names_the_variable_and_its_value(variable):
+def test_an_invalid_value_names_the_variable_and_the_value(variable):
     with pytest.raises(ValueError, match=f"{variable} must be .* but it is 'nonsense'"):
         EngineConfig.from_env({variable: "nonsense"})
 
 
-def test_negative_values_are_refused():
+def test_negative_values_are_rejected():
     with pytest.raises(ValueError, match="HOROVOD_FUSION_THRESHOLD"):
         EngineConfig.from_env({"HOROVOD_FUSION_THRESHOLD": "-1"})

@@ -38,7 +38,7 @@ def test_skips_are_counted_by_reason_and_reruns_are_written(pytester: pytest.Pyt
     assert line.endswith("::test_flaky\tAssertionError: the first time")
 
 
-def test_a_mark_or_a_path_names_tests_of_a_target_of_their_own(pytester: pytest.Pytester):
+def test_tests_with_their_own_target_run_if_a_mark_or_a_path_names_them(pytester: pytest.Pytester):
     pytester.makeconftest((Path(__file__).parents[1] / "conftest.py").read_text())
     pytester.makeini("[pytest]\nmarkers =\n    containers: builds images\n")
     path = pytester.makepyfile("import pytest\n@pytest.mark.containers\ndef test_it(): pass\n")

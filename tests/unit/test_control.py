@@ -23,7 +23,7 @@ LIMIT_S = 20.0
 
 
 class Events:
-    """Remembers what the rendezvous reported."""
+    """Records the rendezvous' reports."""
 
     def __init__(self) -> None:
         self.seen: queue.SimpleQueue[tuple] = queue.SimpleQueue()
@@ -36,7 +36,7 @@ class Events:
 
 
 class Place:
-    """A rendezvous and the means to connect to it."""
+    """A rendezvous and its clients."""
 
     def __init__(self) -> None:
         self.secret = new_secret()
@@ -76,7 +76,7 @@ def gather(client: ControlClient, rank: int, size: int, key: str = "k", limit_s:
     return list(client.gather(key, b"from %d" % rank, rank=rank, size=size, timeout_s=limit_s).members.values())
 
 
-def test_allgather_again_and_again_under_one_key(place: Place):
+def test_repeated_allgathers_under_one_key(place: Place):
     clients = [place.connect(rank) for rank in range(4)]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(20):
@@ -107,18 +107,18 @@ def test_key_value_operations(place: Place):
     assert client.add("n", -2) == 3
 
 
-def test_a_payload_of_many_frames_comes_back_whole(place: Place):
+def test_a_payload_of_many_frames_arrives_complete(place: Place):
     client, value = place.connect(0), os.urandom(5_000_001)
     client.set("big", value)
     assert client.get("big", timeout_s=LIMIT_S) == value
 
 
-def test_get_in_vain_names_the_key(place: Place):
+def test_a_get_that_times_out_names_the_key(place: Place):
     with pytest.raises(TimeoutError, match=r"Timed out waiting for key 'never'.*Timeout after 0\.2 seconds"):
         place.connect(0).get("never", timeout_s=0.2)
 
 
-def test_allgather_in_vain_names_the_missing_ranks(place: Place):
+def test_an_allgather_that_times_out_names_the_missing_ranks(place: Place):
     with pytest.raises(TimeoutError, match=r"ranks \[0, 2\] are missing"):
         gather(place.connect(1), 1, 3, limit_s=0.2)
 
@@ -132,7 +132,7 @@ def test_a_failed_allgather_leaves_its_key_usable(place: Place):
     assert got == [[b"from 0", b"from 1"]] * 2
 
 
-def test_ranks_that_disagree_about_the_size_are_told(place: Place):
+def test_ranks_that_disagree_about_the_size_get_an_error(place: Place):
     one, two = place.connect(0), place.connect(1)
     with ThreadPoolExecutor(2) as pool:
         for waiting in [pool.submit(gather, one, 0, 3), pool.submit(gather, two, 1, 2)]:
@@ -160,14 +160,14 @@ def test_a_broken_connection_ends_the_wait_for_its_rank(place: Place):
         for future in [pool.submit(gather, survivor, 0, 2), pool.submit(gather, victim, 1, 2)]:
             future.result(LIMIT_S)
         waiting = pool.submit(gather, survivor, 0, 2)
-        # A message of this thread could overtake the other one's.
+        # The victim's gather might otherwise be processed after its shutdown.
         wait_until("the survivor's gather has come", lambda: place.server._gathers)
         victim._connection.shutdown()
         with pytest.raises(HorovodInternalError, match="rank 1 closed its connection"):
             waiting.result(LIMIT_S)
 
 
-def test_notices_reach_listeners_late_and_early(place: Place):
+def test_notices_reach_listeners_registered_before_and_after(place: Place):
     client, early = place.connect(0), queue.SimpleQueue()
     client.on_notice(early.put)
     place.server.worker_exited(1, "ended with exit code 3", failed=True)
@@ -213,7 +213,7 @@ def test_long_errors_keep_both_ends_in_any_script(place: Place):
             assert "characters …]" in told
 
 
-def test_thousands_of_deaths_fit_into_a_message(place: Place):
+def test_thousands_of_deaths_fit_into_one_message(place: Place):
     survivor = place.connect(0)
     for rank in range(1, 3000):
         place.server.worker_exited(rank, "ended with exit code 1, and with many more words", failed=True)
@@ -228,7 +228,7 @@ def test_a_polite_leaver_is_not_lost(place: Place):
     assert place.events.seen.empty()
 
 
-def test_survivors_get_the_next_world_and_others_are_told_to_leave(place: Place):
+def test_survivors_get_the_next_world_and_others_get_none(place: Place):
     clients = {worker: place.connect(worker, worker=worker) for worker in (0, 1)}
     worlds = {w: World(rank=w, size=2, local_rank=w, local_size=2, worker=w, hostname=f"h{w}") for w in (0, 1)}
     with ThreadPoolExecutor(2) as pool:
@@ -242,8 +242,8 @@ def test_survivors_get_the_next_world_and_others_are_told_to_leave(place: Place)
     assert world.rendezvous == place.rendezvous
 
 
-def test_late_news_of_an_earlier_generation_harms_nobody(place: Place):
-    """Worker 1 was rank 1; it died, and worker 2 has its rank now."""
+def test_stale_news_of_an_earlier_generation_is_ignored(place: Place):
+    """Worker 1 was rank 1 and died; worker 2 now has its rank."""
     first, dead = place.connect(0), place.connect(1)
     with ThreadPoolExecutor(2) as pool:
         for future in [pool.submit(gather, first, 0, 2), pool.submit(gather, dead, 1, 2)]:
@@ -281,7 +281,7 @@ def test_a_closed_port_is_a_clear_error(place: Place):
         ControlClient.connect(rendezvous, name="rank 0", timeout_s=1)
 
 
-def test_a_server_that_says_nothing_is_a_timeout(place: Place):
+def test_a_silent_server_is_a_timeout(place: Place):
     with socket.create_server(("127.0.0.1", 0)) as mute:
         rendezvous = RendezvousEndpoint(
             kind="hora",
@@ -294,7 +294,7 @@ def test_a_server_that_says_nothing_is_a_timeout(place: Place):
             ControlClient.connect(rendezvous, name="rank 0", timeout_s=0.2)
 
 
-def test_a_worker_that_was_cut_off_comes_back_and_its_questions_with_it(place: Place):
+def test_a_worker_that_was_cut_off_reconnects_and_repeats_its_requests(place: Place):
     client = place.connect(0, worker=7)
     assert place.events.next() == ("joined", 7)
     heard: queue.SimpleQueue[dict] = queue.SimpleQueue()
@@ -322,10 +322,10 @@ def test_a_worker_that_was_cut_off_comes_back_and_its_questions_with_it(place: P
     assert heard.get(timeout=LIMIT_S)["notice"] == "hosts_updated", "what it may have missed"
 
 
-def test_a_worker_that_comes_back_before_it_was_missed_is_no_loss(place: Place):
+def test_a_reconnect_before_the_old_connection_breaks_is_not_a_loss(place: Place):
     place.connect(0, worker=7)
     assert place.events.next() == ("joined", 7)
-    again = place.connect(0, worker=7)  # the same name: the launcher has not heard yet that the first one is broken
+    again = place.connect(0, worker=7)  # the same name; the launcher has not noticed that the first one is broken
     assert place.events.next() == ("joined", 7)
     place.clients[0]._reopen = None
     place.clients[0]._connection.shutdown()
@@ -335,7 +335,7 @@ def test_a_worker_that_comes_back_before_it_was_missed_is_no_loss(place: Place):
     assert place.events.seen.empty()
 
 
-def test_the_end_of_the_server_is_noticed_by_whoever_waits(place: Place):
+def test_the_end_of_the_server_ends_every_wait(place: Place):
     client = place.connect(0)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(client.get, "never", timeout_s=LIMIT_S)
@@ -347,7 +347,7 @@ def test_the_end_of_the_server_is_noticed_by_whoever_waits(place: Place):
         client.set("a", b"")
 
 
-def test_idle_strangers_are_shown_out(place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_idle_connections_are_closed(place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setattr(acceptor, "HANDSHAKE_LIMIT_S", 0.1)
     with socket.create_connection(("127.0.0.1", place.server.port), timeout=LIMIT_S) as sock:
         assert sock.recv(1) == b""
@@ -355,7 +355,7 @@ def test_idle_strangers_are_shown_out(place: Place, monkeypatch: pytest.MonkeyPa
     assert "did not authenticate within 0.1 s" in caplog.text
 
 
-def test_a_crowd_of_strangers_harms_itself_only(place: Place, monkeypatch: pytest.MonkeyPatch):
+def test_a_crowd_of_unauthenticated_connections_harms_only_itself(place: Place, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(acceptor, "MAX_STRANGERS", 4)
     patient = socket.create_connection(
         ("127.0.0.1", place.server.port), timeout=LIMIT_S, source_address=("127.0.0.2", 0)
@@ -364,7 +364,7 @@ def test_a_crowd_of_strangers_harms_itself_only(place: Place, monkeypatch: pytes
     try:
         assert crowd[0].recv(1) == b""
         place.connect(0).close()
-        # The only stranger from its address is still welcome although it came first.
+        # The only pending connection from its address is still accepted, although it is the oldest.
         handshake = ClientHandshake(Credentials(place.secret, "job"))
         patient.sendall(handshake.hello)
         assert handshake.finish(patient.recv(handshake.answer_bytes, socket.MSG_WAITALL))
@@ -381,7 +381,7 @@ def test_no_thread_is_left():
     assert set(threading.enumerate()) <= before
 
 
-def test_a_newcomer_waits_for_a_generation_that_has_a_place_for_it(place: Place):
+def test_a_new_worker_waits_for_a_generation_with_a_slot_for_it(place: Place):
     place.server.publish(4, {0: World(size=1, generation=4, worker=0)})
     newcomer = place.connect(0, worker=7)
     mine = World(worker=7, generation=-1, elastic=True, rendezvous=place.rendezvous)
@@ -396,13 +396,13 @@ def test_a_newcomer_waits_for_a_generation_that_has_a_place_for_it(place: Place)
     assert (found.rank, found.size, found.generation, found.worker) == (1, 2, 6, 7)
 
 
-def test_a_worker_of_an_old_generation_is_told_to_leave(place: Place):
+def test_a_worker_of_an_old_generation_gets_no_world(place: Place):
     place.server.publish(3, {1: World(size=1, generation=3, worker=1)})
     assert place.connect(0, worker=0).next_world(World(worker=0, generation=1), timeout_s=LIMIT_S) is None
 
 
-def test_a_worker_that_was_given_up_is_refused(place: Place):
-    """A host that was cut off and is back: its workers belong to a world that is gone."""
+def test_a_dropped_worker_is_rejected(place: Place):
+    """A host that was cut off returns after its workers' world has ended."""
     cut_off = place.connect(2, worker=2)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(cut_off.next_world, World(worker=2, generation=0), timeout_s=LIMIT_S)
@@ -415,14 +415,14 @@ def test_a_worker_that_was_given_up_is_refused(place: Place):
         place.connect(2, worker=2)
 
 
-def test_whoever_answers_is_heard_of(place: Place):
+def test_an_answer_to_a_ping_updates_the_last_contact(place: Place):
     client = place.connect(0, worker=5)
     assert place.events.next() == ("joined", 5)
     client.set("key", b"value")
     before = place.server.heard_at(5)
     assert before is not None
     place.server.ping()
-    client.set("after", b"the ping")  # the reader has answered the ping before it sees the answer to this
+    client.set("after", b"the ping")  # the reader answers the ping before it sees the reply to this
     client.set("after", b"the pong")
     later = place.server.heard_at(5)
     assert later is not None

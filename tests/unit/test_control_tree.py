@@ -1,4 +1,4 @@
-"""The control tree without ranks: several of them in one process."""
+"""Control trees without ranks: several of them in one process."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ WORLD = new_secret()
 
 
 def given(rank: int, world: bytes = WORLD) -> RankKeys:
-    """What a launcher gives to a rank, which holds no more."""
+    """Return the keys that a launcher gives to this rank, and no others."""
     return RankKeys(rank, lambda ranks: rank_keys(world, rank, ranks))
 
 
 def a_control_tree(rank: int, size: int, heard: list[tuple[object, ...]]) -> ControlTree:
-    """Which writes down what it tells its runtime."""
+    """Start a control tree that records its events in `heard`."""
     names = ("lost", "leaving", "fault", "negotiating")
     told = {name: lambda *what, name=name: heard.append((name, *what)) for name in names}
     waits = lambda serial: Whereabouts([("allreduce", serial)], "train.py:3")  # noqa: E731
@@ -36,13 +36,13 @@ def a_control_tree(rank: int, size: int, heard: list[tuple[object, ...]]) -> Con
 
 @pytest.fixture
 def heard():
-    """What rank 0's control tree has told its runtime."""
+    """The events of rank 0's control tree."""
     return []
 
 
 @pytest.fixture
 def control_trees(heard):
-    """Ranks 0 and 1 of a world of three, which share a host."""
+    """The control trees of ranks 0 and 1 in a world of three; both share a host."""
     with contextlib.ExitStack() as stack:
         some = [a_control_tree(0, 3, heard), a_control_tree(1, 3, [])]
         for control_tree in some:
@@ -64,7 +64,7 @@ class World:
             place = None if parent is None else (parent, self.control_trees[parent].name)
             control_tree.join(place, len(self.tree.children(control_tree.rank)), limit_s=LIMIT_S)
             control_tree.know(self.tree, lambda rank: self.control_trees[rank].name)
-        self.gather("ready")  # as ranks do: now all links are there
+        self.gather("ready")  # as ranks do: now all links exist
 
     def gather(self, what: str) -> list[list[bytes]]:
         with ThreadPoolExecutor(len(self.control_trees)) as pool:
@@ -76,7 +76,7 @@ class World:
             )
 
     def stop(self, rank: int) -> None:
-        """As if its process was: it takes what is sent to it, and does nothing about it."""
+        """Simulate a stopped process: it receives messages and ignores them."""
         self.control_trees[rank]._on_message = lambda *message: None  # type: ignore[method-assign]
 
     def all_heard(self, what: tuple[object, ...], ranks: list[int]) -> None:
@@ -135,7 +135,7 @@ def news(kind: str, rank: int, text: str = "") -> dict[str, object]:
     return {"t": "news", "kind": kind, "rank": rank, "text": text}
 
 
-def test_a_member_speaks_for_its_own_side_of_the_tree_and_for_no_other(control_trees, heard):
+def test_a_member_reports_only_for_its_own_side_of_the_tree(control_trees, heard):
     with a_member(control_trees[0], 2) as other:
         control_trees[1].link(0, control_trees[0].name, limit_s=LIMIT_S)
         wait_until("both are connected", lambda: len(control_trees[0]._links) == 2)
@@ -150,7 +150,7 @@ def test_a_member_speaks_for_its_own_side_of_the_tree_and_for_no_other(control_t
     assert heard == [("leaving", "the end")]
 
 
-def test_what_a_rank_announces_is_its_own_whatever_it_says(control_trees, heard):
+def test_announcements_are_attributed_to_the_authenticated_rank(control_trees, heard):
     with a_member(control_trees[0], 2) as other:
         said = {"t": "up", "set": 5, "parts": 1, "rank": 1}
         other.send(said, b"mine")
@@ -159,13 +159,13 @@ def test_what_a_rank_announces_is_its_own_whatever_it_says(control_trees, heard)
 
 
 @pytest.mark.parametrize("sizes", [(1,), (4,), (1, 1), (2, 1, 3), (1,) * 7])
-def test_all_ranks_gather_what_each_says(worlds, sizes):
+def test_all_ranks_gather_the_values_of_all(worlds, sizes):
     world = worlds(*sizes)
     for what in ("first", "second"):
         assert world.gather(what) == [[b"%d" % rank for rank in range(sum(sizes))]] * sum(sizes)
 
 
-def test_who_does_not_come_is_named(worlds):
+def test_missing_ranks_are_named(worlds):
     world = worlds(2, 1)
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(world.control_trees[1].gather, "names", b"", limit_s=LIMIT_S)
@@ -177,7 +177,7 @@ def test_who_does_not_come_is_named(worlds):
 
 
 @pytest.mark.parametrize("leaver", [0, 1, 2, 6])
-def test_one_goodbye_is_heard_by_all_and_all_goodbyes_are_waited_for(worlds, leaver):
+def test_all_ranks_receive_a_goodbye_and_wait_for_all_others(worlds, leaver):
     world = worlds(2, 2, 1, 1, 1)
     others = [rank for rank in range(7) if rank != leaver]
     world.control_trees[leaver].leave("the end")
@@ -192,8 +192,8 @@ def test_one_goodbye_is_heard_by_all_and_all_goodbyes_are_waited_for(worlds, lea
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2, 3])
-def test_a_death_is_heard_on_every_side_of_the_dead(worlds, victim):
-    """Rank 2 is between the root and the hosts of ranks 7, 8 and 9."""
+def test_a_death_is_reported_on_every_side_of_the_dead_rank(worlds, victim):
+    """Rank 2 connects the root with the hosts of ranks 7, 8 and 9."""
     world = worlds(2, 2, *[1] * 6)
     assert set(world.tree.children(2)) == {3, 7, 8, 9}
     world.control_trees[victim].close()
@@ -201,7 +201,7 @@ def test_a_death_is_heard_on_every_side_of_the_dead(worlds, victim):
 
 
 @pytest.mark.parametrize("sender", [0, 1, 3, 8])
-def test_news_goes_around_a_stopped_rank(worlds, sender):
+def test_news_bypasses_a_stopped_rank(worlds, sender):
     world = worlds(2, 2, *[1] * 6)
     world.stop(2)
     world.control_trees[sender].report_fault(sender, "it broke")
@@ -211,23 +211,23 @@ def test_news_goes_around_a_stopped_rank(worlds, sender):
     world.all_heard(("leaving", "the end"), others)
 
 
-def test_a_rank_is_asked_what_it_waits_for(worlds):
+def test_a_rank_can_be_asked_for_its_pending_operations(worlds):
     world = worlds(1, 1)
     found = world.control_trees[0].whereabouts([1], 7)
     assert found == {1: Whereabouts([("allreduce", 7)], "train.py:3")}
 
 
-def test_what_is_sent_before_there_is_a_link_comes_when_there_is_one(control_trees, heard):
+def test_messages_sent_before_a_link_exists_arrive_later(control_trees, heard):
     control_trees[1].send(0, {"t": "up", "set": 1}, b"early")
     control_trees[1].link(0, control_trees[0].name, limit_s=LIMIT_S)
-    control_trees[1].link(0, control_trees[0].name, limit_s=LIMIT_S)  # there is one
+    control_trees[1].link(0, control_trees[0].name, limit_s=LIMIT_S)  # exists already
     control_trees[1].send(0, {"t": "up", "set": 1}, b"late")
     wait_until("both have come", lambda: len(heard) == 2)
     assert [what[-1] for what in heard] == [b"early", b"late"]
 
 
-def test_with_its_own_keys_a_rank_opens_nothing_in_the_name_of_another(control_trees):
-    """Rank 2's host has been taken over: it holds all that rank 2 was given."""
+def test_a_ranks_keys_open_no_connection_in_another_ranks_name(control_trees):
+    """An attacker on rank 2's host holds all keys of rank 2."""
     place = "127.0.0.1", control_trees[0].listen_tcp("127.0.0.1")
     mine = given(2)
     held = [mine.towards(0).secret, mine.towards(1).secret, mine.of(1).secret, mine.shared]
@@ -236,7 +236,7 @@ def test_with_its_own_keys_a_rank_opens_nothing_in_the_name_of_another(control_t
             for where in (place, control_trees[0].name):
                 with pytest.raises(AuthenticationError):
                     connect(where, Credentials(secret, "hub", rank), timeout_s=LIMIT_S)
-    with connect(place, mine.towards(0), timeout_s=LIMIT_S) as stream:  # and as itself it is let in, as itself
+    with connect(place, mine.towards(0), timeout_s=LIMIT_S) as stream:  # accepted, but only as rank 2
         stream.send({"want": "stream", "key": "k", "rank": 1})
         stream.receive(limit_s=LIMIT_S)
         with pytest.raises(TimeoutError):
@@ -250,7 +250,7 @@ def test_the_keys_of_an_earlier_generation_open_nothing(control_trees):
         connect(control_trees[0].name, old.towards(0), timeout_s=LIMIT_S)
 
 
-def test_keys_are_asked_for_once_and_together():
+def test_keys_are_requested_once_and_together():
     asked = []
 
     def get(ranks):
@@ -264,8 +264,8 @@ def test_keys_are_asked_for_once_and_together():
     assert keys.shared == given(3).shared
 
 
-def test_a_rank_that_does_not_read_delays_nobody(control_trees, heard):
-    """Far more is sent to it than its socket holds, and the others go on."""
+def test_a_rank_that_does_not_read_delays_no_other(control_trees, heard):
+    """Rank 0 sends far more to it than its socket buffers, while the others continue."""
     with a_member(control_trees[0], 2) as stopped:
         stopped.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         control_trees[1].link(0, control_trees[0].name, limit_s=LIMIT_S)
@@ -276,11 +276,11 @@ def test_a_rank_that_does_not_read_delays_nobody(control_trees, heard):
             control_trees[1].send(0, {"t": "up", "set": 7}, piece)
             wait_until("it has come", lambda number=number: len(heard) > number)
         assert not control_trees[0]._links[2].drained
-        for _ in range(num_rounds):  # and when it goes on it has missed nothing
+        for _ in range(num_rounds):  # once it reads again, it has missed nothing
             header, payload = stopped.receive(limit_s=LIMIT_S)
             assert (header["t"], header["set"], payload) == ("round", 7, piece)
 
 
-def test_ten_thousand_ranks_fit_into_a_message():
+def test_ten_thousand_ranks_fit_into_one_message():
     parts = [(rank, b"%d" % rank) for rank in range(10_000)]
     assert cut_parts(join_parts(parts) + b"more", len(parts)) == parts

@@ -1,4 +1,4 @@
-"""`hora init --from`: each edit of a script for one process, and the notes on lines that it leaves alone."""
+"""`hora init --from`: each edit of a single-process script, and the notes on lines that it leaves unchanged."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_script_without_functions_starts_after_its_imports():
         assert words in notes
 
 
-def test_loaders_that_cannot_be_shared_are_noted():
+def test_loaders_that_cannot_be_sharded_are_noted():
     text = "import torch\noptimizer = torch.optim.SGD(net.parameters())\n"
     text += "loader = torch.utils.data.DataLoader(rows, **options)\n"
     assert "line 3: every rank reads all rows of loader" in "\n".join(convert(text).notes)

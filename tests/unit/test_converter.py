@@ -38,7 +38,7 @@ def test_all_rows_in_order_and_again_after_a_full_pass(converter):
             iter(loader)
 
 
-def test_shards_have_equally_many_batches_and_lose_no_row(converter):
+def test_shards_have_equal_numbers_of_batches_and_lose_no_row(converter):
     found = []
     for shard in range(2):
         with converter.make_torch_dataloader(
@@ -49,13 +49,13 @@ def test_shards_have_equally_many_batches_and_lose_no_row(converter):
     assert sorted(i for batches in found for batch in batches for i in batch) == list(range(11))
 
 
-def test_without_a_number_of_epochs_there_is_no_end(converter):
+def test_without_a_number_of_epochs_a_loader_is_endless(converter):
     with converter.make_torch_dataloader(11, schema_fields=["id"], reader_pool_type="dummy") as loader:
         batches = iter(loader)
         assert [sorted(next(batches)["id"].tolist()) for _ in range(3)] == [list(range(11))] * 3
 
 
-def test_an_own_loader_and_a_transformation(converter):
+def test_a_custom_loader_and_a_transformation(converter):
     def make(reader, batch_size, shuffling_queue_capacity):
         return [batch_size, shuffling_queue_capacity, sum(len(rows["id"]) for rows in reader)]
 
@@ -65,7 +65,7 @@ def test_an_own_loader_and_a_transformation(converter):
         assert loader == [8, 5, 7]
 
 
-def test_refusals_and_warnings(converter, tmp_path, monkeypatch, caplog):
+def test_errors_and_warnings(converter, tmp_path, monkeypatch, caplog):
     with pytest.raises(ValueError, match="dtype must be"):
         make_spark_converter(converter.cache_dir_url, dtype="float16")
     with pytest.raises(RuntimeError, match="compression_codec must be one of"):

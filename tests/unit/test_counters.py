@@ -1,4 +1,4 @@
-"""Counters between threads of one process: publishing, sleeping, giving up, and when to spin."""
+"""Counters between threads of one process: publishing, sleeping, timeouts, and when to spin."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason=f"no native part: {abs
 
 @pytest.fixture
 def pair():
-    """Two views of one word, as two processes would have."""
+    """Two views of one word, as two processes have them."""
     memory = mmap.mmap(-1, mmap.PAGESIZE)
     return Counter(memory, 64), Counter(memory, 64)
 
@@ -26,12 +26,12 @@ def wait(counter, target, check_alive=lambda: None, limit_s=30.0):
 
 
 def once(action):
-    """A liveness check that does this at its first call."""
+    """Return a liveness check that runs `action` at its first call."""
     calls = []
     return lambda: calls.append(1) if calls else (calls.append(1), action())
 
 
-def test_what_one_sets_the_other_sees(pair):
+def test_one_view_sees_the_values_set_by_the_other(pair):
     owner, reader = pair
     owner.set(2**40 + 7)
     assert reader.value == 2**40 + 7
@@ -43,12 +43,12 @@ def test_what_one_sets_the_other_sees(pair):
 def test_a_sleeper_is_woken_at_once(pair):
     owner, reader = pair
     waker = threading.Thread(target=owner.set, args=(1,))
-    wait(reader, 1, once(waker.start))  # the liveness check is called when looking was in vain, before the first sleep
+    wait(reader, 1, once(waker.start))  # the liveness check is called after spinning fails, before the first sleep
     assert reader.value == 1
     waker.join()
 
 
-def test_a_sleeper_goes_on_sleeping_until_its_target_is_reached(pair):
+def test_a_sleeper_wakes_only_when_its_target_is_reached(pair):
     owner, reader = pair
     wakers = [threading.Thread(target=owner.set, args=(value,)) for value in (1, 2, 3)]
     wait(reader, 3, lambda: wakers[reader.value].start() if not wakers[reader.value].ident else None)
@@ -57,32 +57,32 @@ def test_a_sleeper_goes_on_sleeping_until_its_target_is_reached(pair):
         waker.join()
 
 
-def test_wait_beyond_returns_on_change_and_after_a_while_without_one(pair):
+def test_wait_beyond_returns_on_a_change_or_after_a_limit(pair):
     owner, reader = pair
     reader.wait_beyond(0)
     owner.set(5)
     reader.wait_beyond(0)
 
 
-def test_the_guard_ends_a_wait(pair):
+def test_the_liveness_check_ends_a_wait(pair):
     calls = []
 
     def check_alive():
         calls.append(1)
-        if len(calls) == 3:  # it has slept twice
+        if len(calls) == 3:  # the wait has slept twice
             raise HorovodInternalError("rank 3 died")
 
     with pytest.raises(HorovodInternalError, match="rank 3 died"):
         wait(pair[1], 1, check_alive)
 
 
-def test_a_limit_ends_a_wait_and_says_what_was_waited_for(pair):
+def test_a_limit_ends_a_wait_and_names_the_member(pair):
     pair[0].set(4)
     with pytest.raises(TimeoutError, match=r"waited 0\.1 s for member 3 \(at 4, needs 5\)"):
         wait(pair[1], 5, limit_s=0.1)
 
 
-def test_a_wait_in_vain_does_not_make_it_look_longer(pair):
+def test_a_fruitless_wait_does_not_extend_spinning(pair):
     reader = pair[1]
     for _ in range(6):
         reader.wait_beyond(0)

@@ -1,4 +1,4 @@
-"""Commits on disk: complete or absent, the last few kept, damage recognised, no code run when they are read."""
+"""Commits on disk: complete or absent, the last few kept, damage detected, and no code run by reading them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_an_empty_folder_has_no_commit(tmp_path: Path):
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "no manifest", "other manifest", "no payload"])
-def test_a_damaged_commit_is_passed_over(tmp_path: Path, damage: str):
+def test_a_damaged_commit_is_skipped(tmp_path: Path, damage: str):
     write(tmp_path, 1, 2)
     payload, manifest = tmp_path / "00000002.commit", tmp_path / "00000002.json"
     if damage == "cut":
@@ -58,7 +58,7 @@ def test_a_damaged_commit_is_passed_over(tmp_path: Path, damage: str):
     assert content["step"] == 1
 
 
-def test_a_killed_writers_remains_do_no_harm(tmp_path: Path):
+def test_the_remains_of_a_killed_writer_are_ignored(tmp_path: Path):
     write(tmp_path, 1)
     (tmp_path / ".partial.commit").write_bytes(b"half")
     (tmp_path / "00000002.commit").write_bytes(b"killed before its manifest was there")
@@ -70,17 +70,17 @@ def test_a_killed_writers_remains_do_no_harm(tmp_path: Path):
 
 
 class Custom:
-    """Nothing that a commit may hold."""
+    """A type that a commit cannot hold."""
 
 
 class Spy:
-    """Unpickling it would run code."""
+    """Runs code when it is unpickled."""
 
     def __reduce__(self):
         return print, ("code was run",)
 
 
-def test_no_code_is_run_when_a_commit_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_reading_a_commit_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     commits = DurableCommits(tmp_path, keep=1)
     commits.write({"spy": Spy()})
     commits.finish()
@@ -89,7 +89,7 @@ def test_no_code_is_run_when_a_commit_is_read(tmp_path: Path, capsys: pytest.Cap
     assert "code was run" not in capsys.readouterr().out
 
 
-def test_a_commit_that_cannot_be_written_is_told_and_the_next_one_takes_its_place(tmp_path: Path, caplog):
+def test_a_failed_write_is_logged_and_the_next_commit_succeeds(tmp_path: Path, caplog):
     commits = DurableCommits(tmp_path / "folder", keep=1)
     (tmp_path / "folder").rmdir()
     commits.write({"step": 1})
@@ -101,7 +101,7 @@ def test_a_commit_that_cannot_be_written_is_told_and_the_next_one_takes_its_plac
     assert commits.read_last() == {"step": 2}
 
 
-def test_a_training_does_not_end_well_without_its_last_commit(tmp_path: Path):
+def test_training_fails_without_its_last_commit(tmp_path: Path):
     state = TorchState(step=1)
     state._rank = lambda: 0
     assert not state.persist(tmp_path / "folder")
@@ -115,7 +115,7 @@ def test_a_training_does_not_end_well_without_its_last_commit(tmp_path: Path):
     assert state._durable.read_last()["plain"]["step"] == 1
 
 
-def test_a_state_refuses_commits_of_another_state(tmp_path: Path):
+def test_a_state_rejects_commits_of_another_state(tmp_path: Path):
     write_state(tmp_path, TorchState(model=torch.nn.Linear(2, 1), epoch=1))
     with pytest.raises(
         ValueError, match=r"belong to another state: their plain values are .*'epoch'.* this state's are .*'step'"
@@ -131,7 +131,7 @@ def write_state(folder: Path, state: TorchState) -> None:
     state._durable.finish()
 
 
-def test_a_state_takes_over_the_newest_commit(tmp_path: Path):
+def test_a_state_loads_the_newest_commit(tmp_path: Path):
     net = torch.nn.Linear(2, 1)
     optimizer = torch.optim.Adam(net.parameters())
     net(torch.ones(1, 2)).sum().backward()
@@ -146,17 +146,17 @@ def test_a_state_takes_over_the_newest_commit(tmp_path: Path):
 
 
 @pytest.mark.parametrize("arguments", [{"keep": 0}, {"every": 0}])
-def test_numbers_below_one_are_refused(tmp_path: Path, arguments: dict[str, int]):
+def test_numbers_below_one_are_rejected(tmp_path: Path, arguments: dict[str, int]):
     with pytest.raises(ValueError, match="must be at least 1, but it is 0"):
         TorchState(epoch=0).persist(tmp_path, **arguments)
 
 
-def test_values_that_could_not_be_read_back_are_refused(tmp_path: Path):
+def test_values_that_cannot_be_read_back_are_rejected(tmp_path: Path):
     with pytest.raises(ValueError, match="where cannot be part of a durable commit: it is a Custom"):
         TorchState(where=Custom()).persist(tmp_path)
 
 
-def test_the_next_snapshot_does_not_write_over_one_that_is_being_written(tmp_path: Path):
+def test_a_snapshot_does_not_overwrite_one_that_is_being_written(tmp_path: Path):
     net = torch.nn.Linear(2, 1)
     state = TorchState(model=net)
     state.persist(tmp_path)

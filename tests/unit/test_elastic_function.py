@@ -1,4 +1,4 @@
-"""Functions that `HorovodRunner` treats as elastic: by attribute, and by their code."""
+"""`HorovodRunner` recognises elastic functions by attribute and by their code."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Training:
 
 
 def plain():
-    """Neither hvd.elastic.run nor TorchState."""
+    """Use neither hvd.elastic.run nor TorchState."""
     text = "hvd.elastic.TorchState"
     return text, hvd.allreduce
 
@@ -79,14 +79,14 @@ def test_code_that_uses_elastic_and_a_state_is_elastic():
     assert is_elastic(lambda: closure())
 
 
-def test_texts_and_data_do_not_make_a_function_elastic():
+def test_strings_and_data_do_not_make_a_function_elastic():
     assert not is_elastic(plain)
     assert not is_elastic(plain, {"note": "elastic State", "data": b"elastic State"})
     assert not is_elastic(print)
     assert not is_elastic(functools.partial(print, "elastic State"))
 
 
-def test_what_a_function_says_of_itself_counts():
+def test_the_attribute_elastic_takes_precedence():
     def opaque():
         return 1
 

@@ -1,4 +1,4 @@
-"""What an elastic job does next, decided without any process: single steps, and whole random histories."""
+"""The decisions of an elastic job, made without processes: single steps, and whole random histories."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STARTING, READY, WORKING, SUCCEEDED, FAILED, LEFT = WorkerState
 
 @dataclass(kw_only=True)
 class Case(Facts):
-    """Facts, and the limits of their job."""
+    """Facts about a job, and its limits."""
 
     limits: Limits
 
@@ -52,7 +52,7 @@ def decide(case: Case, now: float) -> Decision:
 
 
 def hosts(text: str) -> dict[str, tuple[int, ...]]:
-    """`a:0-1 b:0` is host a with slots 0 and 1, host b with slot 0."""
+    """Parse hosts: `a:0-1 b:0` is host a with slots 0 and 1, host b with slot 0."""
     found: dict[str, tuple[int, ...]] = {}
     for item in text.split():
         name, _, slots = item.partition(":")
@@ -62,7 +62,7 @@ def hosts(text: str) -> dict[str, tuple[int, ...]]:
 
 
 def workers(*states: WorkerState, host: str = "a", generation: int = 0, first: int = 0) -> list[Worker]:
-    """Workers in slots 0, 1, … of a host; one that starts has no generation, one that is done has ended."""
+    """Return workers in slots 0, 1, … of a host; a starting one has no generation, a finished one has exited."""
     found = []
     for slot, state in enumerate(states):
         since = -1 if state is STARTING else generation
@@ -87,21 +87,21 @@ def facts(members=(), *, where="a:0-2", generation=0, num_proc=3, min_num_proc=2
     return Case(limits=limits, generation=generation, workers=tuple(members), hosts=hosts(where), **rest)
 
 
-# ---- the beginning --------------------------------------------------------------------------------------------------
+# ---- the start ------------------------------------------------------------------------------------------------------
 
 
-def test_it_begins_as_soon_as_there_are_enough_slots():
+def test_a_job_begins_as_soon_as_there_are_enough_slots():
     assert decide(facts(generation=-1, where="a:0-1"), 0) == Wait(60, waits_for_more=True)
     assert decide(facts(generation=-1, where="a:0-2"), 0) == Begin((("a", 0), ("a", 1), ("a", 2)))
 
 
-def test_it_takes_all_slots_up_to_the_limit():
+def test_a_job_takes_all_slots_up_to_the_limit():
     assert decide(facts(generation=-1, where="a:0-2 b:0-2", limits={"max_num_proc": 4}), 0) == Begin(
         (("a", 0), ("a", 1), ("a", 2), ("b", 0))
     )
 
 
-def test_too_few_slots_for_too_long():
+def test_too_few_slots_time_out():
     decision = decide(facts(generation=-1, where="a:0-1"), 60)
     assert isinstance(decision, GiveUp)
     for words in ("3 slots", "there are 2", "a:2", "--elastic-timeout", "Timeout after 60 seconds"):
@@ -111,19 +111,19 @@ def test_too_few_slots_for_too_long():
 # ---- failures -------------------------------------------------------------------------------------------------------
 
 
-def test_survivors_go_on_when_all_have_noticed():
+def test_survivors_continue_once_all_have_noticed_a_failure():
     members = workers(READY, FAILED, WORKING)
     assert isinstance(decide(facts(members, where="a:0 a:2"), 0), Wait)
     assert decide(facts(workers(READY, FAILED, READY), where="a:0 a:2"), 0) == Publish((0, 2))
 
 
-def test_too_few_survivors_and_no_hope():
+def test_too_few_survivors_without_new_slots_fail():
     decision = decide(facts(workers(READY, FAILED, FAILED), where="a:0"), 0)
     assert isinstance(decision, Fail)
     assert "1 workers are left, but --min-np is 2" in decision.message
 
 
-def test_too_few_survivors_wait_for_a_slot_to_come_back():
+def test_too_few_survivors_wait_for_a_slot_to_return():
     short = facts(workers(READY, FAILED, FAILED), where="a:0", may_grow=True, short_since=5)
     assert decide(short, 10) == Wait(65, waits_for_more=True)
     assert isinstance(decide(short, 65), GiveUp)
@@ -135,12 +135,12 @@ def test_too_few_survivors_wait_for_a_slot_to_come_back():
     assert decide(arrived, 10) == Publish((0, 3))
 
 
-def test_a_newcomer_that_still_boots_does_not_hold_up_survivors():
+def test_a_starting_newcomer_does_not_delay_survivors():
     members = [*workers(READY, FAILED, READY), Worker(number=3, host="a", slot=1, state=STARTING)]
     assert decide(facts(members), 0) == Publish((0, 2))
 
 
-def test_everybody_failed():
+def test_a_job_fails_when_all_workers_have_failed():
     failure = Failure(worker=1, at=0.0, code=1)
     assert decide(facts(workers(FAILED, FAILED, FAILED), where="", failures=[failure]), 0) == Fail(failure)
     newcomer = Worker(number=3, host="a", slot=1, state=READY)
@@ -148,7 +148,7 @@ def test_everybody_failed():
     assert decide(case, 0) == Fail(failure)  # the state is lost
 
 
-def test_the_root_cause_is_told_when_the_job_cannot_go_on():
+def test_the_root_cause_is_reported_when_the_job_cannot_continue():
     complaint = Failure(worker=0, at=1.0, code=1, consequence=True)
     cause = Failure(worker=1, at=2.0, code=137)
     members = workers(FAILED, FAILED)
@@ -156,12 +156,12 @@ def test_the_root_cause_is_told_when_the_job_cannot_go_on():
     assert decide(facts(members, failures=[complaint]), 3) == Fail(complaint, "")
 
 
-def test_workers_that_fail_are_written_off_before_anything_else():
+def test_failed_workers_are_written_off_first():
     members = workers(FAILED, READY, WORKING, FAILED)
     members[0] = replace(members[0], written_off=False)
     members[3] = replace(members[3], written_off=False, exited=False)
     assert decide(facts(members), 10**6) == WriteOff((0, 3))
-    assert WriteOff((0, 3)).waits_for_more  # the clock of the wait for enough workers goes on
+    assert WriteOff((0, 3)).waits_for_more  # the wait for enough workers keeps its clock
 
 
 def test_a_barred_host_loses_its_other_workers():
@@ -182,7 +182,7 @@ def test_the_reset_limit():
         assert f"number of resets during elastic job exceeded limit: {limit}" in decision.message
 
 
-def test_a_worker_whose_connection_is_lost_counts_as_dead_after_a_while():
+def test_a_worker_with_a_lost_connection_counts_as_dead_after_a_limit():
     members = workers(WORKING, WORKING)
     members[1] = replace(members[1], lost_at=100.0)
     assert decide(facts(members, where="a:0-1"), 101) == Wait(130)
@@ -191,7 +191,7 @@ def test_a_worker_whose_connection_is_lost_counts_as_dead_after_a_while():
     assert (decision.workers, decision.failed) == ((1,), True)
 
 
-def test_a_worker_that_goes_on_alone_is_ended_after_a_limit():
+def test_a_worker_that_does_not_stop_for_a_reset_is_ended_after_a_limit():
     limits = {"stuck_s": 50.0, "silent_s": 5.0}
     members = workers(READY, WORKING, WORKING)
     members[2] = replace(members[2], silent_since=3.0)
@@ -204,7 +204,7 @@ def test_a_worker_that_goes_on_alone_is_ended_after_a_limit():
     assert decide(facts(members, where="a:0-1", limits=limits), 50).workers == (1,)
 
 
-def test_silence_alone_is_tolerated_unless_a_limit_was_asked_for():
+def test_silence_alone_is_tolerated_unless_a_limit_is_set():
     members = workers(WORKING, WORKING)
     members[0] = replace(members[0], silent_since=5.0)
     limits = {"stall_shutdown_s": 20.0}
@@ -215,8 +215,8 @@ def test_silence_alone_is_tolerated_unless_a_limit_was_asked_for():
 
 
 @pytest.mark.parametrize("other", [SUCCEEDED, READY])
-def test_a_worker_that_is_silent_for_ever_is_not_waited_for_by_those_that_finished_or_are_new(other):
-    """One that answers is: it may have a model to write, or commit once an epoch."""
+def test_finished_and_new_workers_do_not_wait_for_a_silent_one_for_ever(other):
+    """They do wait for one that answers: it may be writing a model, or commit once an epoch."""
     limits = {"stuck_s": 50.0, "silent_s": 5.0}
     members = workers(WORKING, other)
     if other is READY:
@@ -230,7 +230,7 @@ def test_a_worker_that_is_silent_for_ever_is_not_waited_for_by_those_that_finish
     assert (decision.workers, decision.failed) == ((0,), True)
 
 
-def test_a_worker_that_never_came_is_not_waited_for_by_a_newcomer_that_is_ready():
+def test_a_ready_newcomer_does_not_wait_for_a_worker_that_never_joined():
     members = workers(WORKING, READY)
     members[0] = replace(members[0], joined=False)
     members[1] = replace(members[1], generation=-1, first_generation=-1, since=10.0)
@@ -240,8 +240,8 @@ def test_a_worker_that_never_came_is_not_waited_for_by_a_newcomer_that_is_ready(
     assert (decision.workers, decision.failed) == ((0,), True)
 
 
-def test_a_worker_that_has_to_connect_and_never_does_is_given_up():
-    """The one that runs a function connects before anything else; a command may load its data first."""
+def test_a_worker_that_must_connect_and_never_does_is_dropped():
+    """A worker that runs a function connects first; a command may load its data before."""
     case = facts([replace(workers(WORKING)[0], joined=False, since=10.0)], where="a:0")
     assert decide(case, 10**6) == Wait(None)
     policy = ElasticPolicy(case.limits, needs_results=True)
@@ -251,13 +251,13 @@ def test_a_worker_that_has_to_connect_and_never_does_is_given_up():
     assert (decision.workers, decision.failed) == ((0,), True)
 
 
-def test_a_job_whose_last_workers_were_sent_away_says_so():
+def test_a_job_whose_last_workers_were_dismissed_fails_with_an_explanation():
     decision = decide(facts([replace(one, exited=True) for one in workers(LEFT, LEFT)], where="b:0"), 10)
     assert decision == Fail(None, decision.message)
     assert "no worker is left that has the state" in decision.message
 
 
-def test_nobody_is_stuck_as_long_as_nobody_waits():
+def test_no_worker_is_stuck_while_none_waits():
     members = [replace(w, silent_since=0.0) for w in workers(WORKING, WORKING)]
     assert decide(facts(members, where="a:0-1"), 10**6) == Wait(None)
 
@@ -265,13 +265,13 @@ def test_nobody_is_stuck_as_long_as_nobody_waits():
 # ---- the end --------------------------------------------------------------------------------------------------------
 
 
-def test_one_success_is_enough_once_nobody_works():
+def test_one_success_is_enough_once_no_worker_is_running():
     assert isinstance(decide(facts(workers(SUCCEEDED, WORKING)), 0), Wait)
     for other in (SUCCEEDED, READY, FAILED):
         assert decide(facts(workers(SUCCEEDED, other)), 0) == EndJob()
 
 
-def test_a_process_that_lingers_after_its_success_does_not_keep_the_results():
+def test_a_process_that_lingers_after_its_success_does_not_delay_the_results():
     for other in (SUCCEEDED, READY, FAILED):
         members = [replace(worker, since=5.0) for worker in workers(SUCCEEDED, other)]
         members[0] = replace(members[0], exited=False)
@@ -279,7 +279,7 @@ def test_a_process_that_lingers_after_its_success_does_not_keep_the_results():
         assert decide(facts(members), 5 + LINGER_LIMIT_S) == EndJob()
 
 
-def test_which_decisions_let_the_patience_with_too_few_workers_run_on():
+def test_decisions_that_keep_the_clock_of_the_wait_for_workers():
     end = End((1,), "gone", failed=False)
     patient = (Wait(1.0, waits_for_more=True), StartWorkers((("a", 0),)), end, WriteOff((1,)))
     assert all(decision.waits_for_more for decision in patient)
@@ -287,14 +287,14 @@ def test_which_decisions_let_the_patience_with_too_few_workers_run_on():
     assert not any(decision.waits_for_more for decision in others)
 
 
-def test_nobody_is_started_when_somebody_has_succeeded():
+def test_no_worker_is_started_after_one_has_succeeded():
     assert decide(facts(workers(SUCCEEDED, WORKING), where="a:0-2"), 0) == Wait(None)
 
 
-# ---- hosts come and go ----------------------------------------------------------------------------------------------
+# ---- hosts join and leave -------------------------------------------------------------------------------------------
 
 
-def test_newcomers_boot_first_then_the_others_are_told_once():
+def test_newcomers_start_before_the_others_are_notified_once():
     members = workers(WORKING, WORKING)
     assert decide(facts(members, where="a:0-1 b:0-1"), 0) == StartWorkers((("b", 0), ("b", 1)))
     booting = [*members, *workers(STARTING, STARTING, host="b", first=2)]
@@ -309,7 +309,7 @@ def test_newcomers_boot_first_then_the_others_are_told_once():
     assert decide(facts(stopped, where="a:0-1 b:0-1", notified=True), 0) == Publish((0, 1, 2, 3))
 
 
-def test_a_host_that_leaves_is_left():
+def test_the_workers_of_a_removed_host_leave():
     members = workers(WORKING, WORKING) + workers(WORKING, WORKING, host="b", first=2)
     assert decide(facts(members, where="b:0-1"), 0) == Notify(REMOVED)
     stopped = workers(READY, READY) + workers(READY, READY, host="b", first=2)
@@ -322,13 +322,13 @@ def test_a_host_is_replaced_in_one_step():
     assert decide(facts(members, where="b:0-1 c:0-1"), 0) == Notify(ADDED | REMOVED)
 
 
-def test_hosts_that_leave_are_kept_as_long_as_too_few_would_remain():
+def test_removed_hosts_are_kept_while_too_few_would_remain():
     members = workers(WORKING, WORKING)
     assert decide(facts(members, where=""), 0) == Wait(None)
     assert decide(facts(members, where="a:0"), 0) == Wait(None)
 
 
-def test_hosts_that_are_all_replaced_pass_the_state_on_and_then_leave():
+def test_replaced_hosts_hand_the_state_over_and_then_leave():
     old, new = workers(WORKING, WORKING), workers(READY, host="b", first=2)
     booting = [replace(w, state=STARTING, generation=-1, first_generation=-1) for w in new]
     assert decide(facts([*old, *booting], where="b:0", min_num_proc=1), 0) == Wait(None), (
@@ -344,25 +344,25 @@ def test_hosts_that_are_all_replaced_pass_the_state_on_and_then_leave():
     assert decide(facts(handed_over, where="b:0", min_num_proc=1, generation=1, notified=True), 0) == Publish((2,))
 
 
-def test_passing_the_state_on_takes_two_whatever_the_limit():
+def test_handing_the_state_over_takes_two_workers_whatever_the_limit():
     loaded = [replace(w, generation=-1, first_generation=-1) for w in workers(READY, host="b", first=2)]
     assert decide(
         facts([*workers(READY, READY), *loaded], where="b:0", min_num_proc=1, limits={"max_num_proc": 1}), 0
     ) == Publish((0, 2))
 
 
-def test_hosts_that_are_no_longer_named_go_on_after_a_failure_when_nobody_else_has_the_state():
+def test_removed_hosts_continue_after_a_failure_if_only_they_have_the_state():
     left = workers(READY, READY, FAILED)
     left[2] = replace(left[2], written_off=True)
     assert decide(facts(left, where="b:0"), 0) == Publish((0, 1))
 
 
-def test_newcomers_of_a_host_that_vanished_are_sent_away():
+def test_newcomers_of_a_vanished_host_are_dismissed():
     members = workers(WORKING, WORKING) + workers(STARTING, host="b", first=2)
     assert decide(facts(members, where="a:0-1"), 0) == End((2,), "its host is barred or gone", failed=False)
 
 
-def test_no_more_than_the_limit():
+def test_workers_stay_within_the_limit():
     limits = {"max_num_proc": 3}
     assert decide(facts(workers(WORKING, WORKING), where="a:0-1 b:0-3", limits=limits), 0) == StartWorkers((("b", 0),))
     assert decide(facts(workers(WORKING, WORKING, WORKING), where="a:0-3", limits=limits), 0) == Wait(None)
@@ -391,10 +391,10 @@ def test_local_ranks_follow_slots_and_ranks_follow_age():
     assert {places[n].size for n in places} == {3}
 
 
-def test_a_newcomer_knows_its_slot_and_that_it_is_not_the_first():
+def test_a_newcomer_knows_its_slot_and_that_it_is_not_rank_0():
     slot = provisional("a", 2, 4, num_ranks=3)
     assert (slot.rank, slot.size, slot.local_rank, slot.local_size) == (3, 4, 2, 4)
-    assert provisional("a", 5, 4, num_ranks=3).local_size == 6  # the host shrank in the meantime
+    assert provisional("a", 5, 4, num_ranks=3).local_size == 6  # the host has shrunk in the meantime
 
 
 # ---- the blacklist --------------------------------------------------------------------------------------------------
@@ -405,7 +405,7 @@ def barring(cooldown_range: tuple[int, int] | None, chance: float) -> Hosts:
     return Hosts(spec, lambda: chance)
 
 
-def test_without_a_range_a_place_is_barred_for_ever():
+def test_without_a_cooldown_range_a_host_is_barred_for_ever():
     hosts = barring(None, 0.5)
     assert not hosts.is_barred("a", None, 0)
     assert hosts.bar_place(("a", None), 0) is None
@@ -415,7 +415,7 @@ def test_without_a_range_a_place_is_barred_for_ever():
     assert hosts.next_return(0) is None
 
 
-def test_the_time_out_doubles_up_to_the_limit():
+def test_the_cooldown_doubles_up_to_the_limit():
     hosts = barring((10, 100), 0.5)
     assert [hosts.bar_place(("a", None), 1000.0) for _ in range(5)] == [1025, 1045, 1085, 1100, 1100]
     assert hosts.is_barred("a", None, 1099.9)
@@ -423,7 +423,7 @@ def test_the_time_out_doubles_up_to_the_limit():
     assert barring((10, 10), 0.9).bar_place(("a", None), 0) == 10
 
 
-def test_one_slot_can_be_barred_alone():
+def test_a_single_slot_can_be_barred():
     hosts = barring((1, 5), 0.0)
     hosts.bar_place(("a", 1), 0.0)
     assert [hosts.is_barred("a", slot, 1.0) for slot in (0, 1)] == [False, True]
@@ -431,14 +431,14 @@ def test_one_slot_can_be_barred_alone():
     assert hosts.next_return(1.0) == 2.0
 
 
-def test_of_several_hosts_one_is_barred_whole_and_of_one_only_the_slot():
+def test_with_several_hosts_a_whole_host_is_barred_and_otherwise_only_the_slot():
     worker = Worker(number=0, host="a", slot=1, state=FAILED, generation=0)
     limits = Limits(num_proc=2, min_num_proc=1)
     several = Hosts(ElasticSpec(limits=limits, hosts=(HostInfo("a", 2), HostInfo("b", 1))))
     several.bar(worker, 0.0)
     assert several.usable(0.0) == {"b": (0,)}
     assert several.barred(0.0) == {"a"}
-    one = Hosts(ElasticSpec(limits=limits, hosts=(HostInfo("a", 1), HostInfo("a", 1))))  # its slots are added up
+    one = Hosts(ElasticSpec(limits=limits, hosts=(HostInfo("a", 1), HostInfo("a", 1))))  # its slots are added
     one.bar(worker, 0.0)
     assert (one.usable(0.0), one.barred(0.0), one.may_grow(0.0)) == ({"a": (0,)}, frozenset(), False)
     newcomer = Hosts(ElasticSpec(limits=limits, hosts=(HostInfo("a", 2), HostInfo("b", 1)), cooldown_range=(1, 5)))
@@ -447,7 +447,7 @@ def test_of_several_hosts_one_is_barred_whole_and_of_one_only_the_slot():
     assert newcomer.may_grow(0.0)
 
 
-def test_hosts_that_change_are_told_and_those_out_of_reach_left_out():
+def test_changed_hosts_are_reported_and_unreachable_ones_left_out():
     spec = ElasticSpec(limits=Limits(num_proc=2, min_num_proc=1), local_only=True)
     found = Hosts(spec)
     told = found.change([HostInfo("localhost", 2), HostInfo("192.0.2.1", 4)])
@@ -470,7 +470,7 @@ def test_the_launcher_reads_the_same_stall_variables_as_the_workers():
 # ---- discovery ------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_discovery_script_may_print():
+def test_the_output_of_discovery_scripts():
     assert parse_discovered("a:2\n\n  b  \na:2\n", 3) == [HostInfo("a", 2), HostInfo("b", 3)]
     assert parse_discovered("", None) == []
     with pytest.raises(ValueError, match=r"host 'b' without slots.*--slots-per-host"):
@@ -483,7 +483,7 @@ def test_what_a_discovery_script_may_print():
 
 
 class History:
-    """A job in which anything happens at any time, played without processes; checks what must always hold."""
+    """A random history of a job, played without processes; checks the invariants."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -497,7 +497,7 @@ class History:
         self.facts = replace(self.facts, workers=changed)
 
     def happen(self) -> None:
-        """Something happens to somebody."""
+        """Change the state of a random worker, or the hosts."""
         living = [w for w in self.facts.workers if w.alive]
         kind = self.random.random()
         if living and kind < 0.7:
@@ -566,12 +566,12 @@ class History:
                 self.update(worker.number, state=LEFT)
 
 
-def test_in_any_history_rank_0_has_the_state_and_the_limits_hold():
+def test_rank_0_has_the_state_and_the_limits_hold_in_any_history():
     ends = {type(History(seed).play()) for seed in range(100)}
     assert ends >= {EndJob, Fail}
 
 
-def test_a_worker_that_is_silent_for_ever_is_not_waited_for_when_another_one_has_died():
+def test_survivors_do_not_wait_for_a_silent_worker_for_ever():
     limits = {"stuck_s": 50.0, "silent_s": 5.0}
     members = workers(WORKING, FAILED)
     members[0] = replace(members[0], silent_since=100.0)

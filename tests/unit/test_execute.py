@@ -1,4 +1,4 @@
-"""Executing a batch, on the transport of a set with one member."""
+"""Execution of a batch on the transport of a process set with one member."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hora.engine.transport.base import LocalTransport
 
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT], ids=lambda op: op.name)
-def test_only_what_this_rank_has_is_scaled_where_it_has_joined_half_way(op):
-    """Of a fused batch this rank knows x, submitted before it joined, and not y, which the others submitted later."""
+def test_a_joined_rank_scales_only_its_own_tensors(op):
+    """Of a fused batch, this rank submitted x before it joined; the others submitted y after that."""
     signature = Signature(Kind.ALLREDUCE, "allreduce", "x", ("float32",), ((2,),), op=op, prescale=0.5)
     x = torch.tensor([8.0, -2.0])
     parts = [Part(("allreduce", name), 0, [signature]) for name in ("y", "x")]

@@ -11,7 +11,7 @@ from hora.torch.norms import check_finite
 
 
 def parameters(*gradients: torch.Tensor | None) -> dict[torch.Tensor, str]:
-    """Parameters with these gradients, called p0, p1, …"""
+    """Return parameters with these gradients, named p0, p1, …"""
     named = {}
     for number, gradient in enumerate(gradients):
         shape, dtype = (
@@ -24,9 +24,9 @@ def parameters(*gradients: torch.Tensor | None) -> dict[torch.Tensor, str]:
     return named
 
 
-def test_finite_gradients_pass_whatever_their_kind_and_size():
+def test_finite_gradients_of_any_kind_and_size_pass():
     named = parameters(
-        torch.tensor([3e38, -3e38]),  # their squares are not finite
+        torch.tensor([3e38, -3e38]),  # their squares overflow
         torch.full((2,), 65504.0, dtype=torch.float16),
         torch.ones(2, 2, dtype=torch.bfloat16),
         torch.full((2,), 1e300, dtype=torch.float64),
@@ -48,7 +48,7 @@ def test_finite_gradients_pass_whatever_their_kind_and_size():
         (torch.sparse_coo_tensor([[1, 1]], [math.inf, 3.0], (4,), check_invariants=True), "0 NaN and 1 infinite of 1"),
     ],
 )
-def test_one_that_is_not_finite_is_named_among_others(gradient, found):
+def test_a_non_finite_gradient_is_named(gradient, found):
     named = parameters(torch.ones(5), gradient, torch.tensor([math.nan], dtype=torch.float64))
     with pytest.raises(FloatingPointError, match=rf"the gradient of p1 on rank 3 has {found} values, in step \d+"):
         check_finite([(name, parameter.grad) for parameter, name in named.items()], rank=3)

@@ -1,4 +1,4 @@
-"""Whatever arrives on the control plane: only the documented errors, bounded memory, and a server that goes on.
+"""Hostile input on the control plane causes only documented errors, takes bounded memory, and stops no server.
 
 `make test` tries ten thousand cases in all, `make fuzz` a million.
 """
@@ -34,7 +34,7 @@ SECRET = new_secret()
 
 
 class Events:
-    """Takes note of nothing."""
+    """Ignores all events."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args: None
@@ -92,7 +92,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_member_that_sends_nonsense_harms_itself_only(what: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_member_that_sends_nonsense_harms_only_itself(what: str, monkeypatch: pytest.MonkeyPatch):
     died: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", died.append)
     with a_rendezvous() as server:
@@ -104,7 +104,7 @@ def test_a_member_that_sends_nonsense_harms_itself_only(what: str, monkeypatch: 
 
 
 def damaged(rng: random.Random, data: bytes) -> bytes:
-    """The bytes with a few of them changed, cut out, doubled, or put where others were."""
+    """Return the bytes with some of them changed, removed, repeated or moved."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(changed) + 1)
@@ -114,7 +114,7 @@ def damaged(rng: random.Random, data: bytes) -> bytes:
 
 
 def value(rng: random.Random, depth: int = 0) -> object:
-    """Anything that JSON can say, and a little more."""
+    """Return any JSON value, or NaN or an infinity."""
     kind = rng.randrange(9 if depth < 3 else 7)
     if kind >= 7:
         inner = [value(rng, depth + 1) for _ in range(rng.randrange(4))]
@@ -126,7 +126,7 @@ def value(rng: random.Random, depth: int = 0) -> object:
     ]
 
 
-def test_strangers_never_pass_the_handshake(cases):
+def test_unauthenticated_clients_never_pass_the_handshake(cases):
     hello = ClientHandshake(Credentials(SECRET, "job")).hello
     for case, rng in cases:
         handshake = ServerHandshake(Credentials(SECRET, "job"))
@@ -142,14 +142,14 @@ def test_strangers_never_pass_the_handshake(cases):
         assert handshake.session is None, case
 
 
-def test_an_answer_is_refused_without_the_secret(cases):
+def test_an_answer_without_the_secret_is_rejected(cases):
     for _, rng in cases:
         handshake = ClientHandshake(Credentials(SECRET, "job"))
         with pytest.raises(AuthenticationError):
             handshake.finish(rng.randbytes(handshake.answer_bytes))
 
 
-def test_damaged_frames_never_become_a_message_that_was_not_sent(cases):
+def test_damaged_frames_never_become_a_message(cases):
     messages = [({"op": "set", "key": "k", "id": 7}, b"payload"), ({"op": "pong"}, b"")]
     for case, rng in cases:
         sealer, opener = Sealer(KEY), Opener(KEY)
@@ -165,7 +165,7 @@ def test_damaged_frames_never_become_a_message_that_was_not_sent(cases):
 
 
 def test_genuine_frames_with_hostile_contents(cases):
-    """A member holds the keys: its frames are genuine, what they contain may be anything."""
+    """A member holds the keys: its frames are genuine, but their contents may be anything."""
     text = '{"_n":3,"op":"set","key":"k","id":7}'
     for case, rng in cases:
         sealer, opener = Sealer(KEY), Opener(KEY, max_payload_bytes=1 << 20)
@@ -218,7 +218,7 @@ FIELDS = [
 
 
 def operation(rng: random.Random) -> dict[str, object]:
-    """An operation that is nearly right: a wrong or missing field here and there."""
+    """Return an operation with a few wrong or missing fields."""
     right = {"id": rng.randrange(100), "key": rng.choice("ab"), "keys": ["a"], "amount": 1, "timeout_s": 0.0}
     right |= {"rank": rng.randrange(3), "size": 3, "name": "n", "worker": rng.randrange(-1, 3), "generation": -1}
     right |= {"epoch": "0", "kind": "k"}
@@ -233,7 +233,7 @@ def operation(rng: random.Random) -> dict[str, object]:
 
 
 def test_operations_of_hostile_members(cases):
-    """Members are shown out again and again, come back, and find the same server."""
+    """Members are disconnected again and again, reconnect, and find the same server."""
     with a_rendezvous() as server:
         member = a_member(server)
         for case, rng in cases:
@@ -250,7 +250,7 @@ def test_operations_of_hostile_members(cases):
         assert still_answers(server)
 
 
-def test_a_gather_in_vain_of_many_ranks_is_answered_in_few_words():
+def test_a_timed_out_gather_of_many_ranks_gets_a_short_answer():
     with a_rendezvous() as server, a_member(server) as member:
         request = {"op": "gather", "id": 1, "key": "k", "rank": 0, "size": 20_000_000, "timeout_s": 0.01}
         member.send(request)

@@ -1,4 +1,4 @@
-"""How the data of a collective over several hosts is divided: every element is in one portion."""
+"""Dividing the data of a collective between hosts: every element is in exactly one portion."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hora.engine.transport.hierarchical import portions
 
 @given(st.lists(st.lists(st.integers(0, 40), min_size=3, max_size=3), min_size=1, max_size=5), st.integers(1, 50))
 def test_every_element_is_in_one_portion_and_no_portion_is_large(counts, limit):
-    """As member 1 sees it. What is larger than the limit is one tensor, and of every member at least one element."""
+    """Member 1's view. A portion above the limit is one tensor, and has at least one element of every member."""
     own = [torch.zeros(each[1]) for each in counts]
     whole = [torch.zeros(sum(each)) for each in counts]
     turns = []

@@ -1,4 +1,4 @@
-"""HorovodRunner's public shape: old code (and old tests) inspect these signatures."""
+"""HorovodRunner's public signatures, which old code and tests inspect."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_main_must_be_callable() -> None:
         HorovodRunner(np=-1).run("train.py")
 
 
-def test_keywords_main_does_not_take_are_named_before_anything_starts() -> None:
+def test_keywords_that_main_does_not_take_are_named_before_anything_starts() -> None:
     def main(epochs: int) -> int:
         return epochs
 
@@ -75,7 +75,7 @@ def test_np_minus_one_runs_in_the_calling_process() -> None:
     assert seen == [7]
 
 
-def test_np_minus_one_lets_the_functions_own_error_through() -> None:
+def test_np_minus_one_passes_the_functions_own_error_through() -> None:
     with pytest.raises(ZeroDivisionError):
         HorovodRunner(np=-1).run(lambda: 1 // 0)
 

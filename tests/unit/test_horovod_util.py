@@ -25,7 +25,7 @@ def test_extensions():
     assert type(util.nccl_built()) is bool
 
 
-def test_verbose_says_so(capsys):
+def test_verbose_prints_a_message(capsys):
     util.extension_available("mxnet", True)
     assert capsys.readouterr().out == "horovod.mxnet is not available\n"
 

@@ -26,7 +26,7 @@ def _pixels(seed):
 
 
 def _python_batch(seed):
-    """As published: a protocol 2 pickle of byte-string keys, its array named by numpy's old module."""
+    """Return a batch as published: a protocol 2 pickle with byte-string keys and numpy's old module name."""
     pixels, labels = _pixels(seed)
     content = pickle.dumps({b"data": pixels, b"labels": labels}, protocol=2)
     return content.replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
@@ -56,7 +56,7 @@ def test_both_published_forms_of_cifar10(tmp_path, kind, inside):
     assert data.channels == 3
 
 
-def test_a_forged_batch_is_refused_not_run(tmp_path):
+def test_a_forged_batch_is_rejected_without_running_code(tmp_path):
     class _Bomb:
         def __reduce__(self):
             return (pytest.fail, ("code in a batch was run",))
@@ -90,7 +90,7 @@ def test_incomplete_folders(tmp_path):
 
 @pytest.fixture
 def server(tmp_path):
-    """A web server on loopback with an archive shaped like the published one."""
+    """A web server on loopback with an archive like the published one."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w:gz") as tar:
         for seed, name in enumerate(BATCHES):
@@ -112,7 +112,7 @@ def server(tmp_path):
         thread.join(10)
 
 
-def test_download_is_verified_before_anything_is_unpacked(tmp_path, server):
+def test_a_download_is_verified_before_it_is_unpacked(tmp_path, server):
     url, digest = server
     target = tmp_path / "data"
     with pytest.raises(ValueError, match=f"has the SHA-256 {digest} instead of"):
@@ -126,7 +126,7 @@ def test_download_is_verified_before_anything_is_unpacked(tmp_path, server):
         fetch_cifar10(tmp_path / "other", url=url.replace("cifar.tar", "missing"))
 
 
-def test_digits_are_split_once_and_for_all():
+def test_digits_are_always_split_alike():
     data, again = digits(), digits()
     assert len(data.train_labels) + len(data.test_labels) == 1797
     assert torch.equal(data.test_images, again.test_images)
@@ -152,11 +152,11 @@ def test_augmentation_shifts_and_mirrors_within_bounds():
     assert batch.shape == (500, 1, 5, 5)
     assert bool((batch.sum(dim=(1, 2, 3)) == 1).all())
     places = {tuple(place) for place in batch[:, 0].nonzero()[:, 1:].tolist()}
-    # one step in each direction from (2, 1), or from its mirror image (2, 3)
+    # One step in each direction from (2, 1), or from its mirror image (2, 3).
     assert places == {(row, column) for row in (1, 2, 3) for column in (0, 1, 2, 3, 4)}
 
 
-def test_flags_come_from_the_fields():
+def test_flags_are_derived_from_the_fields():
     options = ImageOptions.parse(
         ["--fp16-allreduce", "--batches-per-allreduce", "3", "--warmup-epochs", "1.5", "--resume"]
     )

@@ -1,4 +1,4 @@
-"""The Keras callback's lines, without Keras."""
+"""The output of the Keras callback, tested without Keras."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hora.legacy.keras_log import ProgressLog
 
 
-def test_epochs_always_and_batches_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+def test_epochs_are_always_logged_and_batches_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     quiet, chatty = ProgressLog(), ProgressLog(per_batch_log=True)
     quiet.on_epoch_begin(0)
     quiet.on_train_batch_end(3, {"loss": 0.5})
@@ -23,7 +23,7 @@ def test_epochs_always_and_batches_on_request(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("keras") is not None, reason="Keras is installed")
-def test_without_keras_the_name_says_what_to_install() -> None:
+def test_without_keras_the_error_names_the_package_to_install() -> None:
     from sparkdl.horovod.tensorflow import keras
 
     with pytest.raises(ImportError, match="pip install keras"):

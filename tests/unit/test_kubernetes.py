@@ -1,4 +1,4 @@
-"""Manifests against the schemas of Kubernetes, JobSet and Kubeflow; their commands; no secret in them."""
+"""Manifests fit the schemas of Kubernetes, JobSet and Kubeflow; their commands parse; they contain no secret."""
 
 from __future__ import annotations
 
@@ -58,9 +58,7 @@ def pod_specs(kind: str) -> list[dict]:
 
 
 def assert_known(manifest: dict, schema: str) -> None:
-    """It fits the schema, and nothing in it is unknown there: what the model reads, it writes back, with its
-    defaults.
-    """
+    """Assert that the manifest fits the schema; a model drops fields that it does not know."""
     assert_contains(getattr(models, schema).from_dict(manifest).to_dict(), manifest)
 
 
@@ -77,7 +75,7 @@ def assert_contains(whole, part) -> None:
         assert whole == part
 
 
-def test_an_unknown_field_is_noticed():
+def test_an_unknown_field_is_detected():
     (_, job) = manifests("job", REQUEST)
     job["spec"]["template"]["spec"]["restartPolice"] = "Never"
     with pytest.raises(AssertionError, match="restartPolice is unknown"):
@@ -89,13 +87,13 @@ def test_an_unknown_field_is_noticed():
 def test_manifests_fit_their_schemas(kind, changes):
     request = ManifestRequest(**{**REQUEST.__dict__, **changes})
     for manifest in manifests(kind, request):
-        if manifest["kind"] not in ("Lease", "Role", "RoleBinding"):  # of which no package has the schemas
+        if manifest["kind"] not in ("Lease", "Role", "RoleBinding"):  # no package has their schemas
             assert_known(manifest, SCHEMAS[manifest["kind"]])
         assert manifest["metadata"]["namespace"] == "lab"
 
 
 @pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
-def test_pods_that_may_lead_have_an_account_for_their_lease_and_secret_alone(kind):
+def test_pods_that_may_lead_have_an_account_for_only_their_lease_and_secret(kind):
     request = ManifestRequest(**{**REQUEST.__dict__, "any_leader": True})
     made = by_kind(kind, request)
     own = {"resourceNames": ["train-hora-state"], "verbs": ["get", "update"]}
@@ -122,7 +120,7 @@ def test_pods_have_no_more_rights_than_they_need(kind):
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         for container in pod["containers"]:
             assert container["securityContext"]["allowPrivilegeEscalation"] is False
-        if kind != "mpijob":  # whose sshd and keys are root's
+        if kind != "mpijob":  # its sshd and keys belong to root
             assert pod["securityContext"]["runAsNonRoot"] is True
             assert pod["securityContext"]["runAsUser"] == pod["securityContext"]["fsGroup"] > 0
             (container,) = pod["containers"]
@@ -131,15 +129,15 @@ def test_pods_have_no_more_rights_than_they_need(kind):
             assert {"name": "tmp", "emptyDir": {}} in pod["volumes"]
 
 
-def test_a_command_may_write_into_its_container_if_the_user_wants_it():
+def test_a_command_may_write_into_its_container_on_request():
     text = yaml.safe_dump_all(manifests("job", ManifestRequest(**{**REQUEST.__dict__, "writable_root": True})))
     assert "readOnlyRootFilesystem" not in text
     assert "emptyDir" not in text
     assert "runAsNonRoot: true" in text
 
 
-# What mpi-operator's CustomResourceDefinition (kubeflow.org/v2beta1) allows; no package has it. `kubeflow-training` has
-# its predecessor's (v1), below: not one of our development packages, because it brings a whole client along.
+# Fields of mpi-operator's CustomResourceDefinition (kubeflow.org/v2beta1), whose schema no package has.
+# `kubeflow-training` has its predecessor's (v1, below); it is optional because it brings a whole client along.
 MPI_JOB = {
     "slotsPerWorker": int,
     "runLauncherAsWorker": bool,
@@ -173,7 +171,7 @@ def assert_allowed(value, schema) -> None:
         assert type(value) is schema
 
 
-def test_an_mpi_job_has_what_the_operator_knows_and_its_pods_fit_the_schema_of_pods():
+def test_an_mpi_job_has_only_fields_of_the_operator_and_its_pods_fit_their_schema():
     job = by_kind("mpijob")["MPIJob"]
     assert job["apiVersion"] == "kubeflow.org/v2beta1"
     assert_allowed(job["spec"], MPI_JOB)
@@ -189,7 +187,7 @@ def test_an_mpi_job_has_what_the_operator_knows_and_its_pods_fit_the_schema_of_p
 
 
 @pytest.mark.parametrize("elastic", [True, False])
-def test_an_mpi_job_has_only_fields_that_its_predecessor_knew_too(elastic):
+def test_an_mpi_job_has_only_fields_that_its_predecessor_has_too(elastic):
     known = pytest.importorskip("kubeflow.training.models", reason="kubeflow-training is not installed")
     spec = by_kind("mpijob", ManifestRequest(**{**REQUEST.__dict__, "min_nodes": 2 if elastic else None}))["MPIJob"][
         "spec"
@@ -201,7 +199,7 @@ def test_an_mpi_job_has_only_fields_that_its_predecessor_knew_too(elastic):
 
 
 def read_line(line: list[str]) -> Options:
-    """What our own parser makes of a command line."""
+    """Parse a command line with our own parser."""
     words = line[2:] if line[0] == "hora" else line[1:]
     assert line[0] == "horovodrun" or line[:2] == ["hora", "run"]
     args = build_parser(line[0], "", (), on_version=str, on_check_build=str).parse_args(words)
@@ -209,7 +207,7 @@ def read_line(line: list[str]) -> Options:
 
 
 @pytest.mark.parametrize(("kind", "first"), [("job", "train-0.train"), ("jobset", "train-node-0-0.train")])
-def test_the_pods_run_agents_that_find_the_first_one(kind, first):
+def test_the_pods_run_agents_that_find_the_first_pod(kind, first):
     (spec,) = pod_specs(kind)
     (container,) = spec["containers"]
     options = read_line(container["command"])
@@ -238,7 +236,7 @@ def test_a_train_job_reads_kubeflows_variables():
 
 
 @pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
-def test_the_secret_is_a_file_of_a_secret_and_nowhere_else(kind):
+def test_the_secret_appears_only_as_a_file_of_a_secret(kind):
     text = yaml.safe_dump_all(manifests(kind, REQUEST))
     assert "secretName: train-hora" in text
     assert "HORA_SECRET_FILE" in text
@@ -249,7 +247,7 @@ def test_the_secret_is_a_file_of_a_secret_and_nowhere_else(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_command_prints_what_can_be_applied(kind, capsys):
+def test_the_command_prints_manifests_that_can_be_applied(kind, capsys):
     line = ["manifest", kind, "--name", "train", "--image", "i", "--nodes", "4", "--", "python", "train.py"]
     assert command.main(line) == 0
     made = list(yaml.safe_load_all(capsys.readouterr().out))
@@ -268,7 +266,7 @@ def test_the_command_prints_what_can_be_applied(kind, capsys):
         ({"min_nodes": None, "any_leader": True}, "--any-leader is for elastic jobs"),
     ],
 )
-def test_what_cannot_be_meant_is_said(changes, words, capsys):
+def test_invalid_requests_are_explained(changes, words, capsys):
     with pytest.raises(ValueError, match=words):
         ManifestRequest(**{**REQUEST.__dict__, **changes})
     assert command.main(["manifest", "job", "--name", "Train", "--image", "i", "--", "x"]) == 2
