@@ -1,4 +1,4 @@
-"""Jobs to attack, as users start them, and an ear on their network."""
+"""Victim jobs for the attack tests, started from the command line, and a packet capture of the loopback interface."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ print("done", hvd.rank(), flush=True)
 
 
 class Meeting:
-    """A job of two ranks that meet until they are told to finish."""
+    """A two-rank job that runs allreduces until `finish` is called."""
 
     def __init__(self, folder: Path, *, limits: str = "true", **environment: str) -> None:
         self.flag = folder / "finish"
@@ -75,7 +75,7 @@ class Meeting:
 
 @contextmanager
 def heard_on_loopback() -> Iterator[bytearray]:
-    """Everything that passes there. Needs root."""
+    """Capture all packets on the loopback interface. Requires root."""
     heard, over = bytearray(), threading.Event()
 
     def listen() -> None:

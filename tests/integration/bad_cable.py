@@ -1,10 +1,10 @@
-"""A cable between two network namespaces that delays every packet and loses some, for kernels without netem.
+"""Link between two network namespaces that delays every packet and drops some, for kernels without netem.
 
     python bad_cable.py PID PID DELAY_S LOSS SEED
 
-Each namespace, of the process named, gets a network device called `cable`; what is sent into one comes out of the
-other, this long later, but for a share `LOSS` of the packets. The devices live as long as this process, which ends with
-its stdin. Started by `namespaces.badly_joined`.
+Creates a network device called `cable` in the namespace of each process PID. Packets sent into one device leave the
+other after DELAY_S seconds, except for a share LOSS of them, which is dropped. The devices exist until this process
+exits, which it does when its stdin is closed. Started by `namespaces.badly_joined`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_BYTES = 65536
 
 
 def device(pid: int) -> int:
-    """The end of a new cable in the namespace of this process."""
+    """Create a TUN device in the network namespace of process `pid` and return its descriptor."""
     with open(f"/proc/{pid}/ns/net") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), "setns")
@@ -36,7 +36,7 @@ def device(pid: int) -> int:
 
 
 class Direction:
-    """One way through the cable."""
+    """One direction of the link."""
 
     def __init__(self, source: int, target: int, delay_s: float, loss: float, chance: random.Random) -> None:
         self.source = source
@@ -44,24 +44,24 @@ class Direction:
         self._under_way: deque[tuple[float, bytes]] = deque()
 
     def take_in(self) -> None:
-        """Read all that is sent now."""
+        """Read all packets that are available now."""
         while True:
             try:
                 packet = os.read(self.source, _MOST_BYTES)
-            except OSError:  # no more for now, or the device is not up yet
+            except OSError:  # no packet available, or the device is not up yet
                 return
             if self._chance.random() >= self._loss:
                 self._under_way.append((time.monotonic() + self._delay_s, packet))
 
     def let_out(self) -> float | None:
-        """Write all that is due; seconds until the next packet is."""
+        """Write the packets that are due; return the seconds until the next one is due."""
         while self._under_way:
             wait_s = self._under_way[0][0] - time.monotonic()
             if wait_s > 0:
                 return wait_s
             try:
                 os.write(self._target, self._under_way.popleft()[1])
-            except OSError:  # the device is not up yet, or full: a packet is lost
+            except OSError:  # the device is down or full: the packet is lost
                 continue
         return None
 

@@ -1,17 +1,17 @@
-"""Chaos: random faults over one elastic training on four ranks. `python tests/integration/chaos.py --faults 100`.
+"""Chaos test: random faults during elastic training on four ranks. `python tests/integration/chaos.py --faults 100`.
 
-Ranks are killed, stopped and told to end, one or two at a time and also while the others recover; their slots come back
-after a second and newcomers join. At the end the training must have done its epochs with every sample, its weights must
-be those of an undisturbed run of the same steps, no committed step may have been lost, and nothing may be left behind.
+Ranks are killed, stopped and terminated, one or two at a time, also while the other ranks recover. Their slots become
+available again after a second, and new workers join. At the end all epochs must have covered every sample, the weights
+must equal those of an undisturbed run of the same steps, no committed step may be lost, and no process may remain.
 
-With `--per-step` nothing is committed: no step at all may have been lost, and losses, weights and the optimizer's state
-must be to the last bit those of a run with the same ranks in the same steps.
+With `--per-step` the script never commits. No step may be lost, and losses, weights and optimizer state must equal, bit
+for bit, those of a run with the same ranks in the same steps.
 
-With `--hosts` the ranks are on three hosts, which are network namespaces (as root), the launcher on the first of them.
-Cables are pulled as well, and the disk that commits are written to is full at times.
+With `--hosts` the ranks run on three hosts, which are network namespaces (requires root); the first one runs the
+launcher. Faults then include unplugged cables and a full disk where commits are written.
 
-With `--store` these hosts are the nodes of `hora run --join`, and an etcd has a member on each of them. Leaders are
-killed and stopped as well, and so are members of etcd; cables are pulled of the leader's host, too.
+With `--store` these hosts are the nodes of `hora run --join`, each with an etcd member. Faults then include killed and
+stopped leaders, killed etcd members, and the unplugged cable of the leader's host.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from test_job_store import Etcd, secret_file
 
 from waiting import wait_until
 
-# A stopped rank takes the stall check's time to be noticed, and then some: few of them. The limit is longer than a busy
-# machine takes to import torch, during which a rank is as silent as a stopped one.
+# Detecting a stopped rank takes at least the stall check's time, so SIGSTOP is rare. The limit must exceed the time
+# that importing torch takes on a busy machine: a rank is silent meanwhile.
 FAULTS = [signal.SIGKILL] * 8 + [signal.SIGTERM] * 3 + [signal.SIGSTOP]
 ENVIRONMENT = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "10"}
 
 
 class Chaos:
-    """A job under attack."""
+    """An elastic job and the faults injected into it."""
 
     def __init__(
         self,
@@ -74,14 +74,14 @@ class Chaos:
         self.struck: list[str] = []
 
     def members(self) -> list[int]:
-        """Processes of the last world that are unharmed."""
+        """Return the unharmed processes of the latest world."""
         entered = [(int(note.split("in world ")[1].split()[0]), int(note.split()[1])) for note in self.job.notes()]
         last = max((world for world, _ in entered), default=0)
         alive = {process.pid for process in self.job.processes()}
         return [pid for world, pid in entered if world == last and pid in alive and pid not in self.hurt]
 
     def strike(self) -> int:
-        """Hurt one or two of those that have the state, but not all of them; returns how many."""
+        """Inject faults into one or two members, but never into all of them; return the number of faults."""
         candidates = self.members()
         count = min(self.random.choice((1, 1, 1, 2)), len(candidates) - 1)
         for pid in self.random.sample(candidates, max(count, 0)):
@@ -89,7 +89,7 @@ class Chaos:
         return max(count, 0)
 
     def hurt_one(self, pid: int) -> bool:
-        """Return whether it was still there."""
+        """Return whether the process still existed."""
         self.hurt.add(pid)
         fault = self.random.choice(FAULTS)
         try:
@@ -97,14 +97,14 @@ class Chaos:
         except ProcessLookupError:
             return False
         self.faults[fault.name] += 1
-        time.sleep(self.random.uniform(0, 0.3))  # the second one: at any moment of the recovery
+        time.sleep(self.random.uniform(0, 0.3))  # the second fault hits at any moment of the recovery
         return True
 
     def run(self, num_faults: int, min_steps: int = 0) -> None:
         done = 0
         while done < num_faults:
             step = self.job.step()
-            # Somebody must have got over the last fault: then at least two have the state again, sooner or later.
+            # A step after the last fault means that the world has recovered and at least two ranks will hold the state.
             self.wait(f"a step after fault {done}", lambda step=step: self.job.step() > step)
             time.sleep(self.random.uniform(0, 1.0))
             before = Counter(self.faults)
@@ -115,7 +115,7 @@ class Chaos:
         self.finish()
 
     def finish(self) -> None:
-        """Let the training end: it must be right, and nothing may be left."""
+        """Let the training end; check its results and that nothing is left."""
         (self.job.folder / "last_epoch").touch()
         results = self.job.results(limit_s=120)
         self.job.plan["epochs"] = results[0]["epoch"]
@@ -141,7 +141,7 @@ class Chaos:
 
 
 class HostChaos(Chaos):
-    """Chaos on three hosts with two ranks each. A death bars its host, so one host at least stays unharmed."""
+    """Chaos on three hosts with two ranks each. A dead rank's host is blacklisted, so at least one stays unharmed."""
 
     NAMES = ("10.79.0.1", "second", "third")
 
@@ -161,7 +161,7 @@ class HostChaos(Chaos):
         )
 
     def strike(self) -> int:
-        """Hurt ranks of one or two hosts, pull a cable for a while, or fill the disk; returns the number of faults."""
+        """Hurt ranks of one or two hosts, unplug a cable for a while, or fill the disk; return the number of faults."""
         host_of = {
             int(note.split()[1]): self.job.host(note.split(" as ")[1].rpartition("/")[0]) for note in self.job.notes()
         }
@@ -188,7 +188,7 @@ class HostChaos(Chaos):
         return done
 
     def cut(self, host: Host) -> None:
-        """Pull its cable: long enough to be given up, or not."""
+        """Unplug the host's cable for a random time, which may or may not exceed the limit for dropping a host."""
         self.faults["cut"] += 1
         host.run("ip", "link", "set", "cable", "down")
         time.sleep(self.random.choice((0.5, 3.0, 3.0, 20.0)))
@@ -211,7 +211,7 @@ class HostChaos(Chaos):
 
 
 class NodesJob(ElasticJob):
-    """A job whose nodes have come by themselves; one process on each of three hosts, where it may be killed."""
+    """A job of `hora run --join`: one node process on each of three hosts, any of which may be killed."""
 
     def __init__(self, work: Path, plan: dict[str, Any], environment: dict[str, str], hosts: list[Host], etcd: Etcd):
         self.folder, self.work = work / "job", work
@@ -239,12 +239,12 @@ class NodesJob(ElasticJob):
 
     @property
     def process(self) -> Any:
-        """The process that tells whether the job has ended: each does."""
+        """The first node process that has ended, else that of node 0."""
         ended = [node.process for node in self.nodes if node.process.poll() is not None]
         return ended[0] if ended else self.nodes[0].process
 
     def leader(self) -> int | None:
-        """The node that leads, as etcd knows it."""
+        """Return the index of the leading node according to etcd."""
         line = ["etcdctl", "--endpoints", ",".join(self.etcd.members), "get", "--prefix", "/hora/"]
         env = {"ETCDCTL_API": "3", "PATH": os.environ["PATH"]}
         for host in self.hosts:
@@ -253,12 +253,12 @@ class NodesJob(ElasticJob):
             )
             for key, value in itertools.pairwise(found.stdout.splitlines()):
                 if key.endswith("/leader"):
-                    name, _, _ = json.loads(value)["name"].rpartition(".")  # the rest authenticates it
+                    name, _, _ = json.loads(value)["name"].rpartition(".")  # the rest is the entry's authentication
                     return int(name.removeprefix("host"))
         return None
 
     def kill_node(self, index: int) -> None:
-        """Kill a node's process, not its workers, and start it again."""
+        """Kill a node's process but not its workers, then restart it."""
         self.nodes[index].process.kill()
         self.nodes[index].process.wait(30)
         self.past.append(self.nodes[index])
@@ -285,7 +285,7 @@ class NodesJob(ElasticJob):
 
 
 class StoreChaos(HostChaos):
-    """Chaos on three nodes that may all lead, and on their etcd."""
+    """Chaos on three nodes that can all become leader, and on their etcd."""
 
     def __init__(self, work: Path, seed: int, hosts: list[Host], disk: Path, ssh: str, etcd: Etcd, per_step: bool):
         self.random, self.hosts, self.disk, self.etcd = random.Random(seed), hosts, disk, etcd
@@ -315,7 +315,7 @@ class StoreChaos(HostChaos):
 
 
 def inside(holder: int) -> list[int]:
-    """Processes of the network namespace that this one holds, itself and its sshd among them."""
+    """Return the processes in the network namespace of `holder`, including the holder and its sshd."""
     wanted, found = os.readlink(f"/proc/{holder}/ns/net"), []
     for process in psutil.process_iter():
         with contextlib.suppress(OSError):
@@ -326,7 +326,7 @@ def inside(holder: int) -> list[int]:
 
 @contextlib.contextmanager
 def small_disk(place: Path):
-    """A file system of a megabyte."""
+    """Mount a file system of 1 MiB."""
     place.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)], check=True, timeout=30)
     try:
@@ -337,7 +337,7 @@ def small_disk(place: Path):
 
 @contextlib.contextmanager
 def chaos_on_hosts(work: Path, seed: int, store: bool = False, **arguments: Any):
-    """Three hosts, of which the second and the third let ssh in. `store`: with an etcd on them."""
+    """Set up three hosts, the second and third with sshd. `store`: with an etcd member on each."""
     addresses = ("10.79.0.1", "10.79.0.2", "10.79.0.3")
     with contextlib.ExitStack() as stack:
         hosts = stack.enter_context(joined(addresses))
@@ -386,7 +386,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def chaos_here(work: Path, seed: int, **arguments: Any):
-    """Four ranks of this host."""
+    """Run four ranks on this host."""
     yield Chaos(work, seed, **arguments)
 
 

@@ -1,7 +1,6 @@
-"""What the integration tests share: one standalone Spark cluster and one SparkSession on it, for the whole
-run.
+"""Shared fixtures: one standalone Spark cluster and one SparkSession for the whole test run.
 
-The cluster has two workers with one core each. Tests that kill executors must leave it with two free slots
+The cluster has two workers with one core each. Tests that kill executors must wait until both slots are free
 again.
 """
 
@@ -30,16 +29,15 @@ def spark_cluster() -> Iterator[StandaloneCluster]:
 
 @pytest.fixture(scope="session")
 def spark(spark_cluster: StandaloneCluster) -> Iterator[Any]:
-    """The only SparkSession of the test run, on the standalone cluster; functions of test modules travel by
-    value.
-    """
+    """The only SparkSession of the test run, on the standalone cluster. Functions of test modules are pickled by
+    value."""
     with spark_session(spark_cluster.url, **{"spark.decommission.enabled": "true"}) as session:
         yield session
 
 
 @pytest.fixture
 def by_value(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Functions and classes of the test module travel inside the pickle, as those of a notebook do."""
+    """Pickle functions and classes of the test module by value, like those of a notebook."""
     cloudpickle.register_pickle_by_value(request.module)
     yield
     cloudpickle.unregister_pickle_by_value(request.module)

@@ -1,7 +1,7 @@
-"""What a user does through Spark Connect, as a program: `connect_client.py sc://host:port|local[n] FOLDER SCENARIO …`.
+"""Spark Connect scenarios as a program: `connect_client.py sc://host:port|local[n] FOLDER SCENARIO …`.
 
-A process of its own, because one with a classic session cannot have a Connect one. Prints a JSON object: scenario ->
-what it found, or {"error": its type, "text": its words}.
+Runs in its own process, because a process with a classic session cannot have a Connect session. Prints one JSON object
+per scenario: its name -> its result, or {"error": type, "text": message}.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def runner(spark, folder):
 
 
 def warm(spark, folder):
-    """What a UDF does to Spark's Python workers, and whether ranks, which are forked, see any of it; and whether they
-    have what the first job's did not need, and an optimizer does.
+    """Check that forked ranks see no changes that a UDF made in Spark's Python workers, and that later jobs find
+    modules preloaded that the first job did not use.
     """
     from sparkdl import HorovodRunner
 
@@ -93,7 +93,7 @@ def run(spark, folder):
 
 
 def large(spark, folder):
-    """A call that does not fit into a query's message, and a value that does not fit into one of its answers."""
+    """Send a call larger than a query message, and return a value larger than one answer."""
     import horovod.spark
 
     data = np.arange(1_200_000, dtype="float64")
@@ -177,14 +177,14 @@ def converter(spark, folder):
 
 
 def workers(spark, folder):
-    """Their ends, their output, one that is stopped, and one too many."""
+    """Cover exit codes, output, stopping one worker, and launching more workers than there are slots."""
     import warnings
 
     from hora import workers
 
     names = ("CDSW_ENGINE_ID", "CDSW_IP_ADDRESS", "SPARK_TEST_CLUSTER", "MINE")
     code = f"import os, sys\nprint([os.environ.get(name) for name in {names}])\nsys.exit(int(os.environ['MINE']))"
-    # A cluster inside this process has no machine but this one: there Spark is asked for by name.
+    # A cluster inside this process has no other machine, so Spark must be requested explicitly.
     on = {"backend": "spark"} if "SPARK_LOCAL_REMOTE" in os.environ else {}
     launched = [workers.launch_workers(1, 1, 1, code=code, env={"MINE": str(code_)}, **on)[0] for code_ in (0, 3)]
     ended = workers.await_workers(launched, timeout_seconds=120)

@@ -1,7 +1,7 @@
-"""An elastic job in a separate process, and the values of its ranks: for the elastic tests.
+"""An elastic job in a separate process, and the results of its ranks.
 
-As a program: `python elastic_job.py JSON` with the arguments of `horovod.run` and a plan, or worlds to be played again;
-prints the results as JSON. With a plan alone it is a rank of a job, and writes its result down.
+As a program: `python elastic_job.py JSON`, with the arguments of `horovod.run` and a plan or worlds to replay, prints
+the results as JSON. With a plan alone it runs as a rank of a job and writes its result to a file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1]))  # as a program it has no pytest to find `waiting` for it
+sys.path.append(str(Path(__file__).parents[1]))  # no pytest adds it to the path when this runs as a program
 
 from job_process import JobProcess
 
@@ -39,14 +39,14 @@ class ElasticJob(JobProcess):
         self.folder.mkdir()
         self.plan = {"samples": 48, "epochs": 2, "batch": 2, **plan, "folder": str(self.folder)}
         order = json.dumps({"plan": self.plan, "arguments": arguments})
-        # torch makes this folder at import, and leaves it.
+        # torch creates this folder at import and does not remove it.
         own = {"TORCHINDUCTOR_CACHE_DIR": str(work / "inductor"), **(environment or {})}
         self.prefix, self.environment = prefix, os.environ | own
         self.place = {name: arguments[name] for name in ("network_interfaces", "start_timeout") if name in arguments}
         super().__init__([*prefix, sys.executable, __file__, order], work, **own)
 
     def results(self, limit_s: float = 120.0) -> list[dict[str, Any]]:
-        """What the ranks returned; nothing may be left of the job."""
+        """Return the ranks' results, after checking that nothing of the job is left."""
         status = self.wait(limit_s)
         assert status == 0, self.text()
         (line,) = [line for line in self.text().splitlines() if line.startswith(_RESULT)]
@@ -55,11 +55,11 @@ class ElasticJob(JobProcess):
         return found
 
     def host(self, name: str) -> str:
-        """Name by which the host of a rank can be reached."""
+        """Return the name under which the host of a rank can be reached."""
         return name
 
     def step(self) -> int:
-        """How many steps were committed."""
+        """Return the number of committed steps."""
         try:
             return int((self.folder / "progress").read_text().split()[0])
         except (OSError, IndexError):
@@ -70,7 +70,7 @@ class ElasticJob(JobProcess):
         assert self.process.poll() is None, self.text()
 
     def notes(self, kind: str = "enters") -> list[str]:
-        """What the ranks wrote down: when they entered the loop, which steps rank 0 saw committed."""
+        """Return the ranks' notes of this kind: a rank enters the loop, or rank 0 observes a commit."""
         return [note for note in self._notes() if note.split()[2] == kind]
 
     def _notes(self) -> list[str]:
@@ -80,7 +80,7 @@ class ElasticJob(JobProcess):
             return []
 
     def worker(self, number: int) -> int:
-        """The process of a worker that has trained."""
+        """Return the process of a worker that has trained."""
         for note in self.notes():
             if note.endswith(f"/{number}"):
                 return int(note.split()[1])
@@ -88,8 +88,8 @@ class ElasticJob(JobProcess):
 
 
 def assert_good_ending(job: ElasticJob, results: list[dict[str, Any]]) -> None:
-    """All ranks have the same state, that of an undisturbed run of the committed steps; all epochs were done; every
-    sample was seen as the sampler promises."""
+    """Check that all ranks hold the same state, equal to that of an undisturbed run of the committed steps, that all
+    epochs finished, and that every sample was seen as the sampler promises."""
     plan, first = job.plan, results[0]
     for result in results:
         for name in ("weights", "momentum", "epoch", "steps", "seen", "sizes"):
@@ -102,16 +102,15 @@ def assert_good_ending(job: ElasticJob, results: list[dict[str, Any]]) -> None:
     for epoch in range(plan["epochs"]):
         seen = [i for its, indices in first["seen"] if its == epoch for i in indices]
         assert set(seen) == set(range(plan["samples"])), f"epoch {epoch} left samples out"
-        # What repeats is padding, of the last batch of the epoch only: a world that broke repeats nothing committed.
+        # Repeated samples are padding of the epoch's last batch: a broken world repeats no committed sample.
         assert len(seen) - plan["samples"] < max(first["sizes"]) * plan["batch"]
 
 
 def assert_no_step_lost(job: ElasticJob, results: list[dict[str, Any]]) -> None:
-    """Losses, weights and optimizer state are to the last bit those of a training that had the same ranks in the same
-    steps, and no failures: no step was applied twice, partly, or by some ranks only.
+    """Check that losses, weights and optimizer state equal, bit for bit, those of a run without failures that has the
+    same ranks in the same steps: no step was applied twice, partly, or by some ranks only.
 
-    Every world is played again from the state that it began with, and must end with the state that the next one began
-    with.
+    Replays every world from its initial state and compares the result with the initial state of the next world.
     """
     import torch
 
@@ -159,7 +158,7 @@ def _assert_same_bits(found: Any, expected: Any, where: str) -> None:
 
 
 def _again(job: ElasticJob, hosts: list[str], worlds: dict[int, list[list[int]]]) -> dict[int, list[list[float]]]:
-    """Play these worlds again, on ranks of these hosts, in a process like the job's own."""
+    """Replay these worlds on ranks of these hosts, in a process like the job's own."""
     names = list(dict.fromkeys(hosts))
     assert hosts == sorted(hosts, key=names.index), "the ranks of a host are numbered together"
     where = ",".join(f"{job.host(name)}:{hosts.count(name)}" for name in names)
@@ -176,7 +175,7 @@ def _again(job: ElasticJob, hosts: list[str], worlds: dict[int, list[list[int]]]
 def call_again(
     folder: str, worlds: list[tuple[int, list[list[int]]]], sharded: bool
 ) -> list[tuple[int, list[list[float]]]]:
-    """On the workers, as `call`."""
+    """Replay worlds on a worker."""
     import torch.optim  # noqa: F401
     from elastic_training import train_again
 
@@ -186,7 +185,7 @@ def call_again(
 
 
 def call(plan: dict[str, Any]) -> dict[str, Any]:
-    """On the workers. Names torch, its optimizers and horovod.torch, so that they are loaded once for all of them."""
+    """Train on a worker. Imports torch, its optimizers and horovod.torch here so that the fork server preloads them."""
     import torch.optim  # noqa: F401
     from elastic_training import train
 

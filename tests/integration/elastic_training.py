@@ -1,7 +1,7 @@
-"""A training that tests disturb: run by `elastic_job` on every rank of an elastic job.
+"""Training script with planned faults: `elastic_job` runs it on every rank of an elastic job.
 
-Every step gathers the samples of all ranks into the state, so that the state itself tells what was committed. A plan
-says who fails when and how. This module runs on the workers and imports torch.
+Every step gathers the samples of all ranks into the state, so the state itself records what was committed. A plan
+defines which rank fails, when and how. This module runs on the workers and imports torch.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hora import engine
 
 
 def train(plan: dict[str, Any]) -> dict[str, Any]:
-    """Train as planned; returns what this rank has at the end."""
+    """Train as planned; return the final state of this rank."""
     hvd.init()
-    net = network(seed=hvd.rank())  # sync makes them equal
+    net = network(seed=hvd.rank())  # sync makes the ranks equal
     optimizer = make_optimizer(net, plan.get("sharded", False), plan.get("diloco", False))
     sampler = hvd.elastic.ElasticSampler(list(range(plan["samples"])), shuffle=True, seed=5)
     per_step = {"per_step": True, "losses": [], "worlds": []} if plan.get("per_step") else {}
@@ -127,7 +127,7 @@ def loss(net: torch.nn.Module, samples: list[int]) -> torch.Tensor:
 
 
 def replay(seen: list[tuple[int, list[int]]], sizes: list[int]) -> list[float]:
-    """The weights of a single process that takes the same steps, undisturbed."""
+    """Return the weights after a single process takes the same steps undisturbed."""
     net = network(seed=0)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     for (_, samples), size in zip(seen, sizes, strict=True):
@@ -149,7 +149,7 @@ def step(state: Any, mine: list[int]) -> None:
 
 
 def training_step(net: torch.nn.Module, optimizer: Any, mine: list[int], *, gather: bool = True) -> list[float]:
-    """One step with these samples; gives the losses of all ranks, if they are to be gathered."""
+    """Train one step with these samples; return the losses of all ranks if `gather`."""
     optimizer.zero_grad()
     value = loss(net, mine)
     losses = hvd.allgather(value.detach().reshape(1), name="losses").tolist() if gather else []
@@ -159,15 +159,15 @@ def training_step(net: torch.nn.Module, optimizer: Any, mine: list[int], *, gath
 
 
 def keep(file: Path, net: torch.nn.Module, optimizer: Any, hosts: list[str]) -> None:
-    """Write a training down as it is in this moment, with the host of every rank."""
+    """Save the training state and the host of every rank."""
     partial = file.with_suffix(f".{os.getpid()}")
     torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict(), "hosts": hosts}, partial)
     partial.replace(file)
 
 
 def train_again(folder: str, worlds: dict[int, list[list[int]]], sharded: bool) -> dict[int, list[list[float]]]:
-    """The steps of some worlds, each from the state that it began with, without failures: gives the losses, and writes
-    down how each of them ended. To be called on as many ranks of as many hosts as these worlds had.
+    """Replay the steps of some worlds without failures, each from its initial state; save the final state of each world
+    and return the losses. Call it on as many ranks of as many hosts as these worlds had.
     """
     hvd.init()
     losses = {}
@@ -188,7 +188,7 @@ def train_again(folder: str, worlds: dict[int, list[list[int]]], sharded: bool) 
 
 
 def misfortune(plan: dict[str, Any], state: Any, when: str) -> None:
-    """Whatever the plan has for this rank at this moment, once."""
+    """Inject the faults that the plan has for this rank at this moment, each once."""
     for number, fault in enumerate(plan.get("faults", [])):
         if (fault["rank"], fault["step"], fault.get("when", "step")) != (hvd.rank(), state.steps, when):
             continue
@@ -201,7 +201,7 @@ def misfortune(plan: dict[str, Any], state: Any, when: str) -> None:
 
 def fail(how: str, when: str) -> None:
     if how == "raise":
-        threading.Thread(target=time.sleep, args=(300,)).start()  # the process does not end by itself
+        threading.Thread(target=time.sleep, args=(300,)).start()  # keeps the process alive
         raise RuntimeError("as planned")
     if how == "exit":
         os._exit(3)
@@ -212,7 +212,7 @@ def fail(how: str, when: str) -> None:
 
 
 def cut_off(seconds: float) -> None:
-    """For so long this rank cannot reach the launcher; the other ranks it can."""
+    """Disconnect this rank from the launcher, but not from the other ranks, for this long."""
     client, until = engine.control_connection(), time.monotonic() + seconds
     assert client is not None
     reopen = client._reopen
@@ -227,14 +227,14 @@ def cut_off(seconds: float) -> None:
 
 
 def progress(plan: dict[str, Any], state: Any) -> None:
-    """Let the test know how far we are, and wait for it where it asked for that."""
+    """Publish the progress for the test, and pause if the plan asks for it."""
     (Path(plan["folder"]) / "progress").write_text(f"{state.steps} {hvd.size()}")
     note(plan, f"committed step {state.steps} on {hvd.size()}")
     time.sleep(plan.get("pause_s", 0.0))
 
 
 def wait_for_steps(plan: dict[str, Any], number: int) -> None:
-    """Return when the others have committed so many steps more."""
+    """Wait until the other ranks have committed `number` further steps."""
     file, limit = Path(plan["folder"]) / "progress", time.monotonic() + 60.0
     wanted = number and int(file.read_text().split()[0]) + number
     while wanted and int((file.read_text() or "0").split()[0]) < wanted:

@@ -1,8 +1,7 @@
-"""What goes wrong, or is large, on a Spark cluster, as a program: `fault_client.py URL FOLDER SCENARIO …`.
+"""Scenarios with faults or large data on a Spark cluster, as a program: `fault_client.py URL FOLDER SCENARIO …`.
 
-`URL` is a master's (`spark://…`) or a Connect server's (`sc://…`); the program is the same. Prints a JSON object for
-each scenario: what it found, or {"error": its type, "text": its words}. Scenarios that wait to be hurt write `rank<r>`
-into FOLDER.
+`URL` is that of a master (`spark://…`) or of a Connect server (`sc://…`). Prints one JSON object per scenario: its
+result, or {"error": type, "text": message}. Scenarios that wait for a fault from outside write `rank<r>` into FOLDER.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import sys
 import threading
 import time
 
-# An executor that says nothing is given up after so long, not after Spark's two minutes.
+# Drop a silent executor after 30 seconds instead of Spark's two minutes.
 IMPATIENT = {
     "spark.network.timeout": "30s",
     "spark.network.timeoutInterval": "5s",
@@ -36,7 +35,7 @@ def slots_too_few(folder):
 
 
 def two_jobs_at_once(folder):
-    """Each waits until the other runs."""
+    """Run two jobs, each of which waits until the other one runs."""
     import horovod.spark
 
     def main(folder, own, other):
@@ -60,7 +59,7 @@ def two_jobs_at_once(folder):
 
 
 def large_model(folder):
-    """200 MB there, 200 MB back."""
+    """Send a model of 200 MB to the ranks and return it."""
     import torch
 
     from sparkdl import HorovodRunner
@@ -105,7 +104,7 @@ def _loses_an_executor(folder):
     for rank in range(2):
         os.remove(f"{folder}/rank{rank}")
     open(f"{folder}/survived", "w").close()
-    # A new executor comes, and the slots are free again.
+    # A replacement executor registers, and the slots are free again.
     for _ in range(60):
         with contextlib.suppress(Exception):
             return [words, horovod.spark.run(lambda: 1, num_proc=2)]

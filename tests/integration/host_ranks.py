@@ -1,4 +1,4 @@
-"""Ranks on hosts that are network namespaces, for tests; the ranks run `two_hosts_rank`."""
+"""Start ranks that run `two_hosts_rank` on hosts that are network namespaces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIMIT_S = 180
 
 
 def _context() -> Any:
-    """A fork server that has torch loaded: it is loaded once for all processes."""
+    """Return the context of a fork server that preloads torch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "numpy"])
     return context
@@ -31,8 +31,8 @@ def run_ranks(
     then: Callable[[Sequence[int]], None] = lambda pids: None,
     **environment: str,
 ) -> list[dict]:
-    """So many ranks on each host, meeting at the first host's address; `then` comes when all run, and is told their
-    processes."""
+    """Start `sizes[h]` ranks on each host h, with the rendezvous at the first host's address. Call `then` with their
+    pids when all of them run; return their answers."""
     context = _context()
     started, answers = [], []
     for host, local_size in enumerate(sizes):
@@ -66,7 +66,7 @@ def run_ranks(
         then([process.pid for process in started])
         for rank, answer in enumerate(answers):
             if rank not in lost:
-                with contextlib.suppress(OSError):  # it has answered and gone already
+                with contextlib.suppress(OSError):  # it has already answered and exited
                     answer.send("finish")
         return [{} if rank in lost else answer_of(f"rank {rank}", answer) for rank, answer in enumerate(answers)]
     finally:
@@ -84,9 +84,7 @@ def answer_of(who: str, answer: Any) -> Any:
 
 
 class Helper:
-    """A process beside the ranks that does one function of `two_hosts_rank` from `with` on, until it is told to
-    stop.
-    """
+    """A process beside the ranks that runs one function of `two_hosts_rank` for the duration of the `with` block."""
 
     def __init__(self, do: Callable[..., None], *arguments: Any) -> None:
         context = _context()
@@ -100,10 +98,10 @@ class Helper:
         return self
 
     def ask(self, question: Any) -> Any:
-        """What it says to this."""
+        """Send a question and return the answer."""
         self._here.send(question)
         return answer_of("a helper", self._here)
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()  # it has answered, or will not
+        self._process.kill()  # it has answered, or never will
         self._process.join(10)

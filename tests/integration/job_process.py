@@ -1,7 +1,7 @@
-"""A launcher in a separate process, and a check of its leftovers: for tests that run commands and kill processes.
+"""Launchers in separate processes, and checks for leftovers: for tests that run commands and kill processes.
 
-Every process of a job inherits a token in its environment, so that whatever is left of it can be found
-however it was started, orphaned or renamed.
+Every process of a job inherits a token in its environment, so a test finds all remaining processes, even orphaned
+or renamed ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch"]
 
 
 def wait_until_gone(*pids: int) -> None:
-    """Return when none of these processes runs any more."""
+    """Wait until none of these processes runs any more."""
     for pid in pids:
         wait_until(f"process {pid} is gone", lambda pid=pid: not _runs(pid))
 
@@ -40,7 +40,7 @@ _started: set[_MarkedProcess] = set()
 
 
 class _MarkedProcess:
-    """A process whose descendants can be told by their environment."""
+    """A process whose descendants are identified by a token in their environment."""
 
     def __init__(self, argv: list[str], environment: Mapping[str, str], **rest: Any) -> None:
         self.token = f"HORA_TEST_TOKEN={secrets.token_hex(8)}".encode()
@@ -49,7 +49,7 @@ class _MarkedProcess:
         _started.add(self)
 
     def processes(self) -> list[psutil.Process]:
-        """Every living process of the job, wherever it has gone."""
+        """Return every living process of the job, including daemons."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -61,7 +61,7 @@ class _MarkedProcess:
         return found
 
     def kill(self) -> None:
-        """End whatever is left of the job, by force."""
+        """Kill the remaining processes of the job."""
         _started.discard(self)
         for process in self.processes():
             with suppress(psutil.NoSuchProcess):
@@ -76,13 +76,13 @@ class _MarkedProcess:
 
 
 def kill_what_is_left() -> None:
-    """After a test that has failed: its jobs must not disturb the tests that follow."""
+    """Kill the jobs of a failed test, so that they do not disturb the following tests."""
     for job in list(_started):
         job.kill()
 
 
 class JobProcess(_MarkedProcess):
-    """A launcher with a temporary directory of its own, whose output can be read while it runs."""
+    """A launcher with its own temporary directory, whose output can be read while it runs."""
 
     def __init__(self, argv: list[str], work: Path, **environment: str) -> None:
         self.temporary = work / "tmp"
@@ -106,18 +106,18 @@ class JobProcess(_MarkedProcess):
         assert text in self.text(), self.text()
 
     def agents(self) -> list[psutil.Process]:
-        """Guardian and agent, in this order."""
+        """Return the guardian and the agent, in this order."""
         found = [p for p in self.processes() if any("hora.launch.agent.agent" in part for part in p.cmdline())]
         return sorted(found, key=lambda p: p.pid)
 
     def assert_nothing_left(self, limit_s: float = 60.0) -> None:
-        """No process, no temporary file. A port or a memfd segment cannot outlive its processes."""
+        """Check for leftover processes and temporary files. Ports and memfd segments end with their processes."""
         self.wait_for_the_last(limit_s)
         assert list(self.temporary.iterdir()) == []
 
 
 class CommandProcess(_MarkedProcess):
-    """`hora` or `horovodrun` as a user types it, whose two outputs are read at its end."""
+    """`hora` or `horovodrun` as typed by a user, with stdout and stderr captured."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class CommandProcess(_MarkedProcess):
         )
 
     def finish(self, limit_s: float = 2 * LIMIT_S) -> tuple[int, str, str]:
-        """Exit status, output and error output; then nothing may be left."""
+        """Return exit status, stdout and stderr, after checking that no process is left."""
         out, err = self.process.communicate(timeout=limit_s)
         self.wait_for_the_last(LIMIT_S)
         return self.process.returncode, out, err
@@ -153,20 +153,20 @@ class CommandProcess(_MarkedProcess):
 
 
 def run_command(*argv: str, **rest: Any) -> tuple[int, str, str]:
-    """A command's exit status, output and error output; nothing of it may be left."""
+    """Run a command; return its exit status, stdout and stderr. No process of it may be left."""
     with CommandProcess(*argv, **rest) as command:
         return command.finish()
 
 
 def lines_of(output: str, rank: int) -> list[str]:
-    """What one rank printed on stdout."""
+    """Return the lines that one rank printed on stdout."""
     prefix = f"[{rank}]<stdout>:"
     return [line[len(prefix) :] for line in output.splitlines() if line.startswith(prefix)]
 
 
 @contextmanager
 def running(*argv: str, ready: Path, count: int, **rest: Any) -> Iterator[CommandProcess]:
-    """A job under way: `count` ranks have made a file in the folder `ready`."""
+    """Start a job and wait until `count` ranks have created a file in the folder `ready`."""
     with CommandProcess(*argv, **rest) as job:
         wait_until(
             f"{count} ranks have started",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def keras_function() -> Callable[[float], tuple[int, list[float]]]:
-    """Return a function that travels by value, wherever this module is."""
+    """Return a function that is pickled by value and does not need this module on the workers."""
 
     def train(rate):
         import numpy as np
@@ -16,7 +16,7 @@ def keras_function() -> Callable[[float], tuple[int, list[float]]]:
         from sparkdl.horovod.tensorflow.keras import LogCallback
 
         hvd.init()
-        tf.keras.utils.set_random_seed(0)  # the first loss is that of each rank's own weights
+        tf.keras.utils.set_random_seed(0)  # so the first loss is that of each rank's own weights
         model = tf.keras.Sequential([tf.keras.layers.Input((4,)), tf.keras.layers.Dense(1)])
         model.compile(optimizer=hvd.DistributedOptimizer(tf.keras.optimizers.SGD(rate * hvd.size())), loss="mse")
         x = np.random.default_rng(hvd.rank()).normal(size=(32, 4)).astype("float32")

@@ -1,5 +1,5 @@
-"""Kubeflow's controller as a job sees it: an HTTPS server with a certificate of its own authority, which takes reports
-from who shows the right token.
+"""Stand-in for Kubeflow's controller: an HTTPS server with a self-signed certificate that accepts status reports with
+the right bearer token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TOKEN = "token-of-the-pod"
 
 
 class Controller(ThreadingHTTPServer):
-    """`statuses`: what it was told. `variables`: those that the pods of a TrainJob get."""
+    """`statuses`: the reports received. `variables`: the environment of a TrainJob's pods."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -63,7 +63,7 @@ def controller(folder: Path) -> Iterator[Controller]:
 
 @contextmanager
 def serving(server: ThreadingHTTPServer) -> Iterator[None]:
-    """Have a server answer in a thread of its own until the end."""
+    """Serve requests in a thread until the block ends."""
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     try:

@@ -1,10 +1,10 @@
-"""A small stand-in for Kubernetes: an API server that takes manifests, and pods that are processes in namespaces.
+"""Minimal Kubernetes stand-in: an API server that accepts manifests, and pods that are processes in namespaces.
 
-Of the API it has what `kubectl apply`, `create secret` and `delete pod` need of Secrets, Services, Jobs and JobSets. A
-pod has a network, a host name, processes and a /etc of its own: its Secrets are files there, the names of the other
-pods are in its hosts file, an `emptyDir` is the machine's own folder, and its command is process 1, which gets SIGTERM,
-a grace period and SIGKILL. An indexed Job starts a deleted pod, and with `OnFailure` a failed one, again. Not here:
-images, scheduling, probes, quotas, DNS, access control.
+The API covers what `kubectl apply`, `create secret` and `delete pod` need of Secrets, Services, Jobs and JobSets. A pod
+has its own network, host name, processes and /etc: its Secrets are files there, its hosts file names the other pods, an
+`emptyDir` is the machine's own folder, and its command is process 1, which gets SIGTERM, a grace period and SIGKILL. An
+indexed Job restarts a deleted pod and, with `OnFailure`, a failed one. Not implemented: images, scheduling, probes,
+quotas, DNS, access control.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RESOURCES = {
     "/apis/batch/v1": [("Job", "jobs")],
     "/apis/jobset.x-k8s.io/v1alpha2": [("JobSet", "jobsets")],
 }
-# Files of this pod over the machine's, in a mount namespace of its own; then the command, as process 1.
+# Overlay this pod's files on the machine's in a new mount namespace; then run the command as process 1.
 _ENTER = (
     "hostname $NAME && mount -t tmpfs tmpfs /mnt && cp -a /etc/. /mnt/ && cp -a $FILES/. /mnt/ && mount --bind /mnt "
     "/etc && "
@@ -43,7 +43,7 @@ _ENTER = (
 
 
 class Pod:
-    """A container's process. `node`: where it is; `name`: its host name."""
+    """A container's process. `node`: the host that runs it; `name`: its host name."""
 
     def __init__(self, name: str, container: Manifest, spec: Manifest, node: Host, folder: Path, files: Path) -> None:
         self.name, self._grace_s = name, spec["terminationGracePeriodSeconds"]
@@ -63,7 +63,7 @@ class Pod:
         return self.job.process.poll()
 
     def delete(self) -> None:
-        """As the kubelet does it; returns when the pod is gone."""
+        """Delete the pod as the kubelet does; return when it is gone."""
         self.deleted = True
         self._signal(signal.SIGTERM)
         try:
@@ -76,7 +76,7 @@ class Pod:
         self.job.process.wait(60)
 
     def _signal(self, number: signal.Signals) -> None:
-        """To the container's process 1, which `unshare` has started."""
+        """Signal the container's process 1, which `unshare` has started."""
         outer = self.job.process.pid
         with suppress(OSError):
             for child in Path(f"/proc/{outer}/task/{outer}/children").read_text().split():
@@ -84,7 +84,7 @@ class Pod:
 
 
 class Kubernetes:
-    """`url`: of the API server. `folder`: for logs and files."""
+    """`folder`: for logs and files."""
 
     def __init__(self, folder: Path, nodes: list[Host]) -> None:
         self._folder, self._nodes = folder, nodes
@@ -97,7 +97,7 @@ class Kubernetes:
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
 
-    # ---- what the API server asks of it ---------------------------------------------------------------------------
+    # ---- requests of the API server -------------------------------------------------------------------------------
 
     def apply(self, kind: str, manifest: Manifest) -> None:
         name = manifest["metadata"]["name"]
@@ -117,7 +117,7 @@ class Kubernetes:
         self.pods[name].delete()
 
     def outcome(self, job: str) -> str:
-        """Complete, Failed, or nothing yet."""
+        """Return "Complete", "Failed", or "" while the job runs."""
         return self._outcomes.get(job, "")
 
     # ---- the controller of Jobs -------------------------------------------------------------------------------------
@@ -125,13 +125,13 @@ class Kubernetes:
     def _create_job(self, name: str, spec: Manifest, subdomain: str) -> None:
         assert spec["completionMode"] == "Indexed"
         assert spec["completions"] == spec["parallelism"] == len(self._nodes)
-        for index in reversed(range(spec["completions"])):  # in no order that could help
+        for index in reversed(range(spec["completions"])):  # the start order must not help the ranks
             thread = threading.Thread(target=self._keep, args=(name, index, spec, subdomain), daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def _keep(self, job: str, index: int, spec: Manifest, subdomain: str) -> None:
-        """See that this index of the job succeeds, or that the job fails."""
+        """Restart pods until this index of the job succeeds or the job fails."""
         failures = 0
         while not self._closed.is_set() and self.outcome(job) != "Failed":
             pod = self._create_pod(job, index, spec, subdomain)
@@ -141,7 +141,7 @@ class Kubernetes:
             if pod.status() == 0:
                 self._succeeded(job, spec["completions"])
                 return
-            if not pod.deleted:  # by itself, or by somebody with kill -9
+            if not pod.deleted:  # it failed by itself, or was killed from outside
                 failures += 1
                 if failures > spec["backoffLimit"]:
                     self._outcomes[job] = "Failed"
@@ -234,7 +234,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _discovery(path: str) -> Mapping[str, Any]:
-    """What there is, as `kubectl` asks for it."""
+    """Return the API discovery documents that `kubectl` requests."""
     if path == "/api":
         return {"kind": "APIVersions", "versions": ["v1"]}
     if path == "/apis":
@@ -266,9 +266,9 @@ def _status(reason: str, code: int) -> Mapping[str, Any]:
 
 @contextmanager
 def kubernetes(folder: Path) -> Iterator[tuple[Kubernetes, str]]:
-    """A cluster of two nodes, and its API server's URL.
+    """Start a cluster of two nodes; yield it and its API server's URL.
 
-    AssertionError or CalledProcessError where there can be none.
+    Raise AssertionError or CalledProcessError if namespaces are not available.
     """
     with ExitStack() as stack:
         cluster = Kubernetes(folder, stack.enter_context(joined(_ADDRESSES)))

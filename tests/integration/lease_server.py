@@ -1,7 +1,7 @@
-"""A small API server of Kubernetes, over TLS: Leases and Secrets, the bearer token of a service account, and a Role.
+"""Minimal Kubernetes API server over TLS: Leases, Secrets, the bearer token of a service account, and a Role.
 
-An object is replaced only by who has its present `resourceVersion` (409 otherwise); what is not there is 404, a wrong
-token 401, and what the Role does not allow 403. Not here: everything else.
+Updating an object requires its current `resourceVersion` (409 otherwise). A missing object is answered with 404, a
+wrong token with 401, a request that the Role does not allow with 403. Nothing else is implemented.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PATH = re.compile(r"(/api/v1|/apis/coordination.k8s.io/v1)/namespaces/([\w-]+)/
 
 
 class LeaseServer(ThreadingHTTPServer):
-    """`folder`: has `server.crt`, `server.key` and `ca.crt`; the account's folder is made there."""
+    """`folder`: contains `server.crt`, `server.key` and `ca.crt`; the account's folder is created there."""
 
     daemon_threads = True
 
@@ -55,7 +55,7 @@ class LeaseServer(ThreadingHTTPServer):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that the kubelet gives a container."""
+        """Environment variables that the kubelet sets in a container."""
         host, port = self.server_address[:2]
         return {"KUBERNETES_SERVICE_HOST": str(host), "KUBERNETES_SERVICE_PORT": str(port)}
 
@@ -80,7 +80,7 @@ class LeaseServer(ThreadingHTTPServer):
         sock.settimeout(10)
         return sock, address
 
-    def handle_error(self, request: Any, client_address: Any) -> None: ...  # clients that are killed
+    def handle_error(self, request: Any, client_address: Any) -> None: ...  # killed clients are expected
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -128,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def certificates(folder: Path) -> None:
-    """An authority, and certificates of a server and a client that it has signed."""
+    """Write the certificates of an authority and of a server and a client signed by it."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec

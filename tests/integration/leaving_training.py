@@ -1,4 +1,4 @@
-"""A training that a scheduler interrupts: `python leaving_training.py FOLDER STEPS`. Commits on disk, every step."""
+"""Training interrupted by a scheduler: `python leaving_training.py FOLDER STEPS`. Commits to disk every step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def train(state: hvd.elastic.TorchState) -> None:
         state.step += 1
         if hvd.rank() == 0:
             print("step", state.step, "of", hvd.size(), flush=True)
-        time.sleep(0.1)  # arithmetic
+        time.sleep(0.1)  # stands in for computation
         state.commit()
 
 

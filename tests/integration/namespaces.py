@@ -1,5 +1,5 @@
-"""Hosts joined by a cable, for tests and benchmarks: network namespaces without names, each of which lives as long as a
-process that holds it, which ends with this one."""
+"""Hosts joined by a cable, for tests and benchmarks: unnamed network namespaces, each of which lives as long as its
+holder process, which exits with this one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class Host:
-    """A network namespace. AssertionError or CalledProcessError where this machine does not let us make one."""
+    """A network namespace. Raises AssertionError or CalledProcessError if this machine does not allow one."""
 
     def __init__(self) -> None:
         self._holder = subprocess.Popen(
@@ -26,7 +26,7 @@ class Host:
         self.run("ip", "link", "set", "lo", "up")
 
     def command(self, *command: str) -> list[str]:
-        """The command that runs this one inside."""
+        """Return the command line that runs `command` in the namespace."""
         return ["nsenter", "--target", str(self.pid), "--net", *command]
 
     def run(self, *command: str) -> None:
@@ -40,8 +40,8 @@ class Host:
 
 @contextlib.contextmanager
 def joined(addresses: Sequence[str]) -> Iterator[list[Host]]:
-    """Hosts with these addresses, whose ends of their cables are all called `cable`: two have one between them, more
-    have one each to a switch, which is a namespace too.
+    """Create hosts with these addresses. Each host's end of the cable is called `cable`. Two hosts share one cable;
+    more hosts are connected by a switch, which is another namespace.
     """
     with contextlib.ExitStack() as stack:
         made = []
@@ -64,8 +64,8 @@ def joined(addresses: Sequence[str]) -> Iterator[list[Host]]:
 
 @contextlib.contextmanager
 def badly_joined(addresses: Sequence[str], *, delay_s: float, loss: float, seed: int = 0) -> Iterator[list[Host]]:
-    """Two hosts with these addresses and a cable, called `cable` at both ends, that delays each packet and loses this
-    share of them. CalledProcessError where this machine does not let us make one.
+    """Create two hosts with these addresses, joined by a cable that delays each packet and drops a share `loss` of
+    them. Raise CalledProcessError if this machine does not allow it.
     """
     with contextlib.ExitStack() as stack:
         made = []
@@ -86,7 +86,7 @@ def badly_joined(addresses: Sequence[str], *, delay_s: float, loss: float, seed:
 
 
 def _start(hosts: Sequence[Host], addresses: Sequence[str]) -> None:
-    """Give the ends of the cables their addresses."""
+    """Assign the addresses and bring the interfaces up."""
     for host, address in zip(hosts, addresses, strict=True):
         length = ["64", "dev", "cable", "nodad"] if ":" in address else ["24", "dev", "cable"]
         host.run("ip", "address", "add", f"{address}/{length[0]}", *length[1:])
@@ -94,5 +94,5 @@ def _start(hosts: Sequence[Host], addresses: Sequence[str]) -> None:
 
 
 def _plug(host: Host, name: str, other: Host) -> None:
-    """A cable: `name` at this end, `cable` at the other."""
+    """Connect two hosts by a cable: `name` at the first end, `cable` at the other."""
     host.run("ip", "link", "add", name, "type", "veth", "peer", "name", "cable", "netns", str(other.pid))

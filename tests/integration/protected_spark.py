@@ -1,7 +1,7 @@
 """Jobs on a standalone cluster that authenticates and encrypts its own traffic. `make test-spark-protected` runs it.
 
-Not part of `make test`: it starts a cluster of its own, and protects nothing that the other tests do not show already
-but for the settings themselves.
+Not part of `make test`: it starts another cluster, and beyond the settings themselves it covers nothing that other
+tests do not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.protected_spark]
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
-    """spark.authenticate, AES for RPC and shuffles, and TLS with a key made for this run."""
+    """spark.authenticate, AES for RPC and shuffles, and TLS with a key generated for this run."""
     password, store = secrets.token_hex(16), tmp_path_factory.mktemp("tls") / "keystore.p12"
     keytool = shutil.which("keytool")
     assert keytool, "the JDK's keytool is needed"
@@ -51,8 +51,8 @@ def cluster(settings):
         yield cluster
 
 
-def test_the_runner_and_run_work_where_nothing_travels_unprotected(cluster, monkeypatch):
-    monkeypatch.setenv("HORA_STRICT", "1")  # without spark.authenticate this is refused
+def test_the_runner_and_run_work_on_a_fully_encrypted_cluster(cluster, monkeypatch):
+    monkeypatch.setenv("HORA_STRICT", "1")  # rejects clusters without spark.authenticate
 
     def main():
         import torch

@@ -1,6 +1,6 @@
-"""A Ray cluster on this machine: a head and a second node, each a set of processes, for all tests of a file.
+"""A Ray cluster on this machine for all tests of a file: a head node and a second node, each a set of processes.
 
-The nodes have one address in common, so they also go by resources of their own, `node:host-1` and so on, as hosts do.
+The nodes share one address, so each also has a resource of its own (`node:host-1`, …) that identifies it as a host.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from waiting import wait_until
 
-# A node that does not answer is given up after 10 s or so, not after Ray's half a minute.
+# Drop a silent node after about 10 seconds instead of Ray's 30.
 _IMPATIENT = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 500,
@@ -26,9 +26,9 @@ _STORE_BYTES = 80_000_000
 
 
 class RayCluster:
-    """Use as a context manager; this process is then its driver. `address`: for further drivers.
+    """Use as a context manager; this process becomes the driver. `address`: for further drivers.
 
-    `by_value`: modules whose functions travel inside the pickle, as those of a notebook do.
+    `by_value`: modules whose functions are pickled by value, like those of a notebook.
     """
 
     def __init__(self, num_nodes: int = 2, cpus: int = 2, gpus: int = 4, by_value: Sequence[str] = ()) -> None:
@@ -58,7 +58,7 @@ class RayCluster:
 
     @contextlib.contextmanager
     def another_node(self) -> Iterator[tuple[str, Any]]:
-        """One more node for a while: the host's name, and Ray's own object for it."""
+        """Add a node for the duration of the block; yield its host name and Ray's node object."""
         node = self.add_node()
         try:
             yield f"host-{self._last_node}", node
@@ -75,13 +75,13 @@ class RayCluster:
 
 
 def nothing_is_left() -> None:
-    """Wait until Ray knows of no living actor and no placement group any more."""
+    """Wait until Ray lists no living actor and no placement group."""
     wait_until("all actors have ended", lambda: not living_actors())
     wait_until("all placement groups are gone", lambda: not living_groups())
 
 
 def living_actors() -> list[int]:
-    """The processes of the actors that run, or are to run."""
+    """Return the processes of all actors that are running or pending."""
     from ray._private.state import actors
 
     return [facts["Pid"] for facts in actors().values() if facts["State"] != "DEAD"]

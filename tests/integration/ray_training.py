@@ -1,4 +1,4 @@
-"""An elastic training on Ray whose test reads the workers' log, and then causes a fault."""
+"""Elastic training on Ray whose test reads the workers' log and then injects a fault."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INTERVAL = "horovod.runner.elastic.driver.DISCOVER_HOSTS_FREQUENCY_SECS"
 
 
 def train(directory: str) -> tuple[int, int, int, int]:
-    """Steps, committed one by one, until the test says that it is over: rank, size, process, steps."""
+    """Commit step after step until the test ends the training; return rank, size, pid and steps."""
     import time
 
     import horovod.torch as hvd
@@ -45,7 +45,7 @@ def elastic_settings(hosts: Mapping[str, int], **limits: Any) -> Any:
 
 
 class Misfortune:
-    """A callback: when all have begun, something happens; when the size is right again, the training is over."""
+    """A log callback: injects a fault when all workers train, and ends the training at the expected size."""
 
     def __init__(
         self, size: int, happens: Callable[[dict[int, str]], object], size_afterwards: int, directory: Path
@@ -68,9 +68,9 @@ class Misfortune:
 
 
 class Stages:
-    """A discovery and a callback: the hosts of the next stage are found when all slots of this one train; after the
-    last stage the training is over. `least`, `most`: how many workers the job has; with fewer slots than that, the next
-    stage comes at the next question.
+    """A discovery and a log callback: when all slots of a stage train, discovery returns the hosts of the next stage;
+    after the last stage the training ends. `least`, `most`: limits of the number of workers; a stage with fewer slots
+    than `least` ends at the next discovery.
     """
 
     def __init__(

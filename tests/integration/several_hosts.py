@@ -1,7 +1,7 @@
-"""The engine across two to eight hosts, played by network namespaces: every collective, strangers, deaths. `make
+"""The engine across two to eight hosts, simulated by network namespaces: collectives, attacks, faults. `make
 test-hosts`.
 
-Minutes: not part of `make test`, whose `test_two_hosts` shows the most important of it.
+Takes minutes and is not part of `make test`, where `test_two_hosts` covers the most important cases.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def network(*addresses: str, join: Callable[..., Any] = joined) -> Iterator[list
 
 @pytest.fixture
 def secret(tmp_path):
-    """A file for the ranks of all hosts, as on a shared file system."""
+    """A secret file for the ranks of all hosts, as on a shared file system."""
     path = tmp_path / "secret"
     path.write_text(token_hex(32))
     path.chmod(0o600)
@@ -64,7 +64,7 @@ def secret(tmp_path):
 
 @pytest.fixture(scope="module")
 def on_one_host(tmp_path_factory):
-    """What all collectives give on one host."""
+    """The results of all collectives on one host."""
     path = tmp_path_factory.mktemp("one") / "secret"
     path.write_text(token_hex(32))
     path.chmod(0o600)
@@ -80,9 +80,9 @@ def on_one_host(tmp_path_factory):
     [(V4[:2], (2, 2)), (V4[:2], (1, 3)), (V4, (2, 1, 1)), (V6, (1, 2, 1))],
     ids=["two hosts", "two uneven hosts", "three uneven hosts", "three hosts over IPv6"],
 )
-def test_every_collective_gives_what_it_gives_on_one_host(secret, on_one_host, addresses, sizes):
+def test_every_collective_has_the_same_result_as_on_one_host(secret, on_one_host, addresses, sizes):
     with network(*addresses) as hosts:
-        # The interface is chosen by name; the others reach this host by its address alone.
+        # The interface is selected by name; the other hosts reach this one by address only.
         seen = run_ranks(hosts, secret, "everything", address=addresses[0], sizes=sizes, HOROVOD_GLOO_IFACE="cable")
     assert [len(host) for host in seen[0]["hosts"]] == list(sizes)
     for rank, (found, expected) in enumerate(zip(seen, on_one_host, strict=True)):
@@ -98,7 +98,7 @@ def test_every_collective_gives_what_it_gives_on_one_host(secret, on_one_host, a
 
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
 @pytest.mark.parametrize("num_hosts", [2, 4, 8])
-def test_any_number_of_hosts_trains_like_one(secret, num_hosts, ranks_per_host):
+def test_training_on_several_hosts_matches_one_host(secret, num_hosts, ranks_per_host):
     addresses = [f"10.77.2.{number + 1}" for number in range(num_hosts)]
     size = num_hosts * ranks_per_host
     host = Host()
@@ -117,7 +117,7 @@ def test_any_number_of_hosts_trains_like_one(secret, num_hosts, ranks_per_host):
 
 
 @pytest.mark.parametrize("encrypt", ["always", "never"])
-def test_messages_of_a_process_group_go_from_any_rank_to_any_rank(secret, encrypt):
+def test_process_group_sends_messages_between_any_two_ranks(secret, encrypt):
     with network(*V4[:2]) as hosts, recording(hosts) as found:
         strict = {} if encrypt == "always" else {"HORA_ENCRYPT": encrypt, "HORA_STRICT": "0"}
         seen = run_ranks(hosts, secret, "process group", address=V4[0], **strict)
@@ -132,7 +132,7 @@ def test_messages_of_a_process_group_go_from_any_rank_to_any_rank(secret, encryp
 
 
 @pytest.mark.parametrize("sizes", [(1, 3), (2, 1, 1), (2, 2, 2)], ids=str)
-def test_steady_training_steps_announce_nothing(secret, sizes):
+def test_steady_training_steps_send_no_announcements(secret, sizes):
     addresses = V4[: len(sizes)]
     with network(*addresses) as hosts:
         seen = run_ranks(hosts, secret, "steady", address=addresses[0], sizes=sizes)
@@ -140,8 +140,8 @@ def test_steady_training_steps_announce_nothing(secret, sizes):
     assert [found["announced"] for found in seen] == [[0, 0, 0]] * sum(sizes)
 
 
-def test_of_a_stopped_speaker_and_those_behind_it_the_stopped_one_alone_is_named(secret):
-    """Rank 3 speaks through rank 2: it is asked itself, and hears of the end around rank 2."""
+def test_only_a_stopped_host_leader_is_reported_not_the_ranks_behind_it(secret):
+    """Rank 2 relays for rank 3. The stall check asks rank 3 directly and reports the shutdown to it around rank 2."""
 
     def once_stopped(pids):
         stopped = psutil.Process(pids[2])
@@ -154,7 +154,7 @@ def test_of_a_stopped_speaker_and_those_behind_it_the_stopped_one_alone_is_named
         assert "rank(s) 2 stalled for more than 4 s" in seen[rank]["error"]
 
 
-def test_an_allgather_takes_little_more_memory_than_its_result(secret):
+def test_allgather_allocates_little_more_than_its_result(secret):
     with network(*V4[:2]) as hosts:
         seen = run_ranks(hosts, secret, "memory", address=V4[0])
     for found in seen:
@@ -162,9 +162,9 @@ def test_an_allgather_takes_little_more_memory_than_its_result(secret):
 
 
 @pytest.mark.parametrize("encrypt", ["auto", "never"])
-def test_strangers_from_another_host_and_another_user_change_nothing(secret, encrypt):
-    """They are there before the ranks, hold another job's secret, repeat what was said, stop in the middle, name
-    lengths beyond all measure, come two thousand at a time, say nothing, do not read.
+def test_attackers_on_another_host_or_under_another_user_have_no_effect(secret, encrypt):
+    """They connect before the ranks do, hold another job's secret, replay recorded messages, stop in the middle,
+    announce huge lengths, open two thousand connections at a time, send nothing, or never read.
     """
     with network(*V4) as hosts, contextlib.ExitStack() as stack:
         crowd = stack.enter_context(Helper(strangers.crowd, hosts[2].namespace, [host.pid for host in hosts[:2]]))
@@ -175,7 +175,7 @@ def test_strangers_from_another_host_and_another_user_change_nothing(secret, enc
         def attack(pids):
             told = crowd.ask("how many?")
             assert told["let in"] == 0
-            assert len(told["places"]) >= 5  # the meeting, and a control tree for each rank
+            assert len(told["places"]) >= 5  # the rendezvous, and one control tree endpoint per rank
             for pid in pids:
                 assert psutil.Process(pid).num_fds() < 600
             places = [tuple(place) for place in told["places"]]
@@ -184,7 +184,7 @@ def test_strangers_from_another_host_and_another_user_change_nothing(secret, enc
             assert len(repeated) >= 4
             for data in ([(place, text) for place in places for text in strangers.sayings()], repeated):
                 for said in speaker.ask(data):
-                    assert said is None or len(said) <= 48  # half of an exchange of keys at most
+                    assert said is None or len(said) <= 48  # at most half of a key exchange
             assert speaker.ask(None) == "gone"
             assert all(len(said) <= 48 * len(strangers.sayings()) for said in other.ask("now").values())
             assert crowd.ask("go") == "gone"
@@ -198,7 +198,7 @@ def test_strangers_from_another_host_and_another_user_change_nothing(secret, enc
         assert found["mib"] < 100
 
 
-# With the native part, or without.
+# With and without the native library.
 WAYS = {
     "encrypted": {"HORA_ENCRYPT": "always"},
     "plain": {"HORA_ENCRYPT": "never"},
@@ -216,7 +216,7 @@ def slow_network() -> Iterator[list[Host]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_carrier_that_is_killed_in_mid_exchange_is_named(secret, way):
+def test_a_slice_leader_killed_during_an_exchange_is_reported(secret, way):
     with slow_network() as hosts:
         seen = run_ranks(hosts, secret, "killed in mid-exchange", address=V4[0], lost=(3,), **WAYS[way])
     for rank in (0, 1, 2):
@@ -224,7 +224,7 @@ def test_a_carrier_that_is_killed_in_mid_exchange_is_named(secret, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_carrier_that_is_stopped_in_mid_exchange_goes_on_later(secret, way):
+def test_a_slice_leader_stopped_during_an_exchange_resumes(secret, way):
     def mend(pids):
         stopped = psutil.Process(pids[3])
         wait_until("rank 3 is stopped", lambda: stopped.status() == psutil.STATUS_STOPPED)
@@ -236,14 +236,14 @@ def test_a_carrier_that_is_stopped_in_mid_exchange_goes_on_later(secret, way):
         assert found == {"wrong": 0}
 
 
-def test_a_stopped_rank_delays_no_rounds_of_a_set_that_it_is_not_in(secret):
+def test_a_stopped_rank_does_not_delay_process_sets_without_it(secret):
     with network(*V4[:2]) as hosts:
         seen = run_ranks(hosts, secret, "one is stopped", address=V4[0])
     assert seen == [{"rounds": 0 if rank == 1 else 400, "together": 4.0} for rank in range(4)]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_link_that_is_cut_in_mid_exchange_is_noticed_on_both_sides(secret, way):
+def test_a_link_cut_during_an_exchange_is_detected_on_both_sides(secret, way):
     with slow_network() as hosts:
         cut = lambda pids: hosts[0].run("ip", "link", "set", "cable", "down")  # noqa: E731
         seen = run_ranks(hosts, secret, "cut", address=V4[0], then=cut, **WAYS[way])
@@ -251,8 +251,8 @@ def test_a_link_that_is_cut_in_mid_exchange_is_noticed_on_both_sides(secret, way
         assert any(f"rank {peer} " in seen[rank]["error"] for peer in other_side)
 
 
-def test_a_bad_network_is_slow_and_right(secret):
-    """20 ms of delay each way, and a packet in a thousand is lost."""
+def test_results_are_correct_on_a_slow_and_lossy_network(secret):
+    """Each direction delays by 20 ms, and one packet in a thousand is lost."""
     with network(*V4[:2], join=partial(badly_joined, delay_s=0.02, loss=0.001)) as hosts:
         seen = run_ranks(hosts, secret, "operations", address=V4[0])
     for found in seen:
@@ -260,7 +260,7 @@ def test_a_bad_network_is_slow_and_right(secret):
 
 
 @pytest.mark.skipif(not all(map(shutil.which, ("ssh", "ssh-keygen", SSHD))), reason="needs ssh and sshd")
-def test_an_elastic_job_goes_on_when_a_carrier_is_killed(tmp_path, tmp_path_factory):
+def test_an_elastic_job_continues_after_a_slice_leader_is_killed(tmp_path, tmp_path_factory):
     with Machines(tmp_path_factory.mktemp("netns")) as machines:
         job = ElasticJob(
             tmp_path,

@@ -1,5 +1,5 @@
-"""A real Slurm for tests: one slurmctld, two slurmd on this machine, a munged with a key of its own; nothing left
-behind.
+"""A real Slurm cluster for tests: one slurmctld, two slurmd on this machine, and a munged with its own key. All of it
+is removed at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LIMIT_S = 120.0
 
 
 def missing() -> str:
-    """Why there can be no cluster here; empty where there can."""
+    """Return the reason why no cluster can run here, or an empty string."""
     absent = [name for name in PROGRAMS if _program(name) is None]
     if absent:
         return f"{', '.join(absent)} not installed (Debian: slurm-wlm, munge)"
@@ -37,9 +37,9 @@ def _free_port() -> int:
 
 
 class SlurmCluster:
-    """Nodes n1 and n2 with two cores and two GPUs each, which are devices without content.
+    """Nodes n1 and n2 with two cores and two dummy GPU devices each.
 
-    `environment`: for its commands.
+    `environment`: for Slurm's commands.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,7 +63,7 @@ class SlurmCluster:
         for name in ("state", "spool-n1", "spool-n2"):
             (here / name).mkdir()
         for number in (0, 1):
-            os.mknod(here / f"gpu{number}", 0o600 | stat.S_IFCHR, os.makedev(1, 3))  # as /dev/null
+            os.mknod(here / f"gpu{number}", 0o600 | stat.S_IFCHR, os.makedev(1, 3))  # like /dev/null
         (here / "gres.conf").write_text(f"NodeName=n1,n2 Name=gpu Flags=nvidia_gpu_env File={here}/gpu[0-1]\n")
         (here / "slurm.conf").write_text(self._config())
         files = [f"--{kind}-file={here}/munge.{kind}" for kind in ("key", "pid", "log", "seed")]
@@ -81,7 +81,7 @@ class SlurmCluster:
             "SlurmctldHost": f"{name}(127.0.0.1)",
             "SlurmctldPort": _free_port(),
             "AuthType": "auth/munge",
-            "AuthInfo": f"socket={here}/munge.socket,cred_expire=30",  # also how long a requeued job has to wait
+            "AuthInfo": f"socket={here}/munge.socket,cred_expire=30",  # also the time a requeued job must wait
             "SlurmUser": "root",
             "StateSaveLocation": here / "state",
             "SlurmdSpoolDir": f"{here}/spool-%n",
@@ -92,7 +92,7 @@ class SlurmCluster:
             "SelectType": "select/cons_tres",
             "SelectTypeParameters": "CR_Core",
             "GresTypes": "gpu",
-            "SchedulerParameters": "bf_interval=1",  # which alone starts heterogeneous jobs
+            "SchedulerParameters": "bf_interval=1",  # only the backfill scheduler starts heterogeneous jobs
             "MpiDefault": "none",
             "ReturnToService": 2,
             "KillWait": 10,
@@ -115,19 +115,19 @@ class SlurmCluster:
             )
 
     def command(self, *argv: str) -> str:
-        """The output of one of Slurm's commands."""
+        """Run one of Slurm's commands and return its output."""
         env = os.environ | self.environment
         return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=_LIMIT_S, check=False).stdout
 
     def wait_until_free(self) -> None:
-        """Return when no job holds a node."""
+        """Wait until no job holds a node."""
         wait_until("all of Slurm's nodes are free", lambda: self.command("squeue", "-h") == "", _LIMIT_S)
         wait_until("both nodes are idle", lambda: self.command("sinfo", "-h", "-o", "%D %t") == "2 idle\n", _LIMIT_S)
 
     def __exit__(self, *_: object) -> None:
         if len(self._processes) == 4:
             self.command("scancel", "--user=root")
-            with suppress(AssertionError):  # a job of a test that has failed: its steps must end before the daemons
+            with suppress(AssertionError):  # a failed test's job: its steps must end before the daemons
                 self.wait_until_free()
         for process in reversed(self._processes):
             process.terminate()

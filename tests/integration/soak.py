@@ -1,10 +1,9 @@
-"""Soak: hours of elastic training under random faults. `make soak MINUTES=120`.
+"""Soak test: hours of elastic training under random faults. `make soak MINUTES=120`.
 
-The faults are those of `chaos`, one every half minute or so; one rank is spared, so that there are processes which live
-through all of it: that rank, the launcher and its agent. Every minute says what these hold. At the end the
-training must be right, as after chaos, and memory, descriptors and threads of whatever has lived for most of the time
-must be as flat as they were after the first quarter. The steps mostly sleep: a soak is to last, not to load the
-machine.
+Injects the faults of `chaos`, about one every half minute, but spares one rank, so that this rank, the launcher and its
+agent live through the whole test. Prints their resource use every minute. At the end the training must be correct, as
+after chaos, and memory, descriptors and threads of every process that lived most of the time must not have grown since
+the first quarter. The steps mostly sleep, to keep the load low.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from pathlib import Path
 import psutil
 from chaos import Chaos
 
-SLACK_MIB = 12.0  # the training keeps which samples it has seen: about 1 KiB a step
-SLACK_DESCRIPTORS = SLACK_THREADS = 3  # those of a newcomer that is just being started
+SLACK_MIB = 12.0  # the training records the samples it has seen: about 1 KiB per step
+SLACK_DESCRIPTORS = SLACK_THREADS = 3  # those of a worker that is just starting
 
 
 class Health:
-    """Of one process: when, MiB of memory, descriptors, threads."""
+    """Samples of one process: time, MiB of memory, descriptors, threads."""
 
     def __init__(self, process: psutil.Process) -> None:
         self.process, self.name = process, "a process"
@@ -36,13 +35,13 @@ class Health:
 
     def look(self) -> None:
         with suppress(psutil.Error), self.process.oneshot():
-            # Not what is its own alone: that of a fork server depends on its forks, which share it until they write to
-            # it.
+            # RSS rather than private memory: a fork server's private memory depends on its forks, which share pages
+            # until they write to them.
             memory = self.process.memory_info().rss / 2**20
             self.samples.append((time.monotonic(), memory, self.process.num_fds(), self.process.num_threads()))
 
     def quarters(self) -> tuple[list[float], list[float]]:
-        """The typical values in the second quarter of its life, and in the last: the first one is for warming up."""
+        """Return the medians of the second and the last quarter of the process's life; the first one is warm-up."""
         size = len(self.samples) // 4
         parts = self.samples[size : 2 * size], self.samples[-size:]
         early, late = ([statistics.median(column) for column in list(zip(*part, strict=True))[1:]] for part in parts)
@@ -50,7 +49,7 @@ class Health:
 
 
 class Soak(Chaos):
-    """Chaos, slowly, with an eye on those that stay."""
+    """Slow chaos that monitors the processes which live longest."""
 
     def __init__(self, work: Path, seed: int) -> None:
         super().__init__(work, seed, num_proc=3, pause_s=1.0)
@@ -61,7 +60,7 @@ class Soak(Chaos):
         return [pid for pid in super().members() if pid != self.spared]
 
     def strike(self) -> int:
-        """As in chaos; the spared one is there to have the state, so all the others may be hurt."""
+        """Inject faults as in chaos. The spared rank keeps the state, so all other ranks may be hurt."""
         hurt = 0
         for pid in self.random.sample(found := self.members(), min(self.random.choice((1, 1, 1, 2)), len(found))):
             hurt += self.hurt_one(pid)

@@ -1,7 +1,7 @@
 """A real Spark standalone cluster for the tests: a master and workers as child processes, on loopback only.
 
-`StandaloneCluster` is a context manager. It is not a fixture (see `conftest.py`) and knows nothing about
-Hora: the benchmarks start the same cluster through it.
+`StandaloneCluster` is a context manager, not a fixture (see `conftest.py`), and does not depend on Hora: the benchmarks
+start the same cluster.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 
 class StandaloneCluster:
-    """A master and `num_workers` workers with `cores` cores each. `url` is what
-    `SparkSession.builder.master` takes. `python`: whose Spark it is, and what its tasks run on.
+    """A master and `num_workers` workers with `cores` cores each. `url`: for `SparkSession.builder.master`. `python`:
+    the interpreter whose Spark is used and which runs the tasks.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class StandaloneCluster:
             wait()
 
     def __exit__(self, *exc_info: object) -> None:
-        # Workers first: each ends its executors, and they their Python workers, on SIGTERM.
+        # Workers first: on SIGTERM each ends its executors, and these end their Python workers.
         for process in reversed(self._processes):
             process.terminate()
             try:
@@ -88,11 +88,11 @@ class StandaloneCluster:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def executors(self) -> list[psutil.Process]:
-        """The executors' Java processes."""
+        """Return the executors' Java processes."""
         return [process for process in self._family() if "CoarseGrainedExecutorBackend" in _command(process)]
 
     def leftovers(self, *, within_s: float = 20.0) -> list[str]:
-        """Hora's processes that still run on the cluster after this time; empty as soon as there are none."""
+        """Wait until no process of Hora runs on the cluster; return those still running after `within_s`."""
         deadline = time.monotonic() + within_s
         while True:
             found = [_command(process) for process in self._family() if _is_horas(process)]
@@ -101,7 +101,7 @@ class StandaloneCluster:
             threading.Event().wait(0.05)
 
     def _family(self) -> Iterator[psutil.Process]:
-        # By environment, not by parent: whoever was orphaned must be found too.
+        # By environment, not by parent, so that orphans are found too.
         for process in psutil.process_iter():
             try:
                 if f"SPARK_TEST_CLUSTER={self.name}".encode() in Path(
@@ -112,7 +112,7 @@ class StandaloneCluster:
                 continue
 
     def _start(self, name: str, *arguments: str, found: str, memory: str = "256m") -> Callable[[], str]:
-        """Start one daemon. Calling the result waits until its log shows `found` and gives what matched."""
+        """Start one daemon. The returned function waits until its log shows `found` and returns the match."""
         spark_class = spark_home(self._python) / "bin" / "spark-class"
         process = subprocess.Popen(
             [str(spark_class), f"org.apache.spark.deploy.{name}", *arguments],
@@ -147,9 +147,9 @@ class StandaloneCluster:
 
 
 class ConnectServer(StandaloneCluster):
-    """A Spark Connect server with two task slots of its own. `url` is what `SparkSession.builder.remote` takes.
+    """A Spark Connect server with its own two task slots. `url`: for `SparkSession.builder.remote`.
 
-    `environment`: the client's.
+    `environment`: of the client.
     """
 
     def _start_all(self) -> None:
@@ -177,7 +177,7 @@ class ConnectServer(StandaloneCluster):
 
 
 class LocalConnect(StandaloneCluster):
-    """Spark Connect with its server inside the client's process: `remote("local[2]")`, the tutorials' first line."""
+    """Spark Connect with its server inside the client's process: `remote("local[2]")`, as in Spark's tutorials."""
 
     def _start_all(self) -> None:
         settings = {
@@ -193,7 +193,7 @@ class LocalConnect(StandaloneCluster):
         self.environment = cluster_environment(self._python) | {
             "SPARK_TEST_CLUSTER": self.name,
             "SPARK_LOCAL_DIRS": str(self._directory),
-            "SPARK_TESTING": "1",  # a port of its own instead of 15002
+            "SPARK_TESTING": "1",  # picks a free port instead of 15002
             "PYSPARK_SUBMIT_ARGS": " ".join(f"--conf {key}={value}" for key, value in settings.items())
             + " pyspark-shell",
         }
@@ -201,7 +201,7 @@ class LocalConnect(StandaloneCluster):
 
 def _is_horas(process: psutil.Process) -> bool:
     try:
-        # Ranks are forked from Spark's Python workers and have their command line, but a name of their own.
+        # Ranks are forked from Spark's Python workers and keep their command line, but have their own process name.
         forked = Path(f"/proc/{process.pid}/comm").read_text().startswith("hora-")
     except OSError:  # it ended meanwhile
         return False
@@ -209,8 +209,8 @@ def _is_horas(process: psutil.Process) -> bool:
 
 
 def _stands_by(process: psutil.Process) -> bool:
-    """Whether it waits beside a Python worker of Spark's that lives (`providers.spark.warm_pool`): it ends with
-    that.
+    """Whether the process is a warm standby (`providers.spark.warm_pool`) of a living Python worker of Spark: it exits
+    with that worker.
     """
     try:
         parent = process.parent()
@@ -239,10 +239,10 @@ def _follow(process: subprocess.Popen[str], found: str, lines: list[str], matche
 
 
 def connect_python() -> str | None:
-    """The Python whose Spark has a Connect server: this one, unless pip's package comes without it, as those of Spark 3
-    do.
+    """Return the interpreter whose Spark has a Connect server: this one, unless its pyspark package lacks the server,
+    as Spark 3's does.
 
-    Then what HORA_TEST_CONNECT_SERVER names, whose Spark may be newer than the client's; None where there is neither.
+    Otherwise return HORA_TEST_CONNECT_SERVER, whose Spark may be newer than the client's, or None if it is not set.
     """
     if any((spark_home(sys.executable) / "jars").glob("spark-connect_*.jar")):
         return sys.executable
@@ -251,7 +251,7 @@ def connect_python() -> str | None:
 
 @functools.cache
 def spark_home(python: str) -> Path:
-    """Where this Python has its Spark."""
+    """Return the directory of this interpreter's Spark."""
     if python == sys.executable:
         return Path(pyspark.__file__).parent
     code = "import importlib.util; print(importlib.util.find_spec('pyspark').origin)"
@@ -259,7 +259,7 @@ def spark_home(python: str) -> Path:
 
 
 def cluster_environment(python: str = sys.executable) -> dict[str, str]:
-    """The environment of Spark's own processes: loopback, and this interpreter for Python workers."""
+    """Return the environment of Spark's own processes: loopback, and `python` for Python workers."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "HORA_"))}
     environment["SPARK_LOCAL_IP"] = "127.0.0.1"
     environment["PYSPARK_PYTHON"] = python
@@ -272,7 +272,7 @@ def cluster_environment(python: str = sys.executable) -> dict[str, str]:
 def spark_session(master: str, *, keep_java: bool = False, **conf: str) -> Iterator[object]:
     """The driver's SparkSession on `master`, with small limits, stopped at the end.
 
-    `keep_java`: another one follows.
+    `keep_java`: keep the JVM for a following session.
     """
     os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
     os.environ["PYSPARK_PYTHON"] = sys.executable
@@ -306,7 +306,7 @@ def spark_session(master: str, *, keep_java: bool = False, **conf: str) -> Itera
 
 
 def _end_java(gateway: Any) -> None:
-    """The JVM outlives its session by design; the tests want it gone with it."""
+    """End the JVM, which by design outlives its session."""
     process = gateway.proc
     gateway.shutdown()
     process.stdin.close()

@@ -1,8 +1,8 @@
-"""A real sshd for tests: its own keys, its own ports, one `sshd -i` a connection, nothing left behind.
+"""A real sshd for tests with its own keys and ports, one `sshd -i` per connection, removed at the end.
 
-Run as a program, `ssh_server.py CONFIG ADDRESS…` listens on a free port of each address, prints the ports as
-JSON and gives every connection its own sshd, until its standard input ends. That way it also runs inside a
-network namespace.
+As a program, `ssh_server.py CONFIG ADDRESS…` listens on a free port of each address, prints the ports as JSON and
+starts an sshd for every connection until its stdin ends. That way it also runs inside a network
+namespace.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import sys
 from pathlib import Path
 
 SSHD = "/usr/sbin/sshd"
-# Root's sshd insists on an empty /run/sshd, which only its service makes: so give ours a /run of its own.
+# Root's sshd insists on an empty /run/sshd, which only its service creates, so mount a private /run.
 _OWN_RUN = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs none /run && mkdir -m 755 /run/sshd && exec "$@"', "sh")
 
 
 class SshServer:
-    """Hosts that can be reached by ssh: `names` are aliases, known only to the ssh of this object.
+    """Hosts reachable by ssh: `names` are aliases, which only the ssh command of this object knows.
 
-    Two more cannot be reached: `locked` has another key than ours, `down` is not listening.
+    Two more hosts are unreachable: `locked` requires another key, `down` does not listen.
     """
 
     def __init__(self, folder: Path, names: dict[str, str], *, prefix: tuple[str, ...] = ()) -> None:
@@ -69,7 +69,7 @@ class SshServer:
 
     @property
     def command(self) -> str:
-        """For HORA_SSH: an ssh that knows these hosts and nothing of this machine's own configuration."""
+        """Return the value of HORA_SSH: an ssh that knows these hosts and ignores this machine's configuration."""
         return f"ssh -F {self._folder}/ssh_config"
 
     def __exit__(self, *_: object) -> None:
@@ -79,7 +79,7 @@ class SshServer:
 
 
 def serve(config: str, addresses: list[str]) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended sshds are nobody's concern
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap ended sshds automatically
     selector = selectors.DefaultSelector()
     ports = []
     for address in addresses:

@@ -1,6 +1,6 @@
-"""A rank that speaks to its launcher and does nothing else.
+"""A rank that keeps a connection to its launcher and does nothing else.
 
-`python store_rank.py FOLDER`; a file `stop` there ends it.
+`python store_rank.py FOLDER`; it exits when FOLDER contains a file `stop`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(folder: Path) -> None:
                 print("step", step, flush=True)
             assert not client.closed, "it was cut off"
             time.sleep(0.05)
-    client.set(f"finished by {world.rank}", b"")  # the leader of the moment answers
+    client.set(f"finished by {world.rank}", b"")  # the current leader answers
     client.close()
     print("rank", world.rank, "has finished at step", step, flush=True)
 

@@ -1,6 +1,6 @@
-"""A training for jobs whose leaders die: every rank notes its process, each step and the size of the world.
+"""Training for jobs whose leaders die: every rank records its pid, each step and the size of the world.
 
-`python store_training.py FOLDER`; a file `stop` there ends it.
+`python store_training.py FOLDER`; it ends when FOLDER contains a file `stop`.
 """
 
 from __future__ import annotations

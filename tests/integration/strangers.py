@@ -1,6 +1,6 @@
-"""What strangers do to a job on several hosts, from a host of their own or as another user: processes beside the ranks.
+"""Attackers without a key, on another host or under another user: processes beside the ranks of a job on several hosts.
 
-Each function runs in a process of its own, says "running", and answers when it is asked.
+Each function runs in its own process, sends "running", and answers questions.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ NOBODY = 65534
 NUM_SILENT = 2000
 _ALL_PROTOCOLS = 0x0003
 _LISTEN, _TCP = "0A", 6
-_MOST = 2**17  # of an answer to a stranger: more would be a leak
+_MOST = 2**17  # bytes of an answer to an unauthenticated client: more would be a leak
 
 Place = tuple[str, int]
 
 
 def listening(host_pid: int) -> set[Place]:
-    """Where the processes of a host listen, as one of them sees it."""
+    """Return the endpoints on which the host's processes listen, as seen by process `host_pid`."""
     found = set()
     with open(f"/proc/{host_pid}/net/tcp") as file:
         for line in file.readlines()[1:]:
@@ -41,7 +41,7 @@ def listening(host_pid: int) -> set[Place]:
 
 
 def answer_to(where: Place, data: bytes, limit_s: float = 30.0) -> bytes | None:
-    """All that is answered until the other end hangs up; None if it does not within the limit."""
+    """Return everything received until the server hangs up; None if it does not within the limit."""
     try:
         with socket.create_connection(where, timeout=limit_s) as sock:
             sock.sendall(data)
@@ -54,18 +54,18 @@ def answer_to(where: Place, data: bytes, limit_s: float = 30.0) -> bytes | None:
             return said
     except TimeoutError:
         return None
-    except OSError:  # it hung up while we spoke
+    except OSError:  # it hung up while we were sending
         return b""
 
 
 def answers(what: Sequence[tuple[Place, bytes]]) -> list[bytes | None]:
-    """Say all of it at the same time: who says half a sentence is listened to for ten seconds."""
+    """Send all payloads concurrently: the server waits ten seconds for the rest of an incomplete message."""
     with ThreadPoolExecutor(max_workers=32) as pool:
         return list(pool.map(lambda one: answer_to(*one), what))
 
 
 def sayings() -> list[bytes]:
-    """Half a hello, hellos without the secret, lengths beyond all measure, noise."""
+    """Return half a hello, hellos without the secret, huge lengths and noise."""
     hello = ClientHandshake(Credentials(new_secret(), "job")).hello
     lengths = [struct.pack(code, 2**31 - 1) for code in ("<I", ">I", "<Q", ">Q")]
     noise = [os.urandom(100_000), b"\0" * 100_000, b"GET / HTTP/1.1\r\n\r\n"]
@@ -73,8 +73,8 @@ def sayings() -> list[bytes]:
 
 
 def crowd(namespace: str, host_pids: Sequence[int], answer: Any) -> None:
-    """Connect to every port of the hosts (of each a process) as soon as it opens, before the ranks can; try another
-    job's secret; and stay there in silence, so many that no process could hold all of them.
+    """Connect to every port of the hosts (one pid per host) as soon as it opens, before the ranks can; try another
+    job's secret; and hold so many silent connections that no process could hold all of them.
     """
     enter(namespace)
     resource.setrlimit(resource.RLIMIT_NOFILE, (8192, 8192))
@@ -92,12 +92,12 @@ def crowd(namespace: str, host_pids: Sequence[int], answer: Any) -> None:
         for number in range(NUM_SILENT):
             _stand_at(sorted(places)[number % len(places)], 1, stack)
         answer.send({"places": sorted(places), "first": len(first), "let in": let_in})
-        answer.recv()  # they stay until the ranks have gone on for a while
+        answer.recv()  # the connections stay open until the ranks have continued for a while
     answer.send("gone")
 
 
 def _stand_at(place: Place, count: int, stack: contextlib.ExitStack) -> None:
-    """Say nothing; and of every second one, that begins well and does not read the answer."""
+    """Open connections that stay silent; every second one sends a valid hello and does not read the answer."""
     hello = ClientHandshake(Credentials(new_secret(), "job")).hello
     for number in range(count):
         sock = stack.enter_context(socket.socket())
@@ -110,7 +110,7 @@ def _stand_at(place: Place, count: int, stack: contextlib.ExitStack) -> None:
 
 
 def _try_secret(place: Place) -> int:
-    """How often another job's secret opened the door."""
+    """Return 1 if another job's secret was accepted."""
     try:
         connect(place, Credentials(new_secret(), "another job"), timeout_s=10).close()
     except (AuthenticationError, OSError):
@@ -119,7 +119,7 @@ def _try_secret(place: Place) -> int:
 
 
 def record(namespace: str, answer: Any) -> None:
-    """Everything that passes the cable, until asked; then what each connection's opener said, with where it said it."""
+    """Capture all packets on the cable until asked; then answer with each client's stream and its destination."""
     enter(namespace)
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PROTOCOLS)) as sniffer:
         sniffer.bind(("cable", 0))
@@ -135,7 +135,7 @@ def record(namespace: str, answer: Any) -> None:
 
 
 def conversations(frames: Sequence[bytes]) -> list[tuple[Place, bytes]]:
-    """What the openers of TCP connections said, put together from what passed a cable (IPv4)."""
+    """Reassemble what the clients of TCP connections sent, from captured frames (IPv4)."""
     parts: dict[tuple[bytes, bytes, int, int], dict[int, bytes]] = {}
     first: dict[tuple[bytes, bytes, int, int], int] = {}
     for frame in frames:
@@ -145,7 +145,7 @@ def conversations(frames: Sequence[bytes]) -> list[tuple[Place, bytes]]:
         segment = packet[4 * (packet[0] & 15) : int.from_bytes(packet[2:4], "big") or None]
         source, target, number = struct.unpack(">HHI", segment[:8])
         flow, flags = (packet[12:16], packet[16:20], source, target), segment[13]
-        if flags & 0x12 == 0x02:  # SYN and not ACK: this end opens the connection
+        if flags & 0x12 == 0x02:  # SYN without ACK: this end opens the connection
             first[flow] = number + 1
         data = segment[4 * (segment[12] >> 4) :]
         if data:
@@ -162,7 +162,7 @@ def conversations(frames: Sequence[bytes]) -> list[tuple[Place, bytes]]:
 
 
 def say(namespace: str, answer: Any) -> None:
-    """Say to places what is asked, until asked nothing; answers with what came back from each."""
+    """Send the payloads of each question and answer with the responses; end at None."""
     enter(namespace)
     answer.send("running")
     while (what := answer.recv()) is not None:
@@ -171,14 +171,14 @@ def say(namespace: str, answer: Any) -> None:
 
 
 def another_user(namespace: str, answer: Any) -> None:
-    """As nobody, on the ranks' own host: speak to every local socket and port of the job there."""
+    """As user nobody on the ranks' own host, send data to every local socket and port of the job."""
     enter(namespace)
     answer.send("running")
     answer.recv()
     with open("/proc/self/net/unix") as file:
         names = {line.split()[-1][1:] for line in file if " @" in line}
     places = listening(os.getpid())
-    "x".encode("idna")  # for which Python reads a module, which nobody may not do where it is installed
+    "x".encode("idna")  # makes Python load a module that nobody may not be able to read
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)

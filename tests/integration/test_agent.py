@@ -1,6 +1,6 @@
 """The same command on two nodes, without ssh.
 
-Both are this machine; everything between them goes through the agents.
+Both nodes are this machine; all communication between them goes through the agents.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ print("rank", hvd.rank(), "of", hvd.size(), "sum", total, own, flush=True)
 HORA = str(BIN / "hora")
 
 
-# What tells a node its place, given its number and where they meet.
+# For each platform: the flags and variables that define a node's place, from its number and the rendezvous address.
 PLACES = {
     "flags": lambda rank, meet: (["--nnodes", "2", "--node-rank", str(rank), "--meet", meet], {}),
     "Kubeflow": lambda rank, meet: (
@@ -43,7 +43,7 @@ PLACES = {
         },
     ),
     "SkyPilot": lambda rank, meet: (
-        ["--join", "--meet", meet],  # the port, which is any free one here
+        ["--join", "--meet", meet],  # only the port matters; any free one will do here
         {
             "SKYPILOT_NODE_RANK": str(rank),
             "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
@@ -56,7 +56,7 @@ PLACES = {
 
 
 class TwoNodes:
-    """Node 0, where the job is controlled, and node 1."""
+    """Node 0, which runs the controller, and node 1."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ def test_two_nodes_are_one_world_and_each_keeps_its_environment(tmp_path):
     nodes.assert_nothing_left()
 
 
-def test_a_failure_on_the_other_node_is_named_and_is_everybodys_status(tmp_path):
+def test_a_failure_on_the_other_node_is_reported_and_sets_every_exit_status(tmp_path):
     fails = "test $HOROVOD_RANK != 3 || { echo oh no >&2; exit 7; }; sleep 600"
     nodes = TwoNodes(tmp_path, "-np", "4", "sh", "-c", fails, platform="SkyPilot")
     assert nodes.wait() == [7, 7]
@@ -108,13 +108,13 @@ def test_a_failure_on_the_other_node_is_named_and_is_everybodys_status(tmp_path)
     nodes.assert_nothing_left()
 
 
-def test_a_silent_node_is_given_up_and_ends_when_it_comes_to(tmp_path):
-    """Nothing of it answers, and nothing of it ends: a machine that swaps, or whose disk hangs."""
+def test_a_silent_node_is_dropped_and_exits_when_it_resumes(tmp_path):
+    """No process of the node answers or exits, as on a machine that swaps or whose disk hangs."""
     nodes = TwoNodes(tmp_path, "-np", "2", "--silence-timeout", "12", "sh", "-c", "echo I am $$; exec sleep 600")
     wait_until("both ranks run", lambda: nodes.jobs[0].text().count("I am") == 2, 120)
     controller, agent = nodes.jobs
     stopped = agent.processes()
-    assert len(stopped) == 3  # guardian and agent, a rank
+    assert len(stopped) == 3  # guardian, agent and a rank
     for process in stopped:
         process.suspend()
     assert controller.wait(150) == 255

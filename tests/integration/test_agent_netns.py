@@ -1,4 +1,4 @@
-"""Two nodes, simulated by network namespaces: traffic on the cable between them, and its loss."""
+"""Traffic between two nodes, simulated by network namespaces, and the loss of the cable between them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ LINE = "what a rank prints"
 
 @pytest.mark.parametrize("encrypt", ["auto", "never"])
 def test_control_messages_between_nodes_cannot_be_read(nodes, tmp_path, encrypt):
-    """Neither the environment that a rank is given nor what it prints, whatever the user has decided about tensors."""
+    """Covers the environment given to a rank and its output, for every setting of HORA_ENCRYPT."""
     sniffer = subprocess.Popen(
         ["ip", "netns", "exec", nodes[0], sys.executable, "-c", SNIFFER],
         stdin=subprocess.PIPE,
@@ -83,7 +83,7 @@ def test_control_messages_between_nodes_cannot_be_read(nodes, tmp_path, encrypt)
 
 
 def started(nodes, rank, folder, command, **environment):
-    """One node of two, each with one rank, which runs this command."""
+    """Start one of two nodes, with one rank that runs this command."""
     own = folder / str(rank)
     own.mkdir()
     secret = own / "secret"
@@ -95,7 +95,7 @@ def started(nodes, rank, folder, command, **environment):
 
 
 @pytest.mark.slow
-def test_a_silent_node_is_given_up_and_ends_its_workers_by_itself(nodes, tmp_path):
+def test_an_unreachable_node_is_dropped_and_ends_its_own_workers(nodes, tmp_path):
     jobs = [started(nodes, rank, tmp_path, "echo I run; exec sleep 600") for rank in (0, 1)]
     wait_until("both ranks run", lambda: jobs[0].text().count("I run") == 2, 120)
     ip(f"-n {nodes[1]} link set cable down")

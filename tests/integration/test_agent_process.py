@@ -1,4 +1,4 @@
-"""The agent alone, given orders as a controller gives them."""
+"""The agent alone, driven by the messages of a controller."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PTRACE_CONT, _PTRACE_SEIZE, _PTRACE_O_TRACEEXIT, _PTRACE_EVENT_EXIT, _WALL = 7,
 
 
 class LocalProcess:
-    """An agent's process and our end of its link."""
+    """An agent process and the controller's end of its connection."""
 
     def __init__(self) -> None:
         self.sock, theirs = socket.socketpair()
@@ -42,7 +42,7 @@ class LocalProcess:
 
 @contextlib.contextmanager
 def _agent() -> Iterator[tuple[LocalProcess, Iterator[Message]]]:
-    """An agent, and what it reports."""
+    """Start an agent; yield it and its reports."""
     agent = LocalProcess()
     try:
         reports = agent.reports()
@@ -53,14 +53,12 @@ def _agent() -> Iterator[tuple[LocalProcess, Iterator[Message]]]:
         assert agent.process.wait(60) == 0
 
 
-def test_a_workers_private_files_go_with_it():
-    """Hours of an elastic job start thousands of workers."""
+def test_private_files_of_a_worker_are_removed_when_it_exits():
+    """Hours of an elastic job start thousands of workers, so leaked files would add up."""
     common = "ab" * 32
 
     def outcome(worker: int) -> tuple[str, int]:
-        """Start a worker, which says its secrets; return what it said, and how many files the agent has open
-        then.
-        """
+        """Start a worker that prints its secrets; return its output and the agent's number of open files."""
         show = 'xxd -p -c 64 "$OWN" 2>/dev/null || od -An -v -tx1 -w64 "$OWN"; cat "$COMMON" | wc -c'
         agent.start(worker, ["sh", "-c", show], {"OWN": own[worker], "COMMON": common})
         said = b""
@@ -81,8 +79,8 @@ def test_a_workers_private_files_go_with_it():
 
 
 @pytest.mark.parametrize("killed", ["worker", "agent", "guardian"])
-def test_temporary_files_of_a_worker_go_with_it(tmp_path, monkeypatch, killed: str):
-    """As an estimator's rank makes them, in which a training writes its checkpoints."""
+def test_temporary_files_of_a_worker_are_removed_when_it_exits(tmp_path, monkeypatch, killed: str):
+    """Such as the folder in which an estimator's rank writes checkpoints."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     program = (
         "import os, time; from hora.spark.estimator.store import temporary_folder;"
@@ -107,8 +105,8 @@ def test_temporary_files_of_a_worker_go_with_it(tmp_path, monkeypatch, killed: s
 
 
 def test_a_death_is_reported_before_the_dead_process_closes_its_connections():
-    """Linux frees the memory of a process first, for as long as there is much of it; here a tracer holds its main
-    thread up at that point."""
+    """Linux first frees the memory of a dead process, which takes a while if there is much. Here a tracer stops the
+    main thread at that point."""
     libc = ctypes.CDLL(None, use_errno=True)
     with _agent() as (agent, reports), socket.create_server(("127.0.0.1", 0)) as listener:
         program = (
@@ -132,5 +130,5 @@ def test_a_death_is_reported_before_the_dead_process_closes_its_connections():
             libc.ptrace(_PTRACE_CONT, pid, None, None)
             connection.settimeout(60)
             assert connection.recv(1) == b""
-        os.waitpid(pid, _WALL)  # the tracer's turn, before that of its parent
-    assert not any(isinstance(report, Exited) for report in reports)  # that it has been reaped is no second end
+        os.waitpid(pid, _WALL)  # the tracer reaps first, then the parent
+    assert not any(isinstance(report, Exited) for report in reports)  # reaping must not report a second exit

@@ -1,6 +1,6 @@
-"""Attacks from within: a host that lies, a member that sends anything, names, settings and files that others wrote.
+"""Attacks from inside a job: malicious hosts and members, and forged names, settings and files.
 
-By commands, `horovod.torch` and sockets alone. docs/security.md lists them with those that other files repeat.
+Uses commands, `horovod.torch` and sockets only. docs/security.md lists these tests and related ones in other files.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def test_a_tampered_model_of_spark_runs_nothing(spark, tmp_path: Path, monkeypat
     assert torch.equal(TorchModel.load(f"file://{folder}").getModel().weight, module.weight)
     (part,) = (folder / "metadata").glob("part-*")
     card = json.loads(part.read_text())
-    objects = b"cnumpy\nndarray\n(K\x01\x85cnumpy\ndtype\nX\x01\x00\x00\x00O\x85RC\x08AAAAAAAAtR"  # its "pointers"
+    objects = b"cnumpy\nndarray\n(K\x01\x85cnumpy\ndtype\nX\x01\x00\x00\x00O\x85RC\x08AAAAAAAAtR"  # object pointers
     for evil in (pickle.dumps(Exploit(trap)), b"\x80\x03}X\x05\x00\x00\x00model" + objects + b"s."):
         for values in card["paramMap"], card["defaultParamMap"]:
             values.update(dict.fromkeys(values, base64.b64encode(evil).decode()))
@@ -73,7 +73,7 @@ def test_a_tampered_model_of_spark_runs_nothing(spark, tmp_path: Path, monkeypat
 
 
 class Writing(torch.nn.Module):
-    """TorchScript that writes into a file when it is read."""
+    """TorchScript that writes to a file when it is loaded."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Writing(torch.nn.Module):
         self.training = state[1]
         written = torch.from_file(self.path, True, 4, dtype=torch.uint8)
         written.fill_(88)
-        print("written", int(written.sum()))  # else the compiler leaves it out
+        print("written", int(written.sum()))  # keeps the compiler from removing the write
 
 
 @pytest.mark.security
@@ -160,7 +160,7 @@ def test_a_tampered_checkpoint_runs_nothing_when_a_run_is_resumed(spark, tmp_pat
 
 
 class Exploit:
-    """Leaves a trace when it is unpickled."""
+    """Leaves a trace when unpickled."""
 
     def __init__(self, trap: Path) -> None:
         self.trap = trap
@@ -169,8 +169,8 @@ class Exploit:
         return os.system, (f"touch {self.trap}",)
 
 
-# A member of the job that speaks the documented protocol (docs/protocol.md) and holds its own key. It says each of
-# these to the launcher, on a connection of its own, before it does its work.
+# A member of the job that implements the documented protocol (docs/protocol.md) and holds its own key. It sends each of
+# these messages to the launcher on a separate connection before it does its work.
 MEMBER = """
 import os, pickle, socket, struct, sys
 sys.path.insert(0, sys.argv[1])

@@ -1,7 +1,6 @@
-"""Attacks of strangers, who reach a job over the network and hold no key: by commands, `horovod.torch` and sockets
-alone.
+"""Attacks over the network by clients without a key, using commands, `horovod.torch` and sockets only.
 
-docs/security.md lists them with those that other files repeat.
+docs/security.md lists these tests and related ones in other files.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from job_process import BIN, HOROVODRUN, CommandProcess, JobProcess
 
 from waiting import wait_until
 
-# Connects without end, says nothing, noise, HTTP, half a hello; keeps three hundred open.
+# Opens connections continuously and sends nothing, noise, HTTP or half a hello; keeps three hundred of them open.
 FLOOD = """
 import os, random, socket, sys
 where, rng, held = ("127.0.0.1", int(sys.argv[1])), random.Random(1), []
@@ -72,7 +71,7 @@ def test_a_node_with_the_secret_is_not_lost_to_a_flood(tmp_path: Path):
 
 
 def test_requests_without_the_token_write_nothing_into_the_jobs_output(tmp_path: Path):
-    """And a crowd of silent connections does not keep `hora top`, which has the token, from the page."""
+    """In addition, a crowd of silent connections does not keep `hora top`, which has the token, from the page."""
     flag = tmp_path / "over"
     wait = f"while not __import__('os').path.exists({str(flag)!r}): __import__('time').sleep(0.1)"
     line = [str(BIN / "hora"), "run", "--dashboard", "-np", "1", sys.executable, "-c", wait]
@@ -88,7 +87,7 @@ def test_requests_without_the_token_write_nothing_into_the_jobs_output(tmp_path:
                 assert sock.recv(12) == b"HTTP/1.1 421"
         before = job.text()
         address = subprocess.run([BIN / "hora", "top", "--url"], capture_output=True, text=True, timeout=100).stdout
-        if found[1] in address:  # not that of a job of this user's which another test runs
+        if found[1] in address:  # skip it if the URL is that of another test's job
             with CommandProcess("hora", "top", "--once", address.strip(), env={"COLUMNS": "200"}) as top:
                 assert top.finish()[0] == 0
     flag.touch()
@@ -124,16 +123,16 @@ print("sum", hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), flush=True)
 
 @pytest.mark.security
 @pytest.mark.skipif(os.geteuid() != 0, reason="listening on the network needs root")
-def test_a_handshake_that_was_heard_is_worth_nothing(tmp_path: Path):
-    """Said again, answered with what the server said, spliced with another one, cut short, or a byte at a time."""
+def test_a_recorded_handshake_cannot_be_reused(tmp_path: Path):
+    """The handshake is replayed, answered with the server's reply, spliced, truncated, or sent byte by byte."""
     flag = tmp_path / "finish"
-    heard: dict[int, bytes] = {}  # port -> the first words of a genuine client
+    heard: dict[int, bytes] = {}  # port -> the hello of a genuine client
     over = threading.Event()
 
     def listen() -> None:
         while not over.is_set():
             with suppress(TimeoutError):
-                packet = listener.recv(70_000)[14:]  # behind the link's header: IP, TCP
+                packet = listener.recv(70_000)[14:]  # after the link header: IP, TCP
                 body = packet[(packet[0] & 15) * 4 :]
                 data = body[(body[12] >> 4) * 4 :]
                 if packet[9] == 6 and data.startswith(b"HORA/"):
@@ -156,8 +155,8 @@ def test_a_handshake_that_was_heard_is_worth_nothing(tmp_path: Path):
                 hello = heard[port]
                 first, second = _opened(port), _opened(port)
                 answers = [_say(first, hello), _say(second, hello)]
-                # Each answer is fresh, so who has no key cannot go on, neither with the server's own words nor with
-                # another's.
+                # Each answer is fresh, so a client without the key cannot continue with the server's own bytes or those
+                # of another connection.
                 assert answers[0] != answers[1] or not answers[0]
                 assert _say(first, answers[0] or b"x" * 48) == b""
                 assert _say(second, answers[0] or b"y" * 48) == b""
@@ -179,7 +178,7 @@ def _opened(port: int) -> socket.socket:
 
 
 def _say(sock: socket.socket, data: bytes) -> bytes:
-    """Return the answer, nothing where the server hangs up."""
+    """Return the answer, or nothing if the server hangs up."""
     try:
         sock.sendall(data)
         return sock.recv(4096)
@@ -202,8 +201,8 @@ assert hvd.allgather_object("an object, whispered " * 50) == ["an object, whispe
 @pytest.mark.security
 @pytest.mark.skipif(os.geteuid() != 0, reason="listening on the network needs root")
 @pytest.mark.parametrize("encrypt", ["always", "never"])
-def test_who_listens_hears_no_key_no_message_and_no_number(tmp_path: Path, encrypt: str):
-    """With `never` numbers and objects are heard, which also shows that this test listens well."""
+def test_captured_traffic_contains_no_key_message_or_tensor(tmp_path: Path, encrypt: str):
+    """With `never`, tensors and objects are readable, which also proves that the capture works."""
     with heard_on_loopback() as heard:
         line = [*HOROVODRUN, "-np", "2", sys.executable, script(tmp_path, WHISPER)]
         job = JobProcess(line, tmp_path, HORA_TRANSPORT="tcp", HORA_ENCRYPT=encrypt)

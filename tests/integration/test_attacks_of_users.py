@@ -1,6 +1,6 @@
-"""Attacks of other users of the machine, and the information and leftovers that they can see.
+"""Attacks by other users of the machine, and the information and leftovers visible to them.
 
-By commands, `horovod.torch` and sockets alone. docs/security.md lists them with those that other files repeat.
+Uses commands, `horovod.torch` and sockets only. docs/security.md lists these tests and related ones in other files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ while not pathlib.Path("over").exists():
 """
 
 
-def test_commands_that_look_for_a_session_are_not_taken_for_strangers(tmp_path: Path):
+def test_commands_that_look_for_a_session_are_not_logged_as_rejected(tmp_path: Path):
     job = JobProcess([sys.executable, script(tmp_path, SESSION)], tmp_path)
     job.wait_for_text("session is open")
     status, out, _ = run_command("hora", "workers", "list", cwd=tmp_path)
@@ -47,8 +47,8 @@ def test_commands_that_look_for_a_session_are_not_taken_for_strangers(tmp_path: 
     job.assert_nothing_left()
 
 
-# Another user, who connects to every port and local socket of the job's user as soon as it opens, from one address or
-# many.
+# Another user who connects to every port and local socket of the job's user as soon as it opens, from one or many
+# addresses.
 CROWD = """
 user, num_addresses, held, count = int(sys.argv[1]), int(sys.argv[2]), [], 0
 resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
@@ -80,7 +80,7 @@ while not select.select([sys.stdin], [], [], 0)[0]:
 @pytest.mark.security
 @pytest.mark.skipif(not other_user.possible, reason=other_user.WHY_NOT)
 @pytest.mark.parametrize("num_addresses", [1, 1000])
-def test_another_user_who_crowds_every_door_does_not_keep_a_job_from_starting(tmp_path: Path, num_addresses: int):
+def test_a_connection_flood_of_another_user_does_not_keep_a_job_from_starting(tmp_path: Path, num_addresses: int):
     crowd = other_user.start(CROWD, str(os.getuid()), str(num_addresses))
     try:
         assert crowd.stdout is not None
@@ -91,7 +91,7 @@ def test_another_user_who_crowds_every_door_does_not_keep_a_job_from_starting(tm
 
 
 @pytest.mark.security
-def test_a_running_job_shows_its_secret_to_nobody(tmp_path: Path):
+def test_a_running_job_does_not_reveal_its_secret(tmp_path: Path):
     meeting = Meeting(tmp_path, HOROVOD_LOG_LEVEL="trace").begun()
     processes = meeting.job.processes()
     files = {process.environ().get("HORA_SECRET_FILE", "") for process in processes} - {""}
@@ -116,8 +116,8 @@ def test_a_running_job_shows_its_secret_to_nobody(tmp_path: Path):
 
 
 @pytest.mark.security
-def test_whichever_process_of_a_job_is_killed_nothing_of_it_is_left(tmp_path: Path):
-    """The launcher, the two that watch over the ranks, the ranks: each in a job of its own."""
+def test_nothing_of_a_job_is_left_when_any_of_its_processes_is_killed(tmp_path: Path):
+    """Kills the launcher, the agent, its guardian and each rank, in a separate job each."""
     victim, num_processes = 0, 1
     while victim < num_processes:
         folder = tmp_path / str(victim)
@@ -132,10 +132,10 @@ def test_whichever_process_of_a_job_is_killed_nothing_of_it_is_left(tmp_path: Pa
         victim += 1
 
 
-# The ranks of a foreign launcher, with variables and a secret file.
+# Ranks of a foreign launcher, with its variables and a secret file.
 @pytest.mark.security
 @pytest.mark.skipif(not other_user.possible, reason=other_user.WHY_NOT)
-def test_a_foreign_launchers_store_tells_another_user_nothing(tmp_path: Path):
+def test_a_foreign_launchers_store_rejects_another_user(tmp_path: Path):
     secret = tmp_path / "secret"
     secret.touch(mode=0o600)
     secret.write_text("5" * 64)
@@ -186,7 +186,7 @@ sys.stdin.readline()
 @pytest.mark.security
 @pytest.mark.skipif(not other_user.possible, reason=other_user.WHY_NOT)
 def test_another_user_who_takes_a_sessions_name_does_not_keep_it_from_starting(tmp_path: Path):
-    """And a process of the same user in another container, which shares the network alone, does not find the
+    """In addition, a process of the same user in another container, which shares only the network, does not find the
     session.
     """
     launch = [
@@ -242,7 +242,7 @@ def test_another_user_who_takes_a_sessions_name_does_not_keep_it_from_starting(t
 
 @pytest.mark.security
 @pytest.mark.skipif(not other_user.possible, reason=other_user.WHY_NOT)
-def test_another_user_who_takes_a_gpus_name_keeps_that_one_alone_and_is_named(tmp_path: Path):
+def test_another_user_who_takes_a_gpus_name_blocks_only_that_gpu_and_is_reported(tmp_path: Path):
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "97,98"}
 
     def workers(*words: str) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,6 @@
-"""Attacks on jobs that have a store: entries of others, names taken by another user, floods where descriptors are few.
+"""Attacks on jobs with a store: forged entries, names taken by another user, floods at a low descriptor limit.
 
-By commands, etcd's own API and sockets alone. docs/security.md lists them with those that other files repeat.
+Uses commands, etcd's own API and sockets only. docs/security.md lists these tests and related ones in other files.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def etcd(tmp_path: Path) -> Iterator[Etcd]:
 
 
 class StoreJob:
-    """A job of one node that trains until it is told to finish."""
+    """A job of one node that trains until `finish` is called."""
 
     def __init__(self, folder: Path, etcd: Etcd, *, port: int, limits: str = "true") -> None:
         folder.mkdir(exist_ok=True)
@@ -127,7 +127,7 @@ class StoreJob:
 
 @pytest.mark.security
 @needs_etcd
-def test_entries_of_others_in_the_store_end_no_job(tmp_path: Path, etcd: Etcd):
+def test_forged_entries_in_the_store_do_not_end_a_job(tmp_path: Path, etcd: Etcd):
     job = StoreJob(tmp_path / "job", etcd, port=free_ports(1)[0]).begun()
     (prefix,) = {key.rpartition("/")[0] for key in etcd.names() if key.endswith("/leader")}
     forged = {
@@ -146,7 +146,7 @@ def test_entries_of_others_in_the_store_end_no_job(tmp_path: Path, etcd: Etcd):
 @pytest.mark.security
 @needs_etcd
 def test_a_forged_leader_in_the_store_delays_an_election_by_no_more_than_a_lease(tmp_path: Path, etcd: Etcd):
-    """Over the entry of one that leads, which restores it; and where none leads, which the next job removes."""
+    """Overwrites the entry of a living leader, which restores it, and that of no leader, which the next job removes."""
     (port,) = free_ports(1)
     first = StoreJob(tmp_path / "first", etcd, port=port).begun()
     (key,) = [name for name in etcd.names() if name.endswith("/leader")]
@@ -189,8 +189,8 @@ def crowd_at(ports: set[int], stack: ExitStack) -> None:
 
 @pytest.mark.security
 @needs_etcd
-def test_a_flood_where_descriptors_are_few_ends_no_job_with_a_store(tmp_path: Path, etcd: Etcd):
-    """The node's relay and agent, the leader's rendezvous, the rank's hub: each may open 256 files."""
+def test_a_flood_at_a_low_descriptor_limit_does_not_end_a_job_with_a_store(tmp_path: Path, etcd: Etcd):
+    """The node's relay and agent, the leader's rendezvous and the rank's hub may each open 256 files."""
     job = StoreJob(tmp_path / "job", etcd, port=free_ports(1)[0], limits="ulimit -S -n 256").begun()
     listening = {
         connection.laddr.port
@@ -206,7 +206,7 @@ def test_a_flood_where_descriptors_are_few_ends_no_job_with_a_store(tmp_path: Pa
 
 
 @pytest.mark.security
-def test_a_flood_of_a_job_on_one_host_with_256_descriptors(tmp_path: Path):
+def test_a_flood_at_256_descriptors_does_not_end_a_job_on_one_host(tmp_path: Path):
     meeting = Meeting(tmp_path, limits="ulimit -S -n 256").begun()
     with ExitStack() as stack:
         crowd_at(meeting.ports(), stack)

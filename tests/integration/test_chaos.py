@@ -1,4 +1,4 @@
-"""The short form of `make chaos`."""
+"""Short version of `make chaos`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_chaos_of_a_few_faults(tmp_path: Path):
     Chaos(tmp_path, seed=1).run(4)
 
 
-def test_500_steps_with_20_deaths_have_the_bits_of_500_steps_without(tmp_path: Path):
+def test_500_steps_with_20_deaths_are_bit_identical_to_500_steps_without(tmp_path: Path):
     with mock.patch("chaos.FAULTS", [signal.SIGKILL]):
         Chaos(tmp_path, seed=2, per_step=True).run(20, min_steps=500)
 

@@ -1,4 +1,4 @@
-"""`horovodrun` and `hora` as a user types them: flags that reach the workers, endings, and bad input."""
+"""`horovodrun` and `hora` from the command line: flags passed to the workers, exit statuses, and bad input."""
 
 import io
 import json
@@ -40,8 +40,8 @@ def test_flags_a_config_file_and_inherited_variables_reach_the_workers(tmp_path)
     assert list(json.loads(lines_of(out, 0)[0]).values()) == ["3.0", "7", "t.json", "debug", None]
 
 
-def test_exactly_np_processes_on_hosts_that_are_all_this_one(tmp_path):
-    """Names of this machine are hosts of their own, but need no ssh."""
+def test_np_processes_are_placed_on_several_names_of_this_machine(tmp_path):
+    """Names of this machine count as separate hosts but need no ssh."""
     hostfile = tmp_path / "hosts"
     hostfile.write_text("# two names\nlocalhost slots=2\n\n127.0.0.2 slots=4\n")
     names = [
@@ -78,8 +78,8 @@ def test_output_has_prefixes_times_and_files(tmp_path):
         assert "to err" in (tmp_path / "logs" / f"rank.{rank}" / "stderr").read_text()
 
 
-def test_the_two_commands_fail_each_in_its_way():
-    """Rank 1 fails at once although rank 0 would sleep for longer than a command may take here."""
+def test_each_command_reports_a_failure_in_its_own_format():
+    """Rank 1 fails at once, although rank 0 would sleep longer than the test's limit."""
     job = ["-np", "2", "sh", "-c", "if [ $HOROVOD_RANK = 1 ]; then echo oh no >&2; exit 7; fi; sleep 600"]
     for command, status in ((["horovodrun"], 1), (["hora", "run"], 7)):
         code, _, err = run_command(*command, *job)
@@ -113,12 +113,12 @@ hvd.allreduce(torch.ones(4), name="alone")
 """
 
 
-def test_a_cause_is_told_once_in_full_and_the_other_ranks_show_their_own_lines_alone(tmp_path):
+def test_the_root_cause_is_shown_once_in_full_and_other_ranks_show_only_their_own_lines(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(FAILS)
     code, _, err = run_command("hora", "run", "-np", "2", "python", str(script))
     assert code == 1
-    assert err.count("Traceback") == 2  # one of each rank
+    assert err.count("Traceback") == 2  # one per rank
     assert err.count('raise FileNotFoundError("part-1.bin is missing")') == 1
     assert err.index("[1]<stderr>:Traceback") < err.index("Process name: 1")
     assert err.rstrip().endswith("The last line of its output:\n  FileNotFoundError: part-1.bin is missing")
@@ -261,8 +261,8 @@ def test_bad_input_is_one_or_two_lines_and_status_2(argv, words):
     assert done.stdout == ""
 
 
-def test_a_host_without_an_address_is_named_with_what_ssh_says():
-    """Run and doctor alike. The name is too long for any name server to be asked."""
+def test_an_unresolvable_host_is_reported_with_the_message_of_ssh():
+    """Covers run and doctor. The name is too long for any name server."""
     nowhere = "x" * 70
     for command in (["horovodrun", "-np", "1"], ["hora", "doctor"]):
         argv = [*command, "-H", f"{nowhere}:1", *(["true"] if "-np" in command else [])]
@@ -273,7 +273,7 @@ def test_a_host_without_an_address_is_named_with_what_ssh_says():
         assert "Traceback" not in err
 
 
-def test_a_directory_that_is_gone(tmp_path):
+def test_a_deleted_working_directory_is_reported(tmp_path):
     leave = ("sh", "-c", 'mkdir gone; cd gone; rmdir ../gone; exec "$0" "$@"')
     code, _, err = run_command("horovodrun", "-np", "1", "true", prefix=leave, cwd=tmp_path)
     assert (code, err.startswith("horovodrun: error: the directory you are in does not exist any more")) == (2, True)
@@ -286,7 +286,7 @@ def test_output_that_cannot_be_written_is_a_clear_error(tmp_path):
     assert re.fullmatch(rf"horovodrun: cannot write {tmp_path}/file/.* \(--output-filename\): .*\n", err)
 
 
-def test_a_program_that_is_there_but_cannot_be_run_is_explained(tmp_path):
+def test_a_program_that_cannot_be_executed_is_explained(tmp_path):
     (tmp_path / "train.py").write_text("")
     (tmp_path / "job.sh").write_text("")
     runnable = tmp_path / "odd.sh"
@@ -309,13 +309,13 @@ OTHER_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("sharded"
 
 
 @pytest.mark.parametrize("kind", ["plain", "elastic sharded", *OTHER_KINDS])
-def test_the_script_of_hora_init_trains_as_it_is(kind, tmp_path):
+def test_the_script_of_hora_init_trains_unmodified(kind, tmp_path):
     script = tmp_path / "train.py"
     flags = [] if kind == "plain" else [f"--{word}" for word in kind.split()]
     code, out, err = run_command("hora", "init", str(script), *flags)
     assert code == 0, err
     command = re.search(r"run it: (.*)", out)[1].split()
-    if "elastic" in kind:  # one that does not survive this is none
+    if "elastic" in kind:  # an elastic script must survive this
         death = "    if state.epoch == 1 and hvd.rank() == 1:\n                    __import__('os')._exit(1)\n"
         script.write_text(
             script.read_text().replace("optimizer.zero_grad()\n", f"optimizer.zero_grad()\n            {death}")
