@@ -1,4 +1,4 @@
-"""Every line knows its room: imports follow the arrows, no cycles, one place for the environment."""
+"""Package layering: allowed imports, no cycles, and few modules that access the environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 SRC = Path(__file__).parents[2] / "src"
 HORA = SRC / "hora"
 BASE = {"errors", "world", "config", "events", "files", "lifeline", "logs", "memory", "safe_load", "version"}
-# What a room may import, besides itself and the base. A lazy import, inside a function, counts as any other.
+# The packages that a package may import besides itself and the base. Lazy imports count as any other.
 MAY_IMPORT: dict[str, set[str]] = {
     "net": set(),
     "telemetry": set(),
@@ -35,9 +35,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": {"launch", "telemetry", "torch"},
     "__main__": {"cli"},
 }
-# Old documented names: they import the rooms where the code went, and nothing in the house imports them.
+# Old documented names: they re-export from the new modules, and nothing in this repository imports them.
 ALIASES = {"hora.launch.workers"}
-# The one place that reads and writes the environment of each room: everything else is given values.
+# The modules that read and write the environment; all others receive values.
 OWNERS_OF_THE_ENVIRONMENT = {
     "hora.config",
     "hora.legacy.env",
@@ -63,7 +63,7 @@ def _room(module: str) -> str:
 
 @cache
 def _imports(module: str) -> frozenset[str]:
-    """The modules of this package that `module` imports, at its top or anywhere inside, for types alone or not."""
+    """Return the modules of this package that `module` imports, at its top or inside functions, or for types only."""
     found = set()
     for node in ast.walk(ast.parse(_modules()[module].read_text())):
         if isinstance(node, ast.Import):
@@ -76,12 +76,12 @@ def _imports(module: str) -> frozenset[str]:
     return frozenset(found & _modules().keys() - {module})
 
 
-def test_every_room_has_its_arrows():
+def test_every_package_has_a_rule():
     assert {_room(module) for module in _modules()} == set(MAY_IMPORT) | BASE
 
 
 @pytest.mark.parametrize("room", sorted(MAY_IMPORT))
-def test_imports_follow_the_arrows(room):
+def test_imports_follow_the_rules(room):
     allowed = MAY_IMPORT[room] | BASE | {room}
     for module in _modules():
         if _room(module) == room and module not in ALIASES:
@@ -99,7 +99,7 @@ def test_nothing_imports_an_alias():
         assert not _imports(module) & ALIASES
 
 
-def test_no_cycles_not_even_through_lazy_imports():
+def test_no_import_cycles_even_through_lazy_imports():
     done: set[str] = set()
 
     def visit(module: str, way: tuple[str, ...]) -> None:
@@ -126,7 +126,7 @@ def _touches_environment(module: str) -> bool:
     return False
 
 
-def test_the_environment_is_touched_by_its_owners_only():
+def test_only_the_owners_access_the_environment():
     found = {module for module in _modules() if _touches_environment(module)}
     assert found == OWNERS_OF_THE_ENVIRONMENT
 
@@ -140,8 +140,8 @@ def test_old_names_only_re_export():
             assert size < 120, f"{path.relative_to(SRC)} has {size} lines; the code belongs into hora"
 
 
-def test_the_tree_in_the_architecture_is_whole():
-    """Every module is named in the lines of its room, and nothing else is shown there as a room."""
+def test_the_tree_in_architecture_md_is_complete():
+    """Every module is named in the lines of its package, and the tree shows no other packages."""
     tree = (SRC.parent / "ARCHITECTURE.md").read_text().partition("\nsrc/hora/\n")[2].partition("\nsrc/horovod/")[0]
     words: dict[str, set[str]] = {"": set()}
     rooms: list[str] = []
@@ -162,7 +162,7 @@ def test_the_tree_in_the_architecture_is_whole():
 
 
 def test_no_two_test_files_share_a_name():
-    """pytest imports them by that name alone, and a run of all of them would end before its first test."""
+    """pytest imports test files by their base names, so a run of all of them would fail at once."""
     names = [
         path.name for path in (SRC.parent / "tests").rglob("*.py") if path.name not in ("conftest.py", "__init__.py")
     ]

@@ -1,6 +1,6 @@
-"""Elections: the leader, the state that the next leader reads, and rejected messages of past leaders.
+"""Elections: the leader, the state that the next leader reads, and rejected messages of former leaders.
 
-No process.
+No process is started.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ OVER = {"run": "b", "status": 7}
         (0, {}, "", "stand"),
         (1, {"over": OVER}, "", 7),
         (0, {"over": OVER}, "a", 7),
-        (0, {"over": OVER}, "b", "stand"),  # it was over before this node came
+        (0, {"over": OVER}, "b", "stand"),  # the run had ended before this node joined
         (1, {"over": OVER}, "b", "follow"),
     ],
 )
-def test_what_a_node_does_next(term: int, values: dict, former: str, step: str | int):
+def test_the_next_step_of_a_node(term: int, values: dict, former: str, step: str | int):
     assert next_step(Contents(term, values), former) == step
 
 
-def test_a_leader_that_could_not_renew_in_time_knows_it_by_its_own_clock():
-    leadership = Leadership(NOWHERE, LeaderTerm(5, "1"), since_s=0.0)  # long ago
+def test_a_leader_that_failed_to_renew_in_time_steps_down_by_its_own_clock():
+    leadership = Leadership(NOWHERE, LeaderTerm(5, "1"), since_s=0.0)  # expired long ago
     with pytest.raises(LeadershipLostError):
         leadership.check()
     with pytest.raises(LeadershipLostError):
@@ -62,8 +62,8 @@ def link(**rest) -> LeaderLink:
     return LeaderLink(node, new_secret(), NOWHERE, **limits, orphaned=lambda: True, **rest)
 
 
-def test_an_agent_tells_the_next_leader_its_state_and_obeys_it():
-    """Workers that run, output that no leader has taken, and the ends of others."""
+def test_an_agent_reports_its_state_to_the_next_leader_and_obeys_it():
+    """The state is its running workers, output that no leader has received, and exits of others."""
     followed, secret = link(), new_secret()
     for report in (Started(1, 11), Output(1, "stdout", b"words"), Started(2, 12), Exited(2, 3, "why")):
         followed.send(report)
@@ -110,7 +110,7 @@ def test_one_agent_of_a_node_at_a_time_holds_its_workers():
     assert first._holds_claim()
     assert first._holds_claim()
     assert not second._holds_claim()
-    orphan._follow()  # no process is left for which it could wait
+    orphan._follow()  # there is no process left to wait for
     orphan.receive()
     assert orphan.gone
     first._thread.start()
@@ -120,7 +120,7 @@ def test_one_agent_of_a_node_at_a_time_holds_its_workers():
         one._relay.close()
 
 
-def test_names_that_others_hold_keep_no_agent_from_its_work(capsys):
+def test_names_held_by_others_do_not_stop_an_agent(capsys):
     claim = [f"unit-{os.getpid()}-{n}" for n in range(2)]
     first, second = (link(claim=claim) for _ in range(2))
     with socket.socket(socket.AF_UNIX) as squatter:
@@ -138,7 +138,7 @@ def test_names_that_others_hold_keep_no_agent_from_its_work(capsys):
 
 
 class OneStore:
-    """A store in memory, in which others write, too."""
+    """A store in memory that others can write to as well."""
 
     members, ttl_s = (("127.0.0.1", 1),), 600
     delete = renew = resign = None
@@ -168,14 +168,14 @@ class OneStore:
     "forged",
     [{}, {"run": "x", "status": 0}, {"text": "{}", "mac": ""}, {"text": "{}", "mac": "é"}, {"text": 1, "mac": []}],
 )
-def test_what_no_node_wrote_into_the_store_is_named_and_ignored(forged, caplog):
+def test_forged_entries_of_the_store_are_named_and_ignored(forged, caplog):
     raw = OneStore()
     store, other = AuthenticatedStore(raw, b"s" * 32), AuthenticatedStore(raw, b"o" * 32)
     store.lead("node.0")
     store.put("state", {"run": "r", "n": [1.5, None]}, term=1)
     assert store.read() == Contents(1, {"leader": {"name": "node.0"}, "state": {"run": "r", "n": [1.5, None]}})
     raw.values["over"] = forged
-    raw.values["where"] = raw.values["state"]  # an entry of ours in another place
+    raw.values["where"] = raw.values["state"]  # an authentic entry under another key
     other.put("stray", {"run": "another job's"}, term=1)
     for _ in range(3):
         assert set(store.read().values) == {"leader", "state"}
@@ -190,8 +190,8 @@ def test_what_no_node_wrote_into_the_store_is_named_and_ignored(forged, caplog):
     assert raw.evicted == ["3"]
 
 
-def test_a_node_that_is_new_to_the_next_leader_has_a_new_name():
-    """Its name may be that of a node whose workers are gone with it."""
+def test_a_node_unknown_to_the_next_leader_gets_a_new_name():
+    """Its name may be that of a lost node whose workers are lost too."""
     agents = Agents(("127.0.0.1", 0), new_secret(), num_nodes=2, silence_limit_s=60, term=2, names=["a", "a-1"])
     try:
         assert agents._new_name("a", 0) == "a-0"
@@ -201,7 +201,7 @@ def test_a_node_that_is_new_to_the_next_leader_has_a_new_name():
         agents.dismiss(0)
 
 
-def test_the_next_leader_knows_the_workers():
+def test_the_next_leader_restores_the_workers():
     roster = Roster()
     for slot in range(3):
         roster.add("a", slot, WorkerState.READY, 1.0)
@@ -221,7 +221,7 @@ def test_the_next_leader_knows_the_workers():
     assert taken_over.add("a", 3, WorkerState.STARTING, 101.0) == 3, "numbers are not used again"
 
 
-def test_the_next_leader_knows_barred_places():
+def test_the_next_leader_restores_barred_hosts():
     spec = ElasticSpec(limits=Limits(num_proc=1, min_num_proc=1), cooldown_range=(10, 100))
     hosts = Hosts(spec, lambda: 0.0)
     hosts.bar_place(("a", None), 0.0)  # for 20 s
@@ -235,13 +235,13 @@ def test_the_next_leader_knows_barred_places():
 
 
 class Nobody:
-    """Implements RendezvousEvents."""
+    """Implements RendezvousEvents by ignoring all of them."""
 
     def __getattr__(self, name: str):
         return lambda *args: None
 
 
-def test_a_worker_comes_back_to_the_next_leader_and_never_to_the_last():
+def test_a_worker_reconnects_to_the_next_leader_and_never_to_a_former_one():
     secret, relay = new_secret(), Relay()
     held = HeldSecret(worker_key(secret, 0))
     leaders = {
@@ -279,7 +279,7 @@ def echo(server: socket.socket, word: bytes) -> None:
         threading.Thread(target=sock.recv, args=(1,), daemon=True).start()
 
 
-def test_a_relay_leads_to_the_present_leader_and_cuts_what_led_to_the_last():
+def test_a_relay_connects_to_the_current_leader_and_closes_connections_to_the_former():
     relay = Relay()
     servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     for server, word in zip(servers, (b"old", b"new"), strict=True):
@@ -291,7 +291,7 @@ def test_a_relay_leads_to_the_present_leader_and_cuts_what_led_to_the_last():
         relay.set_target(None)
         assert first.recv(3) == b"", "it led to a leader that is none any more"
     with sockets.open_socket(relay.name, limit_s=30) as second:
-        relay.set_target(new)  # meanwhile it waits
+        relay.set_target(new)  # the connection waits until now
         assert second.recv(3) == b"new"
     wait_until("nothing is kept", lambda: not relay._acceptor.connections)
     relay.close()

@@ -11,10 +11,10 @@ from hora import logs
 
 @pytest.fixture
 def logger():
-    return logging.getLogger("hora")  # as imported: conftest.py sees to it
+    return logging.getLogger("hora")  # as imported; see conftest.py
 
 
-def test_low_levels_go_to_stdout_high_ones_to_stderr(logger, capsys):
+def test_low_levels_are_written_to_stdout_and_high_ones_to_stderr(logger, capsys):
     logs.set_up("debug", hide_time=True, rank=3)
     logger.info("hello")
     logger.warning("careful")
@@ -24,7 +24,7 @@ def test_low_levels_go_to_stdout_high_ones_to_stderr(logger, capsys):
 
 
 @pytest.mark.parametrize("level", ["warning", "WARNING", "nonsense"])
-def test_below_the_level_nothing_is_written(logger, capsys, level):
+def test_messages_below_the_level_are_dropped(logger, capsys, level):
     logs.set_up(level, hide_time=True, rank=0)
     logger.info("hello")
     logger.error("bad")

@@ -1,4 +1,4 @@
-"""When freed memory is kept by the process."""
+"""The condition under which the process keeps freed memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hora.launch.processes import allocator_variables
         ({"MALLOC_MMAP_THRESHOLD_": "131072", "HORA_KEEP_FREED_MEMORY": "1"}, True),
     ],
 )
-def test_settings_of_the_users_own_are_left_alone(variables: dict[str, str], keeps: bool) -> None:
+def test_the_users_own_settings_are_kept(variables: dict[str, str], keeps: bool) -> None:
     assert EngineConfig.from_env(variables).keep_freed_memory is keeps
 
 
@@ -32,7 +32,7 @@ def test_settings_of_the_users_own_are_left_alone(variables: dict[str, str], kee
         ("x86_64", {}, {}),
     ],
 )
-def test_torchs_allocator_on_arm_is_told_when_it_is_loaded(
+def test_torchs_allocator_on_arm_gets_its_variable_at_load_time(
     monkeypatch: pytest.MonkeyPatch, machine: str, variables: dict[str, str], added: dict[str, str]
 ) -> None:
     monkeypatch.setattr("platform.machine", lambda: machine)

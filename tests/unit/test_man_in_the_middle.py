@@ -1,6 +1,6 @@
-"""An attacker between the ends changes, cuts, drops, repeats, reorders, reflects or splices traffic, at random.
+"""An attacker between both ends changes, cuts, drops, repeats, reorders, reflects or splices traffic, at random.
 
-Whatever it does, each end has heard exactly what was said up to there, and then the connection ends in words. `make
+Each end receives an intact prefix of the messages, and then the connection ends with an explanation. `make
 test` tries four hundred manipulations of connections and as many of streams, `make test-security` ten thousand.
 """
 
@@ -28,7 +28,7 @@ LIMIT_S = 60.0
 CREDENTIALS = Credentials(new_secret(), "job", 3)
 MESSAGES = [({"n": number}, bytes([number]) * (200 * number)) for number in range(4)]
 HELLO_BYTES, ANSWER_BYTES, LENGTH_BYTES = 60, 48, 2
-# All that a server may have to say of a connection that ends.
+# All reasons that a server may give for the end of a connection.
 WORDS = (
     "it does not speak the control protocol",
     "it does not hold the job's secret",
@@ -40,7 +40,7 @@ WORDS = (
 
 
 class Echo:
-    """A server's handler that remembers what it has heard, and says it again."""
+    """A server's handler that records each message and sends it back."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[Header, bytes]] = []
@@ -53,7 +53,7 @@ class Echo:
 
 
 class Place:
-    """The real server, and what passes in a conversation with it: units are the hello, the answer and frames."""
+    """The real server, and conversations with it; their units are the hello, the answer and frames."""
 
     def __init__(self, complaints: list[str]) -> None:
         self.echo, self.complaints = Echo(), complaints
@@ -62,7 +62,7 @@ class Place:
         self.server.start(CREDENTIALS)
 
     def converse(self, between: Between | None) -> tuple[list[tuple[Header, bytes]], Between, BaseException | None]:
-        """Say all messages through somebody in between; returns what came back, and how it ended if it was not well."""
+        """Send all messages through `between`; return the replies, and the error that ended it, if any."""
         between = between or Between()
         self.echo.heard.clear()
         got: list[tuple[Header, bytes]] = []
@@ -81,14 +81,14 @@ class Place:
 
 
 class Between:
-    """Carries a conversation, of which it knows the shape. Does nothing to it."""
+    """Forwards a conversation unchanged; it knows the units of each phase."""
 
     def __init__(self) -> None:
-        self.said: list[list[bytes]] = []  # hello; answer; confirmation and messages; what the server says of them
+        self.said: list[list[bytes]] = []  # hello; answer; confirmation and messages; the server's replies
 
     def carry(self, listener: socket.socket, port: int) -> None:
         client = listener.accept()[0]
-        listener.close()  # who comes again is not wanted
+        listener.close()  # no second connection
         with client, socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as server:
             client.settimeout(LIMIT_S)
             with contextlib.suppress(OSError, EOFError):
@@ -98,7 +98,7 @@ class Between:
                     self.said.append(units)
                     data = self.changed(phase, units)
                     target.sendall(data)
-                    if data != b"".join(units):  # nobody says anything sensible any more: let both find out
+                    if data != b"".join(units):  # the conversation is corrupt: let both ends detect it
                         target.shutdown(socket.SHUT_WR)
                         if target is server:
                             client.sendall(_all(server))
@@ -115,13 +115,13 @@ class Between:
 
 
 class Attacker(Between):
-    """Does something to one phase. `recorded`: another conversation under the same key."""
+    """Manipulates one phase. `recorded` is another conversation under the same key."""
 
     def __init__(self, rng: random.Random, recorded: list[list[bytes]]) -> None:
         super().__init__()
         self._rng, self._recorded = rng, recorded
         self.phase = rng.randrange(4)
-        self.data = b""  # what it made of what was said
+        self.data = b""  # the manipulated bytes
 
     def changed(self, phase: int, units: list[bytes]) -> bytes:
         if phase != self.phase:
@@ -132,7 +132,7 @@ class Attacker(Between):
 
 
 def manipulated(rng: random.Random, units: Sequence[bytes], others: Sequence[Sequence[bytes]]) -> bytes:
-    """The units with something done to them, by whoever has heard `others` as well."""
+    """Return the units, manipulated by an attacker that has also recorded `others`."""
     units, whole = list(units), b"".join(units)
     at, place = rng.randrange(len(units)), rng.randrange(len(whole))
     other = rng.choice([unit for some in others for unit in some])
@@ -147,7 +147,7 @@ def manipulated(rng: random.Random, units: Sequence[bytes], others: Sequence[Seq
             return b"".join([*units[: at + 1], units[rng.randint(0, at)], *units[at + 1 :]])
         case 4:
             rng.shuffle(units)
-        case 5:  # a splice, or a reflection: what was said elsewhere, before, or in the other direction
+        case 5:  # a splice or a reflection: a unit of another phase, conversation or direction
             units[at] = other[-len(units[at]) :] if rng.random() < 0.3 else other
         case 6:
             units.insert(at, other)
@@ -177,7 +177,7 @@ def _frame(sock: socket.socket) -> bytes:
 
 
 def num_intact(units: Sequence[bytes], data: bytes) -> int:
-    """How many whole units `data` begins with."""
+    """Return the number of whole units that `data` begins with."""
     ends = itertools.accumulate(len(unit) for unit in units)
     return sum(data[:end] == b"".join(units)[:end] for end in ends)
 
@@ -221,7 +221,7 @@ def test_connections(place: Place, cases: Iterator[tuple[str, random.Random]]):
     assert (got, error) == (MESSAGES, None)
 
 
-def test_a_refusal_that_somebody_makes_up_ends_the_attempt_in_words(place: Place):
+def test_a_forged_refusal_ends_the_attempt_with_an_explanation(place: Place):
     class Refuses(Between):
         def changed(self, phase: int, units: list[bytes]) -> bytes:
             return REFUSAL if phase == 1 else b"".join(units)
@@ -232,7 +232,7 @@ def test_a_refusal_that_somebody_makes_up_ends_the_attempt_in_words(place: Place
     assert "does not hold this job's secret" in str(error)
 
 
-SIZES = [1, 1000, 70_000, 300_000, 5]  # the last but one makes two records
+SIZES = [1, 1000, 70_000, 300_000, 5]  # the fourth is split into two records
 
 
 def records_of(key: bytes, pieces: Sequence[bytes]) -> list[bytes]:
@@ -266,7 +266,7 @@ def test_streams(cases: Iterator[tuple[str, random.Random]], monkeypatch: pytest
 
 
 def received(data: bytes, key: bytes, pool: ThreadPoolExecutor) -> tuple[list[bytes], str]:
-    """What member 1 of a group receives, an operation a piece, if this comes over the wire; and its error."""
+    """Return the pieces that member 1 of a group receives from these bytes, one operation each, and its error."""
     wire, into = socket.socketpair()
     back, sink = socket.socketpair()
     group = StreamGroup(

@@ -24,7 +24,7 @@ def folder(tmp_path):
 
 
 def _edit_card(folder, *, checksum=True, **changes):
-    """Change the card the way a careful attacker would: with a fitting checksum."""
+    """Change the card as a careful attacker would, with a matching checksum."""
     path = folder / "model.json"
     card = json.loads(path.read_text())
     card.update(changes)
@@ -62,14 +62,14 @@ def test_round_trip_keeps_weights_names_and_scaling(folder):
     assert loaded.predict([]) == []
 
 
-def test_saving_again_replaces(folder):
+def test_saving_again_replaces_the_model(folder):
     save(folder, MLP([2, 2]), classes=["x", "y"])
     assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".safetensors"]
     assert load(folder).classes == ("x", "y")
 
 
 @pytest.mark.parametrize("depth", [18, 34, 50])
-def test_a_resnet_is_rebuilt_from_numbers(tmp_path, depth):
+def test_a_resnet_is_rebuilt_from_its_parameters(tmp_path, depth):
     model = ResNet(depth, num_classes=3, channels=1, width=4).eval()
     images = torch.randn(2, 1, 8, 8)
     loaded = load(save(tmp_path, model, classes=["a", "b", "c"]))
@@ -79,7 +79,7 @@ def test_a_resnet_is_rebuilt_from_numbers(tmp_path, depth):
         loaded.predict({"x": 1})
 
 
-def test_a_network_of_ones_own_is_passed(tmp_path):
+def test_a_custom_network_must_be_passed(tmp_path):
     save(tmp_path, torch.nn.Linear(2, 2), classes=["a", "b"])
     with pytest.raises(ModelFileError, match="pass model= to load"):
         load(tmp_path)
@@ -98,7 +98,7 @@ def test_a_network_of_ones_own_is_passed(tmp_path):
         ({"Island": "Dream", "Mass": float("nan")}, "Mass must be a finite number"),
     ],
 )
-def test_wrong_observations(folder, observation, match):
+def test_invalid_observations(folder, observation, match):
     with pytest.raises(ValueError, match=match):
         load(folder).predict(observation)
 
@@ -138,7 +138,7 @@ def test_a_pickle_is_never_run(folder):
         load(folder)
 
 
-def test_other_weights_with_a_fitting_checksum(folder, tmp_path):
+def test_other_weights_with_a_matching_checksum(folder, tmp_path):
     other = save(tmp_path / "other", MLP([2, 5, 3]), classes=["a", "b", "c"])
     _replace_weights(folder, _weights(other).read_bytes())
     with pytest.raises(ModelFileError, match="do not fit the network"):
@@ -196,7 +196,7 @@ def test_a_resnet_is_validated(options, match):
 
 
 @pytest.mark.parametrize("dtype", ["F64", "I64", "BOOL", "F8_E4M3", "F8_E8M0", "C64", "F4", "U64", "XX"])
-def test_weights_of_another_dtype_are_loaded_or_refused_in_words(folder, dtype):
+def test_weights_of_another_dtype_are_loaded_or_rejected_with_an_explanation(folder, dtype):
     header, _ = _header_and_data(_weights(folder).read_bytes())
     size, end = {"F64": 8, "I64": 8, "C64": 8, "U64": 8}.get(dtype, 1), 0
     for name, entry in header.items():
@@ -208,7 +208,7 @@ def test_weights_of_another_dtype_are_loaded_or_refused_in_words(folder, dtype):
         load(folder)
     except ModelFileError:
         return
-    assert dtype in ("F64", "F8_E4M3", "C64", "F8_E8M0")  # numbers with a gradient: the network takes them
+    assert dtype in ("F64", "F8_E4M3", "C64", "F8_E8M0")  # dtypes that support gradients are accepted
 
 
 def _header_and_data(weights):
@@ -222,10 +222,10 @@ def _safetensors(header, data):
 
 
 def test_tampered_files_load_or_raise_a_model_file_error(folder, cases):
-    """Cards and weights with a few damaged bytes and fitting checksums."""
+    """Damage a few bytes of cards and weights, with matching checksums."""
     card, weights = json.loads((folder / "model.json").read_text()), _weights(folder).read_bytes()
     odd = (None, [], {}, -1, 0, 10**400, 1e308, "x", [True], [[]], {"kind": []}, {"kind": "mlp", "sizes": [10**6] * 3})
-    for case, rng in itertools.islice(cases, 0, None, 8):  # each one writes and reads files
+    for case, rng in itertools.islice(cases, 0, None, 8):  # fewer cases, because each writes and reads files
         changed = bytearray(weights)
         for _ in range(rng.randrange(4)):
             changed[rng.randrange(len(changed) // 2)] = rng.randrange(256)

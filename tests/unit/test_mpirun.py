@@ -1,4 +1,4 @@
-"""What a command line of mpirun means here: other people's lines, word for word."""
+"""Parsing of mpirun command lines, taken word for word from real programs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_sagemakers_line():
     assert asked.command == ("python", "-m", "mpi4py", "s.py")
 
 
-def test_a_hostfile_variable_that_leads_nowhere_is_an_error():
+def test_a_hostfile_variable_with_a_wrong_path_is_an_error():
     with pytest.raises(ValueError, match="cannot read the hostfile '/nowhere'"):
         parse(["-np", "2", "true"], {"PRTE_MCA_prte_default_hostfile": "/nowhere"})
 
@@ -70,11 +70,11 @@ def test_a_hostfile_variable_that_leads_nowhere_is_an_error():
         ("--rank-by node -np 3 -H a:4,b:4 x", "aba"),
     ],
 )
-def test_where_ranks_go(line, hosts):
+def test_placement_of_ranks(line, hosts):
     assert parse(line.split(), {}).placed(2) == list(hosts)
 
 
-def test_without_hosts_the_machine_has_as_many_slots_as_cores_or_more_if_asked():
+def test_without_hosts_the_machine_has_one_slot_per_core_or_more_on_request():
     assert parse(["x"], {}).placed(2) == ["localhost"] * 2
     assert parse(["-np", "5", "x"], {}).placed(2) == ["localhost"] * 5
 
@@ -91,24 +91,24 @@ def test_without_hosts_the_machine_has_as_many_slots_as_cores_or_more_if_asked()
         ("--rank-by board x", "--rank-by takes slot"),
     ],
 )
-def test_what_cannot_be_meant_is_said(line, words):
+def test_invalid_lines_are_explained(line, words):
     with pytest.raises(ValueError, match=words):
         parse(line.split(), {})
 
 
-def test_more_processes_than_slots_are_refused():
+def test_more_processes_than_slots_are_rejected():
     with pytest.raises(ValueError, match=r"-np 3, but the hosts have 2 slots \(a:1, b:1\)"):
         parse(["-np", "3", "-H", "a,b", "x"], {}).placed(2)
 
 
-def test_what_is_left_out_is_named():
+def test_ignored_options_are_named():
     line = "-bind-to core --map-by ppr:2:socket --cpu-bind depth -mca btl_tcp_if_exclude lo -mca pml ucx x"
     assert parse(shlex.split(line), {}).left_out == [
         "-bind-to core", "-map-by ppr:2:socket", "--cpu-bind depth", "-mca btl_tcp_if_exclude lo",
     ]  # fmt: skip
 
 
-def test_other_dialects_variables():
+def test_variables_in_the_syntax_of_other_mpi_versions():
     line = ["-genv", "A", "1", "-env", "B", "2", "--env", "C=3", "-genvlist", "D,E", "--mca=pml", "ob1", "x"]
     asked = parse(line, {})
     assert asked.set_variables == {"A": "1", "B": "2", "C": "3"}

@@ -1,4 +1,4 @@
-"""Every module path and name that old code imports exists, with the positions old code relies on."""
+"""Every module path and name that old code imports exists, with its old positional parameters."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ NAMES = {
     "horovod.spark.conf": """SPARK_CONF_MAX_INT SPARK_CONF_MAX_INT_MINUS_ONE
         SPARK_CONF_DONT_REUSE_EXECUTOR_FOR_SAME_TASK SPARK_CONF_DONT_REUSE_NODE_FOR_SAME_TASK""",
 }
-# Positional order as old code uses it.
+# The order of positional parameters in old code.
 PARAMETERS = {
     "allreduce": "tensor average name compression op prescale_factor postscale_factor process_set",
     "allreduce_async": "tensor average name op prescale_factor postscale_factor process_set",
@@ -183,7 +183,7 @@ def test_reduce_ops_are_plain_numbers():
     assert {type(op) for op in ops} == {int}
 
 
-def test_one_identity_under_all_names():
+def test_all_old_names_are_the_same_object():
     import hora.torch
     import horovod.common.process_sets
     import horovod.torch.mpi_ops
@@ -192,7 +192,7 @@ def test_one_identity_under_all_names():
     assert horovod.common.process_sets.global_process_set is hora.torch.global_process_set
 
 
-def test_an_optimizer_has_the_method_that_programs_look_for():
+def test_an_optimizer_has_the_private_method_that_programs_look_for():
     from horovod.torch.optimizer import _DistributedOptimizer
 
     assert callable(_DistributedOptimizer._allreduce_grad_async)
@@ -245,12 +245,12 @@ def test_every_old_module_of_the_table_can_be_imported_and_has_its_names():
 
 
 @pytest.mark.parametrize("name", ["horovod.spark.gloo_run", "horovod.runner.common.service.task_service"])
-def test_a_module_that_has_no_meaning_here_says_what_to_use(name):
+def test_an_unsupported_module_names_its_replacement(name):
     with pytest.raises(ModuleNotFoundError, match="in Hora: "):
         importlib.import_module(name)
 
 
-def test_one_module_under_two_names_is_one():
+def test_one_module_under_two_names_is_one_object():
     import hora.legacy.elastic
     import horovod.runner.elastic.driver
 

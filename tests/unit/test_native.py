@@ -1,4 +1,4 @@
-"""The native part against Python: the same bits, and behaviour without it."""
+"""The native part compared with Python: identical bits, and behaviour without it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_sums_have_the_same_bits_with_and_without_it(dtype, num_members):
                 expected, _ = reduced(parts, reduce, None, out)
                 found, in_c = reduced(parts, reduce, native.library(), out)
                 assert in_c
-                if dtype.is_floating_point:  # a NaN stays one, but which of its bits are set is not even torch's to say
+                if dtype.is_floating_point:  # a NaN stays a NaN, but its payload bits are unspecified in torch too
                     assert torch.equal(found.isnan(), expected.isnan())
                     assert torch.equal(found.signbit()[~found.isnan()], expected.signbit()[~expected.isnan()])
                     found, expected = found.nan_to_num(7.0), expected.nan_to_num(7.0)
@@ -59,7 +59,7 @@ def test_sums_have_the_same_bits_with_and_without_it(dtype, num_members):
 
 @needs_it
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
-def test_what_it_does_not_know_is_left_to_torch(op):
+def test_unsupported_operations_are_left_to_torch(op):
     parts = [numbers(100, torch.int32, seed) for seed in range(3)]
     expected, _ = reduced(parts, Reduce(op), None, None)
     found, in_c = reduced(parts, Reduce(op), native.library(), None)
@@ -67,12 +67,12 @@ def test_what_it_does_not_know_is_left_to_torch(op):
     assert torch.equal(found, expected)
 
 
-def test_it_can_be_turned_off(monkeypatch):
+def test_the_native_part_can_be_disabled(monkeypatch):
     monkeypatch.setenv("HORA_NATIVE", "0")
     assert native._loaded.__wrapped__() == "HORA_NATIVE=0"
 
 
-def test_python_goes_on_without_it_and_with_one_of_another_source(monkeypatch, tmp_path):
+def test_python_works_without_the_native_part_and_beside_an_invalid_one(monkeypatch, tmp_path):
     monkeypatch.delenv("HORA_NATIVE", raising=False)
     monkeypatch.setattr(native, "_PATH", tmp_path / "libhora.so")
     assert "no C compiler" in native._loaded.__wrapped__()
@@ -81,7 +81,7 @@ def test_python_goes_on_without_it_and_with_one_of_another_source(monkeypatch, t
 
 
 @needs_it
-def test_a_library_of_an_older_source_is_refused(monkeypatch, tmp_path):
+def test_a_library_built_from_an_older_source_is_rejected(monkeypatch, tmp_path):
     monkeypatch.delenv("HORA_NATIVE", raising=False)
     for path in native._PATH.parent.glob("*.[chs]*"):
         shutil.copy(path, tmp_path)

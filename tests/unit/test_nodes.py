@@ -1,4 +1,4 @@
-"""Nodes that join: this node's rank, admission, and time limits. No process is started."""
+"""Nodes that join a job: their rank, admission, and time limits. No process is started."""
 
 from __future__ import annotations
 
@@ -56,19 +56,19 @@ OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM
         (OPEN_MPI, (2, 1, None, "127.0.0.1", 29500)),
     ],
 )
-def test_the_platforms_variables_say_which_node_this_is(environ, place):
+def test_a_platforms_variables_identify_this_node(environ, place):
     found = find_place(environ, MACHINE)
     assert (found.num_nodes, found.index, found.slots, found.host, found.port) == place
 
 
-def test_pbs_has_a_file(tmp_path):
+def test_pbs_provides_a_file(tmp_path):
     nodes = tmp_path / "nodes"
     nodes.write_text("node3.cluster\nnode3.cluster\nnode7.cluster\nnode7.cluster\nnode7.cluster\n")
     found = find_place({"PBS_NODEFILE": str(nodes)}, MACHINE)
     assert (found.num_nodes, found.index, found.slots, found.host) == (2, 1, 3, "node3.cluster")
 
 
-def test_flags_win():
+def test_flags_take_precedence():
     found = find_place(KUBEFLOW, MACHINE, num_nodes=5, index=4, meet="other:1234", slots=2)
     assert (found.num_nodes, found.index, found.slots, found.host, found.port) == (5, 4, 2, "other", 1234)
     assert find_place({"MASTER_ADDR": "a", "MASTER_PORT": "77"}, MACHINE, num_nodes=2, index=0).port == 77
@@ -97,7 +97,7 @@ def test_flags_win():
         ({"SLURM_JOB_ID": "1"}, {}, "leave --join out"),
     ],
 )
-def test_half_a_place_is_an_error_that_names_what_is_missing(environ, flags, words):
+def test_an_incomplete_specification_names_the_missing_part(environ, flags, words):
     with pytest.raises(ValueError, match=words):
         find_place(environ, MACHINE, **flags)
 
@@ -118,12 +118,12 @@ def agents():
     opened.dismiss(0)
 
 
-def test_nodes_join_and_have_names_of_their_own(agents):
+def test_nodes_join_under_unique_names(agents):
     connection, welcome = joining(agents)
     assert isinstance(welcome, Welcome)
     assert agents.hosts() == [HostInfo("a", 1), HostInfo("b", 2)]
     second, _ = joining(agents, node=2, name="b")
-    assert agents.hosts()[2] == HostInfo("b-2", 2)  # a name of its own
+    assert agents.hosts()[2] == HostInfo("b-2", 2)  # a unique name
     agents.wait(1.0)
     second.close()
     wait_until("the second node is gone", lambda: len(agents.hosts()) == 2)
@@ -143,7 +143,7 @@ def test_nodes_join_and_have_names_of_their_own(agents):
         ({"slots": 0}, "it offers 0 slots"),
     ],
 )
-def test_nodes_that_do_not_fit_are_refused_in_words(agents, header, words):
+def test_unsuitable_nodes_are_rejected_with_an_explanation(agents, header, words):
     connection, answer = joining(agents, **header)
     assert isinstance(answer, Refused)
     assert words in answer.why
@@ -152,7 +152,7 @@ def test_nodes_that_do_not_fit_are_refused_in_words(agents, header, words):
     connection.close()
 
 
-def test_an_agent_of_an_earlier_version_is_refused_in_its_own_words(agents):
+def test_an_agent_of_an_earlier_version_is_rejected_in_its_own_protocol(agents):
     connection = connect(("127.0.0.1", agents.port), credentials(SECRET), timeout_s=30)
     session = ClientSession(connection, lambda limit_s: connection)
     session.send({"op": "join", "node": 1, "name": "b", "slots": 2, "version": "0.0.1", "protocol": "3"})
@@ -161,7 +161,7 @@ def test_an_agent_of_an_earlier_version_is_refused_in_its_own_words(agents):
     session.close()
 
 
-def test_two_nodes_of_one_number(agents):
+def test_two_nodes_with_the_same_number(agents):
     first, _ = joining(agents)
     second, answer = joining(agents)
     assert "another node of that number has joined already" in answer.why
@@ -169,14 +169,14 @@ def test_two_nodes_of_one_number(agents):
     second.close()
 
 
-def test_a_node_that_never_comes_is_named(agents):
+def test_a_node_that_does_not_join_is_named(agents):
     connection, _ = joining(agents)
     with pytest.raises(StartTimeoutError, match=r"Node 2 did not come to port \d+.*Timeout after 0.2 seconds"):
         agents.wait(0.2)
     connection.close()
 
 
-def test_a_member_that_talks_before_it_has_joined_is_shown_out(agents):
+def test_a_member_that_sends_messages_before_it_has_joined_is_disconnected(agents):
     connection = connect(("127.0.0.1", agents.port), credentials(SECRET), timeout_s=30)
     connection.send(*pack(Output(0, "stdout", b"x")))
     with pytest.raises(EOFError):
@@ -184,13 +184,13 @@ def test_a_member_that_talks_before_it_has_joined_is_shown_out(agents):
     connection.close()
 
 
-def test_who_does_not_hold_the_secret_gets_nothing(agents):
+def test_a_node_with_a_wrong_secret_is_rejected(agents):
     with pytest.raises((OSError, RuntimeError)):
         joining(agents, secret=new_secret())
     assert agents.hosts() == [HostInfo("a", 1)]
 
 
-def test_strangers_who_come_before_the_real_node_do_not_keep_it_away(agents):
+def test_unauthenticated_connections_do_not_keep_a_node_away(agents):
     port = ("127.0.0.1", agents.port)
     strangers = [socket.create_connection(port, timeout=30) for _ in range(5)]
     nonsense = (b"", b"\0" * 3, b"GET / HTTP/1.1\r\n\r\n", json.dumps(JOIN._asdict()).encode(), b"\xff" * 999)
@@ -204,13 +204,13 @@ def test_strangers_who_come_before_the_real_node_do_not_keep_it_away(agents):
     connection.close()
 
 
-def test_a_stranger_in_the_first_nodes_place_learns_nothing():
+def test_an_impostor_of_the_first_node_learns_nothing():
     heard = bytearray()
 
     def listen(server: socket.socket) -> None:
         with server.accept()[0] as sock:
             sock.settimeout(30)
-            sock.sendall(b"\x5a" * 400)  # no proof of anything
+            sock.sendall(b"\x5a" * 400)  # not a valid proof
             with contextlib.suppress(OSError):
                 while data := sock.recv(4096):
                     heard.extend(data)
@@ -265,7 +265,7 @@ def test_the_components_of_a_heterogeneous_job(srun):
     assert [component.gpus for component in found.components] == ["", "a100:16"]
 
 
-def test_what_was_not_allocated_is_refused(srun):
+def test_requests_beyond_the_allocation_are_rejected(srun):
     with pytest.raises(ValueError, match="-np 9, but the Slurm job has 3 tasks and 8 cores on 2 nodes"):
         allocation(Options(num_proc=9), {**ALLOCATED, **srun})
     with pytest.raises(ValueError, match="SLURM_TASKS_PER_NODE speaks of 3 nodes"):
@@ -282,5 +282,5 @@ def test_what_was_not_allocated_is_refused(srun):
         ({}, {"SLURM_JOB_ID": ""}),
     ],
 )
-def test_other_jobs_are_none_of_the_allocations_business(srun, options, environ):
+def test_other_launch_modes_ignore_the_allocation(srun, options, environ):
     assert allocation(Options(num_proc=2, **options), {**ALLOCATED, **srun, **environ}) is None

@@ -14,7 +14,7 @@ from hora.errors import AuthenticationError
 from hora.net import noise
 from hora.net.noise import Cipher, Handshake
 
-# cacophony's, as snow and others use them.
+# The vectors of cacophony, which snow and others use as well.
 (VECTOR,) = (
     vector
     for vector in json.loads(Path(__file__).with_name("noise_vectors.json").read_text())["vectors"]
@@ -46,21 +46,21 @@ def test_the_public_vectors():
         assert opens[number % 2].open(ciphertext) == payload
 
 
-def test_after_so_many_messages_both_ends_use_the_next_key(monkeypatch: pytest.MonkeyPatch):
+def test_both_ends_rekey_after_a_fixed_number_of_messages(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(noise, "_MESSAGES_OF_A_KEY", 3)
     key = bytes(range(32))
     sealer, opener = Cipher(key), Cipher(key)
     sealed = [sealer.seal(b"message") for _ in range(8)]
     for number, one in enumerate(sealed):
-        if number in (3, 6):  # as the specification has it: REKEY(k), while the numbers go on
+        if number in (3, 6):  # REKEY(k) of the specification, which leaves the nonces alone
             key = AESGCM(key).encrypt(bytes(4) + b"\xff" * 8, bytes(32), None)[:32]
         assert AESGCM(key).decrypt(bytes(4) + number.to_bytes(8, "big"), one, None) == b"message"
         assert opener.open(one) == b"message"
 
 
 @pytest.mark.parametrize("theirs", [bytes(32), b"\x01" + bytes(31)], ids=["zero", "one"])
-def test_a_half_that_gives_no_key_is_refused(theirs: bytes):
-    """Only who holds the key can send one; it would make the connection's keys those of whoever learns it later."""
+def test_a_public_key_without_a_shared_secret_is_rejected(theirs: bytes):
+    """Only a holder of the key can send one; anyone who learns the key later could then read the connection."""
     initiator, responder = end("init"), end("resp")
     initiator._mix_hash(theirs)
     initiator._chaining_key, key = noise.hkdf(initiator._chaining_key, theirs, 2)
@@ -69,7 +69,7 @@ def test_a_half_that_gives_no_key_is_refused(theirs: bytes):
         responder.write()
 
 
-def test_a_host_whose_openssl_lacks_the_curve_is_told_so(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_curve_of_openssl_is_named(monkeypatch: pytest.MonkeyPatch):
     class Fips:
         @staticmethod
         def generate() -> None:

@@ -1,4 +1,4 @@
-"""The small tools behind `horovod.runner` and `horovod.data` that other programs import."""
+"""The small tools of `horovod.runner` and `horovod.data` that other programs import."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_secrets_are_random_and_digests_are_checked():
     assert secret.HOROVOD_SECRET_KEY == "_HOROVOD_SECRET_KEY"
 
 
-def test_a_timeout_names_what_was_waited_for_and_survives_pickling():
+def test_a_timeout_names_its_activity_and_survives_pickling():
     limit = timeout.Timeout(600, "Timed out waiting for {activity}.")
     limit.check_time_out_for("hosts")
     assert 0 < pickle.loads(pickle.dumps(limit)).remaining() <= 600
@@ -61,7 +61,7 @@ def test_settings_hold_values_and_hide_the_key():
     assert elastic.discovery.find_available_hosts_and_slots() == {"b": 3}
 
 
-def test_objects_as_text():
+def test_objects_are_encoded_as_text():
     text = codec.dumps_base64(lambda: 42)
     assert isinstance(text, str)
     assert codec.loads_base64(text)() == 42
@@ -84,7 +84,7 @@ def test_flags_become_variables():
         _ = config_parser.HOROVOD_NOTHING
 
 
-def test_places_and_names(monkeypatch):
+def test_slots_and_names(monkeypatch):
     slot = SlotInfo(hostname="a", rank=1, local_rank=0, cross_rank=1, size=2, local_size=1, cross_size=2)
     assert slot.to_response_string() == "1,2,0,1,1,2"
     assert INVALID_SLOT_INFO.rank == INVALID_SLOT_INFO.size == -1
@@ -99,7 +99,7 @@ def test_places_and_names(monkeypatch):
     assert RESET_LIMIT_EXCEEDED_MESSAGE.format(3).endswith("exceeded limit: 3")
 
 
-def test_a_place_and_a_meeting_place_as_variables():
+def test_a_slot_and_a_rendezvous_are_described_by_variables():
     slot = gloo_run.get_host_assignments(gloo_run.parse_hosts("a:1,b:1"), 2)[1]
     found = gloo_run.create_slot_env_vars(slot)
     assert found["HOROVOD_HOSTNAME"] == "b"
@@ -178,7 +178,7 @@ class AsyncNumbers(AsyncDataLoaderMixin, Numbers):
 
 
 @pytest.mark.parametrize("size", [0, 1, 64])
-def test_a_loader_gives_epoch_after_epoch(size):
+def test_a_loader_yields_epoch_after_epoch(size):
     loader = AsyncNumbers(size, False, 3)
     try:
         assert [list(loader) for _ in range(3)] == [[0, 10, 20]] * 3
@@ -187,7 +187,7 @@ def test_a_loader_gives_epoch_after_epoch(size):
     assert list(Numbers(2)) == [0, 10]
 
 
-def test_an_epoch_that_was_left_early_leaves_nothing_to_the_next():
+def test_an_interrupted_epoch_does_not_affect_the_next():
     loader = AsyncNumbers(2, False, 100)
     assert next(iter(loader)) == 0
     assert list(loader) == [number * 10 for number in range(100)]
@@ -195,7 +195,7 @@ def test_an_epoch_that_was_left_early_leaves_nothing_to_the_next():
     assert not loader.thread.is_alive()
 
 
-def test_closing_ends_a_thread_that_has_no_room_for_its_batch():
+def test_closing_stops_a_thread_that_is_blocked_on_a_full_queue():
     loader = AsyncNumbers(1, False, 10**9)
     assert next(iter(loader)) == 0
     wait_until("the queue is full", loader.queue.full)
@@ -203,7 +203,7 @@ def test_closing_ends_a_thread_that_has_no_room_for_its_batch():
     assert not loader.thread.is_alive()
 
 
-def test_an_error_while_reading_reaches_who_takes_the_batches():
+def test_a_read_error_reaches_the_consumer_of_the_batches():
     loader = AsyncNumbers(4, False, 3, 1)
     batches = iter(loader)
     assert next(batches) == 0
@@ -213,9 +213,7 @@ def test_an_error_while_reading_reaches_who_takes_the_batches():
 
 
 class Reader:
-    """Gives ten rows in the way of Petastorm's readers, one by one or four at a time, and begins again when asked
-    to.
-    """
+    """Yields ten rows as Petastorm's readers do, one by one or four at a time; `reset` starts again."""
 
     Row = collections.namedtuple("Row", "x label")
 
@@ -242,7 +240,7 @@ def labels(batches):
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_loaders_over_a_reader_give_batches_epoch_by_epoch(batched):
+def test_loaders_over_a_reader_yield_batches_epoch_by_epoch(batched):
     reader = Reader(batched=batched)
     loader = data_loaders.PytorchDataLoader(reader, 4, 0)
     assert len(loader) == 0
@@ -258,7 +256,7 @@ def test_loaders_over_a_reader_give_batches_epoch_by_epoch(batched):
     assert sorted(shuffled[0]) == list(range(10))
 
 
-def test_loaders_read_ahead_go_on_or_keep_everything():
+def test_async_infinite_and_in_memory_loaders():
     ahead = data_loaders.PytorchAsyncDataLoader(2, False, Reader(batched=True), 4, 0)
     assert labels(ahead) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     ahead.close_async_loader()
@@ -273,7 +271,7 @@ def test_loaders_read_ahead_go_on_or_keep_everything():
         data_loaders.PytorchDataLoader([1, 2], 4, 0)
 
 
-def test_models_and_other_objects_as_text_and_as_files():
+def test_models_and_other_objects_are_serialized_as_text_and_files():
     model = torch.nn.Linear(2, 1)
     again = torch_util.deserialize_fn()(torch_util.serialize_fn()(model))
     assert torch.equal(again.weight, model.weight)

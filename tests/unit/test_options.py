@@ -1,4 +1,4 @@
-"""Flags, YAML keys and variables of a launch, and rejected values."""
+"""Flags, YAML keys and environment variables of a launch, and rejected values."""
 
 from types import SimpleNamespace
 
@@ -23,18 +23,18 @@ def options(*argv, environ=None):
     return read("-np", "2", *argv, environ=environ)[1]
 
 
-def test_the_command_starts_at_the_first_word_that_is_no_option():
+def test_the_command_starts_at_the_first_word_that_is_not_an_option():
     args = parse("-np", "4", "--tcp", "-H", "a:2,b:2", "python", "train.py", "-np", "9", "--epochs=3", "--", "x")
     assert args.command == ["python", "train.py", "-np", "9", "--epochs=3", "--", "x"]
     assert (args.num_proc, args.hosts) == (4, "a:2,b:2")
     assert parse("-np", "1", "--", "-odd-program", "-x").command == ["-odd-program", "-x"]
 
 
-def test_nothing_is_exported_unless_asked_for():
+def test_nothing_is_exported_unless_requested():
     assert options("python").worker_env() == {}
 
 
-# Every flag that reaches the workers, its variable and its text there.
+# Every flag that reaches the workers, with its variable and value there.
 EXPORTS = [
     (["--fusion-threshold-mb", "10"], {"HOROVOD_FUSION_THRESHOLD": "10485760"}),
     (["--fusion-threshold-mb", "0"], {"HOROVOD_FUSION_THRESHOLD": "0"}),
@@ -99,7 +99,7 @@ def test_launcher_flags_have_horovods_names():
     assert Options.from_args(args, {}).elastic
 
 
-def test_interfaces_are_united_over_all_their_flags():
+def test_interfaces_are_collected_from_all_their_flags():
     with pytest.warns(DeprecationWarning, match="--network-interfaces"):
         args = parse("-np", "1", "--network-interface", "a,b", "--network-interfaces", "c, d", "python")
     assert args.nics == {"a", "b", "c", "d"}
@@ -111,7 +111,7 @@ def test_old_timestamp_flags_warn_and_work(flag, shown):
         assert parse("-np", "1", flag, "python").log_with_timestamp is shown
 
 
-def test_launcher_variables_stand_in_for_missing_flags():
+def test_environment_variables_replace_missing_flags():
     environ = {"HOROVOD_START_TIMEOUT": "7", "HOROVOD_ELASTIC_TIMEOUT": "9"}
     assert options("python", environ=environ).effective("start_timeout") == 7
     assert options("--start-timeout", "3", "python", environ=environ).effective("start_timeout") == 3
@@ -141,7 +141,7 @@ def test_launcher_variables_stand_in_for_missing_flags():
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_impossible_values_are_refused_by_name(argv):
+def test_out_of_range_values_are_rejected_by_name(argv):
     flag = "-np" if argv[0] == "--num-proc" else argv[0]
     with pytest.raises(ValueError, match=flag) as caught:
         parse("-np", "2", *argv, "python")
@@ -149,7 +149,7 @@ def test_impossible_values_are_refused_by_name(argv):
 
 
 @pytest.mark.parametrize("flag", ["--mpi", "--jsrun"])
-def test_controllers_that_are_not_there_are_refused(flag):
+def test_unavailable_controllers_are_rejected(flag):
     with pytest.raises(ValueError, match=f"{flag}: MPI support has not been built"):
         parse("-np", "2", flag, "python")
 
@@ -211,7 +211,7 @@ unknown: [1, 2]
 """
 
 
-def test_a_config_file_sets_every_knob_that_has_a_key(tmp_path):
+def test_a_config_file_sets_every_option_that_has_a_key(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text(CONFIG)
     chosen = options("--config-file", str(path), "python")
@@ -236,7 +236,7 @@ def test_a_config_file_sets_every_knob_that_has_a_key(tmp_path):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_flags_win_over_the_file_wherever_they_stand(tmp_path, first):
+def test_flags_take_precedence_over_the_file_in_any_order(tmp_path, first):
     path = tmp_path / "c.yaml"
     path.write_text(CONFIG)
     mine = ["--fusion-threshold-mb", "1", "--no-autotune", "--no-stall-check", "--log-with-timestamp"]
@@ -249,7 +249,7 @@ def test_flags_win_over_the_file_wherever_they_stand(tmp_path, first):
     assert env["HOROVOD_LOG_HIDE_TIME"] == "0"
 
 
-def test_a_controller_flag_makes_the_files_controller_moot(tmp_path):
+def test_a_controller_flag_overrides_the_files_controller(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("controller: mpi\n")
     assert options("--gloo", "--config-file", str(path), "python").use_mpi is None
@@ -283,14 +283,14 @@ def test_bad_config_files_name_the_key(tmp_path, text, words):
         options("--config-file", str(path), "python")
 
 
-def test_a_missing_config_file_is_named_and_an_empty_one_is_fine(tmp_path):
+def test_a_missing_config_file_is_named_and_an_empty_one_is_valid(tmp_path):
     with pytest.raises(ValueError, match="No such file"):
         options("--config-file", str(tmp_path / "none.yaml"), "python")
     (tmp_path / "empty.yaml").write_text("")
     assert options("--config-file", str(tmp_path / "empty.yaml"), "python").worker_env() == {}
 
 
-def test_any_object_with_the_attributes_will_do_and_is_checked():
+def test_any_object_with_the_attributes_is_accepted_and_validated():
     args = SimpleNamespace(
         num_proc="3",
         hosts="localhost:3",
@@ -320,7 +320,7 @@ def test_no_variable_flag_or_key_is_used_twice():
         assert len(values) == len(set(values))
 
 
-def test_what_changes_nothing_is_named_with_the_reason():
+def test_options_without_effect_are_named_with_the_reason():
     noise = ["--autotune", "--autotune-gaussian-process-noise", "0.5"]
     asked = [*noise, "--cycle-time-ms", "2", "--max-np", "4", "--disable-cache"]
     assert options(*asked, "python", environ={"HOROVOD_ELASTIC_TIMEOUT": "9"}).without_effect() == [
@@ -332,7 +332,7 @@ def test_what_changes_nothing_is_named_with_the_reason():
     assert options("--min-np", "1", "--max-np", "4", "--fusion-threshold-mb", "1", "python").without_effect() == []
 
 
-def test_the_short_help_has_examples_and_the_common_options_and_names_the_long_one(capsys):
+def test_the_short_help_has_examples_and_common_options_and_mentions_the_long_one(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
     text = capsys.readouterr().out

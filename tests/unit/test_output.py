@@ -1,4 +1,4 @@
-"""The workers' output: prefixes, line ends, encodings, files, limits."""
+"""Output of the workers: prefixes, line ends, encodings, files, limits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_lines_of_different_ranks_are_not_mixed():
     assert got == b"[1]<stdout>:other\n[0]<stdout>:half line\n"
 
 
-def test_a_last_line_without_newline_is_shown_and_ended():
+def test_a_last_line_without_newline_is_shown_and_terminated():
     assert collect([(0, "stdout", b"end"), (1, "stdout", b"too")]) == b"[0]<stdout>:end\n[1]<stdout>:too\n"
 
 
@@ -53,17 +53,17 @@ def test_a_progress_bar_is_shown_before_its_line_ends():
 
 
 def bar(num_updates: int) -> bytes:
-    """What tqdm writes: a return first, then the bar, and a newline at its end."""
+    """Return output as tqdm writes it: a carriage return before each update of the bar, a newline at the end."""
     return b"".join(b"\rTrain %d%%" % percent for percent in range(num_updates)) + b"\n"
 
 
-def test_a_return_before_any_text_gets_no_prefix():
+def test_a_carriage_return_before_any_text_gets_no_prefix():
     got = collect([(0, "stderr", bar(3))])
     assert got == b"\r[0]<stderr>:Train 0%\r[0]<stderr>:Train 1%\r[0]<stderr>:Train 2%\n"
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 1000])
-def test_a_file_keeps_the_last_state_of_a_line_that_was_written_over(tmp_path: Path, size: int):
+def test_a_file_keeps_the_last_state_of_an_overwritten_line(tmp_path: Path, size: int):
     data = b"before\n" + bar(50) + b"after\r\n" + b"cut 1%\rcut 2%\r"
     chunks = [(0, "stderr", data[i : i + size]) for i in range(0, len(data), size)]
     wanted = b"[0]<stderr>:before\n[0]<stderr>:Train 49%\n[0]<stderr>:after\n[0]<stderr>:cut 2%\n"
@@ -78,7 +78,7 @@ def test_a_file_keeps_the_last_state_of_a_line_that_was_written_over(tmp_path: P
 
 
 @pytest.mark.parametrize("cut", range(1, 9))
-def test_split_utf8_survives_on_text_streams(cut: int):
+def test_utf8_split_between_chunks_survives_on_text_streams(cut: int):
     data, sink = "grüße €\n".encode(), io.StringIO()
     output = OutputWriter(OutputOptions(stdout=sink), {0: 0})
     output.feed(0, "stdout", data[:cut])
@@ -86,29 +86,29 @@ def test_split_utf8_survives_on_text_streams(cut: int):
     assert sink.getvalue() == "[0]<stdout>:grüße €\n"
 
 
-def test_bytes_that_are_no_utf8_pass_unchanged_or_replaced():
+def test_invalid_utf8_is_passed_unchanged_or_replaced():
     assert collect([(0, "stdout", b"\xff\xfe\n")]) == b"[0]<stdout>:\xff\xfe\n"
     sink = io.StringIO()
     OutputWriter(OutputOptions(stdout=sink), {0: 0}).feed(0, "stdout", b"\xff!\n")
     assert sink.getvalue() == "[0]<stdout>:\N{REPLACEMENT CHARACTER}!\n"
 
 
-def test_timestamps_come_before_the_rank():
+def test_timestamps_precede_the_rank():
     got = collect([(1, "stdout", b"x\n")], timestamp=True).decode()
     assert re.fullmatch(r"\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4}\[1\]<stdout>:x\n", got)
 
 
-def test_without_prefix_the_bytes_are_the_workers_own():
+def test_without_prefix_the_workers_bytes_are_unchanged():
     assert collect([(0, "stdout", b"a\nb")], prefix=False) == b"a\nb\n"
 
 
-def test_a_very_long_line_leaves_in_pieces_with_one_prefix():
+def test_a_very_long_line_is_written_in_pieces_with_one_prefix():
     long = b"x" * (3 * MAX_LINE_BYTES)
     chunks = [(0, "stdout", long[i : i + 65536]) for i in range(0, len(long), 65536)]
     assert collect([*chunks, (0, "stdout", b"\n")]) == b"[0]<stdout>:" + long + b"\n"
 
 
-def test_a_line_in_pieces_is_closed_before_another_rank_speaks():
+def test_a_line_in_pieces_is_closed_before_another_ranks_output():
     long = b"x" * MAX_LINE_BYTES
     got = collect([(0, "stdout", long), (1, "stdout", b"me\n"), (0, "stdout", b"y\n")])
     assert got == b"[0]<stdout>:" + long + b"\n[1]<stdout>:me\n[0]<stdout>:y\n"
@@ -123,7 +123,7 @@ def test_files_hold_the_same_lines(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("num_proc", "name"), [(1, "rank.0"), (10, "rank.9"), (11, "rank.05"), (101, "rank.005")])
-def test_directories_are_padded_to_the_digits_of_the_last_rank(tmp_path: Path, num_proc: int, name: str):
+def test_directory_names_are_padded_to_the_digits_of_the_last_rank(tmp_path: Path, num_proc: int, name: str):
     OutputWriter(OutputOptions(directory=str(tmp_path)), {rank: rank for rank in range(num_proc)}).close()
     assert (tmp_path / name / "stdout").exists()
 
@@ -134,7 +134,7 @@ def test_old_files_are_truncated(tmp_path: Path):
     assert (tmp_path / "rank.0/stdout").read_bytes() == b"[0]<stdout>:b\n"
 
 
-def test_a_full_disk_costs_the_log_but_not_the_job(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_full_disk_loses_the_log_but_not_the_job(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "rank.0").mkdir()
     (tmp_path / "rank.0/stdout").symlink_to("/dev/full")
     got = collect([(0, "stdout", b"a\n"), (0, "stdout", b"b\n")], directory=str(tmp_path))
@@ -173,23 +173,23 @@ def test_the_tail_is_the_end_of_both_streams_and_stays_small():
     assert tail.startswith("line ")
 
 
-def test_a_tail_keeps_the_end_and_begins_with_a_line():
+def test_a_tail_keeps_the_end_and_begins_with_a_whole_line():
     tail = Tail(10)
     tail.add(b"one\ntwo\n")
     assert (tail.text, bytes(tail)) == ("one\ntwo\n", b"one\ntwo\n")
     tail.add(b"x\n")
-    assert tail.text == "one\ntwo\nx\n"  # full, and nothing is lost
+    assert tail.text == "one\ntwo\nx\n"  # full, but nothing is lost yet
     tail.add(b"y\n")
     assert (tail.text, bytes(tail)) == ("two\nx\ny\n", b"e\ntwo\nx\ny\n")
     tail.add(b"z" * 100)
-    assert (tail.text, bytes(tail)) == ("z" * 10, b"z" * 10)  # no line starts there
+    assert (tail.text, bytes(tail)) == ("z" * 10, b"z" * 10)  # it has no line start
     for _ in range(100):
         tail.add(b"abc\n")
     assert (tail.text, bytes(tail)) == ("abc\nabc\n", b"c\nabc\nabc\n")
     assert len(tail._kept) <= 20
 
 
-def test_log_files_are_their_owners_alone(tmp_path):
+def test_log_files_are_readable_by_their_owner_only(tmp_path):
     log = LogFile(tmp_path / "folder" / "0" / "stdout")
     log.write(b"loss 0.1")
     assert stat.S_IMODE(log.path.stat().st_mode) == 0o600

@@ -1,4 +1,4 @@
-"""Several tensors as one: portions, and the order in which portions overlap."""
+"""Packing several tensors into one: portions, and the order in which portions overlap."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ sizes = st.lists(st.integers(0, 50), max_size=12)
 
 
 @given(sizes, st.integers(1, 60))
-def test_runs_cover_everything_once_and_keep_the_limit(each, limit):
+def test_runs_cover_all_tensors_once_and_respect_the_limit(each, limit):
     found = [list(run) for run in runs(each, limit)]
     assert [index for run in found for index in run] == list(range(len(each)))
     for run in found:
@@ -21,7 +21,7 @@ def test_runs_cover_everything_once_and_keep_the_limit(each, limit):
 
 
 @given(sizes, st.integers(1, 60))
-def test_portions_are_views_of_everything_in_order(each, limit):
+def test_portions_are_views_of_all_tensors_in_order(each, limit):
     flat = torch.arange(sum(each))
     inputs = list(flat.split(each))
     found = list(portions(inputs, inputs, limit))
@@ -37,12 +37,12 @@ def test_spread_shortens_only_the_end(total, num_parts):
     parts = spread(total, num_parts)
     assert sum(parts) == total
     assert len(parts) == num_parts
-    # A gather of equal parts then has everything at its front.
+    # A gather of equal parts then has all data at its front.
     assert all(part == parts[0] for part in parts[: total // max(parts[0], 1)])
     assert parts == sorted(parts, reverse=True)
 
 
-def test_each_work_starts_before_the_one_before_it_ends():
+def test_each_work_starts_before_its_predecessor_ends():
     order = []
 
     def work(name):
@@ -55,7 +55,7 @@ def test_each_work_starts_before_the_one_before_it_ends():
     overlap(())
 
 
-def test_a_work_that_yields_twice_is_a_mistake():
+def test_a_work_that_yields_twice_is_an_error():
     def work():
         yield
         yield
@@ -72,11 +72,11 @@ def test_buffers_are_kept_per_purpose_up_to_their_limit():
     assert buffers.take("b", 10, torch.int64).data_ptr() != first.data_ptr()
     large = buffers.take("a", 5000, torch.float32)
     assert large.shape == (5000,)
-    assert buffers.take("a", 10, torch.uint8).data_ptr() == first.data_ptr()  # the large one was not kept
+    assert buffers.take("a", 10, torch.uint8).data_ptr() == first.data_ptr()  # the large buffer was not kept
     buffers.clear()
 
 
-def test_unpack_leaves_the_rest_alone():
+def test_unpack_ignores_the_rest():
     outputs = [torch.zeros(2), torch.zeros(0), torch.zeros(1)]
     unpack(torch.arange(5.0), outputs)
     assert [output.tolist() for output in outputs] == [[0.0, 1.0], [], [2.0]]

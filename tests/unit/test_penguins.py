@@ -1,4 +1,4 @@
-"""The penguin preparation: the lab's steps, in pandas. (tests/integration compares it with Spark.)"""
+"""Preparation of the penguin data: the lab's steps, in pandas. (tests/integration compares it with Spark.)"""
 
 import numpy as np
 import pytest
@@ -31,20 +31,20 @@ def test_steps_of_the_lab():
     assert 26 < mass.min() < mass.max() < 64
 
 
-def test_no_test_bird_is_trained_on():
+def test_no_test_row_is_in_the_training_set():
     data = load_penguins()
     train = {tuple(row) for row in data.train.features.tolist()}
     assert not any(tuple(row) in train for row in data.test.features.tolist())
 
 
-def test_the_seed_decides_the_split():
+def test_the_seed_determines_the_split():
     first, again = load_penguins(), load_penguins()
     other = load_penguins(preparation=Preparation(seed=1))
     assert np.array_equal(first.train.features, again.train.features)
     assert not np.array_equal(first.train.features, other.train.features)
 
 
-def test_copies_follow_one_another():
+def test_copies_are_concatenated():
     once = load_penguins(preparation=Preparation(copies=1)).train.features
     thrice = load_penguins(preparation=Preparation(copies=3)).train.features
     assert np.array_equal(thrice, np.concatenate([once] * 3))
@@ -92,13 +92,13 @@ def test_preparation_is_validated(wrong, match):
         Preparation(**wrong)
 
 
-def test_without_the_package(monkeypatch):
+def test_without_the_package_the_error_names_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install palmerpenguins"):
         load_penguins()
 
 
-def test_indexing_is_by_frequency_then_name():
+def test_categories_are_ordered_by_frequency_then_name():
     assert by_frequency([("b", 2), ("a", 2), ("c", 9)]) == ("c", "a", "b")
     assert species_names(("Adelie", "Gentoo")) == ("Adelie", "Gentoo")
     assert len(COLUMNS) == 6

@@ -22,7 +22,7 @@ from hora.spark.estimator.torch_model import TorchModel
 
 
 class OneFile:
-    """A session whose DataFrames have one row, and which keeps what was written of it last."""
+    """A session whose DataFrames have one row; it keeps the last one written."""
 
     version = "3.5.9"
 
@@ -61,7 +61,7 @@ SESSION = OneFile()
 
 @pytest.fixture
 def metadata():
-    """What was saved, which is then what is loaded."""
+    """The saved metadata, which tests load again."""
     SESSION.kept.clear()
     return SESSION.kept
 
@@ -72,7 +72,7 @@ def _model() -> TorchModel:
     return TorchModel(model=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.5), run_id="run")
 
 
-def test_a_model_comes_back_with_its_optimizer_and_as_nothing_else(metadata):
+def test_a_model_is_restored_with_its_optimizer_and_only_as_a_model(metadata):
     saved = _model()
     saved.write().session(SESSION).saveImpl("model")
     found = TorchModel.read().session(SESSION).load("model")
@@ -83,7 +83,7 @@ def test_a_model_comes_back_with_its_optimizer_and_as_nothing_else(metadata):
         TorchEstimator.read().session(SESSION).load("model")
 
 
-def test_files_from_before_the_package_moved_can_be_read(metadata, monkeypatch):
+def test_files_of_older_versions_of_the_package_can_be_read(metadata, monkeypatch):
     saved = _model()
     old = ModuleType("hora.estimator.parcel")
     old.Parcel = type("Parcel", (), {"__module__": old.__name__})
@@ -100,7 +100,7 @@ def test_files_from_before_the_package_moved_can_be_read(metadata, monkeypatch):
 
 
 class Own(torch.nn.Linear):
-    """A class of the user's."""
+    """A class defined by the user."""
 
 
 class Exploit:
@@ -116,7 +116,7 @@ def _tampered(metadata, params) -> None:
 
 
 def _hidden_in_a_storage(evil: bytes) -> bytes:
-    """A pickle that names only what plain pickles of tensors name too, and has it read another one."""
+    """Return a pickle whose only name also occurs in plain pickles of tensors, and which loads another pickle."""
     return b"\x80\x04" + b"ctorch.storage\n_load_from_bytes\n" + b"(B" + struct.pack("<I", len(evil)) + evil + b"tR."
 
 
@@ -139,7 +139,7 @@ def _as_optimizer(evil: bytes) -> bytes:
         _as_optimizer,
     ],
 )
-def test_a_tampered_file_runs_nothing(metadata, monkeypatch, tmp_path, hide, strict):
+def test_a_tampered_file_runs_no_code(metadata, monkeypatch, tmp_path, hide, strict):
     trap = tmp_path / "executed"
     _model().write().session(SESSION).saveImpl("model")
     _tampered(metadata, hide(pickle.dumps(Exploit(trap))))
@@ -163,12 +163,12 @@ def test_a_tampered_file_runs_nothing(metadata, monkeypatch, tmp_path, hide, str
         "collections\nnamedtuple",
     ],
 )
-def test_names_that_lead_elsewhere_are_foreign(name):
+def test_names_that_resolve_outside_torch_are_rejected(name):
     with pytest.raises(ValueError, match="reading it can run any code"):
         persistence.load(b"\x80\x04c" + name.encode() + b"\n.", what="it")
 
 
-def test_torchs_own_parts_are_read_without_trust_and_nothing_else_is(metadata, monkeypatch):
+def test_only_torchs_own_parts_are_read_without_trust(metadata, monkeypatch):
     monkeypatch.setenv("HORA_STRICT", "1")
     layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
     optimizer = torch.optim.Adam(layers.parameters(), lr=0.5)
@@ -190,7 +190,7 @@ def test_torchs_own_parts_are_read_without_trust_and_nothing_else_is(metadata, m
 
 @pytest.mark.parametrize("make", [lambda: Own(2, 1), lambda: torch.jit.script(torch.nn.Linear(2, 1))])
 def test_a_file_that_can_run_code_is_read_only_if_the_user_trusts_it(metadata, monkeypatch, make):
-    """A class of the user's own; TorchScript, which is code."""
+    """Such a file holds a class of the user's, or TorchScript."""
     model = make()
     TorchModel(model=model).write().session(SESSION).saveImpl("model")
 
@@ -212,7 +212,7 @@ def test_a_file_that_can_run_code_is_read_only_if_the_user_trusts_it(metadata, m
 
 
 @pytest.mark.skipif(not hasattr(torch.serialization, "safe_globals"), reason="torch before 2.5")
-def test_a_class_that_the_user_declared_harmless_is_read_without_trust(metadata, monkeypatch):
+def test_a_class_declared_safe_by_the_user_is_read_without_trust(metadata, monkeypatch):
     monkeypatch.setenv("HORA_STRICT", "1")
     TorchModel(model=Own(2, 1)).write().session(SESSION).saveImpl("model")
     with torch.serialization.safe_globals([Own]):
@@ -223,8 +223,8 @@ def loss_of_a_notebook(output, label):
     return ((output - label) ** 2).mean()
 
 
-def test_what_travels_by_value_is_named_and_never_read_without_trust(metadata, monkeypatch):
-    """A class or function that a notebook has defined; and a file that only pretends to hold one."""
+def test_objects_pickled_by_value_are_named_and_never_read_without_trust(metadata, monkeypatch):
+    """Covers classes and functions defined in a notebook, and a file that only pretends to hold one."""
     monkeypatch.setenv("HORA_STRICT", "1")
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     try:

@@ -1,5 +1,4 @@
-"""The plan: whatever the interleaving of announcements, every member derives the same batches, nothing is lost, nothing
-runs twice."""
+"""All members derive the same batches from any interleaving of announcements; nothing is lost or runs twice."""
 
 from __future__ import annotations
 
@@ -28,13 +27,13 @@ def planner(size, threshold=1 << 20, **more):
 
 
 def shape_of(batches):
-    """What a member would carry out, comparable between members."""
+    """Return the operations that a member would execute, comparable between members."""
     return [(b.kind, b.error, b.last_joined, [(p.key, p.index) for p in b.parts]) for b in batches]
 
 
 @st.composite
 def histories(draw):
-    """Members' announcement lists, divided into rounds; the members of a round come in any order on each observer."""
+    """Generate the members' announcement lists, in rounds; each observer sees a round's members in any order."""
     size = draw(st.integers(1, 4))
     names = draw(st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=8))
     repeats = {name: draw(st.integers(1, 3)) for name in names}
@@ -42,7 +41,7 @@ def histories(draw):
     for _ in range(size):
         order = [(n, k) for n in names for k in range(repeats[n])]
         order = draw(st.permutations(order))
-        # A name may be announced again only after the round in which it ran, so occurrences stay in order.
+        # A name may be announced again only after the round in which it ran, so its occurrences stay in order.
         seen = Counter()
         log = []
         for name, _ in order:
@@ -73,7 +72,7 @@ def test_every_member_derives_the_same_batches(history):
                 if position[member] < len(logs[member]):
                     name, _ = logs[member][position[member]]
                     if name in in_flight[member]:
-                        break  # the engine refuses a name that is still in flight
+                        break  # the engine rejects a name that is still in flight
                     in_flight[member].add(name)
                     submitted[member, name] += 1
                     arrivals.append((member, name))
@@ -91,7 +90,7 @@ def test_every_member_derives_the_same_batches(history):
             for (_, name), _ in parts:
                 ran[name] += 1
                 for member in range(size):
-                    in_flight[member].remove(name)  # KeyError: it ran without being asked for, or twice
+                    in_flight[member].remove(name)  # KeyError: it ran unannounced, or twice
     for name, signature in signatures.items():
         times = {submitted[member, name] for member in range(size)}
         assert ran[name] == min(times), (name, signature, times)
@@ -99,7 +98,7 @@ def test_every_member_derives_the_same_batches(history):
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(2, 4), st.data())
-def test_join_completes_what_the_joined_never_announce(size, data):
+def test_join_completes_operations_that_joined_members_never_announce(size, data):
     """Members announce different numbers of steps and then join; all observers agree, and every step runs once."""
     steps = [data.draw(st.integers(0, 5)) for _ in range(size)]
     random = Random(data.draw(st.integers(0, 2**32)))
@@ -148,7 +147,7 @@ def test_disagreement_is_an_error_with_both_values(left, right, words):
     (batch,) = p.close_round()
     for word in [*words, "rank 0", "rank 2", "allreduce.x"]:
         assert word in batch.error
-    for member in range(3):  # the name is free again
+    for member in range(3):  # the name can be used again
         p.feed(member, left, 0)
     (batch,) = p.close_round()
     assert batch.error is None
@@ -170,7 +169,7 @@ def test_a_threshold_of_zero_disables_fusion():
     assert [len(b.parts) for b in p.close_round()] == [1, 1, 1]
 
 
-def test_groups_of_mixed_dtypes_run_together_and_stay_apart_when_asked():
+def test_groups_of_mixed_dtypes_run_together_or_apart_on_request():
     group = allreduce("g", dtype=("float32", "float64", "float32"), operation="grouped_allreduce")
     for fusion, expected in ((True, [3, 1]), (False, [1, 2, 1])):
         p = planner(1, group_fusion=fusion)
@@ -179,7 +178,7 @@ def test_groups_of_mixed_dtypes_run_together_and_stay_apart_when_asked():
         assert [len(b.parts) for b in p.close_round()] == expected
 
 
-def test_a_group_is_all_or_nothing():
+def test_a_group_runs_only_when_complete():
     group = allreduce("g", dtype=("float32",) * 4, operation="grouped_allreduce")
     p = planner(2)
     p.feed(0, group, 0)
@@ -190,7 +189,7 @@ def test_a_group_is_all_or_nothing():
 
 
 @pytest.mark.parametrize("kind", [Kind.ALLGATHER, Kind.BROADCAST, Kind.ALLTOALL, Kind.REDUCESCATTER, Kind.BARRIER])
-def test_what_join_does_not_support_is_an_error_and_life_goes_on(kind):
+def test_operations_unsupported_by_join_fail_and_the_next_succeed(kind):
     p = planner(2)
     p.feed(1, JOIN, 0)
     p.feed(0, Signature(kind, kind.name.lower(), "x", ("float32",), ((4,),), extra=(2, 2)), 0)
@@ -201,7 +200,7 @@ def test_what_join_does_not_support_is_an_error_and_life_goes_on(kind):
     assert (batch.kind, batch.last_joined) == (Kind.JOIN, 0)
 
 
-def test_a_completed_join_knows_the_highest_unnamed_number():
+def test_a_completed_join_has_the_highest_unnamed_number():
     p = planner(2)
     unnamed = allreduce(None)
     for instance in range(5):
@@ -214,7 +213,7 @@ def test_a_completed_join_knows_the_highest_unnamed_number():
 
 
 @pytest.mark.parametrize("signature", [allreduce("x"), allreduce(None), allreduce("b", extra=(1,))])
-def test_the_short_way_gives_what_the_long_way_gives(signature):
+def test_the_short_path_equals_the_long_path(signature):
     long, short = planner(3), planner(3)
     for instance in (0, 1):
         for member in range(3):
@@ -230,7 +229,7 @@ def test_the_short_way_gives_what_the_long_way_gives(signature):
     assert not short.idle
 
 
-def test_the_short_way_fuses_several_requests_as_the_long_way_does():
+def test_the_short_path_fuses_several_requests_like_the_long_path():
     kinds = [
         allreduce("x"),
         allreduce(None),
@@ -254,7 +253,7 @@ def test_the_short_way_fuses_several_requests_as_the_long_way_does():
 
 
 def on_two_gpus(threshold=1 << 20):
-    """Rank 1 has one of three tensors on another GPU than the others."""
+    """Return a plan in which rank 1 has one of three tensors on another GPU than the others."""
     plan = planner(2, threshold)
     for name in "abc":
         plan.feed(0, allreduce(name, device="cuda"), 0)
@@ -270,7 +269,7 @@ def test_tensors_on_two_gpus_of_a_rank_are_not_fused():
     assert [len(batch.parts) for batch in on_two_gpus(threshold=0).close_round()] == [1, 1, 1]
 
 
-def test_a_rank_that_has_joined_takes_part_on_its_first_gpu():
+def test_a_joined_rank_takes_part_on_its_first_gpu():
     plan = planner(2)
     plan.feed(1, JOIN, 0)
     plan.feed(0, allreduce("a", device="cuda"), 0)
@@ -283,8 +282,8 @@ def test_a_rank_that_has_joined_takes_part_on_its_first_gpu():
     assert "CPU/GPU device selection: rank 0 has cuda, rank 1 has cpu" in str(batch.error)
 
 
-def test_gpus_are_told_apart_by_the_order_of_their_first_use():
-    """So that ranks on different GPUs, each on one, say the same."""
+def test_gpus_are_numbered_in_the_order_of_their_first_use():
+    """Ranks that use one GPU each then announce the same label, whatever its number."""
     validator = Validator([0, 1])
     gpus = [torch.device("cuda", number) for number in (3, 1, 3, 0)]
     assert [validator.device_label(gpu) for gpu in gpus] == ["cuda", "cuda/2", "cuda", "cuda/3"]

@@ -1,4 +1,4 @@
-"""Decisions about a job of a fixed size, without any process."""
+"""Decisions about a job of fixed size, made without processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def workers(**of_all: object) -> list[Worker]:
 
 
 def but(facts: Facts, changes: dict[int, dict[str, object]]) -> Facts:
-    """The same, except for what is said of some workers."""
+    """Return the facts with changes to some workers."""
     return replace(facts, workers=[replace(w, **changes.get(w.number, {})) for w in facts.workers])
 
 
@@ -50,20 +50,20 @@ RUNNING = Facts(generation=0, workers=workers(started=True, joined=True))
 SUCCESS = {"state": WorkerState.SUCCEEDED, "exited": True}
 
 
-def test_begins_with_all_its_places():
+def test_a_job_begins_with_all_its_slots():
     assert decide(Facts(), 0.0) == Begin(PLACES)
 
 
-def test_waits_until_the_start_deadline_for_workers_to_connect():
+def test_workers_may_connect_until_the_start_deadline():
     assert decide(STARTED, 1.0) == Wait(30.0)
     assert decide(replace(STARTED, begun_at=5.0), 30.0) == Wait(35.0)
 
 
-def test_waits_without_limit_once_all_are_there():
+def test_a_complete_job_runs_without_limit():
     assert decide(RUNNING, 1e6) == Wait(None)
 
 
-def test_gives_up_on_workers_that_do_not_connect_and_names_them():
+def test_workers_that_do_not_connect_in_time_end_the_job_and_are_named():
     decision = decide(but(BEGUN, {1: {"joined": True}}), 30.0)
     assert isinstance(decision, GiveUp)
     assert decision.message.startswith("Timed out waiting for 2 of 3 processes to connect")
@@ -71,14 +71,14 @@ def test_gives_up_on_workers_that_do_not_connect_and_names_them():
     assert decision.message.endswith("Timeout after 30 seconds.")
 
 
-def test_a_worker_that_is_cut_off_for_good_ends_the_job():
+def test_a_worker_that_stays_disconnected_ends_the_job():
     cut_off = but(RUNNING, {1: {"lost_at": 50.0}})
-    assert decide(cut_off, 51.0) == Wait(50.0 + LOST_LIMIT_S)  # it may come back
+    assert decide(cut_off, 51.0) == Wait(50.0 + LOST_LIMIT_S)  # it may reconnect
     decision = decide(cut_off, 50.0 + LOST_LIMIT_S)
     assert isinstance(decision, Fail)
     assert decision.failure is not None
     assert (decision.failure.worker, decision.failure.reason) == (1, "its connection to the launcher was lost")
-    assert decide(cut_off, 999.0, needs_results=False) == Wait(None)  # of a command its exit status is awaited
+    assert decide(cut_off, 999.0, needs_results=False) == Wait(None)  # for a command, only the exit status counts
 
 
 def test_commands_need_not_connect():
@@ -88,16 +88,16 @@ def test_commands_need_not_connect():
     assert decision.message.startswith("Timed out waiting for 3 of 3 processes to start")
 
 
-def test_a_command_that_is_over_already_is_not_missing():
+def test_a_finished_command_is_not_missing():
     assert decide(but(STARTED, {2: {"started": False, **SUCCESS}}), 1e6, needs_results=False) == Wait(None)
 
 
-def test_finishes_when_all_workers_have_ended_well():
+def test_a_job_ends_when_all_workers_have_succeeded():
     assert decide(but(RUNNING, {0: SUCCESS, 1: SUCCESS, 2: SUCCESS}), 5.0) == EndJob()
     assert decide(but(RUNNING, {0: SUCCESS, 1: SUCCESS}), 5.0) == Wait(None)
 
 
-def test_a_process_that_lingers_after_the_last_result_does_not_keep_the_results():
+def test_a_process_that_lingers_after_the_last_result_does_not_delay_the_results():
     at = {0: 1.0, 1: 5.0, 2: 2.0}
     returned = but(RUNNING, {n: {"state": WorkerState.SUCCEEDED, "since": since} for n, since in at.items()})
     returned = but(returned, {0: {"exited": True}})
@@ -114,7 +114,7 @@ def test_the_first_failure_ends_the_job_at_once():
     assert decide(replace(RUNNING, failures=[first, second]), 1.2) == Fail(first)
 
 
-def test_a_failure_at_the_exit_of_a_worker_that_returned_is_a_failure():
+def test_a_failure_while_exiting_after_the_result_is_a_failure():
     everything = but(RUNNING, {0: SUCCESS, 1: SUCCESS, 2: SUCCESS})
     assert decide(replace(everything, failures=[failure(1, 1.0)]), 1.2) == Fail(failure(1, 1.0))
 
@@ -126,38 +126,38 @@ def test_a_complaint_about_a_lost_peer_is_not_the_root_cause(order: tuple[int, i
     assert decide(replace(RUNNING, failures=failures), 1.2) == Fail(both[1])
 
 
-def test_waits_a_moment_for_the_root_cause_then_takes_what_there_is():
+def test_the_root_cause_is_waited_for_briefly():
     facts = replace(RUNNING, failures=[failure(0, 1.0, consequence=True), failure(2, 1.5, consequence=True)])
     assert decide(facts, 1.6) == Wait(1.0 + ROOT_CAUSE_WAIT_S)
     assert decide(facts, 1.0 + ROOT_CAUSE_WAIT_S) == Fail(facts.failures[0])
 
 
-def test_does_not_wait_for_a_root_cause_when_all_have_ended():
+def test_no_root_cause_is_waited_for_when_all_have_ended():
     facts = replace(RUNNING, failures=[failure(0, 1.0, consequence=True)])
     facts = but(facts, {0: {"state": WorkerState.FAILED, "exited": True}, 1: SUCCESS, 2: SUCCESS})
     assert decide(facts, 1.1) == Fail(facts.failures[0])
 
 
-def test_a_worker_that_left_without_an_error_is_the_root_cause_not_those_that_needed_it():
+def test_a_worker_that_exited_early_is_the_root_cause_of_complaints_about_it():
     complaints = [failure(0, 1.0, consequence=True, blames=1), failure(2, 1.1, consequence=True, blames=1)]
     facts = replace(RUNNING, failures=complaints)
-    assert decide(facts, 1.2) == Wait(1.0 + ROOT_CAUSE_WAIT_S)  # its end has not been seen yet
+    assert decide(facts, 1.2) == Wait(1.0 + ROOT_CAUSE_WAIT_S)  # the controller has not seen its exit yet
     found = decide(but(facts, {1: SUCCESS}), 1.3)
     assert isinstance(found, Fail)
     assert found.failure is not None
     assert (found.failure.worker, found.failure.code) == (1, 1)
     assert "status 0, while rank 0 still needed it" in found.failure.reason
-    other = decide(but(facts, {2: SUCCESS}), 1.0 + ROOT_CAUSE_WAIT_S)  # one that nobody names
+    other = decide(but(facts, {2: SUCCESS}), 1.0 + ROOT_CAUSE_WAIT_S)  # a worker that no complaint names
     assert other == Fail(complaints[0])
 
 
-def test_a_worker_that_all_name_is_the_root_cause_even_if_it_says_the_same():
+def test_a_worker_named_by_all_complaints_is_the_root_cause():
     complaints = [failure(0, 1.0, consequence=True, blames=2), failure(2, 1.1, consequence=True, blames=2)]
     facts = replace(RUNNING, failures=complaints)
     assert decide(facts, 1.0 + ROOT_CAUSE_WAIT_S) == Fail(complaints[1])
 
 
-def test_workers_are_forked_with_what_their_function_names():
+def test_workers_preload_the_modules_that_their_function_names():
     assert modules_to_preload(b"... import numpy ...") == ()
     assert modules_to_preload(b"... torch ...") == ("torch",)
     assert modules_to_preload(b"... torch ... horovod.torch ...") == ("torch", "horovod.torch")
@@ -165,10 +165,10 @@ def test_workers_are_forked_with_what_their_function_names():
     assert modules_to_preload(f"... {estimator} ... torch ...".encode()) == ("torch", estimator)
 
 
-def test_an_optimizer_makes_torch_load_more():
+def test_an_optimizer_preloads_more_of_torch():
     assert modules_to_preload(b"... torch ... optim ... SGD ...") == ("torch", "torch._dynamo")
     assert modules_to_preload(b"... optimizer ...") == ()
 
 
-def test_workers_are_started_afresh_where_their_function_sets_what_torch_reads_while_it_is_loaded():
+def test_workers_are_not_forked_if_their_function_sets_variables_that_torch_reads_at_import():
     assert modules_to_preload(b"... OMP_NUM_THREADS ... torch ...") is None

@@ -1,4 +1,4 @@
-"""`hora plan`'s reckoning, from given links and models."""
+"""The estimates of `hora plan`, for given links and models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def by_name(link: NetworkLink, work: StepWork = WIDE) -> dict[str, float]:
     return {row.name: row.step_s for row in predict(link, work)}
 
 
-def test_every_setting_has_a_row_with_a_line_to_write():
+def test_every_setting_has_a_row_with_its_code():
     rows = predict(link(100, 0.04), WIDE)
     assert [row.name for row in rows] == [
         *("plain", "bf16", "int8", "PowerSGD 1", "PowerSGD 2", "PowerSGD 4", "PowerSGD 8"),
@@ -46,7 +46,7 @@ def test_the_advice_names_the_fastest_of_each_kind():
     assert "bf16" not in told
 
 
-def test_on_a_slow_wire_the_bytes_are_the_step():
+def test_on_a_slow_link_the_bytes_dominate_the_step():
     found = by_name(link(100, 0.001))
     wire_s = WIDE.num_bytes * 8 / 100e6
     assert found["plain"] == pytest.approx(WIDE.step_s + wire_s, rel=0.05)
@@ -54,19 +54,19 @@ def test_on_a_slow_wire_the_bytes_are_the_step():
     assert found["plain"] > found["bf16"] > found["int8"] > found["PowerSGD 4"]
 
 
-def test_on_a_long_wire_round_trips_are_the_step():
+def test_on_a_long_link_round_trips_dominate_the_step():
     found = by_name(link(10_000, 0.1))
     assert found["PowerSGD 4"] == pytest.approx(WIDE.step_s + 0.015 + 0.2, rel=0.02)
     assert found["DiLoCo 200"] == pytest.approx(WIDE.step_s)
     assert found["DiLoCo 10"] < found["PowerSGD 1"]
 
 
-def test_on_a_fast_wire_nothing_is_waited_for_but_the_last_bucket():
+def test_on_a_fast_link_only_the_last_bucket_is_waited_for():
     found = by_name(link(100_000, 0.0001))
     assert found["plain"] < 1.02 * WIDE.step_s
     assert found["PowerSGD 4"] > found["plain"]
 
 
-def test_more_hosts_send_more():
+def test_more_hosts_send_more_bytes():
     two, four = (predict(link(100, 0.01, num_hosts=n), WIDE) for n in (2, 4))
     assert four[0].wire_bytes == pytest.approx(1.5 * two[0].wire_bytes)

@@ -1,4 +1,4 @@
-"""docs/protocol.md: its vectors, and another end that was written from it, which talks to the real server."""
+"""docs/protocol.md: its test vectors, and an independent client that talks to the real server."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ VECTORS = {
 SECRET = bytes(range(32))
 
 
-def test_the_other_end_makes_the_documents_vectors():
+def test_the_independent_client_reproduces_the_documents_vectors():
     assert {name: bytes.fromhex(text) for name, text in another_end.vectors().items()} == VECTORS
 
 
-def test_ours_makes_the_documents_vectors(monkeypatch: pytest.MonkeyPatch):
+def test_our_implementation_reproduces_the_documents_vectors(monkeypatch: pytest.MonkeyPatch):
     private = iter(X25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in (0x11, 0x22))
     monkeypatch.setattr(noise.X25519PrivateKey, "generate", lambda: next(private), raising=True)
     credentials = Credentials(worker_key(SECRET, 3), "job-1", 3)
@@ -75,7 +75,7 @@ def worker(server: Rendezvous, number: int, stack: contextlib.ExitStack) -> anot
     return another_end.Client(another_end.derived(SECRET, f"worker {number}"), "job-1", number).connect(sock)
 
 
-def test_another_end_at_the_rendezvous(rendezvous: Rendezvous):
+def test_the_independent_client_at_the_rendezvous(rendezvous: Rendezvous):
     large = os.urandom(200_000)
     with contextlib.ExitStack() as stack:
         workers = [worker(rendezvous, number, stack) for number in range(2)]
@@ -95,8 +95,8 @@ def test_another_end_at_the_rendezvous(rendezvous: Rendezvous):
         assert workers[1].receive() == ({"re": 4}, large)
 
 
-def test_keys_change_while_another_end_talks(rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch):
-    """The server's after three messages of a direction, and so ours: what the document says of 65,536."""
+def test_keys_change_during_a_conversation(rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch):
+    """Both ends rekey after three messages per direction, instead of the documented 65,536."""
     monkeypatch.setattr(noise, "_MESSAGES_OF_A_KEY", 3)
 
     def next_key(self: another_end.Direction):
@@ -114,7 +114,7 @@ def test_keys_change_while_another_end_talks(rendezvous: Rendezvous, monkeypatch
 
 
 @pytest.mark.parametrize("how", ["secret", "purpose", "number"])
-def test_another_end_with_other_credentials_is_refused(rendezvous: Rendezvous, how: str):
+def test_an_independent_client_with_other_credentials_is_rejected(rendezvous: Rendezvous, how: str):
     secret = another_end.derived(new_secret() if how == "secret" else SECRET, "worker 1")
     client = another_end.Client(secret, "job-2" if how == "purpose" else "job-1", 2 if how == "number" else 1)
     with socket.create_connection(("127.0.0.1", rendezvous.port), timeout=LIMIT_S) as sock:
@@ -122,7 +122,7 @@ def test_another_end_with_other_credentials_is_refused(rendezvous: Rendezvous, h
         assert another_end.received(sock, 8) == b"refused\n"
 
 
-def test_another_end_sends_a_stream_to_a_rank(monkeypatch: pytest.MonkeyPatch):
+def test_the_independent_client_sends_a_stream_to_a_rank(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(noise, "_RECORDS_OF_A_KEY", 3)
     derived, world = another_end.derived, new_secret()
     control_tree = ControlTree(0, 2, ControlEvents(**{name: lambda *_: None for name in _EVENTS}))
@@ -147,17 +147,17 @@ def test_another_end_sends_a_stream_to_a_rank(monkeypatch: pytest.MonkeyPatch):
         control_tree.close()
 
 
-def test_either_end_notices_that_the_other_does_not_hold_the_key():
+def test_each_end_detects_that_the_other_lacks_the_key():
     hello = another_end.Client(SECRET, "job-1").hello
     with pytest.raises(AuthenticationError):
         ServerHandshake(Credentials(new_secret(), "job-1")).feed(hello)
     server = ServerHandshake(Credentials(SECRET, "job-1"))
     answer = server.feed(hello)
     with pytest.raises(InvalidTag):
-        another_end.Client(SECRET, "job-1").finish(answer)  # which is an answer to another hello
+        another_end.Client(SECRET, "job-1").finish(answer)  # the answer to another hello
 
 
-def test_the_documents_limits_are_ours():
+def test_the_documents_limits_match_the_code():
     text = DOCUMENT.read_text()
     assert wire.MAX_FRAME_BYTES + 16 == 65535
     assert f"{wire.MAX_HEADER_BYTES:,} bytes at most" in text

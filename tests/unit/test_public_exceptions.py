@@ -1,4 +1,4 @@
-"""Public exceptions: workers send them to the caller, so they survive pickling."""
+"""Public exceptions are sent from workers to the caller, so they survive pickling."""
 
 from __future__ import annotations
 

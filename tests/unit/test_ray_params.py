@@ -1,6 +1,4 @@
-"""The parts of `horovod.ray` that need no cluster: arguments, placement, names, and failures that elastic jobs
-tolerate.
-"""
+"""The parts of `horovod.ray` that need no cluster: arguments, placement, names, tolerated failures."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("module", NAMES)
-def test_names_are_where_programs_look_for_them(module):
+def test_names_exist_where_programs_look_for_them(module):
     found = importlib.import_module(module)
     assert [name for name in NAMES[module].split() if not hasattr(found, name)] == []
 
@@ -69,7 +67,7 @@ def test_without_ray_the_error_names_the_package(monkeypatch):
         ({"num_workers": 2, "use_gpu": True, "gpus_per_worker": 0}, "at least 1"),
     ],
 )
-def test_arguments_that_make_no_sense(arguments, words):
+def test_invalid_arguments(arguments, words):
     with pytest.raises(ValueError, match=words):
         RayExecutor(MiniSettings(), **arguments)
 
@@ -82,7 +80,7 @@ def test_arguments_of_earlier_releases():
         RayExecutor(MiniSettings(), num_wrokers=2)
 
 
-def test_settings_learn_what_kind_of_job_it_is():
+def test_settings_record_the_kind_of_job():
     settings = MiniSettings()
     RayExecutor(settings, min_workers=1)
     assert settings.elastic is True
@@ -105,14 +103,14 @@ def test_settings():
         assert ElasticRayExecutor.create_settings(min_np=4).min_num_proc == 4
 
 
-def test_an_elastic_timeout_that_settings_leave_open_is_the_drivers(monkeypatch):
+def test_an_unset_elastic_timeout_defaults_to_the_drivers(monkeypatch):
     monkeypatch.setattr("horovod.runner.elastic.driver.ELASTIC_TIMEOUT_SECS", 7)
     for given, expected in ((None, 7), (50, 50)):
         settings = ElasticRayExecutor.create_settings(min_num_proc=2, elastic_timeout=given)
         assert ElasticRayExecutor(settings)._adapter.limits.elastic_timeout_s == expected
 
 
-def test_before_start_only_shutdown_makes_sense():
+def test_before_start_only_shutdown_is_allowed():
     executor = RayExecutor(MiniSettings(), num_workers=2)
     executor.shutdown()
     for call in (executor.run, executor.run_remote, executor.execute, executor.execute_single):
@@ -121,7 +119,7 @@ def test_before_start_only_shutdown_makes_sense():
     assert not ray.is_initialized()
 
 
-def test_the_node_decides_who_is_local():
+def test_ranks_are_local_by_node_id():
     coordinator = Coordinator(MiniSettings())
     for rank, node in enumerate("aaaaabbbbccc"):
         coordinator.register("the-same-name", node, rank)
@@ -139,7 +137,7 @@ def test_the_node_decides_who_is_local():
     }
 
 
-def test_the_meetings_variables_are_enough_and_the_secret_does_not_stay_in_the_environment(monkeypatch):
+def test_the_rendezvous_variables_suffice_and_the_secret_leaves_the_environment(monkeypatch):
     coordinator = Coordinator(MiniSettings(nics=["lo"]))
     coordinator.register("here", "a", 0)
     found = coordinator.establish_rendezvous()
@@ -168,7 +166,7 @@ def test_interfaces():
     assert nics_to_env_var(["a", "b"]) == {"HOROVOD_GLOO_IFACE": "a", "NCCL_SOCKET_IFNAME": "a,b"}
 
 
-def test_hosts_are_the_nodes_that_live(monkeypatch):
+def test_hosts_are_the_live_nodes(monkeypatch):
     def node(address, alive=True, **resources):
         return {"NodeManagerAddress": address, "Resources": resources, "alive": alive}
 
@@ -178,7 +176,7 @@ def test_hosts_are_the_nodes_that_live(monkeypatch):
     assert OldDiscovery(use_gpu=True, cpus_per_slot=1, gpus_per_slot=1).find_available_hosts_and_slots() == {"a": 2}
 
 
-def test_logging_to_nobody_warns_once(monkeypatch):
+def test_logging_without_callbacks_warns_once(monkeypatch):
     monkeypatch.setattr(ray_logger, "warning_raised", False)
     with pytest.warns(UserWarning, match="no callbacks"):
         ray_logger.log({"loss": 1})
@@ -187,7 +185,7 @@ def test_logging_to_nobody_warns_once(monkeypatch):
         ray_logger.log({"loss": 1})
 
 
-def test_a_host_is_barred_only_after_the_failures_that_it_is_forgiven():
+def test_a_host_is_barred_only_after_its_tolerated_failures():
     limits = Limits(num_proc=1, min_num_proc=1)
     hosts = Hosts(ElasticSpec(limits=limits, hosts=(HostInfo("a", 1), HostInfo("b", 1)), forgiven=2))
     failed = Worker(number=0, host="a", slot=0, state=WorkerState.FAILED, generation=0)

@@ -1,4 +1,4 @@
-"""Where the ranks of a foreign launcher meet: at one address, with a secret if the user gave one, or with a warning."""
+"""The rendezvous of a foreign launcher's ranks: at one address, with the user's secret or with a warning."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def world(port: int, tmp_path: Path) -> World:
 
 
 def meet(first: World, second: World, *, limit_s: float = LIMIT_S) -> list[rendezvous.RendezvousClient]:
-    """Both ranks meet, the second one first."""
+    """Connect both ranks, the second one first."""
     with ThreadPoolExecutor(2) as pool:
         ranks = [replace(second, rank=1, local_rank=1), first]
         waiting = [pool.submit(rendezvous._meet_at_rank_0, rank, limit_s) for rank in ranks]
@@ -85,7 +85,7 @@ def test_ranks_with_the_same_file_meet_and_derive_the_same_secrets(world: World,
 
 
 @pytest.mark.parametrize("secret", [True, False])
-def test_when_rank_0_is_gone_the_others_are_told_so(world: World, secret: bool):
+def test_the_loss_of_rank_0_is_an_error_on_the_others(world: World, secret: bool):
     if not secret:
         world = replace(world, rendezvous=replace(world.rendezvous, secret_file=""))
     _, second = meet(world, world)
@@ -94,18 +94,18 @@ def test_when_rank_0_is_gone_the_others_are_told_so(world: World, secret: bool):
         second.gather("key", "", b"1", rank=1, size=2, limit_s=LIMIT_S)
 
 
-def test_a_rank_with_another_secret_is_told_so(world: World, tmp_path: Path):
+def test_a_rank_with_another_secret_gets_an_error(world: World, tmp_path: Path):
     other = replace(world, rendezvous=replace(world.rendezvous, secret_file=a_file(tmp_path, "other")))
     with pytest.raises(HorovodInternalError, match="same HORA_SECRET_FILE"):
         meet(world, other)
 
 
-def test_rank_0_that_never_comes_is_named_with_the_variables(world: World):
+def test_a_missing_rank_0_is_named_with_the_variables(world: World):
     with pytest.raises(HorovodInternalError, match=r"cannot reach rank 0 at localhost:\d+ \(MASTER_ADDR, MASTER_PORT"):
         rendezvous._meet_at_rank_0(replace(world, rank=1, local_rank=1), 0.3)
 
 
-def test_without_a_secret_rank_0_warns_once_and_listens_at_the_meeting_address_only(
+def test_without_a_secret_rank_0_warns_once_and_listens_only_at_the_rendezvous_address(
     world: World, port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(rendezvous, "_open", {})
@@ -121,14 +121,14 @@ def test_without_a_secret_rank_0_warns_once_and_listens_at_the_meeting_address_o
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_strict_user_is_refused_a_meeting_without_a_secret(world: World, rank: int, monkeypatch: pytest.MonkeyPatch):
+def test_strict_mode_rejects_a_rendezvous_without_a_secret(world: World, rank: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HORA_STRICT", "1")
     open_one = replace(world, rank=rank, local_rank=rank, rendezvous=replace(world.rendezvous, secret_file=""))
     with pytest.raises(ValueError, match=r"HORA_STRICT=1.*HORA_SECRET_FILE"):
         rendezvous.open_rendezvous(open_one, limit_s=LIMIT_S)
 
 
-def test_a_port_that_is_taken_is_said(world: World, port: int):
+def test_an_occupied_port_is_named(world: World, port: int):
     open_one = replace(world, rendezvous=replace(world.rendezvous, secret_file=""))
     with socket.create_server(("127.0.0.1", port)):
         for one in (open_one, world):
@@ -137,7 +137,7 @@ def test_a_port_that_is_taken_is_said(world: World, port: int):
 
 
 def test_beside_the_store_of_torchs_own_process_group(world: World, port: int, monkeypatch: pytest.MonkeyPatch):
-    """As in Ray Train, which has made one before the user's function is called: its store has the port."""
+    """Ray Train creates one before it calls the user's function, and its store occupies the port."""
     monkeypatch.setattr(rendezvous, "_open", {})
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     try:
@@ -162,13 +162,13 @@ def test_beside_the_store_of_torchs_own_process_group(world: World, port: int, m
 
 
 def test_beside_torchruns_store(world: World, port: int):
-    """Rank 0 tells its port there; who finds none in time is told whom it waited for."""
+    """Rank 0 publishes its port there; a rank that finds none in time gets an error that names rank 0."""
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     inside = replace(world, rendezvous=replace(world.rendezvous, host_store=False))
     with pytest.raises(HorovodInternalError, match=r"waited 1 s for rank 0 to call hvd.init"):
         rendezvous._meet_at_rank_0(replace(inside, rank=1, local_rank=1), 1.0)  # torch 2.3 rounds 0.3 s to 0 s
     first, second = meet(inside, inside)
-    again = rendezvous._meet_at_rank_0(inside, LIMIT_S)  # after a start that failed on the way
+    again = rendezvous._meet_at_rank_0(inside, LIMIT_S)  # after a start that failed halfway
     assert len({keys.shared for keys in keys_of([first, second, again], "0.0")}) == 1
     store.set("hora/job/table", "nonsense")
     with pytest.raises(HorovodInternalError, match="not a number, but b'nonsense'"):

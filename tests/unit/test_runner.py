@@ -1,4 +1,4 @@
-"""`horovod.run`: its signature, and requests that are refused before anything is started."""
+"""`horovod.run`: its signature, and arguments rejected before anything is started."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_signature_is_horovods():
         ({"cooldown_range": 5}, "takes 2 numbers, but it is 5"),
     ],
 )
-def test_what_cannot_be_meant_is_a_value_error(arguments: dict[str, object], message: str):
+def test_invalid_arguments_raise_value_errors(arguments: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
         horovod.run(**{"func": print} | arguments)
 
@@ -61,7 +61,7 @@ def test_what_cannot_be_meant_is_a_value_error(arguments: dict[str, object], mes
         ({"args": (threading.Lock(),)}, "cannot be sent to the workers: .*lock.* has to be made inside the function"),
     ],
 )
-def test_what_cannot_travel_is_a_type_error(arguments: dict[str, object], message: str):
+def test_unpicklable_arguments_raise_type_errors(arguments: dict[str, object], message: str):
     with pytest.raises(TypeError, match=message):
         horovod.run(print, **arguments)
 
