@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 UID = 54321
 
@@ -24,11 +25,16 @@ possible = os.geteuid() == 0
 WHY_NOT = "needs root, to become another user"
 
 
-def start(program: str, *arguments: str) -> subprocess.Popen[str]:
-    """The program, which may use the modules imported above, as that user."""
+def start(
+    program: str, *arguments: str, inside: Callable[..., list[str]] = lambda *command: list(command)
+) -> subprocess.Popen[str]:
+    """Start the program, which may use the modules imported above, as that user.
+
+    `inside` makes the command that runs a command in another namespace.
+    """
     assert possible
     return subprocess.Popen(
-        [sys.executable, "-I", "-c", _BECOME + program, *arguments],
+        inside(sys.executable, "-I", "-c", _BECOME + program, *arguments),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -6,7 +6,7 @@ import socket
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -48,10 +48,18 @@ print("done", hvd.rank(), flush=True)
 class Meeting:
     """A two-rank job that runs allreduces until `finish` is called."""
 
-    def __init__(self, folder: Path, *, limits: str = "true", **environment: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        limits: str = "true",
+        inside: Callable[..., list[str]] = lambda *command: list(command),
+        **environment: str,
+    ) -> None:
         self.flag = folder / "finish"
         line = [*HOROVODRUN, "-np", "2", sys.executable, script(folder, MEETING), str(self.flag)]
-        self.job = JobProcess(["sh", "-c", f'{limits}; exec "$@"', "sh", *line], folder, **environment)
+        limited = ["sh", "-c", f'{limits}; exec "$@"', "sh", *line]
+        self.job = JobProcess(inside(*limited), folder, **environment)
 
     def begun(self) -> Meeting:
         for rank in (0, 1):

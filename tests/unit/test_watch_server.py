@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import http.client
 import json
 import os
 import socket
+import sys
 import time
 
 import pytest
@@ -259,6 +262,26 @@ def test_a_crowd_of_strangers_does_not_keep_the_owner_out(served, said):
     finally:
         for sock in crowd:
             sock.close()
+
+
+def test_connections_that_are_open_at_the_end_write_nothing(monkeypatch, caplog):
+    """Neither a traceback nor a destroyed task, which Python would write to the job's output."""
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: unraisable.append(str(what.exc_value)))
+    sock, access, page = open_page("127.0.0.1:0", "t")
+    server = PageServer(Run({}), access)
+    server.start([sock])
+    host, port = page.url.split("/")[2].split(":")
+    with contextlib.ExitStack() as crowd:
+        for number in range(acceptor.MAX_STRANGERS + 20):
+            client = crowd.enter_context(socket.create_connection((host, int(port)), timeout=10))
+            if number % 3 == 0:
+                client.sendall(b"GET / HT")
+        server.close()
+        del server
+        gc.collect()
+    assert unraisable == []
+    assert [record for record in caplog.records if record.name != "hora.net"] == []
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ _REJECTION_LOG_INTERVAL_S = 10.0
 _ACCEPT_AT_ONCE = 64
 _REST_S = 0.2
 _LOG_INTERVAL_S = 60.0
+_END_LIMIT_S = 5.0
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 _log = logging.getLogger("hora.net")
@@ -224,6 +225,18 @@ class TaskAcceptor(Acceptor[socket.socket]):
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
         self.connections[sock].cancel()
+
+    async def shut_down(self) -> None:
+        """Close the listening sockets, and end the connections and every other task of the loop."""
+        import asyncio
+
+        self.close()
+        for sock in self.connections:
+            self.end(sock)
+        if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=_END_LIMIT_S)
 
     def _arrived(self, arrival: Arrival) -> socket.socket:
         sock = arrival.sock

@@ -85,7 +85,6 @@ class PageServer:
         self._loop = asyncio.new_event_loop()
         self._acceptor = TaskAcceptor(self._loop, self._connected)
         self._thread = threading.Thread(target=self._main, name="hora-dashboard", daemon=True)
-        self._closing: asyncio.Event | None = None
         self._files = site_files()
 
     # ---- from other threads -------------------------------------------------------------------------------
@@ -128,8 +127,7 @@ class PageServer:
             limit = time.monotonic() + max(linger_s, 1.0)
             while self._acceptor.connections and time.monotonic() < limit:
                 await asyncio.sleep(0.02)
-            assert self._closing is not None
-            self._closing.set()
+            self._loop.stop()
 
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
@@ -146,30 +144,21 @@ class PageServer:
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.set_exception_handler(lambda _, context: self._complain(context.get("exception")))
-        try:
-            self._loop.run_until_complete(self._serve())
-        finally:
-            for task in asyncio.all_tasks(self._loop):
-                task.cancel()
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
-
-    async def _serve(self) -> None:
-        self._closing = asyncio.Event()
         for sock in self._sockets:
             self._acceptor.serve(sock)
-        ticker = asyncio.create_task(self._ticks())
-        await self._closing.wait()
-        ticker.cancel()
-        self._acceptor.close()
+        self._loop.call_later(_TICK_S, self._tick_again)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(self._acceptor.shut_down())
+            self._loop.close()
 
-    async def _ticks(self) -> None:
-        while True:
-            await asyncio.sleep(_TICK_S)
-            try:
-                self._tick()
-            except Exception:  # a stale page is better than none
-                _log.exception("the live page could not be updated")
+    def _tick_again(self) -> None:
+        self._loop.call_later(_TICK_S, self._tick_again)
+        try:
+            self._tick()
+        except Exception:  # a stale page is better than none
+            _log.exception("the live page could not be updated")
 
     def _take_in(self) -> None:
         while self._waiting:

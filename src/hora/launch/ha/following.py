@@ -104,11 +104,7 @@ class Relay:
         try:
             self._loop.run_forever()
         finally:
-            self._acceptor.close()
-            connections = self._acceptor.connections
-            for sock in connections:
-                self._acceptor.end(sock)
-            self._loop.run_until_complete(asyncio.gather(*connections.values(), return_exceptions=True))
+            self._loop.run_until_complete(self._acceptor.shut_down())
             self._loop.close()
 
     def _set_target(self, target: tuple[str, int] | None) -> None:
