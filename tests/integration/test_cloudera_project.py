@@ -1,4 +1,4 @@
-"""Cloudera's tutorial project as it is: `import cdsw`, workers that sleep, mpirun across them, a second terminal."""
+"""Cloudera's tutorial project, unmodified: `import cdsw`, idle workers, mpirun across them, a second terminal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ while True:
 
 @pytest.fixture
 def project(tmp_path):
-    """A folder with the scripts, and a PATH on which there is a shell but no mpirun."""
+    """A folder with the scripts, and a PATH that has a shell but no mpirun."""
     folder = tmp_path / "project"
     folder.mkdir()
     for name, text in (("starter.py", STARTER), ("stopper.py", STOPPER), ("train.py", TRAIN)):
@@ -72,21 +72,21 @@ def wait_for_both_ranks(job: JobProcess) -> None:
 
 
 def ranks_of(job: JobProcess) -> list[int]:
-    """The processes of a job that have a rank."""
+    """Return the processes of a job that have a rank."""
     found = []
     for process in job.processes():
-        with contextlib.suppress(OSError):  # it ended just now
+        with contextlib.suppress(OSError):  # it has just ended
             if b"\0HOROVOD_RANK=" in Path(f"/proc/{process.pid}/environ").read_bytes():
                 found.append(process.pid)
     return found
 
 
-def test_it_runs_as_it_is_and_a_second_terminal_stops_the_workers(project):
+def test_the_project_runs_unmodified_and_a_second_terminal_stops_its_workers(project):
     job = start(project)
     wait_for_both_ranks(job)
     second = subprocess.run([*COMPAT, "stopper.py"], cwd=project, capture_output=True, text=True, timeout=280)
     assert second.stdout == "['running', 'running']\n[204, 204]\n", second.stderr
-    assert ranks_of(job) == []  # whoever stops workers finds their ranks gone
+    assert ranks_of(job) == []  # stopping workers ends their ranks
     assert job.wait() == 0
     assert re.search(r"hora: process \d on host 127\.0\.1\.\d failed .*its worker \w+ was stopped", job.text())
     assert f"status {143 << 8} ['stopped', 'stopped']" in job.text()
@@ -124,7 +124,7 @@ train(hvd.elastic.TorchState(epoch=0))
 """
 
 
-def test_an_elastic_job_goes_on_without_a_worker_that_was_stopped(project):
+def test_an_elastic_job_continues_without_a_stopped_worker(project):
     (project / "starter.py").write_text(ELASTIC)
     (project / "elastic.py").write_text(ELASTIC_TRAIN)
     job = JobProcess([sys.executable, "starter.py"], project, PATH=f"{BIN}{os.pathsep}{os.environ['PATH']}")
@@ -152,7 +152,7 @@ for command in ("mpirun", "horovodrun"):
 
 
 def test_ranks_at_the_workers_addresses_use_the_workers_gpus(project):
-    """Names of devices are enough: no rank touches one."""
+    """Device names suffice: no rank uses a device."""
     (project / "devices.py").write_text(DEVICES)
     env = {"PATH": str(project.parent / "bin"), "CUDA_VISIBLE_DEVICES": "hora-test-3,hora-test-5"}
     job = JobProcess([*COMPAT, "devices.py"], project, **env)
@@ -162,8 +162,8 @@ def test_ranks_at_the_workers_addresses_use_the_workers_gpus(project):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_outlives_it(project, number):
-    """Ctrl-C reaches everything that runs in the terminal; SIGKILL only the script's own process."""
+def test_nothing_of_the_project_is_left_after_a_signal(project, number):
+    """Ctrl-C reaches every process of the terminal; SIGKILL only the script's own process."""
     (project / "train.py").write_text("import time\nprint('training', flush=True)\ntime.sleep(600)")
     job = start(project, str(shutil.which("setsid")))
     wait_until("both ranks run", lambda: job.text().count("training") == 2)
@@ -175,7 +175,7 @@ def test_nothing_outlives_it(project, number):
     job.assert_nothing_left(60.0)
 
 
-def test_a_script_without_workers_has_none_in_another_folder(project, tmp_path):
+def test_a_script_in_another_folder_sees_no_workers(project, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "list.py").write_text("import cdsw\nprint(cdsw.list_workers(), cdsw.stop_workers())")
@@ -184,7 +184,7 @@ def test_a_script_without_workers_has_none_in_another_folder(project, tmp_path):
 
 
 def test_installed_commands_start_ranks(tmp_path):
-    """`hora mpirun --install`: scripts that call mpirun or mpiexec find one, where the user wants it."""
+    """`hora mpirun --install` installs mpirun and mpiexec in a folder of the user's choice."""
     folder = tmp_path / "mpi-bin"
     hora = str(Path(sys.executable).with_name("hora"))
     said = subprocess.run([hora, "mpirun", "--install", str(folder)], capture_output=True, text=True, check=True)
@@ -203,7 +203,7 @@ def test_installed_commands_start_ranks(tmp_path):
     assert (again.returncode, "already a file" in again.stderr) == (2, True)
 
 
-def test_a_limit_ends_the_job(tmp_path):
+def test_mpirun_timeout_ends_the_job(tmp_path):
     hora = str(Path(sys.executable).with_name("hora"))
     job = JobProcess([hora, "mpirun", "-np", "1", "--timeout", "1", "sleep", "600"], tmp_path)
     assert job.wait() == 143

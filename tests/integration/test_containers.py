@@ -1,7 +1,7 @@
-"""The images of containers/, built on a Debian base that is made here, and a doctor and a two-rank training in each.
+"""Builds the images of containers/ on a freshly made Debian base and runs doctor and a two-rank training in each.
 
-`make test-containers`: minutes, gigabytes, root, buildah and mmdebstrap. pip inside the builds is configured as pip is
-here; folders that its configuration names are mounted where they are.
+`make test-containers`: takes minutes and gigabytes; needs root, buildah and mmdebstrap. pip inside the builds uses this
+machine's pip configuration; folders that it names are mounted at the same paths.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.containers, pytest.mark.timeout(3600)]
 
 @dataclass(frozen=True)
 class Buildah:
-    """buildah with a storage of its own, of which nothing is left."""
+    """buildah with its own storage, which is removed afterwards."""
 
     folder: Path
 
@@ -49,10 +49,10 @@ def pip_settings() -> dict[str, str]:
 
 
 def mounts() -> list[str]:
-    """Return the flags that mount the files and folders which pip's configuration names."""
+    """Return the flags that mount the files and folders named by pip's configuration."""
     words = " ".join(pip_settings().values()).replace("file://", "").split()
     folders = {Path(word) for word in words if word.startswith("/")}
-    # An index is a folder beside the files that it links to.
+    # A package index is a folder beside the files that it links to.
     places = {path.parent if path.name == "simple" else path for path in folders if path.exists()}
     return [word for path in sorted(places) for word in ("--volume", f"{path}:{path}:ro")]
 
@@ -76,10 +76,10 @@ def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
     container = tool("from", "scratch")
     tool("add", container, str(tar), "/")
     variables = {"PATH": "/venv/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-    # In the base: `buildah build --env` reaches the image, not every version's RUN.
+    # Set in the base: `buildah build --env` reaches the image, but not the RUN steps of every version.
     variables |= {f"PIP_{name.upper().replace('-', '_')}": value for name, value in pip_settings().items()}
     tool("config", *(f"--env={name}={value}" for name, value in variables.items()), container)
-    # Debian's own Python refuses `pip install`; an image of python.org has nothing else installed.
+    # Debian's Python refuses `pip install`, unlike that of python.org's image, so use a virtual environment.
     tool("run", "--isolation", "chroot", container, "--", "python3", "-m", "venv", "/venv")
     tool("commit", "--rm", container, "base")
     tar.unlink()

@@ -1,6 +1,6 @@
-"""Defects of the engine that were once found from outside, as scripts that a user starts with `horovodrun`.
+"""Engine defects that were found by external tests, as scripts that a user starts with `horovodrun`.
 
-Faster tests of the same are in `make test`; these know nothing but public names. `make test-security` runs them.
+`make test` has faster tests of the same defects; these use public names only. `make test-security` runs them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.security
 
 
 def said_by(tmp_path: Path, num_ranks: int, script: str, *options: str, **environment: str) -> list[list[str]]:
-    """Run the script on so many ranks, which must succeed; the lines that each printed."""
+    """Run the script on so many ranks, all of which must succeed; return the lines printed by each."""
     path = tmp_path / "script.py"
     path.write_text("import horovod.torch as hvd, torch\n" + textwrap.dedent(script))
     line = ["horovodrun", *options, "-np", str(num_ranks), sys.executable, str(path)]
@@ -25,7 +25,7 @@ def said_by(tmp_path: Path, num_ranks: int, script: str, *options: str, **enviro
     return [lines_of(out, rank) for rank in range(num_ranks)]
 
 
-def test_half_precision_is_summed_in_float32_and_rounded_once(tmp_path: Path):
+def test_half_precision_sums_are_accumulated_in_float32(tmp_path: Path):
     script = """
     hvd.init()
     mine = torch.full((4,), 1.0 if hvd.rank() == 0 else 2**-8, dtype=torch.bfloat16)
@@ -42,7 +42,7 @@ def test_half_precision_is_summed_in_float32_and_rounded_once(tmp_path: Path):
         with optimizer.skip_synchronize():
             optimizer.step()
     """
-    for lines in said_by(tmp_path, 8, script):  # 1 + 7 / 256, rounded to eight bits; rounded seven times it would be 1
+    for lines in said_by(tmp_path, 8, script):  # 1 + 7 / 256 in eight bits, and not 1, rounded every time
         assert lines == [f"1.03125 40000.0 [{2**50}, -3, 5]", "True", "True", "True"]
 
 
@@ -60,7 +60,7 @@ def test_another_default_device_and_inference_mode_do_not_end_the_world(tmp_path
     assert said_by(tmp_path, 2, script) == [["2.0 2.0"]] * 2
 
 
-def test_forked_children_know_their_rank_and_keep_what_they_were_forked_with(tmp_path: Path):
+def test_forked_children_keep_their_rank_and_their_copy_of_the_weights(tmp_path: Path):
     script = """
     import os
     from torch.utils.data import DataLoader, IterableDataset
@@ -95,7 +95,7 @@ def test_forked_children_know_their_rank_and_keep_what_they_were_forked_with(tmp
     assert said_by(tmp_path, 2, script) == [["[0, 2, 4, 6]", "0 False"], ["[1, 3, 5, 7]", "0 False"]]
 
 
-def test_who_joins_behind_a_prescaled_operation_gets_its_own_part_right(tmp_path: Path):
+def test_join_does_not_change_the_scaling_of_a_pending_prescaled_operation(tmp_path: Path):
     script = """
     import time
     hvd.init()
@@ -157,7 +157,7 @@ def test_a_set_is_removed_with_operations_in_flight(tmp_path: Path):
 
 
 def test_a_signal_handler_may_shut_down_at_any_moment(tmp_path: Path):
-    """Rank 1 is interrupted at a random moment of its work, again and again; both begin anew each time."""
+    """Rank 1 is interrupted repeatedly at random moments; both ranks initialize again each time."""
     script = """
     import random, signal
 
@@ -186,7 +186,7 @@ def test_a_signal_handler_may_shut_down_at_any_moment(tmp_path: Path):
     assert said_by(tmp_path, 2, script, HOROVOD_LOG_LEVEL="error") == [["25"], ["25"]]
 
 
-def test_a_limit_of_a_month_is_a_limit_like_any_other(tmp_path: Path):
+def test_a_timeout_of_a_month_works(tmp_path: Path):
     script = """
     import os, time
     if os.environ["HOROVOD_RANK"] == "1":
@@ -198,7 +198,7 @@ def test_a_limit_of_a_month_is_a_limit_like_any_other(tmp_path: Path):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_an_elastic_training_in_which_nothing_fails_is_the_training_of_one_process(tmp_path: Path, sharded: bool):
+def test_elastic_training_without_failures_matches_one_process(tmp_path: Path, sharded: bool):
     script = f"""
     hvd.init()
     def network():

@@ -1,4 +1,4 @@
-"""`@hora.distributed`: one function, here and on the ranks of a job."""
+"""`@hora.distributed`: one function, called locally and on the ranks of a job."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ def place(greeting: str, *, mark: str = "") -> tuple[str, str | None]:
     return greeting + mark, os.environ.get("HOROVOD_RANK")
 
 
-def test_here_and_there():
+def test_local_and_distributed_calls():
     assert place("hello") == ("hello", None)
     assert place.distributed("hello", mark="!") == [("hello!", "0"), ("hello!", "1")]
     assert (place.__name__, place.__doc__) == ("place", "Where it is called.")
 
 
-def test_hosts_of_its_own(monkeypatch):
-    monkeypatch.setenv("HORA_SSH", "false")  # both are this machine: ssh is not called
+def test_on_ssh_uses_the_given_hosts(monkeypatch):
+    monkeypatch.setenv("HORA_SSH", "false")  # both names are this machine: no ssh is needed
     hosts = hora.distributed(num_processes=2, on="ssh", hosts="localhost:1,127.0.0.2:1")
     assert hosts(lambda: os.environ["HOROVOD_HOSTNAME"]).distributed() == ["localhost", "127.0.0.2"]
 
 
-def test_a_failing_rank_is_named():
+def test_the_exception_of_a_failing_rank_is_raised():
     @hora.distributed(num_processes=2)
     def fails(rank: str) -> None:
         if os.environ["HOROVOD_RANK"] == rank:
@@ -46,7 +46,7 @@ def test_a_failing_rank_is_named():
         ({"num_processes": 2, "on": "ssh"}, 'on="ssh" needs hosts='),
     ],
 )
-def test_what_cannot_be_meant_is_said(arguments, words):
+def test_invalid_arguments_are_rejected(arguments, words):
     with pytest.raises(ValueError, match=words):
         hora.distributed(**arguments)
 

@@ -1,7 +1,7 @@
-"""Every snippet of the README and of docs/ runs.
+"""Runs every snippet of the README and of docs/.
 
-`python` blocks of a page in order in one process, `sh` blocks one by one, and one that several pages have once.
-`py` blocks are other products' code. The pages' processes are forked from one that has torch loaded.
+Runs the `python` blocks of a page in order in one process, and each distinct `sh` block once. `py` blocks show code of
+other products and are skipped. The pages' processes are forked from one that has loaded torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hora.cli.dispatch import COMMANDS, LABS
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SLOW_PAGES = {"estimator.md", "spark_notebook.md"}
-LAUNCHED = {"ddp_fsdp.md"}  # their scripts need a launcher: the `sh` block below runs them
+LAUNCHED = {"ddp_fsdp.md"}  # their scripts need a launcher, which the `sh` block starts
 LIMIT_S = 300
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -37,7 +37,7 @@ def _blocks(page: Path, language: str) -> list[str]:
 
 @pytest.fixture
 def playground(tmp_path: Path) -> Path:
-    """A folder with the examples where pages expect them; what snippets write stays in it."""
+    """A folder with the examples where pages expect them, which receives the snippets' output."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     return tmp_path
 
@@ -49,7 +49,7 @@ def _environment() -> dict[str, str]:
 
 
 def _be_page(where: str, environment: dict[str, str]) -> None:
-    """In the page's process: as `python page.py`."""
+    """Run the page in its process like `python page.py`."""
     os.chdir(where)
     os.environ.clear()
     os.environ.update(environment)
@@ -59,11 +59,11 @@ def _be_page(where: str, environment: dict[str, str]) -> None:
     sys.path.insert(0, where)
     sys.argv[:] = ["page.py"]
     runpy.run_path("page.py", run_name="__main__")
-    atexit._run_exitfuncs()  # multiprocessing's processes end without them
+    atexit._run_exitfuncs()  # processes of multiprocessing exit without running them
 
 
 def _page(page: Path) -> ParameterSet:
-    """Return the page as a parameter; those that train on several Sparks of their own are slow."""
+    """Return the page as a test parameter; pages that train on several Spark sessions are marked slow."""
     return pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.name in SLOW_PAGES else [])
 
 
@@ -75,7 +75,7 @@ def test_python_blocks(page, playground):
         pytest.importorskip("ray")
     if page.name == "tensorflow.md" and importlib.util.find_spec("tensorflow") is None:
         pytest.skip("needs TensorFlow: make test-tensorflow")
-    # as in a notebook: what a function of a page refers to travels with it
+    # Functions of the page are pickled by value, as in a notebook.
     (playground / "page.py").write_text("\n".join(_blocks(page, "python")))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo", "horovod.torch"])
@@ -88,7 +88,7 @@ def test_python_blocks(page, playground):
 
 
 def _shell_blocks() -> dict[str, str]:
-    """Each `sh` block, once, with the `python` block above it, which it finds as train.py."""
+    """Return each distinct `sh` block with the `python` block above it, which it expects as train.py."""
     found: dict[str, str] = {}
     for page in PAGES:
         script = ""
@@ -114,7 +114,7 @@ def test_shell_blocks(code, playground):
 
 
 def _printed_commands() -> dict[str, str]:
-    """Hora's command lines that pages print without running them (`console` blocks, inline code), with the page."""
+    """Return Hora's command lines that pages print but do not run (`console` blocks, inline code), with their page."""
     found: dict[str, str] = {}
     for page in PAGES:
         text = page.read_text()
@@ -129,7 +129,7 @@ def _printed_commands() -> dict[str, str]:
 
 @pytest.mark.parametrize(("line", "page"), _printed_commands().items(), ids=lambda value: value[:60])
 def test_printed_commands_exist_with_their_options(line, page):
-    """Those that cannot run here, for want of hosts or clusters, are parsed as they are printed."""
+    """Commands that need hosts or clusters cannot run here, so only their options are parsed."""
     program, *words = shlex.split(line)
     if program == "hora" and words[0].startswith("-"):
         assert words[0] in ("--help", "--version", "--check-build", "-h", "-v", "-cb"), page
@@ -144,7 +144,7 @@ def test_printed_commands_exist_with_their_options(line, page):
     if parser is None or not rest or {"--help", "--help-all"} & set(rest):
         return
     known = {flag: action for action in _actions(parser) for flag in action.option_strings}
-    ends_at_command = name in ("run", "plan")  # what follows is another program's
+    ends_at_command = name in ("run", "plan")  # the rest belongs to another program
     waiting = iter(rest)
     for word in waiting:
         if word.startswith("-") and word != "--":
@@ -164,13 +164,13 @@ def _actions(parser):
                 yield from _actions(child)
 
 
-def test_blocks_say_what_they_are():
+def test_every_block_names_its_language():
     for page in PAGES:
         names = {name for name, _ in _FENCE.findall(page.read_text())}
         assert names <= {"", "python", "py", "sh", "console", "yaml", "json"}, page
 
 
-def test_links_lead_somewhere():
+def test_link_targets_exist():
     for page in [*PAGES, *sorted((ROOT / "docs").glob("*/*.md")), *sorted(ROOT.glob("*.md"))]:
         for target in re.findall(r"\]\((?!http|\.\./\.\./actions/)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -1,4 +1,4 @@
-"""Elastic jobs on one host: ranks fail in every way, at every moment, and the training goes on."""
+"""Elastic jobs on one host: ranks fail in every way and at every moment, and the training continues."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def fault(rank: int, step: int, how: str, when: str = "step") -> dict[str, objec
 
 
 @pytest.mark.parametrize("how", ["raise", *(pytest.param(how, marks=pytest.mark.slow) for how in ("exit", "kill"))])
-def test_rank_1_of_3_fails_at_step_4_and_the_others_go_on(tmp_path: Path, how: str):
+def test_fail_rank_1_of_3_at_step_4(tmp_path: Path, how: str):
     job = ElasticJob(tmp_path, {"faults": [fault(1, 4, how)]}, num_proc=3, min_num_proc=2)
     results = job.results()
     assert_good_ending(job, results)
@@ -35,8 +35,8 @@ def test_rank_1_of_3_fails_at_step_4_and_the_others_go_on(tmp_path: Path, how: s
     assert len(entered) == 3, "the survivors kept their processes"
 
 
-def test_rank_0_is_killed_in_its_commit_and_a_newcomer_takes_its_place(tmp_path: Path):
-    """The others train on while it prepares itself."""
+def test_fail_rank_0_in_its_commit_and_replace_it(tmp_path: Path):
+    """The other ranks continue to train while the new worker starts."""
     plan = {"faults": [fault(0, 5, "kill", "commit")], "epochs": 10**6, "pause_s": 0.1, "preparation_steps": 5}
     job = ElasticJob(tmp_path, plan, num_proc=3, min_num_proc=2, cooldown_range=(1, 2))
     wait_until("worker 3 trains", lambda: any(note.endswith("/3") for note in job.notes()), limit_s=90)
@@ -51,7 +51,7 @@ def test_rank_0_is_killed_in_its_commit_and_a_newcomer_takes_its_place(tmp_path:
     assert prepared.endswith("rank 2 of 3 device 0 alone [2.0]")
 
 
-def test_two_of_four_die_at_once(tmp_path: Path):
+def test_fail_two_of_four_ranks_at_once(tmp_path: Path):
     plan = {"faults": [fault(0, 3, "kill"), fault(2, 3, "exit")]}
     job = ElasticJob(tmp_path, plan, num_proc=4, min_num_proc=2)
     results = job.results()
@@ -59,7 +59,7 @@ def test_two_of_four_die_at_once(tmp_path: Path):
     assert [result["worker"] for result in results] == [1, 3]
 
 
-def test_a_stopped_rank_is_given_up_and_ended(tmp_path: Path):
+def test_a_stopped_rank_is_dropped_and_ended(tmp_path: Path):
     job = ElasticJob(tmp_path, {"faults": [fault(2, 4, "stop")]}, SILENCE, num_proc=3, min_num_proc=2)
     results = job.results()
     assert_good_ending(job, results)
@@ -67,19 +67,19 @@ def test_a_stopped_rank_is_given_up_and_ended(tmp_path: Path):
     assert "it does not answer" in job.text()
 
 
-def test_a_launcher_that_was_stopped_itself_blames_no_rank(tmp_path: Path):
+def test_a_stopped_launcher_does_not_drop_ranks_after_it_resumes(tmp_path: Path):
     job = ElasticJob(tmp_path, {"samples": 4000, "epochs": 1, "pause_s": 0.05}, SILENCE, num_proc=2, min_num_proc=1)
     job.wait_for_step(2)
     job.process.send_signal(signal.SIGSTOP)
-    time.sleep(SILENCE_S + 2)  # what is tested: a silence longer than ranks are allowed
+    time.sleep(SILENCE_S + 2)  # longer than the silence that ranks are allowed
     job.process.send_signal(signal.SIGCONT)
     job.wait_for_step(job.step() + 40)
     (job.folder / "stop").touch()
     assert {size for result in job.results() for size in result["sizes"]} == {2}
 
 
-def test_by_the_step_three_deaths_cost_nothing_that_was_done(tmp_path: Path):
-    """The first and one of the two that come together are rank 0's; nothing was copied by any commit between them."""
+def test_per_step_recovery_loses_no_step_in_three_deaths(tmp_path: Path):
+    """Rank 0 dies first, and again together with another rank; no commit copies the state in between."""
     faults = [fault(0, 7, "kill"), fault(0, 20, "kill"), fault(2, 20, "kill", "commit")]
     plan = {"per_step": True, "samples": 1000, "steps": 30, "faults": faults}
     job = ElasticJob(tmp_path, plan, num_proc=4, min_num_proc=1)
@@ -91,8 +91,8 @@ def test_by_the_step_three_deaths_cost_nothing_that_was_done(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
-def test_by_the_step_four_deaths_cost_nothing_that_was_done(tmp_path: Path, sharded: bool):
-    """The second and the fourth are rank 0's; nothing was copied by any commit between them."""
+def test_per_step_recovery_loses_no_step_in_four_deaths(tmp_path: Path, sharded: bool):
+    """Rank 0 dies second and fourth; no commit copies the state in between."""
     faults = [fault(1, 7, "kill"), fault(0, 20, "kill"), fault(2, 20, "kill", "commit"), fault(0, 41, "kill")]
     plan = {"per_step": True, "samples": 1000, "steps": 60, "faults": faults, "sharded": sharded}
     job = ElasticJob(tmp_path, plan, num_proc=5, min_num_proc=1)
@@ -103,8 +103,8 @@ def test_by_the_step_four_deaths_cost_nothing_that_was_done(tmp_path: Path, shar
     assert [sizes.count(size) for size in (5, 4, 3, 2, 1)] == [7, 13, 0, 21, 19]
 
 
-def test_fit_goes_on_with_the_rows_that_are_left(tmp_path: Path):
-    """Rank 1 of 3 dies in the second epoch. `fit` says nothing of it, and trains on every row in every epoch."""
+def test_fit_trains_on_every_row_after_a_rank_dies(tmp_path: Path):
+    """Rank 1 of 3 dies in the second epoch. `fit` handles it silently and trains on every row in every epoch."""
 
     def fit_and_die(folder: str) -> dict[str, object]:
         import torch
@@ -166,7 +166,7 @@ def test_fit_goes_on_with_the_rows_that_are_left(tmp_path: Path):
     assert results[0]["loss"][2] < results[0]["loss"][0]
 
 
-def test_ranks_that_cannot_reach_the_launcher_for_five_seconds_train_on(tmp_path: Path):
+def test_ranks_cut_off_from_the_launcher_for_five_seconds_continue_to_train(tmp_path: Path):
     faults = [fault(0, 3, "cut off"), fault(1, 4, "cut off")]
     job = ElasticJob(tmp_path, {"faults": faults, "pause_s": 0.5, "per_step": True}, num_proc=2, min_num_proc=1)
     results = job.results()
@@ -175,7 +175,7 @@ def test_ranks_that_cannot_reach_the_launcher_for_five_seconds_train_on(tmp_path
     assert len(job.notes()) == 2, "no world but the first"
 
 
-def test_too_few_are_left(tmp_path: Path):
+def test_the_job_fails_with_fewer_ranks_than_min_np(tmp_path: Path):
     job = ElasticJob(tmp_path, {"faults": [fault(0, 3, "kill"), fault(1, 3, "raise")]}, num_proc=3, min_num_proc=2)
     assert job.wait() == 1
     job.assert_nothing_left()
@@ -194,8 +194,8 @@ def test_the_reset_limit_ends_the_job(tmp_path: Path):
     assert [note.split()[4:6] for note in job.notes()][-1] == ["of", "2"] or "of 2" in " ".join(job.notes())
 
 
-def test_a_worker_killed_from_outside_while_the_ranks_meet(tmp_path: Path):
-    """The second death comes at any moment of the recovery from the first."""
+def test_a_worker_killed_during_recovery_from_another_death(tmp_path: Path):
+    """The second death hits at any moment of the recovery from the first."""
     plan = {"faults": [fault(3, 3, "kill")], "epochs": 3, "pause_s": 0.05}
     job = ElasticJob(tmp_path, plan, num_proc=4, min_num_proc=2)
     job.wait_for_step(2)
@@ -208,7 +208,7 @@ def test_a_worker_killed_from_outside_while_the_ranks_meet(tmp_path: Path):
 
 
 def test_a_sharded_optimizer_loses_no_slice(tmp_path: Path):
-    """Every survivor's commit holds the whole state, with the slice of the rank that died."""
+    """Every survivor's commit contains the whole state, including the slice of the dead rank."""
     plan = {"sharded": True, "epochs": 3, "faults": [fault(0, 4, "kill")]}
     job = ElasticJob(tmp_path, plan, num_proc=3, min_num_proc=2)
     results = job.results()
@@ -217,8 +217,8 @@ def test_a_sharded_optimizer_loses_no_slice(tmp_path: Path):
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_host_that_dies_costs_its_inner_steps_and_one_that_comes_takes_the_outer_state(tmp_path: Path, rank: int):
-    """Over TCP every rank is a host: in between two exchanges each has parameters of its own."""
+def test_diloco_replaces_a_dead_host_with_one_that_copies_the_outer_state(tmp_path: Path, rank: int):
+    """Over TCP every rank is a host, with its own parameters between two exchanges."""
     plan = {"diloco": True, "epochs": 5, "pause_s": 0.1, "faults": [fault(rank, 6, "kill")]}
     tcp = {"HORA_TRANSPORT": "tcp"}
     job = ElasticJob(tmp_path, plan, tcp, num_proc=3, min_num_proc=2, cooldown_range=(1, 2))
@@ -235,7 +235,7 @@ def test_a_host_that_dies_costs_its_inner_steps_and_one_that_comes_takes_the_out
     assert first["epoch"] == plan["epochs"]
 
 
-def test_all_die_and_the_next_job_goes_on_from_the_last_durable_commit(tmp_path: Path):
+def test_the_next_job_resumes_from_the_last_durable_commit_after_all_ranks_die(tmp_path: Path):
     durable = str(tmp_path / "commits")
     plan = {"durable": durable, "pause_s": 0.1}
     (tmp_path / "first").mkdir()
@@ -252,7 +252,7 @@ def test_all_die_and_the_next_job_goes_on_from_the_last_durable_commit(tmp_path:
     assert 1 <= step <= 6, "it went on where the first job was"
 
 
-def test_a_command_that_knows_nothing_of_all_this():
+def test_a_command_without_elastic_support():
     assert run_command("horovodrun", "-np", "2", "--min-np", "1", "true")[0] == 0
     code, _, err = run_command("horovodrun", "-np", "2", "--min-np", "1", "sh", "-c", "exit 3")
     assert code == 1
@@ -261,7 +261,7 @@ def test_a_command_that_knows_nothing_of_all_this():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_launcher_that_is_ended_leaves_nothing(tmp_path: Path, number: signal.Signals):
+def test_nothing_is_left_after_the_launcher_ends(tmp_path: Path, number: signal.Signals):
     command = ["horovodrun", "-np", "2", "--min-np", "1", "sh", "-c", f"touch {tmp_path}/$HOROVOD_RANK; sleep 300"]
     with running(*command, ready=tmp_path, count=2) as launcher:
         launcher.process.send_signal(number)

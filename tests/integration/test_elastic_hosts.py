@@ -1,4 +1,4 @@
-"""Elastic jobs whose hosts are added and removed by a discovery script. All hosts are names of this machine."""
+"""Elastic jobs whose discovery script adds and removes hosts. All hosts are names of this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ A, B, C = "localhost", "127.0.0.1", "127.0.0.2"
 
 
 class Hosts:
-    """A discovery script and what it prints."""
+    """A discovery script with a configurable output."""
 
     def __init__(self, work: Path, text: str) -> None:
         self.file = work / "hosts"
@@ -31,7 +31,7 @@ class Hosts:
 
 
 def wait_for_size(job: ElasticJob, size: int) -> None:
-    """Until a step was committed in a world of this size."""
+    """Wait until a step is committed in a world of this size."""
 
     def reached() -> bool:
         progress = job.folder / "progress"
@@ -45,11 +45,11 @@ def wait_for_size(job: ElasticJob, size: int) -> None:
 
 
 def changes(sizes: list[int]) -> list[int]:
-    """Sizes without repetitions."""
+    """Return the sizes without consecutive repetitions."""
     return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] != size]
 
 
-def test_a_host_joins_in_mid_epoch_and_the_first_one_leaves(tmp_path: Path):
+def test_a_host_joins_during_an_epoch_and_the_first_one_leaves(tmp_path: Path):
     hosts = Hosts(tmp_path, f"{A}:2")
     plan = {"samples": 2000, "epochs": 1, "pause_s": 0.05}
     job = ElasticJob(
@@ -102,7 +102,7 @@ def test_all_hosts_are_replaced_before_the_new_ones_have_the_state(tmp_path: Pat
 
 
 def stop_soon(job: ElasticJob) -> None:
-    """The training ends at its next step."""
+    """End the training at its next step."""
     (job.folder / "stop").touch()
 
 
@@ -115,7 +115,7 @@ def assert_equal(results: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_the_death_of_rank_0_bars_its_host(tmp_path: Path):
+def test_the_death_of_rank_0_blacklists_its_host(tmp_path: Path):
     plan = {"faults": [{"rank": 0, "step": 3, "how": "kill"}]}
     job = ElasticJob(tmp_path, plan, num_proc=4, min_num_proc=2, hosts=f"{A}:2,{B}:2")
     results = job.results()
@@ -124,7 +124,7 @@ def test_the_death_of_rank_0_bars_its_host(tmp_path: Path):
     assert changes(results[0]["sizes"]) == [4, 2]
 
 
-def test_every_host_is_barred(tmp_path: Path):
+def test_the_job_fails_when_every_host_is_blacklisted(tmp_path: Path):
     plan = {"faults": [{"rank": 0, "step": 3, "how": "kill"}, {"rank": 1, "step": 3, "how": "exit"}]}
     job = ElasticJob(tmp_path, plan, num_proc=2, min_num_proc=1, hosts=f"{A}:1,{B}:1")
     assert job.wait() == 1
@@ -142,7 +142,7 @@ def test_every_host_is_barred(tmp_path: Path):
         ("echo localhost:1", {}, ["Timed out waiting for 2 slots", "localhost:1"]),
     ],
 )
-def test_a_script_that_is_no_help(tmp_path: Path, script: str, arguments: dict[str, Any], words: list[str]):
+def test_a_useless_discovery_script(tmp_path: Path, script: str, arguments: dict[str, Any], words: list[str]):
     environment = {"HOROVOD_ELASTIC_TIMEOUT": "2"}
     job = ElasticJob(tmp_path, {}, environment, num_proc=2, host_discovery_script=script, **arguments)
     assert job.wait() == 1

@@ -1,4 +1,4 @@
-"""An elastic job on two machines, played by network namespaces: the cable between them is cut, and mended."""
+"""An elastic job on two hosts, simulated by network namespaces, whose cable is cut and reconnected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 class Machines:
-    """`here` and `there`, with one cable; sshd runs there."""
+    """Two hosts, `here` and `there`, joined by a cable; `there` runs sshd."""
 
     def __init__(self, folder: Path) -> None:
         self.here, self.there = f"hora-eh{os.getpid()}", f"hora-et{os.getpid()}"
@@ -64,9 +64,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
 
 
 @pytest.mark.slow
-def test_the_cable_is_cut_and_training_goes_on_and_mended_and_the_other_host_comes_back(
-    machines: Machines, tmp_path: Path
-):
+def test_training_continues_while_the_cable_is_cut_and_the_other_host_rejoins(machines: Machines, tmp_path: Path):
     job = ElasticJob(
         tmp_path,
         {"samples": 4000, "epochs": 1, "pause_s": 0.1},
@@ -91,8 +89,8 @@ def test_the_cable_is_cut_and_training_goes_on_and_mended_and_the_other_host_com
 
 
 @pytest.mark.slow
-def test_ranks_go_on_while_the_way_to_their_launcher_is_cut(machines: Machines, tmp_path: Path):
-    """20 s, and ssh has ended meanwhile: no rank is lost, and what they printed is there afterwards."""
+def test_ranks_continue_while_they_cannot_reach_the_launcher(machines: Machines, tmp_path: Path):
+    """The cable is cut for 20 s and ssh ends meanwhile. No rank is lost, and their output arrives afterwards."""
     job = ElasticJob(
         tmp_path,
         {"samples": 4000, "epochs": 1, "pause_s": 0.1, "per_step": True},
@@ -111,7 +109,7 @@ def test_ranks_go_on_while_the_way_to_their_launcher_is_cut(machines: Machines, 
     for process in job.processes():
         if process.name() == "ssh":
             process.kill()
-    time.sleep(20)  # for so long there is no way
+    time.sleep(20)  # how long the cable is cut
     assert job.step() > cut_at + 10, "they did not train meanwhile"
     machines.ip(f"-n {machines.there} link set cable up")
     job.wait_for_step(job.step() + 20)

@@ -1,4 +1,4 @@
-"""Every file in examples/ runs, the explicit loop under every launcher, and the notebooks in a real kernel."""
+"""Runs every file in examples/, the explicit loop under every launcher, and the notebooks in a real kernel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(checkpoints: Path) -> dict[str, torch.Tensor]:
-    """The weights after `horovodrun -np 2`: every other way of running two ranks must give the same."""
+    """The weights after `horovodrun -np 2`, which every other launcher must reproduce with two ranks."""
     path = str(checkpoints / "horovodrun.pt")
     job = ("horovodrun", "-np", "2", "python", PENGUINS, "--epochs", EPOCHS, "--checkpoint", path)
     status, out, err = run_command(*job)
@@ -44,7 +44,7 @@ def test_the_explicit_loop_alone():
     assert _accuracy(out) >= 95
 
 
-@pytest.mark.slow  # `make test` has the line of the README, with two epochs
+@pytest.mark.slow  # `make test` runs the README's command, with two epochs
 def test_the_explicit_loop_under_horovodrun(reference):
     assert reference["fc3.weight"].shape == (3, 10)
 

@@ -1,4 +1,4 @@
-"""All extras install together, from wheels, on x86_64 and aarch64 and on each Python: uv resolves them as pip would."""
+"""All extras install together from wheels, on x86_64 and aarch64 and on each Python, as resolved by uv."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytest.importorskip("uv", reason="uv resolves for other machines: pip install uv
 from uv import find_uv_bin
 
 ROOT = Path(__file__).parents[2]
-# pyspark is published without a wheel. Its requirements are said here, so that its 400 MB are not fetched for them.
+# pyspark has no wheel. Stating its requirements here avoids downloading 400 MB to read them.
 SOURCE_ONLY = '[[dependency-metadata]]\nname = "pyspark"\nrequires-dist = ["py4j"]\n'
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -1,4 +1,4 @@
-"""Other people's command lines, word for word, with their files where they have them."""
+"""Command lines of other projects, word for word, with the files that these projects use."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SHOW = "from os import environ as e; print('rank', e['HOROVOD_RANK'], 'of', e['H
 
 @pytest.fixture
 def discover_hosts(tmp_path):
-    """As mpi-operator writes it: running workers, sorted, without slots."""
+    """A discovery script like mpi-operator's: prints the running workers, sorted, without slots."""
     script = tmp_path / "discover_hosts.sh"
     script.write_text("#!/bin/sh\necho localhost\n")
     script.chmod(0o555)
     return str(script)
 
 
-# A machine with an interface eth0 and mpi-operator's script in its place.
+# A machine with an interface eth0 and with mpi-operator's script at its usual path.
 FLYTES_POD = """
 {{ mount --bind {folder}/etc /etc && ip link set lo up && ip link add eth0 type veth peer name cable &&
 ip addr add 10.88.0.2/24 dev eth0 && ip link set eth0 up && ip link set cable up; }} || exit 99
@@ -75,8 +75,8 @@ def test_mpi_operators_sample_with_its_hostfile(tmp_path):
     assert sorted(out.splitlines()) == ["rank 0 of 2 localhost", "rank 1 of 2 127.0.0.2"]
 
 
-# What mpi-operator gave its launchers before it used ssh, around a `kubectl` that knows two pods: both are this
-# machine.
+# The script that mpi-operator gave its launchers before it used ssh, with a `kubectl` that knows two pods, both of
+# which are this machine.
 KUBEXEC = """#!/bin/sh
 set -x
 POD_NAME=$1
@@ -155,4 +155,4 @@ def test_ranks_of_a_real_open_mpi_find_one_another(tmp_path, start, total):
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     done = subprocess.run(line, capture_output=True, text=True, timeout=280, env=env)
     assert sorted(done.stdout.splitlines()) == ["rank 0 sum 2.0", "rank 1 sum 2.0"], done.stderr
-    assert "without a secret" in done.stderr  # what is not protected is said
+    assert "without a secret" in done.stderr  # the missing protection is logged

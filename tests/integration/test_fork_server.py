@@ -1,4 +1,4 @@
-"""Workers that are forked from a process which has loaded their modules: they are like any others."""
+"""Workers forked from a process that has preloaded their modules behave like other workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def servers() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
-            # Workers that were forked show its command line too; only its own input is a socket.
+            # Forked workers show the same command line; only the server's stdin is a socket.
             reads = os.readlink(f"/proc/{process.pid}/fd/0")
             if "--fork-server" in process.cmdline() and reads.startswith("socket:"):
                 found.append(process)
@@ -59,7 +59,7 @@ def test_modules_that_the_function_names_are_loaded_once_and_random_numbers_diff
     assert first["sum"] == second["sum"] == 100_000.0
 
 
-def test_to_make_an_optimizer_imports_nothing_more():
+def test_creating_an_optimizer_imports_no_further_module():
     def look() -> list[str]:
         import torch
 
@@ -80,7 +80,7 @@ def test_a_function_that_sets_the_number_of_threads_gets_it():
     assert horovod.run(work, num_proc=2) == [1, 1]
 
 
-def test_exit_handlers_run_and_threads_are_waited_for(tmp_path: Path):
+def test_exit_handlers_run_and_threads_are_joined(tmp_path: Path):
     def work() -> None:
         import atexit
 
@@ -100,7 +100,7 @@ def test_exit_handlers_run_and_threads_are_waited_for(tmp_path: Path):
     assert (tmp_path / "logs/rank.1/stdout").read_text() == "[1]<stdout>:a last word\n"
 
 
-def test_a_fork_server_that_dies_while_it_loads_is_done_without():
+def test_workers_start_without_a_fork_server_that_dies_while_loading():
     killed = []
 
     def kill() -> None:

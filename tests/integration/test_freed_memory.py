@@ -1,4 +1,4 @@
-"""After hvd.init() freed memory stays with the process, unless the user has chosen otherwise."""
+"""After hvd.init() the process keeps freed memory, unless the user disables that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an import does, and does not do, in a fresh interpreter."""
+"""Effects of an import in a fresh interpreter, and effects that it must not have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_import_needs_neither_torch_nor_pyspark(module):
 
 
 def test_a_rank_of_an_estimator_does_not_import_spark():
-    """Which takes as long as torch, on every rank."""
+    """Importing Spark takes as long as importing torch."""
     code = (
         "import hora.spark.estimator.training, hora.spark.lightning.training, sys; "
         "print(sorted(m for m in ('pyspark', 'pandas', 'lightning') if m in sys.modules))"
@@ -29,7 +29,7 @@ def test_a_rank_of_an_estimator_does_not_import_spark():
 
 
 def test_the_front_alone_brings_its_submodules():
-    """Old code says `hvd.mpi_ops.x` and `hvd.compression.x` after nothing but `import horovod.torch as hvd`."""
+    """Old code uses `hvd.mpi_ops.x` and `hvd.compression.x` after only `import horovod.torch as hvd`."""
     code = (
         "import horovod.torch as hvd; hvd.compression.Compressor, hvd.functions.broadcast_object, "
         "hvd.optimizer.DistributedOptimizer, hvd.sync_batch_norm.SyncBatchNorm, hvd.elastic.state.TorchState; "
@@ -39,7 +39,7 @@ def test_the_front_alone_brings_its_submodules():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_import_starts_nothing():
+def test_import_has_no_side_effects():
     """No thread, no output, no change of the environment, no warning."""
     code = (
         "import os, threading; before = dict(os.environ); import horovod.torch as hvd; "

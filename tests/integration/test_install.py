@@ -1,4 +1,4 @@
-"""The README's installation and first snippets, typed as they stand: a fresh clone, a fresh virtual environment, a user
+"""Runs the README's installation and first snippets verbatim: in a fresh clone and virtual environment, as a user
 without privileges and without Java.
 """
 
@@ -47,7 +47,7 @@ def _type_the_readme(tmp_path: Path) -> None:
     (clone / "script.py").write_text(script)
     (clone / "function.py").write_text(f"{function.strip()}\n")
     typed = "\n".join([install, "python script.py", _blocks("sh")[0], "python function.py"])
-    commands = home / "bin"  # all of this machine's but Java
+    commands = home / "bin"  # all commands of this machine except Java
     commands.mkdir()
     for command in Path("/usr/bin").iterdir():
         if not command.name.startswith("java"):

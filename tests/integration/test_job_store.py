@@ -1,6 +1,6 @@
-"""Jobs whose state is in etcd: their leaders die, are stopped and come back, and the ranks train on.
+"""Jobs that keep their state in etcd: leaders die, are stopped and resume, and the ranks continue to train.
 
-A real etcd-server.
+Uses a real etcd server.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def free_ports(number: int) -> list[int]:
 
 
 def secret_file(folder: Path) -> Path:
-    """A secret for nodes that are all here."""
+    """Create a secret file; all nodes run on this machine."""
     made = folder / "secret"
     made.touch(mode=0o600)
     made.write_text("s" * 64)
@@ -48,8 +48,8 @@ def secret_file(folder: Path) -> Path:
 
 
 class Etcd:
-    """A cluster at 127.0.0.1. `tls`: the arguments that make it speak TLS. `hosts`: a host and its address for each
-    member, which then are there.
+    """A cluster at 127.0.0.1. `tls`: arguments that enable TLS. `hosts`: run a member on each of these hosts, at the
+    given address.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Etcd:
         return self.ports[0]
 
     def start(self) -> None:
-        """Start the members that do not run."""
+        """Start the members that are not running."""
         for index, command in enumerate(self._commands):
             if index not in self._running:
                 with (self._folder / "etcd.log").open("ab") as log:
@@ -121,7 +121,7 @@ def etcd(tmp_path: Path) -> Iterator[Etcd]:
 
 
 class Nodes:
-    """The same command on several nodes, which are this machine, each with one rank that runs `script`."""
+    """The same command on several nodes, all on this machine, each with one rank that runs `script`."""
 
     def __init__(
         self, work: Path, store: str, script: str, number: int = 3, limit_s: int = 120, **environment: str
@@ -131,13 +131,13 @@ class Nodes:
         (self._meet,) = free_ports(1)
         self._command = ["--start-timeout", str(limit_s), sys.executable, str(HERE / script), str(self.folder)]
         self._environment = {"HORA_STORE": store, "OMP_NUM_THREADS": "1", **environment}
-        self._environment["TORCHINDUCTOR_CACHE_DIR"] = str(work / "inductor")  # torch makes it at import, and leaves it
+        self._environment["TORCHINDUCTOR_CACHE_DIR"] = str(work / "inductor")  # torch creates it and leaves it
         self.jobs: list[JobProcess] = []
         for index in range(number):
             self.start(index)
 
     def start(self, index: int) -> JobProcess:
-        """Start the process of a node, perhaps again."""
+        """Start or restart the process of a node."""
         folder = self._work / str(len(self.jobs))
         folder.mkdir()
         place = ["--nnodes", str(self._number), "--node-rank", str(index), "--meet", f"127.0.0.1:{self._meet}"]
@@ -147,7 +147,7 @@ class Nodes:
         return self.jobs[-1]
 
     def steps(self, worker: int) -> list[list[int]]:
-        """Process, step and size of the world, of each step of a worker."""
+        """Return pid, step and world size of each step of a worker."""
         try:
             lines = (self.folder / f"worker.{worker}").read_text().splitlines()
         except FileNotFoundError:
@@ -165,7 +165,7 @@ class Nodes:
             raise AssertionError(f"{error}\n{self.text()}") from None
 
     def wait_for_leader(self, *, other_than: JobProcess | None = None) -> JobProcess:
-        """The node that leads: it prints what the ranks print."""
+        """Return the leading node: the one that prints the ranks' output."""
 
         def leader() -> JobProcess | None:
             marks = {job: job.text().rfind("step ") for job in self.jobs if job is not other_than}
@@ -190,7 +190,7 @@ class Nodes:
             job.assert_nothing_left(60)
 
     def assert_nothing_lost(self, *, workers: int) -> None:
-        """Every worker has one process from the first step to the last, and made each step once."""
+        """Check that every worker kept one process from first to last step and took each step once."""
         for worker in range(workers):
             steps = self.steps(worker)
             assert len({pid for pid, _, _ in steps}) == 1
@@ -200,7 +200,7 @@ class Nodes:
 
 @pytest.fixture(params=["etcd", pytest.param("kubernetes", marks=pytest.mark.slow)])
 def store(request, tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """Address of a store, and the variables that go with it."""
+    """The address of a store, and the variables that it needs."""
     if request.param == "etcd":
         yield request.getfixturevalue("etcd").url, {}
         return
@@ -210,7 +210,7 @@ def store(request, tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
         yield server.url(request.state), server.environment
 
 
-def test_the_leader_is_killed_and_another_node_leads_and_no_rank_notices(store, tmp_path: Path):
+def test_another_node_leads_after_the_leader_is_killed_without_disturbing_ranks(store, tmp_path: Path):
     nodes = Nodes(tmp_path, store[0], "store_training.py", HORA_DASHBOARD="1", **store[1])
     nodes.wait_for_step(20)
     leader = nodes.wait_for_leader()
@@ -224,7 +224,7 @@ def test_the_leader_is_killed_and_another_node_leads_and_no_rank_notices(store, 
 
 
 def assert_page_goes_on(job: JobProcess) -> None:
-    """The live page of a new leader shows all ranks, and their steps."""
+    """Check that the live page of a new leader shows all ranks and their progress."""
     job.wait_for_text("see it live", 60)
     (page,) = [page for page in find_pages() if page.pid == job.process.pid]
     asking = urllib.request.Request(f"{page.url}api/run", headers={"Authorization": f"Bearer {page.token}"})
@@ -239,13 +239,13 @@ def assert_page_goes_on(job: JobProcess) -> None:
 
 
 @pytest.mark.slow
-def test_a_leader_that_was_stopped_comes_back_and_does_not_command(etcd: Etcd, tmp_path: Path):
+def test_a_stopped_leader_does_not_lead_after_it_resumes(etcd: Etcd, tmp_path: Path):
     nodes = Nodes(tmp_path, etcd.url, "store_rank.py")
     nodes.wait_for_step(20)
     leader = nodes.wait_for_leader()
     leader.process.send_signal(signal.SIGSTOP)
     next_one = nodes.wait_for_leader(other_than=leader)
-    time.sleep(30)  # for so long it is stopped, at least
+    time.sleep(30)  # how long the leader stays stopped, at least
     leader.process.send_signal(signal.SIGCONT)
     leader.wait_for_text("does not lead the job any more", 60)
     nodes.wait_for_step(nodes.last() + 40)
@@ -259,8 +259,8 @@ def test_a_leader_that_was_stopped_comes_back_and_does_not_command(etcd: Etcd, t
 
 
 @pytest.mark.slow
-def test_etcd_is_killed_and_started_again(etcd: Etcd, tmp_path: Path):
-    """Without the store nobody leads, and the ranks train on; with it somebody does."""
+def test_etcd_is_killed_and_restarted(etcd: Etcd, tmp_path: Path):
+    """Without the store no node leads, but the ranks continue to train; once it is back, a node leads."""
     nodes = Nodes(tmp_path, etcd.url, "store_rank.py")
     nodes.wait_for_step(20)
     leader = nodes.wait_for_leader()
@@ -275,7 +275,7 @@ def test_etcd_is_killed_and_started_again(etcd: Etcd, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_member_of_three_is_killed_and_started_again_and_the_leader_leads_on(tmp_path: Path):
+def test_the_leader_keeps_its_term_while_one_of_three_etcd_members_restarts(tmp_path: Path):
     cluster = Etcd(tmp_path, number=3)
     cluster.start()
     try:
@@ -286,7 +286,7 @@ def test_a_member_of_three_is_killed_and_started_again_and_the_leader_leads_on(t
         for index in range(3):
             cluster.kill(index)
             step = nodes.last()
-            nodes.wait_for_step(step + 250)  # longer than the lease lasts
+            nodes.wait_for_step(step + 250)  # longer than the lease
             cluster.start()
             cluster.wait(EtcdStore.from_url(f"etcd://127.0.0.1:{cluster.ports[index]}"))
         assert "does not lead the job any more" not in nodes.text()
@@ -298,8 +298,8 @@ def test_a_member_of_three_is_killed_and_started_again_and_the_leader_leads_on(t
 
 
 @pytest.mark.slow
-def test_a_rank_dies_after_a_take_over_and_the_others_go_on(etcd: Etcd, tmp_path: Path):
-    """The new leader is a whole one: it hears of deaths, bars the place, and begins the next generation."""
+def test_a_new_leader_handles_the_death_of_a_rank(etcd: Etcd, tmp_path: Path):
+    """The new leader detects the death, blacklists the slot and starts the next generation."""
     nodes = Nodes(tmp_path, etcd.url, "store_training.py")
     nodes.wait_for_step(20)
     leader = nodes.wait_for_leader()
@@ -314,12 +314,12 @@ def test_a_rank_dies_after_a_take_over_and_the_others_go_on(etcd: Etcd, tmp_path
 
 
 @pytest.mark.slow
-def test_processes_of_nodes_are_killed_and_started_again_and_no_rank_notices(etcd: Etcd, tmp_path: Path):
-    """A process that is started again may lead; the workers of its node stay with the keeper that holds them."""
+def test_node_processes_are_killed_and_restarted_without_disturbing_ranks(etcd: Etcd, tmp_path: Path):
+    """A restarted process may become leader; the workers of its node stay with the agent that holds them."""
     nodes = Nodes(tmp_path, etcd.url, "store_training.py")
     nodes.wait_for_step(20)
     alive, leads = list(nodes.jobs), "this process leads the job now"
-    for index in range(3):  # each one, until those that were started again are the only ones
+    for index in range(3):  # until only restarted processes are left
         said = nodes.text().count(leads)
         alive[index].process.send_signal(signal.SIGKILL)
         alive[index].process.wait(30)
@@ -332,7 +332,7 @@ def test_processes_of_nodes_are_killed_and_started_again_and_no_rank_notices(etc
 
 
 @pytest.mark.slow
-def test_when_every_node_is_killed_nothing_is_left(etcd: Etcd, tmp_path: Path):
+def test_nothing_is_left_after_every_node_is_killed(etcd: Etcd, tmp_path: Path):
     nodes = Nodes(tmp_path, etcd.url, "store_rank.py", HORA_LAUNCHER_TIMEOUT="5")
     nodes.wait_for_step(5)
     for job in nodes.jobs:
@@ -342,7 +342,7 @@ def test_when_every_node_is_killed_nothing_is_left(etcd: Etcd, tmp_path: Path):
         job.assert_nothing_left(120)
 
 
-def test_a_store_that_cannot_be_used_is_said(tmp_path: Path):
+def test_an_unusable_store_is_reported(tmp_path: Path):
     nodes = Nodes(tmp_path, "etcd://me:secret@127.0.0.1:1", "store_rank.py", number=1, limit_s=1)
     assert nodes.jobs[0].wait(120) == 1, nodes.text()
     assert "no member of the store (HORA_STORE) answers: 127.0.0.1:1" in nodes.text()
@@ -351,7 +351,7 @@ def test_a_store_that_cannot_be_used_is_said(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_leaders_node_is_asked_to_end_and_another_one_leads(etcd: Etcd, tmp_path: Path):
+def test_another_node_leads_after_the_leader_gets_sigterm(etcd: Etcd, tmp_path: Path):
     nodes = Nodes(tmp_path, etcd.url, "store_training.py")
     nodes.wait_for_step(20)
     leader = nodes.wait_for_leader()

@@ -1,4 +1,4 @@
-"""Progress reports to Kubeflow's controller: their content, their only receiver, and jobs without a controller."""
+"""Progress reports to Kubeflow's controller: their content, their only recipient, and jobs without a controller."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ for step in range(4):
 
 @pytest.fixture
 def said() -> Iterator[list[str]]:
-    """What is logged, whatever other tests have done to the loggers."""
+    """Capture log messages, independently of how other tests configure the loggers."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -53,7 +53,7 @@ def a_run() -> Run:
     return run
 
 
-def test_a_job_tells_the_controller_how_far_it_is(tmp_path: Path):
+def test_a_job_reports_its_progress_to_the_controller(tmp_path: Path):
     (tmp_path / "train.py").write_text(SCRIPT)
     with controller(tmp_path) as kubeflows:
         status, out, err = run_command(
@@ -61,7 +61,7 @@ def test_a_job_tells_the_controller_how_far_it_is(tmp_path: Path):
         )
     assert status == 0, err
     last = kubeflows.statuses[-1]
-    assert last["progressPercentage"] == 100  # it has ended well
+    assert last["progressPercentage"] == 100  # the job has succeeded
     assert {"name": "loss", "value": "0.25"} in last["metrics"]
     assert {"name": "step", "value": "4"} in last["metrics"]
     assert TOKEN not in out + err
@@ -70,7 +70,7 @@ def test_a_job_tells_the_controller_how_far_it_is(tmp_path: Path):
         assert set(models.TrainerV1alpha1TrainerStatus.from_dict(told).to_dict()) == set(told)
 
 
-def test_what_is_told():
+def test_content_of_a_status_report():
     run = a_run()
     total = Report(Sample(25, 1, 1.0, 0.5), metrics={"loss": 0.5}, total_steps=100)
     run.take(Entry(run.now, "report", 0, total.encode()))
@@ -82,15 +82,15 @@ def test_what_is_told():
     assert kubeflow.status(run)["progressPercentage"] == 100
 
 
-def test_others_are_not_told_and_a_failure_is_said_once(tmp_path: Path, said: list[str]):
+def test_reports_go_only_to_the_trusted_controller_and_a_failure_is_logged_once(tmp_path: Path, said: list[str]):
     run = a_run()
     with controller(tmp_path) as kubeflows:
         found = kubeflow.Controller.of(kubeflows.variables)
         assert found is not None
         found.post({"trainerStatus": {"progressPercentage": 1}})
-        with pytest.raises(OSError, match="certificate verify failed"):  # an authority that is not the controller's
+        with pytest.raises(OSError, match="certificate verify failed"):  # not signed by the controller's authority
             kubeflow.Controller.of({**kubeflows.variables, "KUBEFLOW_TRAINER_SERVER_CA_CERT": ""}).post({})
-        kubeflows.answer = 307  # and it is not followed
+        kubeflows.answer = 307  # redirects are not followed
         reports = kubeflow.Reports(found)
         reports._send(kubeflow.status(run))
         reports._send(kubeflow.status(run))

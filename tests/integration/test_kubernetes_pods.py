@@ -1,4 +1,4 @@
-"""The manifests of `hora kubernetes`, applied: their pods run the node agent, on a stand-in for a cluster."""
+"""The manifests of `hora kubernetes` applied to a stand-in for a cluster, whose pods run the node agent."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ print("done", flush=True)
 
 
 class User:
-    """Somebody with a terminal.
+    """A user with a terminal.
 
-    The lines are for `kubectl`, where there is one; else what they mean is sent by hand.
+    Commands run with `kubectl` if it is installed; otherwise equivalent requests are sent directly.
     """
 
     def __init__(self, folder: Path, url: str) -> None:
@@ -71,11 +71,11 @@ class User:
         self._env = {**os.environ, "KUBECONFIG": str(folder / "config"), "HOME": str(folder)}
 
     def start(self, manifest: str) -> None:
-        """Make the Secret as the manifest says, then apply it."""
+        """Create the Secret as the manifest's comment says, then apply the manifest."""
         (line,) = re.findall(r"^#   (openssl .*)$", manifest, re.MULTILINE)
         name = line.split()[line.split().index("generic") + 1]
         if self._kubectl:
-            # `create` would send it in Kubernetes' binary format, which the stand-in does not read.
+            # `create` would send Kubernetes' binary format, which the stand-in does not read.
             self._run(f"{line} --dry-run=client -o json | kubectl apply --validate=false -f -")
             self._run("kubectl apply --validate=false -f -", manifest)
         else:
@@ -125,7 +125,7 @@ def manifest(kind: str, *arguments: str) -> str:
 
 
 def assert_secret_is_hidden(cluster: Kubernetes) -> None:
-    """Not in a command line, not in an environment, not in a log; only in the pods' files."""
+    """Check that the secret is in no command line, environment or log, but only in the pods' files."""
     ((_, found),) = [(key, one) for key, one in cluster.objects.items() if key[0] == "secrets"]
     secret = base64.b64decode(found["data"]["secret"]).strip()
     assert len(secret) == 64
@@ -141,7 +141,7 @@ def assert_secret_is_hidden(cluster: Kubernetes) -> None:
 
 
 @pytest.mark.slow
-def test_pods_of_an_elastic_job_go_with_notice_or_without_and_come_back(cluster, tmp_path: Path):
+def test_pods_of_an_elastic_job_leave_or_are_killed_and_are_replaced(cluster, tmp_path: Path):
     running, user = cluster
     (tmp_path / "train.py").write_text(TRAINING)
     command = ["sh", "-c", f"cd {tmp_path} && exec {sys.executable} train.py"]
@@ -165,7 +165,7 @@ def test_pods_of_an_elastic_job_go_with_notice_or_without_and_come_back(cluster,
     assert gone.status() == 75, gone.log()  # its ranks have committed
     wait_for(1, before)
     assert "failed" not in first()
-    wait_for(2, first())  # another pod has taken its place
+    wait_for(2, first())  # a new pod has replaced it
     before = first()
     running.pods["train-1"].kill()
     wait_until("the first one goes on alone", lambda: "of 1\n" in first()[len(before) :], 120)
@@ -178,7 +178,7 @@ def test_pods_of_an_elastic_job_go_with_notice_or_without_and_come_back(cluster,
 
 
 @pytest.mark.parametrize("what", ["a rank fails", "the second pod is killed", "the first pod is killed"])
-def test_a_failure_in_a_pod_of_a_job_set_is_the_jobs_and_is_named(cluster, what):
+def test_a_failure_in_a_pod_of_a_job_set_fails_the_job_and_is_reported(cluster, what):
     running, user = cluster
     fails = "echo I run; test $HOROVOD_RANK != 1 || { echo oh no >&2; exit 7; }; sleep 600"
     user.start(manifest("jobset", "--", "sh", "-c", fails if what == "a rank fails" else "echo I run; exec sleep 600"))

@@ -1,6 +1,6 @@
-"""The labs as a user runs them.
+"""The labs from the command line.
 
-`hora demo penguins`, `hora demo images`; killed and resumed; Spark equals pandas.
+`hora demo penguins` and `hora demo images`, kill and resume, and equality of Spark and pandas.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CSV = """Species,Island,CulmenLength,CulmenDepth,FlipperLength,BodyMass
 @pytest.mark.slow
 @pytest.mark.spark
 def test_spark_and_pandas_agree_row_for_row(spark, tmp_path):
-    """With gaps, text that means a gap, spaces and repeated rows. The lab itself compares the package's rows."""
+    """Covers gaps, text that stands for a gap, spaces and repeated rows. The lab itself compares the package's rows."""
     import pandas as pd
 
     from hora.labs.penguins import data, spark_steps
@@ -45,7 +45,7 @@ def test_spark_and_pandas_agree_row_for_row(spark, tmp_path):
 
 
 @pytest.mark.spark
-def test_spark_names_text_in_a_number_column(spark, tmp_path):
+def test_spark_reports_text_in_a_number_column(spark, tmp_path):
     from hora.labs.penguins.data import load_penguins
 
     csv = tmp_path / "penguins.csv"
@@ -96,7 +96,7 @@ def test_the_penguin_lab_without_spark(tmp_path):
     _assert_penguin_lab(out, tmp_path / "lab")
 
 
-def test_the_commands_own_words():
+def test_messages_of_the_demo_command():
     status, out, _ = run_command("hora", "demo")
     assert status == 0
     assert "penguins" in out
@@ -126,8 +126,8 @@ def test_images_reach_97_percent_on_two_ranks(tmp_path):
 
 
 @pytest.mark.slow
-def test_images_survive_a_kill(tmp_path):
-    """Fail a random rank at a random moment, resume: the weights are those of the undisturbed run."""
+def test_images_resume_after_a_kill(tmp_path):
+    """Kill a random rank at a random moment and resume: the weights equal those of an undisturbed run."""
     script = str(Path(__file__).parents[2] / "examples" / "image_classifier.py")
     job = ("horovodrun", "-np", "2", "python", script, "--epochs", "2", "--width", "8", "--checkpoint-steps", "7")
     status, _, err = run_command(*job, "--log-dir", str(tmp_path / "whole"), cwd=tmp_path)
@@ -136,7 +136,7 @@ def test_images_survive_a_kill(tmp_path):
     with CommandProcess(*job, cwd=tmp_path) as first:
         folder = tmp_path / "killed" / "checkpoints"
         wait_until("there is a checkpoint", lambda: folder.is_dir() and list(folder.glob("*.ckpt")))
-        time.sleep(random.random())  # not to wait for anything: this is the random moment
+        time.sleep(random.random())  # picks the random moment
         victims = [process for process in first.processes() if _is_rank(process, script)]
         assert len(victims) == 2
         random.choice(victims).kill()

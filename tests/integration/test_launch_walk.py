@@ -1,7 +1,7 @@
-"""The path of a job through the code: few files from the command line to the user's code, and few for a death.
+"""Number of source files that a job passes: from the command line to the user's code, and in the death of a rank.
 
-Every Python process of the job notes in which files of Hora calls are made, and when: a file counts if a function in it
-is called between two moments. What an import calls does not count: a file that only defines names is not on the way.
+Every Python process of the job records in which files of Hora functions are called, and when. A file counts if one of
+its functions is called between two moments. Calls made by imports do not count, so files of definitions are left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST_FILES_TO_THE_USERS_CODE = 25
 MOST_FILES_OF_A_DEATH = 18
 ROOT = str(Path(hora.__file__).parent)
 
-# Loaded by every Python of the job that reads its environment: appends "time file", once in 20 ms for each file.
+# Loaded by every Python process that reads the job's environment: appends "time file", once in 20 ms per file.
 NOTES = f"""
 import os, sys, threading, time
 WALK_LOG = "WALK LOG"
@@ -77,7 +77,7 @@ train(hvd.elastic.TorchState(begun=0))
 
 
 class Walk:
-    """The notes of a job."""
+    """The recorded calls of a job."""
 
     def __init__(self, folder: Path) -> None:
         (folder / "site").mkdir()
@@ -87,12 +87,12 @@ class Walk:
         self.env |= {"WALK_LOG": str(self._log)}
 
     def files(self, begin: float, end: float) -> set[str]:
-        """The files in which calls were made between these moments."""
+        """Return the files in which functions were called between these moments."""
         notes = (line.split() for line in self._log.read_text().splitlines())
         return {name for moment, name in notes if begin <= float(moment) <= end}
 
     def reached(self) -> list[float]:
-        """When each rank came to the user's code."""
+        """Return the time at which each rank reached the user's code."""
         return [float(path.read_text()) for path in self._log.parent.glob("walk.*") if path.read_text()]
 
 
@@ -115,7 +115,7 @@ def test_few_files_from_the_command_line_to_the_users_code(tmp_path):
 
 
 def test_few_files_for_a_death_in_an_elastic_job(tmp_path):
-    """In the launcher and the agent, from SIGKILL to the survivor's next generation."""
+    """Covers the launcher and the agent, from SIGKILL to the survivor's next generation."""
     walk = Walk(tmp_path)
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
@@ -123,13 +123,13 @@ def test_few_files_for_a_death_in_an_elastic_job(tmp_path):
     line = [str(BIN / "horovodrun"), "-np", "2", "--min-np", "1", "--max-np", "2", "--blacklist-cooldown-range", "600"]
     job = JobProcess([*line, "601", sys.executable, str(script)], tmp_path / "job", **walk.env)
     wait_until("both ranks train", lambda: job.text().count("ready") == 2, 150)
-    time.sleep(1.0)  # start-up is over: nothing is called but for the death
+    time.sleep(1.0)  # start-up is over; from here on only the death causes calls
     victim = int(job.text().split("ready ")[1].split()[0])
     begin = time.monotonic()
     os.kill(victim, signal.SIGKILL)
     assert job.wait(150) == 0, job.text()
     end = float(job.text().split("goes on ")[1].split()[0])
-    # The agent of this machine starts without site-packages and makes no notes.
+    # The agent of this machine starts without site-packages and therefore records nothing.
     agents = {"launch/agent/agent.py", "launch/agent/protocol.py", "launch/processes.py", "lifeline.py"}
     files = walk.files(begin, end) | agents
     assert "launch/controller/elastic_policy.py" in files

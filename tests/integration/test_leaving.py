@@ -1,4 +1,4 @@
-"""SIGTERM to an elastic job: its ranks commit and leave, and the job can be started again where it was."""
+"""SIGTERM to an elastic job: its ranks commit and exit, and a new job resumes from their commit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def wait_for_step(job: JobProcess, step: int) -> None:
     assert job.process.poll() is None, job.text()
 
 
-def test_a_job_that_is_asked_to_end_commits_and_goes_on_where_it_was(tmp_path):
+def test_a_job_commits_on_sigterm_and_resumes(tmp_path):
     def started(name: str, num_steps: int) -> JobProcess:
         (tmp_path / name).mkdir()
         command = [sys.executable, TRAINING, str(tmp_path / "commits"), str(num_steps)]
@@ -45,7 +45,7 @@ def test_a_job_that_is_asked_to_end_commits_and_goes_on_where_it_was(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_node_that_is_asked_to_end_leaves_and_comes_back(tmp_path):
+def test_a_node_leaves_on_sigterm_and_rejoins(tmp_path):
     command = [sys.executable, TRAINING, str(tmp_path / "commits"), "100000"]
     nodes = TwoNodes(tmp_path, "-np", "2", "--min-np", "1", *command)
     controller, agent = nodes.jobs

@@ -1,4 +1,4 @@
-"""Faults of a local job: the rank that is named, the exception, and no leftovers."""
+"""Faults of a local job: the reported rank, the exception, and no leftovers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BEGINNING = "Horovod detected that one or more processes exited with non-zero st
 
 
 class UnpicklableError(Exception):
-    """Holds something that cannot travel."""
+    """Holds an object that cannot be pickled."""
 
     def __init__(self, message: str) -> None:
         import threading
@@ -37,7 +37,7 @@ class UnpicklableError(Exception):
 
 
 class AwkwardError(Exception):
-    """Its `__init__` does not take what it passes on, and its text cannot be had."""
+    """Has an `__init__` that rejects its own `args`, and a `__str__` that raises."""
 
     def __init__(self, *, code: int) -> None:
         super().__init__(f"code {code}")
@@ -48,7 +48,7 @@ class AwkwardError(Exception):
 
 
 class HomesickError(Exception):
-    """Can be rebuilt on a worker only."""
+    """Can be rebuilt only on a worker."""
 
     def __reduce__(self) -> tuple[object, tuple[()]]:
         return rank, ()
@@ -59,12 +59,12 @@ def rank() -> int:
 
 
 def wait_for_the_end() -> None:
-    """What a surviving rank does: it would go on for minutes."""
+    """Keep a surviving rank busy for minutes."""
     time.sleep(120)
 
 
 def fail_with(action: Callable[[], object], *, failing: int = 1, num_proc: int = 3) -> JobFailedError:
-    """Run a job in which one rank does something bad while the others would go on for minutes."""
+    """Run a job in which one rank runs `action` while the other ranks sleep for minutes; return the error."""
 
     def work() -> object:
         return action() if rank() == failing else wait_for_the_end()
@@ -126,7 +126,7 @@ def test_a_rank_segfaults():
     assert fail_with(lambda: ctypes.string_at(0)).exit_code == 128 + signal.SIGSEGV
 
 
-def test_an_unpicklable_result_is_named():
+def test_an_unpicklable_result_is_reported():
     def work() -> object:
         import threading
 
@@ -137,7 +137,7 @@ def test_an_unpicklable_result_is_named():
     assert isinstance(error.__cause__, TypeError)
 
 
-def test_an_unpicklable_exception_is_named():
+def test_an_unpicklable_exception_is_reported():
     def work() -> None:
         raise UnpicklableError("with a lock inside")
 
@@ -146,7 +146,7 @@ def test_an_unpicklable_exception_is_named():
     assert "the UnpicklableError itself could not be pickled" in str(error)
 
 
-def test_an_exception_that_makes_it_difficult_comes_home():
+def test_an_exception_with_a_broken_init_and_str_is_reraised():
     def work() -> None:
         raise AwkwardError(code=7)
 
@@ -156,7 +156,7 @@ def test_an_exception_that_makes_it_difficult_comes_home():
     assert (error.__cause__.code, error.__cause__.args) == (7, ("code 7",))
 
 
-def test_an_exception_that_cannot_be_rebuilt_is_named():
+def test_an_exception_that_cannot_be_rebuilt_is_reported():
     def work() -> None:
         raise HomesickError("x" * 300_000)
 
@@ -179,7 +179,7 @@ def test_a_function_that_cannot_be_rebuilt_is_a_clear_error():
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-def test_the_first_failing_rank_is_named_not_those_that_lost_it(failing: int):
+def test_the_first_failing_rank_is_reported_not_its_peers(failing: int):
     def work() -> None:
         from hora.net.client import ControlClient
         from hora.world import World
@@ -213,7 +213,7 @@ def test_a_command_that_complains_about_a_lost_peer_is_not_the_root_cause(tmp_pa
         "pid = int(note.read_text()[:-1])\n"
         "while psutil.pid_exists(pid) and psutil.Process(pid).status() != 'zombie':\n"
         "    time.sleep(0.01)\n"
-        "raise SystemExit(9)\n"  # the bad news comes later than the complaint
+        "raise SystemExit(9)\n"  # this failure is later than the complaint
     )
     job = JobProcess([*HOROVODRUN, "-np", "2", sys.executable, str(script)], tmp_path)
     assert job.wait() == 1
@@ -222,7 +222,7 @@ def test_a_command_that_complains_about_a_lost_peer_is_not_the_root_cause(tmp_pa
 
 
 @pytest.mark.parametrize("leave", ["os._exit(0)", pytest.param("sys.exit(0)", marks=pytest.mark.slow)])
-def test_a_rank_that_leaves_with_status_0_is_named_not_its_victims(tmp_path: Path, leave: str):
+def test_a_rank_that_exits_with_status_0_is_reported_not_its_peers(tmp_path: Path, leave: str):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys, torch\n"
@@ -241,7 +241,7 @@ def test_a_rank_that_leaves_with_status_0_is_named_not_its_victims(tmp_path: Pat
     job.assert_nothing_left()
 
 
-def test_a_rank_whose_function_returns_early_is_named_not_its_victims():
+def test_a_rank_whose_function_returns_early_is_reported_not_its_peers():
     def work() -> None:
         import torch
 
@@ -264,8 +264,8 @@ def test_a_command_that_does_not_exist(tmp_path: Path):
     job.assert_nothing_left()
 
 
-# A worker that makes everything difficult: it ignores SIGTERM (rank 0), runs under a wrapper shell, and has a
-# grandchild that left its session and its parent.
+# A worker that is hard to end: rank 0 ignores SIGTERM, a shell wraps it, and it has a grandchild that left its session
+# and its parent.
 STUBBORN = """
 import os, signal, subprocess, sys, time
 if os.environ["HOROVOD_RANK"] == "0":
@@ -289,7 +289,7 @@ def stubborn_job(work: Path) -> JobProcess:
     job = JobProcess([*HOROVODRUN, "-np", "2", *wrapped], work)
     job.wait_for_text("ready 0")
     job.wait_for_text("ready 1")
-    # launcher, guardian, agent; for each rank a shell, Python, sleep and the stray grandchild
+    # launcher, guardian, agent; per rank a shell, Python, sleep and the daemonized grandchild
     wait_until("all processes run", lambda: len(job.processes()) == 3 + 2 * 4)
     return job
 
@@ -301,13 +301,13 @@ def test_the_launcher_gets_a_signal(tmp_path: Path, number: signal.Signals):
     status = job.wait()
     if number != signal.SIGKILL:
         assert status == 128 + number
-        # It waited for its workers: nothing of them is left once it has ended.
+        # The launcher waits for its workers: none is left once it has exited.
         assert job.processes() == []
     job.assert_nothing_left()
 
 
 @pytest.mark.parametrize("which", ["guardian", "agent"])
-def test_a_middleman_is_killed(tmp_path: Path, which: str):
+def test_the_guardian_or_the_agent_is_killed(tmp_path: Path, which: str):
     job = stubborn_job(tmp_path)
     guardian, agent = job.agents()
     (guardian if which == "guardian" else agent).kill()
@@ -316,7 +316,7 @@ def test_a_middleman_is_killed(tmp_path: Path, which: str):
     job.assert_nothing_left()
 
 
-def test_a_worker_that_ignores_sigterm_does_not_keep_a_failed_job(tmp_path: Path):
+def test_a_worker_that_ignores_sigterm_does_not_delay_a_failed_job(tmp_path: Path):
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     command = f'[ $HOROVOD_RANK = 1 ] && sleep 1 && exit 4; exec "{sys.executable}" stubborn.py'
     job = JobProcess([*HOROVODRUN, "-np", "2", "sh", "-c", command], tmp_path)
@@ -325,14 +325,14 @@ def test_a_worker_that_ignores_sigterm_does_not_keep_a_failed_job(tmp_path: Path
     job.assert_nothing_left()
 
 
-def test_daemons_that_a_finished_job_leaves_are_ended(tmp_path: Path):
+def test_daemons_of_a_finished_job_are_ended(tmp_path: Path):
     daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(300)\n"
     job = JobProcess([*HOROVODRUN, "-np", "2", sys.executable, "-c", daemon], tmp_path)
     assert job.wait() == 0, job.text()
     job.assert_nothing_left()
 
 
-def test_a_broken_stream_of_the_caller_ends_the_job_with_its_error():
+def test_an_error_of_the_callers_stream_ends_the_job():
     class Broken:
         def write(self, text: str) -> None:
             raise LookupError("a bug in the caller's stream")

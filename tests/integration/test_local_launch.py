@@ -1,4 +1,4 @@
-"""Functions and commands on processes of this machine: values, output, environment."""
+"""Functions and commands on processes of this machine: results, output, environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("by_value")
 
 
 def meet(tag: str) -> tuple[int, list[bytes]]:
-    """Find the other ranks through the rendezvous, without the engine."""
+    """Meet the other ranks through the rendezvous, without the engine."""
     from hora.net.client import ControlClient
     from hora.world import World
 
@@ -36,7 +36,7 @@ def local_slots(num_proc: int) -> tuple[Slot, ...]:
     return tuple(place_ranks(["localhost"] * num_proc))
 
 
-def test_ranks_meet_and_values_come_back_in_rank_order():
+def test_ranks_meet_and_results_are_in_rank_order():
     everybody = [b"r0", b"r1", b"r2", b"r3"]
     assert horovod.run(meet, args=("r",), num_proc=4) == [(rank, everybody) for rank in range(4)]
 
@@ -114,7 +114,7 @@ def test_output_is_prefixed_and_kept_in_files(tmp_path: Path, capfdbinary: pytes
         assert "[%d]<stderr>:grüße\n".encode() % rank in shown.err
 
 
-def test_100_mb_of_output_pass_without_being_kept(tmp_path: Path):
+def test_100_mb_of_output_are_forwarded_without_buffering(tmp_path: Path):
     script = "import sys\nfor _ in range(1000): sys.stdout.write(('y' * 99 + '\\n') * 1000)\nprint('done')"
     launch = (
         "import sys, pathlib\nfrom horovod.runner.launch import run_commandline\nstatus = run_commandline()\n"
@@ -130,7 +130,7 @@ def test_100_mb_of_output_pass_without_being_kept(tmp_path: Path):
     job.assert_nothing_left()
 
 
-def test_a_command_gets_its_place_and_its_status_counts(tmp_path: Path):
+def test_a_command_gets_its_rank_and_sets_the_exit_status(tmp_path: Path):
     job = JobProcess([*HOROVODRUN, "-np", "3", "sh", "-c", "echo rank $HOROVOD_RANK of $HOROVOD_SIZE"], tmp_path)
     assert job.wait() == 0
     expected = [f"[{rank}]<stdout>:rank {rank} of 3" for rank in range(3)]
@@ -138,7 +138,7 @@ def test_a_command_gets_its_place_and_its_status_counts(tmp_path: Path):
     job.assert_nothing_left()
 
 
-def test_two_jobs_at_once_do_not_meet(tmp_path: Path):
+def test_concurrent_jobs_are_separate(tmp_path: Path):
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(2) as pool:
@@ -154,7 +154,7 @@ def test_modules_beside_the_caller_are_importable(tmp_path: Path, monkeypatch: p
     assert horovod.run(beside_me.answer) == [42]
 
 
-def test_processes_that_never_connect_are_a_start_timeout(tmp_path: Path):
+def test_processes_that_never_connect_raise_start_timeout_error(tmp_path: Path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexec sleep 60\n")
     python.chmod(0o755)
@@ -163,5 +163,5 @@ def test_processes_that_never_connect_are_a_start_timeout(tmp_path: Path):
         run_job(job, HostLauncher())
 
 
-def test_a_worker_starts_fresh_and_shares_nothing_with_its_caller():
+def test_a_worker_shares_no_modules_with_its_caller():
     assert horovod.run(lambda: "pytest" in sys.modules) == [False]

@@ -1,4 +1,4 @@
-"""Programs that ask mpi4py for their rank beside `hvd`, under horovodrun: a real Open MPI and a real MPICH."""
+"""Programs that use mpi4py beside `hvd` under horovodrun, with a real Open MPI and a real MPICH."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def environment(folder: Path, name: str) -> dict[str, str]:
-    """The variables with which mpi4py loads this MPI library."""
+    """Return the variables with which mpi4py loads this MPI library."""
     if name == "Open" and shutil.which("mpirun") is None:
         pytest.skip("no Open MPI")
     library = "libmpi.so.40" if name == "Open" else str(folder / "lib" / "libmpi.so.12")
@@ -56,14 +56,14 @@ def test_mpi4py_and_hvd_agree_under_horovodrun(name, folder):
     assert out.count(f"sums 3 2.0 {name}") == 2, out
 
 
-def test_without_it_mpi_ranks_are_alone(folder):
+def test_hora_mpi_0_leaves_mpi_ranks_in_worlds_of_one(folder):
     env = {**environment(folder, "Open"), "HORA_MPI": "0"}
     show = "from mpi4py import MPI; print('size', MPI.COMM_WORLD.size)"
     code, out, err = run_command("horovodrun", "-np", "2", sys.executable, "-c", show, env=env)
     assert (code, out.count("size 1")) == (0, 2), err
 
 
-def test_a_killed_rank_ends_the_others_in_their_barrier_and_leaves_nothing(folder, tmp_path):
+def test_a_killed_rank_ends_the_others_in_an_mpi_barrier(folder, tmp_path):
     env = environment(folder, "Open")
     before = set(Path("/dev/shm").iterdir())
     job = JobProcess([*HOROVODRUN, "-np", "2", sys.executable, "-c", PROGRAM, "--kill"], tmp_path, **env)

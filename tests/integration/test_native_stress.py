@@ -1,4 +1,4 @@
-"""The native part as compiled C: the stress programs of `make sanitize`, briefly, and its structures."""
+"""The native library as compiled C: a short run of the stress programs of `make sanitize`, and its struct layouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hora.engine.transport import native_hosts, stream
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["-O2", "-std=gnu11", "-ffp-contract=off", "-pthread", f"-I{ROOT / 'src/hora/engine/shm'}"]
-# Python's structures, with their names in C and those of fields that differ.
+# Python's structures, their names in C, and the fields whose names differ.
 STRUCTURES = {
     native.GroupStruct: ("group", {}),
     native.RingStruct: ("ring", {}),
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compil
 
 
 @pytest.mark.parametrize(("program", "number", "operations"), [("ranks", 3, 2000), ("hosts", 3, 100)])
-def test_every_member_has_every_sum_right(tmp_path: Path, program: str, number: int, operations: int):
+def test_all_sums_are_correct_on_all_ranks(tmp_path: Path, program: str, number: int, operations: int):
     built = tmp_path / program
     subprocess.run(["cc", *FLAGS, "-o", built, ROOT / "tests/native" / f"{program}.c"], check=True, timeout=200)
     done = subprocess.run([built, str(number), str(operations)], capture_output=True, text=True, timeout=200)

