@@ -229,7 +229,7 @@ simulate: $(STAMP)
 
 # What reads bytes of others: the handshake, frames, headers, the rendezvous' operations (five tests: a million cases), and
 # model files, of which every eighth case is tried because each writes and reads files.
-PARSERS := tests/unit/test_fuzz_control.py tests/unit/test_safe_load.py::test_damaged_files_are_read_or_refused tests/unit/test_model_file.py::test_tampered_files_load_or_raise_a_model_file_error
+PARSERS := tests/unit/test_fuzz_control.py tests/unit/test_safe_load.py::test_damaged_files_are_read_or_rejected tests/unit/test_model_file.py::test_tampered_files_load_or_raise_a_model_file_error
 
 # As long as it takes: a target of its own, not part of `make test`, which plays the first fifty programs and ten
 # thousand of the parsers' cases. SECONDS: of coverage-guided fuzzing, for each of the formats that tests/fuzz/parsers.py knows.

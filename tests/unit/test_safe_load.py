@@ -1,4 +1,4 @@
-"""The reader of pickles and `torch.save` files: it reads their data, and calls no function that they name."""
+"""The reader of pickles and `torch.save` files reads their data and calls no function that they name."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def test_files_of_torch(archive):
         assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
-def test_types_that_came_later():
+def test_newer_dtypes():
     values = {"float8": torch.randn(4).to(torch.float8_e4m3fn)}
-    if not torch.__version__.startswith("2.3."):  # torch.save knows uint16 since 2.4
+    if not torch.__version__.startswith("2.3."):  # torch.save supports uint16 since 2.4
         values["half a byte more"] = torch.arange(3).to(torch.uint16)
     file = io.BytesIO()
     torch.save(values, file)
@@ -87,7 +87,7 @@ class Bomb:
 
 
 def _object_array() -> bytes:
-    """A class of arrays called with an object dtype and bytes in the place of pointers."""
+    """Pickle a call of the array class with an object dtype and bytes in place of pointers."""
     dtype = b"cnumpy\ndtype\nX\x01\x00\x00\x00O\x85R"
     return b"\x80\x03cnumpy\nndarray\n(K\x01\x85" + dtype + b"C\x08AAAAAAAAtR."
 
@@ -122,7 +122,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_pickles_run_nothing_and_are_refused(name, tmp_path, monkeypatch):
+def test_hostile_pickles_run_nothing_and_are_rejected(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"\w"):
         load_pickle(HOSTILE[name]).plain()
@@ -172,7 +172,7 @@ def _archive(pickled: bytes, data: bytes = b"", **entries: bytes) -> bytes:
 
 
 def _tensor(num_elements: int, offset: int, size: int, stride: int) -> bytes:
-    """The pickle of a tensor whose numbers are free."""
+    """Return the pickle of a tensor with arbitrary sizes and offsets."""
     number = lambda value: b"J" + value.to_bytes(4, "little", signed=True)  # noqa: E731
     text = lambda value: b"X" + len(value).to_bytes(4, "little") + value  # noqa: E731
     storage = (
@@ -199,8 +199,8 @@ def test_a_tensor_stays_inside_its_storage():
         load_torch(_archive(_tensor(4, 0, 4, 1), bytes(16), byteorder=b"big"))
 
 
-def test_damaged_files_are_read_or_refused(cases):
-    """Bytes of pickles and archives changed at random: neither a crash nor another error than ValueError."""
+def test_damaged_files_are_read_or_rejected(cases):
+    """Pickles and archives with random changes raise ValueError or load; they neither crash nor raise other errors."""
     file = io.BytesIO()
     torch.save(VALUES, file)
     whole = [pickle.dumps({"v": VALUES[name]}, protocol) for name in VALUES for protocol in (2, 5)]

@@ -1,6 +1,6 @@
-"""Many ranks in one process: the traffic matches docs/scale.md.
+"""Many ranks in one process cause the traffic given in docs/scale.md.
 
-`make scale` plays a thousand of them.
+`make scale` runs a thousand of them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from hora.world import RendezvousEndpoint, World
 
 
 class Events:
-    """Of a launcher that starts nothing."""
+    """Events of a launcher that starts nothing."""
 
     def __getattr__(self, name):
         return lambda *args: None
 
 
 def bytes_to_each(size: int) -> float:
-    """What each of so many workers is sent while they meet."""
+    """Return the bytes that the rendezvous sends to each of `size` workers on average."""
     secret = new_secret()
     server = Rendezvous("127.0.0.1", secret=secret, job="scale", events=Events())
     rendezvous = RendezvousEndpoint(kind="hora", address="127.0.0.1", port=server.port, job="scale")
@@ -36,6 +36,6 @@ def bytes_to_each(size: int) -> float:
         server.close()
 
 
-def test_a_meeting_costs_a_rank_the_same_however_many_ranks_there_are():
+def test_the_cost_of_a_rendezvous_per_rank_does_not_depend_on_their_number():
     few, many = bytes_to_each(8), bytes_to_each(64)
-    assert few < many < few + 200  # the address of the rank above, and longer numbers
+    assert few < many < few + 200  # the parent rank's address, and longer numbers

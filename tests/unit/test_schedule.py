@@ -1,4 +1,4 @@
-"""Schedules, with the members as threads of one process: order, waking, joining, stalls, faults."""
+"""Schedules, with members as threads of one process: order, waking, joining, stalls, faults."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Queue:
 
 
 class Noted:
-    """A reduction that notes its items."""
+    """A reduction that records its executions."""
 
     def __init__(self, name, log):
         self.signature = Signature(int(Kind.ALLREDUCE), "allreduce", name, ("float32",), ((1,),))
@@ -99,7 +99,7 @@ def meet(*members):
     return [found[schedule.member] for schedule in members]
 
 
-def test_no_member_passes_before_all_have_come():
+def test_no_member_passes_before_all_have_arrived():
     size, seen = 3, []
     members = schedules(size)
     came = [0] * size
@@ -114,7 +114,7 @@ def test_no_member_passes_before_all_have_come():
     assert seen == [True] * 150
 
 
-def test_items_are_executed_in_the_fixed_order_whatever_the_order_of_their_start():
+def test_items_run_in_the_fixed_order_whatever_the_order_of_their_start():
     members, logs = schedules(2), [[], []]
     for schedule, log in zip(members, logs, strict=True):
         for name in "abc":
@@ -134,7 +134,7 @@ def test_items_are_executed_in_the_fixed_order_whatever_the_order_of_their_start
         schedule.close()
 
 
-def test_a_member_that_sleeps_is_woken():
+def test_a_sleeping_member_is_woken():
     first, second = schedules(2)
 
     def come_late():
@@ -146,7 +146,7 @@ def test_a_member_that_sleeps_is_woken():
         assert not first._counters._own_sleep.value
 
 
-def test_a_member_that_has_joined_is_absent_until_all_come_back():
+def test_a_joined_member_is_absent_until_all_return():
     first, second, third = members = schedules(3)
     meet(*members)
     second.leave()
@@ -158,13 +158,13 @@ def test_a_member_that_has_joined_is_absent_until_all_come_back():
     assert meet(*members) == [[], [], []]
 
 
-def test_a_member_that_joins_still_does_what_it_has_started():
+def test_a_joining_member_completes_its_started_items():
     first, second = members = schedules(2)
     logs = [[], []]
     for schedule, log in zip(members, logs, strict=True):
         schedule.add(Noted("a", log))
     second.start(0, background=False)
-    second.leave()  # before the first one has come
+    second.leave()  # before the first one has arrived
     for _ in range(2):
         first.wait(first.start(0, background=False))
     wait_until("the second one has left", lambda: second._counters.own.value == OPEN)
@@ -173,7 +173,7 @@ def test_a_member_that_joins_still_does_what_it_has_started():
 
 @pytest.mark.parametrize(("dtype", "prescale"), [(torch.float32, 1.0), (torch.bfloat16, 1.0), (torch.bfloat16, 0.25)])
 @pytest.mark.parametrize("way_to_reduce", ["sliced", "direct"])
-def test_an_allreduce_without_a_member_that_has_joined_is_that_of_zeros(dtype, way_to_reduce, prescale):
+def test_a_joined_member_contributes_zeros_to_an_allreduce(dtype, way_to_reduce, prescale):
     size, count = 3, 200
     segment = Segment.create(2**20)
     memory = SharedMemory(segment)
@@ -223,7 +223,7 @@ def test_a_stall_shuts_down():
     assert len(schedule.queue.told) == 1
 
 
-def test_an_item_that_all_have_published_is_done_after_one_of_them_has_left_the_world():
+def test_an_item_published_by_all_completes_after_one_of_them_has_left_the_world():
     first, second = schedules(2)
     logs = [[], []]
     for schedule, log in zip((first, second), logs, strict=True):
@@ -236,12 +236,12 @@ def test_an_item_that_all_have_published_is_done_after_one_of_them_has_left_the_
     assert logs == [[("a", 1, [])]] * 2
 
 
-def test_the_number_of_a_member_that_leaves_is_no_other_number_for_one_that_sleeps():
-    """It watches the low half of the number alone."""
+def test_the_counter_of_a_leaving_member_differs_from_all_others_for_a_sleeper():
+    """A sleeper compares only the low half of the counter."""
     assert OPEN & 0xFFFFFFFF not in range(2**24)
 
 
-def test_what_is_in_flight_cannot_be_started_again():
+def test_an_item_in_flight_cannot_be_started_again():
     segment = Segment.create(2**16)
     memory = SharedMemory(segment)
     schedule = ReductionSchedule(
@@ -257,8 +257,8 @@ def test_what_is_in_flight_cannot_be_started_again():
         reduction.wait()
 
 
-def test_a_void_item_is_announced():
-    """As over several hosts, when another host has something else to do."""
+def test_an_item_that_cannot_run_scheduled_is_negotiated():
+    """This happens across hosts when another host executes something else."""
     done = []
     reduction = SimpleNamespace(
         signature=Signature(int(Kind.ALLREDUCE), "allreduce", "x", ("float32",), ((1,),)),
@@ -275,8 +275,8 @@ def test_a_void_item_is_announced():
     assert done == [1, 1]
 
 
-def test_a_member_that_has_let_go_of_a_lane_keeps_no_other_from_joining():
-    """As when Python collects an optimizer on some ranks before a join, and on others after it."""
+def test_a_member_that_has_closed_a_schedule_does_not_block_a_join():
+    """Python may collect an optimizer before a join on some ranks, and after it on others."""
     first, second = schedules(2)
     meet(first, second)
     second.close()
@@ -288,8 +288,8 @@ def test_a_member_that_has_let_go_of_a_lane_keeps_no_other_from_joining():
     second.come_back()
 
 
-def test_a_member_that_leaves_may_look_around_meanwhile():
-    """As when it tells another host, which has let go of the schedule already."""
+def test_a_leaving_member_may_check_other_hosts_meanwhile():
+    """This happens when it notifies a host that has already closed the schedule."""
     (schedule,) = schedules(1)
     told = []
 

@@ -1,4 +1,4 @@
-"""A job's secret in a user's file: taken where only the user can read it, refused in words otherwise."""
+"""A job's secret in a user's file: accepted if only the user can read it, rejected with a reason otherwise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_it_is_made_of_the_text_whatever_ends_the_line(file: Path):
+def test_the_secret_ignores_the_line_end(file: Path):
     first = read_secret_file(str(file))
     assert len(first) == 32
     file.write_text(TEXT)
@@ -31,14 +31,14 @@ def test_it_is_made_of_the_text_whatever_ends_the_line(file: Path):
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o602, 0o620, 0o660, 0o666])
-def test_a_file_that_others_can_read_or_change_is_refused(file: Path, mode: int):
+def test_a_file_that_others_can_read_or_change_is_rejected(file: Path, mode: int):
     file.chmod(mode)
     with pytest.raises(AuthenticationError, match=f"HORA_SECRET_FILE={file}.*{mode:04o}.*chmod 600"):
         read_secret_file(str(file))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_roots_file_may_be_for_a_group_and_another_users_is_refused(file: Path):
+def test_a_group_may_read_roots_file_and_files_of_other_users_are_rejected(file: Path):
     file.chmod(0o440)
     assert read_secret_file(str(file)) == read_secret_file(str(file))
     os.chown(file, 12345, 12345)
@@ -46,7 +46,7 @@ def test_roots_file_may_be_for_a_group_and_another_users_is_refused(file: Path):
         read_secret_file(str(file))
 
 
-def test_what_is_no_such_file_is_refused(tmp_path: Path, file: Path):
+def test_invalid_files_are_rejected(tmp_path: Path, file: Path):
     file.write_text("too short")
     with pytest.raises(AuthenticationError, match=r"--secret-file=.*9 bytes.*openssl"):
         read_secret_file(str(file), named="--secret-file")

@@ -1,6 +1,4 @@
-"""docs/security.md lists attacks with the tests that repeat them: each is there, and those from outside know public
-names.
-"""
+"""docs/security.md lists attacks with their tests: all exist, and those from outside use public names only."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ FROM_OUTSIDE = (
     "attacked_jobs.py",
     "test_defects.py",
 )
-# What a user imports; inside the package every other path may change.
+# The modules that users import; all other paths of the package may change.
 PUBLIC = ("horovod", "sparkdl", "hora", "hora.workers", "hora.workflow", "hora.errors")
 PACKAGES = ("horovod", "sparkdl", "hora")
 
@@ -46,7 +44,7 @@ def test_every_attack_from_outside_is_in_the_table():
         assert [name for name in names if f"integration/{file}::{name}`" not in TABLE] == []
 
 
-def test_attacks_from_outside_rest_on_no_private_path():
+def test_attacks_from_outside_use_no_private_path():
     for file in FROM_OUTSIDE:
         text = (TESTS / "integration" / file).read_text()
         scripts = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)]
@@ -58,7 +56,7 @@ def test_attacks_from_outside_rest_on_no_private_path():
             ] == []
 
 
-# Functions and classes that turn bytes into objects, some of which run what the bytes say.
+# Functions and classes that turn bytes into objects; some of them run code that the bytes name.
 READERS = re.compile(
     r"(torch\.(?:serialization\.|jit\.|export\.|hub\.|distributed\.checkpoint\.)?load|torch\.package\.PackageImporter"
     r"|(?:_?pickle|cloudpickle|dill|marshal|joblib|shelve)\.(?:load|loads|open|Unpickler)|pandas\.read_pickle"
@@ -68,7 +66,7 @@ READERS = re.compile(
 
 
 def _readers_in(text: str) -> set[str]:
-    """The readers that a module calls, hands on or derives from, under whatever names it imports them."""
+    """Return the readers that a module calls, passes on or derives from, under any name."""
     tree = ast.parse(text)
     origins = {}
     for node in ast.walk(tree):
@@ -106,12 +104,12 @@ def _origin(name: str, origins: dict[str, str]) -> str:
         ("import shutil; shutil.unpack_archive(f)", "shutil.unpack_archive"),
     ],
 )
-def test_a_new_reader_of_bytes_is_found_whatever_its_name(text: str, reader: str):
+def test_a_new_reader_of_bytes_is_found_under_any_name(text: str, reader: str):
     assert _readers_in(text) == {reader}
 
 
 def test_every_reader_of_bytes_is_in_the_table_of_readers():
-    """docs/security.md says of each who can have written its bytes, and what protects; nothing is left there either."""
+    """docs/security.md names the possible authors of each reader's bytes and the protection; no row is obsolete."""
     sources = TESTS.parent / "src"
     used = {
         (f"{path.relative_to(sources).parts[1]}: {path.stem}", reader)
@@ -130,7 +128,7 @@ def test_every_reader_of_bytes_is_in_the_table_of_readers():
     ("installed", "known"),
     [("2.3.1+cpu", 2), ("2.5.1", 2), ("2.6.0", 1), ("2.9.1+cu128", 1), ("2.10.0", 0), ("2.13.0", 0)],
 )
-def test_an_old_torch_is_named_with_its_advisories_and_refused_by_the_strict(installed, known, monkeypatch):
+def test_an_old_torch_is_named_with_its_advisories_and_rejected_in_strict_mode(installed, known, monkeypatch):
     found = advisories(installed)
     assert len(found) == known
     note = findings._torch_advisories({"torch": installed})

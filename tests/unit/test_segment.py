@@ -1,4 +1,4 @@
-"""Shared memory within one process: sharing by descriptor, lifetime of views, refusal of too much."""
+"""Shared memory within one process: sharing by descriptor, lifetime of views, rejection of oversized segments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_view_outlives_the_segment():
     assert part.tolist() == [3.0] * 10
 
 
-def test_nothing_is_left_when_views_and_segment_are_gone():
+def test_nothing_is_left_after_views_and_segment_are_gone():
     num_descriptors = len(os.listdir("/proc/self/fd"))
     segment = Segment.create(2**20, label="hora-test-left")
     view = segment.tensor(0, 10, torch.int64)
@@ -49,15 +49,15 @@ def test_empty_views_are_legal():
     segment.close()
 
 
-def test_more_than_the_machine_has_is_refused_before_anything_is_reserved(monkeypatch):
-    # Really asking for too much would bring the machine down, should the check ever be broken.
+def test_a_segment_larger_than_memory_is_rejected_before_anything_is_reserved(monkeypatch):
+    # A real request of that size would bring the machine down if the check were broken.
     monkeypatch.setattr(segment_module, "available_bytes", lambda: 2**20)
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("memory was reserved"))
     with pytest.raises(MemoryError, match=r"cannot reserve 2\.0 MiB .* for hora: only 1 MiB are available"):
         Segment.create(2**21)
 
 
-def test_a_full_memory_file_is_refused_in_the_same_words(monkeypatch):
+def test_a_full_memory_file_is_rejected_with_the_same_message(monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, "full")
 
@@ -68,7 +68,7 @@ def test_a_full_memory_file_is_refused_in_the_same_words(monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == num_descriptors
 
 
-def test_available_memory_is_some_but_not_more_than_there_is():
+def test_available_memory_is_positive_and_within_the_total():
     total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < segment_module.available_bytes() <= total_bytes
 

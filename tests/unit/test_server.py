@@ -23,7 +23,7 @@ LIMIT_S = 20.0
 
 
 class Echo:
-    """Sends every message back, or does what it is told to do with it."""
+    """Sends every message back, or passes it to `react`."""
 
     def __init__(self, react: Callable[[Peer, dict, bytes], None] | None = None) -> None:
         self.react = react
@@ -40,7 +40,7 @@ class Echo:
 
 
 class Place:
-    """A server at a local socket and at a port."""
+    """A server on a local socket and on a port."""
 
     def __init__(self) -> None:
         self.echo, self.credentials = Echo(), Credentials(new_secret(), "test")
@@ -61,7 +61,7 @@ def place() -> Iterator[Place]:
     place.server.close()
 
 
-def test_one_server_at_a_local_socket_and_at_a_port(place: Place):
+def test_one_server_on_a_local_socket_and_on_a_port(place: Place):
     for where in (place.name, place.tcp):
         with place.connect(where) as connection:
             connection.send({"n": 1}, b"payload")
@@ -69,14 +69,14 @@ def test_one_server_at_a_local_socket_and_at_a_port(place: Place):
         assert place.echo.closings.get(timeout=LIMIT_S)
 
 
-def test_another_secret_and_another_purpose_are_refused(place: Place):
+def test_another_secret_and_another_purpose_are_rejected(place: Place):
     for credentials in (Credentials(new_secret(), "test"), Credentials(place.credentials.secret, "other")):
         for where in (place.name, place.tcp):
             with pytest.raises(AuthenticationError):
                 connect(where, credentials, timeout_s=LIMIT_S)
 
 
-def test_a_process_of_another_user_is_not_let_in(
+def test_a_process_of_another_user_is_rejected(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(sockets, "process_at", lambda sock: sockets.Process(7, os.geteuid() + 1))
@@ -91,11 +91,11 @@ def test_a_process_of_another_user_is_not_let_in(
     place.connect().close()
 
 
-def test_only_a_stranger_at_a_port_that_hangs_up_is_reported(place: Place, caplog: pytest.LogCaptureFixture):
-    """A local socket's other end is this user's: it wants to know who serves the name, and needs no key for that."""
+def test_only_unauthenticated_disconnects_from_a_port_are_reported(place: Place, caplog: pytest.LogCaptureFixture):
+    """A local socket's peer is this user, who may check the owner of the name without a key."""
     for where in (place.name, place.tcp):
         sockets.open_socket(where, limit_s=LIMIT_S).close()
-        with place.connect(where) as connection:  # accepted after that one
+        with place.connect(where) as connection:  # accepted after the first one
             connection.send({})
             connection.receive(limit_s=LIMIT_S)
     (record,) = caplog.records
@@ -107,7 +107,7 @@ def test_a_payload_above_the_servers_limit_ends_the_connection(place: Place):
     with place.connect() as connection:
         connection.send({}, bytes(1 << 20))
         assert len(connection.receive(limit_s=LIMIT_S)[1]) == 1 << 20
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it hung up before it had read everything
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server may close before it has read all
             connection.send({}, bytes((1 << 20) + 1))
         with pytest.raises((EOFError, ConnectionResetError)):
             connection.receive(limit_s=LIMIT_S)
@@ -131,7 +131,7 @@ def test_a_descriptor_travels_over_a_local_socket(place: Place):
     os.close(received)
 
 
-def test_any_thread_may_send_and_a_peer_that_does_not_read_delays_nobody(place: Place):
+def test_any_thread_may_send_and_a_peer_that_does_not_read_delays_no_other(place: Place):
     found: queue.SimpleQueue[Peer] = queue.SimpleQueue()
     place.echo.react = lambda peer, header, payload: found.put(peer)
     with place.connect() as slow, place.connect() as other:
@@ -141,7 +141,7 @@ def test_any_thread_may_send_and_a_peer_that_does_not_read_delays_nobody(place: 
             peers.append(found.get(timeout=LIMIT_S))
         chunk = os.urandom(1 << 18)
         with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda n: peers[0].send({"n": n}, chunk), range(32)))  # far more than its socket takes
+            list(pool.map(lambda n: peers[0].send({"n": n}, chunk), range(32)))  # far more than its socket buffers
         assert not peers[0].drained
         peers[1].send({"quick": True})
         assert other.receive(limit_s=LIMIT_S)[0] == {"quick": True}
@@ -150,7 +150,7 @@ def test_any_thread_may_send_and_a_peer_that_does_not_read_delays_nobody(place: 
     assert {payload for _, payload in came} == {chunk}
 
 
-def test_a_connection_of_our_own_is_served_like_the_others(place: Place):
+def test_an_outgoing_connection_is_served_like_the_others(place: Place):
     echo = Echo(lambda peer, header, payload: heard.put((peer.number, header)))
     heard: queue.SimpleQueue[tuple] = queue.SimpleQueue()
     own = Server(echo, name="own")
@@ -167,7 +167,7 @@ def test_a_connection_of_our_own_is_served_like_the_others(place: Place):
         own.close()
 
 
-def test_the_owner_hears_of_an_error_that_ends_the_thread(monkeypatch: pytest.MonkeyPatch):
+def test_the_owner_is_notified_of_an_error_that_ends_the_thread(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     told: queue.SimpleQueue[Exception] = queue.SimpleQueue()
     server = Server(Echo(), name="test", failed=told.put)
@@ -177,7 +177,7 @@ def test_the_owner_hears_of_an_error_that_ends_the_thread(monkeypatch: pytest.Mo
     server.close()
 
 
-def test_a_client_that_is_pushed_out_by_a_crowd_comes_again(place: Place, monkeypatch: pytest.MonkeyPatch):
+def test_a_client_displaced_by_a_crowd_reconnects(place: Place, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(acceptor, "MAX_STRANGERS", 2)
     crowd = [sockets.open_socket(place.name, limit_s=LIMIT_S) for _ in range(20)]
     place.connect().close()
@@ -203,14 +203,14 @@ def test_a_server_that_closes_every_handshake_is_named():
                 waiting.result(LIMIT_S)
 
 
-def test_a_local_name_that_is_taken_is_refused_and_a_closed_one_is_free(place: Place):
+def test_an_occupied_local_name_is_rejected_and_a_closed_one_is_free(place: Place):
     with pytest.raises(OSError, match="in use"):
         sockets.listen(place.name)
     place.server.close()
     sockets.listen(place.name).close()
 
 
-def test_a_server_that_was_never_started_closes():
+def test_a_server_that_was_never_started_can_be_closed():
     server = Server(Echo(), name="test")
     name = f"hora-test-{new_secret().hex()}"
     server.listen(name)
@@ -219,8 +219,8 @@ def test_a_server_that_was_never_started_closes():
         sockets.open_socket(name, limit_s=1)
 
 
-def test_an_abandoned_server_leaves_its_peers_to_others(place: Place):
-    """What a forked child does with the server that it inherited."""
+def test_an_abandoned_server_frees_its_name(place: Place):
+    """A forked child abandons the server that it inherited."""
     server = Server(Echo(), name="never started")
     name = f"hora-test-{new_secret().hex()}"
     server.listen(name)
@@ -230,8 +230,8 @@ def test_an_abandoned_server_leaves_its_peers_to_others(place: Place):
 
 
 @pytest.mark.parametrize("local", [True, False])
-def test_the_last_words_of_a_peer_are_heard_although_nothing_can_be_sent_to_it(place: Place, local: bool):
-    """A goodbye is not lost because the other end wanted to say something at the same moment."""
+def test_a_peers_last_message_is_received_although_sending_to_it_fails(place: Place, local: bool):
+    """A goodbye is not lost when both ends send at the same moment."""
     came, busy, left = (threading.Event() for _ in range(3))
     heard: list[str] = []
     peers: list[Peer] = []
@@ -264,8 +264,8 @@ def test_the_last_words_of_a_peer_are_heard_although_nothing_can_be_sent_to_it(p
         second.close()
 
 
-def test_the_handler_is_not_told_of_a_dead_peer_in_the_middle_of_its_work(place: Place):
-    """It may be walking through what the dead peer's end would change."""
+def test_the_handler_learns_of_a_dead_peer_only_after_its_current_message(place: Place):
+    """It may be iterating over data that handling the death would change."""
     came, dead, told = threading.Event(), threading.Event(), queue.SimpleQueue()
 
     class Handler:
@@ -294,7 +294,7 @@ def test_the_handler_is_not_told_of_a_dead_peer_in_the_middle_of_its_work(place:
         first.send({"op": "here"})
         assert came.wait(LIMIT_S)
         second.send({"op": "here"})
-        first.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
+        first.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing sends a reset
         first.close()
         dead.set()
         assert told.get(timeout=LIMIT_S) == (True, False)
@@ -304,11 +304,11 @@ def test_the_handler_is_not_told_of_a_dead_peer_in_the_middle_of_its_work(place:
 
 
 @pytest.mark.parametrize("limit_s", [3e6, 1e300])
-def test_a_limit_of_many_days_is_waited_for_like_any_other(place, limit_s):
-    """`horovodrun --gloo-timeout-seconds 3000000` ended its own job: the selector takes no more than 24 days."""
+def test_a_limit_of_many_days_is_a_valid_wait(place, limit_s):
+    """The selector accepts at most 24 days, which once ended a job with `--gloo-timeout-seconds 3000000`."""
     planned = threading.Event()
     place.server.call(lambda: (place.server.call_at(time.monotonic() + limit_s, lambda: None), planned.set()))
     assert planned.wait(LIMIT_S)
-    with place.connect() as connection:  # the thread has waited since, and still answers
+    with place.connect() as connection:  # the thread has been waiting since, and still answers
         connection.send({"n": 1})
         assert connection.receive(limit_s=LIMIT_S)[0] == {"n": 1}

@@ -1,6 +1,4 @@
-"""Sessions whose connections are cut: every message arrives once, in order, and a client that does not come back is
-gone.
-"""
+"""Sessions with broken connections: every message arrives once, in order; a client that stays away is lost."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ LIMIT_S = 30.0
 
 
 class Echo:
-    """A server that sends every message back, and whose connections can be cut."""
+    """A server that sends every message back, and whose connections the test can break."""
 
     def __init__(self, limit_s: float) -> None:
         self.credentials = Credentials(new_secret(), "test")
@@ -50,7 +48,7 @@ def echo():
     opened.server.close()
 
 
-def test_no_message_is_lost_or_repeated_however_often_the_connection_is_cut(echo):
+def test_no_message_is_lost_or_repeated_when_connections_break(echo):
     client = echo.client()
     got: list[int] = []
 
@@ -76,7 +74,7 @@ def test_no_message_is_lost_or_repeated_however_often_the_connection_is_cut(echo
     assert echo.gone.wait(LIMIT_S)
 
 
-def test_who_says_goodbye_is_gone_at_once_and_cannot_come_back(echo):
+def test_a_client_that_says_goodbye_is_gone_at_once_and_cannot_return(echo):
     client = echo.client()
     client.send({"i": 1})
     assert client.receive(limit_s=LIMIT_S)[0] == {"i": 1}
@@ -89,14 +87,14 @@ def test_who_says_goodbye_is_gone_at_once_and_cannot_come_back(echo):
     again.close()
 
 
-def test_who_dies_is_gone_soon(echo):
+def test_a_client_that_dies_is_gone_soon(echo):
     client = echo.client()
     client.send({"i": 1})
     client.connection.close()  # as the kernel does for a process that is killed
     assert echo.gone.wait(LIMIT_S)
 
 
-def test_without_a_limit_a_cut_is_the_end():
+def test_without_a_limit_a_broken_connection_ends_the_session():
     echo = Echo(0.0)
     client = echo.client(0.0)
     client.send({"i": 1})
@@ -109,18 +107,18 @@ def test_without_a_limit_a_cut_is_the_end():
     echo.server.close()
 
 
-def test_a_server_that_has_gone_is_not_waited_for(echo):
+def test_a_client_does_not_wait_for_a_closed_server(echo):
     client = echo.client(1e6)
     client.send({"i": 1})
     client.receive()
     echo.server.close()
     with pytest.raises(EOFError):
         client.receive()
-    client.send({"i": 2})  # is not an error: whoever receives knows
+    client.send({"i": 2})  # not an error: the receiver notices
     client.close()
 
 
-def test_another_workers_session_is_refused():
+def test_another_workers_session_is_rejected():
     secret = new_secret()
     echo = Echo(LIMIT_S)
     echo.server.close()

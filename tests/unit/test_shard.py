@@ -1,4 +1,4 @@
-"""Rows of a Parquet dataset, dealt out to ranks: each row to one rank, once a pass, in as many steps on all ranks."""
+"""Sharding of a Parquet dataset: each row belongs to one rank, once a pass, with equal numbers of steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hora.spark.estimator.data_module import ParquetDataModule
 
 @pytest.fixture
 def dataset(tmp_path):
-    """23 rows in three files with uneven row groups."""
+    """A dataset of 23 rows in three files with uneven row groups."""
     numbers = iter(range(23))
     for name, rows in (("b", 4), ("a", 12), ("c", 7)):
         ids = list(itertools.islice(numbers, rows))
@@ -44,11 +44,11 @@ def test_an_epoch_has_every_row_once_in_equally_many_steps(dataset, size, batch_
         assert all((batch["pair"] == np.stack([batch["id"], -batch["id"]], axis=1)).all() for batch in batches)
     assert len(steps) == 1
     assert set(seen) == set(range(23))
-    # With batches of one row, a rank that has fewer rows than others sees one of them again.
+    # With batches of one row, a rank with fewer rows than others repeats one of them.
     assert len(seen) == (23 if batch_size > 1 else steps.pop() * size)
 
 
-def test_fixed_steps_go_on_where_the_last_epoch_stopped(dataset):
+def test_fixed_steps_continue_where_the_last_epoch_stopped(dataset):
     with module(dataset, 0, 1, train_batch_size=10, steps_per_epoch_train=2, shuffle=False) as feed:
         batches = iter(feed.train_data())
         first = [len(next(batches)["id"]) for _ in range(feed.train_steps)]
@@ -58,7 +58,7 @@ def test_fixed_steps_go_on_where_the_last_epoch_stopped(dataset):
     assert third["id"].tolist() == [*in_files_order[20:], *in_files_order[:7]]
 
 
-def test_order_changes_between_epochs_and_comes_from_the_seed(dataset):
+def test_order_changes_between_epochs_and_depends_on_the_seed(dataset):
     def epochs(seed):
         with module(dataset, 0, 1, train_batch_size=23, random_seed=seed) as feed:
             return [batch["id"].tolist() for batch in itertools.islice(feed.train_data(), 2)]
@@ -67,7 +67,7 @@ def test_order_changes_between_epochs_and_comes_from_the_seed(dataset):
     assert epochs(1)[0] != epochs(1)[1]
 
 
-def test_a_transformation_sees_a_frame_and_makes_columns(dataset):
+def test_a_transformation_receives_a_frame_and_creates_columns(dataset):
     def double(frame):
         frame["twice"] = frame["id"] * 2
         frame["pair"] = frame["pair"].map(lambda pair: pair[:1])
@@ -82,7 +82,7 @@ def test_a_transformation_sees_a_frame_and_makes_columns(dataset):
     assert rows["twice"].shape == rows["pair"].shape == (23, 1)
 
 
-def test_what_no_tensor_can_hold_is_named(dataset, tmp_path):
+def test_columns_that_no_tensor_can_hold_are_named(dataset, tmp_path):
     with pytest.raises(TypeError, match="column 'text' holds string"):
         next(DatasetShard(dataset, num_readers=0).passes(rng=None))
     pq.write_table(pa.table({"x": [1.0, None]}), tmp_path / "hole.pq")
@@ -92,7 +92,7 @@ def test_what_no_tensor_can_hold_is_named(dataset, tmp_path):
         DatasetShard(dataset, cur_shard=2, shard_count=2)
 
 
-def test_vectors_without_their_zeros_are_read_with_them(tmp_path):
+def test_sparse_vectors_are_read_as_dense_ones(tmp_path):
     vectors = [
         {"size": 4, "indices": indices, "values": values}
         for indices, values in (([1, 3], [2.0, -1.0]), ([], []), ([0], [5.0]), ([2], [7.0]))

@@ -1,4 +1,4 @@
-"""Host lists, host files and the places of ranks: pure, so hypothesis may try whatever it likes."""
+"""Host lists, host files and the slots of ranks: pure functions, tested with arbitrary input."""
 
 import pytest
 from hypothesis import given
@@ -26,7 +26,7 @@ def test_hosts_are_read_in_order_with_blanks_around_commas():
 @pytest.mark.parametrize(
     "text", ["a", "a:", ":2", "a:b", "a:1,", "", "a:1 b:2", "a:-1", "a:1:2", "a b:1", "a:1.5", "-v:1"]
 )
-def test_malformed_hosts_are_refused_with_what_to_write(text):
+def test_malformed_hosts_are_rejected_with_the_expected_format(text):
     with pytest.raises(ValueError, match=r"Invalid host input.*name:slots"):
         parse_hosts(text)
 
@@ -47,7 +47,7 @@ def test_a_bad_hostfile_line_is_named(tmp_path, line):
         parse_host_files(path)
 
 
-def test_unusable_hostfiles_say_why(tmp_path):
+def test_unusable_hostfiles_are_explained(tmp_path):
     with pytest.raises(ValueError, match="No such file"):
         parse_host_files(tmp_path / "nowhere")
     (tmp_path / "empty").write_text("# nothing\n")
@@ -66,7 +66,7 @@ def test_ranks_fill_hosts_in_order_and_cross_ranks_count_hosts():
     ]
 
 
-def test_only_as_many_as_asked_for():
+def test_no_more_slots_than_requested():
     slots = get_host_assignments(parse_hosts("a:2,b:2"), 3, 3)
     assert [(s.hostname, s.local_rank, s.local_size) for s in slots] == [
         ("a", 0, 2),

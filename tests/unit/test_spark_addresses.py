@@ -1,4 +1,4 @@
-"""Where the driver listens for its executors: no wider than Spark itself."""
+"""The addresses on which the driver listens for its executors: no wider than Spark's own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hora.launch.providers.spark.cluster import driver_addresses
 
 
 class Context:
-    """The two things that are asked of a SparkContext."""
+    """Implements the two members of SparkContext that the code uses."""
 
     def __init__(self, master: str, **conf: str) -> None:
         self.master = master

@@ -1,4 +1,4 @@
-"""Which Spark is there, and which is refused."""
+"""Detection of the Spark cluster, and rejection of unsupported ones."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hora.launch.providers.spark import cluster
 
 
 class ConnectSession:
-    """Stands in for Spark Connect's session, whose module cannot be imported without its extra packages."""
+    """Replaces Spark Connect's session, whose module cannot be imported without its extra packages."""
 
     __module__ = "pyspark.sql.connect.session"
 
 
-def test_a_connect_session_is_refused_with_a_way_out(monkeypatch):
+def test_a_connect_session_is_rejected_with_an_alternative(monkeypatch):
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
@@ -25,7 +25,7 @@ def test_a_connect_session_is_refused_with_a_way_out(monkeypatch):
         cluster.active_context()
 
 
-def test_the_context_of_a_connect_server_in_this_process_is_not_taken_for_a_classic_one(monkeypatch):
+def test_the_context_of_a_connect_server_in_this_process_is_not_mistaken_for_a_classic_one(monkeypatch):
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
@@ -39,7 +39,7 @@ def test_the_context_of_a_connect_server_in_this_process_is_not_taken_for_a_clas
         cluster.active_context()
 
 
-def test_no_session_is_no_context(monkeypatch):
+def test_without_a_session_there_is_no_context(monkeypatch):
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
@@ -49,7 +49,7 @@ def test_no_session_is_no_context(monkeypatch):
 
 
 class Context:
-    """Stands in for a SparkContext whose executors come late."""
+    """Replaces a SparkContext whose executors register late."""
 
     master, applicationId = "spark://here:7077", "app"  # noqa: N815 - Spark's name
     startTime = 0  # noqa: N815 - long ago
@@ -61,7 +61,7 @@ class Context:
         return self._settings
 
 
-def test_executors_that_are_not_there_yet_are_waited_for_with_a_word(monkeypatch, caplog):
+def test_missing_executors_are_waited_for_with_a_message(monkeypatch, caplog):
     found = iter([0, 0, 0, 2])
     monkeypatch.setattr(cluster, "count_slots", lambda context: next(found))
     monkeypatch.setattr(cluster, "_NOTICE_AFTER_S", 0.0)
@@ -76,13 +76,13 @@ def test_after_the_first_executor_the_others_are_waited_for(monkeypatch):
     assert cluster.require_slots(Context(), 2) == 2
 
 
-def test_a_cluster_without_executors_is_given_up_after_its_limit(monkeypatch):
+def test_a_cluster_without_executors_times_out(monkeypatch):
     monkeypatch.setattr(cluster, "count_slots", lambda context: 0)
     with pytest.raises(ValueError, match="no Spark executor has registered"):
         cluster.require_slots(Context(), 2, limit_s=0.2)
 
 
-def test_too_few_slots_of_a_cluster_that_has_settled_are_an_error_at_once(monkeypatch):
+def test_too_few_slots_of_a_settled_cluster_are_an_error_at_once(monkeypatch):
     monkeypatch.setattr(cluster, "count_slots", lambda context: 1)
     monkeypatch.setattr(cluster, "_most_seen", {})
     with pytest.raises(ValueError, match=r"np=2 .* has 1 .* use np=1"):
@@ -106,7 +106,7 @@ def test_limits_of_dynamic_allocation(settings, limits):
 
 
 @pytest.mark.parametrize("most", ["infinity", "4"])
-def test_executors_on_demand_count_as_there(monkeypatch, most):
+def test_executors_on_demand_count_as_available(monkeypatch, most):
     conf = {"spark_dynamicAllocation_enabled": "true", "spark_executor_cores": "1"}
     context = Context(**conf, spark_dynamicAllocation_maxExecutors=most)
     monkeypatch.setattr(cluster, "count_slots", lambda context: 1)

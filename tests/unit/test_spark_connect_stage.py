@@ -1,6 +1,4 @@
-"""The client of a Connect job: silence is said and ends nothing, an interrupt reaches the cluster, errors have a
-name.
-"""
+"""The client of a Connect job: silence is only logged, an interrupt reaches the cluster, errors are named."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from hora.launch.providers.spark.connect import Query, _result, _Watch
 
 
 class Session:
-    """Stands in for a Connect session whose one query takes as long as the test wants."""
+    """Replaces a Connect session; its one query takes as long as the test wants."""
 
     def __init__(self, rows: list[Any], error: Exception | None = None) -> None:
         self.rows, self.error, self.go_on, self.interrupted = rows, error, threading.Event(), []
@@ -41,7 +39,7 @@ class Session:
 
 
 class Log:
-    """Stands in for the client's ear: `calls` first tasks have called."""
+    """Replaces the client's log server; `calls` first tasks have connected."""
 
     def __init__(self, calls: int) -> None:
         self.calls = calls
@@ -51,7 +49,7 @@ def query(session):
     return Query(session, lambda batches: iter(()), num_tasks=2, name="job", barrier=True)
 
 
-def test_silence_is_said_and_the_job_goes_on(caplog):
+def test_silence_is_logged_and_the_job_continues(caplog):
     session = Session([("result", 1, b"b"), ("result", 0, b"a"), ("stdout", 0, b"x")])
     asked = query(session)
     watch = _Watch(Log(0), asked.tag, 2, limit_s=0.0)
@@ -76,7 +74,7 @@ def test_an_interrupt_reaches_the_cluster():
     assert session.interrupted == [asked.tag]
 
 
-def test_a_job_that_spark_has_begun_anew_is_ended():
+def test_a_job_restarted_by_spark_is_ended():
     session = Session([])
     asked = query(session)
     with pytest.raises(JobFailedError, match="lost an executor"):
@@ -84,7 +82,7 @@ def test_a_job_that_spark_has_begun_anew_is_ended():
     assert session.interrupted == [asked.tag]
 
 
-def test_a_failed_query_is_a_failed_job():
+def test_a_failed_query_fails_the_job():
     session = Session([], RuntimeError("no such cluster"))
     session.go_on.set()
     with pytest.raises(JobFailedError, match="Spark job has failed: no such cluster"):
@@ -93,11 +91,11 @@ def test_a_failed_query_is_a_failed_job():
         _result({})
 
 
-def test_a_client_that_cannot_interrupt_is_told_what_it_needs():
+def test_a_client_that_cannot_interrupt_gets_the_required_version():
     with pytest.raises(ValueError, match=r"Spark 3\.5 or newer"):
         query(object())
 
 
-def test_a_client_from_before_spark_3_5_is_refused_in_words():
+def test_a_client_older_than_spark_3_5_is_rejected_with_an_explanation():
     with pytest.raises(ValueError, match=r"need Spark 3\.5 or newer.*classic mode"):
         query(object())

@@ -1,6 +1,6 @@
 """A Connect client receives the log of its job's first task, and rejects connections without the key.
 
-Without a client, lines wait for the end.
+If the client cannot be reached, the lines are returned at the end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hora.net.wire import Credentials, connect, new_secret
 from waiting import wait_until
 
 
-def test_lines_come_home_while_the_job_runs():
+def test_lines_reach_the_client_while_the_job_runs():
     out, err = io.StringIO(), io.BytesIO()
     callers = []
     with LiveLog("127.0.0.1", to_streams(OutputOptions(stdout=out, stderr=err)), callers.append) as log:
@@ -34,7 +34,7 @@ def test_lines_come_home_while_the_job_runs():
     assert out.getvalue() == "grüße\nlate\n"
 
 
-def test_a_stranger_is_not_heard():
+def test_a_connection_without_the_key_is_rejected():
     out = io.StringIO()
     with LiveLog("127.0.0.1", to_streams(OutputOptions(stdout=out, stderr=out))) as log:
         where = (log.invitation.address, log.invitation.port)
@@ -44,7 +44,7 @@ def test_a_stranger_is_not_heard():
     assert out.getvalue() == ""
 
 
-def test_what_cannot_be_sent_is_kept_for_the_end():
+def test_unsent_lines_are_kept_for_the_end():
     home = ClientLogSink(Invitation("", 0, "job", new_secret()))
     home.write("stdout", b"a line\n")
     assert home.close() == {"stdout": b"a line\n"}

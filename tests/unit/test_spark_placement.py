@@ -1,4 +1,4 @@
-"""Ranks from Spark tasks: grouped by host, task 0's host first, GPUs by local rank."""
+"""Ranks of Spark tasks: grouped by host, task 0's host first, GPUs by local rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_hosts_are_rotated_until_the_host_of_task_0_comes_first() -> None:
     assert [p.slot.hostname for p in placed] == ["c", "d", "a", "b"]
 
 
-def test_gpus_of_the_host_come_in_local_rank_order() -> None:
+def test_gpus_of_the_host_are_in_local_rank_order() -> None:
     tasks = [TaskPlace(task=0, host="a", gpus=("3", "1")), TaskPlace(task=1, host="a", gpus=("0", "2"))]
     placed = place_tasks(tasks)
     assert [p.visible_gpus for p in placed] == [("3", "0", "1", "2")] * 2

@@ -1,4 +1,4 @@
-"""Variables that the driver forwards, and those it reads."""
+"""Environment variables that the driver forwards, and those it reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from hora.launch.providers.spark.cluster import assigned_gpus, forwarded_variables, start_timeout_s
 
 
-def test_the_runtimes_settings_are_forwarded_and_nothing_else():
+def test_only_the_runtimes_settings_are_forwarded():
     environ = {"HOROVOD_TIMELINE": "t", "NCCL_DEBUG": "INFO", "PATH": "p", "HOROVOD_RANK": "3", "HORA_SECRET_FILE": "f"}
     assert forwarded_variables(environ) == {"HOROVOD_TIMELINE": "t", "NCCL_DEBUG": "INFO"}
 

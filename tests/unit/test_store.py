@@ -40,7 +40,7 @@ def test_files(tmp_path):
     assert not store.is_parquet_dataset(store.get_train_data_path(0))
 
 
-def test_a_local_directory_is_copied_into_the_run_over_what_was_there(tmp_path):
+def test_a_local_directory_is_copied_over_the_runs_earlier_files(tmp_path):
     store = FilesystemStore(tmp_path / "store")
     remote = pickle.loads(pickle.dumps(store.to_remote("r", 0)))
     for text in ("one", "two"):
@@ -55,7 +55,7 @@ def test_a_local_directory_is_copied_into_the_run_over_what_was_there(tmp_path):
     assert store.get_checkpoints("another") == []
 
 
-def test_a_file_system_that_only_fsspec_knows():
+def test_a_file_system_supported_only_by_fsspec():
     root = f"memory://{uuid.uuid4().hex}/store"
     store = Store.create(root, checkpoint_filename="best.ckpt")
     assert store.get_checkpoint_path("r") == f"{root}/runs/r/best.ckpt"
@@ -85,7 +85,7 @@ def test_hdfs_paths(path):
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/p", "hdfs://nn:8020", "relative"])
-def test_what_is_not_hdfs(path):
+def test_invalid_hdfs_paths(path):
     with pytest.raises(ValueError, match="a path in HDFS is"):
         HDFSStore(path)
 
@@ -98,12 +98,12 @@ def test_dbfs_paths(path):
 
 
 @pytest.mark.parametrize("path", ["dbfs://p", "/tmp/p", "file:///tmp/p"])
-def test_what_is_not_dbfs(path):
+def test_invalid_dbfs_paths(path):
     with pytest.raises(ValueError, match="a path in DBFS is"):
         DBFSLocalStore(path)
 
 
-def test_the_prefix_chooses_the_store(monkeypatch):
+def test_the_prefix_determines_the_store(monkeypatch):
     monkeypatch.delenv("DATABRICKS_RUNTIME_VERSION", raising=False)
     assert type(Store.create("hdfs:///p")) is HDFSStore
     assert type(Store.create("/dbfs/p")) is FilesystemStore

@@ -1,6 +1,4 @@
-"""Streams between two members in one process: what is changed, cut or repeated on the way is an error, never a
-number.
-"""
+"""Streams between two members in one process: changed, cut or repeated data is an error, never a wrong number."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ NUM_BYTES = 700_000  # three records
 
 
 class Wire(threading.Thread):
-    """Carries bytes from one socket to another, and does something to byte number `at`."""
+    """Forwards bytes from one socket to another, and manipulates byte number `at`."""
 
     def __init__(self, source: socket.socket, target: socket.socket, at: int, how: str) -> None:
         super().__init__(daemon=True)
@@ -52,7 +50,7 @@ def pair(encrypted: bool) -> tuple[Records | None, Records | None]:
 
 @contextlib.contextmanager
 def two_members(*, encrypted: bool, at: int = -1, how: str = "") -> Iterator[tuple[StreamGroup, StreamGroup]]:
-    """With a wire from member 0 to member 1 that may be bad."""
+    """Connect two members; the wire from member 0 to member 1 may manipulate data."""
     out, wire_in = socket.socketpair()
     wire_out, into = socket.socketpair()
     back_out, back_in = socket.socketpair()
@@ -69,7 +67,7 @@ def two_members(*, encrypted: bool, at: int = -1, how: str = "") -> Iterator[tup
 
 
 def swapped(first: StreamGroup, second: StreamGroup) -> list[torch.Tensor]:
-    """What each of them gets of the other; an error of the second one is raised here."""
+    """Exchange random data and return what each receives; raise the second member's error."""
     mine = [torch.randint(0, 256, (NUM_BYTES,), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
     sent = [tensor.to(torch.uint8) for tensor in mine]
     got = [torch.zeros(NUM_BYTES, dtype=torch.uint8) for _ in sent]
@@ -96,7 +94,7 @@ def swapped(first: StreamGroup, second: StreamGroup) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_two_members_swap(encrypted):
+def test_two_members_exchange_data(encrypted):
     with two_members(encrypted=encrypted) as groups:
         swapped(*groups)
         swapped(*groups)
@@ -104,7 +102,7 @@ def test_two_members_swap(encrypted):
 
 @pytest.mark.parametrize("at", [0, 100_000, 262_144 + 3, 600_000])
 @pytest.mark.parametrize("how", ["flip", "repeat"])
-def test_what_is_changed_on_the_way_is_an_error(at, how, monkeypatch):
+def test_modified_data_is_an_error(at, how, monkeypatch):
     monkeypatch.setattr("hora.engine.transport.group._GRACE_S", 0.0)
     with (
         two_members(encrypted=True, at=at, how=how) as groups,
@@ -114,7 +112,7 @@ def test_what_is_changed_on_the_way_is_an_error(at, how, monkeypatch):
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_a_wire_that_is_cut_is_an_error(encrypted, monkeypatch):
+def test_a_cut_wire_is_an_error(encrypted, monkeypatch):
     monkeypatch.setattr("hora.engine.transport.group._GRACE_S", 0.0)
     with (
         two_members(encrypted=encrypted, at=300_000, how="cut") as groups,
@@ -123,8 +121,8 @@ def test_a_wire_that_is_cut_is_an_error(encrypted, monkeypatch):
         swapped(*groups)
 
 
-def test_no_two_records_have_the_same_key_and_number(monkeypatch):
-    """Those of the same text would be the same."""
+def test_no_two_records_use_the_same_key_and_number(monkeypatch):
+    """Otherwise equal plaintexts would have equal ciphertexts."""
     monkeypatch.setattr(noise, "_RECORDS_OF_A_KEY", 3)
     sealer, sealed = Records(KEY), set()
     for _ in range(10):
@@ -135,8 +133,8 @@ def test_no_two_records_have_the_same_key_and_number(monkeypatch):
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_records_are_opened_in_their_order_and_once(monkeypatch, in_place):
-    monkeypatch.setattr(noise, "_RECORDS_OF_A_KEY", 3)  # so that the key changes
+def test_records_are_opened_in_their_order_and_only_once(monkeypatch, in_place):
+    monkeypatch.setattr(noise, "_RECORDS_OF_A_KEY", 3)  # to reach a key change
     sealer, opener = Records(KEY), Records(KEY)
     for records in (sealer, opener):
         records._in_place &= in_place

@@ -20,7 +20,7 @@ def program_of(*operations: Operation, num_ranks: int = 2, **phase) -> Program:
 
 
 def good_records(program: Program) -> dict[int, Record]:
-    """What all ranks see when all goes well."""
+    """Return the records of all ranks in a run without errors."""
     records = {rank: Record() for rank in range(program.num_ranks)}
     for phase, operation in program.operations():
         wanted = expectation(program, phase, operation)
@@ -36,7 +36,7 @@ def good_records(program: Program) -> dict[int, Record]:
 # Programs.
 
 
-def test_a_program_is_a_function_of_its_seed_and_survives_as_text():
+def test_a_program_is_a_function_of_its_seed_and_can_be_saved_as_text():
     for seed, num_ranks in SOME:
         program = generate(seed, num_ranks, victim=seed % 2)
         assert program == generate(seed, num_ranks, victim=seed % 2)
@@ -46,7 +46,7 @@ def test_a_program_is_a_function_of_its_seed_and_survives_as_text():
     assert generate(1, 2) != generate(2, 2)
 
 
-def test_programs_have_everything_in_them():
+def test_programs_cover_all_features():
     programs = [generate(seed, 2 + seed % 3) for seed in range(300)]
     operations = [operation for program in programs for _, operation in program.operations()]
     phases = [phase for program in programs for phase in program.phases]
@@ -82,8 +82,8 @@ def test_programs_have_everything_in_them():
     }
 
 
-def test_programs_cannot_deadlock_by_themselves():
-    """Played with a collective that is nothing but a rendezvous of threads, every program comes to its end."""
+def test_programs_cannot_deadlock():
+    """Every program ends if its collectives only synchronise threads."""
     for seed, num_ranks in SOME[:20]:
         program = generate(seed, num_ranks)
         for phase in program.phases:
@@ -91,7 +91,7 @@ def test_programs_cannot_deadlock_by_themselves():
 
 
 def _meet(program: Program, phase: Phase) -> None:
-    """All ranks and threads of a phase as threads; a blocking operation waits until all members have come to it."""
+    """Run all ranks and threads of a phase as threads; a blocking operation waits for all members."""
     arrived: dict[int, set[int]] = {}
     changed = threading.Condition()
 
@@ -119,7 +119,7 @@ def _meet(program: Program, phase: Phase) -> None:
         assert operation.mistake == "stranger" or arrived.get(operation.label, set()) == set(ranks)
 
 
-def test_segments_end_behind_blocking_operations():
+def test_segments_end_with_blocking_operations():
     a, b, c = (Operation(label=label, kind="allreduce", blocking=label == 2) for label in (1, 2, 3))
     assert segments([a, b, c]) == [[a, b], [c]]
 
@@ -144,14 +144,14 @@ def test_reductions():
     assert give(dtypes=("int32",), reduce_op="Average") == [int((x + y) / 2) for x, y in zip(a, b, strict=True)]
 
 
-def test_who_has_joined_adds_nothing_but_counts_for_the_average():
+def test_a_joined_rank_adds_nothing_but_counts_for_the_average():
     operation = Operation(label=5, kind="allreduce", shapes=((4,),), reduce_op="Average")
     alone = inputs(operation, (0, 1), 0)[0]
     ((tensor, _),) = expected(operation, (0, 1), (0,), 0)
     assert torch.equal(tensor, alone / 2)
 
 
-def test_moved_data():
+def test_results_of_data_movement():
     gather = Operation(label=1, kind="allgather", shapes=((9, 2),), rows=(0, 3))
     ((tensor, _),) = expected(gather, (0, 2), (0, 2), 0)
     assert torch.equal(tensor, inputs(gather, (0, 2), 2)[0])
@@ -167,7 +167,7 @@ def test_moved_data():
     assert received.tolist() == [2, 1]
 
 
-def test_a_wrong_element_a_wrong_dtype_and_a_wrong_shape_are_found():
+def test_a_wrong_element_dtype_or_shape_is_found():
     operation = Operation(label=1, kind="allreduce", shapes=((4,),))
     program = program_of(operation)
     (phase,) = program.phases
@@ -211,14 +211,14 @@ def test_expectations():
 # The judge.
 
 
-def test_the_judge_is_content_with_what_is_right():
+def test_the_judge_accepts_correct_records():
     for seed, num_ranks in SOME:
         program = generate(seed, num_ranks)
         records = good_records(program)
         assert judge(program, {rank: Record.from_text(record.to_text()) for rank, record in records.items()}) == []
 
 
-def test_the_judge_sees_what_is_wrong():
+def test_the_judge_finds_errors():
     operation = Operation(label=1, kind="allreduce")
     program = program_of(operation, stamina=(0, 0))
     bad = {
@@ -237,7 +237,7 @@ def test_the_judge_sees_what_is_wrong():
         assert words in text
 
 
-def test_the_judge_wants_the_ranks_to_agree():
+def test_the_judge_requires_agreement_of_the_ranks():
     operation = Operation(label=1, kind="allgather", patience=AT_THE_END)
     program = program_of(operation, stamina=(0, 0), waits_first=False)
     records = good_records(program)
@@ -259,8 +259,8 @@ def test_a_death_may_end_operations_but_not_the_survivors():
 # Shrinking.
 
 
-def test_a_failing_program_becomes_small():
-    """'Fails' when a broadcast in a set comes before a barrier."""
+def test_a_failing_program_is_shrunk():
+    """A program 'fails' if a broadcast in a process set precedes a barrier."""
 
     def fails(program: Program) -> bool:
         seen = False
@@ -281,14 +281,14 @@ def test_a_failing_program_becomes_small():
         assert not any(phase.stamina or phase.removes for phase in small.phases)
 
 
-def test_shrinking_stops_after_so_many_attempts():
+def test_shrinking_stops_after_a_number_of_attempts():
     attempts = []
     program = generate(3, 4)
     assert shrink(program, lambda candidate: bool(attempts.append(candidate)), max_attempts=7) == program
     assert len(attempts) <= 7
 
 
-def test_smaller_programs_play_by_the_rules():
+def test_candidates_for_shrinking_are_valid():
     for seed, num_ranks in SOME[:20]:
         program = generate(seed, num_ranks, victim=seed % 2)
         for candidate in candidates(program):

@@ -1,4 +1,4 @@
-"""The timeline's file on a full disk: a valid, shorter trace, and no error in the training."""
+"""A timeline on a full disk: a valid, shorter trace, and no error in training."""
 
 import json
 import resource
@@ -10,14 +10,14 @@ from hora.events import Timeline
 
 @pytest.fixture
 def small_files():
-    """No file of this process may grow beyond a few kilobytes: what a full disk is like, for one file."""
+    """Limit files of this process to a few kilobytes, to simulate a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_ends_the_timeline_only(tmp_path, caplog, small_files):
+def test_a_full_disk_ends_only_the_timeline(tmp_path, caplog, small_files):
     path = tmp_path / "new folder" / "t.json"
     timeline = Timeline(str(path))
     for number in range(100):
@@ -30,7 +30,7 @@ def test_a_full_disk_ends_the_timeline_only(tmp_path, caplog, small_files):
     assert f"cannot write the timeline {path}: File too large" in caplog.text
 
 
-def test_a_device_that_takes_nothing(caplog):
+def test_a_device_that_accepts_no_data(caplog):
     timeline = Timeline("/dev/full")
     timeline.begin(["tensor"], "ALLREDUCE")
     timeline.close()

@@ -1,4 +1,4 @@
-"""The tree of ranks, and agreement over it, without processes: messages are delivered in a random order."""
+"""The tree of ranks and negotiation over it, without processes; messages are delivered in random order."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ def test_every_rank_but_the_root_has_a_parent_and_few_neighbours(sizes):
 
 
 class Network:
-    """Hubs without sockets: each pair of ranks has a line in each direction that keeps its order; nothing else is
-    ordered.
-    """
+    """Connects control trees without sockets: each pair of ranks has an ordered line per direction, nothing else."""
 
     def __init__(self, tree: Tree, ranks: list[int], seed: int, *, without_cache: int = -1) -> None:
         self.random = random.Random(seed)
@@ -52,7 +50,7 @@ class Network:
         self.calls: dict[int, deque] = {rank: deque() for rank in ranks}
         self.num_messages = 0
         self.stopped: set[int] = set()
-        self.in_flight: dict[int, set[Key]] = {rank: set() for rank in ranks}  # what they answer when they are asked
+        self.in_flight: dict[int, set[Key]] = {rank: set() for rank in ranks}  # the ranks' answers about their operations
         control_trees = {rank: FakeControlTree(self, rank) for rank in ranks}
         self.negotiations = {
             rank: TreeNegotiation(control_trees[rank], 1, tree, ranks, cache_capacity=0 if rank == without_cache else 4)
@@ -62,7 +60,7 @@ class Network:
         self.executed: dict[int, list] = {rank: [] for rank in ranks}
 
     def step(self) -> bool:
-        """Deliver one message or run one planned call, of those that can come next."""
+        """Deliver a random next message or run a random planned call; return whether there was one."""
         lines = [ends for ends, line in self.lines.items() if line and ends[1] not in self.stopped]
         calls = [rank for rank, some in self.calls.items() if some and rank not in self.stopped]
         if not lines and not calls:
@@ -84,7 +82,7 @@ class Network:
                 ]
 
     def agreed(self) -> list:
-        """What all ranks have executed, in the same order and batches."""
+        """Return the batches that all ranks have executed, in the same order."""
         (same,) = {repr(executed) for executed in self.executed.values()}
         del same
         return next(iter(self.executed.values()))
@@ -116,14 +114,12 @@ SHAPES = [(1,), (2, 2), (1, 3, 2), (3, 1, 1, 1, 1, 2), (1,) * 12]
 
 @pytest.mark.parametrize("sizes", SHAPES)
 @pytest.mark.parametrize("seed", range(10))
-def test_all_ranks_execute_the_same_in_the_same_order(sizes, seed):
-    """Each announces the same operations in an order of its own, some with a name, some numbered, some of its own
-    shape.
-    """
+def test_all_ranks_execute_the_same_operations_in_the_same_order(sizes, seed):
+    """Each rank announces the operations in its own order: some named, some numbered, some with their own shape."""
     hosts = hosts_of(*sizes)
     ranks = [rank for host in hosts for rank in host]
     network = Network(Tree(hosts), ranks, seed)
-    for _ in range(3):  # names come again, and there are more than the announcers keep
+    for _ in range(3):  # names are repeated, and there are more than the announcers cache
         for rank in ranks:
             operations = [(an_allreduce(f"t{index}"), 0) for index in range(6)]
             operations += [(an_allreduce(None), instance) for instance in range(3)]
@@ -144,7 +140,7 @@ def test_all_ranks_execute_the_same_in_the_same_order(sizes, seed):
             executed.clear()
 
 
-def test_a_known_request_costs_each_link_two_small_messages():
+def test_a_known_request_costs_two_small_messages_per_link():
     hosts = hosts_of(*[8] * 30)
     ranks = [rank for host in hosts for rank in host]
     network = Network(Tree(hosts), ranks, 0)
@@ -156,13 +152,11 @@ def test_a_known_request_costs_each_link_two_small_messages():
         network.run()
         assert network.agreed()
     assert network.num_messages == 2 * (len(ranks) - 1)
-    assert {len(payload) for payload in sent} == {8 + 1}  # who, how long, a vector of one bit
+    assert {len(payload) for payload in sent} == {8 + 1}  # rank, length, a vector of one bit
 
 
-def test_known_requests_travel_as_bits_and_all_others_in_full():
-    """Twenty known requests in whatever order they were announced are three bytes; a new one and numbered ones beside
-    them.
-    """
+def test_known_requests_are_sent_as_bits_and_all_others_in_full():
+    """Twenty known requests in any order take three bytes, beside new and numbered ones."""
     hosts = hosts_of(2, 1, 1)
     network = Network(Tree(hosts), list(range(4)), 0)
     for again in range(3):
@@ -179,7 +173,7 @@ def test_known_requests_travel_as_bits_and_all_others_in_full():
             for who, data in cut_parts(payload, header["parts"])
             if who == SLOTS
         ]
-        assert len(vectors) == (0 if again == 0 else 3 * 20)  # of the three ranks without others below them
+        assert len(vectors) == (0 if again == 0 else 3 * 20)  # from the three leaves of the tree
         network.run()
         assert sorted(map(str, (key for _, _, _, keys in network.agreed() for key in keys))) == sorted(
             [str(("allreduce", f"t{index}")) for index in range(20)]
@@ -192,11 +186,11 @@ def test_known_requests_travel_as_bits_and_all_others_in_full():
     for rank in (1, 2, 3):
         network.negotiations[rank].announce(an_allreduce("t19"), 0)
     network.run()
-    assert [keys for _, _, _, keys in network.agreed()] == [[("allreduce", "t19")]]  # t0 waits for the others
+    assert [keys for _, _, _, keys in network.agreed()] == [[("allreduce", "t19")]]  # t0 waits for the other ranks
 
 
 def make_known(network: Network) -> None:
-    """All agree on the request for the first time."""
+    """Let all ranks agree on the request for the first time."""
     for negotiation in network.negotiations.values():
         negotiation.announce(an_allreduce("t"), 0)
     network.run()
@@ -206,7 +200,7 @@ def make_known(network: Network) -> None:
 
 
 @pytest.mark.parametrize("one", [0, 2, 3])
-def test_a_rank_without_a_cache_announces_everything_in_full_and_agrees_with_the_others(one):
+def test_a_rank_without_a_cache_announces_in_full_and_agrees_with_the_others(one):
     network = Network(Tree(hosts_of(2, 2, 1)), list(range(5)), one, without_cache=one)
     for _ in range(3):
         make_known(network)
@@ -228,13 +222,13 @@ def test_a_mismatch_is_an_error_on_all_ranks(sizes, seed, known):
     ((_, error, _, _),) = network.agreed()
     assert f"rank {odd} has [11]" in error
     network.executed = {rank: [] for rank in ranks}
-    make_known(network)  # as if nothing had been
+    make_known(network)  # the mismatch has left no trace
 
 
 @pytest.mark.parametrize("sizes", [(1,), *SHAPES[1:]])
 @pytest.mark.parametrize("seed", range(10))
-def test_ranks_join_at_different_times_and_begin_anew(sizes, seed):
-    """Rank r announces r operations, which may be known, and joins; then there is an operation of all again."""
+def test_ranks_join_at_different_times_and_continue(sizes, seed):
+    """Rank r announces r operations, which may be known, and joins; then all announce an operation again."""
     hosts = hosts_of(*sizes)
     ranks = [rank for host in hosts for rank in host]
     network = Network(Tree(hosts), ranks, seed)
@@ -278,8 +272,8 @@ def let_time_pass(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_the_root_learns_who_is_missing(monkeypatch, known):
-    """Two ranks of different hosts have not announced what the others wait for, one of them the root."""
+def test_the_root_finds_the_missing_ranks(monkeypatch, known):
+    """Two ranks of different hosts, one of them the root, have not announced the operation."""
     hosts = hosts_of(2, 2, 2)
     network = Network(Tree(hosts), list(range(6)), 0)
     if known:
@@ -290,7 +284,7 @@ def test_the_root_learns_who_is_missing(monkeypatch, known):
     let_time_pass(network, monkeypatch)
     ((_, signatures),) = network.negotiations[0].waiting_requests().items()
     assert [rank for rank, signature in enumerate(signatures) if signature is None] == [0, 3]
-    for rank in (0, 3):  # and when they come, it is done
+    for rank in (0, 3):  # once they announce it, it completes
         network.negotiations[rank].announce(an_allreduce("t"), 0)
     network.run()
     assert [keys for _, _, _, keys in network.agreed()] == [[("allreduce", "t")]]
@@ -298,9 +292,9 @@ def test_the_root_learns_who_is_missing(monkeypatch, known):
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_those_who_speak_through_a_stopped_rank_are_asked_and_not_named(monkeypatch, known):
-    """Rank 2 is stopped; of those below it rank 7 has not announced either."""
-    hosts = [[0, 1], [2, 3], [4], [5], [6], [7]]  # the last one is below the second
+def test_ranks_behind_a_stopped_rank_are_asked_and_not_blamed(monkeypatch, known):
+    """Rank 2 is stopped; of the ranks below it, only rank 7 has not announced."""
+    hosts = [[0, 1], [2, 3], [4], [5], [6], [7]]  # the last host is below the second
     network = Network(Tree(hosts), list(range(8)), 0)
     if known:
         make_known(network)
@@ -309,7 +303,7 @@ def test_those_who_speak_through_a_stopped_rank_are_asked_and_not_named(monkeypa
         network.negotiations[rank].announce(an_allreduce("t"), 0)
         network.in_flight[rank].add(("allreduce", "t"))
     network.run()
-    assert not network.negotiations[0].waiting_requests()  # nobody has been asked yet
+    assert not network.negotiations[0].waiting_requests()  # no rank has been asked yet
     let_time_pass(network, monkeypatch)
     wait_until("the root has asked", network.negotiations[0].waiting_requests)
     ((_, signatures),) = network.negotiations[0].waiting_requests().items()
@@ -321,7 +315,7 @@ def test_those_who_speak_through_a_stopped_rank_are_asked_and_not_named(monkeypa
     assert [keys for _, _, _, keys in network.agreed()] == [[("allreduce", "t")]]
 
 
-def test_a_child_does_not_speak_for_ranks_that_are_not_below_it():
+def test_announcements_for_ranks_outside_the_senders_subtree_are_ignored():
     network = Network(Tree(hosts_of(1, 1, 1)), [0, 1, 2], 0)
     impostor = network.negotiations[1]
     for rank in (0, 1, 2):

@@ -49,7 +49,7 @@ def refuse(constant: str) -> float:
 
 
 def shown(path: Path) -> bool:
-    """Return whether the file is shown; what is served must be JSON. A refusal is a ValueError, with words."""
+    """Return whether the file is shown; served data must be JSON, and a rejection a ValueError with the path."""
     try:
         run = read_run(path)
     except ValueError as error:
@@ -62,7 +62,7 @@ def shown(path: Path) -> bool:
     return False
 
 
-def test_an_untouched_recording_is_shown(tmp_path):
+def test_an_intact_recording_is_shown(tmp_path):
     facts, entries = recorded()
     write_recording(tmp_path / "r", json.dumps(facts).encode(), entries)
     assert shown(tmp_path / "r")
@@ -72,7 +72,7 @@ def test_an_untouched_recording_is_shown(tmp_path):
 @pytest.mark.parametrize(
     "began", ["null", "[1]", '"x"', "NaN", "Infinity", "-1e300", "1e308", "1" + "0" * 400, "[" * 50_000]
 )
-def test_a_run_that_began_at_no_time_is_refused(tmp_path, began, capsys):
+def test_a_run_with_an_invalid_start_time_is_rejected(tmp_path, began, capsys):
     path = tmp_path / "r.hora"
     write_recording(path, b'{"began": ' + began.encode() + b"}", recorded()[1])
     assert not shown(path)
@@ -83,12 +83,12 @@ def test_a_run_that_began_at_no_time_is_refused(tmp_path, began, capsys):
 @pytest.mark.parametrize(
     "facts", ['{"title": {"a": NaN}}', '{"id": [[[1]]], "title": 5}', '{"title": "\\ud800\\u001b[2J"}']
 )
-def test_odd_facts_are_shown_or_left_out(tmp_path, facts):
+def test_odd_facts_are_shown_or_omitted(tmp_path, facts):
     write_recording(tmp_path / "r", facts.encode(), recorded()[1])
     assert shown(tmp_path / "r")
 
 
-def test_a_title_moves_no_cursor(tmp_path, monkeypatch, capsys):
+def test_control_characters_of_a_title_are_replaced(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("hora.watch.server.PageServer.join", lambda server: server.close())
     write_recording(tmp_path / "r", b'{"title": "a\\ud800\\u001b[2J\\nb"}', [])
     assert hora_view([str(tmp_path / "r")]) == 0
@@ -109,7 +109,7 @@ def test_a_title_moves_no_cursor(tmp_path, monkeypatch, capsys):
         ("event", b"[" * 100_000),
     ],
 )
-def test_one_hostile_entry_is_not_worth_the_rest(tmp_path, kind, data):
+def test_a_hostile_entry_does_not_affect_the_rest(tmp_path, kind, data):
     facts, entries = recorded()
     entries.insert(20, (entries[20][0], KINDS.index(kind), 0, data))
     write_recording(tmp_path / "r", json.dumps(facts).encode(), entries)
@@ -119,7 +119,7 @@ def test_one_hostile_entry_is_not_worth_the_rest(tmp_path, kind, data):
 
 @pytest.mark.parametrize("at", ODD)
 @pytest.mark.parametrize("index", [0, 10, -1])
-def test_entries_at_no_time_are_left_out(tmp_path, at, index):
+def test_entries_with_invalid_times_are_omitted(tmp_path, at, index):
     facts, entries = recorded()
     entries[index] = (at, *entries[index][1:])
     write_recording(tmp_path / "r", json.dumps(facts).encode(), entries)
@@ -157,10 +157,10 @@ def mutated(rng: random.Random, entry: Raw) -> Raw:
     return at, kind, worker, bytes(changed)
 
 
-def test_mutated_recordings_are_shown_or_refused(tmp_path, cases):
+def test_mutated_recordings_are_shown_or_rejected(tmp_path, cases):
     facts, entries = recorded()
     num_shown = 0
-    for case, rng in itertools.islice(cases, 0, None, 20):  # each writes and reads a file
+    for case, rng in itertools.islice(cases, 0, None, 20):  # fewer cases, because each writes and reads a file
         changed = list(entries)
         for _ in range(rng.randint(1, 4)):
             index = rng.randrange(len(changed))
@@ -187,14 +187,14 @@ TIMELINES = {
 
 
 @pytest.mark.parametrize("what", TIMELINES)
-def test_hostile_timelines_are_refused_in_words(tmp_path, what, capsys):
+def test_hostile_timelines_are_rejected_with_an_explanation(tmp_path, what, capsys):
     path = tmp_path / "timeline.json"
     path.write_text(TIMELINES[what])
     assert hora_view([str(path)]) == 1
     assert capsys.readouterr().err.startswith(f"hora view: {path} is neither a recorded run nor a timeline")
 
 
-def test_a_timeline_with_a_superscript_for_a_rank_is_shown(tmp_path):
+def test_a_timeline_with_a_superscript_as_rank_is_shown(tmp_path):
     path = tmp_path / "timeline.json"
     path.write_text(
         '[{"ph":"B","pid":1,"name":"a","ts":1},{"ph":"X","pid":1,"name":"²","ts":1},{"ph":"E","pid":1,"ts":5}]'

@@ -1,4 +1,4 @@
-"""Who is late: found by waits alone, named once it is the rule, released when it is over."""
+"""Detection of stragglers from waiting times alone: named when persistent, released on recovery."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from simulated_run import Simulation, Slowness
 
 
 def _watched(simulation: Simulation, duration_s: float) -> tuple[Run, dict[float, list[int]]]:
-    """The run, and whom it named at each second of it."""
+    """Return the run, and the ranks that it named in each second."""
     run, named, second = Run(simulation.facts), {}, 1.0
     for entry in simulation.entries(duration_s):
         run.take(entry)
@@ -24,7 +24,7 @@ def _watched(simulation: Simulation, duration_s: float) -> tuple[Run, dict[float
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_a_rank_that_is_a_fifth_slower_is_named_within_ten_seconds_and_nobody_else(seed, num_ranks):
+def test_a_rank_that_is_a_fifth_slower_is_the_only_one_named_within_ten_seconds(seed, num_ranks):
     guilty = random.Random(seed).randrange(num_ranks)
     slow = Slowness(guilty, 1.2, part="data", begin=20.0)
     simulation = Simulation(num_ranks=num_ranks, slow=[slow], seed=seed, noise=0.05)
@@ -33,7 +33,7 @@ def test_a_rank_that_is_a_fifth_slower_is_named_within_ten_seconds_and_nobody_el
     assert all(named[second] == [guilty] for second in named if second >= 30.0)
 
 
-def test_what_it_says_about_the_straggler():
+def test_the_description_of_a_straggler():
     slow = Slowness(5, 1.31, part="data", begin=20.0)
     run, _ = _watched(Simulation(slow=[slow]), 60.0)
     (straggler,) = run.stragglers
@@ -46,7 +46,7 @@ def test_what_it_says_about_the_straggler():
 
 
 @pytest.mark.parametrize("part", ["forward", "backward", "between", "optimizer"])
-def test_the_part_that_takes_longer_is_named(part):
+def test_the_slow_part_of_a_step_is_named(part):
     run, _ = _watched(Simulation(slow=[Slowness(1, 1.4, part=part)]), 30.0)
     assert [straggler.main_part for straggler in run.stragglers] == [part]
 
@@ -62,13 +62,13 @@ def test_a_straggler_that_recovers_is_released():
     assert named[45.0] == []
 
 
-def test_one_long_step_of_one_rank_is_no_straggler():
+def test_one_long_step_is_no_straggler():
     """Rank 0 writes a checkpoint."""
     _, named = _watched(Simulation(slow=[Slowness(0, 12.0, part="forward", begin=20.0, end=20.2)]), 60.0)
     assert not any(named.values())
 
 
-def test_equal_ranks_with_much_noise_name_nobody():
+def test_noise_alone_names_no_rank():
     for seed in range(10):
         _, named = _watched(Simulation(noise=0.15, seed=seed), 60.0)
         assert not any(named.values())

@@ -31,7 +31,7 @@ def _started(num_ranks: int = 3, **facts: object) -> Run:
     return run
 
 
-def test_the_states_of_a_job_in_words():
+def test_the_states_of_a_job_as_text():
     run = _started(2)
     assert run.state() == ("starting", "starting: 0 of 2 ranks are here")
     run.take(Entry(1.0, "joined", 0, b""))
@@ -60,7 +60,7 @@ def test_an_elastic_job_re_forms():
     assert [event.kind for event in run.events] == ["lost", "world"]
 
 
-def test_pending_operations_say_who_is_there_and_who_is_missing():
+def test_pending_operations_name_present_and_missing_ranks():
     run = _started(4)
     for worker in range(4):
         waiting = ("allreduce.g", 5.0, ()) if worker != 2 else None
@@ -71,19 +71,19 @@ def test_pending_operations_say_who_is_there_and_who_is_missing():
     assert operation.waited_s == pytest.approx(5.0)
 
 
-def test_a_smaller_process_set_waits_for_its_own_members_only():
+def test_an_operation_of_a_process_set_waits_only_for_its_members():
     run = _started(4)
     run.take(Entry(10.0, "report", 0, Report(Sample(1, 0, 1.0), waiting=("allreduce.g", 5.0, (0, 3))).encode()))
     run.look(10.0)
     assert run.pending()[0].missing == (3,)
 
 
-def test_a_hang_names_the_rank_that_is_missing():
+def test_a_hang_names_the_missing_rank():
     run = _after(Simulation(hangs_at=(20.0, 3)), 30.0)
     assert run.state() == ("waiting", "waiting for rank 3")
 
 
-def test_what_makes_no_sense_is_refused_and_harms_nothing():
+def test_invalid_entries_are_rejected_without_effect():
     run = _started()
     for entry in (
         Entry(1.0, "nonsense", 0, b""),
@@ -96,7 +96,7 @@ def test_what_makes_no_sense_is_refused_and_harms_nothing():
         with pytest.raises(ValueError):
             run.take(entry)
     assert run.state()[0] == "starting"
-    run.take(Entry(2.0, "report", 99, Report(Sample()).encode()))  # a worker without a place
+    run.take(Entry(2.0, "report", 99, Report(Sample()).encode()))  # a worker without a rank
 
 
 def test_lines_and_events_are_bounded():
@@ -124,7 +124,7 @@ def test_a_grid_never_grows():
     assert grid.cell(1, 0) is None
 
 
-def test_a_recording_tells_the_same_run(tmp_path):
+def test_a_recording_yields_the_same_run(tmp_path):
     simulation = Simulation(num_ranks=4, slow=[Slowness(1, 1.3, begin=30.0)], lost_at=(60.0, 3))
     recorder, run = Recorder(tmp_path / "run.hora", simulation.facts), Run(simulation.facts)
     looked_at = run.began
@@ -140,7 +140,7 @@ def test_a_recording_tells_the_same_run(tmp_path):
     assert json.dumps(view.everything(read_run(tmp_path / "run.hora"))) == json.dumps(view.everything(run))
 
 
-def test_a_recording_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path):
+def test_a_truncated_recording_is_read_up_to_the_cut(tmp_path):
     simulation = Simulation(num_ranks=2)
     recorder = Recorder(tmp_path / "run.hora", simulation.facts)
     entries = list(simulation.entries(60.0))
@@ -155,7 +155,7 @@ def test_a_recording_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path):
 
 
 @pytest.mark.parametrize("data", [b"", b"PK\3\4", b"HORA-RUN 2\n", b"HORA-RUN 2\n[]\n", b"HORA-RUN 2\n{" + b"x" * 99])
-def test_another_file_is_no_recording(tmp_path, data):
+def test_other_files_are_not_recordings(tmp_path, data):
     (tmp_path / "file").write_bytes(data)
     with pytest.raises(ValueError, match=str(tmp_path)):
         read_run(tmp_path / "file")
@@ -166,7 +166,7 @@ def test_a_recording_is_private(tmp_path):
     assert (tmp_path / "run.hora").stat().st_mode & 0o077 == 0
 
 
-def test_beyond_its_limit_a_recording_leaves_out_output_first(tmp_path):
+def test_beyond_its_limit_a_recording_drops_output_first(tmp_path):
     recorder = Recorder(tmp_path / "run.hora", {}, max_bytes=1000)
     for second in range(200):
         recorder.take(Entry(float(second), "line", 0, b"o" + str(hash(str(second))).encode() * 20))
@@ -191,7 +191,7 @@ def test_prometheus_labels_are_escaped():
     assert 'job_id="a\\"b\\\\c\\nd"' in view.metrics(run)
 
 
-def test_everything_is_json_even_when_the_loss_is_not_a_number():
+def test_all_data_is_valid_json_even_when_the_loss_is_nan():
     run = _started(1)
     run.take(Entry(1.0, "report", 0, Report(Sample(1, 1, 1.0, 0.5), metrics={"loss": float("nan")}).encode()))
     assert view.everything(run)["columns"]["metrics"]["loss"][-1] is None

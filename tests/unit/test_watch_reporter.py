@@ -1,4 +1,4 @@
-"""The reporter of a rank: samples, pending operations, stacks on demand, and silence without a launcher."""
+"""The reporter of a rank: samples, pending operations, stacks on demand, and its end without a launcher."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Launcher:
         self.news.set()
 
 
-def test_reports_come_by_themselves_and_the_rest_with_the_end():
+def test_reports_are_sent_periodically_and_the_rest_at_the_end():
     launcher, meter = _Launcher(), Meter()
     reporter = Reporter(meter, launcher.take, machine=True)
     meter.step_done()
@@ -41,18 +41,18 @@ def test_reports_come_by_themselves_and_the_rest_with_the_end():
     assert reports[0].sample.memory_bytes > 1e6
 
 
-def test_it_says_what_the_training_thread_waits_in():
+def test_a_report_names_the_operation_that_the_training_thread_waits_in():
     meter = Meter()
     reporter = Reporter(meter, _Launcher().take, machine=False)
     meter.blocked = ("allreduce.g", time.perf_counter() - 3.0, [0, 1])
     name, waited_s, ranks = reporter.report().waiting
     assert (name, ranks) == ("allreduce.g", (0, 1))
     assert waited_s == pytest.approx(3.0, abs=1.0)
-    meter.blocked = ("allreduce.g", time.perf_counter(), [])  # every collective waits a little
+    meter.blocked = ("allreduce.g", time.perf_counter(), [])  # every collective waits briefly
     assert reporter.report().waiting is None
 
 
-def test_events_that_could_not_be_sent_are_left_to_the_next_reporter():
+def test_unsent_events_are_left_to_the_next_reporter():
     meter = Meter()
     meter.event("lost", "rank 1")
     meter.event("resumed", "1 rank continues")
@@ -65,7 +65,7 @@ def test_events_that_could_not_be_sent_are_left_to_the_next_reporter():
     )
 
 
-def test_it_ends_quietly_when_the_launcher_is_gone():
+def test_the_reporter_ends_quietly_without_a_launcher():
     reporter = Reporter(Meter(), _Launcher(num_answers=1).take, machine=False)
     reporter.start(0.01)
     reporter._thread.join(10)
@@ -73,7 +73,7 @@ def test_it_ends_quietly_when_the_launcher_is_gone():
     reporter.answer({"question": "stack"})
 
 
-def test_stacks_name_the_line_where_a_thread_is():
+def test_stacks_name_the_line_of_each_thread():
     waiting, go_on = threading.Event(), threading.Event()
 
     def stuck_here():
@@ -99,7 +99,7 @@ def test_stacks_name_the_line_where_a_thread_is():
     assert "test_stacks_name_the_line" in stack_text(data)
 
 
-def test_a_profile_finds_where_the_training_thread_is_most():
+def test_a_profile_finds_the_busiest_frame():
     answers = []
     thread = threading.Thread(target=lambda: answers.append(json.loads(profile(0.5))))
     thread.start()
@@ -111,10 +111,10 @@ def test_a_profile_finds_where_the_training_thread_is_most():
     assert found["num_samples"] > 3
     count, frames = found["stacks"][0]
     assert count > 0.5 * found["num_samples"]
-    assert frames[0][2] == "test_a_profile_finds_where_the_training_thread_is_most"
+    assert frames[0][2] == "test_a_profile_finds_the_busiest_frame"
 
 
-def test_a_link_that_was_measured_is_told_with_the_machine():
+def test_a_measured_link_is_reported_with_the_machine():
     measured, launcher = Meter(), _Launcher()
     assert "link" not in Reporter(measured, launcher.take, machine=True).report().host
     measured.link_bytes_per_s = 12.5e6
@@ -122,7 +122,7 @@ def test_a_link_that_was_measured_is_told_with_the_machine():
     assert not Reporter(measured, launcher.take, machine=False).report().host
 
 
-def test_questions_that_make_no_sense_are_passed_over():
+def test_unknown_questions_are_ignored():
     launcher = _Launcher()
     reporter = Reporter(Meter(), launcher.take, machine=False)
     reporter.answer({"question": "dance"})
@@ -130,7 +130,7 @@ def test_questions_that_make_no_sense_are_passed_over():
     assert launcher.messages == []
 
 
-def test_the_own_stack_of_the_asking_thread_is_left_out():
+def test_the_asking_threads_own_frames_are_omitted():
     assert "current_stacks" not in current_stacks().decode()
 
 
@@ -144,7 +144,7 @@ def test_a_machine_is_described():
     json.dumps(facts)
 
 
-def test_a_thread_in_an_instruction_without_a_line_is_shown_at_the_beginning_of_its_function():
+def test_a_frame_without_a_line_number_is_shown_at_the_start_of_its_function():
     began, done = threading.Event(), threading.Event()
     code = compile("began.set(); done.wait(60)", "made_up.py", "exec").replace(co_linetable=b"")
     thread = threading.Thread(target=exec, args=(code, {"began": began, "done": done}), name="without a line")

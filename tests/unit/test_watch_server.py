@@ -25,7 +25,7 @@ from waiting import wait_until
 
 
 class _Wishes:
-    """Controls that only take note."""
+    """Controls that only record calls."""
 
     def __init__(self):
         self.wishes = []
@@ -65,7 +65,7 @@ def _ask(page, path, method="GET", *, token=None, body=None, **headers):
     return answer.status, answer.read(), answer.headers
 
 
-def test_the_page_and_its_files_come_with_a_strict_policy(served):
+def test_the_page_and_its_files_have_a_strict_policy(served):
     _, page, _ = served
     total = 0
     for path in ("/", "/page.js"):
@@ -81,7 +81,7 @@ def test_the_page_and_its_files_come_with_a_strict_policy(served):
     assert total < 150_000
 
 
-def test_nothing_of_the_job_is_in_the_files_that_anybody_gets(served):
+def test_public_files_contain_nothing_of_the_job(served):
     one, page, _ = served
     status, body, _ = _ask(page, "/", token="")
     assert status == 200
@@ -91,19 +91,19 @@ def test_nothing_of_the_job_is_in_the_files_that_anybody_gets(served):
 
 @pytest.mark.parametrize("path", ["/api/run", "/api/stream", "/metrics", "/api/bundle"])
 @pytest.mark.parametrize("token", ["", "wrong", "x" * 43])
-def test_without_the_token_nothing_is_told(served, path, token):
+def test_without_the_token_no_data_is_served(served, path, token):
     _, page, _ = served
     assert _ask(page, path, token=token)[0] == 401
 
 
 @pytest.mark.parametrize("path", ["/api/stop", "/api/remove", "/api/profile", "/api/stacks"])
-def test_without_the_token_nothing_is_done(served, path):
+def test_without_the_token_no_action_is_taken(served, path):
     _, page, wishes = served
     assert _ask(page, path, "POST", token="wrong", body='{"rank": 0, "seconds": 1}')[0] == 401
     assert wishes.wishes == []
 
 
-def test_with_the_token_everything_is_told(served):
+def test_with_the_token_all_data_is_served(served):
     _, page, _ = served
     status, body, headers = _ask(page, "/api/run")
     assert status == 200
@@ -122,7 +122,7 @@ def test_actions_reach_the_job(served):
 
 
 @pytest.mark.parametrize("body", ["", "[]", '{"rank": "x"}', "{", "null"])
-def test_an_action_that_makes_no_sense_is_refused(served, body):
+def test_an_invalid_action_is_rejected(served, body):
     _, page, wishes = served
     assert _ask(page, "/api/remove", "POST", body=body)[0] == 400
     assert _ask(page, "/api/dance", "POST", body="{}")[0] == 404
@@ -130,15 +130,15 @@ def test_an_action_that_makes_no_sense_is_refused(served, body):
 
 
 @pytest.mark.parametrize("name", ["evil.example", "evil.example:80", "127.0.0.1", "", "127.0.0.1:1"])
-def test_another_name_for_this_machine_is_refused(served, name):
-    """DNS rebinding: a name of the attacker's that points here."""
+def test_another_host_name_is_rejected(served, name):
+    """DNS rebinding: the attacker's name resolves to this address."""
     _, page, _ = served
     for path in ("/", "/api/run"):
         assert _ask(page, path, Host=name)[0] == 421
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "https://127.0.0.1", "http://127.0.0.1:1"])
-def test_another_page_is_refused_even_with_the_token(served, origin):
+def test_another_origin_is_rejected_even_with_the_token(served, origin):
     _, page, wishes = served
     assert _ask(page, "/api/run", Origin=origin)[0] == 403
     assert _ask(page, "/api/stop", "POST", body="{}", Origin=origin)[0] == 403
@@ -146,7 +146,7 @@ def test_another_page_is_refused_even_with_the_token(served, origin):
     assert wishes.wishes == []
 
 
-def test_the_own_page_is_not_refused(served):
+def test_the_pages_own_origin_is_accepted(served):
     _, page, _ = served
     own = {"Origin": page.url.rstrip("/"), "Sec-Fetch-Site": "same-origin"}
     assert _ask(page, "/api/run", **own)[0] == 200
@@ -168,7 +168,7 @@ def test_the_own_page_is_not_refused(served):
         b"\xff\xfe\r\n\r\n",
     ],
 )
-def test_what_is_no_request_gets_400_and_the_server_goes_on(served, data):
+def test_invalid_requests_get_400_and_the_server_continues(served, data):
     _, page, _ = served
     host, port = page.url.split("/")[2].split(":")
     with socket.create_connection((host, int(port)), timeout=10) as sock:
@@ -183,7 +183,7 @@ def test_files_outside_the_table_do_not_exist(served):
         assert _ask(page, path)[0] == 404
 
 
-def test_a_viewer_gets_everything_and_then_what_changes(served):
+def test_a_viewer_receives_everything_and_then_changes(served):
     one, page, _ = served
     news = snapshots(page)
     assert next(news)["everything"]["head"]["size"] == 2
@@ -195,7 +195,7 @@ def test_a_viewer_gets_everything_and_then_what_changes(served):
     news.close()
 
 
-def test_a_viewer_learns_of_the_end(served):
+def test_a_viewer_is_notified_of_the_end(served):
     one, page, _ = served
     news = snapshots(page)
     next(news)
@@ -214,7 +214,7 @@ def _refused(page):
     return False
 
 
-def test_too_many_viewers_are_refused_and_the_others_are_served(served):
+def test_excess_viewers_are_rejected_and_the_others_are_served(served):
     _, page, _ = served
     host, port = page.url.split("/")[2].split(":")
     request = f"GET /api/stream HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer {page.token}\r\n\r\n".encode()
@@ -238,10 +238,8 @@ def test_too_many_viewers_are_refused_and_the_others_are_served(served):
 @pytest.mark.parametrize(
     "said", ["", "GET /page.js HTTP/1.1\r\nHost: {host}\r\n\r\n", "POST /api/stop HTTP/1.1\r\nHost: {host}\r\n"]
 )
-def test_a_crowd_of_strangers_does_not_keep_the_owner_out(served, said):
-    """Three times as many as there is room for: silent ones, ones that do not read the answer, ones that do not
-    finish.
-    """
+def test_a_crowd_of_unauthenticated_connections_does_not_keep_the_owner_out(served, said):
+    """Open three times the limit: silent connections, ones that do not read, ones with unfinished requests."""
     _, page, _ = served
     host, port = page.url.split("/")[2].split(":")
     crowd, before = [], len(os.listdir("/proc/self/fd"))
@@ -256,7 +254,7 @@ def test_a_crowd_of_strangers_does_not_keep_the_owner_out(served, said):
         stream = snapshots(page)
         assert "everything" in next(stream)
         stream.close()
-        # Both ends are in this process: the crowd's own, and those that the server has kept.
+        # Both ends are in this process: the crowd's sockets, and those that the server has kept.
         limit = before + 4 * acceptor.MAX_STRANGERS + 10
         wait_until("the server has let go of most of the crowd", lambda: len(os.listdir("/proc/self/fd")) <= limit)
     finally:
@@ -297,7 +295,7 @@ def test_connections_that_are_open_at_the_end_write_nothing(monkeypatch, caplog)
         b" / \r\n\r\n",
     ],
 )
-def test_what_strangers_send_writes_nothing_into_the_jobs_log(served, data, caplog):
+def test_unauthenticated_requests_write_nothing_into_the_jobs_log(served, data, caplog):
     _, page, _ = served
     host, port = page.url.split("/")[2].split(":")
     for _ in range(20):
@@ -313,7 +311,7 @@ def test_what_strangers_send_writes_nothing_into_the_jobs_log(served, data, capl
     ['{"rank": ' + "[" * 20000 + "]" * 20000 + "}", '{"rank": Infinity}', '{"rank": NaN}', '{"rank": 1e999}',
      '{"rank": ' + "9" * 5000 + "}", '{"rank": 1, "seconds": NaN}', '{"rank": 1, "seconds": 1' + "0" * 400 + "}"],
 )  # fmt: skip
-def test_hostile_json_is_refused_in_words(served, body, caplog):
+def test_hostile_json_is_rejected_with_an_explanation(served, body, caplog):
     _, page, wishes = served
     status, text, _ = _ask(page, "/api/profile", "POST", body=body)
     assert (status, text[:21]) == (400, b"this cannot be done: ")
@@ -321,7 +319,7 @@ def test_hostile_json_is_refused_in_words(served, body, caplog):
     assert caplog.records == []
 
 
-def test_a_viewer_that_does_not_read_is_dropped_and_costs_nothing(served, monkeypatch):
+def test_a_viewer_that_does_not_read_is_dropped(served, monkeypatch):
     one, page, _ = served
     monkeypatch.setattr(server, "_MAX_BACKLOG", 2)
     monkeypatch.setattr(server, "_TICK_S", 0.01)
@@ -343,7 +341,7 @@ def test_a_viewer_that_does_not_read_is_dropped_and_costs_nothing(served, monkey
     assert _ask(page, "/api/run")[0] == 200
 
 
-def test_a_recorded_run_has_nothing_to_stop():
+def test_a_recorded_run_cannot_be_stopped():
     run = Run({"id": "x", "began": 0.0})
     sock, access, page = open_page("", "")
     one = PageServer(run, access, live=False)
@@ -382,13 +380,13 @@ def test_addresses(text, parsed):
 
 
 @pytest.mark.parametrize("text", ["a:b", "a:70000"])
-def test_an_address_that_is_none(text):
+def test_an_invalid_address(text):
     with pytest.raises(ValueError, match="HOST:PORT"):
         parse_address(text)
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:80/", "ftp://x/#token=a", "#token=a"])
-def test_an_address_without_its_token_is_refused(url):
+def test_an_address_without_its_token_is_rejected(url):
     with pytest.raises(ValueError, match="whole"):
         page_from_url(url)
 
@@ -410,5 +408,5 @@ def test_this_users_programs_find_the_page(served, monkeypatch):
     one.watch_address(sock, page)
     assert page.token in [found.token for found in address.find_pages()]
     assert choose_page(None).url.startswith("http://")
-    monkeypatch.setattr(sockets, "process_at", lambda sock: sockets.Process(7, 12345))  # as if another user had asked
+    monkeypatch.setattr(sockets, "process_at", lambda sock: sockets.Process(7, 12345))  # another user
     assert address.find_pages() == []

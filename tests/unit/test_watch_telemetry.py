@@ -36,7 +36,7 @@ def test_a_plain_report_takes_less_than_a_hundred_bytes():
     [b"", b"x" * 40, b"\x02" + bytes(64), Report(Sample()).encode() + b"[1]", Report(Sample()).encode() + b'{"m":3}',
      Report(Sample()).encode() + b'{"w":["a"]}', Report(Sample()).encode() + b"{", bytes(MAX_REPORT_BYTES + 1)],
 )  # fmt: skip
-def test_what_is_no_report_is_refused(data):
+def test_invalid_reports_are_rejected(data):
     with pytest.raises(ValueError):
         Report.decode(data)
 
@@ -46,7 +46,7 @@ def test_a_sample_holds_whole_steps_only():
     reading = Reading(meter)
     meter.data_s += 0.5
     meter.step_done()
-    meter.data_s += 100.0  # of a step that has not ended
+    meter.data_s += 100.0  # of an unfinished step
     sample = reading.sample()
     assert (sample.step, sample.num_steps, sample.data_s) == (1, 1, 0.5)
     meter.step_done()
@@ -54,7 +54,7 @@ def test_a_sample_holds_whole_steps_only():
     assert reading.sample().num_steps == 0
 
 
-def test_a_script_says_how_many_steps_it_will_take(monkeypatch):
+def test_a_script_reports_its_total_number_of_steps(monkeypatch):
     meter = Meter()
     monkeypatch.setattr(telemetry.meters, "meter", meter)
     telemetry.report(total_steps=5000, loss=0.5)
@@ -63,7 +63,7 @@ def test_a_script_says_how_many_steps_it_will_take(monkeypatch):
     assert meter.take_metrics() == {"loss": 0.25}
 
 
-def test_a_blocked_time_is_divided_into_waiting_and_moving():
+def test_blocked_time_is_divided_into_waiting_and_reducing():
     meter = Meter()
     since = time.perf_counter() - 1.0
     meter.transport_s += 0.25
@@ -72,14 +72,14 @@ def test_a_blocked_time_is_divided_into_waiting_and_moving():
     assert meter.wait_s == pytest.approx(0.75, abs=0.1)
 
 
-def test_collectives_without_steps_are_told_too():
+def test_collectives_without_steps_are_counted_too():
     meter = Meter()
     reading = Reading(meter)
     meter.wait_s += 0.5
     assert reading.sample().wait_s == 0.5
 
 
-def test_metrics_are_the_latest_and_odd_ones_are_left_out():
+def test_metrics_are_the_latest_and_invalid_ones_are_omitted():
     meter = Meter()
     meter.report({"loss": 2.0, "odd": "not a number"})
     meter.report({"loss": 1.0})
@@ -97,6 +97,6 @@ def test_the_number_of_metrics_and_events_is_bounded():
 
 
 def test_report_is_for_users():
-    telemetry.meter.take_metrics()  # what a training in this process may have left
+    telemetry.meter.take_metrics()  # metrics that another test may have left
     telemetry.report(loss=3.0)
     assert telemetry.meter.take_metrics() == {"loss": 3.0}

@@ -1,4 +1,4 @@
-"""The output of `hora top` and `hora view`, for a made-up job."""
+"""The output of `hora top` and `hora view` for a simulated job."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def record(path: Path, simulation: Simulation, *more: Entry) -> None:
 
 @pytest.fixture
 def slow(tmp_path: Path) -> Iterator[tuple[PageServer, Page]]:
-    """Rank 1 of 4 is half slower, and prints what a terminal would obey."""
+    """Rank 1 of 4 is 50 % slower and prints terminal escape sequences."""
     simulation = Simulation(num_ranks=4, slow=[Slowness(1, 1.5)], total_steps=5000)
     line = Entry(simulation.began + 40.0, "line", 1, b"o\x1b]0;renamed\x07\x1b[2Jplain words")
     record(tmp_path / "run.hora", simulation, line)
@@ -64,14 +64,14 @@ def test_a_job_in_a_terminal(slow):
     assert machine.count("%") == 3  # the processors and two GPUs
 
 
-def test_what_ranks_print_moves_no_cursor(slow):
+def test_escape_sequences_of_ranks_are_removed(slow):
     text = picture(slow[1])
     assert "plain words" in text
     assert "\x1b" not in text
     assert "\x07" not in text
 
 
-def test_a_rank_that_hangs_is_named_in_the_terminal(tmp_path):
+def test_a_hanging_rank_is_named_in_the_terminal(tmp_path):
     record(tmp_path / "run.hora", Simulation(num_ranks=3, hangs_at=(20.0, 2)))
     server, page = open_recording(tmp_path / "run.hora")
     try:
@@ -83,7 +83,7 @@ def test_a_rank_that_hangs_is_named_in_the_terminal(tmp_path):
     assert "for rank 2" in text
 
 
-def test_it_ends_with_the_job(slow):
+def test_the_terminal_view_ends_with_the_job(slow):
     server, page = slow
     console = Console(file=io.StringIO(), width=160)
     looking = threading.Thread(target=show, args=(page,), kwargs={"console": console})

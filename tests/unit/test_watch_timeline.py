@@ -29,7 +29,7 @@ EVENTS = [
 ]
 
 
-def test_spans_of_a_tensor_and_the_rank_that_came_last(tmp_path):
+def test_spans_of_a_tensor_and_the_last_rank(tmp_path):
     path = tmp_path / "timeline.json"
     path.write_text(json.dumps(EVENTS))
     assert is_timeline(path)
@@ -41,14 +41,14 @@ def test_spans_of_a_tensor_and_the_rank_that_came_last(tmp_path):
 
 
 @pytest.mark.parametrize("num_lost", [2, 3, 10, 30])
-def test_a_file_of_a_killed_job_has_no_end(tmp_path, num_lost):
+def test_a_killed_jobs_file_may_be_truncated(tmp_path, num_lost):
     path = tmp_path / "timeline.json"
     text = "[\n" + ",\n".join(map(json.dumps, [*EVENTS, _event("B", 300, "ALLREDUCE")])) + ",\n]"
     path.write_text(text[:-num_lost])
     assert read_timeline(path)["late"] == [[1, 1, 75]]
 
 
-def test_what_hora_writes_is_read(tmp_path):
+def test_horas_own_timelines_are_read(tmp_path):
     timeline = Timeline(str(tmp_path / "t.json"))
     for member in (1, 0):
         timeline.arrived(["a", "b"], "ALLREDUCE", member)
@@ -62,7 +62,7 @@ def test_what_hora_writes_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[]", "[1, 2]", '{"a": 1}', "[", '[{"ph": "E"}]', '[{"ph": "B", "pid": []}]'])
-def test_other_files_are_refused(tmp_path, text):
+def test_other_files_are_rejected(tmp_path, text):
     path = tmp_path / "timeline.json"
     path.write_text(text)
     with pytest.raises(ValueError, match="neither a recorded run nor a timeline"):
