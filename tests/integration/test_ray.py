@@ -49,7 +49,7 @@ def settings(cluster: RayCluster):
 
 
 class Trainer:
-    """Meets the others in its constructor, as executables do."""
+    """Joins the other ranks in its constructor, like a typical executable class."""
 
     def __init__(self, factor, offset=0):
         import horovod.torch as hvd
@@ -127,7 +127,7 @@ def environment():
 
 
 def one_divides():
-    """Rank 1 raises, and the others would wait for it."""
+    """Rank 1 raises while the other ranks wait for it."""
     import torch
 
     import horovod.torch as hvd
@@ -145,7 +145,7 @@ def meet_again():
     return hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
 
 
-def test_a_dead_worker_ends_the_others_and_is_named(settings):
+def test_a_dead_worker_ends_the_others_and_is_reported(settings):
     executor = RayExecutor(settings, num_workers=2)
     executor.start(Trainer, [1])
     pids = executor.run(os.getpid)
@@ -170,7 +170,7 @@ def one_is_killed():
     hvd.allreduce(torch.ones(1), name="with the dead")
 
 
-def test_an_executor_is_watched_on_its_page_and_stopped_there(settings, monkeypatch, tmp_path):
+def test_an_executor_has_a_live_page_that_can_stop_it(settings, monkeypatch, tmp_path):
     monkeypatch.setenv("HORA_DASHBOARD", "1")
     monkeypatch.setenv("HORA_RECORD", str(tmp_path / "run.hora"))
     with ThreadPoolExecutor(1) as pool, RayExecutor(settings, num_workers=2) as executor:
@@ -224,21 +224,21 @@ def trains_for_ever():
 
 @pytest.mark.parametrize(("gpus", "distinct", "seen_by_each"), [(1, 1, 2), (2, 1, 4), (0.5, 1, 1)])
 def test_workers_see_the_gpus_that_ray_gave_them(settings, gpus, distinct, seen_by_each):
-    """The GPUs are resources that Ray counts; which ones a worker got is in a variable, and no more is needed here."""
+    """The GPUs exist only as Ray resources: a variable shows which ones a worker gets, and that suffices here."""
     with RayExecutor(settings, num_workers=2, use_gpu=True, gpus_per_worker=gpus) as executor:
         executor.start()
         seen = [(env["CUDA_VISIBLE_DEVICES"].split(","), own) for env, own in executor.run(environment_and_gpus)]
     assert len({tuple(visible) for visible, _ in seen}) == distinct
     for rank, (visible, own) in enumerate(seen):
         assert len(visible) == len(set(visible)) == seen_by_each
-        assert visible[rank if seen_by_each > 1 else 0] == own[0]  # what `set_device(hvd.local_rank())` picks
+        assert visible[rank if seen_by_each > 1 else 0] == own[0]  # the one that `set_device(hvd.local_rank())` selects
 
 
 def environment_and_gpus():
     return dict(os.environ), [str(gpu) for gpu in ray.get_gpu_ids()]
 
 
-def test_jobs_beside_one_another_have_gpus_of_their_own(settings):
+def test_concurrent_jobs_have_separate_gpus(settings):
     pairs = []
     with (
         RayExecutor(settings, min_workers=1, max_workers=1, use_gpu=True, gpus_per_worker=2) as first,
@@ -252,12 +252,12 @@ def test_jobs_beside_one_another_have_gpus_of_their_own(settings):
             assert env["CUDA_VISIBLE_DEVICES"].split(",") == own
             pairs.append(own)
         ((env, own),) = third.run(environment_and_gpus)
-        # An old Ray hides all GPUs from workers without one.
+        # Old versions of Ray hide all GPUs from workers without one.
         assert (own, env.get("CUDA_VISIBLE_DEVICES") or None) == ([], os.environ.get("CUDA_VISIBLE_DEVICES") or None)
     assert sorted(pairs[0] + pairs[1]) == ["0", "1", "2", "3"]
 
 
-def test_the_callers_own_placement_group_is_used_and_left_alone(settings):
+def test_the_callers_placement_group_is_used_and_not_removed(settings):
     group = ray.util.placement_group([{"CPU": 1}, {"CPU": 1}])
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
     caller = ray.remote(num_cpus=0)(Caller).options(scheduling_strategy=strategy).remote()
@@ -270,7 +270,7 @@ def test_the_callers_own_placement_group_is_used_and_left_alone(settings):
 
 
 class Caller:
-    """An actor in a placement group, which starts an executor."""
+    """An actor in a placement group that starts an executor."""
 
     def run(self, num_workers):
         settings = RayExecutor.create_settings(timeout_s=120, placement_group_timeout_s=60)
@@ -283,7 +283,7 @@ def group_of_this():
     return ray.get_runtime_context().get_placement_group_id()
 
 
-def test_what_does_not_fit_leaves_nothing_behind(settings):
+def test_an_unsatisfiable_request_leaves_nothing(settings):
     settings.placement_group_timeout_s = 2
     with pytest.raises(TimeoutError, match="requested were 100 bundles"):
         RayExecutor(settings, num_workers=100).start()
@@ -301,7 +301,7 @@ def kill_one(beginners):
 
 
 @mock.patch(INTERVAL, 0.1)
-def test_a_killed_worker_costs_that_worker(cluster, tmp_path, monkeypatch):
+def test_a_killed_worker_is_replaced(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("HORA_RECORD", str(tmp_path / "run.hora"))
     settings = elastic_settings({"host-1": 1, "host-2": 1}, min_num_proc=1, max_num_proc=2)
     executor = ElasticRayExecutor(settings, override_discovery=False)
@@ -310,18 +310,18 @@ def test_a_killed_worker_costs_that_worker(cluster, tmp_path, monkeypatch):
     results = executor.run(lambda: train(str(tmp_path)), callbacks=[misfortune])
     assert [(rank, size) for rank, size, _, _ in results] == [(0, 2), (1, 2)]
     pids = [pid for _, _, pid, _ in results]
-    assert pids[0] in misfortune.beginners  # the survivor has seen the most, so it is rank 0
+    assert pids[0] in misfortune.beginners  # the survivor holds the state, so it becomes rank 0
     assert pids[0] != misfortune.victim
     assert pids[1] not in misfortune.beginners
     assert results[0][3] == results[1][3]
-    recorded = read_run(tmp_path / "run.hora")  # what its page would have shown
+    recorded = read_run(tmp_path / "run.hora")  # the content of its page
     assert {"lost", "world"} <= {event.kind for event in recorded.events}
     assert recorded.outcome == "done"
     nothing_is_left()
 
 
 def test_all_nodes_of_the_cluster_are_hosts(settings, tmp_path):
-    """The way of today: `RayExecutor(min_workers=…)`, on what the cluster has; a function that always fails is told."""
+    """Uses `RayExecutor(min_workers=…)` on all nodes, and reports a function that always fails."""
     assert sum(RayHostDiscovery().find_available_hosts_and_slots().values()) == 4
     (tmp_path / "over").touch()
     with RayExecutor(settings, min_workers=2, max_workers=2, use_gpu=True) as executor:
@@ -345,7 +345,7 @@ def test_all_nodes_of_the_cluster_are_hosts(settings, tmp_path):
 
 
 def start_driver(text, *arguments, **variables):
-    """A program of its own, in a process of its own."""
+    """Start a driver program in a separate process."""
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(text), *arguments],
         stdout=subprocess.PIPE,

@@ -39,22 +39,22 @@ def workers_of(node: Any) -> list[psutil.Process]:
 
 
 def silence(node: Any) -> None:
-    """Nothing of it answers any more, and nothing of it ends."""
+    """Stop the node's processes: none of them answers or exits."""
     for process in [raylet_of(node), *workers_of(node)]:
         process.suspend()
 
 
 def kill(node: Any) -> None:
-    """Its raylet; Ray's workers end when theirs does."""
+    """Kill the node's raylet; Ray's workers exit with it."""
     raylet_of(node).kill()
 
 
 def drain(node: Any) -> None:
-    """As a cloud that takes a machine back tells Ray."""
+    """Drain the node, as when a cloud provider announces a preemption."""
     client = ray._raylet.GcsClient(address=node.gcs_address)
     (node_id,) = [one["NodeID"] for one in REAL_NODES() if one["RayletSocketName"] == node.raylet_socket_name]
     preemption = 2
-    if VERSION < (2, 10):  # without a deadline
+    if VERSION < (2, 10):  # has no deadline argument
         assert client.drain_node(node_id, preemption, "taken back")
         return
     accepted, why = client.drain_node(node_id, preemption, "taken back", 0)
@@ -62,7 +62,7 @@ def drain(node: Any) -> None:
 
 
 def hosts_by_resource() -> list[dict[str, Any]]:
-    """Ray's nodes, all of which have this machine's address, under the names of hosts."""
+    """Return Ray's nodes under the names of hosts; all of them have this machine's address."""
     found = []
     for node in REAL_NODES():
         names = [name.removeprefix("node:") for name in node["Resources"] if name.startswith("node:host-")]
@@ -76,7 +76,7 @@ VERSION = tuple(map(int, ray.__version__.split(".")[:2]))
 
 @pytest.mark.parametrize("misfortune", [silence, kill, drain])
 @mock.patch(INTERVAL, 0.1)
-def test_what_happens_to_a_node_costs_its_workers_only(cluster, tmp_path: Path, monkeypatch, misfortune):
+def test_losing_a_node_costs_only_its_workers(cluster, tmp_path: Path, monkeypatch, misfortune):
     monkeypatch.setattr(ray, "nodes", hosts_by_resource)
     settings = RayExecutor.create_settings(timeout_s=120)
     processes: list[psutil.Process] = []
@@ -88,14 +88,14 @@ def test_what_happens_to_a_node_costs_its_workers_only(cluster, tmp_path: Path, 
             return host
 
         watching = Misfortune(2, happens, 1, tmp_path)
-        # Two cores of each node for a worker, so that there is one on each.
+        # A worker needs both cores of a node, so each node runs one.
         with RayExecutor(settings, min_workers=1, max_workers=2, cpus_per_worker=2, elastic_timeout=120) as executor:
             executor.start()
             results = executor.run(train, args=[str(tmp_path)], callbacks=[watching])
         assert sorted(watching.beginners.values()) == sorted(["host-1", host])
         assert [(rank, size) for rank, size, _, _ in results] == [(0, 1)]
         (survivor,) = [pid for pid, where in watching.beginners.items() if where == "host-1"]
-        assert results[0][2] == survivor  # the same process, from beginning to end
+        assert results[0][2] == survivor  # still the same process
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 process.resume()
@@ -105,10 +105,10 @@ def test_what_happens_to_a_node_costs_its_workers_only(cluster, tmp_path: Path, 
 
 @mock.patch(INTERVAL, 0.1)
 @pytest.mark.skipif(VERSION < (2, 40), reason="an old Ray does not end a stopped process")
-def test_a_stopped_worker_is_given_up_and_replaced(cluster, tmp_path: Path):
-    """Ray knows nothing of it: its node is well, and the process is there.
+def test_a_stopped_worker_is_dropped_and_replaced(cluster, tmp_path: Path):
+    """Ray does not notice: the node is healthy and the process exists.
 
-    The user says how long a silence may last.
+    The user sets how long a silence may last.
     """
 
     def stop_one(beginners: dict[int, str]) -> int:
@@ -129,12 +129,12 @@ def test_a_stopped_worker_is_given_up_and_replaced(cluster, tmp_path: Path):
     nothing_is_left()
 
 
-# ---- hosts that come and go, as in Horovod's own tests of its discovery --------------------------------------------
+# ---- hosts are added and removed, as in Horovod's own tests of discovery -------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def wide(cluster: RayCluster) -> None:
-    """A node that goes by five hosts' names, with room for all of their slots."""
+    """A node that stands for five hosts and has room for all of their slots."""
     cluster.add_node(num_cpus=8, resources={f"node:h{number}": 1 for number in range(1, 6)})
 
 
@@ -156,7 +156,7 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @mock.patch(INTERVAL, 0.1)
-def test_hosts_come_and_go(wide, tmp_path: Path, name: str):
+def test_hosts_are_added_and_removed(wide, tmp_path: Path, name: str):
     stages, limits, (num_started, num_finished) = SCHEDULES[name]
     settings = elastic_settings({}, **limits)
     least, most = limits.get("min_num_proc", 1), limits.get("max_num_proc")
@@ -171,8 +171,8 @@ def test_hosts_come_and_go(wide, tmp_path: Path, name: str):
 
 
 class Replacement:
-    """A discovery and a callback: once the first hosts train, each question finds the next stage, whoever has the state
-    by then. The training is over when the last stage's only host trains alone.
+    """A discovery and a log callback: once the first hosts train, each call of discovery returns the next stage,
+    regardless of which hosts have the state. Ends the training when the last stage's only host trains alone.
     """
 
     def __init__(self, stages: list[dict[str, int]], directory: Path) -> None:
@@ -195,7 +195,7 @@ class Replacement:
 
 @mock.patch(INTERVAL, 0.1)
 def test_all_hosts_are_replaced_before_the_new_ones_have_the_state(wide, tmp_path: Path):
-    """Horovod's own schedule, a tenth of a second apart."""
+    """Horovod's own schedule, with stages a tenth of a second apart."""
     settings = elastic_settings({}, min_num_proc=1)
     settings.discovery = schedule = Replacement([{"h1": 2}, {"h1": 2, "h2": 1, "h3": 1}, {"h2": 1}], tmp_path)
     executor = ElasticRayExecutor(settings, override_discovery=False)

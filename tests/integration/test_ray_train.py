@@ -1,4 +1,4 @@
-"""Programs that use Ray in other ways: Ray's own trainers, and Ray Client. Each is a process with a Ray of its own."""
+"""Ray's own trainers and Ray Client, each in a process with a separate Ray cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT_S = 400.0
 
 
 def run_program(text: str, *arguments: str, **variables: str) -> str:
-    """The output of a program that must end well."""
+    """Run a program, which must succeed, and return its output."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(text), *arguments],
         stdout=subprocess.PIPE,
@@ -44,7 +44,7 @@ EXAMPLE = """
 """
 
 
-def test_the_example_of_rays_horovod_trainer_runs_word_for_word(tmp_path):
+def test_the_example_of_rays_horovod_trainer_runs_verbatim(tmp_path):
     pytest.importorskip("pyarrow")
     said = run_program(EXAMPLE, RAY_TRAIN_V2_ENABLED="0", HOME=str(tmp_path))
     assert "epoch 2 loss" in said
@@ -84,7 +84,7 @@ RESTARTED = """
 """
 
 
-def test_a_horovod_trainer_is_restarted_by_rays_own_means(tmp_path):
+def test_ray_restarts_a_horovod_trainer(tmp_path):
     said = run_program(RESTARTED, str(tmp_path), RAY_TRAIN_V2_ENABLED="0")
     assert "total 22.0" in said
     assert (tmp_path / "died").exists()
@@ -111,7 +111,7 @@ TODAYS = """
 """
 
 
-def test_a_torch_trainer_of_todays_ray_may_use_horovod(tmp_path):
+def test_a_torch_trainer_of_current_ray_can_use_horovod(tmp_path):
     assert "'total': 2.0" in run_program(TODAYS, str(tmp_path))
 
 
@@ -166,5 +166,5 @@ CLIENT = """
 
 
 def test_executors_through_ray_client():
-    """Three workers on three cores: what speaks for the client in the cluster needs none of them."""
+    """Three workers fill three cores: the actor that represents the client in the cluster needs none."""
     assert "all is well" in run_program(CLIENT)

@@ -1,4 +1,4 @@
-"""A program that starts its ranks itself: Horovod's variables, one secret, and places that change plan by plan."""
+"""Programs that start ranks themselves: Horovod's variables, one secret, and slots that change with every plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hora.launch.slots import get_host_assignments, parse_hosts
 from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousHTTPServer, RendezvousServer
 
-# Told its place line by line, it meets the others there; as ElasticDL's workers do.
+# Like ElasticDL's workers: reads its variables from stdin, a line per plan, and joins the other ranks.
 WORKER = """
 import json, os, sys
 import torch
@@ -27,7 +27,7 @@ for line in sys.stdin:
 
 
 class Worker:
-    """A process that is given places."""
+    """A worker process that receives its variables on stdin."""
 
     def __init__(self, **env: str) -> None:
         clean = {name: text for name, text in os.environ.items() if not name.startswith(("HOROVOD_", "HORA_"))}
@@ -79,7 +79,7 @@ def server():
 
 
 def meet(server, port, members, **more):
-    """A plan in which these workers, in this order, have their places."""
+    """Start a plan that gives these workers slots in this order; return their answers."""
     plan = get_host_assignments(parse_hosts(f"localhost:{len(members)}"), len(members))
     server.init(plan)
     for worker, slot in zip(members, plan, strict=True):
@@ -87,17 +87,17 @@ def meet(server, port, members, **more):
     return [worker.answer() for worker in members]
 
 
-def test_workers_meet_by_variables_alone_and_again_in_every_new_plan(server, workers):
+def test_workers_meet_through_variables_in_every_plan(server, workers):
     port = server.start()
     first, second, third = (workers(HORA_SECRET=server.secret) for _ in range(3))
     assert meet(server, port, [first, second]) == [[3, 0, 2], [3, 1, 2]]
-    # Another order, and one more, for which this is the first plan.
+    # Another order, with a third worker, for which this is the first plan.
     assert meet(server, port, [third, second, first]) == [[6, 0, 3], [6, 1, 3], [6, 2, 3]]
     assert [worker.end() for worker in (first, second, third)] == [(0, "")] * 3
 
 
 @pytest.mark.slow
-def test_a_file_that_master_and_workers_share_does_as_well(server, workers, tmp_path, monkeypatch):
+def test_master_and_workers_can_share_a_secret_file(server, workers, tmp_path, monkeypatch):
     path = tmp_path / "secret"
     path.touch(mode=0o600)
     path.write_text("0123456789abcdef" * 4)
@@ -107,7 +107,7 @@ def test_a_file_that_master_and_workers_share_does_as_well(server, workers, tmp_
     assert meet(server, port, pair) == [[3, 0, 2], [3, 1, 2]]
 
 
-def test_without_a_secret_the_worker_says_what_is_missing(server, workers):
+def test_a_worker_without_a_secret_reports_the_missing_variable(server, workers):
     port = server.start()
     (plan, _) = get_host_assignments(parse_hosts("localhost:2"), 2)
     worker = workers()
@@ -117,7 +117,7 @@ def test_without_a_secret_the_worker_says_what_is_missing(server, workers):
     assert "give the workers HORA_SECRET (the `secret` of the RendezvousServer)" in errors
 
 
-def test_what_it_is_not_is_said(server):
+def test_unsupported_calls_are_rejected(server):
     with pytest.raises(ValueError, match="start"):
         server.init([])
     with pytest.raises(ValueError, match="handlers"):

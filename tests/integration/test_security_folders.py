@@ -1,4 +1,4 @@
-"""Attacks on a user who starts jobs: modules planted in the folder, workers that lie about what they raised."""
+"""Attacks on users who start jobs: modules planted in the folder, and workers that send forged exceptions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if __name__ == "__main__":
 """
 
 
-# A worker of a command: it holds the job's secret, and says that it raised something that runs code when it is
+# A command's worker that holds the job's secret and reports an exception and a result that execute code when they are
 # unpickled.
 LIAR = """
 import pickle, sys
@@ -69,7 +69,7 @@ def test_a_worker_of_a_command_runs_nothing_in_the_launcher(tmp_path: Path, comm
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    """A folder in which somebody else has left modules that tell of being imported."""
+    """A folder with modules planted by another user, which record that they were imported."""
     folder = tmp_path / "shared"
     folder.mkdir()
     for name in PLANTED:
@@ -98,9 +98,7 @@ def test_commands_that_look_at_the_machine(shared: Path, command: list[str]):
 
 
 def test_workers_sessions(shared: Path):
-    """What a worker's own code imports is the user's business; the session and the worker around it import nothing
-    here.
-    """
+    """The worker's own code may import from the folder; the session and the worker around it must not."""
     hora = str(BIN / "hora")
     try:
         started_there(shared, hora, "workers", "launch", "--cpu", "0.5", "--memory", "1", "--code", "print(1)")
@@ -118,7 +116,7 @@ def test_modules_beside_the_users_own_script_are_found(tmp_path: Path):
 
 
 def test_modules_of_the_current_folder_are_found_where_the_caller_finds_them(tmp_path: Path):
-    """A notebook or a prompt imports from the folder it was started in; so do its ranks."""
+    """A notebook or a prompt imports from the folder it was started in, and so do its ranks."""
     (tmp_path / "planted_by_its_owner.py").write_text("VALUE = 42\n")
     code = "import horovod, planted_by_its_owner as p\nprint(horovod.run(lambda: p.VALUE, num_proc=2))"
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A job that a foreign launcher started, with a secret file, attacked by another user of the machine at every port."""
+"""A foreign launcher's job with a secret file, attacked at every port by another user of the machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import other_user
 from hora.errors import AuthenticationError
 from hora.net.wire import REFUSAL, Credentials, connect, new_secret
 
-# Starts its two ranks as mpirun does it: with variables, and nothing else.
+# Starts its two ranks as mpirun does: with variables only.
 JOB = """
 import os, pathlib, subprocess, sys, time
 
@@ -44,7 +44,7 @@ def launch():
 rank() if "OMPI_COMM_WORLD_RANK" in os.environ else launch()
 """
 
-# Another user: asks each port what it is, as a client of torch's store and of nothing, and opens more than it can hold.
+# Another user: probes each port as a client of torch's store and with empty messages, and opens too many connections.
 STRANGER = """
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -73,7 +73,7 @@ def secret_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(not other_user.possible, reason=other_user.WHY_NOT)
-def test_with_a_secret_file_a_foreign_launchers_job_is_closed_to_strangers(tmp_path: Path, secret_file: Path):
+def test_a_foreign_launchers_job_with_a_secret_file_rejects_other_users(tmp_path: Path, secret_file: Path):
     victim = Victim(tmp_path, JOB, HORA_SECRET_FILE=str(secret_file), HORA_STRICT="1")
     try:
         assert {c.laddr.ip for c in victim.listening()} == {"127.0.0.1"}
@@ -86,7 +86,7 @@ def test_with_a_secret_file_a_foreign_launchers_job_is_closed_to_strangers(tmp_p
         stranger = other_user.start(STRANGER, *map(str, victim.ports))
         try:
             assert stranger.stdout.readline() == "0\n"
-            victim.finish()  # while the stranger holds its connections
+            victim.finish()  # while the other user holds its connections
         finally:
             stranger.kill()
             stranger.communicate(timeout=60)

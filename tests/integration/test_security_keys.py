@@ -1,6 +1,6 @@
-"""A compromised host can impersonate its own ranks alone, and a dropped host cannot rejoin.
+"""A compromised host can impersonate only its own ranks, and a dropped host cannot rejoin.
 
-It holds the real keys of its workers, and the ranks of the job go on meanwhile.
+The attacker holds the real keys of its workers; meanwhile the ranks of the job continue.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LIMIT_S = 60.0
 
 
 def work() -> tuple[list[str], float]:
-    """On every rank of three; rank 1 tries all that its keys could be good for."""
+    """Run on each of three ranks; rank 1 tries every misuse of its keys."""
     import torch
 
     import horovod.torch as hvd
@@ -88,14 +88,14 @@ def attack() -> list[str]:
     return succeeded
 
 
-def test_with_its_own_keys_a_rank_does_nothing_in_the_name_of_another(monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_cannot_impersonate_another_rank_with_its_keys(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HORA_TRANSPORT", "tcp")
     results = horovod.run(work, num_proc=3)
     assert results == [([], 3.0)] * 3
 
 
 class Zombie:
-    """What the host of worker 1 holds, in our hands: as if it had been cut off, and were back."""
+    """An attacker with everything that worker 1's host holds, as if that host were cut off and reconnected."""
 
     def __init__(self, job: ElasticJob) -> None:
         keys, env = [], {}
@@ -134,7 +134,7 @@ class Zombie:
 
 
 def hub_names(job: ElasticJob) -> set[str]:
-    """The local sockets at which ranks of the job listen."""
+    """Return the local sockets on which ranks of the job listen."""
     links = [link for process in job.processes() for link in Path(f"/proc/{process.pid}/fd").iterdir()]
     inodes = set()
     for link in links:
@@ -144,7 +144,7 @@ def hub_names(job: ElasticJob) -> set[str]:
     return {line[-1][1:] for line in lines if line[3] == "00010000" and line[6] in inodes and line[-1][:6] == "@hora-"}
 
 
-def test_a_worker_that_was_given_up_does_not_return_under_any_number(tmp_path: Path):
+def test_a_dropped_worker_cannot_rejoin_under_any_number(tmp_path: Path):
     job = ElasticJob(tmp_path, {"samples": 8000, "epochs": 1, "pause_s": 0.1}, num_proc=3, min_num_proc=2)
     wait_until("all three have trained", lambda: any(note.endswith("on 3") for note in job.notes("committed")))
     zombie = Zombie(job)

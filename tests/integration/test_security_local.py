@@ -1,4 +1,4 @@
-"""Attacks on every port of a running local job: nothing is executed, it finishes, memory stays bounded."""
+"""Attacks on every port of a running local job: no code runs, the job finishes, memory stays bounded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from job_process import JobProcess
 
 from hora.net.wire import REFUSAL, ClientHandshake, Credentials, connect, new_secret
 
-# The ranks meet again and again while the attack goes on, and return what they got once the file is there.
+# The ranks keep meeting while the attack runs, and return their results once the file exists.
 JOB = """
 import horovod, os, pathlib, sys, time
 
@@ -46,7 +46,7 @@ if __name__ == "__main__":
     print("RESULT", horovod.run(work, (sys.argv[1],), num_proc=2), flush=True)
 """
 
-# The same with the engine: the ranks add tensors up.
+# The same with the engine: the ranks sum tensors.
 ENGINE_JOB = """
 import horovod, pathlib, sys, time
 
@@ -72,7 +72,7 @@ if __name__ == "__main__":
 """
 
 
-FEW_DESCRIPTORS = 300  # of each of the job's processes, unless it asks for more
+FEW_DESCRIPTORS = 300  # for each of the job's processes, unless it raises the limit
 
 
 class Victim:
@@ -102,7 +102,7 @@ class Victim:
         return psutil.Process(self.job.process.pid).num_fds()
 
     def finish(self) -> None:
-        """Let the ranks finish: they must still agree, and return the right values."""
+        """Let the ranks finish; they must still agree and return the right values."""
         self.flag.touch()
         assert self.job.wait() == 0, self.job.text()
         assert "RESULT [0, 10]" in self.job.text()
@@ -118,10 +118,10 @@ def victim(tmp_path: Path) -> Iterator[Victim]:
 
 
 def reaction(port: int, data: bytes, *, limit_s: float = 30.0) -> bytes:
-    """Say something to the port and return all that it answers before it hangs up."""
+    """Send data to the port and return everything received until it hangs up."""
     try:
         sock = socket.create_connection(("127.0.0.1", port), timeout=limit_s)
-    except TimeoutError:  # it takes no connection any more
+    except TimeoutError:  # it accepts no further connections
         return b""
     with sock:
         try:
@@ -130,13 +130,13 @@ def reaction(port: int, data: bytes, *, limit_s: float = 30.0) -> bytes:
             answer = b""
             while data := sock.recv(4096):
                 answer += data
-        except OSError:  # it hung up while we spoke, or kept silent
+        except OSError:  # it hung up while we were sending, or stayed silent
             return b""
         return answer
 
 
 class Exploit:
-    """Unpickling it leaves a trace."""
+    """Leaves a trace when unpickled."""
 
     def __init__(self, trap: Path) -> None:
         self.trap = trap
@@ -151,7 +151,7 @@ def test_a_local_job_listens_on_loopback_only(victim: Victim):
 
 
 def attacks(trap: Path) -> tuple[bytes, list[bytes]]:
-    """A proper hello without the secret, and all that strangers may say."""
+    """Return a valid hello without the secret, and the payloads of unauthenticated clients."""
     hello = ClientHandshake(Credentials(new_secret(), "job")).hello
     pickled = [pickle.dumps(Exploit(trap), protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
     lengths = [struct.pack(code, 2**31 - 1) for code in ("<I", ">I", "<Q", ">Q")]
@@ -179,16 +179,16 @@ def test_garbage_half_messages_huge_lengths_and_pickles(victim: Victim):
     hello, said = attacks(victim.trap)
     for port in victim.ports:
         for attack in said:
-            # At most a refusal comes back, and that only for a proper hello.
+            # At most a refusal is returned, and only for a valid hello.
             assert reaction(port, attack) in ((b"", REFUSAL) if attack.startswith(hello) else (b"",))
-    # One line tells of the first stranger; the others are counted, not printed one by one.
+    # The first rejected connection is logged; later ones are counted, not logged one by one.
     assert 1 <= victim.job.text().count("closed a connection from") <= 5
     victim.finish()
 
 
 @pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
-def test_a_job_with_the_engine_survives_the_same(tmp_path: Path, transport: str):
-    """And a crowd that says nothing, larger than the number of descriptors with which the ranks were started."""
+def test_a_job_with_the_engine_survives_garbage_and_a_crowd(tmp_path: Path, transport: str):
+    """The crowd of silent connections exceeds the number of descriptors with which the ranks were started."""
     victim = Victim(tmp_path, ENGINE_JOB, HORA_TRANSPORT=transport)
     try:
         assert {c.laddr.ip for c in victim.listening()} == {"127.0.0.1"}
@@ -207,7 +207,7 @@ def test_a_job_with_the_engine_survives_the_same(tmp_path: Path, transport: str)
         victim.job.process.kill()
 
 
-def test_another_jobs_secret_is_worth_nothing(victim: Victim):
+def test_another_jobs_secret_is_rejected(victim: Victim):
     from hora.errors import AuthenticationError
 
     for port in victim.ports:
@@ -217,13 +217,13 @@ def test_another_jobs_secret_is_worth_nothing(victim: Victim):
 
 
 def test_a_recorded_conversation_cannot_be_replayed(victim: Victim, tmp_path: Path):
-    """Record a genuine client's bytes on their way through a proxy, then say them all again."""
+    """Record a genuine client's bytes with a proxy, then send them again."""
     secret_file, job_id = next(
         (env["HORA_SECRET_FILE"], env["HORA_JOB"])
         for env in (process.environ() for process in victim.job.processes())
         if "HORA_SECRET_FILE" in env
     )
-    # The process from which both ranks were forked was started with what the first one has.
+    # The fork server, the parent of both ranks, was started with the first worker's environment.
     held = Credentials(Path(secret_file).read_bytes(), job_id, 0)
     for port in victim.ports:
         with Tap(port) as tap:
@@ -234,10 +234,10 @@ def test_a_recorded_conversation_cannot_be_replayed(victim: Victim, tmp_path: Pa
             genuine.send({"op": "add", "id": 2, "key": "counted", "amount": 1})
             assert genuine.receive()[1] == b"1"
             recorded = bytes(tap.recorded)
-            # Once more on a connection of its own: the server hangs up after its answer (which is lost
-            # where the hang-up comes as a reset).
+            # Replayed on a new connection: the server hangs up after its answer, which is lost if the hang-up is a
+            # reset.
             assert len(reaction(port, recorded)) in (0, ClientHandshake.answer_bytes)
-            # Once more on the live connection, a whole message: it ends there, unheard.
+            # Replayed on the live connection, a whole message: the server ends it without processing the message.
             tap.inject(recorded[before:])
             with pytest.raises((EOFError, ConnectionError)):
                 genuine.receive()
@@ -261,7 +261,7 @@ def test_1000_open_connections(victim: Victim):
             strangers.append(sock)
         assert victim.descriptors() <= before_fds + 150
         assert victim.resident_mib() < before_mib + 30
-        # The job goes on, and newcomers with the secret get in although strangers crowd the door.
+        # The job continues, and new clients with the secret are accepted despite the crowd.
         victim.flag.touch()
         assert victim.job.wait() == 0, victim.job.text()
     assert "RESULT [0, 10]" in victim.job.text()
@@ -269,7 +269,7 @@ def test_1000_open_connections(victim: Victim):
 
 
 class Tap:
-    """A proxy in front of a port that remembers what clients say and can say more in their name."""
+    """A proxy in front of a port that records the clients' bytes and can inject more in their name."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -311,7 +311,7 @@ class Tap:
             thread.join(30)
 
 
-# Each rank writes down which keys guard the ranks' control tree and their objects.
+# Each rank writes the keys of the control tree and of its objects to a file.
 HUB_JOB = """
 import horovod, pathlib
 
@@ -331,8 +331,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="listening on the network needs root")
-def test_who_listens_on_the_network_does_not_learn_the_secret_of_the_hub(tmp_path: Path):
-    """Nor anything else of what the launcher and the ranks tell one another, on this host or between hosts."""
+def test_captured_traffic_contains_no_key_of_the_control_tree(tmp_path: Path):
+    """Nor does it contain any other message between the launcher and the ranks, on this host or between hosts."""
     (tmp_path / "job.py").write_text(HUB_JOB)
     heard = bytearray()
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as listener:
@@ -345,7 +345,7 @@ def test_who_listens_on_the_network_does_not_learn_the_secret_of_the_hub(tmp_pat
     assert job.process.returncode == 0
     first, second = ((tmp_path / f"rank{rank}").read_text() for rank in (0, 1))
     assert first == second
-    assert heard.count(b"HORA/4") >= 2  # their connections were heard, and not what the ranks said when they met
+    assert heard.count(b"HORA/4") >= 2  # the connections were captured, but not the messages of the rendezvous
     assert b"fanout" not in heard
     for key in first.split():
         assert key.encode() not in heard

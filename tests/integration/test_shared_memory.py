@@ -1,4 +1,4 @@
-"""Shared memory does not depend on /dev/shm: 64 MB of it, none at all; and nothing is ever left in it."""
+"""Shared memory does not depend on the size or presence of /dev/shm, and no file is left in it."""
 
 from __future__ import annotations
 

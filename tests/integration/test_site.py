@@ -1,7 +1,7 @@
-"""The documentation's site in a real browser: nothing is cut off at two widths, pages look as they did, search works
-from files.
+"""The documentation's site in a real browser: no content is cut off at two widths, pages look unchanged, and search
+works from files.
 
-`HORA_UPDATE_PICTURES=1 pytest …` writes the thumbnails anew: look at them before you commit them.
+`HORA_UPDATE_PICTURES=1 pytest …` rewrites the thumbnails: inspect them before committing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 SITE_URL = "https://hora.example.org/"
 WIDE, PHONE = 1280, 414
-# On a phone a wide table and a drawing scroll in boxes of their own; code wraps everywhere.
+# On a phone wide tables and drawings scroll in their own boxes; code wraps everywhere.
 CUT_OFF = """(phone) => [...document.querySelectorAll("article :is(pre > code, img, .md-typeset__scrollwrap)")]
     .filter((e) => e.scrollWidth > e.clientWidth + 2 || e.getBoundingClientRect().right > innerWidth + 1)
     .filter((e) => !(phone && getComputedStyle(e).overflowX === "auto"
@@ -34,8 +34,8 @@ CUT_OFF = """(phone) => [...document.querySelectorAll("article :is(pre > code, i
 LOOKED_AT = ("index", "first_script", "install", "reference/tasks")
 THUMBNAILS = Path(__file__).parent / "site_thumbnails.png"
 THUMBNAIL = (96, 120)
-# Of 255, averaged over a thumbnail. Other fonts and frames of the moving picture stay below it; the loss of a style
-# sheet, a picture or a column does not.
+# Of 255, averaged over a thumbnail. Other fonts and frames of the animation stay below it; a missing style sheet,
+# picture or column does not.
 MOST_DIFFERENCE = 12.0
 
 
@@ -73,7 +73,7 @@ def test_no_page_is_wider_than_the_window_and_no_code_is_cut_off(site, browser, 
     tab.close()
 
 
-def test_pages_look_as_they_did(site, browser):
+def test_pages_look_unchanged(site, browser):
     pictures = []
     for width, scheme in itertools.product((WIDE, PHONE), ("light", "dark")):
         tab = browser.new_page(viewport={"width": width, "height": width * 5 // 4}, color_scheme=scheme)
@@ -95,7 +95,7 @@ def test_pages_look_as_they_did(site, browser):
         assert difference < MOST_DIFFERENCE, f"{what} looks different (HORA_UPDATE_PICTURES=1 takes it as it is now)"
 
 
-def test_the_sitemap_has_every_page_and_no_page_takes_scripts_from_elsewhere(site):
+def test_the_sitemap_has_every_page_and_no_page_loads_external_files(site):
     sitemap = (site / "sitemap.xml").read_text()
     for page in _pages(site):
         assert f"<loc>{SITE_URL}{page.relative_to(site)}</loc>" in sitemap
@@ -110,7 +110,7 @@ def _pages(site: Path) -> list[Path]:
     return [page for page in sorted(site.rglob("*.html")) if "examples" not in page.parts and page.name != "404.html"]
 
 
-def test_search_works_from_files_and_nothing_is_fetched_from_elsewhere(site, browser):
+def test_search_works_from_files_without_external_requests(site, browser):
     tab = browser.new_page()
     fetched: list[str] = []
     tab.on("request", lambda request: fetched.append(request.url))

@@ -1,5 +1,5 @@
-"""Jobs inside an allocation of a real Slurm: both nodes are used, the first failure is named, the slots are free
-afterwards.
+"""Jobs inside an allocation of a real Slurm: both nodes are used, the first failure is reported, and the slots are
+freed afterwards.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def slurm(tmp_path_factory):
 
 
 def allocated(slurm: SlurmCluster, work, *command: str, tasks: int = 1) -> JobProcess:
-    """A command inside an allocation of both nodes."""
+    """Run a command inside an allocation of both nodes."""
     argv = ["salloc", "-Q", "-N2", f"--ntasks-per-node={tasks}", str(BIN / command[0]), *command[1:]]
     return JobProcess(argv, work, **slurm.environment)
 
 
 @pytest.mark.slow
-def test_both_nodes_are_used_and_what_was_not_allocated_is_refused(slurm, tmp_path):
+def test_both_nodes_are_used_and_more_ranks_than_allocated_are_rejected(slurm, tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     job = allocated(slurm, tmp_path, "horovodrun", "-np", "2", sys.executable, "train.py")
     assert job.wait(240) == 0, job.text()
@@ -96,8 +96,8 @@ def test_the_components_of_a_heterogeneous_job_are_one_world(slurm, tmp_path):
     slurm.wait_until_free()
 
 
-def test_ranks_that_srun_starts_find_one_another(slurm, tmp_path):
-    """The nodes' names have no addresses here, so the meeting place is said."""
+def test_ranks_started_by_srun_find_one_another(slurm, tmp_path):
+    """The nodes' names have no addresses here, so the rendezvous address is given explicitly."""
     (tmp_path / "train.py").write_text(TRAIN)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(sock.getsockname()[1])}
@@ -111,7 +111,7 @@ def test_ranks_that_srun_starts_find_one_another(slurm, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_first_failure_is_named_in_a_batch_script_of_an_mpirun_line(slurm, tmp_path):
+def test_a_batch_script_with_mpirun_reports_the_first_failure(slurm, tmp_path):
     script = tmp_path / "batch.sh"
     shows = "echo rank $HOROVOD_RANK on $HOROVOD_HOSTNAME"
     fails = f"{shows}; test $HOROVOD_RANK != 3 || {{ echo oh no >&2; exit 7; }}; sleep 600"
@@ -138,7 +138,7 @@ def test_the_secret_is_in_no_process_list_and_no_environment(slurm, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_elements_of_a_job_array_are_jobs_of_their_own(slurm, tmp_path):
+def test_the_elements_of_a_job_array_are_separate_jobs(slurm, tmp_path):
     script = tmp_path / "batch.sh"
     show = "echo element $SLURM_ARRAY_TASK_ID rank $HOROVOD_RANK of $HOROVOD_SIZE on $SLURMD_NODENAME"
     script.write_text(f"#!/bin/sh\nexec {BIN}/horovodrun -np 2 sh -c '{show}'\n")
@@ -162,8 +162,8 @@ def test_the_elements_of_a_job_array_are_jobs_of_their_own(slurm, tmp_path):
     slurm.wait_until_free()
 
 
-def test_an_allocation_that_is_taken_away_leaves_nothing(slurm, tmp_path):
-    """`scancel`, or the end of the time limit: Slurm ends what it knows of, and the launcher the rest."""
+def test_nothing_is_left_after_the_allocation_is_revoked(slurm, tmp_path):
+    """On `scancel` or at the time limit Slurm ends the processes that it knows of, and the launcher the rest."""
     job = allocated(slurm, tmp_path, "hora", "run", "-np", "2", "sh", "-c", "echo I run; sleep 600")
     wait_until("both ranks run", lambda: job.text().count("I run") == 2, 120)
     slurm.command("scancel", "--user=root")
@@ -184,14 +184,14 @@ def test_nothing_is_left_and_the_nodes_are_free_after_any_death(slurm, tmp_path,
         ],
         "launcher": [p for p in job.processes() if p.cmdline()[1:4] == [str(BIN / "hora"), "run", "-np"]],
     }
-    if victim == "node":  # which falls silent
+    if victim == "node":  # the node falls silent
         agent = by_name["agent"][-1]
         for process in [agent, *agent.children(recursive=True)]:
             process.suspend()
     else:
         by_name[victim][-1].send_signal(signal.SIGKILL)
     status = job.wait(240)
-    assert status != 0 or victim == "launcher"  # salloc says 0 where its command is killed
+    assert status != 0 or victim == "launcher"  # salloc returns 0 if its command is killed
     if victim == "worker":
         assert "Exit code: 137" in job.text()
     if victim == "agent":
@@ -204,7 +204,7 @@ def test_nothing_is_left_and_the_nodes_are_free_after_any_death(slurm, tmp_path,
 
 @pytest.mark.slow
 def test_a_signal_before_the_time_limit_lets_the_ranks_commit_and_leave(slurm, tmp_path):
-    """What `sbatch --signal=B:TERM@60` sends to a batch script, which the launcher has replaced."""
+    """Sends the signal of `sbatch --signal=B:TERM@60` to a batch script that has exec'ed the launcher."""
     training = str(Path(__file__).with_name("leaving_training.py"))
     script = tmp_path / "batch.sh"
     line = f"{BIN}/hora run -np 2 --min-np 2 {sys.executable} {training} {tmp_path}/commits 100000"
@@ -222,9 +222,9 @@ def test_a_signal_before_the_time_limit_lets_the_ranks_commit_and_leave(slurm, t
 
 
 @pytest.mark.slow
-def test_a_job_that_meets_its_time_limit_is_submitted_again_and_goes_on(slurm, tmp_path):
-    """The whole way: Slurm's own signal before the limit, status 75, `scontrol requeue`, and the commits of the first
-    time.
+def test_a_job_at_its_time_limit_is_requeued_and_resumes(slurm, tmp_path):
+    """Covers the whole sequence: Slurm's signal before the limit, status 75, `scontrol requeue`, and resuming from the
+    commits of the first run.
     """
     training = str(Path(__file__).with_name("leaving_training.py"))
     out = tmp_path / "out"
@@ -247,7 +247,7 @@ def test_a_job_that_meets_its_time_limit_is_submitted_again_and_goes_on(slurm, t
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian: etcd-server)")
-def test_the_first_node_of_a_job_with_a_store_dies_and_the_other_goes_on(slurm, tmp_path):
+def test_the_other_node_continues_after_the_first_node_of_a_job_with_a_store_dies(slurm, tmp_path):
     from test_job_store import Etcd, EtcdStore, secret_file
 
     etcd = Etcd(tmp_path)

@@ -1,8 +1,8 @@
-"""HorovodRunner, `horovod.spark.run`, the estimator and the converter through real Spark Connect: a server's, and one
-inside the client's own process, as `remote("local[2]")` starts it.
+"""HorovodRunner, `horovod.spark.run`, the estimator and the converter through real Spark Connect: on a server, and
+inside the client's process as started by `remote("local[2]")`.
 
-One client process of each kind for all tests; `connect_client.py` has what it does. `make test` has the client of a
-server go through the first scenarios; `make test-slow` has all.
+All tests share one client process per kind, which runs `connect_client.py`. `make test` runs the first scenarios on a
+server; `make test-slow` runs all.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ Connect = ConnectServer | LocalConnect
 
 
 class Seen(NamedTuple):
-    """What the client found, by scenario, and everything it printed."""
+    """The client's results by scenario, and its whole output."""
 
     found: dict[str, Any]
     text: str
 
 
 class Client:
-    """A process that goes through the scenarios on a cluster."""
+    """A process that runs the scenarios on a cluster."""
 
     def __init__(self, cluster: Connect, scenarios: Sequence[str]) -> None:
         self._directory = tempfile.TemporaryDirectory()
@@ -72,7 +72,7 @@ class Client:
 
     def finish(self) -> Seen:
         started = [self._folder / f"rank{rank}" for rank in range(2)]
-        # The last scenario waits for Ctrl-C, once both of its ranks are there.
+        # The last scenario waits for Ctrl-C once both of its ranks run.
         wait_until(
             "the client has come to its end, or waits to be interrupted",
             lambda: self._process.poll() is not None or all(path.exists() for path in started),
@@ -104,7 +104,7 @@ def both(request: pytest.FixtureRequest) -> Iterator[tuple[Connect, Client]]:
 
 
 def of_clients(*names: str) -> pytest.MarkDecorator:
-    """Mark a test that looks at these clients; all but the first one's are slow."""
+    """Parametrize a test with these clients; all but the first are marked slow."""
     values = [pytest.param(name, marks=[pytest.mark.slow] if name != "server" else []) for name in names]
     return pytest.mark.parametrize("both", values, indirect=True, scope="module")
 
@@ -124,7 +124,7 @@ def seen(both: tuple[Connect, Client]) -> Seen:
 
 
 @first
-def test_the_runner_returns_rank_0s_value_and_shows_what_was_sent_to_the_driver(seen):
+def test_the_runner_returns_rank_0s_value_and_shows_log_to_driver_messages(seen):
     assert seen.found["runner"] == [11.0, 2]
     assert "hello from rank 0\n" in seen.text
     assert "hello from rank 1\n" in seen.text
@@ -132,10 +132,10 @@ def test_the_runner_returns_rank_0s_value_and_shows_what_was_sent_to_the_driver(
 
 
 @more
-def test_ranks_are_forked_from_a_process_that_no_udf_has_touched(seen):
+def test_ranks_are_forked_from_a_process_unaffected_by_udfs(seen):
     states, num_seeds = seen.found["warm"]
     assert states == [[True, False, True]] * 4
-    assert num_seeds == 4  # random numbers of its own, on every rank and in every job
+    assert num_seeds == 4  # different random numbers on every rank and in every job
 
 
 @first
@@ -156,7 +156,7 @@ def test_every_ranks_value_and_prefixed_lines(seen):
 
 
 @more
-def test_calls_and_values_that_no_message_holds(seen):
+def test_calls_and_values_larger_than_a_message(seen):
     assert seen.found["large"] == [True, True]
 
 
@@ -170,7 +170,7 @@ def test_too_few_slots_are_an_error_at_once(seen):
 
 
 @first
-def test_elastic_jobs_are_refused_with_a_way_out(seen):
+def test_elastic_jobs_are_rejected_with_an_alternative(seen):
     assert "classic mode" in seen.found["elastic"]
 
 
@@ -185,7 +185,7 @@ def test_a_converters_rows_reach_every_rank_once(seen):
 
 
 @more
-def test_workers_run_on_the_cluster_and_tell_how_they_ended(seen):
+def test_workers_run_on_the_cluster_and_report_their_exit(seen):
     told, own, num_running, refused, states = seen.found["workers"]
     assert told == [["succeeded", 0, "127.0.0.1"], ["failed", 3, "127.0.0.1"]]
     assert own == [True]
@@ -196,12 +196,12 @@ def test_workers_run_on_the_cluster_and_tell_how_they_ended(seen):
 
 @of_clients("server, more", "local")
 def test_a_notebook_over_connect(cluster, tmp_path, monkeypatch):
-    """Executed by a real kernel: output of the ranks in the cell, rank 0's value in the next."""
+    """Run in a real kernel: the cell shows the ranks' output, and the next cell rank 0's value."""
     import nbclient
     import nbformat
 
     for name, value in cluster.environment.items():
-        monkeypatch.setenv(name, value)  # the kernel's
+        monkeypatch.setenv(name, value)  # of the kernel
     cells = [
         f"from pyspark.sql import SparkSession\nspark = SparkSession.builder.remote({cluster.url!r}).getOrCreate()",
         "def train(rate):\n"

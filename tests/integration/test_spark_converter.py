@@ -1,4 +1,4 @@
-"""A DataFrame that ranks open as a loader, with the cluster's own ranks."""
+"""A DataFrame that ranks on the cluster read as a data loader."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparkdl import HorovodRunner
 pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("by_value")]
 
 
-def test_ranks_read_what_the_driver_wrote_once(spark, tmp_path, caplog):
+def test_ranks_read_the_data_that_the_driver_wrote_once(spark, tmp_path, caplog):
     frame = spark.createDataFrame([(i, i / 2, Vectors.dense([i, -i])) for i in range(11)], ["id", "half", "pair"])
     with pytest.raises(ValueError, match="set the Spark configuration petastorm"):
         make_spark_converter(frame)

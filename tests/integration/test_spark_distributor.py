@@ -1,4 +1,4 @@
-"""`TorchDistributor` on a real Spark cluster; the same tests pass with pyspark's class, which is the reference."""
+"""`TorchDistributor` on a real Spark cluster. The same tests pass with pyspark's class, which is the reference."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def two(kind, request):
     return kind(num_processes=2, local_mode=request.param, use_gpu=False)
 
 
-def test_rank_0s_value_of_a_function_comes_back(two):
+def test_run_returns_rank_0s_value(two):
     def train(rate, *, scale):
         import os
 
@@ -103,14 +103,14 @@ def test_bad_arguments(kind):
         kind(num_processes=1, local_mode=False, use_gpu=True)
 
 
-def test_what_hora_says_before_anything_starts():
+def test_errors_before_the_job_starts():
     with pytest.raises(ValueError, match="train_object must be a function or the path of a file"):
         hora.spark.TorchDistributor(2, local_mode=True, use_gpu=False).run(7)
     with pytest.raises(ValueError, match=r"np=3 .* has 2"):
         hora.spark.TorchDistributor(3, local_mode=False, use_gpu=False).run(print)
 
 
-def test_gloo_may_be_replaced_in_the_tasks(monkeypatch):
+def test_gloo_can_be_replaced_in_the_tasks(monkeypatch):
     monkeypatch.setenv("HORA_REPLACE_GLOO", "1")
 
     def train():

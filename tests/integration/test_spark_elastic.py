@@ -17,7 +17,7 @@ pytestmark = pytest.mark.spark
 
 
 def train(failures, directory):
-    """Five epochs of a sum that only comes out right if every step counts once. `failures`: epoch -> rank."""
+    """Train five epochs of a sum that is right only if every step counts once. `failures`: epoch -> rank."""
     import os
 
     import torch
@@ -49,7 +49,7 @@ def train(failures, directory):
 
 
 @pytest.mark.slow
-def test_three_failures_leave_the_result_of_an_undisturbed_run(spark, spark_cluster, by_value, tmp_path):
+def test_three_failures_do_not_change_the_result(spark, spark_cluster, by_value, tmp_path):
     arguments = {"num_proc": 2, "elastic_timeout": 100, "verbose": 0}
     disturbed = horovod.spark.run_elastic(train, args=({1: 1, 2: 0, 3: 1}, str(tmp_path)), **arguments)
     assert disturbed == [(0, 2, -15.0), (1, 2, -15.0)]
@@ -58,7 +58,7 @@ def test_three_failures_leave_the_result_of_an_undisturbed_run(spark, spark_clus
 
 
 def until_killed(directory):
-    """Steps until an executor was killed, and some more."""
+    """Train until an executor was killed, and 20 steps more."""
     import os
 
     import torch
@@ -73,7 +73,7 @@ def until_killed(directory):
     def loop(state):
         while state.rest:
             killed = float(os.path.exists(os.path.join(directory, "killed")))
-            # Everybody sees the file in the same step.
+            # All ranks see the file in the same step.
             state.rest -= bool(hvd.allreduce(torch.tensor(killed), name="killed", op=hvd.Max))
             state.step += 1
             state.commit()
@@ -111,7 +111,7 @@ def test_a_lost_executor_does_not_end_the_training(how, spark, spark_cluster, by
 
 
 def until_alone():
-    """Steps until this rank is alone, and some more; how often the state had to be restored, and the steps."""
+    """Train until this rank is alone, and some steps more; return the restored steps, the progress and `alone`."""
     import torch
 
     import horovod.torch as hvd
@@ -153,12 +153,12 @@ def test_ranks_on_a_decommissioned_executor_commit_and_leave(spark, spark_cluste
     assert HorovodRunner(np=2).run(lambda: "both slots are there") == "both slots are there"
     with contextlib.redirect_stdout(Watch()):
         (result,) = horovod.spark.run_elastic(until_alone, num_proc=2, min_num_proc=1, verbose=0)
-    assert result == ([], True, 5)  # nothing was lost, so nothing had to be restored
+    assert result == ([], True, 5)  # no step was lost, so the state was not restored
     assert spark_cluster.leftovers() == []
 
 
 def until_replaced():
-    """Steps until all ranks are in attempts of tasks that came later, with the first ones' state; what was lost."""
+    """Train until all ranks run in later task attempts with the first ones' state; return whether both happened."""
     import os
     import time
 
@@ -189,8 +189,8 @@ def until_replaced():
 
 
 @pytest.mark.slow
-def test_all_executors_are_decommissioned_at_once_and_the_state_moves_to_new_ones(spark, spark_cluster, by_value):
-    """There is no free core: a new executor comes only when an old one has gone."""
+def test_the_state_moves_to_new_executors_when_all_are_decommissioned_at_once(spark, spark_cluster, by_value):
+    """No core is free: a new executor starts only after an old one has exited."""
 
     class Watch(io.StringIO):
         def write(self, data):

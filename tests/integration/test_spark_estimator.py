@@ -36,7 +36,7 @@ def frame(spark):
 
 @pytest.fixture
 def store(tmp_path):
-    """Without runs: checkpoints and logs cost seconds."""
+    """A store without runs: checkpoints and logs take seconds."""
     return Store.create(str(tmp_path / "store"), save_runs=False)
 
 
@@ -65,7 +65,7 @@ def estimator(store, **more):
 
 
 def by_hand(epochs):
-    """The same training in one process: all rows in every step, the learning rate of two ranks."""
+    """Train in one process with all rows in every step and the learning rate of two ranks; return the model."""
     model, optimizer = linear()
     optimizer.param_groups[0]["lr"] *= 2
     for _ in range(epochs):
@@ -76,7 +76,7 @@ def by_hand(epochs):
 
 
 def deadly_loss(path):
-    """A loss that ends rank 1 in its third step, once."""
+    """Return a loss that kills rank 1 in its third step, once."""
     calls = []
 
     def loss(outputs, labels):
@@ -94,7 +94,7 @@ def deadly_loss(path):
     return loss
 
 
-def test_an_elastic_training_with_a_death_equals_one_by_hand(frame, store, tmp_path):
+def test_elastic_training_with_a_death_equals_training_by_hand(frame, store, tmp_path):
     backend = SparkBackend(num_proc=2, min_num_proc=2, verbose=0)
     elastic = estimator(store, num_proc=None, backend=backend, loss=deadly_loss(str(tmp_path / "killed")), epochs=6)
     fitted = elastic.fit(frame)
@@ -104,7 +104,7 @@ def test_an_elastic_training_with_a_death_equals_one_by_hand(frame, store, tmp_p
     assert fitted.getOptimizer().param_groups[0]["lr"] == pytest.approx(0.05)
 
 
-def test_a_training_equals_one_by_hand_can_be_resumed_and_saved(frame, tmp_path):
+def test_training_equals_training_by_hand_and_can_be_resumed_and_saved(frame, tmp_path):
     store = Store.create(str(tmp_path / "store"))
     fitted = estimator(store, run_id="run", metrics=[[F.l1_loss]]).fit(frame)
     torch.testing.assert_close(fitted.getModel().state_dict(), by_hand(3).state_dict())
@@ -183,7 +183,7 @@ def test_numbers_as_probabilities_and_integers_as_their_predictions(frame, store
 
 
 class InThisProcess(Backend):
-    """The training in the driver."""
+    """Runs the training in the driver."""
 
     def run(self, fn, args=(), kwargs=None, env=None):
         return [fn(*args, **(kwargs or {}))]
@@ -203,13 +203,13 @@ class ImageEstimator(TorchEstimator):
 
 
 def decode(rows):
-    """Images to brightness, texts to class numbers."""
+    """Convert images to brightness and texts to class numbers."""
     rows["image"] = [np.frombuffer(image["data"], np.uint8) / 255 for image in rows["image"]]
     rows["kind"] = (rows["kind"] == "light").astype("int64")
     return rows
 
 
-def test_images_and_texts_are_read_by_a_transformation(spark, store):
+def test_a_transformation_reads_images_and_texts(spark, store):
     kinds = [("light", 255), ("dark", 0)] * 4
     frame = spark.createDataFrame([(bytearray([level] * 4), kind) for kind, level in kinds], ["data", "kind"])
     frame = frame.selectExpr("named_struct('height', 2, 'width', 2, 'data', data) AS image", "kind").coalesce(1)
@@ -231,7 +231,7 @@ def test_images_and_texts_are_read_by_a_transformation(spark, store):
 
 
 class OfRows(TorchModel):
-    """As SynapseML's: the function may use any column, as it is in the DataFrame."""
+    """Like SynapseML's models: the function may use any column with its type in the DataFrame."""
 
     def get_prediction_fn(self):
         def predict(model, row):
@@ -244,7 +244,7 @@ class OfRows(TorchModel):
         return predict
 
 
-def test_a_subclasss_function_gets_the_frames_own_rows(spark):
+def test_a_subclasss_prediction_function_gets_the_rows_of_the_frame(spark):
     values = (Vectors.dense([1.0, 2.0]), Vectors.sparse(2, {}), datetime.date(2026, 1, 2), Decimal("1.5"))
     row = (*values, Row(deep=Vectors.dense([3.0])), [1, 2], 7)
     frame = spark.createDataFrame([row] * 3, ["x", "sparse", "day", "price", "nested", "several.numbers", "y"])
@@ -267,7 +267,7 @@ def test_without_metadata_vectors_become_arrays():
 
 
 class Counted(SparkBackend):
-    """Holds trainings until both of them are there."""
+    """Blocks trainings until both have started."""
 
     def __init__(self):
         super().__init__(1)
@@ -278,11 +278,11 @@ class Counted(SparkBackend):
     def run(self, fn, args=(), kwargs=None, env=None):
         self.paths.append(args[0].remote.train_data_path)
         self.both.wait()
-        with self.running:  # the cluster has two slots, and other tests' threads are not asked to share
+        with self.running:  # the cluster has only two slots
             return super().run(fn, args, kwargs, env)
 
 
-def test_trainings_at_the_same_time_share_their_data_and_no_run(frame, store):
+def test_concurrent_trainings_share_their_data_but_not_their_run(frame, store):
     backend = Counted()
     fitted = []
     threads = [

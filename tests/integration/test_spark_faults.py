@@ -1,7 +1,7 @@
-"""On a cluster, classic and through Connect: too few slots, two jobs at once, a model of 200 MB, a killed executor, a
-silent one, Ctrl-C.
+"""Faults on a cluster, classic and through Connect: too few slots, two jobs at once, a model of 200 MB, a killed
+executor, a silent one, Ctrl-C.
 
-One cluster of two slots for each way; `fault_client.py` has what the client does.
+Each variant starts a cluster of two slots; the client runs `fault_client.py`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _play(url: str, cluster: StandaloneCluster) -> dict[str, Any]:
 
 
 def _silence(executor: psutil.Process) -> list[psutil.Process]:
-    """Nothing of it answers any more, and nothing of it ends."""
+    """Stop the executor's processes: none of them answers or exits."""
     stopped = [executor, *executor.children(recursive=True)]
     for process in stopped:
         process.suspend()
@@ -104,7 +104,7 @@ def _over(client: subprocess.Popen[bytes]) -> bool:
 
 
 def _hurt(client: subprocess.Popen[bytes], folder: Path, hurt: Any) -> None:
-    """Once both ranks of a job are there."""
+    """Call `hurt` once both ranks of a job run."""
     ranks = [folder / f"rank{rank}" for rank in range(2)]
     wait_until("both ranks run", lambda: _over(client) or all(path.exists() for path in ranks), LIMIT_S)
     if not _over(client):
@@ -119,21 +119,21 @@ def test_too_few_slots_are_an_error_at_once(found):
     assert more.startswith("Timed out waiting for Spark tasks to start.")
 
 
-def test_two_jobs_run_side_by_side(found):
+def test_two_jobs_run_concurrently(found):
     assert found["two_jobs_at_once"] == [["a", ["a"]], ["b", ["b"]]]
 
 
-def test_a_model_of_200_mb_travels_both_ways(found):
+def test_a_model_of_200_mb_is_sent_and_returned(found):
     assert found["large_model"] == [200_000_000, True]
 
 
-def test_a_lost_executor_ends_the_job_with_the_reason_and_another_one_runs(found):
+def test_a_lost_executor_ends_the_job_with_the_reason_and_the_next_job_runs(found):
     words, again = found["executor_killed"]
     assert "executor" in words
     assert again == [1, 1]
 
 
-def test_a_silent_executor_ends_the_job_with_the_reason_and_another_one_runs(found):
+def test_a_silent_executor_ends_the_job_with_the_reason_and_the_next_job_runs(found):
     words, again = found["executor_silent"]
     assert "heartbeat" in words.lower() or "executor" in words.lower()
     assert again == [1, 1]

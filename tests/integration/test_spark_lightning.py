@@ -1,5 +1,5 @@
-"""`horovod.spark.lightning` from a DataFrame to predictions, the training in the driver's own process; and what is
-refused.
+"""`horovod.spark.lightning` from a DataFrame to predictions, with training in the driver's process, and invalid
+arguments.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Y = X[:, 0] - 2 * X[:, 1]
 
 
 class InThisProcess(Backend):
-    """As the backends of Horovod's own tests: the function in the driver."""
+    """Runs the function in the driver, like the backends of Horovod's own tests."""
 
     def run(self, fn, args=(), kwargs=None, env=None):
         return [fn(*args, **(kwargs or {}))]
@@ -83,7 +83,7 @@ def estimator(store, **more):
 
 
 class ByRows(TorchModel):
-    """As SynapseML's models: predictions row by row, from any column."""
+    """Like SynapseML's models: predicts row by row, from any column."""
 
     def get_prediction_fn(self):
         return lambda model, row: model(torch.tensor([row["a"]]), torch.tensor([float(row["text"])]) * 0 + row["b"])
@@ -94,7 +94,7 @@ class OwnEstimator(TorchEstimator):
         return ByRows
 
 
-def test_from_a_frame_to_predictions_and_once_more(frame, tmp_path):
+def test_fit_resume_save_load_and_predict(frame, tmp_path):
     store = Store.create(str(tmp_path / "store"))
     path = store.get_checkpoint_path("run")
     assert not store.exists(path)
@@ -126,7 +126,7 @@ def test_from_a_frame_to_predictions_and_once_more(frame, tmp_path):
 
 
 class Mortal(Regression):
-    """Ends rank 1 in its third step, once."""
+    """Kills rank 1 in its third step, once."""
 
     def __init__(self, path):
         super().__init__()
@@ -146,14 +146,14 @@ class Mortal(Regression):
 
 
 @pytest.mark.slow
-def test_an_elastic_training_with_a_death_equals_one_by_hand(frame, tmp_path):
+def test_elastic_training_with_a_death_equals_training_by_hand(frame, tmp_path):
     store = Store.create(str(tmp_path / "store"), save_runs=False)
     backend = SparkBackend(num_proc=2, min_num_proc=2, verbose=0)
     fitted = estimator(store, model=Mortal(str(tmp_path / "killed")), backend=backend, epochs=6).fit(frame)
     assert (tmp_path / "killed").exists()
     assert [entry["epoch"] for entry in fitted.getEpochs()] == list(range(6))
     by_hand = Regression()
-    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.2)  # of two ranks
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.2)  # the rate of two ranks
     a, b, y = (torch.from_numpy(column.copy()) for column in (X[:, 0], X[:, 1], Y))
     for _ in range(6):
         optimizer.zero_grad()
@@ -163,7 +163,7 @@ def test_an_elastic_training_with_a_death_equals_one_by_hand(frame, tmp_path):
 
 
 def trained_with_a_trainer():
-    """A Trainer of the user's own, whose last rank of three dies after a step of the second epoch."""
+    """Train with the user's own Trainer; the last of three ranks dies after a step of the second epoch."""
     import os
     import signal
 
@@ -201,15 +201,15 @@ def trained_with_a_trainer():
 
 
 @pytest.mark.slow
-def test_a_trainer_goes_on_with_fewer_ranks_by_the_step_and_at_their_rate():
+def test_a_trainer_continues_with_fewer_ranks_at_the_same_step_and_scaled_rate():
     import horovod
 
-    # Four steps of three ranks, one more, then what is left of the epoch's six for two ranks, and six.
+    # Four steps of three ranks, one more, then the rest of the epoch in four steps of two ranks, and six more.
     expected = (2, 4 + 1 + 4 + 6, 3, pytest.approx(0.05 * 2 / 8), 0.0)
     assert horovod.run(trained_with_a_trainer, num_proc=3, min_num_proc=2) == [expected] * 2
 
 
-def test_what_makes_no_sense_is_refused_in_words(tmp_path):
+def test_invalid_arguments_are_rejected_with_an_explanation(tmp_path):
     store = Store.create(str(tmp_path))
     module = torch.nn.Linear(2, 1)
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)

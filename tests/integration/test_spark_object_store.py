@@ -1,6 +1,4 @@
-"""An estimator whose store is an S3 server, of which Spark itself knows nothing: its tasks and the ranks go through
-fsspec.
-"""
+"""An estimator whose store is an S3 server that Spark itself cannot reach: tasks and ranks access it through fsspec."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ def options():
     server.stop()
 
 
-def test_data_checkpoints_and_logs_of_a_training_lie_in_the_object_store(spark, options, by_value):
+def test_data_checkpoints_and_logs_are_in_the_object_store(spark, options, by_value):
     store = Store.create("s3://bucket/prefix", storage_options=options)
     store.fs.mkdir("bucket")
     x = np.random.default_rng(0).normal(size=(40, 2))

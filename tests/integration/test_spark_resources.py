@@ -1,7 +1,7 @@
 """Clusters with GPUs, and clusters that start executors on demand.
 
-The GPUs are made up: Spark only hands out their addresses. One driver for both, because to start one takes longer than
-the jobs: it has one session after the other.
+The GPUs are fictitious: Spark only assigns their addresses. One driver runs both sessions one after the other, because
+starting a driver takes longer than the jobs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import textwrap
 import pytest
 from spark_cluster import StandaloneCluster
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow]  # a cluster of its own
+pytestmark = [pytest.mark.spark, pytest.mark.slow]  # starts another cluster
 
 WITH_GPUS = {
     "spark.executor.resource.gpu.amount": "2",
@@ -59,7 +59,7 @@ DRIVER = """
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What the driver saw: with GPUs, and with executors on demand."""
+    """The driver's results: with GPUs, and with executors on demand."""
     folder = tmp_path_factory.mktemp("resources")
     discovery = folder / "gpus.sh"
     discovery.write_text("""#!/bin/sh\necho '{"name": "gpu", "addresses": ["5", "7"]}'\n""")
@@ -80,10 +80,10 @@ def found(tmp_path_factory):
 
 def test_ranks_see_the_gpus_of_their_host_by_local_rank(found):
     ours, upstream, problem = found[0]
-    # The first task of the host (rank 0) has one of the two; both are visible, its own first.
+    # The first task of the host (rank 0) has one of the two GPUs; both are visible, its own first.
     assert ours[0] in (["5"], ["7"])
     assert ours[1] == ("5,7" if ours[0] == ["5"] else "7,5")
-    # Horovod's own runner leaves the devices alone and tells the addresses.
+    # Like Horovod's runner, `horovod.spark.run` does not set the devices but reports their addresses.
     assert sorted(own for own, _ in upstream) == [["5"], ["7"]]
     assert [visible for _, visible in upstream] == [None, None]
     assert "has 2" in problem

@@ -26,7 +26,7 @@ def test_every_ranks_result_in_rank_order(spark):
     assert len({host for _, host in results}) == 1
 
 
-def test_streams_get_prefixed_lines_and_env_is_only_what_was_given(spark, monkeypatch):
+def test_streams_get_prefixed_lines_and_ranks_only_the_given_env(spark, monkeypatch):
     monkeypatch.setenv("ONLY_IN_THE_DRIVER", "1")
 
     def fn():
@@ -41,7 +41,7 @@ def test_streams_get_prefixed_lines_and_env_is_only_what_was_given(spark, monkey
     assert sorted(stderr.getvalue().splitlines()) == [f"[{rank}]<stderr>:err" for rank in (0, 1)]
 
 
-def test_another_executable_is_used(spark, tmp_path):
+def test_ranks_use_the_given_executable(spark, tmp_path):
     wrapper = tmp_path / "my-python"
     wrapper.write_text(f'#!/bin/sh\nMY_PYTHON=1 exec {sys.executable} "$@"\n')
     wrapper.chmod(0o755)
@@ -53,10 +53,10 @@ def test_another_executable_is_used(spark, tmp_path):
     assert horovod.spark.run(fn, num_proc=1, executable=str(wrapper)) == ["1"]
 
 
-def test_too_few_slots_are_an_error_at_once_with_what_to_change(spark):
+def test_too_few_slots_raise_an_error_at_once(spark):
     tracker = spark.sparkContext.statusTracker()
     before = tracker.getJobIdsForGroup(None)
-    # Without a start timeout of one's own: ten minutes, which the test does not have.
+    # Uses the default start timeout of ten minutes: the error must not wait for it.
     with pytest.raises(StartTimeoutError, match=r"^Timed out waiting for Spark tasks to start\..*need 4 .* has 2"):
         horovod.spark.run(lambda: None, num_proc=4)
     assert tracker.getJobIdsForGroup(None) == before
@@ -111,7 +111,7 @@ def test_bad_requests_say_what_to_change(spark):
         horovod.spark.run(lambda: None, use_mpi=True)
 
 
-def test_without_spark_the_message_says_so(monkeypatch):
+def test_a_missing_spark_context_is_reported(monkeypatch):
     from pyspark import SparkContext
 
     monkeypatch.setattr(SparkContext, "_active_spark_context", None)
@@ -139,7 +139,7 @@ def test_signature():
     ]
 
 
-def test_conf_pairs_are_settings_that_spark_knows(spark):
+def test_conf_pairs_are_valid_spark_settings(spark):
     found = [getattr(conf, name) for name in dir(conf) if name.startswith("SPARK_CONF_")]
     pairs = [pair for pair in found if isinstance(pair, tuple)]
     assert {key for key, _ in pairs} == set(conf.SPARK_CONF_DEFAULT_VALUES)

@@ -1,4 +1,4 @@
-"""HorovodRunner on a real standalone cluster: values, places, logs, failures, and nothing left behind."""
+"""HorovodRunner on a real standalone cluster: results, ranks, logs, failures, and no leftovers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.spark
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(spark, spark_cluster):
-    """After every test: no process of Hora's on the cluster, and both slots take a job at once."""
+    """Check after every test that no process of Hora runs on the cluster and that both slots are free."""
     yield
     assert spark_cluster.leftovers() == []
     assert spark.sparkContext.parallelize(range(2), 2).barrier().mapPartitions(lambda it: it).collect() == [
@@ -33,7 +33,7 @@ def _nothing_is_left(spark, spark_cluster):
     ]
 
 
-def test_rank_0s_value_comes_back_and_ranks_know_their_place():
+def test_the_runner_returns_rank_0s_value_and_ranks_know_their_place():
     def main(greeting):
         import os
 
@@ -45,7 +45,7 @@ def test_rank_0s_value_comes_back_and_ranks_know_their_place():
 
     greeting, places = HorovodRunner(np=2).run(main, greeting="hello")
     assert greeting == "hello"
-    # Both executors run on this host, so the ranks are neighbours although Spark knows two workers.
+    # Both executors run on this host, so the ranks share a host although Spark counts two workers.
     assert places == [(0, 2, 0, 2, "0"), (1, 2, 1, 2, "1")]
 
 
@@ -87,8 +87,8 @@ def test_settings_of_the_driver_reach_the_ranks(monkeypatch, tmp_path):
     assert any("recorded" in str(event) for event in json.loads((tmp_path / "timeline.json").read_text()))
 
 
-def test_busy_slots_are_waited_for(spark, tmp_path, caplog):
-    """Another Spark job holds a slot until the runner has said that it waits."""
+def test_the_runner_waits_for_busy_slots(spark, tmp_path, caplog):
+    """Another Spark job holds a slot until the runner logs that it is waiting."""
     release = tmp_path / "release"
     hold = threading.Thread(target=lambda: spark.sparkContext.parallelize([0], 1).map(_hold(release)).collect())
 
@@ -122,7 +122,7 @@ def _hold(release):
     return until_released
 
 
-def test_a_rank_may_print_a_lot_and_not_in_utf_8():
+def test_a_rank_can_print_large_output_that_is_not_utf_8():
     def main():
         import os
 
@@ -152,7 +152,7 @@ def chatty_main():
 
 
 @pytest.mark.parametrize("verbosity", ["log_callback_only", "all"])
-def test_what_the_driver_shows(verbosity, by_value):
+def test_output_shown_by_the_driver(verbosity, by_value):
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
         HorovodRunner(np=2, driver_log_verbosity=verbosity).run(chatty_main)
@@ -166,7 +166,7 @@ def test_what_the_driver_shows(verbosity, by_value):
 
 
 class ModelError(Exception):
-    """An exception that only the test module knows."""
+    """An exception that only the test module defines."""
 
     def __init__(self, epoch, loss):
         super().__init__(epoch, loss)
@@ -192,7 +192,7 @@ def test_a_failing_rank_is_shown_with_its_own_traceback_and_type(by_value):
 
 
 @pytest.mark.parametrize("how", ["exit", "kill"])
-def test_a_rank_that_dies_is_named(how):
+def test_a_dead_rank_is_reported(how):
     def main(how):
         import os
         import signal
@@ -210,7 +210,7 @@ def test_a_rank_that_dies_is_named(how):
     assert "last words" in str(caught.value)
 
 
-def test_a_result_that_cannot_be_pickled_is_named():
+def test_an_unpicklable_result_is_reported():
     def main():
         import threading
 
@@ -228,7 +228,7 @@ def test_a_result_that_cannot_be_pickled_is_named():
     assert HorovodRunner(np=2).run(only_rank_0_counts) == 5
 
 
-def test_a_large_result_comes_home():
+def test_a_large_result_is_returned():
     def main():
         import os
 
@@ -237,7 +237,7 @@ def test_a_large_result_comes_home():
     assert len(HorovodRunner(np=2).run(main)) == 200 * 1024 * 1024
 
 
-def test_an_interrupt_ends_it_all(spark):
+def test_an_interrupt_ends_the_job(spark):
     def main():
         import time
 
@@ -266,13 +266,13 @@ def test_a_killed_executor_is_an_error_and_the_cluster_recovers(spark, spark_clu
         with _when_shown("running", lambda: spark_cluster.executors()[0].kill()):
             HorovodRunner(np=2).run(main)
     assert spark_cluster.leftovers() == []
-    # The worker starts another executor, and the next job waits for it.
+    # The Spark worker starts another executor, and the next job waits for it.
     assert HorovodRunner(np=2).run(lambda: "again") == "again"
     assert count_slots(spark.sparkContext) == 2
 
 
 def test_a_dead_driver_leaves_nothing(tmp_path, spark_cluster):
-    """A driver with executors of its own (local mode), killed with SIGKILL while two ranks run."""
+    """The driver has its own executors (local mode) and is killed with SIGKILL while two ranks run."""
     script = tmp_path / "driver.py"
     script.write_text(
         textwrap.dedent("""
@@ -311,7 +311,7 @@ def test_a_dead_driver_leaves_nothing(tmp_path, spark_cluster):
 
 
 def test_a_job_leaves_no_trace_in_the_next_one():
-    """Ranks are forked from warm processes; what a training does to its process must stay there."""
+    """Ranks are forked from warm processes; changes that a training makes to its process must not leak."""
 
     def vandal():
         import os
@@ -343,12 +343,12 @@ def test_a_job_leaves_no_trace_in_the_next_one():
     HorovodRunner(np=2).run(vandal)
     first, second = HorovodRunner(np=2).run(witness), HorovodRunner(np=2).run(witness)
     assert first[:2] == second[:2] == ((True, True), (False, False))
-    # A fresh process has random numbers of its own, on every rank and in every job.
+    # Every rank of every job has different random numbers.
     for generator in zip(*first[2], *second[2], strict=True):
         assert len(set(generator)) == 4
 
 
-def test_udfs_do_not_run_in_the_workers_that_have_a_fork_server(spark):
+def test_udfs_do_not_run_in_workers_with_a_fork_server(spark):
     def of_task(_):
         import os
         import sys
@@ -361,7 +361,7 @@ def test_udfs_do_not_run_in_the_workers_that_have_a_fork_server(spark):
 
 @contextlib.contextmanager
 def _when_shown(text, act):
-    """Call `act` once, as soon as the text is printed."""
+    """Call `act` once when the text is first printed."""
 
     class Watch(io.StringIO):
         def write(self, data):

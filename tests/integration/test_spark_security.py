@@ -1,6 +1,6 @@
-"""Attacks on every port that a job on Spark listens on. Nothing is executed and the job goes on.
+"""Attacks on every port of a job on Spark: no code runs, and the job continues.
 
-And what strangers can learn: from Spark's own block manager, and on the wire.
+Also checks what an unauthenticated client can read from Spark's block manager and from captured traffic.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.spark
 
 
 class Exploit:
-    """Unpickling it leaves a trace."""
+    """Leaves a trace when unpickled."""
 
     def __init__(self, trap):
         self.trap = trap
@@ -41,7 +41,7 @@ class Exploit:
 
 
 def listening():
-    """Listening sockets of this process, the driver, and of all ranks below (or beside) it."""
+    """Return the listening sockets of this process, the driver."""
     return {
         (connection.laddr.ip, connection.laddr.port)
         for connection in psutil.Process().net_connections("tcp")
@@ -50,7 +50,7 @@ def listening():
 
 
 def answer(port, data):
-    """All that the port says before it hangs up. It may do so in the middle of our words."""
+    """Send data and return everything received until the port hangs up, which it may do while we are sending."""
     received = b""
     with socket.create_connection(("127.0.0.1", port), timeout=30) as sock, contextlib.suppress(ConnectionError):
         try:
@@ -85,7 +85,7 @@ def attack(port, trap):
             crowd.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
 
 
-def test_strangers_at_the_drivers_ports_are_turned_away_and_the_job_goes_on(spark, tmp_path, caplog):
+def test_the_drivers_ports_reject_unauthenticated_clients_and_the_job_continues(spark, tmp_path, caplog):
     trap, go = tmp_path / "executed", tmp_path / "go"
     before = listening()
 
@@ -120,17 +120,17 @@ def test_strangers_at_the_drivers_ports_are_turned_away_and_the_job_goes_on(spar
         job.join(100)
     assert results == [[0, 1]]
     assert not trap.exists()
-    # The cluster of the tests has no authentication of its own, and this is said.
+    # The tests' cluster does not authenticate; a warning says so.
     assert caplog.text.count("Set spark.authenticate=true") == 1
 
 
-def test_a_cluster_without_authentication_is_refused_if_the_user_is_strict(spark, monkeypatch):
+def test_strict_mode_rejects_a_cluster_without_authentication(spark, monkeypatch):
     monkeypatch.setenv("HORA_STRICT", "1")
     with pytest.raises(ValueError, match=r"HORA_STRICT=1.*Set spark\.authenticate=true"):
         HorovodRunner(np=1).run(os.getpid)
 
 
-# A job in local mode, without torch: shows where its rank's key lies, and waits to be attacked.
+# A job in local mode, without torch, that reveals its rank's key to the test and waits to be attacked.
 LOCAL_JOB = """
 import os, sys
 from pyspark.sql import SparkSession
@@ -159,7 +159,7 @@ if __name__ == "__main__":
     spark.stop()
 """
 
-# A stranger, with nothing but the standard library: asks Spark's block manager for its broadcast variables.
+# An attacker that uses only the standard library: requests the broadcast variables from Spark's block manager.
 THIEF = """
 def text(words):
     return struct.pack(">i", len(words)) + words.encode()
@@ -198,7 +198,7 @@ for port in map(int, sys.argv[1:]):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not other_user.possible, reason=other_user.WHY_NOT)
-def test_in_local_mode_neither_spark_nor_the_wire_tells_the_stages_secret_or_the_environment(tmp_path):
+def test_local_mode_does_not_leak_the_stages_secret_or_the_environment(tmp_path):
     (tmp_path / "job.py").write_text(LOCAL_JOB)
     flag, token = tmp_path / "finish", "a-password-of-the-user"
     with heard_on_loopback() as heard:

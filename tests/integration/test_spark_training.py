@@ -1,4 +1,4 @@
-"""The same training on Spark tasks, on local processes and under horovodrun: the same bits."""
+"""The same training on Spark tasks, on local processes and under horovodrun is bit-identical."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SCRIPT = TRAINING + textwrap.dedent("""
 """)
 
 
-def test_spark_local_processes_and_horovodrun_compute_the_same_bits(spark, tmp_path):
+def test_spark_local_processes_and_horovodrun_are_bit_identical(spark, tmp_path):
     namespace = {"__name__": "__main__"}
     exec(TRAINING, namespace)
     on_spark = HorovodRunner(np=2).run(namespace["train"], epochs=5)
