@@ -1,15 +1,15 @@
 """Tests that run *inside* rank processes.
 
     pytestmark = pytest.mark.ranks(1, 2, 3, 4)          # every test of the module, in worlds of these sizes
-    @pytest.mark.ranks(2, 4, slow=(4,))                 # in a world of four only with `make test-slow`
-    @pytest.mark.ranks(3, lost=(1,))                    # rank 1 is expected to die; the pool is then thrown away
+    @pytest.mark.ranks(2, 4, slow=(4,))                 # a world of four only with `make test-slow`
+    @pytest.mark.ranks(3, lost=(1,))                    # rank 1 is expected to die; the pool is discarded afterwards
     @pytest.mark.ranks(2, env={"HORA_TRANSPORT": "tcp"})
-    @pytest.mark.over_network                           # and once more on three ranks, as if each were on its own host
-    @pytest.mark.both_ways                              # and once more without the native part
+    @pytest.mark.over_network                           # again on three ranks, as if each had its own host
+    @pytest.mark.both_ways                              # again without the native part
 
-The test function itself is called on every rank at the same time. Pools of ranks are kept for the whole session, one
-per world size and environment, so a test costs milliseconds; a test that calls `hvd.init()` must leave the runtime shut
-down. A test below the engine takes the parameter `place`: its rank, the size, a store, and a way to compare notes.
+The test function runs on every rank at the same time. Pools of ranks live for the whole session, one
+per world size and environment, so a test costs milliseconds; a test that calls `hvd.init()` must shut the runtime
+down. A test below the engine takes the parameter `place`: its rank, the size, a store, and a gather between ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _pools = Pools()
 
 
 class World(NamedTuple):
-    """Where a test runs."""
+    """The size and the environment of a test's world."""
 
     size: int
     env: dict[str, str]
@@ -53,7 +53,7 @@ def world(request: pytest.FixtureRequest) -> World:
 
 @pytest.fixture
 def place() -> None:
-    """Filled in on each rank: see `rank_pool.Place`."""
+    """Replaced on each rank by a `rank_pool.Place`."""
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,4 +1,4 @@
-"""Groups between the ranks of a pool, below the engine: over plain streams, and over encrypted ones."""
+"""Peer groups between the ranks of a pool, below the engine: over plain and over encrypted streams."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _records(kind: str) -> Records | None:
 
 
 def _streams(store, member, num_members, kind) -> Streams:
-    """As the control tree makes them, but without a handshake."""
+    """Connect streams as the control tree does, but without a handshake."""
     outgoing, incoming = {}, {}
     with socket.create_server(("127.0.0.1", 0)) as listener:
         store.set(f"port/{member}", str(listener.getsockname()[1]))

@@ -1,8 +1,8 @@
-"""What people do with optimizers (rows), in every mode that Hora has (columns): programs for `test_habits`.
+"""Common uses of optimizers (rows) in every mode of Hora (columns): programs for `test_habits`.
 
 A row is a small training. It runs on every rank with the rank's own data and a column's optimizer, and in one process
 with the data of all ranks and the plain optimizer. A column whose hosts train apart is compared with one process that
-trains a replica for each host and averages them after each step.
+trains a replica for each host and averages the replicas after each step.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def inputs(rank: int, number: int) -> torch.Tensor:
 
 
 class Row:
-    """Overridden in part by each row. `ranks`: whose losses are averaged in this process."""
+    """A training; subclasses override parts of it. `ranks` names the ranks whose losses this process averages."""
 
     dtype = torch.float32
     steps = STEPS
-    passes = 1  # of backward, in a step
-    num_left_out = 0  # steps that a GradScaler skipped: hosts that train apart count those that were made
+    passes = 1  # backward passes per step
+    num_left_out = 0  # steps that a GradScaler skipped; hosts that train apart count only the others
 
     def __init__(self, wrap: Wrap, *, is_one_rank: bool = False) -> None:
         self.wrap = wrap
@@ -48,17 +48,17 @@ class Row:
         self.finish_setup()
 
     def model(self) -> nn.Module:
-        """Gradients that are copied at once and those that are copied together."""
+        """Return layers of which some gradients are copied at once and some together."""
         return nn.Sequential(nn.Linear(6, 80), nn.Tanh(), nn.Linear(80, 70), nn.Tanh(), nn.Linear(70, 3))
 
     def plain_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
 
     def prepare(self) -> None:
-        """Before the optimizer is made."""
+        """Prepare the model before the optimizer is created."""
 
     def finish_setup(self) -> None:
-        """After it was wrapped."""
+        """Finish the setup after the optimizer was wrapped."""
 
     def loss(self, rank: int, number: int) -> torch.Tensor:
         return self.net(inputs(rank, number).to(self.dtype)).square().mean()
@@ -74,7 +74,7 @@ class Row:
         self.optimizer.step()
 
     def end_step(self) -> None:
-        """After the step, when hosts that train apart have averaged."""
+        """Run after a step, once hosts that train apart have averaged."""
 
     def fill_missing(self) -> None:
         for parameter in self.net.parameters() if self.zeros_missing else ():
@@ -82,11 +82,11 @@ class Row:
                 parameter.grad = torch.zeros_like(parameter)
 
     def parts(self) -> dict[str, Any]:
-        """Objects of an elastic state."""
+        """Return the objects of an elastic state."""
         return {"model": self.net, "optimizer": self.optimizer}
 
     def averaged(self) -> list[torch.Tensor]:
-        """Tensors that hosts which train apart average after each step."""
+        """Return the tensors that hosts which train apart average after each step."""
         return list(self.net.parameters())
 
     def result(self) -> list[torch.Tensor]:
@@ -94,7 +94,7 @@ class Row:
 
 
 class Plain(Row):
-    """Nothing special."""
+    """The base training without changes."""
 
 
 class Accumulation(Row):
@@ -156,7 +156,7 @@ class CheckpointAndResume(Row):
         super().iterate(number, ranks, after_backward)
 
     def resumed(self) -> None:
-        """An elastic state takes the new objects over."""
+        """Let an elastic state adopt the new objects."""
 
 
 class FreezeAndThaw(Row):
@@ -171,7 +171,7 @@ class FreezeAndThaw(Row):
         super().iterate(number, ranks, after_backward)
 
     def fill_missing(self):
-        """A parameter that was reduced before counts as zero when it is frozen."""
+        """A parameter that was reduced before contributes zeros while frozen."""
         for parameter in self.net[2].parameters() if self.zeros_missing else ():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -403,15 +403,13 @@ ROWS: dict[str, type[Row]] = {
 
 @dataclass(frozen=True)
 class Column:
-    """A mode. `apart`: hosts train apart, and average after `every` steps. `tolerance`: what its compression documents.
-    `refused`: rows and words.
-    """
+    """A mode. `apart`: hosts train apart and average after `every` steps; `refused`: expected errors of rows."""
 
     make: Callable[..., Any]
     between_hosts: bool = False
     apart: bool = False
     every: int = 1
-    fails: bool = False  # a step fails in the middle, and is made again
+    fails: bool = False  # a step fails halfway and is repeated
     tolerance: float = 1e-5
     refused: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -488,7 +486,7 @@ def _train_with_a_failure(row: Row) -> None:
             raise hvd.HorovodInternalError("injected")
 
     def train(state):
-        left.discard(state.number)  # another rank's failure was first
+        left.discard(state.number)  # in case another rank failed first
         while state.number < row.steps:
             row.iterate(state.number, [hvd.rank()], fail)
             row.end_step()
@@ -499,7 +497,7 @@ def _train_with_a_failure(row: Row) -> None:
 
 
 def alone(row: type[Row], column: Column, hosts: list[list[int]]) -> Row:
-    """Train on the data of all ranks, in this process; where hosts train apart, a replica for each."""
+    """Train on the data of all ranks in this process; where hosts train apart, with a replica for each."""
     if not column.apart:
         made = row(unwrapped)
         for number in range(row.steps):
@@ -541,7 +539,7 @@ def _make_mean(tensors: Any) -> None:
 
 
 def compare(row: type[Row], column: Column, hosts: list[list[int]] | None = None) -> None:
-    """A cell: equal, or refused with an explanation. `hosts`: the ranks of each; they are all one's own by default."""
+    """Check a cell: equal results or an explained error. `hosts`: the ranks of each; by default one rank per host."""
     words = column.refused.get(row.__name__)
     if words is not None:
         said = "nothing: it was not refused"

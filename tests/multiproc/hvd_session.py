@@ -1,6 +1,6 @@
-"""What the tests of the hvd surface share: a session per test, data every rank can predict, comparisons.
+"""Shared parts of the hvd tests: a session per test, data that every rank can predict, comparisons.
 
-Bodies run inside rank processes and talk to `hvd` only. Expected values are computed locally from the data of
+Bodies run inside rank processes and use only `hvd`. Expected values are computed locally from the data of
 all ranks, which `values` makes predictable, so no collective is trusted to check itself.
 """
 
@@ -33,13 +33,13 @@ def world_size() -> int:
 
 
 def even_and_odd() -> list[hvd.ProcessSet]:
-    """Two sets that divide the world; none in a world of one."""
+    """Return two sets that divide the world; none in a world of one."""
     n = world_size()
     return [hvd.ProcessSet(range(first, n, 2)) for first in (0, 1)] if n > 1 else []
 
 
 def session(body=None, *, sets: bool = False):
-    """Run the body between `init` and `barrier; shutdown`. With `sets` it gets the sets of this rank."""
+    """Run the body between `init` and `barrier; shutdown`; with `sets`, pass it the sets of this rank."""
     if body is None:
         return functools.partial(session, sets=sets)
 
@@ -61,7 +61,7 @@ def session(body=None, *, sets: bool = False):
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
-    """The data of a rank: small whole numbers, so that sums of a few ranks are exact in every dtype."""
+    """Return the data of a rank: small integers, so that sums of a few ranks are exact in every dtype."""
     seed = zlib.crc32(repr((rank, tuple(shape), str(dtype), salt)).encode())
     generator = torch.Generator().manual_seed(seed)
     low, high = (0, 2) if dtype is torch.bool else (0, 9) if dtype is torch.uint8 else (-8, 9)
@@ -89,14 +89,14 @@ def fingerprint(tensor: torch.Tensor) -> int:
 
 
 def assert_same_everywhere(tensors, process_set=hvd.global_process_set) -> None:
-    """Bit-identical on all members."""
+    """Assert that the tensors are bit-identical on all members."""
     found = hvd.allgather_object([fingerprint(t) for t in tensors], process_set=process_set)
     assert all(other == found[0] for other in found), found
 
 
 @contextlib.contextmanager
 def raises(kind: type[BaseException], *words: str):
-    """The block must raise `kind` with all these words in its message."""
+    """Assert that the block raises `kind` with all these words in its message."""
     with pytest.raises(kind) as caught:
         yield caught
     missing = [word for word in words if word.lower() not in str(caught.value).lower()]

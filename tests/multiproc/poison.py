@@ -1,7 +1,7 @@
-"""A test mode, `HORA_TEST_POISON=1`: memory that nothing may be read from is full of NaN.
+"""A test mode, `HORA_TEST_POISON=1`, that fills memory that must not be read with NaN.
 
-Padding of gradient buckets is poisoned after every use, staging buffers whenever they are taken, and torch fills every
-tensor that it allocates without a value. A sum that reads one of them comes out wrong.
+It fills the padding of gradient buckets after every use and staging buffers when they are taken; torch fills every
+tensor that it allocates without values. A sum that reads any of them comes out wrong.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ NAN = float("nan")
 
 
 def poison_unused_memory() -> None:
-    """Poison from now on, in this process."""
+    """Poison memory in this process from now on."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch.utils.deterministic.fill_uninitialized_memory
     _after(Bucket, "__init__", lambda bucket, _: _poison_gaps(bucket))
     _after(Buckets, "finish", lambda buckets, _: [_poison_gaps(bucket) for bucket in buckets._buckets])
-    # Not when a step ends: until then the reduced slice lies among them.
+    # Not at the end of a step: until `put`, the reduced slice lies among them.
     _after(ShardBucket, "put", lambda bucket, _: [gap.fill_(NAN) for gap in bucket.gaps])
     _after(Buffers, "take", lambda _, taken: taken.view(torch.uint8).fill_(0xFF))
 

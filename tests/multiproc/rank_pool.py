@@ -1,8 +1,8 @@
-"""The ranks of a world as processes that wait for functions to call: the one pool of all tests with ranks.
+"""Pools of rank processes that wait for functions to call; all tests with ranks use them.
 
-This folder's conftest runs every test marked `ranks` in it. The processes come from a fork server that has torch
-loaded, so a fresh pool costs milliseconds. A module of its own, because what a fork server starts must be found by its
-module's name.
+This folder's conftest runs every test marked `ranks` in them. The processes come from a fork server that has torch
+loaded, so a fresh pool costs milliseconds. This is a module of its own because the fork server finds its target by
+the module's name.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import pytest
 import torch.distributed as dist
 
 LIMIT_S = 300
-_PRELOAD = os.environ.get("HORA_TEST_PRELOAD", "").split()  # make test-tensorflow: it takes seconds to import
+_PRELOAD = os.environ.get("HORA_TEST_PRELOAD", "").split()  # set by make test-tensorflow: the import takes seconds
 _HERE = str(Path(__file__).parent)
 
 
 class Place:
-    """What a test below the engine needs (its parameter `place`): its rank, and where the ranks of this test meet."""
+    """The rank, the size and a store for a test below the engine (its parameter `place`)."""
 
     def __init__(self, number: int) -> None:
         self.rank, self.size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
@@ -38,7 +38,7 @@ class Place:
         self._num_gathers = 0
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order."""
+        """Return the values of all ranks, in rank order."""
         self._num_gathers += 1
         self.store.set(f"gather{self._num_gathers}/{self.rank}", pickle.dumps(value))
         return [pickle.loads(self.store.get(f"gather{self._num_gathers}/{rank}")) for rank in range(self.size)]
@@ -103,7 +103,7 @@ class Pool:
     def call(
         self, module: str, function: str, arguments: dict[str, Any], lost: tuple[int, ...]
     ) -> list[tuple[str, str]]:
-        """Call a function on every rank; how it ended there, and its traceback. Ranks in `lost` are expected to die."""
+        """Call a function on every rank; return its status and traceback. Ranks in `lost` are expected to die."""
         self._num_calls += 1
         for connection in self._connections:
             connection.send((self._num_calls, module, function, arguments))
@@ -122,7 +122,7 @@ class Pool:
             return ("ok", "") if rank in lost else ("died", "the process died")
 
     def close(self) -> None:
-        """Ranks end when their connection does; those that don't are killed."""
+        """Close the connections, at which the ranks exit; kill those that do not."""
         for connection in self._connections:
             connection.close()
         for process in self.processes:
@@ -133,7 +133,7 @@ class Pool:
 
 
 class Pools:
-    """One pool for each size and environment, kept from test to test unless a rank failed or was to die."""
+    """One pool per size and environment, reused between tests unless a rank failed or was expected to die."""
 
     def __init__(self) -> None:
         self._pools: dict[object, Pool] = {}

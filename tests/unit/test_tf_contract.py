@@ -1,6 +1,4 @@
-"""Signatures of horovod.tensorflow, horovod.tensorflow.keras and horovod.spark.keras: names and defaults of Horovod
-0.28.
-"""
+"""Signatures of horovod.tensorflow, horovod.tensorflow.keras and horovod.spark.keras, as in Horovod 0.28."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ TENSORFLOW = {
     f"average_aggregated_gradients=False, num_groups=0, groups=None, {PS}, scale_local_gradients=True",
 }
 
-# None for the compression: that of the backend, none.
+# A compression of None stands for the backend's default, none.
 KERAS = {
     "DistributedOptimizer": "optimizer, name=None, device_dense='', device_sparse='', compression=None, "
     "sparse_as_dense=False, gradient_predivide_factor=1.0, op=0, backward_passes_per_step=1, "
@@ -122,7 +120,7 @@ MODULES = {
 
 
 def text(function) -> str:
-    """The parameters of a function as the tables above write them."""
+    """Return the parameters of a function in the format of the tables above."""
     words = []
     for parameter in inspect.signature(function).parameters.values():
         default = parameter.default
@@ -156,7 +154,7 @@ def test_horovod_tensorflow(name):
 @pytest.mark.parametrize("name", KERAS)
 def test_horovod_keras(module, name):
     found = text(of(importlib.import_module(module), name))
-    saves_weights = "save_weights_only=False, "  # tf.keras's has it
+    saves_weights = "save_weights_only=False, "  # a parameter of tf.keras
     assert found.replace(saves_weights, "").replace(", save_weights_only=False", "") == KERAS[name]
 
 
@@ -176,7 +174,7 @@ def test_modules(module):
 
 
 @pytest.mark.parametrize("module", ["horovod.tensorflow", "horovod.tensorflow.keras", "horovod.keras"])
-def test_names_of_every_front(module):
+def test_names_of_every_front_end(module):
     found = importlib.import_module(module)
     assert [name for name in SHARED.split() if not hasattr(found, name)] == []
 
@@ -188,7 +186,7 @@ def test_the_estimator_has_every_parameter_with_a_getter_and_a_setter():
     given = KerasEstimator()
     for entry in ESTIMATOR.split():
         name, _, default = entry.partition("=")
-        assert default == "None" or repr(given.getOrDefault(name)) == default, name  # None: whatever the parameter's is
+        assert default == "None" or repr(given.getOrDefault(name)) == default, name  # None: the parameter's own default
         camel = "".join(part.capitalize() for part in name.split("_"))
         camel = {"ShuffleBufferSize": "ShufflingBufferSize"}.get(camel, camel)
         methods = [method for method in dir(given) if method.lower() in (f"get{camel}".lower(), f"set{camel}".lower())]
@@ -210,6 +208,6 @@ def test_the_estimator_has_every_parameter_with_a_getter_and_a_setter():
         assert callable(getattr(KerasModel, name))
 
 
-def test_eager_mode_is_told_what_to_broadcast_instead():
+def test_eager_mode_names_the_function_to_use_instead():
     with pytest.raises(RuntimeError, match="broadcast_variables"):
         hvd.broadcast_global_variables(0)

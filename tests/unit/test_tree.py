@@ -50,7 +50,7 @@ class Network:
         self.calls: dict[int, deque] = {rank: deque() for rank in ranks}
         self.num_messages = 0
         self.stopped: set[int] = set()
-        self.in_flight: dict[int, set[Key]] = {rank: set() for rank in ranks}  # the ranks' answers about their operations
+        self.in_flight: dict[int, set[Key]] = {rank: set() for rank in ranks}  # what the ranks report
         control_trees = {rank: FakeControlTree(self, rank) for rank in ranks}
         self.negotiations = {
             rank: TreeNegotiation(control_trees[rank], 1, tree, ranks, cache_capacity=0 if rank == without_cache else 4)

@@ -1,4 +1,4 @@
-"""Verdicts: the rank, the part and the line; kept when the rank recovers, when the job ends, and in a recording."""
+"""Verdicts: the slow rank, the part and the line; kept when the rank recovers, the job ends, and in a recording."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _profile(at: float, worker: int, stacks: object) -> Entry:
 
 
 def _entries(simulation: Simulation) -> list[Entry]:
-    """A run with a slow rank 1, profiles of both ranks, and its end."""
+    """Return a run with a slow rank 1, profiles of both ranks, and its end."""
     began = simulation.began
     entries = list(simulation.entries(40.0))
     entries += [_profile(began + 30.0, 1, SLOW_PROFILE), _profile(began + 30.1, 0, ORDINARY_PROFILE)]
@@ -57,7 +57,7 @@ def test_a_recorded_run_keeps_the_verdict_and_its_line(tmp_path):
 
 
 def test_a_profile_that_arrives_before_the_verdict_finds_its_line():
-    """A replay may name a slow rank later than the live page did, which asked for the profile."""
+    """A replay may name a slow rank later than the live page that requested the profile."""
     simulation = Simulation(num_ranks=2, slow=[Slowness(1, 1.4, part="between", begin=10.0)])
     run = Run(simulation.facts)
     for entry in simulation.entries(20.0):
@@ -70,7 +70,7 @@ def test_a_profile_that_arrives_before_the_verdict_finds_its_line():
     assert run.verdicts[-1].line.own == SLEEP
 
 
-def test_of_two_ranks_the_slow_one_is_compared_with_the_other_of_more_with_the_median(tmp_path):
+def test_a_slow_rank_is_compared_with_the_only_other_one_or_with_the_median(tmp_path):
     for num_ranks, than in ((2, "rank 0"), (3, "the median")):
         run = _recorded(tmp_path, Simulation(num_ranks=num_ranks, slow=[Slowness(1, 1.4)]))
         assert [verdict["than"] for verdict in view.head(run)["past"]] == [than]
@@ -85,7 +85,7 @@ def test_a_rank_that_recovers_leaves_its_worst_finding(tmp_path):
 
 
 @pytest.mark.parametrize(("pause_s", "num_verdicts"), [(8.0, 1), (30.0, 2)])
-def test_a_rank_that_is_slow_again_soon_keeps_its_verdict(pause_s, num_verdicts):
+def test_a_rank_that_is_soon_slow_again_keeps_its_verdict(pause_s, num_verdicts):
     slow = [Slowness(2, 1.5, begin=5.0, end=20.0), Slowness(2, 1.5, begin=20.0 + pause_s)]
     simulation = Simulation(num_ranks=4, slow=slow)
     run, closed = Run(simulation.facts), False
@@ -99,7 +99,7 @@ def test_a_rank_that_is_slow_again_soon_keeps_its_verdict(pause_s, num_verdicts)
     assert run.verdicts[-1].until is None
 
 
-def test_the_line_is_where_the_slow_rank_is_and_the_ordinary_one_is_not():
+def test_the_line_is_the_one_that_distinguishes_the_slow_rank():
     profiles = {
         rank: {"at": at, "num_samples": 100, "stacks": stacks}
         for rank, at, stacks in ((1, 5.0, SLOW_PROFILE), (0, 6.0, ORDINARY_PROFILE))
@@ -111,7 +111,7 @@ def test_the_line_is_where_the_slow_rank_is_and_the_ordinary_one_is_not():
     assert find_line({1: {"at": 0.0, "num_samples": 0, "stacks": []}}, 1, {1}) is None
 
 
-def test_a_profile_of_another_time_is_no_comparison():
+def test_a_profile_of_another_time_is_not_compared():
     profiles = {
         1: {"at": 5.0, "num_samples": 100, "stacks": SLOW_PROFILE},
         0: {"at": 50.0, "num_samples": 100, "stacks": [[100, [SLEEP]]]},

@@ -1,4 +1,4 @@
-"""The wire protocol, without sockets: handshakes, frames, limits."""
+"""The wire protocol without sockets: handshakes, frames, limits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sent(sealer: Sealer, text: bytes = b"text") -> bytes:
     return b"".join(sealer.frames({}, text))
 
 
-def test_both_ends_can_speak_and_the_directions_differ():
+def test_both_ends_can_send_and_the_directions_have_different_keys():
     client, server = shake_hands(*[Credentials(new_secret(), "job")] * 2)
     assert list(server.opener.feed(sent(client.sealer))) == [({}, b"text")]
     assert list(client.opener.feed(sent(server.sealer))) == [({}, b"text")]
@@ -42,7 +42,7 @@ def test_both_ends_can_speak_and_the_directions_differ():
         list(client.opener.feed(sent(client.sealer)))
 
 
-def test_every_connection_has_keys_of_its_own():
+def test_every_connection_has_its_own_keys():
     credentials = Credentials(new_secret(), "job")
     one, other = (shake_hands(credentials, credentials) for _ in range(2))
     with pytest.raises(AuthenticationError):
@@ -50,7 +50,7 @@ def test_every_connection_has_keys_of_its_own():
 
 
 @pytest.mark.parametrize("differs", ["secret", "purpose", "speaker"])
-def test_a_client_with_other_credentials_is_refused_at_its_first_message(differs: str):
+def test_a_client_with_other_credentials_is_rejected_at_its_first_message(differs: str):
     secret = new_secret()
     ours = Credentials(secret, "job", 1)
     theirs = {
@@ -65,7 +65,7 @@ def test_a_client_with_other_credentials_is_refused_at_its_first_message(differs
     assert server.session is None
 
 
-def test_a_server_without_the_secret_is_recognised():
+def test_a_server_without_the_secret_is_detected():
     client = ClientHandshake(Credentials(new_secret(), "job"))
     impostor = ServerHandshake(Credentials(new_secret(), "job"))
     answer = impostor.feed(ClientHandshake(impostor._credentials).hello)
@@ -74,7 +74,7 @@ def test_a_server_without_the_secret_is_recognised():
             client.finish(said)
 
 
-def test_each_speaks_for_the_number_whose_key_it_holds():
+def test_a_client_is_identified_by_the_number_of_its_key():
     keys = {1: new_secret(), 2: new_secret()}
 
     def of(number: int) -> Credentials:
@@ -93,8 +93,8 @@ def test_each_speaks_for_the_number_whose_key_it_holds():
             ServerHandshake(of).feed(ClientHandshake(Credentials(keys[1], "job", number)).hello)
 
 
-def test_a_number_that_is_changed_on_the_way_is_noticed():
-    """Also where all who may speak hold the same key."""
+def test_a_number_changed_in_transit_is_detected():
+    """This holds even where all clients have the same key."""
     secret = new_secret()
     hello = bytearray(ClientHandshake(Credentials(secret, "job", 1)).hello)
     hello[11] ^= 3
@@ -103,7 +103,7 @@ def test_a_number_that_is_changed_on_the_way_is_noticed():
 
 
 def test_a_recorded_handshake_cannot_be_replayed():
-    """The hello alone is good for an answer, and for nothing else."""
+    """A replayed hello gets an answer, but no session."""
     credentials = Credentials(new_secret(), "job")
     client, server = ClientHandshake(credentials), ServerHandshake(credentials)
     _, confirmation = client.finish(server.feed(client.hello))
@@ -115,7 +115,7 @@ def test_a_recorded_handshake_cannot_be_replayed():
 
 
 @pytest.mark.parametrize("position", [0, 1, 2, 17])
-def test_a_confirmation_that_was_changed_is_none(position: int):
+def test_a_modified_confirmation_is_rejected(position: int):
     credentials = Credentials(new_secret(), "job")
     client, server = ClientHandshake(credentials), ServerHandshake(credentials)
     changed = bytearray(client.finish(server.feed(client.hello))[1])
@@ -126,14 +126,14 @@ def test_a_confirmation_that_was_changed_is_none(position: int):
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n", b"\x80\x04K*.", b"\xff" * 64, b"HORA/2\r\n"])
-def test_garbage_is_refused_at_its_first_wrong_byte(garbage: bytes):
+def test_garbage_is_rejected_at_its_first_wrong_byte(garbage: bytes):
     server = ServerHandshake(Credentials(new_secret(), "job"))
     with pytest.raises(AuthenticationError, match="does not speak"):
         server.feed(garbage[: server.wanted_bytes])
     assert not server.refuses
 
 
-def test_a_stranger_is_never_asked_for_more_than_a_few_bytes():
+def test_the_handshake_reads_only_a_few_bytes():
     credentials = Credentials(new_secret(), "job")
     server = ServerHandshake(credentials)
     assert server.wanted_bytes == 60
@@ -142,7 +142,7 @@ def test_a_stranger_is_never_asked_for_more_than_a_few_bytes():
 
 
 @pytest.mark.parametrize("secret", [b"short", b"l" * 33])
-def test_a_secret_of_another_length_is_refused(secret: bytes):
+def test_a_secret_of_another_length_is_rejected(secret: bytes):
     with pytest.raises(ValueError, match="32 bytes"):
         Credentials(secret, "job")
 
@@ -152,7 +152,7 @@ def test_a_secret_of_another_length_is_refused(secret: bytes):
     st.lists(st.tuples(st.dictionaries(st.text(), st.integers() | st.text()), st.binary(max_size=2000)), max_size=5),
     st.integers(1, 700),
 )
-def test_messages_survive_being_cut_anywhere(messages, step: int):
+def test_messages_survive_fragmentation(messages, step: int):
     messages = [({k: v for k, v in header.items() if k != "_n"}, payload) for header, payload in messages]
     sealer, opener = Sealer(b"k" * 32), Opener(b"k" * 32)
     stream = b"".join(frame for header, payload in messages for frame in sealer.frames(header, payload))
@@ -161,7 +161,7 @@ def test_messages_survive_being_cut_anywhere(messages, step: int):
 
 
 @pytest.mark.parametrize("size", [0, 1, MAX_FRAME_BYTES - 20, MAX_FRAME_BYTES, 3 * MAX_FRAME_BYTES + 5])
-def test_large_payloads_travel_in_bounded_frames(size: int):
+def test_large_payloads_are_sent_in_bounded_frames(size: int):
     payload = os.urandom(size)
     frames = list(Sealer(b"k" * 32).frames({"op": "x"}, payload))
     assert all(len(frame) <= MAX_FRAME_BYTES + 18 for frame in frames)
@@ -175,16 +175,16 @@ def frames_of(*payloads: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize("position", [0, 1, 2, 10, 25, -1])
-def test_one_changed_bit_is_noticed(position: int):
+def test_a_flipped_bit_is_detected(position: int):
     frame = bytearray(frames_of(b"payload")[0])
     frame[position] ^= 1
     opener = Opener(b"k" * 32)
     with pytest.raises(AuthenticationError):
-        # A longer announced length makes the receiver wait for more: give it some.
+        # A longer announced length makes the receiver wait for more bytes, so supply some.
         list(opener.feed(bytes(frame) + b"\0" * MAX_FRAME_BYTES))
 
 
-def test_a_replayed_frame_is_noticed():
+def test_a_replayed_frame_is_detected():
     first, _ = frames_of(b"one", b"two")
     opener = Opener(b"k" * 32)
     list(opener.feed(first))
@@ -192,24 +192,24 @@ def test_a_replayed_frame_is_noticed():
         list(opener.feed(first))
 
 
-def test_reordered_and_dropped_frames_are_noticed():
+def test_reordered_and_dropped_frames_are_detected():
     _, second = frames_of(b"one", b"two")
     with pytest.raises(AuthenticationError, match="modified in transit"):
         list(Opener(b"k" * 32).feed(second))
 
 
 @pytest.mark.parametrize("length", [0, 15])
-def test_a_frame_that_cannot_hold_a_tag_is_refused_before_anything_is_kept(length: int):
+def test_a_frame_too_short_for_a_tag_is_rejected_before_anything_is_kept(length: int):
     with pytest.raises(AuthenticationError, match="which is too short"):
         list(Opener(b"k" * 32).feed(length.to_bytes(2, "big")))
 
 
-def test_a_header_that_is_too_large_is_the_senders_mistake():
+def test_an_oversized_header_is_the_senders_error():
     with pytest.raises(ValueError, match="header"):
         list(Sealer(b"k" * 32).frames({"x": "y" * 70000}))
 
 
-def test_frames_hide_what_they_carry():
+def test_frames_hide_their_contents():
     text = b"what nobody reads"
     sealer, opener = Sealer(b"k" * 32), Opener(b"k" * 32)
     frames = [frame for _ in range(2) for frame in sealer.frames({"op": text.decode()}, text * 20)]

@@ -1,6 +1,4 @@
-"""Workers with keys of their own at the rendezvous: each speaks for itself, in the generation in which it has a
-place.
-"""
+"""Workers with their own keys at the rendezvous: each acts only for itself, in generations that include it."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ LIMIT_S = 60.0
 
 
 class Events:
-    """Remembers what the rendezvous reported."""
+    """Records the rendezvous' reports."""
 
     def __init__(self) -> None:
         self.seen: queue.SimpleQueue[tuple] = queue.SimpleQueue()
@@ -33,7 +31,7 @@ class Events:
 
 
 class Job:
-    """A rendezvous of three workers on three hosts, each with the key that its host was given."""
+    """A rendezvous of three workers on three hosts, each with its own key."""
 
     def __init__(self) -> None:
         self.secret, self.events = new_secret(), Events()
@@ -43,7 +41,7 @@ class Job:
         self.publish(0, {0: 0, 1: 1, 2: 2})
 
     def publish(self, generation: int, ranks: dict[int, int]) -> None:
-        """A new generation, with the rank of each worker."""
+        """Publish a new generation with the rank of each worker."""
         size = len(ranks)
         self.worlds = {
             worker: World(
@@ -68,12 +66,12 @@ class Job:
         return client
 
     def taken_over(self, worker: int) -> Connection:
-        """A connection of that worker's host, on which it says what it likes."""
+        """Return a connection with that worker's key, on which an attacker sends arbitrary messages."""
         where = "127.0.0.1", self.server.port
         return connect(where, Credentials(worker_key(self.secret, worker), "job", worker), timeout_s=LIMIT_S)
 
     def heard(self) -> list[tuple]:
-        """What was reported until now."""
+        """Return the events reported so far."""
         self.connect(0).check([])
         found = []
         while not self.events.seen.empty():
@@ -107,7 +105,7 @@ def test_a_worker_cannot_open_a_connection_under_another_number(job: Job):
     assert job.connect(1).check([])
 
 
-def test_a_worker_registers_reports_and_leaves_for_itself_alone(job: Job):
+def test_a_worker_registers_reports_and_leaves_only_for_itself(job: Job):
     with job.taken_over(1) as hostile:
         hostile.send({"op": "hello", "id": 1, "name": "worker 0", "worker": 0})
         with pytest.raises(EOFError):
@@ -128,7 +126,7 @@ def test_a_worker_registers_reports_and_leaves_for_itself_alone(job: Job):
     assert [what[0] for what in told] == ["returned", "on_telemetry", "raised", "waiting"]
 
 
-def test_a_worker_meets_as_the_rank_that_it_is(job: Job):
+def test_a_worker_gathers_only_as_its_own_rank(job: Job):
     honest, hostile = [job.connect(worker) for worker in (0, 1, 2)], job.connect(1)
     with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(gather, honest[0], 0, 3)]
@@ -143,7 +141,7 @@ def rank_keys(client: ControlClient, world: World, epoch: str = "0.0") -> RankKe
     return RankKeys(world.rank, lambda ranks: client.rank_keys(world, epoch, ranks, timeout_s=LIMIT_S))
 
 
-def test_each_rank_is_given_its_own_keys_and_no_others(job: Job):
+def test_each_rank_gets_only_its_own_keys(job: Job):
     clients = {worker: job.connect(worker) for worker in range(3)}
     keys = {worker: rank_keys(clients[worker], job.worlds[worker]) for worker in range(3)}
     assert len({one.shared for one in keys.values()}) == 1
@@ -157,8 +155,8 @@ def test_each_rank_is_given_its_own_keys_and_no_others(job: Job):
             rank_keys(clients[1], claimed)
 
 
-def test_who_has_no_place_in_a_generation_learns_none_of_its_keys_and_says_nothing_there(job: Job):
-    """Worker 1 was rank 1. It is given up, but lives on: a host that was cut off and is back."""
+def test_a_worker_outside_a_generation_gets_none_of_its_keys_and_cannot_take_part(job: Job):
+    """Worker 1 was rank 1 on a host that was cut off; the job dropped it, and then the host returned."""
     zombie, before = job.connect(1), job.worlds[1]
     old = rank_keys(zombie, before)
     old.fetch([0])
@@ -187,7 +185,7 @@ def test_who_has_no_place_in_a_generation_learns_none_of_its_keys_and_says_nothi
     assert first.shared != old.shared
 
 
-def test_what_the_launcher_laid_out_for_all_stays_as_it_is(job: Job):
+def test_values_set_by_the_launcher_cannot_be_changed(job: Job):
     job.server.set(FUNCTION_KEY, b"the caller's function")
     hostile = job.connect(1)
     for attempt in (

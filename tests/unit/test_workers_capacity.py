@@ -36,7 +36,7 @@ def test_grants_never_share_a_gpu():
         ({"cpu": 1, "memory_gib": 1, "num_gpus": -1}, "must not be negative"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_words(request_, words):
+def test_unsatisfiable_requests_are_explained(request_, words):
     with pytest.raises(CapacityError, match=words):
         MACHINE.grant("a", **request_)
 
@@ -54,7 +54,7 @@ def test_too_few_cores_are_shared(num_workers, asked, share):
     assert max(used.count(core) for core in MACHINE.cores) - min(used.count(core) for core in MACHINE.cores) <= 1
 
 
-def test_cores_that_are_in_use_are_shared_from_one_core_on():
+def test_busy_cores_are_shared_down_to_one_core():
     full = MACHINE.grant("a", cpu=4, memory_gib=1, num_gpus=0)
     assert full.fair_share(2, 3) == 1
     assert full.fair_share(2, 0.25) == 0.25
@@ -68,7 +68,7 @@ def test_memory_and_gpus_are_never_shared():
 
 
 @given(st.lists(st.tuples(st.sampled_from([0.5, 1, 2]), st.integers(0, 1), st.booleans()), max_size=20))
-def test_nothing_is_ever_given_twice(requests):
+def test_no_resource_is_granted_twice(requests):
     capacity, names = MACHINE, []
     for number, (cpu, gpus, release) in enumerate(requests):
         try:
@@ -93,7 +93,7 @@ def test_shell_lines():
     )
 
 
-def test_a_line_of_a_string_is_no_shell_line():
+def test_lines_inside_strings_are_not_shell_lines():
     code = "# it's\nx = '''\n!stays\n''' + '\"\"\"'\n!goes\ny = \"\"\"a\\\"\"\"b\n!stays '''\n\"\"\"\n!goes\n"
     lines = expand_shell_lines(code).splitlines()
     assert [line for line in lines if "stays" in line] == ["!stays", "!stays '''"]
@@ -101,7 +101,7 @@ def test_a_line_of_a_string_is_no_shell_line():
     compile("\n".join(lines), "code", "exec")
 
 
-def test_gpus_of_other_sessions_are_left_alone():
+def test_gpus_of_other_sessions_are_not_granted():
     asked = []
 
     def claim(gpu):

@@ -41,7 +41,7 @@ def _data(num_rows=60):
 
 
 class _Noisy(torch.nn.Module):
-    """A network whose training draws random numbers of every kind and keeps running statistics."""
+    """A network that draws random numbers of every kind in training and keeps running statistics."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ def _same(left, right):
     return all(name == other and torch.equal(a, b) for (name, a), (other, b) in pairs)
 
 
-def test_fit_equals_the_loop_a_person_would_write():
+def test_fit_equals_a_handwritten_loop():
     data = _data()
     loader = DataLoader(data, batch_size=10)
     torch.manual_seed(0)
@@ -98,7 +98,7 @@ def test_fit_equals_the_loop_a_person_would_write():
 
 
 def test_accumulated_batches_equal_one_large_batch():
-    data = _data(24)  # 3 batches of 8: the second step has only one batch left
+    data = _data(24)  # 3 batches of 8: the second step has only one batch
     torch.manual_seed(0)
     ours, theirs = MLP([4, 2]), MLP([4, 2])
     theirs.load_state_dict(ours.state_dict())
@@ -199,7 +199,7 @@ def _damage_foreign(path):
 
 
 @pytest.mark.parametrize("damage", [_damage_cut, _damage_flip, _damage_empty, _damage_foreign])
-def test_a_damaged_checkpoint_is_recognised_and_the_one_before_used(tmp_path, damage):
+def test_a_damaged_checkpoint_is_detected_and_its_predecessor_used(tmp_path, damage):
     undisturbed, _ = _train(3)
     _train(2, checkpoints=tmp_path)
     (tmp_path / "unfinished.partial").write_bytes(b"half of a checkpoint")
@@ -238,13 +238,13 @@ def test_early_stopping_survives_a_resume(tmp_path):
         return EarlyStopping("valid_accuracy", patience=2, highest=True, min_delta=0.02)
 
     undisturbed, history = _train(30, early_stopping=stopping())
-    for epochs in (1, 3, 30, 30):  # more epochs than before each time; the last one finds a stopped run
+    for epochs in (1, 3, 30, 30):  # the last call finds a stopped run
         resumed, its_history = _train(epochs, early_stopping=stopping(), checkpoints=tmp_path)
     assert len(its_history) == len(history) < 30
     assert _same(undisturbed, resumed)
 
 
-def test_early_stopping_needs_a_value_that_exists():
+def test_early_stopping_needs_an_existing_value():
     with pytest.raises(ValueError, match=r"watches 'valid_f1', but an epoch has epoch, train_loss"):
         _train(1, early_stopping=EarlyStopping("valid_f1"))
 
@@ -260,7 +260,7 @@ def test_schedule():
     assert history.column("lr") == pytest.approx([0.03, 0.03])
 
 
-def test_sampler_shares_all_rows(monkeypatch):
+def test_samplers_cover_all_rows(monkeypatch):
     from hora.workflow import peers
 
     monkeypatch.setattr(peers, "size", lambda: 4)
@@ -279,7 +279,7 @@ def test_sampler_shares_all_rows(monkeypatch):
     assert list(tiny) == [0]
 
 
-def test_sampler_divides_what_is_left_among_another_number_of_ranks(monkeypatch):
+def test_a_sampler_divides_the_remaining_rows_among_another_number_of_ranks(monkeypatch):
     from hora.workflow import peers
 
     def rows(sampler, size):
@@ -292,7 +292,7 @@ def test_sampler_divides_what_is_left_among_another_number_of_ranks(monkeypatch)
 
     sampler = ShardSampler(10, seed=4)
     sampler.set_epoch(1)
-    first = [its[:2] for its in rows(sampler, 3)]  # two rows each, then a rank dies
+    first = [its[:2] for its in rows(sampler, 3)]  # each rank has read two rows when one of them dies
     sampler.num_done = 6
     rest = rows(sampler, 2)
     assert sorted(row for its in [*first, *rest] for row in its) == list(range(10))
@@ -321,7 +321,7 @@ def test_randomness_round_trip():
     assert (random.random(), np.random.rand(), torch.rand(1)) == first
 
 
-def test_history_is_saved_and_asked(tmp_path):
+def test_history_is_saved_and_queried(tmp_path):
     history = History([{"epoch": 1, "loss": 3.0, "seconds": 1.0}, {"epoch": 2, "loss": 4.0, "seconds": 2.0}])
     history.save(tmp_path / "history.json")
     again = History.load(tmp_path / "history.json")
@@ -340,26 +340,26 @@ def test_tensorboard_files_hold_the_values(tmp_path):
     assert logged == pytest.approx(history.column("valid_loss"))
 
 
-def test_mlflow_log_without_mlflow_says_so(monkeypatch):
+def test_mlflow_log_without_mlflow_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(ValueError, match="pip install mlflow"):
         _train(1, loggers=[MLflowLog()])
 
 
-def test_tensorboard_log_without_tensorboard_says_so(monkeypatch, tmp_path):
+def test_tensorboard_log_without_tensorboard_names_the_package(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match="pip install tensorboard"):
         _train(1, loggers=[TensorBoardLog(tmp_path)])
 
 
-def test_a_log_shows_one_line_an_epoch(capsys):
+def test_a_log_shows_one_line_per_epoch(capsys):
     _train(2, progress=True)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert lines[1].startswith("epoch   2/2  train_loss 0.")
 
 
-def test_a_terminal_shows_a_bar(monkeypatch, capsys):
+def test_a_terminal_shows_a_progress_bar(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     progress = Progress(3, 4, visible=True)
     progress.start(1, 1)
@@ -414,6 +414,6 @@ def test_figures(tmp_path):
         (lambda: evaluate(MLP([1, 1]), [torch.ones(1)], CROSS_ENTROPY), "must yield .* but it yielded a Tensor"),
     ],
 )
-def test_mistakes_are_explained(make, match):
+def test_invalid_arguments_are_explained(make, match):
     with pytest.raises(ValueError, match=match):
         make()

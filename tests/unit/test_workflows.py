@@ -1,4 +1,4 @@
-"""The workflows of a public forge only call make targets that exist."""
+"""The CI workflows only call existing make targets."""
 
 from __future__ import annotations
 

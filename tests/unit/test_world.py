@@ -1,4 +1,4 @@
-"""Who am I: every launcher's variables, and nonsense in them."""
+"""The place of a process in its world, read from every launcher's variables; invalid values are rejected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TORCHRUN = {
 }
 
 
-def test_nothing_set_is_a_world_of_one():
+def test_without_variables_the_world_has_one_rank():
     world = World.from_env({})
     assert (
         world.rank,
@@ -32,7 +32,7 @@ def test_nothing_set_is_a_world_of_one():
     assert world.rendezvous.kind == "none"
 
 
-def test_horovod_variables_come_before_the_others():
+def test_horovod_variables_take_precedence():
     world = World.from_env(TORCHRUN | {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"})
     assert (world.rank, world.size) == (0, 1)
 
@@ -45,7 +45,7 @@ def test_torchrun():
         kind="tcp", address="10.0.0.1", port=29500, job="abc/0", host_store=False
     )
     again = World.from_env(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"})
-    assert again.rendezvous.job == "abc/2"  # what an earlier attempt has left in the agent's store is not its own
+    assert again.rendezvous.job == "abc/2"  # the agent's store may still hold entries of an earlier attempt
 
 
 def test_open_mpi_on_one_host():
@@ -63,7 +63,7 @@ def test_open_mpi_on_one_host():
     assert ours.rendezvous.host_store
 
 
-def test_a_users_secret_file_is_for_every_foreign_launcher():
+def test_a_users_secret_file_applies_to_every_foreign_launcher():
     place = {"HORA_SECRET_FILE": "/home/me/secret", "MASTER_ADDR": "a", "MASTER_PORT": "5"}
     for rank, size in (("RANK", "WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("HOROVOD_RANK", "HOROVOD_SIZE")):
         rendezvous = World.from_env(place | {rank: "0", size: "2"}).rendezvous
@@ -103,7 +103,7 @@ def test_slurm_step():
 SLURM = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "r[1-2]n[01-02]-ib"}
 
 
-def test_slurm_tasks_per_node_come_from_what_runs_not_from_the_limit():
+def test_slurm_tasks_per_node_are_those_of_the_step_not_the_limit():
     asked = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"}
     world = World.from_env(SLURM | asked | {"SLURM_NTASKS_PER_NODE": "4", "SLURM_TASKS_PER_NODE": "1(x4)"})
     assert (world.local_size, world.cross_rank, world.cross_size) == (1, 3, 4)
@@ -111,7 +111,7 @@ def test_slurm_tasks_per_node_come_from_what_runs_not_from_the_limit():
 
 
 def test_slurm_nodes_with_different_numbers_of_tasks():
-    """2(x3),1: the last node has one task, and the second task of a node meets two others like it."""
+    """2(x3),1: the last node has one task, so the second task of a node has two peers."""
     places = []
     for rank in range(7):
         mine = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2), "SLURM_NODEID": str(rank // 2)}
@@ -120,7 +120,7 @@ def test_slurm_nodes_with_different_numbers_of_tasks():
     assert places == [(0, 2, 0, 4), (1, 2, 0, 3), (0, 2, 1, 4), (1, 2, 1, 3), (0, 2, 2, 4), (1, 2, 2, 3), (0, 1, 3, 4)]
 
 
-def test_slurm_ranks_dealt_out_to_the_nodes_in_turn():
+def test_slurm_ranks_distributed_cyclically():
     mine = {
         "SLURM_PROCID": "2",
         "SLURM_NTASKS": "4",
@@ -148,13 +148,13 @@ def test_node_lists(text, names):
 
 
 @pytest.mark.parametrize("text", ["n[1-]", "n[a-b]", "n[3-1]", "n[1-99999999]"])
-def test_nonsense_in_a_node_list(text):
+def test_invalid_node_lists(text):
     with pytest.raises(ValueError, match="a node list must look like"):
         slurm_nodes(text)
 
 
-def test_open_mpi_on_several_hosts_must_be_told_where_to_meet():
-    """On 127.0.0.1, where one host's ranks meet, the others would be waited for in vain."""
+def test_open_mpi_on_several_hosts_needs_an_address():
+    """With the default 127.0.0.1, the ranks of one host would wait in vain for the others."""
     env = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
     env |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_MCA_ess_base_jobid": "12345"}
     with pytest.raises(ValueError, match="not where they meet: set MASTER_ADDR and MASTER_PORT"):
@@ -171,7 +171,7 @@ def test_open_mpi_on_several_hosts_must_be_told_where_to_meet():
         ("[2:9-10]x,a@0(3)", 3, 0, "09x"),
     ],
 )
-def test_open_mpi_4_on_several_hosts_meets_on_the_first_that_has_ranks(nodes, num_nodes, daemon, host):
+def test_open_mpi_4_on_several_hosts_meets_on_the_first_host_with_ranks(nodes, num_nodes, daemon, host):
     env = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
     env |= {"OMPI_MCA_ess_base_jobid": "12345", "OMPI_MCA_orte_node_regex": nodes}
     env |= {"OMPI_MCA_orte_num_nodes": str(num_nodes)}
@@ -183,7 +183,7 @@ def test_open_mpi_4_on_several_hosts_meets_on_the_first_that_has_ranks(nodes, nu
         World.from_env(env | {"OMPI_MCA_orte_local_daemon_uri": f"7.{daemon + 1};tcp://h:1"})
 
 
-def test_inside_an_allocation_but_outside_a_step_is_a_world_of_one():
+def test_inside_an_allocation_but_outside_a_step_the_world_has_one_rank():
     assert World.from_env({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "77"}).size == 1
 
 
@@ -222,14 +222,14 @@ def test_inside_an_allocation_but_outside_a_step_is_a_world_of_one():
         ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1", "HOROVOD_CROSS_SIZE": "x"}, ["HOROVOD_CROSS_SIZE"]),
     ],
 )
-def test_nonsense_is_named(env, words):
+def test_invalid_values_are_named(env, words):
     with pytest.raises(ValueError) as caught:
         World.from_env(env)
     for word in words:
         assert word in str(caught.value)
 
 
-def test_a_world_survives_the_environment():
+def test_a_world_survives_a_round_trip_through_the_environment():
     world = World(
         rank=3,
         size=4,
@@ -246,7 +246,7 @@ def test_a_world_survives_the_environment():
     assert World.from_env(world.to_env()) == world
 
 
-def test_a_meeting_place_of_the_programs_own():
+def test_a_rendezvous_of_the_users_own_program():
     env = {
         "HOROVOD_RANK": "1",
         "HOROVOD_SIZE": "2",
@@ -262,7 +262,7 @@ def test_a_meeting_place_of_the_programs_own():
         "10.0.0.1:1234",
         True,
     )
-    assert not world.elastic  # the program itself gives out places
+    assert not world.elastic  # the program itself assigns ranks
     assert World.from_env({**env, "HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}).rendezvous.kind == "none"
     elsewhere = World.from_env({**env, "MASTER_ADDR": "10.0.0.2", "MASTER_PORT": "5"})
     assert elsewhere.rendezvous.endpoint == "10.0.0.2:5"
