@@ -53,7 +53,7 @@ def test_allgather(sets):
         rows = hvd.rank() + 2
         x = leaf(rows, 3)
         gathered = hvd.allgather(x, process_set=process_set)
-        # Row i of the result is weighted with i on every rank, so averaging changes nothing.
+        # All ranks weight row i of the result with i, so averaging changes nothing.
         weight = torch.arange(float(len(gathered)))[:, None].expand(-1, 3)
         gathered.backward(weight)
         start = sum(r + 2 for r in process_set.ranks if r < hvd.rank())
@@ -87,7 +87,7 @@ def test_alltoall(sets):
             output, received = hvd.alltoall(x, given, process_set=process_set)
             assert not received.requires_grad
             output.backward(torch.full_like(output, float(process_set.rank() + 1)))
-            # The rows for member m come back with m's weight; rows that were not sent get nothing.
+            # The rows for member m return with m's weight; unsent rows get zeros.
             want = [float(m + 1) for m in range(n) for _ in range(m + 1)] + [0.0] * unsent
             check(x.grad, torch.tensor(want)[:, None].expand(-1, 2))
         x = leaf(2 * n)
@@ -115,7 +115,7 @@ def test_reducescatter(sets):
 
 
 @session
-def test_group_outputs_backward_one_by_one_and_again():
+def test_group_outputs_can_be_differentiated_one_by_one_and_repeatedly():
     n = hvd.size()
     for call in (hvd.grouped_allreduce, hvd.grouped_reducescatter):
         tensors = [leaf(n * (i + 1)) for i in range(4)]
@@ -169,7 +169,7 @@ def test_second_derivative():
 
 
 @session
-def test_classes_by_their_old_names():
+def test_autograd_functions_under_their_old_names():
     from horovod.torch.mpi_ops import HorovodAllreduce, HorovodBroadcast
 
     x = leaf(2)

@@ -1,4 +1,4 @@
-"""torch's groups meet through the authenticated control connection instead of an open TCPStore."""
+"""torch's groups use the authenticated control connection as their store, instead of an open TCPStore."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BINARY = bytes(range(256)) * 3
 
 
 class Events:
-    """The launcher's side has nothing to do here."""
+    """Ignores all events."""
 
     def __getattr__(self, name):
         return lambda *arguments: None
@@ -67,7 +67,7 @@ def test_the_store_behaves_as_torch_expects(client):
     assert dist.PrefixStore("deep", store).has_extended_api() is False
 
 
-def test_waiting_for_a_key_ends_at_the_limit_or_by_the_guard(client):
+def test_waiting_for_a_key_ends_at_the_limit_or_by_the_liveness_check(client):
     def check_alive():
         raise HorovodInternalError("rank 1 is dead")
 
@@ -78,7 +78,7 @@ def test_waiting_for_a_key_ends_at_the_limit_or_by_the_guard(client):
 
 
 @pytest.mark.ranks(3)
-def test_a_group_of_torch_meets_through_it(place, rendezvous):
+def test_a_gloo_group_can_use_the_store(place, rendezvous):
     client = ControlClient.connect(rendezvous, name=f"rank {place.rank}", timeout_s=30)
     store = ControlStore(client, prefix="group", timeout_s=30)
     group = dist.ProcessGroupGloo(store, place.rank, place.size, timedelta(seconds=30))

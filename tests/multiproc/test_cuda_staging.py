@@ -1,7 +1,6 @@
-"""CUDA tensors through host memory, without a GPU: CPU tensors play the device's, so every copy is finished when it
-returns.
-
-What portions are copied, reduced and returned is the real thing; that streams are ordered is checked by `test_gpu.py`.
+"""CUDA tensors staged through host memory, tested without a GPU: CPU tensors replace the device's.
+Every copy is thus complete when it returns. The copied portions and the results are real; `test_gpu.py` checks the
+order of streams.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from hora.engine.transport.distributed import DistributedTransport
 
 
 @pytest.mark.ranks(2)
-def test_every_operation_is_right(place):
+def test_every_operation_is_correct(place):
     cpu = DistributedTransport(make_group("tcp", place.store, place.rank, place.size), place.rank, place.size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_staging, "_PORTION_BYTES", PORTION_BYTES)

@@ -1,7 +1,6 @@
-"""CUDA tensors through the GPU's memory, without a GPU: memory of the host plays the device's, so what a stream is told
-is done at once.
-
-Which slots are used when, that they grow, and what each member reads is the real thing; `test_gpu.py` has the rest.
+"""CUDA tensors through the GPU's memory, tested without a GPU: host memory replaces the device's.
+Every stream operation is thus complete when it returns. The use and growth of slots and the data that members read
+are real; `test_gpu.py` tests the rest.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from hora.engine.transport.device_memory import DeviceMemoryTransport
 from hora.engine.transport.distributed import DistributedTransport
 from hora.errors import HorovodInternalError
 
-LIMIT_S = 600.0  # longer than a test may take
+LIMIT_S = 600.0  # longer than any test
 
 
 class Memory:
-    """Like that of `cuda_ipc`. `refuses`: so much cannot be had."""
+    """Replaces the memory of `cuda_ipc`; allocations of `refuses` bytes or more fail."""
 
     refuses = 1 << 40
 
@@ -56,7 +55,7 @@ class Mapped(Memory):
 
 @contextlib.contextmanager
 def made(place, check_alive=lambda: None, refuses=1 << 40):
-    """The transport of this member, with slots that begin small. `refuses`: so many bytes cannot be had here."""
+    """Create this member's transport with small initial slots; allocations of `refuses` bytes or more fail here."""
     cpu = DistributedTransport(make_group("tcp", place.store, place.rank, place.size), place.rank, place.size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_memory, "Shared", Shared)
@@ -85,27 +84,27 @@ def made(place, check_alive=lambda: None, refuses=1 << 40):
 
 
 @pytest.mark.ranks(2, 3)
-def test_every_operation_is_right_and_has_the_same_bits_everywhere(place):
+def test_every_operation_is_correct_and_bit_identical_on_all_members(place):
     with made(place) as transport:
         results = check_everything(transport, place.rank, place.size)
     assert place.gather(results) == [results] * place.size
 
 
 @pytest.mark.ranks(2)
-def test_slots_that_one_member_cannot_have_stay_small(place):
+def test_slots_stay_small_if_one_member_cannot_grow_them(place):
     with made(place, refuses=16384 if place.rank == 1 else 1 << 40) as transport:
         results = check_everything(transport, place.rank, place.size)
     assert place.gather(results) == [results] * 2
 
 
 @pytest.mark.ranks(2)
-def test_memory_that_one_member_cannot_have_is_refused_to_all(place):
+def test_a_failed_allocation_on_one_member_fails_on_all(place):
     with pytest.raises(DriverError, match="out of memory"), made(place, refuses=1 if place.rank else 1 << 40):
         pass
 
 
 @pytest.mark.ranks(2)
-def test_the_guard_ends_the_wait_for_a_member_that_does_not_come(place):
+def test_the_liveness_check_ends_the_wait_for_a_missing_member(place):
     def gone():
         raise HorovodInternalError("rank 0 is gone")
 

@@ -1,4 +1,4 @@
-"""The transport over streams, plain and encrypted: results, lost peers, no leftovers."""
+"""The transport over plain and encrypted streams: results, lost peers, no leftovers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hora.engine.transport.distributed import DistributedTransport
 from hora.errors import HorovodInternalError
 from waiting import wait_until
 
-LIMIT_S = 600.0  # longer than a test may take: no test passes because a wait was given up
+LIMIT_S = 600.0  # longer than any test, so that no test passes because a wait timed out
 
 
 @contextlib.contextmanager
@@ -37,7 +37,7 @@ def made(place, kind, check_alive=lambda: None, limit_s=LIMIT_S, store=None):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.both_ways
 @pytest.mark.ranks(2, 3, 4)
-def test_every_operation_is_right_and_has_the_same_bits_everywhere(place, kind):
+def test_every_operation_is_correct_and_bit_identical_on_all_members(place, kind):
     with made(place, kind) as transport:
         assert transport.name == "tcp"
         results = check_everything(transport, place.rank, place.size)
@@ -47,7 +47,7 @@ def test_every_operation_is_right_and_has_the_same_bits_everywhere(place, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.ranks(3)
-def test_making_and_closing_leaves_nothing_behind(place, kind):
+def test_creating_and_closing_leaves_nothing_behind(place, kind):
     for number in range(20):
         with made(place, kind, store=dist.PrefixStore(str(number), place.store)) as transport:
             tensor = torch.ones(3)
@@ -75,12 +75,12 @@ def reduce_for_ever(transport):
 def _die_in_the_middle(place, kind, victim):
     with made(place, kind) as transport:
         transport.barrier()
-        if place.rank == victim:  # at any moment of a reduction
+        if place.rank == victim:  # at a random moment of a reduction
             signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
             signal.setitimer(signal.ITIMER_REAL, 0.3)
         with pytest.raises(HorovodInternalError, match=r"over tcp failed"):
             reduce_for_ever(transport)
-        with pytest.raises(HorovodInternalError):  # the transport stays unusable, at once
+        with pytest.raises(HorovodInternalError):  # the transport stays unusable and fails at once
             transport.barrier()
 
 
@@ -98,8 +98,8 @@ def test_a_killed_peer_is_an_error_on_every_other_member(place, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.ranks(2, lost=(1,))
-def test_a_child_of_the_killed_peer_does_not_keep_its_connections_alive(place, kind):
-    """A data loader's worker, say, that outlives its parent and has inherited everything."""
+def test_a_child_of_the_killed_peer_does_not_keep_its_connections_open(place, kind):
+    """Such a child may be a data loader's worker that outlives its parent and has inherited its descriptors."""
     with made(place, kind) as transport:
         transport.barrier()
         if place.rank == 1:
@@ -112,15 +112,15 @@ def test_a_child_of_the_killed_peer_does_not_keep_its_connections_alive(place, k
         try:
             with pytest.raises(HorovodInternalError):
                 reduce_for_ever(transport)
-            os.kill(child, 0)  # it is still there
+            os.kill(child, 0)  # it still exists
         finally:
             os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.ranks(2)
-def test_the_guard_ends_a_wait_and_the_peer_notices(place, kind):
-    """Member 0 waits for member 1 until its check_alive raises; member 1 comes too late and finds it gone."""
+def test_the_liveness_check_ends_a_wait_and_the_peer_gets_an_error(place, kind):
+    """Member 0 waits for member 1 until its check_alive raises; member 1 arrives later and finds it gone."""
     waiting = False
 
     def check_alive():
@@ -133,14 +133,14 @@ def test_the_guard_ends_a_wait_and_the_peer_notices(place, kind):
         else:
             place.store.get("given up")
         with pytest.raises(HorovodInternalError, match="rank 1 is dead" if place.rank == 0 else r"over tcp failed"):
-            twice(transport.barrier)  # member 0's part in the first one may have arrived before it gave up
+            twice(transport.barrier)  # the first barrier may have received member 0's message
         if place.rank == 0:
             place.store.set("given up", "1")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.ranks(2)
-def test_connecting_to_a_missing_peer_ends_by_the_guard_or_the_limit(place, kind):
+def test_connecting_to_a_missing_peer_ends_by_the_liveness_check_or_the_limit(place, kind):
     def check_alive():
         raise HorovodInternalError("rank 1 is dead")
 

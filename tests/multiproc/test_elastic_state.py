@@ -1,4 +1,4 @@
-"""Elastic states and the sampler, in a world that stays as it is: commit, restore, synchronise, host news."""
+"""Elastic states and the sampler in a world that does not change: commit, restore, sync, host updates."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_sync_takes_rank_0s_values():
 
 
 @session
-def test_restore_goes_back_to_the_last_commit():
+def test_restore_returns_to_the_last_commit():
     net = network(1.0)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
     state = hvd.elastic.TorchState(model=net, optimizer=optimizer, batch=0, seen=[])
@@ -73,13 +73,13 @@ def test_restore_goes_back_to_the_last_commit():
     assert (state.batch, state.seen) == (1, [1])
     for key, item in optimizer.state_dict()["state"].items():
         assert torch.equal(item["momentum_buffer"], momentum[key]["momentum_buffer"])
-    train(net, optimizer)  # what was restored must not be the snapshot itself
+    train(net, optimizer)  # must not change the snapshot
     state.restore()
     assert torch.equal(weights(net), committed)
 
 
 @session
-def test_uncommitted_plain_values_are_lost_on_sync_and_none_is_a_value():
+def test_sync_discards_uncommitted_plain_values_and_none_is_a_value():
     state = hvd.elastic.TorchState(epoch=0)
     assert state.model is None
     assert state.optimizer is None
@@ -93,7 +93,7 @@ def test_uncommitted_plain_values_are_lost_on_sync_and_none_is_a_value():
 
 
 @session
-def test_assigning_a_handled_attribute_re_targets_it():
+def test_assigning_a_handled_attribute_replaces_its_target():
     first, second = network(1.0), network(2.0)
     state = hvd.elastic.TorchState(model=first, other=network(7.0))
     state.model = second
@@ -107,7 +107,7 @@ def test_assigning_a_handled_attribute_re_targets_it():
 
 
 @session
-def test_news_of_hosts_reaches_all_ranks_together():
+def test_host_updates_reach_all_ranks_together():
     state = hvd.elastic.TorchState(batch=0)
     state.check_host_updates()
     if hvd.rank() == 0:
@@ -115,7 +115,7 @@ def test_news_of_hosts_reaches_all_ranks_together():
     with pytest.raises(hvd.elastic.run.__globals__["HostsUpdatedInterrupt"]) as caught:
         state.commit()
     assert caught.value.skip_sync is True
-    state.check_host_updates()  # old news
+    state.check_host_updates()  # the old update is not repeated
     state.on_hosts_updated(1, ADDED)
     state.check_host_updates()
     state.on_hosts_updated(2, ADDED)
@@ -128,7 +128,7 @@ def test_news_of_hosts_reaches_all_ranks_together():
 
 
 @session
-def test_what_only_another_rank_than_0_heard_does_not_count():
+def test_host_updates_count_only_on_rank_0():
     state = hvd.elastic.TorchState(batch=0)
     if hvd.rank() == 1:
         state.on_hosts_updated(1, ADDED)
@@ -151,7 +151,7 @@ def test_object_state():
 
 
 @session
-def test_own_kinds_of_values():
+def test_custom_handlers():
     class Box:
         def __init__(self, content):
             self.content = content
@@ -204,14 +204,14 @@ def test_the_loop_restores_after_a_failure_and_returns_the_value():
 
 
 @session
-def test_what_breaks_the_same_world_again_and_again_is_raised():
-    """No elastic launcher is here to change the world: without an end the loop would begin anew for ever."""
+def test_repeated_failures_of_the_same_world_are_raised():
+    """Without an elastic launcher the world never changes, so the loop would otherwise retry for ever."""
     attempts = []
 
     @hvd.elastic.run
     def training(state):
         attempts.append(state.epoch)
-        if state.epoch < 4:  # a failure after every commit: it goes on
+        if state.epoch < 4:  # a failure after each commit does not count as a repetition
             state.epoch += 1
             state.commit()
         raise hvd.HorovodInternalError("it cannot work here")
@@ -232,14 +232,14 @@ def test_other_exceptions_pass_through():
 
 
 @session
-def test_sampler_divides_what_is_left():
+def test_sampler_divides_the_remaining_samples():
     data = list(range(23))
     sampler = hvd.elastic.ElasticSampler(data, shuffle=False)
     seen = [i for part in hvd.allgather_object(list(sampler)) for i in part]
     assert set(seen) == set(data)
     assert len(sampler) == -(-23 // hvd.size()) == len(list(sampler))
     sampler.record_batch(0, 5)
-    assert set(seen) == {i for part in hvd.allgather_object(list(sampler)) for i in part}  # not before a reset
+    assert set(seen) == {i for part in hvd.allgather_object(list(sampler)) for i in part}  # unchanged until a reset
     state = sampler.state_dict()
     assert state == {"epoch": 0, "processed_num": 5 * hvd.size()}
     sampler.load_state_dict(state)
@@ -259,7 +259,7 @@ def test_sampler_with_fewer_samples_than_ranks():
 
 
 @session
-def test_sampler_shuffles_alike_on_all_ranks_and_otherwise_each_epoch():
+def test_sampler_shuffles_identically_on_all_ranks_and_differently_in_each_epoch():
     sampler = hvd.elastic.ElasticSampler(list(range(50)), seed=3)
     first = list(sampler.remaining_indices)
     assert all(other == first for other in hvd.allgather_object(first))
@@ -269,7 +269,7 @@ def test_sampler_shuffles_alike_on_all_ranks_and_otherwise_each_epoch():
 
 
 @pytest.mark.ranks(1)
-def test_own_states_and_handlers_must_say_how_to_save_restore_and_sync():
+def test_custom_states_and_handlers_must_define_save_restore_and_sync():
     for unfinished in (State(bcast_object=lambda value: value, get_rank=lambda: 0), StateHandler(None)):
         for method in ("save", "restore", "sync"):
             with raises(NotImplementedError, f"must define {method}()"):

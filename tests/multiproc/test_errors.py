@@ -1,4 +1,4 @@
-"""Every kind of refusal: on every rank, with both values in the message, and the runtime goes on."""
+"""Every kind of error: raised on every rank, with both values in the message, while the runtime stays usable."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROUPED = [f"grouped_{name}" for name in (*REDUCING, *GATHERING)]
 
 
 def all_calls(tensor, process_set=hvd.global_process_set, root=0):
-    """Every collective on this tensor, as functions."""
+    """Yield a function for every collective on this tensor."""
     for name in PLAIN:
         yield partial(getattr(hvd, name), tensor, process_set=process_set)
     for name in ROOTED:
@@ -115,7 +115,7 @@ def test_root_outside_the_set():
 
 
 @several
-def test_process_sets_that_may_not_be_used():
+def test_process_sets_that_cannot_be_used():
     hvd.init(process_sets=(halves := even_and_odd()))
     other = next(half for half in halves if not half.included())
     mine = next(half for half in halves if half.included())
@@ -185,7 +185,7 @@ def test_scalars_and_reducescatter_ops():
 @several
 @session
 def test_duplicate_names():
-    """Some ranks hold back, so the first request stays in flight; unfinished handles are left behind."""
+    """Other ranks wait, so the first request stays in flight; unfinished handles are left behind."""
     ones, rank = torch.ones(2), hvd.rank()
     if rank == 0:
         first = hvd.allreduce_async(ones, name="twice", op=hvd.Sum)
@@ -206,7 +206,7 @@ def test_duplicate_names():
 
 
 def check_mismatch(words, call):
-    """Each rank in turn is the odd one out; all get the error; the name is free again, other names work."""
+    """Let each rank in turn mismatch: all get the error, the name can be used again, other names work."""
     rank = hvd.rank()
     for odd_one in range(hvd.size()):
         good = hvd.allreduce_async(torch.ones(1), name="bystander", op=hvd.Sum)
@@ -313,7 +313,7 @@ def test_mismatches_of_unnamed_and_asynchronous_operations():
 @pytest.mark.over_network
 @several
 def test_shutdown_of_one_rank_stops_all():
-    """Who goes on then gets HorovodInternalError, for what is pending and for what comes; all may start again."""
+    """Other ranks get HorovodInternalError for pending and later calls; all ranks may initialise again."""
     for leaver in range(2):
         hvd.init()
         if hvd.rank() == leaver:
@@ -333,7 +333,7 @@ def test_shutdown_of_one_rank_stops_all():
 
 
 @session
-def test_build_questions():
+def test_build_queries():
     assert (hvd.mpi_built(), hvd.mpi_enabled(), hvd.gloo_built(), hvd.gloo_enabled()) == (
         False,
         False,
@@ -354,7 +354,7 @@ def test_build_questions():
 
 
 @session
-def test_timeline_must_be_armed():
+def test_a_timeline_must_be_enabled_for_dynamic_starts():
     with raises(ValueError, "HOROVOD_TIMELINE=DYNAMIC"):
         hvd.start_timeline("/nonexistent/file")
     hvd.stop_timeline()
@@ -362,7 +362,7 @@ def test_timeline_must_be_armed():
 
 @pytest.mark.ranks(2)
 @session
-def test_after_four_billion_unnamed_operations_their_number_begins_anew():
+def test_numbers_of_unnamed_operations_wrap_after_four_billion():
     queue = engine.current_runtime().sets.queue(0)
     hvd.allreduce(torch.ones(1))
     queue.numbers["allreduce"] = queue.planner.unnamed["allreduce"] = 2**32 - 2
@@ -373,7 +373,7 @@ def test_after_four_billion_unnamed_operations_their_number_begins_anew():
 
 @pytest.mark.ranks(2)
 @session
-def test_an_operation_that_could_not_be_announced_is_not_in_flight():
+def test_an_operation_that_failed_to_be_announced_is_not_in_flight():
     queue = engine.current_runtime().sets.queue(0)
 
     def refuse(signature, instance):
@@ -403,7 +403,7 @@ def _empty(tensor):
 
 @pytest.mark.ranks(2, 3)
 def test_a_tensor_resized_in_flight_is_named_on_every_rank():
-    """Everybody gets the error, and nobody waits for what will not come."""
+    """All ranks get the error, and none waits for the tensor."""
     for number, change in enumerate((_resize, _shrink, _empty)):
         for start in (
             partial(hvd.allreduce_async_, op=hvd.Sum),
@@ -418,7 +418,7 @@ def test_a_tensor_resized_in_flight_is_named_on_every_rank():
             if hvd.rank() == 0:
                 handle = start(tensor, name=name)
                 change(tensor)
-            hvd.barrier()  # the others have still to submit theirs
+            hvd.barrier()  # the others submit theirs after this
             if hvd.rank() > 0:
                 handle = start(tensor, name=name)
             with raises(Internal, f".{name} was submitted with a tensor of shape [6000]", "rank 0", "do not resize"):

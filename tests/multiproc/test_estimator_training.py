@@ -1,4 +1,4 @@
-"""What an estimator runs on every rank, without Spark: outputs, weights, own steps, own readers, resuming."""
+"""The training that an estimator runs on every rank, without Spark: outputs, weights, custom steps, resuming."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TwoHeads(torch.nn.Module):
 
 
 def fit(folder, *, make=lambda: torch.nn.Linear(2, 1), checkpoint=None, run="run", val_rows=0, **values):
-    """Train on this rank; the result is rank 0's, on all ranks."""
+    """Train on this rank; return rank 0's result on all ranks."""
     torch.manual_seed(1)
     model = make()
     store = Store.create(folder)
@@ -110,13 +110,13 @@ def own_step(model, optimizer, transform_outputs, loss_fn, inputs, labels, sampl
     return outputs, loss
 
 
-def test_an_own_step_that_does_the_same_gives_the_same_bits(folder):
+def test_a_custom_step_equal_to_the_default_gives_the_same_bits(folder):
     one, other = fit(folder), fit(folder, train_minibatch_fn=own_step, run="own")
     assert one.history == other.history
     assert all(torch.equal(value, weights(other)[name]) for name, value in weights(one).items())
 
 
-def test_resuming_gives_the_bits_of_an_undisturbed_run(folder):
+def test_resuming_gives_the_bits_of_an_uninterrupted_run(folder):
     whole = fit(folder, epochs=4, run="whole")
     fit(folder, epochs=2, run="parts")
     store = Store.create(folder)
@@ -134,7 +134,7 @@ def twice(frame):
 
 
 class Pairs:
-    """An own reader: two batches of features and label, the same on every rank."""
+    """A custom reader: two batches of features and labels, the same on every rank."""
 
     def __init__(self, *, train_dir, cur_shard, shard_count, schema_fields, **more):
         assert (cur_shard, shard_count) == (hvd.rank(), hvd.size())
@@ -153,7 +153,7 @@ class Pairs:
         return [(torch.ones(4, 2), torch.ones(4))]
 
 
-def test_transformations_own_readers_and_losses_made_on_the_rank(folder):
+def test_transformations_custom_readers_and_losses_constructed_on_the_rank(folder):
     plain = fit(folder, epochs=1)
     changed = fit(folder, epochs=1, transformation_fn=twice, run="twice")
     assert changed.history[0]["train"]["loss"] > plain.history[0]["train"]["loss"]

@@ -1,4 +1,4 @@
-"""Ranks started with nothing but environment variables, which end without a word or too early."""
+"""Ranks started with environment variables alone that exit without shutdown or too early."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIMIT_S = 280
 
 
 def start_by_hand(script: str, size: int, secret: Path, *arguments: str) -> list[subprocess.Popen]:
-    """The script as `size` ranks with nothing but variables and a secret, as a foreign launcher would start it."""
+    """Run the script as `size` ranks with only variables and a secret, as a foreign launcher would."""
     secret.write_text(token_hex(32))
     secret.chmod(0o600)
     with socket.socket() as probe:
@@ -86,7 +86,7 @@ dist.destroy_process_group()
 
 
 def finish(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of each."""
+    """Return the exit code, output and errors of each process."""
     try:
         texts = [process.communicate(timeout=LIMIT_S) for process in processes]
     finally:
@@ -102,7 +102,7 @@ def test_a_process_that_never_calls_shutdown(size, tmp_path):
     assert finish(ranks) == [(0, f"done {rank}\n", "") for rank in range(size)]
 
 
-def test_a_rank_that_ends_early_stops_the_others(tmp_path):
+def test_a_rank_that_exits_early_stops_the_others(tmp_path):
     (code, output, errors), (early, _, _) = finish(start_by_hand(ENDS_BY_ITSELF, 2, tmp_path / "secret"))
     assert early == 3
     assert (code, errors) == (0, "")
@@ -111,7 +111,7 @@ def test_a_rank_that_ends_early_stops_the_others(tmp_path):
 
 @needs_torch_2_7
 @pytest.mark.parametrize("call", ["receive", "send", "calls in flight"])
-def test_a_rank_that_is_killed_ends_a_process_groups_calls_by_name(call, tmp_path):
+def test_a_killed_rank_ends_a_process_groups_calls_and_is_named(call, tmp_path):
     (code, output, errors), (killed, _, _) = finish(start_by_hand(DIES_IN_A_GROUP, 2, tmp_path / "secret", call))
     assert killed == -9
     assert (code, errors) == (0, "")

@@ -1,6 +1,6 @@
 """Fail rank r in mid-collective by SIGKILL, exit or an exception: the others get an error that names it.
 
-A wait that only its own limit ends would outlast the test.
+A wait that ends only at its own limit would outlast the test.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _leave():
 
 
 def _raise():
-    # What an uncaught exception does to the runtime: the interpreter ends and its exit handler shuts down.
+    # An uncaught exception ends the interpreter, whose exit handler shuts the runtime down.
     hvd.shutdown()
     os._exit(1)
 
@@ -36,7 +36,7 @@ DEATHS = {"sigkill": _kill, "exit": _leave, "raise": _raise}
 
 
 def _fail(victim: int, death: str, place) -> None:
-    """Every rank but the victim is in an allreduce that can't complete when the victim dies."""
+    """Kill the victim while every other rank is in an allreduce that cannot complete without it."""
     hvd.init()
     hvd.allreduce(torch.ones(4), name="warm")
     handle = None if place.rank == victim else hvd.allreduce_async(torch.ones(1000), name="never")
@@ -105,7 +105,7 @@ def test_rank_1_dies_inside_a_large_reduction_without_shared_memory():
 
 
 @pytest.mark.ranks(3)
-def test_a_rank_that_cannot_do_its_part_ends_it_for_all_with_the_reason():
+def test_a_rank_that_fails_to_execute_ends_the_operation_on_all_with_the_reason():
     hvd.init()
     hvd.allreduce(torch.ones(4), name="warm")
     if hvd.rank() == 1:
@@ -121,7 +121,7 @@ def _no_memory(*arguments, **more):
 
 
 @pytest.mark.ranks(2)
-def test_ctrl_c_in_mid_collective_ends_it_for_all():
+def test_ctrl_c_in_mid_collective_ends_it_on_all_ranks():
     hvd.init()
     hvd.allreduce(torch.ones(4), name="warm")
     if hvd.rank() == 1:
@@ -138,7 +138,7 @@ def _interrupted(*arguments, **more):
 
 
 @pytest.mark.ranks(2)
-def test_ctrl_c_while_waiting_for_the_others_harms_no_rank(place):
+def test_ctrl_c_while_waiting_for_other_ranks_affects_no_rank(place):
     hvd.init()
     if hvd.rank() == 0:
         signal.setitimer(signal.ITIMER_REAL, 0.3)

@@ -1,4 +1,4 @@
-"""`hora.workflow.fit` on several ranks: one model, exact metrics, files by rank 0, resume to the last bit."""
+"""`hora.workflow.fit` on several ranks: one model, exact metrics, files only by rank 0, bit-identical resume."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _data(num_rows=52):
 
 
 class _Noisy(torch.nn.Module):
-    """Draws random numbers while training and keeps running statistics: both differ between ranks."""
+    """Draws random numbers while training and keeps running statistics; both differ between ranks."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,7 @@ class _Noisy(torch.nn.Module):
 
 
 def _train(epochs=3, *, optimizer=None, **options):
-    seed_everything(10 + hvd.rank())  # other weights and other random numbers on every rank
+    seed_everything(10 + hvd.rank())  # different weights and random numbers on every rank
     model = _Noisy()
     adam = (optimizer or torch.optim.Adam)(model.parameters(), lr=0.01)
     loaders = make_loaders(_data(), _data(), batch_size=8)
@@ -89,7 +89,7 @@ def test_all_ranks_end_with_one_model_and_exact_metrics():
 
 @pytest.mark.parametrize("recipe", [Recipe(), Recipe(clip_norm=0.1), Recipe(accumulate=2)])
 def test_ranks_together_equal_one_process_with_the_whole_batch(recipe):
-    """Each rank's batches side by side make the batch of one process: the weights agree."""
+    """The ranks' batches together are the batch of one process, so the weights agree."""
     with _world():
         num, width = 6 * hvd.size(), 4
         inputs = torch.randn(num, width, generator=torch.Generator().manual_seed(1))
@@ -120,7 +120,7 @@ def test_interrupted_after_any_checkpoint_and_resumed_ends_with_the_same_weights
         pass
 
     class _Stops(EarlyStopping):
-        """Raises on every rank after an epoch, as a job that is killed there would end on every rank."""
+        """Raises on every rank after an epoch, as if the job were killed there."""
 
         def should_stop(self, record, model):
             if record["epoch"] == last:
@@ -147,7 +147,7 @@ def test_interrupted_after_any_checkpoint_and_resumed_ends_with_the_same_weights
 
 def test_only_rank_0_writes_and_prints(tmp_path):
     with _world():
-        mine = tmp_path / f"rank{hvd.rank()}"  # what a rank writes is seen by where it writes
+        mine = tmp_path / f"rank{hvd.rank()}"  # a folder per rank shows which rank writes
         read, write = os.pipe()
         saved = os.dup(1)
         os.dup2(write, 1)
@@ -174,7 +174,7 @@ def test_resuming_with_a_checkpoint_only_rank_0_can_see(tmp_path):
             assert torch.equal(left, right)
 
 
-def test_a_distributed_optimizer_of_ones_own_is_used_as_it_is():
+def test_the_users_distributed_optimizer_is_used_unchanged():
     def fp16(parameters, lr):
         return hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=lr), compression=hvd.Compression.fp16)
 
@@ -217,7 +217,7 @@ def test_validation_with_fewer_rows_than_ranks():
         assert hvd.allgather_object(record) == [record] * hvd.size()
 
 
-def test_an_elastic_job_in_which_nothing_happens_is_the_same_training():
+def test_an_elastic_job_without_events_trains_identically():
     def train(epochs=3, **more):
         return _train(epochs, early_stopping=EarlyStopping(patience=9), recipe=Recipe(accumulate=2), **more)
 
@@ -237,7 +237,7 @@ def test_an_elastic_job_in_which_nothing_happens_is_the_same_training():
         assert longer.column("train_loss")[:3] == history.column("train_loss")
 
 
-def test_a_loader_that_shares_nothing_is_pointed_out():
+def test_a_loader_that_does_not_shard_causes_a_warning():
     with _world():
         loader = DataLoader(_data(), batch_size=8, shuffle=True)
         model = torch.nn.Linear(4, 2)

@@ -1,4 +1,4 @@
-"""State functions: parameters, optimizer state of every torch optimizer, objects."""
+"""State functions: parameters, state of every torch optimizer, objects."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def test_broadcast_parameters_takes_dicts_lists_and_iterables():
 
 @session
 def test_broadcast_parameters_in_different_orders():
-    """A dict's order may differ between ranks; its names decide."""
+    """The order of a dict may differ between ranks: tensors are matched by name."""
     items = [(f"p{i}", torch.full((i + 1,), float(hvd.rank()))) for i in range(6)]
     hvd.broadcast_parameters(dict(items if hvd.rank() % 2 else reversed(items)), 0)
     assert all(tensor.sum() == 0 for _, tensor in items)
 
 
 @session
-def test_broadcast_parameters_refuses_nonsense():
+def test_broadcast_parameters_rejects_invalid_arguments():
     for params in (None, 3, torch.ones(2), [1], [("a", 1)], {"a": None}, [("a", torch.ones(1), 2)]):
         with raises(ValueError, "invalid params"):
             hvd.broadcast_parameters(params, 0)
@@ -90,7 +90,7 @@ def test_broadcast_parameters_within_a_set():
 
 
 def optimizers():
-    """Every optimizer class of torch with the variants whose state differs."""
+    """Yield every optimizer class of torch, with the variants whose state differs."""
     variants = {
         "SGD": [{}, {"momentum": 0.9, "nesterov": True}],
         "Adam": [{}, {"amsgrad": True, "betas": (0.8, 0.9)}],
@@ -143,7 +143,7 @@ def check_same_state(optimizer, reference):
 
 @session
 def test_optimizer_state_from_a_root_that_has_trained():
-    """Only the root loaded a checkpoint; or every rank has trained, differently."""
+    """Either only the root has loaded a checkpoint, or every rank has trained differently."""
     for cls, options in optimizers():
         reference_net, reference = build(cls, options, 0, 0.25)
         train(reference_net, reference, 3)
@@ -163,7 +163,7 @@ def test_optimizer_state_from_a_root_that_has_trained():
 
 @session
 def test_optimizer_state_before_any_step():
-    """Weights stay; a gradient of zeros appears; all ranks have the root's options, and as much state as before."""
+    """Weights are unchanged, gradients become zeros, and all ranks have the root's options and no additional state."""
     for cls, options in optimizers():
         net, optimizer = build(cls, options, hvd.rank(), 0.125 * (hvd.rank() + 1))
         frozen = torch.nn.Parameter(torch.arange(3), requires_grad=False)
@@ -184,7 +184,7 @@ def test_optimizer_state_before_any_step():
 
 
 def every_training():
-    """Every optimizer with options that would show in its first steps: (class, options, sharded)."""
+    """Yield every optimizer with options that affect its first steps: (class, options, sharded)."""
     more = {
         "SGD": [{"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.5}],
         "RMSprop": [{"momentum": 0.5, "centered": True}],
@@ -200,8 +200,8 @@ def every_training():
 
 @pytest.mark.ranks(1, 2, slow=(1,))
 @session
-def test_bringing_fresh_state_to_all_ranks_leaves_the_training_as_it_is():
-    """Bit for bit, called once or often, by itself or by an elastic state."""
+def test_broadcasting_fresh_state_does_not_change_the_training():
+    """The results are bit-identical whether it is called once, repeatedly, or by an elastic state."""
 
     def broadcast(net, optimizer):
         hvd.broadcast_optimizer_state(optimizer, root_rank=hvd.size() - 1)
@@ -233,7 +233,7 @@ def test_bringing_fresh_state_to_all_ranks_leaves_the_training_as_it_is():
 
 @pytest.mark.ranks(1, 2)
 @session
-def test_gradients_that_are_there_stay():
+def test_existing_gradients_are_kept():
     net, optimizer = build(torch.optim.Adam, {}, 0, 0.01)
     net(torch.ones(2, 4)).sum().backward()
     before = [p.grad.clone() for p in net.parameters()]
@@ -244,7 +244,7 @@ def test_gradients_that_are_there_stay():
 
 @pytest.mark.ranks(2)
 @session
-def test_a_root_without_state_leaves_the_others_without():
+def test_a_root_without_state_clears_the_others():
     net, optimizer = build(torch.optim.Adam, {}, 0, 0.01)
     if hvd.rank() == 1:
         train(net, optimizer, 2)
@@ -281,7 +281,7 @@ def test_sgd_with_sparse_embedding_of_a_model():
 
 
 @session
-def test_optimizer_state_refusals():
+def test_optimizer_states_that_cannot_be_broadcast():
     net = model(0)
     with raises(ValueError, "cannot broadcast torch.optim.LBFGS state"):
         hvd.broadcast_optimizer_state(torch.optim.LBFGS(net.parameters()), 0)
@@ -334,7 +334,7 @@ def test_unpicklable_objects_fail_on_every_rank():
 
 
 class Exploit:
-    """Tells of being unpickled."""
+    """Records that it was unpickled."""
 
     def __reduce__(self):
         return exec, ("import sys; sys.exploited = True",)
@@ -343,10 +343,8 @@ class Exploit:
 @pytest.mark.ranks(2, 3)
 @pytest.mark.over_network
 @session
-def test_what_a_stranger_puts_in_an_objects_place_is_not_unpickled():
-    """As a stranger does who has taken a rank's place in a connection of NCCL's: the bytes arrive, the key is
-    missing.
-    """
+def test_a_forged_object_is_not_unpickled():
+    """An attacker on a rank's NCCL connection replaces the bytes without knowing the key."""
     forged = cloudpickle.dumps(Exploit())
     real = functions.broadcast_
 

@@ -1,5 +1,5 @@
-"""Everything that needs a GPU. One is enough: NCCL is then tried with one member, and ranks share the GPU, through its
-memory and through the host's. With two GPUs or more, NCCL runs between two members too.
+"""All tests that need a GPU. One is enough: NCCL then runs with one member, and ranks share the GPU, through its
+memory and through the host's. With two or more GPUs, NCCL also runs between two members.
 
     python -m pytest -m gpu
 """
@@ -33,13 +33,13 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-LIMIT_S = 600.0  # longer than a test may take: no test passes because a wait was given up
-# About a tenth of a second at 1.5 to 2 GHz: long enough for an unordered reader to be wrong.
+LIMIT_S = 600.0  # longer than any test, so that no test passes because a wait timed out
+# About a tenth of a second at 1.5 to 2 GHz: long enough for an unordered reader to get a wrong value.
 SLOW_CYCLES = 200_000_000
 
 
 def on_gpu(body):
-    """Run the body on one rank and on two, on this rank's GPU, between `init` and `shutdown`; it gets rank and size."""
+    """Run the body with rank and size, on one rank and on two with their GPUs, between `init` and `shutdown`."""
 
     @functools.wraps(body)
     def with_place():
@@ -50,7 +50,7 @@ def on_gpu(body):
 
 
 def nothing_to_report() -> None:
-    """A liveness check."""
+    """Check the liveness of nothing."""
 
 
 @pytest.mark.ranks(1, 2)
@@ -67,7 +67,7 @@ def test_every_operation_of_the_nccl_transport(place):
 
 @pytest.mark.ranks(1)
 def test_nccl_batches_queue_back_to_back(place):
-    """A call returns while the GPU has not even begun; the results are right in the end."""
+    """Calls return before the GPU has begun, and the results are correct in the end."""
     torch.cuda.set_device(0)
     transport = CudaTransport(place.store, 0, 1, nothing_to_report, LIMIT_S, make_cpu=lambda: None)
     tensors = [torch.full((1 << 20,), float(i), device="cuda") for i in range(8)]
@@ -109,7 +109,7 @@ def test_every_operation_of_ranks_that_share_a_gpu(place, through):
 @pytest.mark.ranks(2, 8)
 @session
 def test_many_ranks_on_one_gpu():
-    """What is large goes through the GPU's memory, in the order of the callers' streams."""
+    """Large tensors go through the GPU's memory, in the order of the callers' streams."""
     torch.cuda.set_device(0)
     rank, size = hvd.rank(), hvd.size()
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
@@ -118,7 +118,7 @@ def test_many_ranks_on_one_gpu():
             torch.cuda._sleep(SLOW_CYCLES // 4)
             value.add_(rank + 1)
             reduced = hvd.allreduce(value, op=hvd.Sum, name=f"sum{number}")
-            value.fill_(7)  # the operation has read it
+            value.fill_(7)  # the operation has already read it
             assert reduced.unique().tolist() == [size * (size + 1) // 2], reduced
         mine = torch.full((200_000 + 50_000 * rank,), rank, dtype=dtype, device="cuda")
         gathered = hvd.allgather(mine)
@@ -127,7 +127,7 @@ def test_many_ranks_on_one_gpu():
         same(spoken, torch.full((500_000,), size - 1, dtype=dtype))
         share = hvd.reducescatter(torch.full((size * 70_001,), rank + 1, dtype=dtype, device="cuda"), op=hvd.Sum)
         same(share, torch.full((70_001,), size * (size + 1) // 2, dtype=dtype))
-    large = torch.full((40_000_000,), float(rank), device="cuda")  # more than a slot
+    large = torch.full((40_000_000,), float(rank), device="cuda")  # larger than a slot
     handles = [hvd.allreduce_async_(large, name="large", op=hvd.Sum)]
     handles += [hvd.allreduce_async(torch.ones(300_000, device="cuda"), name=f"n{i}") for i in range(5)]
     results = [hvd.synchronize(handle) for handle in handles]
@@ -137,7 +137,7 @@ def test_many_ranks_on_one_gpu():
 
 @on_gpu
 def test_operations(rank, size):
-    """The public operations on CUDA tensors."""
+    """The public operations work on CUDA tensors."""
     total = sum(range(1, size + 1))
     for dtype in (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64):
         mine = torch.full((5, 3), rank + 1, dtype=dtype, device="cuda")
@@ -171,7 +171,7 @@ def test_operations(rank, size):
 
 @on_gpu
 def test_operations_are_ordered_with_the_callers_stream(rank, size):
-    """A long kernel before the operation, and the result used at once: the caller does not synchronise by hand."""
+    """A long kernel precedes the operation and the result is used at once: the caller need not synchronise."""
     expected = float(sum(range(1, size + 1)))
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         with torch.cuda.stream(stream):
@@ -192,7 +192,7 @@ def test_operations_are_ordered_with_the_callers_stream(rank, size):
 
 @on_gpu
 def test_training(rank, size):
-    """A few steps of DistributedOptimizer: all ranks end with the same weights."""
+    """After some steps of DistributedOptimizer, all ranks have the same weights."""
     torch.manual_seed(rank)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)).cuda()
     optimizer = hvd.DistributedOptimizer(
@@ -212,7 +212,7 @@ def test_training(rank, size):
 
 
 def _trained(rank, *, sharded=False, compress=False, compiled=False):
-    """Weights after ten steps of Adam on a fixed batch, and the optimizer."""
+    """Return the weights after ten steps of Adam on a fixed batch, and the optimizer."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 257), torch.nn.Tanh(), torch.nn.Linear(257, 3)).cuda()
     optimizer = hvd.DistributedOptimizer(
@@ -232,8 +232,8 @@ def _trained(rank, *, sharded=False, compress=False, compiled=False):
 
 
 @on_gpu
-def test_all_ways_of_training_end_at_the_same_place(rank, size):
-    """Sharded, compiled and compressed training end where plain training ends; the state is whole and portable."""
+def test_all_modes_of_training_give_the_same_weights(rank, size):
+    """Sharded, compiled and compressed training match plain training; the optimizer's state is complete."""
     plain, _ = _trained(rank)
     sharded, optimizer = _trained(rank, sharded=True)
     torch.testing.assert_close(sharded, plain, rtol=1e-4, atol=1e-5)
@@ -249,7 +249,7 @@ def test_all_ways_of_training_end_at_the_same_place(rank, size):
 
 @on_gpu
 def test_mixed_precision(rank, size):
-    """autocast and GradScaler, with and without shards, and a step that the scaler skips."""
+    """autocast and GradScaler work with and without shards, also in a step that the scaler skips."""
     for sharded in (False, True):
         torch.manual_seed(0)
         model = torch.nn.Linear(8, 1).cuda()
@@ -281,7 +281,7 @@ def test_mixed_precision(rank, size):
 
 @on_gpu
 def test_sync_batch_norm(rank, size):
-    """The same numbers as BatchNorm over the joined batch."""
+    """The results equal those of BatchNorm over the whole batch."""
     torch.manual_seed(0)
     joined = torch.randn(4 * size, 3, 5, 5, device="cuda")
     expected_of = joined.clone().requires_grad_()
@@ -300,7 +300,7 @@ def test_sync_batch_norm(rank, size):
 
 @on_gpu
 def test_state_of_all_kinds(rank, size):
-    """Parameters, optimizer state, objects and sparse gradients; an elastic state that is committed and restored."""
+    """Covers parameters, optimizer state, objects and sparse gradients; an elastic state is committed and restored."""
     torch.manual_seed(rank)
     model = torch.nn.Sequential(
         torch.nn.Embedding(20, 4, sparse=True), torch.nn.Flatten(), torch.nn.Linear(8, 2)
@@ -341,7 +341,7 @@ def test_state_of_all_kinds(rank, size):
 
 @on_gpu
 def test_nothing_leaks(rank, size):
-    """Memory of the GPU stays the same over many steps."""
+    """The allocated memory of the GPU does not grow over many steps."""
     model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512)).cuda()
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), named_parameters=model.named_parameters()
@@ -360,7 +360,7 @@ def test_nothing_leaks(rank, size):
 
 @contextlib.contextmanager
 def noting_waits_for_the_gpu() -> Iterator[list[str]]:
-    """The files in which this process waited for its GPU, known at the end."""
+    """Yield a list that is filled at the end with the files in which this process waited for its GPU."""
     files: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -374,7 +374,7 @@ def noting_waits_for_the_gpu() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.ranks(2, env={"HORA_NAN_CHECK": "1"})
-def test_a_gradient_that_is_not_finite_is_named_before_it_is_reduced_with_one_wait_a_step(sharded):
+def test_a_non_finite_gradient_is_named_before_its_reduction_with_one_gpu_wait_per_step(sharded):
     hvd.init()
     last = hvd.size() - 1
     torch.cuda.set_device(hvd.rank() % torch.cuda.device_count())
@@ -409,7 +409,7 @@ def test_a_gradient_that_is_not_finite_is_named_before_it_is_reduced_with_one_wa
 
 @pytest.mark.ranks(2, lost=(1,))
 def test_rank_1_is_killed():
-    """In the middle; the other one gets an error that names it."""
+    """A rank dies in mid-collective; the other one gets an error that names it."""
     tensor = torch.ones(1 << 20, device="cuda")
     hvd.init()
     hvd.allreduce_(tensor, name="t")
@@ -425,7 +425,7 @@ def test_rank_1_is_killed():
     hvd.shutdown()
 
 
-def test_the_live_page_is_told_of_the_gpus():
+def test_the_live_page_shows_the_gpus():
     gpus = Machine().facts()["gpus"]
     assert len(gpus) >= torch.cuda.device_count()
     for gpu in gpus:
@@ -450,7 +450,7 @@ def same(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 @on_gpu
 def test_repeated_small_allreduces_are_ordered_with_the_callers_stream(rank, size):
-    """The fast path fetches a tensor behind what the stream has to do, and gives it back before what comes later."""
+    """The fast path reads a tensor after earlier work on the stream, and writes it before later work."""
     stream = torch.cuda.Stream()
     for dtype, count in ((torch.float32, 1024), (torch.float16, 3), (torch.uint8, 4097), (torch.int64, 70_000)):
         for step in range(4):
@@ -473,7 +473,7 @@ def test_repeated_small_allreduces_are_ordered_with_the_callers_stream(rank, siz
 
 @pytest.mark.ranks(2, env={"HORA_TRANSPORT": "tcp"})
 @session
-def test_ways_to_send_less_give_on_a_gpu_what_they_give_on_the_cpu():
+def test_compressed_and_infrequent_exchanges_give_the_same_results_on_gpu_and_cpu():
     torch.cuda.set_device(hvd.rank() % torch.cuda.device_count())
     powersgd = hvd.Compression.powersgd(rank=2, start_step=2)
     for wrap in (

@@ -1,6 +1,4 @@
-"""torch's own `GradScaler` lines, as in one process: reduced before unscaled, and the same steps skipped on all
-ranks.
-"""
+"""torch's usual `GradScaler` code: gradients are reduced before unscaling, and all ranks skip the same steps."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ def clip(model, way: str) -> None:
 
 
 def train(model, optimizer, scaler, data, way: str, bad_steps=(), passes: int = 1) -> None:
-    """`way`: how gradients are clipped, or "" if they are not even unscaled by the user."""
+    """Train for some steps; `way` is how gradients are clipped, or "" if the user does not even unscale them."""
     for number in range(NUM_STEPS):
         optimizer.zero_grad()
         for part in range(passes):
@@ -55,7 +53,7 @@ def train(model, optimizer, scaler, data, way: str, bad_steps=(), passes: int = 
 
 
 def check(options, kind=sgd, ways=("", "unscaled", "torch's", "hvd's"), **scaling) -> None:
-    """Infinities on the last rank alone, in the first step too."""
+    """Compare with one process, without infinities and with some on the last rank, in the first step too."""
     passes = options.get("backward_passes_per_step", 1)
     for way, bad_steps in itertools.product(ways, ((), (0, 3))):
         model, single = mlp(), mlp()
@@ -81,29 +79,29 @@ def check(options, kind=sgd, ways=("", "unscaled", "torch's", "hvd's"), **scalin
 
 
 @session
-def test_the_usual_lines_in_overlapped_mode():
+def test_the_usual_code_in_overlapped_mode():
     check(MODES["overlapped"])
 
 
 @session
-def test_the_usual_lines_parameter_by_parameter():
+def test_the_usual_code_parameter_by_parameter():
     check(MODES["per parameter"])
 
 
 @session
-def test_the_usual_lines_while_accumulating():
+def test_the_usual_code_while_accumulating():
     check(MODES["accumulating"])
 
 
 @session
-def test_the_usual_lines_in_sharded_mode():
+def test_the_usual_code_in_sharded_mode():
     check(MODES["sharded"])
     check({"sharded": True, "backward_passes_per_step": 2}, ways=("", "torch's"))
 
 
 @pytest.mark.ranks(2, env={"HORA_TRANSPORT": "tcp"})
 @session
-def test_the_usual_lines_without_shared_memory():
+def test_the_usual_code_without_shared_memory():
     check(MODES["overlapped"], ways=("", "torch's"))
     check(MODES["sharded"], ways=("", "torch's"))
 
@@ -111,15 +109,15 @@ def test_the_usual_lines_without_shared_memory():
 @pytest.mark.ranks(2, env={"HORA_TRANSPORT": "tcp"})
 @pytest.mark.both_ways
 @session
-def test_an_infinity_costs_one_step_with_every_compression():
-    """What a compression keeps from step to step, padding included, is finite again in the next one."""
+def test_an_infinity_skips_one_step_with_every_compression():
+    """The state that a compression keeps between steps, padding included, is finite again in the next step."""
     for name in ("none", "fp16", "bf16", "int8", "powersgd"):
         compression = getattr(hvd.Compression, name)
         if name == "powersgd":
             compression = compression(rank=8, start_step=2, min_compression_rate=0.1)
         for bad in (float("inf"), float("nan")):
             model, moved = mlp(), []
-            if bad == float("inf"):  # two buckets: parameters without a gradient have one of their own
+            if bad == float("inf"):  # two buckets: parameters without gradients have their own
                 model.append(nn.Linear(3, 3)).unused = nn.Parameter(torch.zeros(3))
             optimizer = distributed(model, sgd(model, lr=0.02, momentum=0.0), compression=compression)
             scaler = scaler_of(init_scale=2.0**10, growth_interval=100)
@@ -139,7 +137,7 @@ def test_an_infinity_costs_one_step_with_every_compression():
 
 @pytest.mark.skipif(torch.__version__.startswith("2.3."), reason="fused optimizers of CPUs came with torch 2.4")
 @session
-def test_a_fused_optimizer_which_would_unscale_by_itself():
+def test_a_fused_optimizer_that_would_unscale_by_itself():
     def fused(model):
         return torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
 
@@ -148,8 +146,8 @@ def test_a_fused_optimizer_which_would_unscale_by_itself():
 
 
 @session
-def test_a_scaler_that_is_disabled():
-    """Clipping after `unscale_` is right all the same: what is clipped are the reduced gradients."""
+def test_a_disabled_scaler():
+    """Clipping after `unscale_` applies to the reduced gradients nevertheless."""
     for mode in ("overlapped", "sharded"):
         model, single = mlp(), mlp()
         optimizer, plain = distributed(model, **MODES[mode]), sgd(single)
@@ -159,8 +157,8 @@ def test_a_scaler_that_is_disabled():
 
 
 @session
-def test_horovods_lines():
-    """`synchronize`, `unscale_`, and a step that does not reduce."""
+def test_horovods_recommended_code():
+    """It uses `synchronize`, `unscale_`, and a step that does not reduce."""
     for mode in ("overlapped", "sharded"):
         model, single = mlp(), mlp()
         optimizer, plain = distributed(model, **MODES[mode]), sgd(single)
@@ -180,7 +178,7 @@ def test_horovods_lines():
 
 @session
 def test_two_optimizers_of_one_scaler():
-    """Only the one that has infinities is skipped, on all ranks."""
+    """All ranks skip only the optimizer with infinities."""
     models, singles = [mlp(), mlp()], [mlp(), mlp()]
     optimizers = [
         distributed(model, named_parameters=model.named_parameters(prefix=f"{n}")) for n, model in enumerate(models)
@@ -208,7 +206,7 @@ def test_two_optimizers_of_one_scaler():
 
 @pytest.mark.ranks(2)
 @session
-def test_adasum_steps_before_anything_could_be_unscaled():
+def test_adasum_cannot_be_unscaled_or_clipped_before_its_step():
     model = mlp()
     optimizer = distributed(model, op=hvd.Adasum)
     scaler = scaler_of()

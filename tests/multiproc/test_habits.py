@@ -1,4 +1,4 @@
-"""The matrix of habits: every cell is equal to one process, or refused with an explanation. `make test-habits`."""
+"""The matrix of habits: every cell equals one process or is rejected with an explanation. `make test-habits`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from habits import COLUMNS, ROWS, compare
 
 import horovod.torch as hvd
 
-# The cells of `make test`; the others are `make test-habits`.
+# The cells that `make test` runs; `make test-habits` runs the others.
 QUICK = {
     "plain": ("HooksAfter", "TwoOptimizers", "RankDependentUse"),
     "sharded": ("Clipping", "ChannelsLast", "FreezeAndThaw"),

@@ -1,4 +1,4 @@
-"""Several hosts played by the processes of one: shared memory inside each, streams between them."""
+"""Several hosts simulated by processes of one host: shared memory inside each host, streams between them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hora.errors import HorovodInternalError
 from hora.net import noise
 
 needs_native = pytest.mark.skipif(library() is None, reason=f"no native part: {absence()}")
-LIMIT_S = 600.0  # longer than a test may take: no test passes because a wait was given up
+LIMIT_S = 600.0  # longer than any test, so that no test passes because a wait timed out
 PLACES = {
     "even": [[0, 1], [2, 3]],
     "uneven": [[0, 3], [1], [2]],
@@ -34,7 +34,7 @@ PLACES = {
 
 
 def shared_memory(store, index, num):
-    """A provider of segments for the members of one host, who find it through /proc."""
+    """Return a provider of segments for the members of one host, which attach to them through /proc."""
     calls = iter(range(1000))
 
     def provide(num_bytes):
@@ -53,7 +53,7 @@ def shared_memory(store, index, num):
 
 
 def within(place, name):
-    """The same rank, whose store has a room of this name."""
+    """Return the same rank with a store of its own namespace."""
     inner = copy.copy(place)
     inner.store = dist.PrefixStore(name, place.store)
     return inner
@@ -61,7 +61,7 @@ def within(place, name):
 
 @contextlib.contextmanager
 def made(place, hosts, check_alive=lambda: None, native=None, kind="tcp", name=""):
-    """The transport that the engine would make, with the native part or without."""
+    """Create the transport that the engine would choose, with the native part or without."""
     native = library() is not None if native is None else native
     place = within(place, name) if name else place
     (number,) = (h for h, host in enumerate(hosts) if place.rank in host)
@@ -72,7 +72,7 @@ def made(place, hosts, check_alive=lambda: None, native=None, kind="tcp", name="
         patch.setattr(distributed, "_PORTION_BYTES", PORTION_BYTES)
         patch.setattr(hierarchical, "_PORTION_BYTES", 2**17)
         for size in ("_PAIR_MESSAGE_BYTES", "_MESSAGE_BYTES"):
-            patch.setattr(native_hosts, size, 2**11)  # several hundred pieces are under way in a test
+            patch.setattr(native_hosts, size, 2**11)  # so that several hundred pieces are in flight
         patch.setattr(native_hosts, "_ONE_STEP_BYTES", 2**12)
 
         def connect(name, members):
@@ -95,7 +95,7 @@ def made(place, hosts, check_alive=lambda: None, native=None, kind="tcp", name="
 @pytest.mark.parametrize("hosts", PLACES.values(), ids=PLACES.keys())
 @pytest.mark.both_ways
 @pytest.mark.ranks(4)
-def test_every_operation_is_right_and_has_the_same_bits_everywhere(place, hosts):
+def test_every_operation_is_correct_and_bit_identical_on_all_members(place, hosts):
     with made(place, hosts) as transport:
         assert transport.name in ("shm+tcp", "local+tcp", "shm", "tcp")
         results = check_everything(transport, place.rank, place.size, same_order=False)
@@ -103,7 +103,7 @@ def test_every_operation_is_right_and_has_the_same_bits_everywhere(place, hosts)
 
 
 @pytest.mark.ranks(4)
-def test_sums_go_through_each_host_first(place):
+def test_sums_are_computed_within_each_host_first(place):
     with made(place, [[0, 2], [1, 3]]) as transport:
         tensor = Checker(transport, place.rank, place.size).own(3, 10_001, torch.float32)
         transport.allreduce([tensor], [tensor], Reduce(ReduceOp.SUM))
@@ -128,9 +128,7 @@ CASES = [
 
 
 def reduced(place, hosts, transport, number, dtype, reduce, sizes):
-    """Private tensors, and with the native part data in the host's memory, reduced twice; the second time with what was
-    lost the first time.
-    """
+    """Reduce private tensors, and with the native part shared data, twice; the second time with the residual."""
     if isinstance(transport, DistributedTransport):
         tensors = [[data(10 * turn + i, place.rank, size, dtype) for i, size in enumerate(sizes)] for turn in range(2)]
         for some in tensors:
@@ -169,11 +167,11 @@ def reduced(place, hosts, transport, number, dtype, reduce, sizes):
 @needs_native
 @pytest.mark.ranks(4)
 def test_the_native_part_gives_the_same_bits(place, hosts, sizes, monkeypatch):
-    monkeypatch.setattr(noise, "_RECORDS_OF_A_KEY", 300)  # so that the key changes
+    monkeypatch.setattr(noise, "_RECORDS_OF_A_KEY", 300)  # to reach a key change
     found = {}
     for native, kind in ((True, "encrypted"), (True, "tcp"), (False, "tcp")):
         name = f"{native} {kind}"
-        cases = [case for case in CASES if native or not case[1].code]  # codes are the native part's
+        cases = [case for case in CASES if native or not case[1].code]  # only the native part supports codes
         with made(place, hosts, native=native, kind=kind, name=name) as transport:
             inner = within(place, name)
             found[name] = [reduced(inner, hosts, transport, n, *case, sizes) for n, case in enumerate(cases)]
@@ -187,7 +185,7 @@ def test_the_native_part_gives_the_same_bits(place, hosts, sizes, monkeypatch):
 
 
 def halves(place, hosts, transport, number, dtype, reduce, count):
-    """A reducescatter of data in the host's memory, and an allgather of what was scattered. `count`: of each member."""
+    """Reducescatter data in the host's memory, then allgather the result. `count`: elements of each member."""
     (index,) = (h for h, host in enumerate(hosts) if place.rank in host)
     host, size = hosts[index], 4 * count
     share = shared_memory(dist.PrefixStore(f"halves{number}/{index}", place.store), host.index(place.rank), len(host))
@@ -217,7 +215,7 @@ HEADER = bytes(range(32))
 )
 @needs_native
 @pytest.mark.ranks(4)
-def test_halves_of_an_allreduce_give_the_bits_of_a_whole_one(place, hosts):
+def test_a_reducescatter_and_an_allgather_give_the_bits_of_an_allreduce(place, hosts):
     cases = [case for case in CASES if not case[1].code]
     for kind in ("encrypted", "tcp"):
         name = f"halves {kind}"
@@ -233,8 +231,8 @@ def test_halves_of_an_allreduce_give_the_bits_of_a_whole_one(place, hosts):
 
 @needs_native
 @pytest.mark.ranks(4)
-def test_hosts_with_different_headers_change_nothing(place):
-    """Host 1 has something else to do; or it refuses, and does nothing at all."""
+def test_hosts_with_different_headers_change_no_data(place):
+    """Host 1 executes something else, or refuses without doing anything."""
     hosts = PLACES["even"]
     for number, refuses in enumerate((False, True)):
         with made(place, hosts, kind="encrypted", name=f"{number}") as transport:
@@ -259,8 +257,8 @@ def test_hosts_with_different_headers_change_nothing(place):
 @pytest.mark.parametrize("altered", ["a record", "the next one"])
 @needs_native
 @pytest.mark.ranks(4)
-def test_what_is_changed_between_hosts_is_an_error_on_both(place, altered, monkeypatch):
-    """Slice leader 0 of the first host sends something that it has not sealed with the key of this connection."""
+def test_data_modified_between_hosts_is_an_error_on_both(place, altered, monkeypatch):
+    """Slice leader 0 of the first host sends data that is not sealed with the current key of the connection."""
     monkeypatch.setattr("hora.engine.transport.group._GRACE_S", 0.0)
     tensor = torch.ones(100_000)
     lost = []
@@ -291,7 +289,7 @@ def test_what_is_changed_between_hosts_is_an_error_on_both(place, altered, monke
 
 @pytest.mark.parametrize("hosts", [PLACES["even"], PLACES["uneven"]], ids=["even", "uneven"])
 @pytest.mark.ranks(4)
-def test_the_average_of_half_precision_neither_overflows_nor_vanishes(place, hosts):
+def test_the_average_of_half_precision_neither_overflows_nor_underflows(place, hosts):
     with made(place, hosts) as transport:
         for dtype, number in ((torch.float16, 40000.0), (torch.float16, 2.0**-24), (torch.bfloat16, 1e38)):
             tensor = torch.full((10_001,), number, dtype=dtype)
@@ -306,7 +304,7 @@ def test_the_average_of_half_precision_neither_overflows_nor_vanishes(place, hos
 @pytest.mark.parametrize("hosts", PLACES.values(), ids=PLACES.keys())
 @needs_native
 @pytest.mark.ranks(4)
-def test_what_travels_in_fewer_bytes_is_nearly_the_same_and_has_the_same_bits_everywhere(place, hosts, code):
+def test_compressed_sums_are_nearly_equal_and_bit_identical_on_all_members(place, hosts, code):
     sizes, limit = (70_001, 3, 999), 2e-2 if code == "bf16" or code.startswith("int8") else 2e-3
     tensors = [data(number, place.rank, size, torch.float32) for number, size in enumerate(sizes)]
     expected = [sum(data(number, m, size, torch.float32) for m in range(4)) for number, size in enumerate(sizes)]
@@ -320,7 +318,7 @@ def test_what_travels_in_fewer_bytes_is_nearly_the_same_and_has_the_same_bits_ev
                 torch.testing.assert_close(output, wanted, rtol=limit, atol=8 * limit)
                 total += output
         found = [total / 20 for total in totals]
-    if lost:  # what was lost once has come later
+    if lost:  # the residual was sent later
         for mean, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(mean, wanted, rtol=limit / 5, atol=limit / 2)
     bits = [output.tolist() for output in outputs]
@@ -331,7 +329,7 @@ def test_what_travels_in_fewer_bytes_is_nearly_the_same_and_has_the_same_bits_ev
 @pytest.mark.parametrize("hosts", [PLACES["even"], PLACES["uneven"]], ids=["even", "uneven"])
 @needs_native
 @pytest.mark.ranks(4)
-def test_data_in_a_hosts_memory_is_reduced_there(place, hosts, code):
+def test_data_in_a_hosts_memory_is_reduced_in_place(place, hosts, code):
     count, limit = 70_001, {"": 1e-6, "bf16": 2e-2, "int8+": 2e-2}[code]
     (number,) = (h for h, host in enumerate(hosts) if place.rank in host)
     host = hosts[number]
@@ -354,8 +352,8 @@ def test_data_in_a_hosts_memory_is_reduced_there(place, hosts, code):
 
 
 @pytest.mark.ranks(4, lost=(3,))
-def test_a_killed_member_is_an_error_on_every_other_one(place):
-    """Only those who talk to the lost member notice by themselves; they tell the rest, as the engine does."""
+def test_a_killed_member_is_an_error_on_all_others(place):
+    """Only its peers detect the loss; they notify the rest, as the engine does."""
 
     def check_alive():
         if place.store.check(["lost"]):

@@ -1,6 +1,4 @@
-"""Training steps between hosts without announcements: each rank is on a host of its own here (`test_two_hosts` has
-more).
-"""
+"""Training steps between hosts without negotiation; each rank is its own host here (see also `test_two_hosts`)."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ LARGE = (1_100_000, 5, 1_100_000, 70)  # several buckets
 
 
 class Training:
-    """A model of several buckets whose gradients are known: input i of rank r is r + 1."""
+    """A model of several buckets with known gradients: that of rank r is r + 1."""
 
     def __init__(self, sizes=(3000, 5, 2000), **options):
         self.parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
@@ -38,7 +36,7 @@ class Training:
         self.num_steps = 0
 
     def step(self, expected_sum, *, scale=1.0):
-        """One step, in which all ranks together have gradients that add up to this."""
+        """Make one step, in which the gradients of all ranks add up to `expected_sum`."""
         before = [parameter.detach().clone() for parameter in self.parameters]
         self.optimizer.zero_grad()
         sum((parameter * (hvd.rank() + 1) * scale).sum() for parameter in self.parameters).backward()
@@ -50,7 +48,7 @@ class Training:
 
 
 def rounds():
-    """How many rounds this rank has agreed on."""
+    """Return the number of rounds that this rank has negotiated."""
     (negotiation,) = engine.current_runtime().sets.trees().values()
     return negotiation.rounds
 
@@ -60,7 +58,7 @@ def assert_nothing_is_announced(training, num_steps=5):
     for _ in range(num_steps):
         training.step(6.0)
     found = rounds()
-    training.step(6.0)  # nobody announces a join before all have counted: rank 0 takes note of it once a second
+    training.step(6.0)  # no rank announces a join before all have counted; rank 0 checks once a second
     assert found == before
 
 
@@ -77,7 +75,7 @@ def test_steady_steps_are_not_announced():
 
 @encrypted
 @session
-def test_ranks_that_join_are_left_out_and_all_go_on_without_announcements():
+def test_joined_ranks_are_left_out_and_training_continues_without_announcements():
     join_in_turns(Training())
     join_in_turns(Training(LARGE))
     join_in_turns(Training(compression=hvd.Compression.int8))
@@ -89,18 +87,18 @@ def join_in_turns(training):
             training.step(6.0)
         assert_nothing_is_announced(training)
         assert hvd.size() == 3
-        order = [(rank + epoch) % 3 for rank in range(3)]  # who has how many batches more
+        order = [(rank + epoch) % 3 for rank in range(3)]  # the number of additional batches of each rank
         for batch in range(order[hvd.rank()]):
             training.step(sum(rank + 1 for rank in range(3) if order[rank] > batch))
         assert hvd.join() == order.index(2)
-        for parameter in training.parameters:  # a rank that has joined has missed steps
+        for parameter in training.parameters:  # a joined rank has missed steps
             hvd.broadcast_(parameter.data, root_rank=0)
             assert (parameter == parameter[0]).all()
 
 
 @session
-def test_a_rank_joins_while_others_need_it_for_something_else_first():
-    """Rank 0 joins at once; the others add something up before they come to the step that finds out."""
+def test_a_rank_joins_while_others_call_another_collective_first():
+    """Rank 0 joins at once; the others call an allreduce before the step that detects the join."""
     training = Training()
     for _ in range(3):
         training.step(6.0)
@@ -115,7 +113,7 @@ def test_a_rank_joins_while_others_need_it_for_something_else_first():
 
 @encrypted
 @session
-def test_a_sharded_optimizer_announces_nothing_either():
+def test_a_sharded_optimizer_announces_nothing():
     for sizes in ((3000, 5, 2000), LARGE):
         plain, training = Training(sizes), Training(sizes, sharded=True)
         for step in range(3):
@@ -129,7 +127,7 @@ def test_a_sharded_optimizer_announces_nothing_either():
 
 
 @session
-def test_a_sharded_optimizer_and_a_rank_that_has_joined():
+def test_a_sharded_optimizer_reports_a_joined_rank():
     training = Training(sharded=True)
     for _ in range(3):
         training.step(6.0)
@@ -140,7 +138,7 @@ def test_a_sharded_optimizer_and_a_rank_that_has_joined():
 
 
 @session
-def test_two_optimizers_take_turns_in_any_order():
+def test_two_optimizers_step_in_any_order():
     first, second = Training(), Training((100, 200))
     for _ in range(3):
         first.step(6.0)
@@ -153,7 +151,7 @@ def test_two_optimizers_take_turns_in_any_order():
 
 
 @session
-def test_missing_gradients_count_as_zeros_and_thawed_parameters_join_in():
+def test_missing_gradients_count_as_zeros_and_thawed_parameters_are_reduced():
     training = Training()
     frozen = training.parameters[0]
     frozen.requires_grad_(False)
@@ -172,13 +170,13 @@ def test_missing_gradients_count_as_zeros_and_thawed_parameters_join_in():
 
 
 @session
-def test_another_order_on_every_rank_is_agreed_on_again():
+def test_a_changed_order_is_negotiated_again():
     training = Training(LARGE)
     for step in range(30):
         training.optimizer.zero_grad()
         order = training.parameters if step < 10 else training.parameters[::-1]
         x = torch.ones(())
-        for parameter in order:  # backward comes to the last one first
+        for parameter in order:  # backward visits the last one first
             x = x + 0 * x + (parameter * (hvd.rank() + 1)).sum()
         x.backward()
         before = training.parameters[0].detach().clone()
@@ -187,7 +185,7 @@ def test_another_order_on_every_rank_is_agreed_on_again():
 
 
 @pytest.mark.ranks(3, lost=(1,), env={"HORA_TRANSPORT": "tcp"})
-def test_a_rank_that_dies_in_the_middle_is_named():
+def test_a_rank_that_dies_during_training_is_named():
     hvd.init()
     training = Training((300_000,))
     for _ in range(3):
@@ -204,8 +202,8 @@ def test_a_rank_that_dies_in_the_middle_is_named():
     hvd.shutdown()
 
 
-def test_a_rank_that_is_interrupted_while_it_waits_for_another_host_is_named_and_all_begin_anew(place):
-    """Ctrl-C in the middle of a bucket: its part is in other hosts' hands already and cannot be done again."""
+def test_a_rank_interrupted_while_waiting_for_another_host_is_named_and_all_can_restart(place):
+    """Ctrl-C in the middle of a bucket: other hosts already have its data, so the step cannot be repeated."""
     look_around, interrupting = HostLink._look_around, []
 
     def interrupted(link):
@@ -228,7 +226,7 @@ def test_a_rank_that_is_interrupted_while_it_waits_for_another_host_is_named_and
             place.store.wait(["interrupted"])
         named = r"^rank 0 was interrupted \(KeyboardInterrupt\).*hvd\.init\(\)"
 
-        def two_steps():  # rank 0 has sent all of its small bucket: the news may come after the first one
+        def two_steps():  # rank 0 has sent all of its small bucket, so the error may follow the first step
             training.step(6.0)
             training.step(6.0)
 
@@ -244,7 +242,7 @@ def test_a_rank_that_is_interrupted_while_it_waits_for_another_host_is_named_and
 
 @pytest.mark.ranks(3, env={"HORA_TRANSPORT": "tcp", "HOROVOD_STALL_CHECK_TIME_SECONDS": "1"})
 @session
-def test_a_late_rank_is_named_and_no_other_one():
+def test_only_a_late_rank_is_named():
     named = []
     with contextlib.ExitStack() as stack:
         own = stack.enter_context(tempfile.TemporaryDirectory())

@@ -23,13 +23,13 @@ def test_uneven_batches():
             grouped = hvd.grouped_allreduce([torch.ones(1), torch.ones(3, dtype=torch.int64)], op=hvd.Sum)
             assert [t.tolist() for t in grouped] == [[alive], [alive] * 3]
         assert hvd.join() == n - 1, epoch
-        # The unnamed ops after a join match although the ranks have made different numbers of them.
+        # Unnamed operations after a join match although the ranks have made different numbers of them.
         assert_runtime_works()
         assert hvd.allgather(torch.tensor([rank])).tolist() == list(range(n))
 
 
 @session
-def test_identity_of_the_operation():
+def test_joined_ranks_contribute_the_identity_of_the_operation():
     last = hvd.size() - 1
     if hvd.rank() == last:
         assert hvd.allreduce(torch.full((2,), 5.0), op=hvd.Min).tolist() == [5.0] * 2
@@ -43,8 +43,8 @@ def test_identity_of_the_operation():
 @pytest.mark.over_network
 @pytest.mark.ranks(2, 3, 4)
 @session
-def test_a_batch_of_which_a_rank_knows_only_one_part():
-    """The last rank submits x and joins, the others x and y, fused: its x is scaled, what stands for its y is not."""
+def test_a_batch_of_which_a_joined_rank_submitted_only_a_part():
+    """The last rank submits x and joins, the others x and y, fused: its x is scaled, the identity for its y is not."""
     n, last = hvd.size(), hvd.size() - 1
     rights = [(hvd.Sum, 4.0 * n, 4.0 * last), (hvd.Min, 4.0, 4.0), (hvd.Product, 4.0**n, 4.0**last)]
     for op, of_all, of_the_others in rights * 5:
@@ -63,12 +63,12 @@ def test_a_batch_of_which_a_rank_knows_only_one_part():
 
 @pytest.mark.ranks(2, 3, 4)
 @session
-def test_other_operations_are_refused_and_the_callers_may_join():
+def test_other_operations_fail_and_the_callers_can_join():
     n = hvd.size()
     if hvd.rank() == 0:
         assert hvd.join() in range(1, n)
     else:
-        # All but rank 0 take part, and learn that it has joined.
+        # All but rank 0 call it, and get an error that rank 0 has joined.
         calls = [
             lambda: hvd.allgather(torch.ones(n)),
             lambda: hvd.broadcast(torch.ones(2), 1),
@@ -88,8 +88,8 @@ def test_other_operations_are_refused_and_the_callers_may_join():
 
 @pytest.mark.ranks(2, 3, 4)
 @session(sets=True)
-def test_process_sets_know_of_the_join(sets):
-    """Members of a set that go on are not kept waiting by one that has joined."""
+def test_joining_applies_to_process_sets(sets):
+    """A member of a set that has joined does not block the others."""
     everyone, mine = sets
     first = mine.ranks[0]
     for epoch in range(2):

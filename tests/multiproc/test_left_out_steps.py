@@ -1,6 +1,6 @@
-"""A step that is left out after its gradients were reduced: training goes on as in one process that never made it.
+"""Steps left out after their gradients were reduced: training equals one process that never made them.
 
-Everywhere: gradients that overlap with backward, one by one, divided among the ranks, with and without shared memory.
+Covers gradients overlapped with backward, reduced one by one, or sharded, with and without shared memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODES = {
 
 
 class RefusedError(Exception):
-    """What a user's own hook raises."""
+    """Raised by a user's own hook."""
 
 
 def clip(model, optimizer) -> None:
@@ -76,7 +76,7 @@ def step(model, optimizer, way: str) -> None:
 
 
 def run(model, optimizer, way: str, numbers, leave_out, passes: int = 1) -> None:
-    """The ordinary steps of these numbers. `leave_out(number)` may make one before that does not count."""
+    """Make the ordinary steps of these numbers; before each, `leave_out(number)` may make one that does not count."""
     for number in numbers:
         leave_out(number)
         optimizer.zero_grad()
@@ -157,7 +157,7 @@ def test_a_step_left_out_without_shared_memory():
 
 @session
 def test_an_exception_inside_backward():
-    """On all ranks or on one: gradients that had come by then are reduced and thrown away."""
+    """All ranks raise, or one: gradients that are ready by then are reduced and discarded."""
 
     def refuse(gradient):
         raise RefusedError
@@ -187,8 +187,8 @@ def test_an_exception_inside_backward():
 
 
 @session
-def test_gradients_that_were_reduced_and_not_cleared_are_added_to():
-    """As in one process: nothing is lost between `synchronize` and the next backward, and nothing is counted twice."""
+def test_reduced_gradients_that_were_not_cleared_accumulate():
+    """As in one process, nothing is lost between `synchronize` and the next backward, or counted twice."""
     for mode in ("overlapped", "per parameter", "sharded"):
         model, single = mlp(), mlp()
         optimizer, plain = distributed(model, **MODES[mode]), sgd(single)
@@ -207,7 +207,7 @@ def test_gradients_that_were_reduced_and_not_cleared_are_added_to():
 
 
 @session
-def test_a_closure_after_gradients_were_clipped_is_reduced():
+def test_a_closure_is_reduced_after_gradients_were_clipped():
     for mode in ("overlapped", "sharded"):
         model = mlp()
         optimizer = distributed(model, **MODES[mode])
@@ -225,7 +225,7 @@ def test_a_closure_after_gradients_were_clipped_is_reduced():
 
 
 @session
-def test_what_a_cast_loses_of_a_number_that_is_not_finite_does_not_come_back():
+def test_a_residual_never_keeps_non_finite_values():
     compression = hvd.ErrorFeedback(hvd.Compression.bf16)
     model = mlp()
     optimizer = distributed(model, compression=compression)
@@ -239,7 +239,7 @@ def test_what_a_cast_loses_of_a_number_that_is_not_finite_does_not_come_back():
 
 
 def wide() -> nn.Module:
-    """Several buckets of the usual size, with gaps between the parameters."""
+    """Return a model of several default buckets with gaps between the parameters."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(601, 601) for _ in range(16)))
 
@@ -247,7 +247,7 @@ def wide() -> nn.Module:
 @pytest.mark.ranks(2)
 @session
 def test_a_step_left_out_in_many_buckets():
-    """Reduced while backward goes on, and in places that buckets use in turn."""
+    """Buckets are reduced during backward, in alternating places."""
 
     def loss(model, rank, number):
         return model(batch(rank, number, (601,))[0]).square().mean()
@@ -276,7 +276,7 @@ def test_a_step_left_out_in_many_buckets():
 @pytest.mark.ranks(2, 4)
 @session
 def test_gradients_of_two_optimizers_are_clipped_together():
-    """They are reduced in the same order on all ranks, whichever addresses their objects have."""
+    """All ranks reduce them in the same order, independent of object addresses."""
     spare = [object() for _ in range(1000 * hvd.rank())]
     models = [mlp() for _ in range(6)]
     optimizers = [
@@ -297,8 +297,8 @@ def test_gradients_of_two_optimizers_are_clipped_together():
 
 
 @pytest.mark.ranks(2)
-def test_a_world_that_ended_inside_backward():
-    """The next one begins with a step of its own."""
+def test_a_world_that_ends_during_backward():
+    """The next world begins with a fresh step."""
     for mode in ("overlapped", "per parameter", "sharded"):
         hvd.init()
         model = mlp()

@@ -1,4 +1,4 @@
-"""Starting and stopping many times, much at once, threads, DataLoader workers, forks."""
+"""Repeated starts and stops, many operations at once, threads, DataLoader workers, forks."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def test_300_cycles_leave_nothing_behind():
     for _ in range(250):
         cycle()
     gc.collect()
-    # A thread that was joined is the kernel's for a moment more: longer on a busy machine.
+    # The kernel needs a moment to remove a joined thread, longer on a busy machine.
     wait_until(f"descriptors and threads are as before: {before}", lambda: all(map(le, usage(), before)), limit_s=20)
-    # 250 leaked staging areas, or even control pages, would be far more than this.
+    # 250 leaked staging areas, or even control pages, would be far larger.
     assert me.memory_info().rss - rss_before < 10 * 2**20
 
 
 @pytest.mark.parametrize("where", ["submit", "drive"])
 @pytest.mark.ranks(1, 2)
-def test_a_signal_handler_may_shut_down_whatever_it_interrupts(where):
+def test_a_signal_handler_may_shut_down_at_any_point(where):
     hvd.init()
     negotiation = current_runtime().sets.queue(0).negotiation
     _shut_down_in(negotiation, {"submit": "announce", "drive": "poll"}[where])
@@ -65,7 +65,7 @@ def test_a_signal_handler_may_shut_down_in_the_middle_of_a_message():
 
 
 def _shut_down_in(owner, method):
-    """A preemption's signal comes to the last rank inside `method`, and its handler shuts down."""
+    """Raise a preemption signal on the last rank inside `method`; its handler shuts down."""
     assert_runtime_works()
     last = hvd.size() - 1
     if hvd.rank() == last:
@@ -92,7 +92,7 @@ def _shut_down_in(owner, method):
 
 
 @session
-def test_handle_numbers_and_leftovers_do_not_outlive_a_shutdown():
+def test_handles_and_pending_operations_do_not_outlive_a_shutdown():
     first = hvd.allreduce_async(torch.ones(1), name="a")
     hvd.synchronize(first)
     left = hvd.grouped_allreduce_async([torch.ones(1)], name="left")
@@ -107,8 +107,8 @@ def test_handle_numbers_and_leftovers_do_not_outlive_a_shutdown():
 
 
 @pytest.mark.ranks(2, 3)
-def test_restart_as_an_elastic_loop_does_it():
-    """The next world has its own sets and handles, whatever was left in the one before."""
+def test_restart_as_in_an_elastic_loop():
+    """The next world has its own sets and handles, whatever was pending in the previous one."""
     from hora.torch import basics
 
     hvd.init(process_sets=[alone := hvd.ProcessSet([0])])
@@ -162,7 +162,7 @@ def test_eight_threads_submit_at_once():
 
 @session
 def test_a_blocked_thread_does_not_block_others():
-    """One thread waits for a name that comes last; the others' operations go through meanwhile."""
+    """One thread waits for an operation that completes last; those of the others complete meanwhile."""
     results = []
     waiter = threading.Thread(target=lambda: results.append(hvd.allreduce(torch.ones(1), name="z", op=hvd.Sum)))
     if hvd.rank() == 0:
@@ -200,7 +200,7 @@ def test_data_loader_workers_beside_a_running_engine():
 
 
 class Shares(torch.utils.data.IterableDataset):
-    """Shared out by rank, where it is read: in the workers of a DataLoader."""
+    """Divided by rank where it is read: in the workers of a DataLoader."""
 
     def __iter__(self):
         yield from range(hvd.rank(), 12, hvd.size())
@@ -208,14 +208,14 @@ class Shares(torch.utils.data.IterableDataset):
 
 @pytest.mark.ranks(1, 2, 3)
 @session
-def test_workers_of_a_data_loader_may_ask_where_they_are():
+def test_data_loader_workers_can_query_rank_and_size():
     loader = torch.utils.data.DataLoader(Shares(), batch_size=None, num_workers=1, multiprocessing_context="fork")
     assert list(loader) == list(range(hvd.rank(), 12, hvd.size()))
     assert_runtime_works()
 
 
 @session
-def test_a_forked_child_neither_has_nor_harms_the_runtime():
+def test_a_forked_child_has_no_runtime_and_does_not_disturb_its_parents():
     child = os.fork()
     if child == 0:
         code = 1
