@@ -1,4 +1,4 @@
-"""Jobs on other hosts: a real sshd on loopback with keys of its own, and two network namespaces."""
+"""Jobs on other hosts: a real sshd on loopback with its own keys, and two network namespaces."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ SLEEPER = (
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
-    """nodea and nodeb: two hosts, as far as the launcher can tell."""
+    """nodea and nodeb: two separate hosts from the launcher's point of view."""
     with SshServer(tmp_path_factory.mktemp("ssh"), {"nodea": "127.0.0.1", "nodeb": "127.0.0.2"}) as server:
         yield server
 
@@ -52,7 +52,7 @@ print(json.dumps([os.getcwd()] + [os.environ.get(name) for name in names]))
 """
 
 
-def test_ranks_places_directory_and_environment_reach_the_hosts(hosts, tmp_path):
+def test_ranks_directory_and_environment_reach_the_hosts(hosts, tmp_path):
     odd = "two\nlines, 'quotes', \"more\", $HOME, `id`, ü"
     folder = tmp_path / "it's a $directory"
     folder.mkdir()
@@ -79,7 +79,7 @@ def test_ranks_places_directory_and_environment_reach_the_hosts(hosts, tmp_path)
 
 
 @pytest.mark.slow
-def test_an_allreduce_across_another_host_and_this_one_is_seen_on_the_page(hosts, tmp_path):
+def test_the_page_shows_ranks_on_another_host_and_this_one(hosts, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         "import torch, hora, horovod.torch as hvd\nhvd.init()\nhora.report(loss=0.5 + hvd.rank())\n"
@@ -93,7 +93,7 @@ def test_an_allreduce_across_another_host_and_this_one_is_seen_on_the_page(hosts
     assert code == 0, err
     assert [lines_of(out, rank) for rank in range(2)] == [["[1.0, 3.0, 5.0]"]] * 2
     assert "see it live: http://127.0.0.1:" in err
-    seen = read_run(record)  # what the page was told
+    seen = read_run(record)  # the data behind the page
     assert {place.host: place.state for place in seen.places.values()} == {"nodeb": "done", "localhost": "done"}
     assert seen.hosts.keys() == {"nodeb", "localhost"}
     assert "loss" in seen.grid.metrics
@@ -134,14 +134,14 @@ def test_the_secret_is_in_no_process_list_and_no_environment(hosts):
 
 
 def test_fail_rank_1_on_another_host(hosts):
-    """The first failure is named, its output is shown, its status is ours, and nobody is left."""
+    """Reports the first failure with its output, returns its status, and leaves no process."""
     script = (
         "import os, sys, time\nif os.environ['HOROVOD_RANK'] == '1': sys.exit('the disk is on fire')\ntime.sleep(300)"
     )
     job = ["-np", "2", "-H", "nodea:1,nodeb:1", "python", "-c", script]
     code, _, err = run_command("horovodrun", *job, env={"HORA_SSH": hosts.command})
     assert code == 1
-    assert "Traceback" not in err  # of the launcher; the rank has printed its own words
+    assert "Traceback" not in err  # of the launcher; the rank prints only its message
     assert "Horovod detected that one or more processes exited with non-zero status" in err
     assert "Process name: 1\nExit code: 1\n" in err
     assert "the disk is on fire" in err.partition("Process name: 1")[2]
@@ -173,7 +173,7 @@ def test_a_function_on_two_hosts_and_its_failure_there(hosts, monkeypatch):
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_a_host_without_our_python_is_told_apart_from_one_out_of_reach(hosts):
+def test_a_host_without_the_interpreter_is_distinguished_from_an_unreachable_one(hosts):
     ssh = dataclasses.replace(Ssh.from_environ({"HORA_SSH": hosts.command}), executable="/nowhere/python")
     words = r"(?s)reaches these hosts.*nodeb: env: .*/nowhere/python.*No such"
     limits = {"limit_s": 30.0, "silence_limit_s": 60.0}
@@ -181,8 +181,8 @@ def test_a_host_without_our_python_is_told_apart_from_one_out_of_reach(hosts):
         raise AssertionError("it was let in")
 
 
-def test_a_host_with_another_version_is_refused_in_words(hosts, tmp_path):
-    """Its Python finds another Hora, which is ours but for its number."""
+def test_a_host_with_another_version_is_rejected_with_an_explanation(hosts, tmp_path):
+    """Its Python finds a Hora that differs only in its version number."""
     (tmp_path / "sitecustomize.py").write_text("import hora.version\nhora.version.version = lambda: '0.0.1'\n")
     ssh = dataclasses.replace(Ssh.from_environ({"HORA_SSH": hosts.command}), python_path=str(tmp_path))
     words = r"(?s)nodeb: hora: node nodeb: .*it has Hora 0.0.1, but the first node has .*; install the same version"
@@ -193,7 +193,7 @@ def test_a_host_with_another_version_is_refused_in_words(hosts, tmp_path):
 
 @pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGINT], ids=["limit", "SIGTERM", "SIGINT"])
 def test_a_host_that_never_answers(number, tmp_path):
-    """Given up at the start timeout, or when the user does; the ssh that hangs is ended."""
+    """The launcher gives up at the start timeout or on a signal, and ends the hanging ssh."""
     marker = tmp_path / "ready"
     marker.mkdir()
     fake = tmp_path / "ssh"
@@ -210,7 +210,7 @@ def test_a_host_that_never_answers(number, tmp_path):
     assert number is not None or "nodez: no answer within 2 s (--start-timeout)" in err
 
 
-# What a host says that has been taken over: its agent joins, and then sends this for its own words.
+# Messages of a compromised host: its agent joins and then sends one of these.
 NONSENSE = {
     "no name": "({'a': 1},)",
     "an unknown name": "({'op': 'Halt'},)",
@@ -222,7 +222,7 @@ NONSENSE = {
     "a number for a stream": "({'op': 'Output', 'worker': 0, 'stream': 7}, b'x')",
     "the end of another host's worker": '({\'op\': \'Exited\'}, b\'{"worker": 7, "code": 0, "reason": ""}\')',
 }
-# An `ssh` that is such a host's agent, in the place of what it was to start.
+# An `ssh` that runs such an agent instead of the requested command.
 LIAR = """#!{python}
 import json, struct, sys
 if '-G' in sys.argv: print('hostname 127.0.0.1'); sys.exit()
@@ -247,7 +247,7 @@ except (EOFError, OSError): pass
 
 
 @pytest.mark.parametrize("what", NONSENSE)
-def test_a_host_that_sends_what_no_agent_sends(what, tmp_path):
+def test_an_agent_that_sends_invalid_messages_is_dropped(what, tmp_path):
     fake = tmp_path / "ssh"
     fake.write_text(LIAR.format(python=sys.executable, index="index", lie=NONSENSE[what]))
     fake.chmod(0o755)
@@ -258,7 +258,7 @@ def test_a_host_that_sends_what_no_agent_sends(what, tmp_path):
 
 
 @pytest.mark.parametrize("index", ["index + 1", "index - 1"])
-def test_a_host_that_joins_in_the_place_of_another_is_refused(index, tmp_path):
+def test_an_agent_that_joins_under_another_hosts_index_is_rejected(index, tmp_path):
     fake = tmp_path / "ssh"
     fake.write_text(LIAR.format(python=sys.executable, index=index, lie="({'op': 'Pong'},)"))
     fake.chmod(0o755)
@@ -270,7 +270,7 @@ def test_a_host_that_joins_in_the_place_of_another_is_refused(index, tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and unshare (util-linux)")
 def test_a_host_that_does_not_have_the_working_directory(tmp_path_factory):
-    """There, something else is mounted where the launcher's directory is here."""
+    """Another file system is mounted there over the launcher's directory."""
     folder = tmp_path_factory.mktemp("mounted")
     (folder / "work").mkdir()
     elsewhere = ("unshare", "-m", "sh", "-c", f'mount -t tmpfs none {folder} && exec "$@"', "sh")
@@ -283,14 +283,14 @@ def test_a_host_that_does_not_have_the_working_directory(tmp_path_factory):
     assert "process 0 on host elsewhere" in err
 
 
-def test_an_ssh_that_is_not_installed_is_named():
+def test_a_missing_ssh_is_reported():
     code, _, err = run_command("horovodrun", "-np", "1", "-H", "nodez:1", "true", env={"HORA_SSH": "/nowhere/ssh"})
     assert code == 1
     assert "nodez: cannot run '/nowhere/ssh': No such file or directory; is ssh installed?" in err
 
 
-def test_wrong_key_and_host_down_are_told_for_each_host(hosts, ready):
-    """nodea is fine, but with two hosts out of reach nothing is started there either."""
+def test_unreachable_hosts_are_reported_one_by_one(hosts, ready):
+    """nodea is reachable, but with two hosts out of reach the launcher starts nothing there either."""
     env = {"HORA_SSH": hosts.command, "READY": str(ready)}
     code, _, err = run_command(
         "horovodrun", "-np", "3", "-H", "nodea:1,locked:1,down:1", "python", "-c", SLEEPER, env=env
@@ -328,8 +328,8 @@ print("still here", flush=True)
 
 
 @pytest.mark.parametrize("victim", ["ssh", "sshd"])
-def test_a_job_goes_on_without_the_ssh_that_started_its_agents(hosts, ready, tmp_path, victim):
-    """What the ranks print comes, and so do their exit codes."""
+def test_a_job_continues_without_the_ssh_that_started_its_agents(hosts, ready, tmp_path, victim):
+    """The ranks' output and exit codes still arrive."""
     env = {"HORA_SSH": hosts.command, "READY": str(ready), "GO": str(tmp_path / "go")}
     job = ["hora", "run", "-np", "2", "-H", "nodea:1,nodeb:1", "python", "-c", COUNTING]
     with running(*job, env=env, ready=ready, count=2) as launcher:
@@ -358,20 +358,20 @@ def test_the_end_of_an_agent_ends_its_host_and_the_job(hosts, ready):
 
 
 def _agent_of(job, rank):
-    """The agent on a rank's host, the child of its guardian."""
+    """Return the agent on a rank's host, the child of its guardian."""
     (worker,) = [process for process in job.processes() if process.environ().get("HOROVOD_RANK") == str(rank)]
     agent = worker.parents()[0]
     assert "hora.launch.agent.session" in agent.cmdline()
     return agent
 
 
-def test_a_silent_host_is_given_up_and_ends_its_workers_when_it_comes_to(hosts, ready):
-    """Its ssh connection is fine, but nothing behind it answers."""
+def test_a_silent_host_is_dropped_and_ends_its_workers_when_it_resumes(hosts, ready):
+    """Its ssh connection works, but no process behind it answers."""
     env = {"HORA_SSH": hosts.command, "READY": str(ready)}
     job = ["hora", "run", "-np", "2", "-H", "nodea:1,nodeb:1", "--silence-timeout", "12", "python", "-c", SLEEPER]
     with running(*job, env=env, ready=ready, count=2) as launcher:
         (rank,) = [process for process in launcher.processes() if process.environ().get("HOROVOD_RANK") == "1"]
-        stopped = [rank, *rank.parents()[:2]]  # its agent, and that one's guardian
+        stopped = [rank, *rank.parents()[:2]]  # its agent, and the agent's guardian
         for process in stopped:
             process.suspend()
         launcher.process.wait(150)
@@ -391,7 +391,7 @@ def _ssh_client(job, hostname):
     raise AssertionError(f"no ssh to {hostname} is running")
 
 
-def test_doctor_examines_hosts_and_names_the_one_that_is_locked(hosts):
+def test_doctor_examines_hosts_and_reports_the_locked_one(hosts):
     code, out, err = run_command("hora", "doctor", "-H", "nodeb:2,locked,localhost", env={"HORA_SSH": hosts.command})
     assert (code, err) == (1, "")
     nodeb, locked, localhost, between, end = out.split("\n\n")
@@ -405,7 +405,7 @@ def test_doctor_examines_hosts_and_names_the_one_that_is_locked(hosts):
 
 @pytest.fixture(scope="module")
 def namespaces(tmp_path_factory):
-    """Two machines with one cable: the launcher runs in the first, sshd in the second."""
+    """Two hosts joined by a cable: the launcher runs in the first, sshd in the second."""
     if os.geteuid() != 0 or not shutil.which("ip"):
         pytest.skip("needs root and ip (iproute2)")
     here, there = f"hora-h{os.getpid()}", f"hora-t{os.getpid()}"
@@ -429,7 +429,7 @@ def namespaces(tmp_path_factory):
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
-# Reduces again and again, so that whatever disturbs it shows, until the file is there.
+# Reduces until the file exists, so that any disturbance shows.
 BUSY = """
 import os, pathlib, sys, torch, horovod.torch as hvd
 hvd.init()
@@ -444,7 +444,7 @@ while not over:
 print(rounds > 1, hvd.local_size(), hvd.cross_size(), flush=True)
 """
 
-# A stranger on the other machine: garbage, half messages, huge lengths, a pickle that runs a command, a crowd.
+# An attacker on the other host: garbage, half messages, huge lengths, a pickle that runs a command, a crowd.
 STRANGER = """
 import json, os, pickle, socket, sys
 class Exploit:
@@ -466,8 +466,8 @@ print("done")
 
 
 @pytest.mark.netns
-def test_two_network_namespaces_are_two_hosts_and_strangers_on_the_cable_change_nothing(namespaces, tmp_path, ready):
-    """One rank here, one there. Whatever listens does so on the cable's own address, and takes an attack."""
+def test_a_job_on_two_network_namespaces_survives_attacks_over_the_cable(namespaces, tmp_path, ready):
+    """One rank runs in each. Every listener is bound to the cable's own address and survives the attack."""
     here, there, server = namespaces
     flag, trap = tmp_path / "finish", tmp_path / "executed"
     job = ["horovodrun", "-np", "2", "-H", "10.77.0.1:1,10.77.0.2:1", "-p", str(server.ports["there"])]
@@ -489,7 +489,7 @@ def test_two_network_namespaces_are_two_hosts_and_strangers_on_the_cable_change_
 
 
 def _listening(namespace):
-    """The addresses and ports on which anything listens in a namespace; loopback may do as it likes."""
+    """Yield the addresses and ports on which processes listen in a namespace, except on loopback."""
     table = subprocess.run(["ip", "netns", "exec", namespace, "cat", "/proc/net/tcp"], capture_output=True, check=True)
     for row in (line.split() for line in table.stdout.decode().splitlines()[1:]):
         address, port = row[1].split(":")

@@ -1,4 +1,4 @@
-"""What Hora asks of a real etcd and of a small API server: terms and leases; passwords, tokens and TLS."""
+"""Clients of a real etcd and of a minimal Kubernetes API server: terms and leases, passwords, tokens and TLS."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def api(tmp_path):
 
 @pytest.fixture(params=[pytest.param("etcd", marks=needs_etcd), "kubernetes"])
 def url(request) -> tuple[str, dict[str, str]]:
-    """Address of a store, and the variables that go with it."""
+    """The address of a store, and the variables that it needs."""
     if request.param == "etcd":
         return f"{request.getfixturevalue('etcd').url}/{request.node.name}", {}
     server = request.getfixturevalue("api")
@@ -50,12 +50,12 @@ def url(request) -> tuple[str, dict[str, str]]:
 
 
 def with_ttl(url, seconds):
-    """A request may take a third of it."""
+    """Set the lease's duration; a request may take a third of it."""
     address, environment = url
     return f"{address}{'&' if '?' in address else '?'}ttl={seconds}", environment
 
 
-def test_only_the_present_leader_writes(url):
+def test_only_the_current_leader_can_write(url):
     store, other = (open_store(*url).below("job") for _ in range(2))
     first = store.lead("a")
     assert first is not None
@@ -81,7 +81,7 @@ def test_only_the_present_leader_writes(url):
     other.resign(later)
 
 
-def test_a_lease_that_is_not_renewed_ends(url):
+def test_a_lease_expires_unless_it_is_renewed(url):
     store, other = (open_store(*with_ttl(url, 3)).below("job") for _ in range(2))
     leader = store.lead("a")
     assert leader is not None
@@ -91,7 +91,7 @@ def test_a_lease_that_is_not_renewed_ends(url):
     assert not store.renew(leader)
 
 
-def test_a_leader_whose_lease_was_taken_hears_of_it(url):
+def test_a_leader_is_notified_when_it_loses_its_lease(url):
     store = open_store(*url).below("job")
     leadership = Leadership.won(store, "a")
     assert leadership is not None
@@ -112,7 +112,7 @@ def test_a_leader_whose_lease_was_taken_hears_of_it(url):
     again.resign()
 
 
-def test_one_of_many_that_stand_at_once_leads(url):
+def test_one_of_many_concurrent_candidates_is_elected(url):
     stores = [open_store(*with_ttl(url, 60)).below("job") for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
         offices = [leader for leader in pool.map(lambda store: store.lead("x"), stores) if leader is not None]
@@ -120,7 +120,7 @@ def test_one_of_many_that_stand_at_once_leads(url):
     stores[0].resign(offices[0])
 
 
-def test_an_entry_of_a_leader_is_removed_unless_it_has_changed(url):
+def test_evict_removes_a_leaders_entry_unless_it_has_changed(url):
     first, second = (open_store(*with_ttl(url, 60)).below("job") for _ in range(2))
     leader = first.lead("a")
     assert leader is not None
@@ -136,7 +136,7 @@ def test_an_entry_of_a_leader_is_removed_unless_it_has_changed(url):
 # ---- Kubernetes ---------------------------------------------------------------------------------------------------
 
 
-def test_writers_of_a_secret_wait_for_one_another_and_lose_nothing(api):
+def test_concurrent_writes_to_a_secret_are_serialized(api):
     store = open_store(api.url(REQUEST.state), api.environment).below("job")
     leader = store.lead("a")
     assert leader is not None
@@ -145,7 +145,7 @@ def test_writers_of_a_secret_wait_for_one_another_and_lose_nothing(api):
     assert store.read().values == {"leader": {"name": "a"}} | {f"key{number}": {"x": number} for number in range(8)}
 
 
-def test_a_leader_that_was_stopped_between_reading_and_writing_is_refused(api, monkeypatch):
+def test_a_leader_whose_lease_expires_between_read_and_write_is_rejected(api, monkeypatch):
     store, other = (open_store(api.url(REQUEST.state, "ttl=3"), api.environment).below("job") for _ in range(2))
     leader = store.lead("a")
     assert leader is not None
@@ -164,7 +164,7 @@ def test_a_leader_that_was_stopped_between_reading_and_writing_is_refused(api, m
     assert other.read().values["state"] == {"x": 1}
 
 
-def test_a_lease_of_another_job_is_not_taken(api):
+def test_a_lease_of_another_job_is_rejected(api):
     open_one = lambda job: open_store(api.url(REQUEST.state), api.environment).below(job)  # noqa: E731
     first, second = open_one("one"), open_one("two")
     leader = first.lead("a")
@@ -177,7 +177,7 @@ def test_a_lease_of_another_job_is_not_taken(api):
     assert second.read().values == {"leader": {"name": "b"}}
 
 
-def test_what_an_api_server_refuses_is_said(api, tmp_path):
+def test_errors_of_the_api_server_are_reported(api, tmp_path):
     def read(name: str = REQUEST.state) -> None:
         open_store(api.url(name), api.environment).below("job").read()
 
@@ -211,7 +211,7 @@ def ctl(etcd: Etcd, *words: str) -> None:
 
 @needs_etcd
 @pytest.mark.skipif(shutil.which("etcdctl") is None, reason="needs etcdctl (Debian: etcd-client)")
-def test_a_password(tmp_path: Path):
+def test_etcd_with_a_password(tmp_path: Path):
     etcd = Etcd(tmp_path)
     etcd.start()
     try:
@@ -254,9 +254,9 @@ def test_tls_with_certificates_of_both_ends(tmp_path: Path):
         etcd.wait(store)
         assert store.lead("a")
         with pytest.raises(StoreError, match="certificate"):
-            EtcdStore.from_url(etcd.url).read()  # an authority that this machine does not know
+            EtcdStore.from_url(etcd.url).read()  # signed by an authority that this machine does not know
         with pytest.raises(StoreError):
-            EtcdStore.from_url(f"{etcd.url}?ca={tmp_path}/ca.crt").read()  # no certificate of its own
+            EtcdStore.from_url(f"{etcd.url}?ca={tmp_path}/ca.crt").read()  # no client certificate
     finally:
         etcd.stop()
 
@@ -276,12 +276,12 @@ def test_tls_with_certificates_of_both_ends(tmp_path: Path):
         ("kubernetes://a?account=/does/not/exist", "for pods with a service account"),
     ],
 )
-def test_an_address_that_cannot_be_meant(url: str, words: str):
+def test_an_invalid_address_is_rejected(url: str, words: str):
     with pytest.raises(ValueError, match=words):
         open_store(url, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
 
 
-def test_an_address_is_read():
+def test_an_address_is_parsed():
     store = EtcdStore.from_url("etcd://user:pa%2Fss@one,two:2380,[fd00::1]:2381/team/a?ttl=5")
     assert store.members == (("one", 2379), ("two", 2380), ("fd00::1", 2381))
     assert (store.user, store.password, store.prefix, store.ttl_s) == ("user", "pa/ss", "/team/a/", 5)
@@ -289,7 +289,7 @@ def test_an_address_is_read():
 
 
 @needs_etcd
-def test_the_doctor_looks_at_the_store(etcd: Etcd):
+def test_the_doctor_examines_the_store(etcd: Etcd):
     from hora.cli.doctor.examine import _store
 
     assert _store(etcd.url).level == "ok"

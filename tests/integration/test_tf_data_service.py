@@ -59,14 +59,14 @@ def test_a_training_gets_its_data_from_another_job(dispatchers, side, tmp_path):
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         assert "all elements came" in done.stdout
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600  # it holds the key
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600  # it contains the key
         output, _ = compute.communicate(timeout=100)
         assert compute.returncode == 0, output[-4000:]
     finally:
         compute.kill()
 
 
-def test_a_service_of_wrong_numbers_or_without_workers_is_refused(tmp_path):
+def test_an_invalid_configuration_or_a_service_without_workers_is_rejected(tmp_path):
     from horovod.tensorflow.data.compute_service import TfDataServiceConfig
 
     config = TfDataServiceConfig(1, 1, "compute", {"lo": [("127.0.0.1", 9)]}, b"k" * 32, timeout=1)

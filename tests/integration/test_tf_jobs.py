@@ -1,4 +1,4 @@
-"""Keras and TensorFlow in real jobs: horovodrun, HorovodRunner, horovod.run, and an elastic training with a death."""
+"""Keras and TensorFlow in real jobs: horovodrun, HorovodRunner, horovod.run, and elastic training with a death."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def run(*command: str, cwd: Path) -> str:
 
 
 @pytest.mark.parametrize("module", ["horovod.torch", "horovod.spark.keras"])
-def test_an_import_does_not_bring_tensorflow(module):
+def test_an_import_does_not_load_tensorflow(module):
     code = f"import sys, {module}; sys.exit('tensorflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=100, check=False).returncode == 0
 
@@ -98,7 +98,7 @@ def test_an_elastic_training_survives_a_death(tmp_path):
     worlds = ["-np", "3", "--min-np", "2", "--max-np", "3"]
     out = run("env", f"TMPDIR={temporary}", HOROVODRUN, *worlds, sys.executable, str(script), cwd=tmp_path)
     assert len(re.findall(r"ends after epoch 4", out)) >= 2
-    assert list(temporary.iterdir()) == []  # of the rank that was killed either
+    assert list(temporary.iterdir()) == []  # including those of the killed rank
 
 
 def test_horovod_runner_and_run_with_a_keras_function(capfd):

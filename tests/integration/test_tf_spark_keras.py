@@ -54,7 +54,7 @@ def estimator(store, **more):
     return KerasEstimator(**given | more)
 
 
-def test_a_model_is_trained_predicts_is_saved_and_goes_on(spark, frame, tmp_path):
+def test_train_predict_save_and_resume(spark, frame, tmp_path):
     from horovod.spark.keras import KerasModel
 
     store = Store.create(str(tmp_path / "store"))
@@ -76,13 +76,13 @@ def test_a_model_is_trained_predicts_is_saved_and_goes_on(spark, frame, tmp_path
     np.testing.assert_allclose(again, [row.y__output for row in predicted], rtol=1e-5)
 
 
-def test_an_elastic_training_with_a_death_has_the_weights_of_one_without(frame, tmp_path):
+def test_elastic_training_with_a_death_has_the_weights_of_an_undisturbed_one(frame, tmp_path):
     import keras
 
     from horovod.spark.common.backend import SparkBackend
 
     class Mortal(keras.callbacks.Callback):
-        """Ends rank 1 after its third batch, once."""
+        """Kills rank 1 after its third batch, once."""
 
         batches = 0
 
@@ -169,13 +169,13 @@ def test_without_shuffling_the_order_of_rows_does_not_depend_on_a_seed(frame, tm
         options = {"random_seed": seed, "shuffle": shuffle, "validation": None, "epochs": 1}
         return estimator(store, **options).fit(whole).keras().get_weights()[0]
 
-    whole = frame.coalesce(1)  # Spark gathers the rows of several partitions in the order in which they come
+    whole = frame.coalesce(1)  # Spark collects rows of several partitions in order of arrival
     plain = weights(1, False)
     np.testing.assert_array_equal(weights(2, False), plain)
     assert not np.array_equal(weights(1, True), plain)
 
 
-def test_what_is_refused_and_models_as_text(frame, tmp_path):
+def test_invalid_arguments_and_serialized_models(frame, tmp_path):
     from horovod.spark.keras.util import TFKerasUtil
 
     store = Store.create(str(tmp_path / "store"), save_runs=False)

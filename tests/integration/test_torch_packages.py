@@ -1,7 +1,7 @@
-"""Accelerate, the Hugging Face Trainer and Lightning on two ranks: the numbers of gloo, and the same after a resume.
+"""Accelerate, the Hugging Face Trainer and Lightning on two ranks match gloo, also after a resume.
 
 Each program trains four steps, then loads the checkpoint of step two into new objects and repeats steps three and four.
-It prints the group's class and the weights after both. `make test-torch-distributed` installs the packages.
+It prints the group's class and the weights of both runs. `make test-torch-distributed` installs the packages.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _result(folder, program: str, *arguments: str, replaced: bool) -> tuple[str,
 def test_the_package_trains_and_resumes_as_on_gloo(package, program, arguments, tmp_path):
     if importlib.util.find_spec(package) is None or (package == "transformers" and not _has("accelerate")):
         pytest.skip(f"needs {package}: make test-torch-distributed")
-    by_name = package == "lightning"  # the others' backend on CPUs is written into them
+    by_name = package == "lightning"  # the other packages hard-code their backend for CPUs
     kind, trained, resumed = _result(tmp_path / "hora", program, "hora", *arguments, replaced=not by_name)
     assert kind == "HoraProcessGroup"
     of_gloo, expected, _ = _result(tmp_path / "gloo", program, "gloo", *arguments, replaced=False)

@@ -1,4 +1,4 @@
-"""Two hosts, played by two network namespaces joined by a cable, two ranks each: the engine across them."""
+"""The engine across two hosts of two ranks each, simulated by two network namespaces joined by a cable."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def hosts():
 
 @pytest.fixture(scope="module")
 def secret(tmp_path_factory):
-    """A file for the ranks of both hosts, as on a shared file system."""
+    """A secret file for the ranks of both hosts, as on a shared file system."""
     path = tmp_path_factory.mktemp("shared") / "secret"
     path.write_text(token_hex(32))
     path.chmod(0o600)
@@ -43,8 +43,8 @@ def secret(tmp_path_factory):
 
 @contextlib.contextmanager
 def recording(hosts: list[Host]) -> Iterator[list[Any]]:
-    """What passed the cable inside the block: how many bytes, and which of the texts of a tensor, an object and
-    messages.
+    """Capture the traffic on the cable during the block; append the number of bytes, and which texts of a tensor, an
+    object and messages it contained.
     """
     found: list[Any] = []
     with Helper(two_hosts_rank.listen, hosts[0].namespace) as helper:
@@ -64,13 +64,13 @@ def seen(recorded):
     return recorded[0]
 
 
-def test_what_passes_the_cable_cannot_be_read(recorded):
+def test_traffic_on_the_cable_is_unreadable(recorded):
     num_bytes, readable = recorded[1]
     assert num_bytes > 1_000_000
     assert not readable
 
 
-def test_every_operation_goes_through_memory_inside_and_streams_between(seen):
+def test_every_operation_uses_memory_within_and_streams_between_hosts(seen):
     for rank, results in enumerate(seen):
         assert results["large"] == [10.0, 2_999_990.0]
         assert results["average"] == [1, -7]
@@ -88,7 +88,7 @@ def test_every_operation_goes_through_memory_inside_and_streams_between(seen):
     assert seen[1]["three"] == seen[2]["three"] == seen[3]["three"] == [1, 2, 3]
 
 
-def test_memory_is_shared_inside_a_host_and_nowhere_else(seen):
+def test_memory_is_shared_only_within_a_host(seen):
     memory = [set(results["memory"]) for results in seen]
     assert memory[0] & memory[1]
     assert memory[2] & memory[3]
@@ -97,13 +97,13 @@ def test_memory_is_shared_inside_a_host_and_nowhere_else(seen):
             assert not memory[here] & memory[there]
 
 
-def test_trainings_over_a_slow_link_send_less_and_the_host_is_the_worker(hosts, secret):
+def test_compressed_trainings_send_less_over_a_slow_link(hosts, secret):
     seen = run_ranks(hosts, secret, "slow links", address=ADDRESSES[0])
     for name in ("plain", "whole rank", "rank 2", "LocalSGD at last", "DiLoCo at last"):
         assert all(found[name] == seen[0][name] for found in seen), name
     assert seen[0]["whole rank"] == pytest.approx(seen[0]["plain"], abs=1e-4)
     assert seen[0]["rank 2"] != pytest.approx(seen[0]["plain"], abs=1e-4)
-    for name in ("LocalSGD", "DiLoCo"):  # in between each host has its own, and its ranks have the same
+    for name in ("LocalSGD", "DiLoCo"):  # between exchanges each host has its own weights, which its ranks share
         assert seen[0][name] == seen[1][name]
         assert seen[2][name] == seen[3][name]
         assert seen[0][name] != seen[2][name]
@@ -113,9 +113,9 @@ def test_trainings_over_a_slow_link_send_less_and_the_host_is_the_worker(hosts, 
         assert seen[0][f"{name}, bytes"] < plain / times, name
 
 
-def test_a_killed_rank_is_named_on_both_hosts(hosts, secret):
-    """Without encryption, which shows that the recording would find what can be read: tensors, and objects, which
-    travel as tensors. Control messages are encrypted all the same.
+def test_a_killed_rank_is_reported_on_both_hosts(hosts, secret):
+    """Runs without encryption, which proves that the capture finds readable text: tensors, and objects, which are sent
+    as tensors. Control messages are encrypted regardless.
     """
     with recording(hosts) as found:
         seen = run_ranks(hosts, secret, "killed", address=ADDRESSES[0], lost=(3,), HORA_ENCRYPT="never")
@@ -124,15 +124,15 @@ def test_a_killed_rank_is_named_on_both_hosts(hosts, secret):
     assert found[1] == [two_hosts_rank.TENSOR_TEXT, two_hosts_rank.OBJECT_TEXT.encode()]
 
 
-def test_steady_training_steps_announce_nothing_and_a_rank_killed_in_one_is_named(hosts, secret):
+def test_steady_training_steps_send_no_announcements_and_report_a_killed_rank(hosts, secret):
     seen = run_ranks(hosts, secret, "steady, then killed", address=ADDRESSES[0], lost=(3,))
     for rank in (0, 1, 2):
-        assert seen[rank]["announced"] == [0, 0, 0]  # of some thirty reductions each
+        assert seen[rank]["announced"] == [0, 0, 0]  # in about thirty reductions each
         assert seen[rank]["wrong"] == []
         assert "rank 3" in seen[rank]["error"]
 
 
-def test_a_cut_cable_is_noticed_on_both_sides(hosts, secret):
+def test_a_cut_cable_is_detected_on_both_sides(hosts, secret):
     first = hosts[0]
     try:
         seen = run_ranks(
@@ -153,6 +153,6 @@ def test_a_cut_cable_is_noticed_on_both_sides(hosts, secret):
     "column", ["plain", "sharded", "per step", "int8", "PowerSGD", "LocalSGD", "DiLoCo", "DES-LOC"]
 )
 def test_habits_of_users_on_two_hosts(hosts, secret, column):
-    """A column of the matrix (`tests/multiproc/habits.py`), with two ranks on each host."""
+    """Run one column of the matrix in `tests/multiproc/habits.py` with two ranks on each host."""
     for rank, wrong in enumerate(run_ranks(hosts, secret, f"habits: {column}", address=ADDRESSES[0])):
         assert not wrong, f"rank {rank}: " + "\n".join(f"{cell}\n{text}" for cell, text in wrong.items())

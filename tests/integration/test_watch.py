@@ -1,4 +1,4 @@
-"""The live page of real jobs, in a real browser: late, hanging and lost ranks, and access without the token."""
+"""The live page of real jobs in a real browser: slow, hanging and lost ranks, and access without the token."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ pytestmark = pytest.mark.xdist_group("watch")
 
 
 class Job(NamedTuple):
-    """A job with a page: its process, the page's whole address (printed to a file that is ours alone), its folder."""
+    """A job with a page: its process, the page's full URL (printed to a private file), its folder."""
 
     process: subprocess.Popen[bytes]
     url: str
     folder: Path
 
     def order(self, what: str, rank: int) -> None:
-        """From now on this rank is to be slow, or to hang (`watched_job.py`)."""
+        """Make this rank slow, or make it hang, from now on (`watched_job.py`)."""
         fresh = self.folder / "order"
         fresh.write_text(str(rank))
         fresh.rename(self.folder / what)
@@ -86,7 +86,7 @@ def _started(command: list[str], folder: Path, **variables: object) -> Iterator[
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory) -> Iterator[Job]:
-    """One job for most tests: each orders what it wants to see. The last one stops it."""
+    """One job that most tests share: each orders the behaviour that it needs. The last test stops it."""
     with _job(tmp_path_factory.mktemp("four"), "-np", "4") as job:
         yield job
 
@@ -138,14 +138,14 @@ def _shows(tab, selector: str, text: str, limit_s: float) -> None:
     tab.locator(selector).filter(has_text=re.compile(text)).first.wait_for(timeout=limit_s * 1000)
 
 
-def test_output_follows_and_is_text_whatever_it_says(tab, four_ranks):
+def test_output_is_followed_and_shown_as_plain_text(tab, four_ranks):
     tab.goto(four_ranks.url)
     _shows(tab, "#log div", r"step 20 <img src=x onerror=.*<script>", START_S)
     _shows(tab, "#log div", r"step 60 ", 60)
-    assert not tab.locator("#demo").is_visible()  # ranks are killed on the page of a demo alone
+    assert not tab.locator("#demo").is_visible()  # only the page of a demo can kill ranks
     assert tab.locator("#log img, #log script").count() == 0
     assert tab.title() == "watched_job.py · hora"
-    assert "token" not in tab.url  # people show their screens
+    assert "token" not in tab.url  # users share their screens
     assert tab.evaluate("$('log').scrollHeight - $('log').scrollTop - $('log').clientHeight") < 40
     tab.fill("#log-filter", "step 40 ")
     _shows(tab, "#log div", "step 40 ", 10)
@@ -155,13 +155,13 @@ def test_output_follows_and_is_text_whatever_it_says(tab, four_ranks):
     _shows(tab, "#log div", r"^0\s*step 20 ", 10)
 
 
-def test_a_wrong_token_another_page_and_another_name_get_nothing(tab, four_ranks):
+def test_a_wrong_token_origin_or_host_name_is_rejected(tab, four_ranks):
     url = four_ranks.url
     tab.goto(url[:-1] + ("A" if url[-1] != "A" else "B"))
     _shows(tab, "#since", "token is missing or wrong", 20)
     assert tab.locator("#title").inner_text() == ""
     host = urlsplit(url).netloc
-    # A page of another origin, in the same browser, with the right token.
+    # A page of another origin in the same browser, with the right token.
     tab.goto("about:blank")
     reached = tab.evaluate(
         """async ([url, token]) => {
@@ -177,7 +177,7 @@ def test_a_wrong_token_another_page_and_another_name_get_nothing(tab, four_ranks
 
 
 @pytest.mark.parametrize("slow", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_rank_that_is_a_fifth_slower_is_named_on_the_page_with_where_it_spends_its_time(tab, four_ranks, slow):
+def test_the_page_reports_a_rank_that_is_a_fifth_slower_and_its_slow_line(tab, four_ranks, slow):
     url = four_ranks.url
     tab.goto(url)
     _until(lambda: _run(url)["head"]["state"] == "training", START_S)
@@ -192,7 +192,7 @@ def test_a_rank_that_is_a_fifth_slower_is_named_on_the_page_with_where_it_spends
     assert verdicts[-1].line.own[2] == "__getitem__"
 
 
-def test_a_rank_is_profiled_and_everything_is_downloaded(tab, four_ranks):
+def test_profile_a_rank_and_download_everything(tab, four_ranks):
     tab.goto(four_ranks.url)
     _shows(tab, "#words", "training", START_S)
     _choose(tab, "Profile a rank", rank=1, seconds=1)
@@ -209,7 +209,7 @@ def test_a_rank_is_profiled_and_everything_is_downloaded(tab, four_ranks):
 
 
 def _choose(tab, item: str, *, rank: int | None = None, seconds: int | None = None) -> None:
-    """An item of the menu, and its dialog."""
+    """Choose an item of the menu and confirm its dialog."""
     tab.click("#actions")
     tab.click(f"#menu >> text={item}")
     if rank is not None:
@@ -219,7 +219,7 @@ def _choose(tab, item: str, *, rank: int | None = None, seconds: int | None = No
     tab.click("#ask-yes")
 
 
-def test_a_hang_shows_the_line_where_the_guilty_rank_is_and_the_page_stops_the_job(tab, four_ranks):
+def test_a_hang_shows_the_line_of_the_late_rank_and_the_page_stops_the_job(tab, four_ranks):
     tab.goto(four_ranks.url)
     _shows(tab, "#words", "training", START_S)
     four_ranks.order("hang", 1)
@@ -234,7 +234,7 @@ def test_a_hang_shows_the_line_where_the_guilty_rank_is_and_the_page_stops_the_j
     assert "a user stopped it on its page" in four_ranks.printed
 
 
-def test_ranks_of_an_elastic_job_are_killed_and_removed_and_it_stops_after_a_commit(tab, tmp_path):
+def test_kill_and_remove_ranks_of_an_elastic_job_and_stop_it_after_a_commit(tab, tmp_path):
     with _job(tmp_path, "-np", "3", "--min-np", "1", "--max-np", "3", ELASTIC=1) as job:
         tab.goto(job.url)
         _goes_on(tab, job.url)
@@ -254,7 +254,7 @@ def test_ranks_of_an_elastic_job_are_killed_and_removed_and_it_stops_after_a_com
 
 
 def _goes_on(tab, url: str) -> None:
-    """The curve goes on: there are more steps than there were, in this world."""
+    """Check that the world trains further steps and the curve continues."""
     _until(lambda: _run(url)["head"]["state"] == "training", START_S)
     before = _run(url)["head"]["step"]
     _until(lambda: _run(url)["head"]["step"] > before + 10, START_S)
@@ -274,7 +274,7 @@ def _pid_of_rank(job: Job, rank: int) -> int:
     raise AssertionError(f"no process has rank {rank}")
 
 
-def test_on_the_page_of_the_demo_a_rank_is_killed_and_the_training_goes_on(tab, tmp_path):
+def test_the_page_of_the_demo_kills_a_rank_and_the_training_continues(tab, tmp_path):
     command = [sys.executable, "-m", "hora", "demo", "faults", "-np", "2", "--no-browser"]
     with _started(command, tmp_path) as job:
         tab.goto(job.url)
@@ -283,13 +283,11 @@ def test_on_the_page_of_the_demo_a_rank_is_killed_and_the_training_goes_on(tab, 
         tab.click("text=Kill rank 0")
         _shows(tab, "#events li.lost", "rank 0 on localhost is lost: killed", 60)
         _shows(tab, "#demo-note", r"1 rank continues: [\d.]+ s from the last step before", 60)
-        assert tab.locator("#demo-ranks button").is_disabled()  # the last one trains on
+        assert tab.locator("#demo-ranks button").is_disabled()  # the last rank cannot be killed
 
 
-def test_a_recorded_run_is_shown_in_the_same_page(tab, tmp_path):
-    """Everything the page has, from a run in which everything happened: a rank was lost, one is slow, a gradient was
-    NaN.
-    """
+def test_the_page_shows_a_recorded_run(tab, tmp_path):
+    """Covers all parts of the page, with a run that has a lost rank, a slow rank and a NaN gradient."""
     simulation = Simulation(slow=[Slowness(5, 1.31, begin=200.0)], lost_at=(100.0, 7), total_steps=9000)
     nan = json.dumps({"kind": "nan", "text": "the gradient of 3.bias on rank 2 has 1 NaN"}).encode()
     plan = json.dumps({"kind": "plan", "text": "plan: a step takes 900 ms sent as it is"}).encode()
@@ -307,7 +305,7 @@ def test_a_recorded_run_is_shown_in_the_same_page(tab, tmp_path):
         _shows(tab, "#n-step", r"of 9,000", 10)
         _shows(tab, "#n-left", r"\d+ min", 10)
         assert tab.locator("#n-size").inner_text() == "7"
-        assert tab.locator("#n-worlds").is_visible()  # the world's size over time
+        assert tab.locator("#n-worlds").is_visible()  # the chart of the world's size over time
         assert tab.locator("#bars .stack").count() == 7
         assert tab.locator("#bars .stack").first.locator("i").count() == 7
         _shows(tab, "#legend", "waiting for data.*backward.*waiting for other ranks.*optimizer", 10)
@@ -319,18 +317,18 @@ def test_a_recorded_run_is_shown_in_the_same_page(tab, tmp_path):
         _shows(tab, "#events li.plan", "plan: a step takes 900 ms", 10)
         _shows(tab, "#events li.nan", r"the gradient of 3\.bias on rank 2", 10)
         marks = tab.evaluate("new Set(charts.metric.marks().map((mark) => mark.color)).size")
-        assert marks == 3  # the new world, checkpoints, and the lost rank and the NaN in one colour
+        assert marks == 3  # one for the new world, one for checkpoints, one for the lost rank and the NaN
         widths = tab.evaluate("charts.step.plot.series.slice(1).map((one) => one.width)")
-        assert len(widths) == 9  # of the eight ranks that there were, and their median
+        assert len(widths) == 9  # one per rank that ever existed, and their median
         assert widths[-1] == max(widths)
         red, green, _, _ = tab.evaluate(HEAT, 5)
-        assert red > 180 > 120 > green  # rank 5 is late
+        assert red > 180 > 120 > green  # rank 5 is shown as late
         assert not tab.locator("#actions").is_visible()
     finally:
         server.close()
 
 
-def test_a_run_that_is_over_still_names_its_straggler_the_part_and_the_line(tab, tmp_path):
+def test_a_finished_run_still_shows_its_straggler_with_part_and_line(tab, tmp_path):
     simulation = Simulation(num_ranks=2, slow=[Slowness(1, 1.4, part="between", begin=20.0)])
     recorder = Recorder(tmp_path / "run.hora", simulation.facts)
     for entry in simulation.entries(60.0):
@@ -353,7 +351,7 @@ def test_a_run_that_is_over_still_names_its_straggler_the_part_and_the_line(tab,
         server.close()
 
 
-def test_steps_longer_than_a_bin_leave_no_holes_in_the_curves(tab, tmp_path):
+def test_steps_longer_than_a_bin_leave_no_gaps_in_the_curves(tab, tmp_path):
     simulation = Simulation(num_ranks=2, work_s=3.0)
     recorder = Recorder(tmp_path / "run.hora", simulation.facts)
     for entry in simulation.entries(60.0):
@@ -366,12 +364,12 @@ def test_steps_longer_than_a_bin_leave_no_holes_in_the_curves(tab, tmp_path):
         tab.locator("#c-step canvas").wait_for(timeout=20_000)
         curve = tab.evaluate("charts.step.data[1]")
         assert len(curve) > 50
-        assert None not in curve[:-5]  # the step that has not ended
+        assert None not in curve[:-5]  # except for the unfinished step
     finally:
         server.close()
 
 
-# The colour of a rank at the end of the strip.
+# Returns the colour of a rank at the end of the heat strip.
 HEAT = """(rank) => {
     const strip = document.getElementById("heat"), rows = 8;
     const y = Math.floor(((rank + 0.4) / rows) * strip.height);
@@ -379,7 +377,7 @@ HEAT = """(rank) => {
 }"""
 
 
-def test_a_timeline_is_shown_in_the_same_page(tab, tmp_path):
+def test_the_page_shows_a_timeline(tab, tmp_path):
     timeline = Timeline(str(tmp_path / "timeline.json"))
     timeline.arrived(["allreduce.<b>weight</b>"], "ALLREDUCE", 0)
     timeline.arrived(["allreduce.<b>weight</b>"], "ALLREDUCE", 1)
@@ -395,8 +393,8 @@ def test_a_timeline_is_shown_in_the_same_page(tab, tmp_path):
         server.close()
 
 
-def test_a_function_is_watched_while_it_runs(tmp_path, capfd):
-    """`horovod.run(…, dashboard=True)`."""
+def test_a_running_function_has_a_live_page(tmp_path, capfd):
+    """Covers `horovod.run(…, dashboard=True)`."""
     import horovod
 
     go = tmp_path / "go"
@@ -439,10 +437,10 @@ optimizer.step()
 """
 
 
-def test_a_job_that_fails_leaves_a_record_and_no_token_where_others_can_read(tmp_path):
-    """stderr is a pipe here: nobody knows who reads it.
+def test_a_failed_job_leaves_a_recording_and_prints_no_token_to_a_pipe(tmp_path):
+    """stderr is a pipe here, whose reader is unknown.
 
-    The NaN that ends the job is on the page, with its parameter.
+    The recording contains the NaN that ended the job, with its parameter.
     """
     record = str(tmp_path / "run.hora")
     command = [sys.executable, "-m", "hora", "run", "-np", "2", "--record", record, sys.executable, "-c", NOT_A_NUMBER]
@@ -458,7 +456,7 @@ def test_a_job_that_fails_leaves_a_record_and_no_token_where_others_can_read(tmp
     assert seen.outcome == "failed"
 
 
-def test_a_stall_report_shows_the_stack_of_the_late_rank_without_any_page(tmp_path):
+def test_a_stall_report_shows_the_stack_of_the_late_rank_without_a_page(tmp_path):
     (tmp_path / "hang").write_text("1")
     env = {**os.environ, "ORDERS": str(tmp_path), "HOROVOD_STALL_CHECK_TIME_SECONDS": "3", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "hora", "run", "-np", "2", sys.executable, str(SCRIPT)]
@@ -485,14 +483,14 @@ dist.destroy_process_group()
 """
 
 
-def test_collectives_of_a_process_group_have_their_groups_name_on_the_page_in_top_and_in_the_timeline(tmp_path):
+def test_collectives_of_a_process_group_are_shown_with_the_groups_name(tmp_path):
     program, trace = tmp_path / "train.py", tmp_path / "trace.json"
     program.write_text(PROCESS_GROUP)
     flags = ["-np", "2", "--timeline-filename", str(trace)]
     command = [sys.executable, "-m", "hora", "run", "--dashboard", *flags, sys.executable, str(program)]
     with _started(command, tmp_path, HOROVOD_STALL_CHECK_TIME_SECONDS=3) as job:
         pending = _until(lambda: _run(job.url)["head"]["pending"], START_S)
-        waiting = "experts/all_gather_into_tensor.0"  # the group's first
+        waiting = "experts/all_gather_into_tensor.0"  # the group's first operation
         assert [(one["name"], one["there"], one["missing"]) for one in pending] == [(waiting, [0], [1])]
         top = [sys.executable, "-m", "hora", "top", "--once", job.url]
         picture = subprocess.run(top, env={**os.environ, "COLUMNS": "160"}, capture_output=True, text=True, timeout=60)

@@ -1,4 +1,4 @@
-"""The wheels: one with the native part for this machine, one for all, and installation without a compiler."""
+"""The wheels: one with the native library for this machine, a universal one, and installation without a compiler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """The source as it would be checked out, without what lies about here."""
+    """The source tree as checked out, without untracked files."""
     pytest.importorskip("hatchling")
     folder = tmp_path_factory.mktemp("tree")
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
@@ -34,7 +34,7 @@ def built(tree, out, **env):
     return wheel, set(zipfile.ZipFile(wheel).namelist())
 
 
-def test_a_wheel_with_the_native_part_is_for_every_python_and_old_machines(tree, tmp_path):
+def test_a_native_wheel_supports_every_python_and_old_glibc(tree, tmp_path):
     if shutil.which("cc") is None:
         pytest.skip("there is no C compiler here")
     wheel, names = built(tree, tmp_path / "out", HORA_NATIVE="1")
@@ -48,7 +48,7 @@ def test_a_wheel_with_the_native_part_is_for_every_python_and_old_machines(tree,
 
 
 @pytest.mark.parametrize("env", [{"HORA_NATIVE": "0"}, {"CC": "no-such-compiler"}, {"CC": "false"}], ids=str)
-def test_without_a_compiler_or_the_wish_it_is_a_wheel_for_all(tree, tmp_path, env):
+def test_a_wheel_without_the_native_library_is_universal(tree, tmp_path, env):
     wheel, names = built(tree, tmp_path / "out", **({"HORA_NATIVE": "1"} | env))
     assert wheel.name.endswith("-py3-none-any.whl")
     assert not [name for name in names if name.endswith(".so")]

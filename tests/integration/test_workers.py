@@ -31,7 +31,7 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 def launch(n=1, code="print('hello')", cpu=0.5, memory=1, **more):
-    # Another test of this run may have left a Spark session active.
+    # A previous test may have left a Spark session active, so request local workers.
     return workers.launch_workers(n, cpu=cpu, memory=memory, code=code, backend="local", **more)
 
 
@@ -39,7 +39,7 @@ def ids(launched):
     return [worker["id"] for worker in launched]
 
 
-def test_they_run_and_tell_how_they_ended(capfd):
+def test_workers_run_and_report_their_exit(capfd):
     launched = launch(
         2, code="import os\nprint('I am', os.environ['CDSW_ENGINE_ID'])\n!echo from the shell $CDSW_MASTER_ID"
     )
@@ -60,7 +60,7 @@ def test_they_run_and_tell_how_they_ended(capfd):
     assert "from the shell" in printed
 
 
-def test_failures_are_data():
+def test_failures_are_returned_as_data():
     good, bad = launch(1)[0], launch(1, code="raise SystemExit(7)")[0]
     result = workers.await_workers([good, bad["id"], "0123456789abcdef"], timeout_seconds=60)
     assert [worker["id"] for worker in result["workers"]] == [good["id"]]
@@ -85,14 +85,14 @@ def test_await_running_then_stop():
     assert workers.stop_workers() is None
 
 
-def test_a_worker_that_already_succeeded_is_a_failure_when_running_was_wanted():
+def test_waiting_for_running_fails_for_a_worker_that_has_succeeded():
     launched = launch()
     workers.await_workers(launched)
     (found,) = workers.await_workers(launched, wait_for_completion=False)["failures"]
     assert (found["status"], found["exit_code"]) == ("succeeded", 0)
 
 
-def test_over_asking_is_refused_in_the_original_shape():
+def test_excessive_requests_are_rejected_in_the_original_format():
     with pytest.warns(UserWarning, match="1 of 1 workers were not launched: 1000 CPU cores"):
         (refused,) = launch(1, cpu=1000, strict=True)
     assert "id" not in refused
@@ -128,7 +128,7 @@ def test_all_or_nothing_waits_for_room():
         launch(1, wait_seconds=5)
 
 
-def test_limits_reach_the_worker():
+def test_limits_are_applied_to_the_worker():
     code = (
         "import os, json\n"
         "names = ('OMP_NUM_THREADS', 'CUDA_VISIBLE_DEVICES', 'MINE')\n"
@@ -139,7 +139,7 @@ def test_limits_reach_the_worker():
     assert (len(cores), threads, gpus, mine) == (1, "1", "", "yes")
 
 
-def test_too_much_memory_ends_the_worker_with_words():
+def test_a_worker_that_exceeds_its_memory_is_ended_with_an_explanation():
     code = "import time\nkept = bytearray(600 * 2**20)\nkept[::4096] = b'x' * len(kept[::4096])\ntime.sleep(60)"
     (worker,) = workers.await_workers(launch(1, code=code, memory=0.3))["failures"]
     assert worker["status"] == "failed"
@@ -185,7 +185,7 @@ def test_bad_input(arguments, words):
         workers.launch_workers(**given)
 
 
-def test_a_web_application_on_127_0_0_1_is_found_at_its_url():
+def test_a_web_application_on_127_0_0_1_is_reachable_at_its_url():
     code = (
         "import http.server, os\n"
         "address = ('127.0.0.1', int(os.environ['CDSW_APP_PORT']))\n"
@@ -287,7 +287,7 @@ else:
 """
 
 
-def test_what_a_session_starts_sees_its_workers():
+def test_subprocesses_of_a_session_see_its_workers():
     Path("session.py").write_text(OF_A_SESSION)
     done = subprocess.run(
         [sys.executable, "-m", "hora.compat", "session.py"], capture_output=True, text=True, timeout=60
@@ -314,7 +314,7 @@ def hora(*arguments, check=True):
     return done
 
 
-def test_on_the_command_line(tmp_path):
+def test_workers_on_the_command_line(tmp_path):
     assert hora("list").stdout == ""
     assert "it must be NAME=VALUE, but it is 'A'" in hora("launch", "--code", "pass", "--env", "A", check=False).stderr
     assert "hora workers launch" in hora("await", check=False).stderr

@@ -1,4 +1,4 @@
-"""The starter, the stopper and the old-style script of examples/workers, as a reader would run them."""
+"""The starter, the stopper and the old-style script of examples/workers, run as documented."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_start_trains_across_workers_and_stop_ends_them(folder):
     assert run(folder, "-m", "hora", "workers", "end").stdout == "there was no session\n"
 
 
-def test_start_says_what_does_not_fit(folder):
+def test_start_reports_an_unsatisfiable_request(folder):
     started = run(folder, EXAMPLES / "workers" / "start.py", "-n", "2", "--cpu", "1000")
     assert started.returncode == 1
     assert "1000 CPU cores were requested" in started.stderr

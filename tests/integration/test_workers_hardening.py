@@ -1,4 +1,4 @@
-"""Workers and callers that misbehave: strangers at the gateway, floods, daemons, deaf workers, killed helpers."""
+"""Misbehaving workers and callers: clients without the key, floods, daemons, ignored SIGTERM, killed helpers."""
 
 from __future__ import annotations
 
@@ -88,35 +88,35 @@ HELLO = ClientHandshake(Credentials(b"?" * 32, "workers")).hello
     ],
     ids=["a call", "brackets", "zeros", "half a hello", "a hello and noise", "a hello and a call"],
 )
-def test_without_the_key_the_connection_is_closed_without_a_word(session, sent):
+def test_a_connection_without_the_key_is_closed_without_an_answer(session, sent):
     with silent(session.gateway.name) as sock:
         sock.settimeout(20)
         heard = b""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it hung up before it had read everything
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it hung up before reading everything
             sock.sendall(sent)
             while data := sock.recv(4096):
                 heard += data
-    # At most a refusal comes back, and that only for a proper hello.
+    # At most a refusal is returned, and only for a valid hello.
     assert heard in ((b"", REFUSAL) if sent.startswith(HELLO) else (b"",))
     assert ask(session.gateway.name, KEY, call="workers") == []
 
 
 @pytest.mark.parametrize("key", ["", "wrong", "schlüssel", "the key "])
-def test_another_key_is_refused(session, key):
+def test_another_key_is_rejected(session, key):
     with pytest.raises(ConnectionError, match="the session of workers refused the connection"):
         ask(session.gateway.name, key, call="workers")
     assert ask(session.gateway.name, KEY, call="workers") == []
 
 
 @pytest.mark.parametrize("payload", [b"", b"not json", b"[" * 100_000, b'["the key"]'])
-def test_a_request_that_is_none_is_answered_with_an_error(session, payload):
+def test_an_invalid_request_is_answered_with_an_error(session, payload):
     with connect(session.gateway.name, credentials(KEY), timeout_s=20) as connection:
         connection.send({"call": "wait"}, payload)
         assert "error" in json.loads(connection.receive(limit_s=20)[1])
     assert ask(session.gateway.name, KEY, call="workers") == []
 
 
-def test_a_call_that_makes_no_sense_is_answered(session):
+def test_an_invalid_call_is_answered_with_an_error(session):
     with pytest.raises(ValueError, match="unknown call 'dance'"):
         ask(session.gateway.name, KEY, call="dance")
     with pytest.raises(RuntimeError, match=r"answered: .*'ids'"):
@@ -164,7 +164,7 @@ def test_another_user_is_not_answered_even_with_the_key(session):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
-def test_a_name_that_another_user_took_gets_no_request(tmp_path):
+def test_no_request_is_sent_to_a_name_held_by_another_user(tmp_path):
     name = directory.name_of(str(tmp_path))
     squatter = subprocess.Popen([sys.executable, "-S", "-c", SQUATTER, name], stdout=subprocess.PIPE, text=True)
     try:
@@ -172,7 +172,7 @@ def test_a_name_that_another_user_took_gets_no_request(tmp_path):
         assert directory.find(str(tmp_path)) is None
         with pytest.raises(ConnectionError, match=f"belongs to user {NOBODY}"):
             ask(name, "key", call="launch", code="secret")
-        # The session does without the name, and is found all the same.
+        # The session starts without the name and can still be found.
         found = daemon.start(str(tmp_path))
         assert found[0] != name
         assert directory.find(str(tmp_path)) == found
@@ -187,7 +187,7 @@ def test_a_name_that_another_user_took_gets_no_request(tmp_path):
     assert "secret" not in heard
 
 
-def test_a_thousand_silent_connections_cost_little_and_stop_nobody(session):
+def test_a_thousand_silent_connections_use_no_threads_and_block_no_calls(session):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
     with contextlib.ExitStack() as stack:
@@ -196,12 +196,12 @@ def test_a_thousand_silent_connections_cost_little_and_stop_nobody(session):
             stack.enter_context(silent(session.gateway.name))
             most = max(most, num_calls())
         assert ask(session.gateway.name, KEY, call="workers") == []
-        assert most == 0  # a stranger gets no thread
+        assert most == 0  # unauthenticated connections get no thread
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     wait_until("no call waits", lambda: num_calls() == 0)
 
 
-def test_nobody_waits_for_a_caller_that_is_gone(session):
+def test_a_call_ends_when_its_caller_disconnects(session):
     worker = launch(session, FOR_EVER)
     connection = connect(session.gateway.name, credentials(KEY), timeout_s=20)
     connection.send({"call": "wait"}, json.dumps({"ids": [worker], "for_completion": True, "timeout_s": 0}).encode())
@@ -257,7 +257,7 @@ def test_daemons_end_with_their_worker(session, how):
     assert session.workers()[1]["status"] == "running"
 
 
-def test_a_worker_deaf_to_sigterm_is_killed(session):
+def test_a_worker_that_ignores_sigterm_is_killed(session):
     code = (
         "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('deaf', flush=True)\ntime.sleep(600)"
     )
@@ -268,7 +268,7 @@ def test_a_worker_deaf_to_sigterm_is_killed(session):
     assert (found["status"], found["exit_code"]) == ("stopped", 128 + signal.SIGKILL)
 
 
-def test_a_killed_agent_fails_its_workers_and_the_next_launch_gets_another(session):
+def test_a_killed_agent_fails_its_workers_and_the_next_launch_starts_another(session):
     worker = launch(session, FOR_EVER)
     running(session, worker)
     (guardian,) = [p for p in psutil.Process().children() if "hora.launch.agent.agent" in " ".join(p.cmdline())]
@@ -281,8 +281,8 @@ def test_a_killed_agent_fails_its_workers_and_the_next_launch_gets_another(sessi
     assert ended(session, launch(session, "print('hello')"))["status"] == "succeeded"
 
 
-def test_no_launch_goes_to_an_agent_whose_guardian_was_killed(session):
-    """It still ends its workers and tells how they ended, and takes no new ones."""
+def test_an_agent_whose_guardian_was_killed_gets_no_new_workers(session):
+    """It still ends its workers and reports their exit."""
     worker = launch(session, FOR_EVER)
     running(session, worker)
     (guardian,) = [p for p in psutil.Process().children() if "hora.launch.agent.agent" in " ".join(p.cmdline())]
@@ -293,7 +293,7 @@ def test_no_launch_goes_to_an_agent_whose_guardian_was_killed(session):
     assert ended(session, worker)["status"] == "failed"
 
 
-def test_a_log_folder_that_cannot_be_gives_back_what_was_granted(session, tmp_path):
+def test_an_invalid_log_folder_releases_the_granted_resources(session, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"log_dir='.*file/logs' cannot be written: Not a directory"):
         launch(session, "pass", log_dir=str(tmp_path / "file" / "logs"))
@@ -301,14 +301,14 @@ def test_a_log_folder_that_cannot_be_gives_back_what_was_granted(session, tmp_pa
     assert ended(session, launch(session, "pass", cpu=float(len(os.sched_getaffinity(0)))))["status"] == "succeeded"
 
 
-def test_what_code_defines_is_in_a_real_main_and_tracebacks_show_it(session):
+def test_code_runs_in_a_real_main_module_and_tracebacks_show_it(session):
     code = "import pickle\ndef f():\n    return 1 / 0\nassert pickle.loads(pickle.dumps(f)) is f\nf()"
     found = ended(session, launch(session, code))
     assert found["exit_code"] == 1
     assert "    return 1 / 0" in found["log_tail"]
 
 
-def test_workers_do_not_take_themselves_for_ranks(tmp_path, monkeypatch):
+def test_workers_do_not_inherit_a_rank(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     environment = os.environ | {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_CYCLE_TIME": "1"}
     session = WorkerSession(measure(os.environ), environment, address="-", key="", output=OutputOptions(console=False))
@@ -346,7 +346,7 @@ def hora(*arguments):
 
 
 def assert_unseen_by_a_sidecar(folder):
-    """A process of the same user in another container, which shares the network alone, does not learn the key."""
+    """Check that a process in another container of the same user and network does not learn the key."""
     program = (
         f"from hora.workers import directory as d; print(d.runs(d.name_of({str(folder)!r})), d.find({str(folder)!r}))"
     )
@@ -357,7 +357,7 @@ def assert_unseen_by_a_sidecar(folder):
 
 
 @pytest.mark.skipif(not other_user.possible, reason=other_user.WHY_NOT)
-def test_who_holds_a_gpu_is_said():
+def test_the_holder_of_a_gpu_is_reported():
     holder = other_user.start(
         'sock = socket.socket(socket.AF_UNIX); sock.bind("\\0hora-gpu-99"); sock.listen(); print("held", flush=True);'
         "sys.stdin.readline()"
@@ -374,7 +374,7 @@ def test_who_holds_a_gpu_is_said():
     assert GpuClaims().claim("99") == ""
 
 
-def test_a_standing_session_that_is_killed_leaves_nothing(tmp_path, monkeypatch):
+def test_a_killed_daemon_session_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     at_once = [
         subprocess.Popen(hora("launch", "--cpu", "0.5", "--memory", "1", "--code", FOR_EVER), stdout=subprocess.PIPE)
@@ -384,7 +384,7 @@ def test_a_standing_session_that_is_killed_leaves_nothing(tmp_path, monkeypatch)
     assert [process.returncode for process in at_once] == [0, 0]
     name, key = directory.find(str(tmp_path))
     found = ask(name, key, call="wait", ids=ids, for_completion=False, timeout_s=60)
-    assert {worker["id"] for worker in found["workers"]} == set(ids)  # both in one session
+    assert {worker["id"] for worker in found["workers"]} == set(ids)  # both are in one session
     assert_unseen_by_a_sidecar(tmp_path)
     process = psutil.Process(server_pid(name))
     family = process.children(recursive=True)

@@ -33,12 +33,12 @@ def launch(n=2, code=FOR_EVER, cpu=1, memory=1, **more):
 
 def slots_are_free(spark):
     context = spark.sparkContext
-    # A lost executor's replacement first: Spark looks again only every 15 s whether a barrier stage fits.
+    # Wait for a lost executor's replacement first: Spark retries a barrier stage that does not fit only every 15 s.
     wait_until("the cluster has its two slots back", lambda: count_slots(context) >= 2)
     return context.parallelize(range(2), 2).barrier().mapPartitions(lambda part: list(part)).count() == 2
 
 
-def test_they_run_in_the_cluster_and_tell_how_they_ended(spark, spark_cluster, capfd):
+def test_workers_run_in_the_cluster_and_report_their_exit(spark, spark_cluster, capfd):
     names = ("CDSW_ENGINE_ID", "CDSW_IP_ADDRESS", "CDSW_MASTER_IP", "SPARK_TEST_CLUSTER", "MINE")
     code = f"import os, json\nprint(json.dumps([os.environ.get(name) for name in {names}]))"
     launched = launch(code=code, env={"MINE": "yes"})
@@ -54,7 +54,7 @@ def test_they_run_in_the_cluster_and_tell_how_they_ended(spark, spark_cluster, c
     assert spark_cluster.leftovers() == []
 
 
-def test_running_stopping_and_a_slot_that_is_free_again(spark, spark_cluster):
+def test_stopping_a_worker_frees_its_slot(spark, spark_cluster):
     launched = launch()
     result = workers.await_workers(launched, wait_for_completion=False, timeout_seconds=90)
     assert [worker["ip_address"] for worker in result["workers"]] == ["127.0.0.1"] * 2
@@ -74,7 +74,7 @@ def test_running_stopping_and_a_slot_that_is_free_again(spark, spark_cluster):
     assert spark_cluster.leftovers() == []
 
 
-def test_over_asking_is_refused_in_words(spark):
+def test_excessive_requests_are_rejected_with_an_explanation(spark):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         first, second, third = launch(3, code="print('hello')")
@@ -92,7 +92,7 @@ def test_over_asking_is_refused_in_words(spark):
 def test_workers_that_wait_for_slots_can_be_stopped(spark, tmp_path):
     held = launch(1)
     workers.await_workers(held, wait_for_completion=False, timeout_seconds=90)
-    api._own[1]._spark[-1][1]._held.clear()  # as if somebody else's job had the slot
+    api._own[1]._spark[-1][1]._held.clear()  # as if another user's job held the slot
     waiting = launch(2)
     late = workers.await_workers(waiting, wait_for_completion=False, timeout_seconds=1)
     assert {worker["status"] for worker in late["failures"]} == {"scheduling"}
@@ -103,7 +103,7 @@ def test_workers_that_wait_for_slots_can_be_stopped(spark, tmp_path):
     assert slots_are_free(spark)
 
 
-def test_a_lost_executor_ends_its_workers_and_no_others(spark, spark_cluster):
+def test_a_lost_executor_ends_only_its_workers(spark, spark_cluster):
     launched = launch()
     workers.await_workers(launched, wait_for_completion=False, timeout_seconds=90)
     spark_cluster.executors()[0].kill()
@@ -120,7 +120,7 @@ def test_a_lost_executor_ends_its_workers_and_no_others(spark, spark_cluster):
     assert spark_cluster.leftovers() == []
 
 
-def test_local_processes_are_there_for_the_asking(spark):
+def test_the_local_backend_can_be_requested(spark):
     (worker,) = launch(1, code="import os; print(os.environ.get('SPARK_TEST_CLUSTER'))", backend="local")
     (ended,) = workers.await_workers(worker)["workers"]
     assert ended["log_tail"] == ["None"]

@@ -2,9 +2,9 @@
 
     BACKEND=gloo HORA_REPLACE_GLOO=1 WORLD_SIZE=2 python -m pytest tests/integration/torch_suite.py
 
-Groups are Hora's under gloo's name, so that no test is left out for its backend's name. The ranks of a test are forked
-from this process, which has torch loaded, instead of being spawned. HORA_REPLACE_GLOO=0 runs the same on gloo. These
-must fail, each for its reason; one that passes is an error, so that the list stays true:
+Groups are Hora's under gloo's name, so that no test is skipped because of its backend's name. The ranks of a test are
+forked from this process, which has loaded torch, instead of being spawned. HORA_REPLACE_GLOO=0 runs the suite on gloo.
+These tests are expected to fail, each for the reason given; one that passes is an error, so the list stays true:
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hora import torch_backend
 torch_backend.register()
 if os.environ["HORA_REPLACE_GLOO"] == "1":
     torch_backend.replace_gloo()
-    # The profiler's entries for gloo come from its C++ code: Hora has none of that name.
+    # gloo's C++ code writes the profiler's entries for gloo; Hora has no such entries.
     distributed_test.PROFILING_SUPPORTED_BACKENDS.clear()
 
 _PROFILED = "the profiler's entries for gloo come from its C++ code: Hora has none of that name"
@@ -46,7 +46,7 @@ __doc__ = f"{__doc__}\n" + "\n".join(f"    {name}: {reason}" for name, reason in
 
 
 class TestOnHora(TestDistBackend, DistributedTest._DistTestBase):
-    """All of them."""
+    """All of torch's tests."""
 
     def setUp(self) -> None:
         super().setUp()

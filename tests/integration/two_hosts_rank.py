@@ -1,6 +1,6 @@
-"""One rank of `test_two_hosts` or `several_hosts`: enters its host's network namespace, runs, and sends its results.
+"""One rank of `test_two_hosts` or `several_hosts`: enters its host's network namespace, runs a mode and sends results.
 
-Started by a fork server that has torch loaded, so that four ranks load it once.
+Started by a fork server that has loaded torch, so that four ranks load it once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NAME_TEXT = "what an operation is called"
 
 
 def shared_memory() -> list[int]:
-    """Inodes of the shared memory files of the engine that this process has mapped."""
+    """Return the inodes of the engine's shared memory files that this process has mapped."""
     with open("/proc/self/maps") as file:
         return sorted({int(line.split()[4]) for line in file if "memfd:hora" in line})
 
@@ -65,7 +65,7 @@ def operations() -> dict[str, object]:
 
 
 def say_what_must_not_be_read() -> None:
-    """Send a tensor and an object from one host to the other, and the name of an operation."""
+    """Send the texts of a tensor, an object and a name across hosts; the capture must not contain them."""
     told = hvd.broadcast(torch.frombuffer(bytearray(TENSOR_TEXT * 200), dtype=torch.uint8).clone(), root_rank=0)
     assert bytes(told.tolist()) == TENSOR_TEXT * 200
     assert hvd.broadcast_object({"text": OBJECT_TEXT * 20}, root_rank=hvd.size() - 1) == {"text": OBJECT_TEXT * 20}
@@ -73,7 +73,7 @@ def say_what_must_not_be_read() -> None:
 
 
 def listen(namespace: str, answer: Any) -> None:
-    """Record everything that passes the cable until told to stop; then send which of the texts were in it."""
+    """Capture the traffic on the cable until asked to stop; then send which of the texts it contained."""
     enter(namespace)
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PROTOCOLS)) as sniffer:
         sniffer.bind(("cable", 0))
@@ -90,12 +90,12 @@ def listen(namespace: str, answer: Any) -> None:
         OBJECT_TEXT.encode(),
         NAME_TEXT.encode(),
         b"fusion_threshold_bytes",
-    )  # which is in the ranks' introductions
+    )  # part of the ranks' introductions
     answer.send([len(recorded), [text for text in texts if text in recorded]])
 
 
 def process_group() -> dict[str, object]:
-    """Messages and collectives of torch.distributed, to the other host and to the rank beside this one."""
+    """Exchange messages and run collectives of torch.distributed with ranks on both hosts."""
     rank, size = hvd.rank(), hvd.size()
     store = dist.TCPStore(os.environ["MASTER_ADDR"], 29401, is_master=rank == 0, wait_for_workers=False)
     dist.init_process_group("hora", store=store, rank=rank, world_size=size)
@@ -147,7 +147,7 @@ def describe() -> dict[str, object]:
 
 
 def train_until_lost(victim: int | None) -> dict[str, object]:
-    """The victim is killed in the middle of a step; the others must be told."""
+    """Train until the victim is killed in the middle of a step; the other ranks return the error."""
     tensor = torch.ones(100_000)
     for step in range(1_000_000):
         if hvd.rank() == victim and step == 20:
@@ -169,8 +169,8 @@ SPLITS = torch.tensor([1, 2, 0, 4], dtype=torch.int32)
 
 
 def everything() -> dict[str, object]:
-    """All collectives of all dtypes, on numbers for which every order of additions gives the same; sets that span
-    hosts; a training in sharded mode; and how much memory a large allgather takes.
+    """Run all collectives with all dtypes, on numbers whose sum does not depend on the order of additions; use sets
+    that span hosts; and train in sharded and compressed modes.
     """
     rank, size = hvd.rank(), hvd.size()
     sets = {"across": hvd.add_process_set([0, 2]), "three": hvd.add_process_set([1, 2, 3])}
@@ -179,7 +179,7 @@ def everything() -> dict[str, object]:
         values = (torch.arange(7) % 3 + rank).to(dtype)
         if dtype is not torch.bool:
             for op in (hvd.Sum, hvd.Average, hvd.Min, hvd.Max, hvd.Product):
-                with contextlib.suppress(ValueError):  # not every operation takes every dtype, on all ranks alike
+                with contextlib.suppress(ValueError):  # not every operation supports every dtype, but all ranks agree
                     found[f"{dtype} allreduce {op}"] = hvd.allreduce(values, op=op).tolist()
             found[f"{dtype} reducescatter"] = hvd.reducescatter(values, op=hvd.Sum).tolist()
             grouped = hvd.grouped_allreduce([values, values[:2]], op=hvd.Sum)
@@ -227,13 +227,13 @@ def trained(**options: Any) -> list[float]:
 
 
 def cable_bytes() -> int:
-    """Bytes that this host has sent so far."""
+    """Return the number of bytes that this host has sent so far."""
     with open("/proc/self/net/dev") as file:
         return next(int(line.split(":")[1].split()[8]) for line in file if "cable" in line)
 
 
 def slow_links() -> dict[str, object]:
-    """Trainings that send less: their weights, and the bytes that each has sent."""
+    """Run trainings that send less; return the weights of each and the bytes sent."""
     powersgd = hvd.Compression.powersgd
     kinds: dict[str, Callable[[Any], Any]] = {
         "plain": hvd.DistributedOptimizer,
@@ -268,7 +268,7 @@ def slow_links() -> dict[str, object]:
 
 
 def collectives_and_trainings() -> dict[str, object]:
-    """On any number of ranks: which collectives are wrong, and the losses of an MLP and of a narrow ResNet18, step by
+    """Run on any number of ranks; return the wrong collectives, and the losses of an MLP and of a narrow ResNet18 per
     step.
     """
     rank, size = hvd.rank(), hvd.size()
@@ -308,7 +308,7 @@ def collectives_and_trainings() -> dict[str, object]:
 
 
 def losses(make_model: Callable[[], torch.nn.Module]) -> list[float]:
-    """Of three steps of training, averaged over all ranks."""
+    """Return the losses of three training steps, averaged over all ranks."""
     torch.manual_seed(1)
     model = make_model()
     optimizer = hvd.DistributedOptimizer(
@@ -327,7 +327,7 @@ def losses(make_model: Callable[[], torch.nn.Module]) -> list[float]:
 
 
 def rounds_of_sharded_steps(rounds: Callable[[], int]) -> int:
-    """How many rounds the ranks agree on in steady steps of a sharded optimizer; -1 if one gives something wrong."""
+    """Return the number of negotiation rounds in steady steps of a sharded optimizer, or -1 if a result is wrong."""
     parameter = torch.nn.Parameter(torch.zeros(700_000))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("p", parameter)], sharded=True)
     before = 0
@@ -342,8 +342,8 @@ def rounds_of_sharded_steps(rounds: Callable[[], int]) -> int:
 
 
 def steady_steps(victim: int | None) -> dict[str, object]:
-    """Train several buckets of known gradients: how many rounds the ranks agree on meanwhile, which results are wrong,
-    also while ranks join; and what becomes of the others when one is killed in a step.
+    """Train several buckets of known gradients; return the number of negotiation rounds and the wrong results, also
+    while ranks join, and the error of the other ranks if one is killed in a step.
     """
     rank, size = hvd.rank(), hvd.size()
     parameters = [torch.nn.Parameter(torch.zeros(count)) for count in (1_100_000, 5, 1_100_000, 70)]
@@ -373,7 +373,7 @@ def steady_steps(victim: int | None) -> dict[str, object]:
         for number in range(10):
             step((epoch, "steady", number))
         announced.append(rounds() - before)
-        # With this step no rank announces its join before all have counted: rank 0 takes note of it once a second.
+        # Delays the announcements of joins until all ranks have read the count: rank 0 notices joins once a second.
         step((epoch, "counted"))
         for number in range((rank + epoch) % size):
             step((epoch, "joining", number), [one for one in range(size) if (one + epoch) % size > number])
@@ -389,7 +389,7 @@ def steady_steps(victim: int | None) -> dict[str, object]:
 
 
 def wait_for_a_stopped_speaker(victim: int) -> dict[str, object]:
-    """The victim, which speaks for its host, stops; the others wait for it in vain and are told so."""
+    """Stop the victim, which is its host's leader; the other ranks return the error of the stall check."""
     if hvd.rank() == victim:
         os.kill(os.getpid(), signal.SIGSTOP)
     try:
@@ -400,24 +400,24 @@ def wait_for_a_stopped_speaker(victim: int) -> dict[str, object]:
 
 
 def memory_of_an_allgather() -> float:
-    """How many MiB more than before a rank takes at most, while all of them gather 64 MiB."""
+    """Return the peak memory in MiB that a rank allocates while all ranks gather 64 MiB."""
     mine = torch.ones(16 * 2**20 // 4)
-    hvd.allgather(mine[: 2**20])  # connections and buffers
+    hvd.allgather(mine[: 2**20])  # allocates connections and buffers
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak begins anew
+        file.write("5")  # resets the peak
     before = status("VmHWM")
     gathered = hvd.allgather(mine)
     return (status("VmHWM") - before) / 1024 if bool((gathered == 1).all()) else -1.0
 
 
 def status(what: str) -> int:
-    """KiB."""
+    """Return a value of /proc/self/status in KiB."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith(what))
 
 
 def add_until_told(answer: Any) -> dict[str, object]:
-    """Add up small and large tensors until rank 0 hears that it is enough."""
+    """Sum small and large tensors until rank 0 is asked to stop."""
     before, rounds, wrong, over = status("VmRSS"), 0, 0, False
     while not over:
         finish = torch.tensor([float(hvd.rank() == 0 and answer.poll())])
@@ -430,7 +430,7 @@ def add_until_told(answer: Any) -> dict[str, object]:
 
 
 def fall_silent(how: signal.Signals, victim: int) -> dict[str, object]:
-    """The victim ends, or is stopped, while it sends: the cable is so slow that an exchange takes a second."""
+    """Kill or stop the victim while it sends: the cable is so slow that an exchange takes a second."""
     tensor = torch.full((4 * 2**20,), hvd.rank() + 1.0)
     hvd.allreduce(tensor[:1000], name="before")
     if hvd.rank() == victim:
@@ -443,7 +443,7 @@ def fall_silent(how: signal.Signals, victim: int) -> dict[str, object]:
 
 
 def agree_without(absent: int) -> dict[str, object]:
-    """All other ranks agree on more than a local socket keeps for the absent one, which is stopped meanwhile."""
+    """Negotiate more than a local socket buffers for the absent rank, which is stopped meanwhile."""
     others = hvd.add_process_set([rank for rank in range(hvd.size()) if rank != absent])
     pids, num_rounds = hvd.allgather_object(os.getpid()), 0
     if hvd.rank() == absent:
@@ -463,7 +463,7 @@ def agree_without(absent: int) -> dict[str, object]:
 
 
 def habits(columns: Sequence[str]) -> dict[str, object]:
-    """The cells of these columns of the matrix of habits that are wrong, and how."""
+    """Return the wrong cells in these columns of the matrix of habits, with their errors."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "multiproc"))
     from habits import COLUMNS, ROWS, compare
 
@@ -473,13 +473,13 @@ def habits(columns: Sequence[str]) -> dict[str, object]:
         for row in ROWS:
             try:
                 compare(ROWS[row], COLUMNS[column], [[0, 1], [2, 3]])
-            except Exception:  # the other cells are worth a look, too
+            except Exception:  # the other cells should run as well
                 wrong[f"{column}, {row}"] = traceback.format_exc(limit=-3)
     return wrong
 
 
 def fuzzed_trainings(texts: list[str]) -> dict[str, object]:
-    """Random trainings of `tests/fuzz/trainings.py` that are wrong, and how."""
+    """Return the failing random trainings of `tests/fuzz/trainings.py`, with their errors."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "fuzz"))
     from trainings import play_on_two_hosts
 
@@ -530,7 +530,7 @@ def done(mode: str, answer: Any) -> dict[str, object]:
 
 
 def enter(namespace: str) -> None:
-    """Move this thread, so far the only one, to a network namespace."""
+    """Move this thread, the only one so far, to a network namespace."""
     with open(namespace) as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")

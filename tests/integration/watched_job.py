@@ -1,7 +1,7 @@
-"""A training for tests of the live page: every step takes 50 ms; a rank may be slow, hang, or speak HTML.
+"""Training for tests of the live page: every step takes 50 ms; a rank can be slow, hang, or print HTML.
 
-What it shall do is in files of the folder ORDERS, so that one job can show it all: `slow` and `hang` name a rank.
-STEPS: how long it goes; ELASTIC=1: it is an elastic one.
+Files in the folder ORDERS control it, so that one job can serve all tests: `slow` and `hang` contain a rank.
+STEPS: the number of steps; ELASTIC=1: run as an elastic job.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORK_S = 0.05
 
 
 def is_ordered(what: str) -> bool:
-    """Whether this rank shall do it now."""
+    """Return whether this rank has to do it now."""
     path = ORDERS / what
     return path.exists() and path.read_text() == str(hvd.rank())
 
@@ -32,7 +32,7 @@ class Data(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index % 8 == 0 and is_ordered("slow"):
-            time.sleep(0.2 * WORK_S)  # a disk that is slower than the others' is one fifth of a step late
+            time.sleep(0.2 * WORK_S)  # a disk slower than the others' makes the rank a fifth of a step late
         return torch.ones(64)
 
 
