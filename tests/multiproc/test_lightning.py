@@ -1,4 +1,4 @@
-"""What the Lightning estimator runs on every rank, without Spark; and Lightning's Trainer with the Horovod strategy."""
+"""The Lightning estimator's training on every rank, without Spark; Lightning's Trainer with the Horovod strategy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def linear():
 
 
 def regression():
-    """A LightningModule as users write them, with a hook of Lightning 1 and several epochs of memory."""
+    """Return a typical LightningModule, with a hook of Lightning 1 and state across epochs."""
     from lightning.pytorch import LightningModule
 
     class Regression(LightningModule):
@@ -70,7 +70,7 @@ def regression():
 
 
 def by_hand(epochs, *, rate=0.1):
-    """All rows in every step, the learning rate of two ranks."""
+    """Train with all rows in every step, at the learning rate of two ranks."""
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     for _ in range(epochs):
@@ -81,7 +81,7 @@ def by_hand(epochs, *, rate=0.1):
 
 
 def fit(folder, module, *, checkpoint=None, val_rows=0, features=("x",), save_runs=True, **values):
-    """Train on this rank; the result is rank 0's, on all ranks."""
+    """Train on this rank; return rank 0's result on all ranks."""
     from hora.spark.lightning.estimator import TorchEstimator
     from hora.spark.lightning.package import default_package
     from hora.spark.lightning.training import train
@@ -109,7 +109,7 @@ def fit(folder, module, *, checkpoint=None, val_rows=0, features=("x",), save_ru
 
 
 def counting():
-    """A callback with hooks of Lightning 1."""
+    """Return a callback with hooks of Lightning 1."""
     from lightning.pytorch import Callback
 
     class Counting(Callback):
@@ -125,7 +125,7 @@ def counting():
     return Counting()
 
 
-def test_a_training_equals_one_by_hand_and_goes_on_where_it_was(folder):
+def test_a_training_equals_a_handwritten_loop_and_can_be_resumed(folder):
     result = fit(folder, regression(), callbacks=[counting()])
     assert [entry["ends"] for entry in result.history] == [101, 102, 103]
     expected = {f"layer.{name}": value for name, value in by_hand(3).items()}
@@ -144,7 +144,7 @@ def test_a_training_equals_one_by_hand_and_goes_on_where_it_was(folder):
 
 
 def counted(folder, faults):
-    """A module in the middle of an elastic job: `faults` are the places where the world breaks, each once."""
+    """Return a module of an elastic job; `faults` are the places at which the world breaks, once each."""
     from lightning.pytorch import LightningModule
 
     class Counted(LightningModule):
@@ -204,7 +204,7 @@ def counted(folder, faults):
 
 
 @pytest.mark.parametrize("more", [{}, {"trainer_args": {"accumulate_grad_batches": 2}}], ids=["each", "accumulated"])
-def test_a_training_in_which_the_world_breaks_is_to_the_last_bit_one_in_which_it_does_not(folder, more):
+def test_a_training_interrupted_by_faults_is_bit_identical_to_one_without(folder, more):
     places = ("forward", 0, 1), ("backward", 0, 2), ("batch end", 1, 5), ("validation", 1, 6), ("epoch end", 2, 9)
     if more:
         places = ("forward", 0, 1), ("backward", 1, 2), ("validation", 1, 4), ("epoch end", 2, 6)
@@ -221,7 +221,7 @@ def test_a_training_in_which_the_world_breaks_is_to_the_last_bit_one_in_which_it
 
 
 def finetuned():
-    """A LightningModule that every callback can be used with: a backbone, a learning rate, a batch size."""
+    """Return a LightningModule suitable for every callback: with a backbone, a learning rate and a batch size."""
     from lightning.pytorch import LightningModule
 
     class Finetuned(LightningModule):
@@ -252,7 +252,7 @@ def finetuned():
 
 
 def every_callback(folder):
-    """Those of Lightning, ready to use, by name."""
+    """Return a constructor for each of Lightning's callbacks, by name."""
     from lightning.pytorch import callbacks as of
 
     class Finetuning(of.BaseFinetuning):
@@ -299,7 +299,7 @@ def every_callback(folder):
 
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_every_callback_of_lightning(folder, name):
-    """On two ranks, whose parameters are the same afterwards."""
+    """It runs on two ranks, whose parameters are equal afterwards."""
     callback = every_callback(folder)[name]()
     given = {"val_rows": NUM_ROWS, "batch_size": 4, "callbacks": [callback]}
     if name == "BatchSizeFinder":
@@ -311,7 +311,7 @@ def test_every_callback_of_lightning(folder, name):
     assert all(torch.isfinite(value).all() for value in result.model.values())
 
 
-def test_a_run_that_is_not_saved_has_a_logger_too(folder):
+def test_an_unsaved_run_has_a_logger_too(folder):
     from lightning.pytorch.callbacks import LearningRateMonitor
 
     callbacks = [LearningRateMonitor()]
@@ -321,7 +321,7 @@ def test_a_run_that_is_not_saved_has_a_logger_too(folder):
 
 @pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_end", "on_validation_epoch_end", "setup"])
 def test_a_callback_that_raises_on_one_rank_ends_the_training_with_its_own_error(folder, hook):
-    """The other rank learns of it in its next collective: nobody waits in a barrier of a teardown."""
+    """The other rank gets an error in its next collective, so neither waits in a barrier of a teardown."""
     from lightning.pytorch.callbacks import LambdaCallback, OnExceptionCheckpoint
 
     def fail(*args, **kwargs):
@@ -335,7 +335,7 @@ def test_a_callback_that_raises_on_one_rank_ends_the_training_with_its_own_error
         fit(folder, finetuned(), val_rows=NUM_ROWS, batch_size=4, callbacks=callbacks)
 
 
-def test_nothing_is_logged_about_how_a_checkpoint_is_written(folder):
+def test_no_warning_about_writing_checkpoints_is_logged(folder):
     lines = []
     listener = logging.Handler()
     listener.emit = lambda record: lines.append(record.getMessage())
@@ -345,16 +345,16 @@ def test_nothing_is_logged_about_how_a_checkpoint_is_written(folder):
         fit(folder, regression())
     finally:
         logger.removeHandler(listener)
-    assert lines or os.environ["HOROVOD_RANK"] != "0"  # Lightning's other lines are heard
+    assert lines or os.environ["HOROVOD_RANK"] != "0"  # Lightning's other lines are logged
     assert not [line for line in lines if "weights_only" in line]
 
 
 def rows_of(row):
-    """A text becomes an array, without edit_fields; another column vanishes."""
+    """Parse a text column into an array, without edit_fields; drop another column."""
     return {"x": np.array([float(part) for part in row["name"].split(",")], dtype="float32"), "y": row["y"]}
 
 
-def test_a_plain_module_with_validation_early_stopping_and_rows_made_of_texts(folder):
+def test_a_plain_module_with_validation_early_stopping_and_transformed_rows(folder):
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
     from horovod.spark.lightning.legacy import to_lightning_module
@@ -389,13 +389,13 @@ def test_a_plain_module_with_validation_early_stopping_and_rows_made_of_texts(fo
     torch.testing.assert_close(result.model, {f"_model.layer.{n}": v for n, v in by_hand(2).items()})
 
 
-def test_gradients_of_several_batches_are_added_before_they_are_averaged(folder):
+def test_gradients_of_several_batches_are_summed_before_they_are_averaged(folder):
     result = fit(folder, regression(), batch_size=6, trainer_args={"accumulate_grad_batches": 2}, epochs=2)
     torch.testing.assert_close(result.model, {f"layer.{n}": v for n, v in by_hand(2).items()}, atol=1e-5, rtol=1e-4)
 
 
 def validated():
-    """Lightning 1 style: a validation step that returns nothing, and a hook that gets what the steps have returned."""
+    """Return a module in Lightning 1 style: a validation step without a result, and a hook for the steps' results."""
     module = regression()
 
     class Validated(type(module)):
@@ -409,27 +409,27 @@ def validated():
     return module
 
 
-def test_a_validation_step_that_returns_nothing_has_no_outputs(folder):
+def test_a_validation_step_without_results_has_no_outputs(folder):
     result = fit(folder, validated(), val_rows=NUM_ROWS)
     assert [entry["outputs"] for entry in result.history] == [0, 0, 0]
 
 
-def test_a_module_that_validates_trains_without_a_validation_set(folder):
+def test_a_module_with_a_validation_step_trains_without_a_validation_set(folder):
     result = fit(folder, validated())
     torch.testing.assert_close(result.model, {f"layer.{name}": value for name, value in by_hand(3).items()})
     assert all("val_loss" not in entry for entry in result.history)
 
 
-def test_arguments_of_lightning_1_become_callbacks_beside_the_estimators_own(folder):
+def test_arguments_of_lightning_1_are_converted_to_callbacks(folder):
     given = {"stochastic_weight_avg": True, "terminate_on_nan": True, "callbacks": [counting()], "log_gpu_memory": None}
     result = fit(folder, regression(), epochs=10, trainer_args=given)
     assert [entry["epoch"] for entry in result.history] == list(range(10)), "the estimator's own callback is there"
-    # Lightning averages what the last three epochs begin with: 0.8 of the epochs are over.
+    # Lightning averages the weights at the start of the last three epochs: averaging starts after 0.8 of the epochs.
     last = [{f"layer.{name}": value for name, value in by_hand(epochs).items()} for epochs in (7, 8, 9)]
     torch.testing.assert_close(result.model, {name: sum(state[name] for state in last) / 3 for name in last[0]})
 
 
-def test_a_loss_that_is_not_finite_stops_the_training(folder):
+def test_a_non_finite_loss_stops_the_training(folder):
     from lightning.pytorch import LightningModule
 
     class Nan(LightningModule):

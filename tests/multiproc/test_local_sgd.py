@@ -1,4 +1,4 @@
-"""LocalSGD, DiLoCo and DESLOC. Over TCP every rank is a host of its own; without it all ranks are on one."""
+"""LocalSGD, DiLoCo and DESLOC. Over TCP every rank is its own host; otherwise all ranks share one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(model, optimizer, steps, first=0):
 
 
 def averaged(every: int, steps: int, size: int, make=sgd) -> list[torch.Tensor]:
-    """Weights of hosts that average their parameters, all of them trained here."""
+    """Train a model per host and average the parameters regularly; return this rank's weights."""
     models = [mlp() for _ in range(size)]
     optimizers = [make(model) for model in models]
     for step in range(steps):
@@ -53,7 +53,7 @@ def test_averaging_every_step_is_plain_averaging_of_parameters():
 
 
 @session
-def test_hosts_train_apart_in_between():
+def test_hosts_diverge_between_exchanges():
     model = mlp()
     optimizer = hvd.LocalSGD(sgd(model), every=4)
     run(model, optimizer, 6)
@@ -64,7 +64,7 @@ def test_hosts_train_apart_in_between():
 
 
 def outer_by_hand(steps: int, every: int, size: int) -> list[torch.Tensor]:
-    """DiLoCo in one fragment without overlap, in plain torch."""
+    """Run DiLoCo with one fragment and no overlap in plain torch."""
     models = [mlp() for _ in range(size)]
     optimizers = [sgd(model) for model in models]
     anchors = [p.detach().clone() for p in models[0].parameters()]
@@ -95,7 +95,7 @@ def test_the_outer_optimizer_steps_on_pseudo_gradients():
 
 
 @session
-def test_fragments_travel_beside_the_next_steps_and_every_code_works():
+def test_fragments_are_exchanged_during_later_steps_with_every_compression():
     for compression, tolerance in (("none", 1e-5), ("bf16", 0.02), ("int8", 0.02)):
         model = mlp()
         optimizer = hvd.DiLoCo(
@@ -107,7 +107,7 @@ def test_fragments_travel_beside_the_next_steps_and_every_code_works():
         if compression == "none":
             wanted = weights(model)
         assert_close(weights(model), wanted, tolerance)
-    # What was learnt while a fragment was under way stays: an average is not moved by being late.
+    # Updates made while a fragment is in flight are kept: with a single model, the average changes nothing.
     alone = mlp()
     same = lambda step: batch(0, step)  # noqa: E731
     train(
@@ -138,7 +138,7 @@ def test_moments_have_their_own_periods():
 
 
 @session
-def test_a_state_is_whole_and_portable():
+def test_a_state_is_complete_and_portable():
     options = {"every": 4, "overlap": 1, "compression": hvd.Compression.none}
     model = mlp()
     optimizer = hvd.DiLoCo(sgd(model), fragments=2, **options)
@@ -154,7 +154,7 @@ def test_a_state_is_whole_and_portable():
     assert_same_everywhere(fresh.state_dict()["outer"]["anchors"])
     plain = sgd(mlp())
     plain.load_state_dict(saved)
-    # The root's, as an elastic job gives it to those who come.
+    # An elastic job broadcasts the root's state to newcomers.
     hvd.broadcast_optimizer_state(fresh, 0)
     hvd.broadcast_parameters(again.state_dict(), 0)
     run(again, fresh, 4, first=13)
@@ -163,7 +163,7 @@ def test_a_state_is_whole_and_portable():
 
 
 @session
-def test_a_state_is_loaded_while_fragments_are_under_way():
+def test_a_state_is_loaded_while_fragments_are_in_flight():
     model = mlp()
     optimizer = hvd.DiLoCo(sgd(model), every=4, fragments=1, overlap=2, compression=hvd.Compression.none)
     run(model, optimizer, 3)
@@ -209,7 +209,7 @@ def test_arguments_are_checked():
 
 
 @session
-def test_complex_parameters_are_refused():
+def test_complex_parameters_are_rejected():
     parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
     for make in (partial(hvd.LocalSGD, every=1), hvd.DiLoCo, hvd.DESLOC):
         with raises(ValueError, "real parameters", "theta", "complex64"):
@@ -221,7 +221,7 @@ def test_complex_parameters_are_refused():
 
 
 @session
-def test_float64_stays_float64_beside_float32():
+def test_float64_parameters_keep_their_precision_beside_float32():
     mean, rank = (hvd.size() - 1) / 2, hvd.rank()
     for make in (
         partial(hvd.LocalSGD, every=1),
@@ -243,7 +243,7 @@ def test_float64_stays_float64_beside_float32():
 
 
 @session
-def test_hosts_that_leave_out_other_steps_are_told():
+def test_hosts_that_skip_different_steps_get_an_error():
     for ends_with_exchange in (False, True):
         model = mlp()
         optimizer = hvd.LocalSGD(sgd(model), every=50 if ends_with_exchange else 2)
@@ -261,7 +261,7 @@ def test_hosts_that_leave_out_other_steps_are_told():
 
 
 @session
-def test_several_in_one_program():
+def test_several_optimizers_in_one_program():
     nets = [torch.nn.Linear(30, 30) for _ in range(3)]
     for net in nets:
         hvd.broadcast_parameters(net.state_dict(), 0)
@@ -281,8 +281,8 @@ def test_several_in_one_program():
 
 
 @pytest.mark.parametrize("kind", ["LocalSGD", "DiLoCo", "DESLOC"])
-def test_parameters_come_freeze_and_thaw_later(kind):
-    """As one process that trains every host's model and averages after each step."""
+def test_parameters_may_be_added_frozen_and_thawed(kind):
+    """The result equals one process that trains every host's model and averages after each step."""
     hvd.init()
     make = {
         "LocalSGD": partial(hvd.LocalSGD, every=1),
@@ -333,7 +333,7 @@ def test_parameters_come_freeze_and_thaw_later(kind):
 
 
 @session
-def test_a_join_is_refused():
+def test_a_join_is_rejected():
     model = mlp()
     optimizer = hvd.LocalSGD(sgd(model), every=4)
     run(model, optimizer, 1)
@@ -344,7 +344,7 @@ def test_a_join_is_refused():
 
 @pytest.mark.ranks(1, 2)
 @session
-def test_on_one_host_gradients_are_reduced_as_always():
+def test_on_one_host_gradients_are_reduced_in_every_step():
     model, plain = mlp(), mlp()
     run(model, hvd.LocalSGD(sgd(model), model.named_parameters(), every=2), 5)
     run(plain, hvd.DistributedOptimizer(sgd(plain), plain.named_parameters()), 5)
@@ -353,15 +353,13 @@ def test_on_one_host_gradients_are_reduced_as_always():
 
 
 @session
-def test_in_a_new_world_a_newcomer_takes_the_outer_state():
-    """As after an elastic reset: rank 1's optimizer is a new one; fragments that were under way are lost with the old
-    world.
-    """
+def test_in_a_new_world_a_newcomer_adopts_the_outer_state():
+    """Simulate an elastic reset: rank 1 has a new optimizer, and fragments in flight are lost with the old world."""
     options = {"every": 4, "fragments": 2, "overlap": 1, "compression": hvd.Compression.none}
     model = mlp()
     optimizer = hvd.DiLoCo(sgd(model), **options)
     run(model, optimizer, 6)
-    hvd.barrier()  # a rank that shuts down ends the steps of one that is behind
+    hvd.barrier()  # a rank that shuts down would abort the steps of a slower one
     hvd.shutdown()
     hvd.init()
     if hvd.rank() == 1:
@@ -377,7 +375,7 @@ def test_in_a_new_world_a_newcomer_takes_the_outer_state():
 
 
 @session
-def test_taking_back_single_steps_is_refused():
+def test_per_step_rollback_is_rejected():
     model = mlp()
     with raises(ValueError, "per_step=True", "LocalSGD"):
         hvd.elastic.TorchState(model=model, optimizer=hvd.LocalSGD(sgd(model), every=2), per_step=True)

@@ -26,7 +26,7 @@ def default_dtype(dtype: torch.dtype):
 MODES = {
     "inference": torch.inference_mode,
     "no_grad": torch.no_grad,
-    "another default device": lambda: torch.device("meta"),  # stands for "cuda" on a machine without one
+    "another default device": lambda: torch.device("meta"),  # replaces "cuda" on a machine without GPU
     "another default dtype": lambda: default_dtype(torch.float64),
 }
 
@@ -45,7 +45,7 @@ def _every_operation():
     assert hvd.allreduce(ones, op=hvd.Sum)[0].item() == n
     assert hvd.allreduce_(ones.clone(), op=hvd.Average)[0].item() == 1.0
     handle = hvd.allreduce_async_(mine := ones.clone(), name="later", op=hvd.Sum, prescale_factor=0.5)
-    while not hvd.poll(handle):  # the background thread drives
+    while not hvd.poll(handle):  # the background thread makes progress
         pass
     hvd.synchronize(handle)
     assert mine[0].item() == n / 2
@@ -62,7 +62,7 @@ def _every_operation():
 
 
 @session
-def test_a_training_in_another_mode():
+def test_training_in_another_mode():
     for mode in ("another default device", "another default dtype"):
         for sharded in (False, True):
             _train_in(mode, sharded)
@@ -89,19 +89,19 @@ def _train_in(mode, sharded):
 
 
 @session
-def test_autograd_notices_a_tensor_that_was_changed_in_place():
-    """As torch does for its own operations: a gradient computed from the old value would be wrong."""
+def test_autograd_detects_a_tensor_modified_in_place():
+    """As with torch's own operations, a gradient computed from the old value would be wrong."""
     for change in (lambda tensor: hvd.broadcast_(tensor, root_rank=0), hvd.allreduce_):
         weight = torch.ones(3, requires_grad=True)
         data = torch.full((3,), float(hvd.rank()))
-        product = (weight * data).sum()  # keeps data for the gradient
+        product = (weight * data).sum()  # saves data for the gradient
         change(data)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.backward()
 
 
 @session
-def test_sums_combine_the_ranks_of_a_host_in_order_with_the_native_part_and_without():
+def test_sums_combine_the_ranks_of_a_host_in_order():
     parts = [torch.randn(1001, generator=torch.Generator().manual_seed(rank)) * 1e3 for rank in range(hvd.size())]
     for dtype in (torch.float32, torch.float16):
         wanted = parts[0].to(dtype).float()

@@ -1,4 +1,4 @@
-"""The engine without shared memory, as if each rank were on a host of its own: process sets, encryption."""
+"""The engine without shared memory, as if each rank were on its own host: process sets, encryption."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ encrypted = tcp | {"HORA_ENCRYPT": "always"}
 
 @pytest.mark.ranks(3)
 @pytest.mark.over_network
-def test_a_new_set_takes_over_a_number():
-    """Set 1 is first ranks 0 and 1, then 1 and 2: members of the second one know different pasts."""
+def test_a_new_set_reuses_a_number():
+    """Set 1 is first ranks 0 and 1, then 1 and 2, so members of the second set have different histories."""
     hvd.init(process_sets="dynamic")
     for ranks in ([0, 1], [1, 2], [0, 1], [0, 2]):
         some = hvd.add_process_set(ranks)
@@ -33,7 +33,7 @@ def test_a_new_set_takes_over_a_number():
 
 @pytest.mark.ranks(4, env=encrypted)
 def test_sets_connect_at_the_same_time():
-    """Each rank is in two sets of different partners; every rank starts with another one."""
+    """Each rank is in several sets with different partners, and the ranks begin with different sets."""
     sets = [hvd.ProcessSet(ranks) for ranks in ([0, 1], [2, 3], [1, 2], [0, 3], [0, 2], [1, 3])]
     hvd.init(process_sets=sets)
     mine = [some for some in sets if some.included()]
@@ -52,7 +52,7 @@ def test_sets_connect_at_the_same_time():
 
 
 @pytest.mark.ranks(2, env=tcp)
-def test_the_users_own_default_group_is_free():
+def test_the_users_own_default_group_is_unaffected():
     hvd.init()
     hvd.allreduce(torch.ones(3))
     assert engine.current_runtime().sets.queue(0).transport("cpu").name == "tcp"
@@ -69,7 +69,7 @@ def test_the_users_own_default_group_is_free():
 
 
 def loss_after(compression, num_steps=200):
-    """Of a small network that learns made-up labels, each rank its own."""
+    """Return the loss of a small network after training on random labels, different on each rank."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
@@ -87,18 +87,18 @@ def loss_after(compression, num_steps=200):
 
 
 @pytest.mark.ranks(3, env=tcp)
-def test_a_compressed_training_learns_as_much():
+def test_a_compressed_training_learns_equally_well():
     hvd.init()
     assert engine.current_runtime().spans_hosts(0)
     plain = loss_after(hvd.Compression.none)
-    assert plain > 0.3  # it has not learnt everything by heart, which would prove nothing
+    assert plain > 0.3  # the network has not memorised the labels, which would prove nothing
     for compression in (hvd.Compression.bf16, hvd.Compression.int8):
         assert loss_after(compression) == pytest.approx(plain, rel=0.01)
     hvd.shutdown()
 
 
 @pytest.mark.ranks(2, env=tcp)
-def test_ranks_that_disagree_on_compression_are_told():
+def test_ranks_that_disagree_on_compression_get_an_error():
     hvd.init()
     compression = hvd.Compression.int8 if hvd.rank() else hvd.Compression.bf16
     with pytest.raises(hvd.HorovodInternalError, match=r"Mismatched compression: rank 0 has bf16, rank 1 has int8"):
@@ -107,9 +107,9 @@ def test_ranks_that_disagree_on_compression_are_told():
 
 
 @pytest.mark.ranks(2, env=tcp)
-def test_a_rank_that_wants_more_encryption_than_rank_0_is_heard_by_all():
-    """On the setting of rank 0 alone it would send in clear what its user does not want to be read."""
-    with pytest.MonkeyPatch.context() as patch:  # undone here, in this rank: the fixture's is undone elsewhere
+def test_a_rank_that_requires_more_encryption_than_rank_0_is_an_error_on_all():
+    """With rank 0's setting it would send data in the clear against its user's will."""
+    with pytest.MonkeyPatch.context() as patch:  # a fixture would be undone in the parent process, not in this rank
         if os.environ["HOROVOD_RANK"] == "1":
             patch.setenv("HORA_ENCRYPT", "always")
         with pytest.raises(ValueError, match=r"HORA_ENCRYPT=always on rank\(s\) \[1\], but auto on rank 0"):

@@ -41,7 +41,7 @@ def test_unequal_rows(sets):
 
 @pytest.mark.over_network
 @session
-def test_group_of_unlike_tensors():
+def test_groups_of_different_tensors():
     shapes = [lambda r: (r + 1,), lambda r: (2, 3), lambda r: (r, 2, 2)]
     dtypes = [torch.int8, torch.float32, torch.bool]
     tensors = [mine(s(hvd.rank()), d) for s, d in zip(shapes, dtypes, strict=True)]

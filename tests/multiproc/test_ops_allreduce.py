@@ -48,7 +48,7 @@ def check(actual, tensors, op):
 
 
 def forms(tensor, op, process_set, name):
-    """The result of every way to call it."""
+    """Yield the results of all ways to call it."""
     a, b = tensor.clone(), tensor.clone()
     yield hvd.allreduce(tensor, op=op, name=name, process_set=process_set)
     yield hvd.synchronize(hvd.allreduce_async(tensor, op=op, name=name, process_set=process_set))
@@ -164,7 +164,7 @@ def test_scaling():
         torch.testing.assert_close(got, torch.full((5,), 6.0, dtype=dtype))
         got = hvd.allreduce(torch.full((5,), 3.0, dtype=dtype), op=hvd.Max, prescale_factor=2, postscale_factor=3)
         assert_equal(got, torch.full((5,), 18.0, dtype=dtype))
-    # Integers: each step in float64 and then towards zero; the prescale on every rank before the sum.
+    # Integers are scaled in float64 and truncated at each step; the prescale applies on every rank before the sum.
     for dtype in (torch.int32, torch.int64):
         got = hvd.allreduce(torch.tensor([7, -7, 5], dtype=dtype), op=hvd.Sum, prescale_factor=0.5)
         assert got.tolist() == [3 * n, -3 * n, 2 * n]
@@ -177,10 +177,10 @@ def test_scaling():
 
 @pytest.mark.over_network
 @session
-def test_half_precision_neither_overflows_nor_vanishes_on_the_way():
+def test_half_precision_neither_overflows_nor_underflows_in_between():
     n = hvd.size()
-    for count in (5, 70_001):  # at once, and in pieces
-        for number in (40000.0, 2.0**-24):  # the smallest number that float16 has
+    for count in (5, 70_001):  # in one piece, and in several
+        for number in (40000.0, 2.0**-24):  # the second is the smallest float16
             tensor = torch.full((count,), number, dtype=torch.float16)
             shard = hvd.reducescatter(tensor, op=hvd.Average)
             results = [hvd.allreduce(tensor), *hvd.grouped_allreduce([tensor, tensor[:3]]), shard]
@@ -216,7 +216,7 @@ def test_average_flag_is_deprecated():
 
 
 class Halves(hvd.Compression.none):
-    """A user's compressor: sends every tensor as int32 halves."""
+    """A user's compressor that sends every tensor as int32 halves."""
 
     @staticmethod
     def compress(tensor):
@@ -246,7 +246,7 @@ def test_compression():
 
 @pytest.mark.over_network
 @session
-def test_names_arrive_in_any_order():
+def test_names_may_be_submitted_in_any_order():
     n, rank = hvd.size(), hvd.rank()
     order = torch.randperm(100, generator=torch.Generator().manual_seed(rank)).tolist()
     handles = {i: hvd.allreduce_async(torch.full((i + 1,), float(i)), name=f"t{i}", op=hvd.Sum) for i in order}
@@ -255,7 +255,7 @@ def test_names_arrive_in_any_order():
 
 
 @session
-def test_one_name_for_every_kind_of_operation():
+def test_one_name_can_be_used_for_every_kind_of_operation():
     n, ones = hvd.size(), torch.ones(n_rows := hvd.size())
     handles = [
         hvd.allreduce_async(ones, name="x", op=hvd.Sum),
@@ -340,7 +340,7 @@ def test_adasum():
 
 
 @pytest.mark.ranks(3, 4)
-def test_adasum_is_refused_where_it_has_no_meaning():
+def test_adasum_is_rejected_where_it_is_undefined():
     halves = even_and_odd()
     hvd.init(process_sets=halves)
     my_half = next(half for half in halves if half.included())
@@ -356,7 +356,7 @@ def test_adasum_is_refused_where_it_has_no_meaning():
 @pytest.mark.over_network
 @session
 def test_results_do_not_depend_on_the_transport():
-    """Awkward floats, reduced in rank order whichever rank does it: the same bits as a loop over the ranks."""
+    """Sums of arbitrary floats have the same bits as a loop over the ranks, whichever rank computes them."""
     generators = [torch.Generator().manual_seed(rank) for rank in range(hvd.size())]
     inputs = [torch.randn(1001, generator=generator) for generator in generators]
     want = inputs[0].clone()

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
 
 def sent(sender: int, receiver: int, splits, shape, dtype):
-    """What `sender` sends to member number `receiver`."""
+    """Return the rows that `sender` sends to member number `receiver`."""
     start = sum(splits[:receiver])
     return values(sender, shape, dtype)[start : start + splits[receiver]]
 

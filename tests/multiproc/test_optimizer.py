@@ -58,7 +58,7 @@ def test_the_class_looks_like_the_optimizer_it_wraps():
 
 
 @session
-def test_the_state_of_the_wrapped_optimizer_is_carried_over():
+def test_the_state_of_the_wrapped_optimizer_is_kept():
     model = mlp()
     plain = sgd(model)
     train(model, plain, 3, of_all_ranks())
@@ -70,7 +70,7 @@ def test_the_state_of_the_wrapped_optimizer_is_carried_over():
 
 
 @session
-def test_bad_arguments_are_refused_with_the_reason():
+def test_invalid_arguments_are_rejected_with_the_reason():
     model = mlp()
     cases = [
         ({"named_parameters": ["a", "b"]}, "sequence of tuples"),
@@ -106,7 +106,7 @@ def test_names_are_checked_before_init():
 
 
 @session
-def test_training_equals_one_process_on_the_joined_batch():
+def test_training_equals_one_process_on_the_combined_batch():
     wanted = reference()
     for options in (
         {},
@@ -128,7 +128,7 @@ def test_training_equals_one_process_on_the_joined_batch():
 
 
 @session
-def test_a_number_of_groups_means_the_same_groups_whatever_each_ranks_order():
+def test_a_number_of_groups_gives_the_same_groups_in_any_order_of_parameters():
     model = mlp()
     named = list(model.named_parameters())
     if hvd.rank():
@@ -144,7 +144,7 @@ def test_a_number_of_groups_means_the_same_groups_whatever_each_ranks_order():
 
 
 @session
-def test_parameters_match_by_name_whatever_each_ranks_order():
+def test_parameters_match_by_name_in_any_order():
     for sharded in (False, True):
         model = mlp()
         named = list(model.named_parameters())[:: -1 if hvd.rank() else 1]
@@ -162,7 +162,7 @@ def test_sum_is_size_times_average():
 
 
 @session
-def test_min_reduces_element_by_element():
+def test_min_reduces_elementwise():
     model = mlp()
     optimizer = distributed(model, op=hvd.Min)
     for step in range(3):
@@ -183,7 +183,7 @@ def test_min_reduces_element_by_element():
 
 
 @session
-def test_compression_is_close_and_equal_on_all_ranks():
+def test_compression_is_accurate_and_bit_identical_on_all_ranks():
     wanted = reference()
     for compression, tolerance in (
         (hvd.Compression.fp16, 1e-3),
@@ -202,7 +202,7 @@ def test_compression_is_close_and_equal_on_all_ranks():
 
 
 class Doubling:
-    """A user's compressor: sends float64."""
+    """A user's compressor that sends float64."""
 
     @staticmethod
     def compress(tensor):
@@ -214,8 +214,8 @@ class Doubling:
 
 
 @session
-def test_error_feedback_loses_nothing_in_the_long_run():
-    """A gradient far below the others' last bit: bf16 drops it every time, feedback sends it when it has added up."""
+def test_error_feedback_loses_nothing_over_many_steps():
+    """bf16 always drops a gradient below its last bit; error feedback accumulates it until it can be sent."""
     if hvd.size() == 1:
         pytest.skip("nothing is sent")
     parameter = nn.Parameter(torch.zeros(8))
@@ -255,10 +255,10 @@ def test_gradients_accumulate_over_backward_passes():
 
 
 @session
-def test_a_backward_too_many_is_an_error():
+def test_an_additional_backward_is_an_error():
     if hvd.size() == 1:
         pytest.skip("no hooks")
-    for steps in (0, 3):  # before and after the buckets are agreed on
+    for steps in (0, 3):  # before and after the order of buckets is agreed
         model = mlp()
         optimizer = distributed(model)
         train(model, optimizer, steps, mine())
@@ -267,7 +267,7 @@ def test_a_backward_too_many_is_an_error():
         with raises(AssertionError, "backward_passes_per_step"):
             backward(model)
         optimizer.step()
-        # The second backward has added to a gradient that was being reduced, so the ranks may differ now.
+        # The second backward has changed a gradient during its reduction, so the ranks may differ now.
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         train(model, optimizer, 1, mine())
@@ -280,7 +280,7 @@ def test_a_backward_too_many_is_an_error():
 
 
 @session
-def test_zero_grad_is_guarded():
+def test_zero_grad_raises_while_gradients_are_in_flight():
     if hvd.size() == 1:
         pytest.skip("no hooks")
     model = mlp()
@@ -299,7 +299,7 @@ def test_zero_grad_is_guarded():
 
 
 @session
-def test_zeroing_in_place_and_not_at_all_work_too():
+def test_zeroing_in_place():
     for steps in (1, 4):
         model, single = mlp(), mlp()
         optimizer, plain = distributed(model), sgd(single)
@@ -391,7 +391,7 @@ def test_channels_last_and_transposed_parameters():
 
 
 @session
-def test_a_memory_format_of_one_rank_alone_is_an_error():
+def test_a_memory_format_that_differs_between_ranks_is_an_error():
     model = nn.Conv2d(3, 4, 3)
     if hvd.rank() == hvd.size() - 1 > 0:
         model = model.to(memory_format=torch.channels_last)
@@ -411,7 +411,7 @@ def test_a_memory_format_of_one_rank_alone_is_an_error():
 
 
 @session
-def test_gradients_stay_usable_after_the_step():
+def test_gradients_stay_valid_after_the_step():
     model = mlp()
     optimizer = distributed(model)
     train(model, optimizer, 4, mine())
@@ -421,12 +421,12 @@ def test_gradients_stay_usable_after_the_step():
         p.grad.mul_(2)
     assert_equal(next(model.parameters()).grad, kept[0] * 2)
     hvd.barrier()
-    assert_equal(next(model.parameters()).grad, kept[0] * 2)  # the others' doubling did not reach mine
+    assert_equal(next(model.parameters()).grad, kept[0] * 2)  # the other ranks' doubling has not affected this one
 
 
 @pytest.mark.ranks(2)
 @session
-def test_time_between_backward_and_step_is_not_the_backward_passs():
+def test_time_between_backward_and_step_is_not_counted_as_backward():
     model = mlp()
     optimizer = distributed(model)
     for _ in range(3):

@@ -1,6 +1,4 @@
-"""DistributedOptimizer and the habits of users: missing and frozen gradients, closures, joining, loading, dropping
-it.
-"""
+"""Common uses of DistributedOptimizer: missing and frozen gradients, closures, joining, loading, deleting it."""
 
 from __future__ import annotations
 
@@ -35,8 +33,8 @@ pytestmark = pytest.mark.ranks(1, 2, 4)
 
 
 @session
-def test_missing_gradients_are_zeros_and_every_rank_ends_alike():
-    """Each rank uses another branch; what it does not use counts as zero."""
+def test_missing_gradients_are_zeros_and_all_ranks_have_equal_weights():
+    """Each rank uses another branch; the gradients of unused branches count as zero."""
     model = nn.ModuleDict({str(i): nn.Linear(3, 2) for i in range(4)} | {"head": nn.Linear(2, 1)})
     torch.manual_seed(0)
     for parameter in model.parameters():
@@ -112,7 +110,7 @@ def test_process_sets_reduce_among_their_members(sets):
     assert_same_everywhere(weights(model), process_set)
 
 
-def test_ranks_outside_the_process_set_step_alone():
+def test_ranks_outside_the_process_set_step_on_their_own():
     first = hvd.ProcessSet([0]) if hvd_size() == 1 else hvd.ProcessSet(range(hvd_size() - 1))
     hvd.init(process_sets=None if hvd_size() == 1 else [first])
     try:
@@ -193,7 +191,7 @@ def test_parameters_frozen_and_thawed_and_added_later():
 
 @session
 def test_parameters_replaced_in_their_group():
-    """As Gaussian splatting does when it adds points."""
+    """Gaussian splatting does this when it adds points."""
 
     def trained(wrap, losses):
         points = nn.Parameter(torch.arange(6.0).view(3, 2) / 6)
@@ -219,7 +217,7 @@ def test_parameters_replaced_in_their_group():
 
 @session
 def test_requires_grad_toggled_between_two_optimizers():
-    """A GAN: the discriminator is frozen while the generator learns, and the other way round."""
+    """A GAN freezes the discriminator while the generator learns, and vice versa."""
 
     def nets():
         torch.manual_seed(5)
@@ -269,7 +267,7 @@ def test_every_torch_optimizer():
 
 
 @session
-def test_step_hooks_run_once_and_loading_state_resets():
+def test_step_hooks_run_once_and_a_loaded_state_replaces_the_old_one():
     model = mlp()
     optimizer = distributed(model)
     calls = []
@@ -288,8 +286,8 @@ def test_step_hooks_run_once_and_loading_state_resets():
 
 
 @session
-def test_hooks_of_the_user_are_seen_whenever_they_were_registered():
-    """Gradients that are copied at once and those that are copied together, in the first step and in later ones."""
+def test_hooks_of_the_user_run_whenever_they_were_registered():
+    """Covers gradients copied at once and gradients copied together, in the first step and in later ones."""
 
     def net():
         torch.manual_seed(0)
@@ -322,7 +320,7 @@ def test_hooks_of_the_user_are_seen_whenever_they_were_registered():
 
 
 @session
-def test_without_zero_grad_gradients_add_up_or_it_is_refused():
+def test_without_zero_grad_gradients_accumulate_or_raise_an_error():
     model, single = mlp(), mlp()
     optimizer, plain = distributed(model, sgd(model, lr=0.01)), sgd(single, lr=0.01)
     for step in range(5):
@@ -346,7 +344,7 @@ def test_without_zero_grad_gradients_add_up_or_it_is_refused():
 
 
 @session
-def test_one_rank_alone_may_load_a_checkpoint_between_steps():
+def test_a_single_rank_may_load_a_checkpoint_between_steps():
     model = mlp()
     optimizer = distributed(model)
     train(model, optimizer, 3, mine())
@@ -360,7 +358,7 @@ def test_one_rank_alone_may_load_a_checkpoint_between_steps():
     assert_same_everywhere(weights(model))
 
 
-def test_a_state_can_be_loaded_after_the_shutdown():
+def test_a_state_can_be_loaded_after_shutdown():
     hvd.init()
     model = mlp()
     optimizer = distributed(model)
@@ -371,7 +369,7 @@ def test_a_state_can_be_loaded_after_the_shutdown():
 
 
 @session
-def test_ranks_that_disagree_on_a_shape_are_told_which_parameter():
+def test_a_mismatched_shape_names_the_parameter():
     if hvd.size() == 1:
         pytest.skip("no rank to disagree with")
     model = nn.Linear(3 if hvd.rank() else 4, 2)
@@ -383,7 +381,7 @@ def test_ranks_that_disagree_on_a_shape_are_told_which_parameter():
 
 
 @session
-def test_ranks_that_disagree_on_the_number_of_parameters_are_told():
+def test_different_numbers_of_parameters_are_an_error():
     if hvd.size() == 1:
         pytest.skip("no rank to disagree with")
     model = nn.Linear(4, 2, bias=hvd.rank() > 0)
@@ -395,7 +393,7 @@ def test_ranks_that_disagree_on_the_number_of_parameters_are_told():
 
 
 @session
-def test_a_dropped_optimizer_reduces_no_more_and_is_freed():
+def test_a_deleted_optimizer_stops_reducing_and_is_freed():
     model = mlp()
     optimizer = distributed(model)
     train(model, optimizer, 3, mine())
@@ -411,8 +409,8 @@ def test_a_dropped_optimizer_reduces_no_more_and_is_freed():
 
 
 @session
-def test_buckets_follow_the_order_of_arrival():
-    """Layers used in the reverse order of their definition: after two steps the buckets know."""
+def test_buckets_follow_the_order_of_gradients():
+    """Layers are used in the reverse order of their definition; after two steps the buckets follow the use."""
     if hvd.size() == 1:
         pytest.skip("no buckets")
     torch.manual_seed(0)
@@ -451,7 +449,7 @@ def test_adasum_optimizer():
         train(single, sgd(single, momentum=0.0), 3, mine())
         assert_close(weights(model), weights(single))
         return
-    # Everybody on the same batch: all changes are parallel, so Adasum gives their mean, the plain step.
+    # All ranks have the same batch: all changes are parallel, so Adasum returns their mean, the plain step.
     num_steps = meter.num_steps
     train(model, optimizer, 3, lambda step: batch(0, step))
     assert meter.num_steps - num_steps == 3
@@ -467,7 +465,7 @@ def test_adasum_optimizer():
     assert optimizer.step(lambda: torch.tensor(7.0)) == 7.0
     assert_same_everywhere(weights(model))
     optimizer.zero_grad()
-    optimizer.step()  # no backward at all: zeros
+    optimizer.step()  # without backward, gradients are zeros
     assert_same_everywhere(weights(model))
 
 

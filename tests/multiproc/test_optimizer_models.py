@@ -1,4 +1,4 @@
-"""Twenty steps of several kinds of model, overlapped and sharded, equal one process on the joined batch."""
+"""Twenty steps of several kinds of model, overlapped and sharded, equal one process on the combined batch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ STEPS = 20
 
 
 def check(name: str) -> None:
-    """In float64, so that rounding is no excuse.
+    """Compare in float64, to exclude rounding errors.
 
-    SGD and Adam, one overlapped, the other sharded, and the other way round.
+    SGD and Adam: one overlapped, the other sharded, depending on the number of ranks.
     """
     build, shape = MODELS[name]
     kinds = [
@@ -78,7 +78,7 @@ def test_transformer_with_tied_embeddings():
 @pytest.mark.ranks(2)
 @session
 def test_equals_distributed_data_parallel():
-    """The same loop with DDP over gloo, in the same processes."""
+    """Compare with the same loop using DDP over gloo, in the same processes."""
     import torch.distributed as dist
 
     prefix = hvd.broadcast_object(f"ddp-{os.getpid()}-{time.monotonic_ns()}", 0)
@@ -100,7 +100,7 @@ def test_equals_distributed_data_parallel():
 @pytest.mark.ranks(1, 2, 4)
 @session
 def test_sparse_embeddings():
-    """With and without densifying, other rows on each rank; rank 0 has no embedding gradient at all in one step."""
+    """Embeddings are reduced sparse or dense, with other rows on each rank; rank 0 once has no embedding gradient."""
     for as_dense in (False, True):
         model, single = seeded(Embedded)(), seeded(Embedded)()
         optimizer = hvd.DistributedOptimizer(
@@ -123,8 +123,8 @@ def test_sparse_embeddings():
 
 @pytest.mark.ranks(1, 2, 3)
 @session
-def test_sparse_gradients_that_a_rank_misses_from_the_first_step_on():
-    """Which ranks use the table changes from step to step; in the first one no rank uses the second table."""
+def test_sparse_gradients_missing_on_a_rank_from_the_first_step():
+    """The ranks that use a table change from step to step; in the first step no rank uses the second table."""
     for options in ({}, {"groups": 1}, {"sparse_as_dense": True}):
         tables, single = (nn.ModuleList([nn.Embedding(6, 2, sparse=True) for _ in range(2)]) for _ in range(2))
         for table in (*tables, *single):
@@ -203,7 +203,7 @@ def test_compiled_model_autocast_and_grad_scaler():
                 with torch.autocast("cpu", dtype=torch.bfloat16):
                     loss = functional.cross_entropy(net(inputs), targets)
                 if step == 4 and (opt is plain or hvd.rank() == 1):
-                    loss = loss * float("inf")  # one rank overflows: all must leave this step out
+                    loss = loss * float("inf")  # one rank overflows: all must skip this step
                 scaler.scale(loss).backward()
                 if opt is plain:
                     scaler.step(opt)

@@ -1,4 +1,4 @@
-"""What the environment asks of the optimizer: autotune, with unequal batches too, and a look for NaN."""
+"""Optimizer settings from the environment: autotune, also with unequal batches, and the check for NaN."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ TRIALS = {
     "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "2",
     "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "6",
 }
-STEPS_A_TRIAL = 2 + 2  # the first two don't count
+STEPS_A_TRIAL = 2 + 2  # the first two are not measured
 
 
 def network() -> torch.nn.Module:
-    """10 MB of parameters: several buckets of the usual size."""
+    """Return a model of 10 MB: several default buckets."""
     torch.manual_seed(0)
     return torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(10)))
 
@@ -48,7 +48,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) 
 
 
 def trained_alone(num_steps: int) -> torch.nn.Module:
-    """What the average of all ranks' losses leads to, without any communication."""
+    """Train on the average of all ranks' losses, without communication."""
     model = network()
     optimizer = sgd(model)
     for number in range(num_steps):
@@ -77,7 +77,7 @@ def check_autotune() -> None:
         if hvd.rank() == 0:
             header, *rows = log.read_text().splitlines()
             assert header.endswith("tensor_fusion_threshold,score,overlap")
-            assert len(rows) == 6 + 1  # the trials, and the best
+            assert len(rows) == 6 + 1  # the trials and the best setting
             assert {row.rpartition(",")[2] for row in rows} == {"0", "1"}  # with and without overlap
         hvd.barrier()
         hvd.shutdown()
@@ -95,11 +95,11 @@ def test_autotune_without_shared_memory():
 
 @pytest.mark.ranks(2, env=TRIALS)
 @session
-def test_autotune_goes_back_to_the_default_when_a_rank_joins_in_the_middle_of_it():
+def test_autotune_returns_to_the_default_when_a_rank_joins_during_tuning():
     model = network()
     optimizer = distributed(model)
     order = optimizer._bucket_order
-    for number in range(2 + 2 * STEPS_A_TRIAL + hvd.rank() * STEPS_A_TRIAL):  # rank 1 goes on alone for a trial
+    for number in range(2 + 2 * STEPS_A_TRIAL + hvd.rank() * STEPS_A_TRIAL):  # rank 1 makes one trial more
         step(model, optimizer, number)
     assert order._setting != DEFAULT
     hvd.join()
@@ -111,7 +111,7 @@ def test_autotune_goes_back_to_the_default_when_a_rank_joins_in_the_middle_of_it
 
 
 @pytest.mark.ranks(2, env={"HORA_NAN_CHECK": "1"})
-def test_a_gradient_that_is_not_a_number_is_named_with_its_rank_and_parameter_before_it_is_reduced():
+def test_a_nan_gradient_is_named_with_its_rank_and_parameter_before_its_reduction():
     hvd.init()
     model = network()
     optimizer = distributed(model)

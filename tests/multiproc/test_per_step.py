@@ -1,7 +1,7 @@
-"""Elastic training by the step: a step that fails is applied nowhere or everywhere, and leaves no trace.
+"""Elastic training with per-step rollback: a failed step is applied on no rank or on all, and leaves no trace.
 
-Failures are injected into ranks that live on, at chosen moments; the same training is then made once more with the
-world changing between the same steps, without a failure. Everything must come out the same to the last bit.
+Failures are injected into ranks that survive, at chosen moments; then the same training runs again with the
+world changing between the same steps, without failures. All results must be bit-identical.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEPS = 7
 
 
 class Training:
-    """A training of which `report` tells everything. `faults`: step -> what happens in it."""
+    """A training whose complete state is in `report`. `faults`: step -> where it fails."""
 
     def __init__(self, faults, *, passes=1, make=torch.optim.Adam, state=None, **options):
         torch.manual_seed(10 + hvd.rank())
@@ -66,7 +66,7 @@ class Training:
     def train(self, state):
         self.entries += 1
         while state.step < STEPS:
-            fault = self.faults.pop(state.step, None)  # once, whichever rank is the first to hear of it
+            fault = self.faults.pop(state.step, None)  # each fault occurs once, whichever rank detects it first
             self.happen("between", fault)
             samples = iter(self.sampler)
             loss = 0.0
@@ -101,7 +101,7 @@ class Training:
 
     @contextmanager
     def failing_to_apply(self, where):
-        """The sum is there, but these ranks hear of a death before they apply it."""
+        """The reduction is complete, but the ranks `where` detect a failure before they apply it."""
         if not isinstance(where, list):
             yield
             return
@@ -109,7 +109,7 @@ class Training:
         def fail(*_):
             raise hvd.HorovodInternalError("injected")
 
-        # Of a sharded optimizer: a rank that fails has stepped its slice, and then hears of a death.
+        # A rank with a sharded optimizer has already stepped its slice when it detects the failure.
         name = "_step_ended" if hasattr(self.optimizer, "is_sharded") else "_base_step"
         if hvd.rank() in where:
             setattr(self.optimizer, name, fail)
@@ -146,9 +146,7 @@ def assert_same(found, expected, where=""):
 
 
 def assert_as_without_failures(faults, common=("net", "optimizer", "scheduler", "sampler"), **options):
-    """The failures leave no trace but a change of the world, before the step or, if some rank has applied it, after
-    it.
-    """
+    """Failures have the effect of a change of the world: before the step, or after it if a rank has applied it."""
     disturbed = Training(faults, **options)
     found = disturbed.run()
     everybody = list(range(hvd.size()))
@@ -164,23 +162,23 @@ def assert_as_without_failures(faults, common=("net", "optimizer", "scheduler", 
 
 
 @session
-def test_a_step_that_fails_everywhere_leaves_no_trace():
+def test_a_step_that_fails_on_all_ranks_leaves_no_trace():
     assert_as_without_failures({1: "forward", 3: "backward", 5: "commit"})
 
 
 @session
-def test_a_step_that_one_rank_has_applied_is_applied_by_all():
+def test_a_step_applied_by_one_rank_is_applied_by_all():
     everybody = list(range(hvd.size()))
     assert_as_without_failures({2: [0], 5: everybody[1:]})
 
 
 @session
-def test_a_step_whose_sum_all_ranks_have_and_none_has_applied_is_made_again():
+def test_a_reduced_step_that_no_rank_has_applied_is_repeated():
     assert_as_without_failures({3: list(range(hvd.size()))})
 
 
 @session
-def test_gradient_accumulation_begins_anew():
+def test_gradient_accumulation_is_repeated_from_its_beginning():
     assert_as_without_failures({2: "backward", 4: [hvd.size() - 1], 6: "amid"}, passes=2)
 
 
@@ -193,7 +191,7 @@ def test_compression_with_error_feedback():
 
 
 @session
-def test_the_slices_of_a_sharded_optimizer_are_all_of_one_step():
+def test_the_slices_of_a_sharded_optimizer_all_belong_to_one_step():
     everybody = list(range(hvd.size()))
     for faults in (
         {1: "forward", 3: "backward", 5: "commit"},
@@ -213,7 +211,7 @@ def test_the_slices_of_a_sharded_optimizer_without_shared_memory():
 
 @pytest.mark.ranks(3, env={"HORA_TRANSPORT": "tcp"})
 @session
-def test_a_slice_outlives_its_rank_and_is_lost_with_the_one_that_keeps_its_copy():
+def test_a_slice_survives_its_rank_unless_the_rank_with_its_copy_is_lost_too():
     training = Training({}, sharded=True)
     training.run()
     expected = training.report()
@@ -224,7 +222,7 @@ def test_a_slice_outlives_its_rank_and_is_lost_with_the_one_that_keeps_its_copy(
         ):
             training.state.commit()
     of_all = hvd.allgather_object(training.optimizer.slices())
-    left = {which: its for found in of_all[:2] for which, its in found.items()}  # rank 2 is dead
+    left = {which: its for found in of_all[:2] for which, its in found.items()}  # rank 2 is lost
     training.optimizer.unite(left)
     assert not training.optimizer.is_sharded
     found = {"net": dict(training.net.state_dict()), "optimizer": training.optimizer.state_dict()}
@@ -237,14 +235,14 @@ def test_a_slice_outlives_its_rank_and_is_lost_with_the_one_that_keeps_its_copy(
 
 
 @session
-def test_a_rank_that_dies_while_it_steps_its_slice_has_done_nothing():
+def test_a_rank_that_dies_while_stepping_its_slice_leaves_no_trace():
     training = Training({}, sharded=True)
     training.run()
     expected = training.report()
     optimizer = training.optimizer
     assert optimizer._copies.is_shared
     hvd.barrier()
-    if hvd.rank() == hvd.size() - 1:  # half of its slice is stepped
+    if hvd.rank() == hvd.size() - 1:  # it dies after half of its slice
         optimizer._copies.before_step()
         for shard in optimizer._shards.owned:
             shard.parameter.data[::2] += 1.0
@@ -259,7 +257,7 @@ def test_a_rank_that_dies_while_it_steps_its_slice_has_done_nothing():
 
 
 @session
-def test_an_optimizer_that_is_divided_before_it_is_watched():
+def test_an_optimizer_sharded_before_it_belongs_to_a_state():
     net = torch.nn.Linear(3, 70)
     inner = torch.optim.Adam(net.parameters(), lr=0.1)
     optimizer = hvd.DistributedOptimizer(inner, net.named_parameters(), sharded=True)
@@ -278,7 +276,7 @@ def test_an_optimizer_that_is_divided_before_it_is_watched():
 
 @pytest.mark.ranks(2)
 @session
-def test_adasum_takes_back_what_it_did_to_the_optimizers_state_during_backward():
+def test_adasum_rolls_back_its_changes_to_the_optimizers_state_during_backward():
     def momentum(parameters, lr):
         return torch.optim.SGD(parameters, lr=lr / 100, momentum=0.9)
 
@@ -286,7 +284,7 @@ def test_adasum_takes_back_what_it_did_to_the_optimizers_state_during_backward()
 
 
 @session
-def test_factors_in_the_place_of_gradients_are_drawn_anew_after_a_failure():
+def test_powersgd_factors_are_drawn_again_after_a_failure():
     training = Training({2: "backward", 4: [0]}, compression=hvd.Compression.powersgd(rank=2, start_step=1))
     found = training.run()
     assert (found["values"][0], training.entries) == (STEPS, 3)
@@ -295,19 +293,19 @@ def test_factors_in_the_place_of_gradients_are_drawn_anew_after_a_failure():
         assert_same(other, (found["net"], found["optimizer"]["state"]))
 
 
-@pytest.mark.ranks(3, env={"HORA_TRANSPORT": "tcp", "HOROVOD_FUSION_THRESHOLD": "0"})  # blocks of int8 as they come
+@pytest.mark.ranks(3, env={"HORA_TRANSPORT": "tcp", "HOROVOD_FUSION_THRESHOLD": "0"})  # no fusion of int8 blocks
 @session
-def test_as_between_hosts():
+def test_between_hosts():
     assert_as_without_failures({2: "backward", 4: [0, 2]}, compression=hvd.Compression.int8)
 
 
 @session
-def test_a_rank_that_dies_while_it_passes_its_step_on_leaves_the_others_a_whole_state():
+def test_a_rank_that_dies_while_sending_its_step_leaves_the_others_a_complete_state():
     training = Training({})
     state = training.state
     training.run()
     before = training.report()
-    if hvd.rank() == 0:  # all others lack a step
+    if hvd.rank() == 0:  # all others miss this step
         with torch.no_grad():
             training.net[0].weight.add_(1.0)
             training.optimizer.state[training.net[0].weight]["exp_avg"].add_(1.0)
@@ -341,15 +339,15 @@ def test_a_rank_that_dies_while_it_passes_its_step_on_leaves_the_others_a_whole_
 @pytest.mark.ranks(3)
 @session
 def test_a_rank_fails_at_each_message_of_the_roll_forward():
-    """Rank 0 has a step that the others lack. It, or another one, fails before one of the messages by which they take
-    it over; rank 0 then still has the step, or is replaced by a newcomer. All ranks must come to the same state, with
-    that step or without it, and must know which.
+    """Rank 0 has a step that the others miss; it, or another rank, fails before one of the messages that send it.
+    Rank 0 then still has the step, or is replaced by a newcomer. All ranks must reach the same state, with that step
+    or without it, and agree on which.
     """
     faults = [(rank, message, replaced) for rank in (0, 1) for message in range(40) for replaced in (False, True)]
     reached = set()
     for rank, message, replaced in faults:
         if (rank, message - 1) not in reached and message:
-            continue  # the one before was the last
+            continue  # the previous message was the last one
         net, state = _one_step_apart()
         failed = _sync_with_a_failure(net, state, message if hvd.rank() == rank else None, replaced)
         if any(hvd.allgather_object(failed)):
@@ -364,9 +362,7 @@ def test_a_rank_fails_at_each_message_of_the_roll_forward():
 
 
 def _one_step_apart():
-    """A training of four steps, of which weights and values tell the number, and a fifth that only rank 0 has
-    applied.
-    """
+    """Return a training after four steps, with a fifth that only rank 0 has applied; weights and values count steps."""
     number = 5 if hvd.rank() == 0 else 4
     net = torch.nn.Linear(2, 1)
     inner = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -383,9 +379,7 @@ def _one_step_apart():
 
 
 def _sync_with_a_failure(net, state, message, replaced):
-    """The elastic loop's way to a common state, in which this rank fails before that message; returns whether it
-    did.
-    """
+    """Synchronise as the elastic loop does; this rank fails before that message. Return whether it did."""
     count, failed = itertools.count(), False
     runtime = engine.current_runtime()
     real = runtime.submit
@@ -405,7 +399,7 @@ def _sync_with_a_failure(net, state, message, replaced):
         except hvd.HorovodInternalError as error:
             failed = failed or "injected" in str(error)
             state.restore()
-            if replaced and hvd.rank() == 0 and state._synced:  # a newcomer in its place
+            if replaced and hvd.rank() == 0 and state._synced:  # a newcomer replaces it
                 state._synced, state._origin, state._last.number, state.count = False, -2, -1, -1
                 net.weight.data.fill_(-1.0)
             reset()
@@ -413,9 +407,9 @@ def _sync_with_a_failure(net, state, message, replaced):
 
 
 @session
-def test_newcomers_take_everything_from_the_lowest_rank_that_has_it():
+def test_newcomers_copy_the_state_from_the_lowest_rank_that_has_it():
     training = Training({})
-    if hvd.rank() == hvd.size() - 1:  # the only one that has trained
+    if hvd.rank() == hvd.size() - 1:  # the only rank that has trained
         training.state._last.number, training.state._synced = 4, True
         training.state.step, training.state.losses = 4, [0.5]
     training.state.sync()
@@ -425,16 +419,16 @@ def test_newcomers_take_everything_from_the_lowest_rank_that_has_it():
 
 
 @session
-def test_newcomers_alone_do_not_begin_again():
+def test_newcomers_alone_do_not_start_from_scratch():
     training = Training({})
     assert training.state._origin == -1
-    training.state._origin = -2  # as for a rank that has come in a later generation
+    training.state._origin = -2  # as for a rank that joined in a later generation
     with raises(RuntimeError, "the state of the training is lost"):
         training.state.sync()
 
 
 @session
-def test_a_scaler_that_leaves_a_step_out_counts_as_one():
+def test_a_step_skipped_by_a_scaler_is_counted():
     net = torch.nn.Linear(2, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -450,7 +444,7 @@ def test_a_scaler_that_leaves_a_step_out_counts_as_one():
 
 
 @session
-def test_a_commit_copies_nothing_and_a_durable_one_is_whole():
+def test_a_commit_copies_nothing_and_a_durable_one_is_complete():
     with tempfile.TemporaryDirectory() as folder:
         training = Training({})
         state = training.state
@@ -468,8 +462,8 @@ def test_a_commit_copies_nothing_and_a_durable_one_is_whole():
 
 @pytest.mark.ranks(3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
 @session
-def test_an_optimizer_of_a_process_set_is_made_again_in_every_world():
-    """The way that the error below names: by commits, with the plain optimizer in the state."""
+def test_an_optimizer_of_a_process_set_is_created_again_in_every_world():
+    """The remedy named by the error tested below: commits, with the plain optimizer in the state."""
 
     def trained(*faults):
         torch.manual_seed(hvd.rank())
@@ -501,7 +495,7 @@ def test_an_optimizer_of_a_process_set_is_made_again_in_every_world():
 
 @pytest.mark.ranks(2, 3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
 @session
-def test_without_a_distributed_optimizer_of_whole_steps_it_is_refused():
+def test_per_step_without_a_suitable_distributed_optimizer_is_rejected():
     net = torch.nn.Linear(2, 1)
     with raises(ValueError, "per_step=True needs a hvd.DistributedOptimizer in the state"):
         hvd.elastic.TorchState(model=net, per_step=True)
@@ -521,7 +515,7 @@ def test_without_a_distributed_optimizer_of_whole_steps_it_is_refused():
 
 @pytest.mark.ranks(2, env={"HORA_ELASTIC_PER_STEP": "1"})
 @session
-def test_the_environment_asks_for_it_and_commits_are_used_where_it_is_not_possible():
+def test_the_environment_enables_it_and_commits_are_used_where_it_is_impossible():
     net = torch.nn.Linear(2, 1)
     assert not hvd.elastic.TorchState(model=net).per_step
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
@@ -530,7 +524,7 @@ def test_the_environment_asks_for_it_and_commits_are_used_where_it_is_not_possib
 
 
 @session
-def test_an_own_kind_of_value_is_copied_when_a_step_begins():
+def test_a_custom_kind_of_value_is_copied_when_a_step_begins():
     class Box:
         content = 0
 
@@ -591,7 +585,7 @@ def test_a_module_whose_buffer_is_replaced_in_forward():
 
 
 @session
-def test_a_world_of_ranks_that_had_the_same_buckets_begins_with_them():
+def test_a_world_of_ranks_with_equal_buckets_reuses_them():
     net = torch.nn.Linear(3, 2)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
     state = hvd.elastic.TorchState(model=net, optimizer=optimizer, per_step=True)
@@ -610,14 +604,14 @@ def test_a_world_of_ranks_that_had_the_same_buckets_begins_with_them():
         state.on_reset()
         state.sync()
         first = optimizer._reducer
-        assert optimizer._runtime.is_current == (not has_newcomer)  # otherwise it begins anew with the first gradient
+        assert optimizer._runtime.is_current == (not has_newcomer)  # otherwise the first gradient builds new buckets
         step()
         assert isinstance(optimizer._reducer, Buckets)
         assert (optimizer._reducer is first) == (not has_newcomer)
 
 
 class Adversaries:
-    """Two optimizers whose steps are one iteration, the second every other time, with an EMA and a scheduler each."""
+    """Two optimizers that form one iteration, the second every other time, with an EMA and a scheduler each."""
 
     def __init__(self, fails_at=(), **options):
         torch.manual_seed(4)
@@ -675,7 +669,7 @@ class Adversaries:
 
 
 @session
-def test_an_iteration_of_two_optimizers_is_rolled_back_whole_or_refused():
+def test_an_iteration_of_two_optimizers_is_rolled_back_completely_or_rejected():
     with raises(ValueError, "per_step=True", "critic_optimizer, generator_optimizer", "state.commit()"):
         Adversaries(per_step=True)
     expected = Adversaries().run()
@@ -684,8 +678,8 @@ def test_an_iteration_of_two_optimizers_is_rolled_back_whole_or_refused():
 
 
 @session
-def test_an_average_of_the_model_belongs_to_the_step_before():
-    """Updated after a step and before any commit: a later step that fails leaves it as it is."""
+def test_a_weight_average_belongs_to_the_previous_step():
+    """It is updated after a step and before any commit; a later failed step does not change it."""
     results = []
     for fails_at in ((), (2, 4)):
         torch.manual_seed(4)

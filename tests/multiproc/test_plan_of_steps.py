@@ -1,4 +1,4 @@
-"""`hora.plan` on ranks that are hosts of their own."""
+"""`hora.plan` on ranks that are their own hosts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def net() -> torch.nn.Module:
 
 @pytest.mark.ranks(2, env={"HORA_TRANSPORT": "tcp"})
 @session
-def test_all_ranks_come_to_the_same_plan_and_the_model_stays_as_it_is():
+def test_all_ranks_get_the_same_plan_and_the_model_is_unchanged():
     torch.manual_seed(0)
     model = net()
     before = [p.detach().clone() for p in model.parameters()]

@@ -1,6 +1,6 @@
-"""Compression.powersgd: torch's own hook as the reference, and the optimizer's contract with it.
+"""Compression.powersgd, compared with torch's own hook, and its contract with the optimizer.
 
-Over TCP every rank is a host of its own, so everything is compressed; on one host nothing is.
+Over TCP every rank is its own host, so all gradients are compressed; on one host none is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.ranks(2, env=TCP)
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Matrices of several shapes, a convolution, vectors, and a matrix that rank 4 is too much for."""
+    """Return a model with matrices of several shapes, a convolution, vectors, and a matrix too small for rank 4."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Unflatten(1, (3, 4, 4)),
@@ -63,7 +63,7 @@ def parameter_errors(optimizer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
-def test_ten_steps_give_what_torchs_hook_gives(rank, tmp_path):
+def test_ten_steps_equal_torchs_hook(rank, tmp_path):
     hvd.init()
     try:
         place = hvd.broadcast_object(str(tmp_path / f"meet{rank}"), 0)
@@ -98,8 +98,8 @@ def test_all_ranks_have_the_same_bits():
 
 
 @session
-def test_errors_and_what_was_sent_are_the_gradient():
-    """The sum over the ranks of gradient and old error is what was sent, and the new error."""
+def test_errors_and_sent_values_add_up_to_the_gradient():
+    """Summed over the ranks, gradient and old error equal the sent values and the new error."""
     model = net()
     optimizer = distributed(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), compression=powersgd())
     run(model, optimizer, 5)
@@ -117,7 +117,7 @@ def test_errors_and_what_was_sent_are_the_gradient():
 
 
 @session
-def test_passes_per_step_sums_half_precision_and_a_changed_layout():
+def test_passes_per_step_sums_half_precision_and_another_memory_format():
     model, twice = net(), {"backward_passes_per_step": 2}
     run(model, distributed(model, sgd(model, lr=0.01), compression=powersgd(), **twice), 6, passes=2)
     assert_same_everywhere(weights(model))
@@ -146,7 +146,7 @@ def test_a_high_rank_is_as_good_as_no_compression():
 
 
 @session
-def test_a_state_is_taken_up_where_it_was():
+def test_a_state_is_resumed():
     model = net()
     optimizer = distributed(model, compression=powersgd())
     run(model, optimizer, 5)
@@ -156,12 +156,12 @@ def test_a_state_is_taken_up_where_it_was():
     again.load_state_dict(values)
     fresh = distributed(again, compression=powersgd())
     fresh.load_state_dict(saved)
-    # The first step of an optimizer is plain: it sends everything, and the errors stay for the next.
+    # The first step of an optimizer is not compressed, so the errors are kept for the next one.
     run(again, fresh, 4, first=5)
     assert fresh.state_dict()["powersgd"]["num_steps"] == 9
     assert_same_everywhere(weights(again))
     assert_close(weights(again), weights(model), 0.05)
-    # By another rank: the errors are not its own.
+    # Another rank that loads the state ignores the errors, which are not its own.
     other = distributed(net(), compression=powersgd())
     other.load_state_dict(hvd.broadcast_object(saved, 0))
     found = parameter_errors(other)
@@ -171,8 +171,8 @@ def test_a_state_is_taken_up_where_it_was():
 
 
 @session
-def test_only_rank_0_has_loaded_a_state():
-    """As after a restart where the root reads the checkpoint: the members agree on the steps and on new factors."""
+def test_only_rank_0_loads_a_state():
+    """After a restart in which only the root reads the checkpoint, the members agree on steps and on new factors."""
     model = net()
     optimizer = distributed(model, compression=powersgd(start_step=4))
     run(model, optimizer, 6)
@@ -190,7 +190,7 @@ def test_only_rank_0_has_loaded_a_state():
 
 
 @session
-def test_rank_0_goes_back_to_an_earlier_state_and_the_others_follow():
+def test_the_other_ranks_follow_when_rank_0_returns_to_an_earlier_state():
     model = net()
     optimizer = distributed(model, compression=powersgd())
     run(model, optimizer, 5)
@@ -204,7 +204,7 @@ def test_rank_0_goes_back_to_an_earlier_state_and_the_others_follow():
 
 
 @session
-def test_infinite_gradients_are_seen_everywhere_and_leave_nothing():
+def test_infinite_gradients_are_visible_on_all_ranks_and_leave_no_trace():
     model = net()
     optimizer = distributed(model, compression=powersgd())
     run(model, optimizer, 4)
@@ -232,7 +232,7 @@ def test_process_sets_compress_among_their_members(sets):
 
 
 @session
-def test_after_a_join_the_ranks_go_on_together():
+def test_after_a_join_the_ranks_continue_together():
     model = net()
     optimizer = distributed(model, compression=powersgd())
     run(model, optimizer, 4)
@@ -271,7 +271,7 @@ def test_arguments_are_checked():
     with raises(ValueError, "DistributedOptimizer"):
         hvd.allreduce(torch.ones(3), compression=powersgd())
     with raises(AttributeError, "rank"):
-        powersgd().rank = 3  # frozen: a compression does not change between steps
+        powersgd().rank = 3  # frozen: a compression cannot change between steps
 
 
 @pytest.mark.ranks(2)
@@ -285,8 +285,8 @@ def test_on_one_host_nothing_is_compressed():
 
 
 @session
-def test_in_a_new_world_the_survivors_go_on_and_a_newcomer_takes_part():
-    """As after an elastic reset: rank 1's optimizer is a new one, and with it its error memory."""
+def test_in_a_new_world_survivors_continue_and_a_newcomer_takes_part():
+    """After an elastic reset, rank 1 has a new optimizer, and with it new error memory."""
     model = net()
     optimizer = distributed(model, compression=powersgd(start_step=3))
     run(model, optimizer, 5)
