@@ -1,7 +1,7 @@
-"""Blocking processes of a simulation: threads of which the simulation runs one at a time.
+"""Blocking processes of a simulation, as threads of which the simulation runs one at a time.
 
-What waits in the real classes (a `Condition`, a connection) hands over to the simulation and gets its turn back when
-its time has come. So everything still follows from the seed.
+Where a real class waits (on a `Condition` or a connection), the fiber yields to the simulation and resumes at the
+virtual time at which the wait ends. The whole run therefore depends on the seed alone.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ FOREVER_S = 1e6
 
 
 class KilledError(BaseException):
-    """The process is no more."""
+    """The process has been killed."""
 
 
 class Process:
-    """What its fibers have in common: `dead`, or stopped for a while."""
+    """State that the fibers of a process share: the process is `dead`, or stopped for a while."""
 
-    current: Process | None = None  # of which something happens now
+    current: Process | None = None  # the process whose event runs now
 
     def __init__(self, simulation: Simulation, name: str) -> None:
         self.simulation, self.name = simulation, name
@@ -32,7 +32,7 @@ class Process:
         self.fibers: list[Fiber] = []
 
     def later(self, delay_s: float, function: Callable[[], None]) -> None:
-        """Call it then, or when the process runs again, unless it has ended."""
+        """Call the function after the delay, or when the process resumes, unless the process has ended."""
 
         def run() -> None:
             if self.dead:
@@ -49,16 +49,16 @@ class Process:
         self.simulation.after(delay_s, run)
 
     def end(self) -> None:
-        """Whatever it was doing, it does not go on."""
+        """End the process and its fibers, whatever they wait for."""
         self.dead = True
         for fiber in self.fibers:
             fiber.end()
 
 
 class Fiber:
-    """One thread of a process; it begins soon."""
+    """One thread of a process; it starts after a short delay."""
 
-    current: Fiber | None = None  # none: the simulation itself, and what happens in servers' threads
+    current: Fiber | None = None  # none: the simulation itself, or an event of a server's thread
 
     def __init__(self, process: Process, function: Callable[[], None]) -> None:
         self.process, self._function = process, function
@@ -95,12 +95,12 @@ class Fiber:
             raise error
 
     def end(self) -> None:
-        """Have it leave whatever it waits for. Not from within itself."""
+        """Make the fiber leave its wait and end. Has no effect when called from the fiber itself."""
         if Fiber.current is not self:
             self._go_on()
 
     def park(self, delay_s: float | None) -> Callable[[], None]:
-        """Prepare to wait: what it gives ends the wait, as does the time. `pause` waits."""
+        """Prepare to wait with `pause`; the returned function ends the wait, as does the timeout."""
         self._num_parked += 1
         mine = self._num_parked
 
@@ -114,7 +114,7 @@ class Fiber:
         return wake
 
     def pause(self) -> None:
-        """Let the others run until woken."""
+        """Let other fibers run until this one is woken."""
         self._back.release()
         self._turn.acquire()
         if self.process.dead:
@@ -122,7 +122,7 @@ class Fiber:
 
 
 def pause(delay_s: float) -> None:
-    """Sleep, in a fiber."""
+    """Sleep in a fiber."""
     fiber = Fiber.current
     assert fiber is not None
     fiber.park(delay_s)
@@ -130,7 +130,7 @@ def pause(delay_s: float) -> None:
 
 
 class Condition:
-    """Stands for `threading.Condition`. Nobody is interrupted between two waits, so there is nothing to lock."""
+    """Stands for `threading.Condition`. Fibers are switched only when they wait, so no lock is needed."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Process, Callable[[], None]]] = []
@@ -147,7 +147,7 @@ class Condition:
 
     def wait(self, limit_s: float | None) -> None:
         fiber, process = Fiber.current, Process.current
-        if fiber is None:  # the thread in which the simulation runs, which is the controller's
+        if fiber is None:  # the thread that runs the simulation, which is the controller's
             assert process is not None
             assert not process.simulation.happening, "a server's thread must not wait"
             woken: list[bool] = []
@@ -227,7 +227,7 @@ class Thread:
 
 
 class Pool:
-    """Stands for `ThreadPoolExecutor`: one after the other."""
+    """Stands for `ThreadPoolExecutor`, but runs the calls one after the other."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 

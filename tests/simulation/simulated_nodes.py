@@ -1,8 +1,8 @@
-"""Nodes that come by themselves, in virtual time: the real links of agents, and the real `Agents`, `AgentHandle`s and
+"""Joining nodes in virtual time: the real sessions of agents, and the real `Agents`, `AgentHandle` and
 `HostLauncher`.
 
-What is played: sockets, pipes, threads, a machine's processes, and the agent's loop over them (`SimulatedAgent`), which
-starts `simulated_workers` by the orders that reach it.
+Simulated are sockets, pipes, threads, a machine's processes, and the agent's loop over them (`SimulatedAgent`), which
+starts `simulated_workers` as ordered.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from hora.launch.slots import NodeSpec
 from hora.net.wire import Credentials
 from hora.world import World
 
-CUT_LIMIT_S = 30.0  # of silence, after which a kernel takes a connection for cut
+CUT_LIMIT_S = 30.0  # how long a connection stays silent before the kernel closes it
 START_LIMIT_S = 60.0
 AGENTS_GRACE_S = 5.0
 REASONABLE_END_S = 300.0
@@ -52,16 +52,16 @@ CREDENTIALS = Credentials(bytes(32), "nodes")
 
 
 class Pipe:
-    """Both ends of it, which are descriptors in all processes."""
+    """A pipe, whose two ends are descriptors valid in all processes."""
 
     def __init__(self) -> None:
         self.data = bytearray()
-        self.written, self.read = True, True  # its ends are open
+        self.written, self.read = True, True  # whether its ends are open
         self.changed = Condition()
 
 
 class Descriptors:
-    """Stands for the parts of `os` and `select` that have to do with pipes."""
+    """Stands for those parts of `os` and `select` that handle pipes."""
 
     def __init__(self) -> None:
         self._ids = itertools.count(1_000_000)
@@ -118,7 +118,7 @@ class Descriptors:
 
 
 class NodesServer(VirtualServer):
-    """Stands for the server of `Agents`, in the launcher's process."""
+    """Stands for the server of `Agents` in the launcher's process."""
 
     here: NodesServer
 
@@ -130,7 +130,7 @@ class NodesServer(VirtualServer):
 
 
 class SimulatedConnection:
-    """A client's end of a connection, as `hora.net.wire.Connection`."""
+    """A client's end of a connection, with the interface of `hora.net.wire.Connection`."""
 
     def __init__(self, server: VirtualServer, name: str, address: str) -> None:
         self._inbox: list[Message | None] = []
@@ -186,7 +186,7 @@ class NodeConnection(SimulatedConnection):
 
 
 def connect(where: tuple[str, int], credentials: Credentials, *, timeout_s: float) -> NodeConnection:
-    """Stands for `hora.net.wire.connect`: a round trip, or an error."""
+    """Stands for `hora.net.wire.connect`: takes a round trip, or raises an error."""
     assert Process.current is not None
     machine = Process.current.machine  # type: ignore[attr-defined]
     clock = machine.simulation
@@ -203,15 +203,15 @@ def connect(where: tuple[str, int], credentials: Credentials, *, timeout_s: floa
 
 
 class Machine:
-    """A node, or the first one, where the launcher runs; its agents and workers."""
+    """A node, or the launcher's own machine, with its agents and workers."""
 
     def __init__(self, world: Nodes, name: str, slots: int, index: int) -> None:
         self.world, self.name, self.slots, self.index = world, name, slots, index
         self.simulation, self.network = world.simulation, world.network
         self.connections: list[NodeConnection] = []
         self.agents: list[SimulatedAgent] = []
-        self.process: Process | None = None  # of its present agent
-        self.told: list[str] = []  # how its agents have ended
+        self.process: Process | None = None  # of its current agent
+        self.told: list[str] = []  # how each of its agents ended
 
     @property
     def agent_dead(self) -> bool:
@@ -249,7 +249,7 @@ class Machine:
         self._hang_up()
 
     def _hang_up(self) -> None:
-        """Its agent is no more: what it held is closed."""
+        """Close the connections of the dead agent."""
         for connection in self.connections:
             connection.link.hang_up()
 
@@ -263,7 +263,7 @@ class Machine:
                 agent.end_workers()
 
     def die(self) -> None:
-        """The power fails: nobody says good-bye, and the launcher's kernel finds out in its time."""
+        """Cut the power: no process says goodbye, and the launcher's kernel detects it only after a while."""
         for connection in self.connections:
             connection.link.connected = False
             connection.link.broken = True
@@ -281,11 +281,11 @@ class Machine:
             connection.link.cut()
 
     def leave(self) -> None:
-        """SIGTERM to its agent: elastic jobs let its ranks leave first."""
+        """Send SIGTERM to the agent, whose ranks leave first if the job is elastic."""
         if self.agent_dead:
             return
         serving = [agent for agent in self.agents if not agent.dead and agent.process is self.process]
-        if not serving:  # it has not joined: SIGTERM does what it does to any process
+        if not serving:  # it has not joined yet, so SIGTERM ends it at once
             self.kill_agent()
             return
         assert self.process is not None
@@ -303,8 +303,8 @@ class SimulatedAgent:
         self.simulation, self.world = self.machine.simulation, self.machine.world
         self.link = link
         self.workers: dict[int, Worker] = {}
-        self._asked: set[int] = set()  # to be started
-        self._untold = 0  # ends of workers that the controller has not been told
+        self._asked: set[int] = set()  # workers to start
+        self._untold = 0  # exits of workers not yet reported to the controller
         self._heard = float("inf")
         self._status: int | None = None
         self._ending = self._finished = self._leaving = self._over = False
@@ -347,7 +347,7 @@ class SimulatedAgent:
         return self._status is not None or self.link.gone
 
     def asked_to_end(self) -> None:
-        """SIGTERM."""
+        """Handle SIGTERM."""
         if self.link.elastic and not self._leaving:
             self._leaving = True
             self.link.send(Leaving())
@@ -411,14 +411,14 @@ class SimulatedAgent:
                 self._terminate(number, grace_s)
 
     def end_workers(self, **rest: float) -> None:
-        """They die with the agent."""
+        """Kill the workers, as happens when the agent dies."""
         self._asked.clear()
         for worker in self.workers.values():
             worker.die(137, **rest)
 
 
 class OwnProcess(Process):
-    """Stands for an agent's process on the launcher's machine, the launcher's end of its link, and its own end."""
+    """Stands for the agent's process on the launcher's machine, and for both ends of its connection."""
 
     silence_limit_s = None
     elastic = False
@@ -453,7 +453,7 @@ class OwnProcess(Process):
             self.descriptors.close(self._tell)
             self._changed.notify_all()
 
-    # As the launcher sees it.
+    # The launcher's end.
 
     def sendall(self, data: bytes) -> None:
         if self.status is not None:
@@ -470,7 +470,7 @@ class OwnProcess(Process):
         return self.status
 
     def kill(self) -> None:
-        """SIGKILL: its workers go with it."""
+        """Send SIGKILL, which also ends the workers."""
         if self.status is None:
             self.end()
             for agent in self.machine.agents:
@@ -478,10 +478,10 @@ class OwnProcess(Process):
             self._finish(-9)
 
     def hang_up(self) -> None:
-        """The launcher is no more."""
+        """Close the launcher's end, because the launcher has died."""
         self.descriptors.close(self._order)
 
-    # As the agent sees it: its link.
+    # The agent's end.
 
     def fileno(self) -> int:
         return self._orders
@@ -502,7 +502,7 @@ class OwnProcess(Process):
 
 
 class Nodes:
-    """All machines of a run, and what may not be."""
+    """All machines of a run, and invariants of their workers."""
 
     def __init__(self, simulation: Simulation, network: Network, begin: Callable[..., Worker], num_nodes: int) -> None:
         self.simulation, self.network, self._begin, self.num_nodes = simulation, network, begin, num_nodes
@@ -517,8 +517,8 @@ class Nodes:
         self.machines = [Machine(self, f"host{index}", rng.randint(1, 3), index) for index in range(1, num_nodes + 1)]
 
     def kill_launcher(self) -> None:
-        """SIGKILL, of the process in which the simulation runs: whatever that does afterwards has no effect any
-        more.
+        """Send SIGKILL to the launcher, the process that runs the simulation: anything that it does afterwards has no
+        effect.
         """
         self.over = True
         self.launcher.end()
@@ -529,7 +529,7 @@ class Nodes:
         raise KilledError
 
     def ordered(self, agent: SimulatedAgent, order: Start) -> None:
-        """A start was ordered: of a worker that no other agent was told to start, with a key of its own."""
+        """Check an order to start a worker: no other agent got one for this worker, and it has its keys."""
         other = self._orders.setdefault(order.worker, agent)
         assert other is agent, f"worker {order.worker} is to be started by the {other.name} and by the {agent.name}"
         assert all(order.private_files.values()), "a worker without a key"

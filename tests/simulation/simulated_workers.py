@@ -1,8 +1,8 @@
-"""What runs in the processes of a simulated job: an elastic training, which speaks to the rendezvous as `ControlClient`
-does.
+"""Worker processes of a simulated job: an elastic training that uses the rendezvous with the protocol of
+`ControlClient`.
 
-A step is an all-gather of all ranks' values, in which they also agree whether to stop for a new world, as a commit
-does. A world that breaks sends a worker back for the next one. `Referee` sees everything and knows what may not be.
+A step is an all-gather of all ranks' values, in which the ranks also agree whether to stop for a new world, as in a
+commit. When a world breaks, its workers ask for the next one. `Referee` observes everything and checks invariants.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from hora.net.wire import cut_parts
 from hora.world import World
 
 LIMIT_S = 600.0
-RETURN_S = 10.0  # of `ControlClient`
-BACK = 0  # the number of the question by which a worker comes back
+RETURN_S = 10.0  # the limit of `ControlClient`
+BACK = 0  # id of the request with which a worker reconnects
 VALUE = struct.Struct(">iiq?")  # generation, rank, worker, whether it wants to stop for a new world
 Answer = tuple[dict[str, Any], bytes]
 Life = Generator["Request | float", Any, int]
 
 
 class Request:
-    """Something to ask the launcher."""
+    """A request to the launcher."""
 
     def __init__(self, header: dict[str, Any], payload: bytes = b"") -> None:
         self.header, self.payload = header, payload
 
 
 class Referee:
-    """Holds the invariants."""
+    """Checks the invariants."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self.published: dict[int, dict[int, World]] = {}
         self._last_generation = -1
-        self._values: dict[str, bytes] = {}  # what a gather gave
+        self._values: dict[str, bytes] = {}  # results of gathers
         self._given: dict[tuple[int, int], int] = {}  # generation and rank -> worker
         self.given_up: dict[int, float] = {}
 
     def publish(self, generation: int, worlds: dict[int, World]) -> None:
-        """The launcher has decided: one generation after the other, every rank and every place once."""
+        """Check a published generation: it follows the previous one, and its ranks and slots are unique."""
         self._simulation.log(f"generation {generation}: workers {sorted(worlds)}")
         assert generation == self._last_generation + 1, "generations do not follow one another"
         self._last_generation = generation
@@ -57,7 +57,7 @@ class Referee:
         self.published[generation] = worlds
 
     def entered(self, worker: int, world: World, after: int) -> None:
-        """A worker got a place: the one that was published, later than its last, and nobody else's."""
+        """Check a worker's world: it is published, newer than the last one, and no other worker has its rank."""
         assert world.generation > after, "an old world was given"
         assert self.published[world.generation][worker].rank == world.rank
         other = self._given.setdefault((world.generation, world.rank), worker)
@@ -66,7 +66,7 @@ class Referee:
         )
 
     def gathered(self, worker: int, world: World, key: str, values: bytes) -> None:
-        """An operation was executed: the same for all who see it, with every rank's own part."""
+        """Check the result of an operation: it is the same for all ranks and contains the part of every rank."""
         assert self._values.setdefault(key, values) == values, f"two results of {key}"
         parts = cut_parts(values, world.size)
         assert [rank for rank, _ in parts] == list(range(world.size))
@@ -77,11 +77,11 @@ class Referee:
         assert worker in self.published[world.generation]
 
     def obeyed(self, worker: int, operation: str, asked_at: float) -> None:
-        """The launcher does what a worker asked it for: nothing of what it asks after it was given up.
+        """Check that the launcher ignores requests that a worker sends after it was dropped.
 
-        What it asked for before takes effect when it was asked for, though the answer may come later: a value that a
-        rank has brought to a meeting counts there as if the rank had died right after, which nobody can tell apart. No
-        generation has a place for it after that (`publish`), and what it writes then is refused.
+        Earlier requests take effect at the time of the request, although the answer may be late: a value that a rank
+        has contributed to a gather counts as if the rank had died right afterwards; no peer can tell the difference.
+        From then on no generation includes the worker (`publish`), and its writes are rejected.
         """
         if operation in ("gather", "keys", "next_world", "set", "get", "add", "delete"):
             since = self.given_up.get(worker)
@@ -89,19 +89,19 @@ class Referee:
 
 
 class Worker:
-    """A process. `fate`: what else may happen to it, by chance."""
+    """A worker process. `rng` decides which other misfortunes happen to it."""
 
     def __init__(
         self, simulation: Simulation, referee: Referee, spec: WorkerSpec, ended: Callable[[int], None], num_steps: int
     ) -> None:
         self.number, self.host, self.dead = spec.worker, spec.slot.hostname, False
-        self.stopped_until = 0.0  # SIGSTOP, or a machine that swaps
-        self.stubborn = simulation.rng.random() < 0.1  # does not end by itself when it is cut off
-        self._comes_back = simulation.rng.random() < 0.5  # to a launcher from which it was cut off
+        self.stopped_until = 0.0  # stopped by SIGSTOP, or its machine swaps
+        self.stubborn = simulation.rng.random() < 0.1  # does not exit by itself when it is cut off
+        self._comes_back = simulation.rng.random() < 0.5  # reconnects to a launcher from which it was cut off
         self._simulation, self._referee, self._ended, self._num_steps = simulation, referee, ended, num_steps
         self._link: Link | None = None
         self._waits_for, self._ids = -1, 0
-        self._asked: Request | None = None  # what it waits for
+        self._asked: Request | None = None  # the request in flight
         self._returning_until = 0.0
         self._cut_off = False
         self._notified = False
@@ -114,7 +114,7 @@ class Worker:
     # ---- the process --------------------------------------------------------------------------------------
 
     def die(self, code: int, *, unseen_s: float = 0.0) -> None:
-        """`unseen_s`: with its machine, of whose end nobody hears before that."""
+        """End the process. `unseen_s`: its machine dies too, and the launcher detects it only after this time."""
         if not self.dead:
             self.dead = True
             link = self._link
@@ -126,17 +126,17 @@ class Worker:
             self._ended(code)
 
     def terminate(self) -> None:
-        """SIGTERM; one that is stopped does not hear it, and is killed later."""
+        """Send SIGTERM. A stopped process does not handle it and is killed later."""
         if self._simulation.now >= self.stopped_until:
             self.die(143)
 
     def cut(self) -> None:
-        """Its connection breaks."""
+        """Break the worker's connection."""
         if self._link is not None and not self.dead:
             self._link.cut()
 
     def _go_on(self, value: Answer | None) -> None:
-        """Run on to the next question or pause."""
+        """Run until the next request or pause."""
         if self.dead or self._cut_off:
             return
         if self._simulation.now < self.stopped_until:
@@ -153,7 +153,7 @@ class Worker:
             self._ask(wanted)
 
     def _connect(self) -> None:
-        """Open a connection; what comes over an earlier one is not heard any more."""
+        """Open a connection; messages of earlier ones are ignored from now on."""
         link: Link | None = None
 
         def heard(message: Message | None) -> None:
@@ -176,7 +176,7 @@ class Worker:
             self._simulation.after(max(self.stopped_until - self._simulation.now, 0.0), lambda: self.die(1))
 
     def _come_back(self) -> None:
-        """As `ControlClient` does: within a limit, and what was not answered is asked again."""
+        """Reconnect like `ControlClient`: within a limit, and repeat the unanswered request."""
         if self.dead or self._cut_off:
             return
         if self._simulation.now < self.stopped_until:
@@ -198,14 +198,14 @@ class Worker:
         if "error" in header:
             self._give_up()
         elif self._waits_for >= 0 and self._asked is not None:
-            if self._asked.header["op"] == "gather":  # the others were told that it failed
+            if self._asked.header["op"] == "gather":  # the other ranks were told that it failed
                 self._waits_for = -1
                 self._go_on(({"error": "lost"}, b""))
             else:
                 self._ask(self._asked)
 
     def _heard(self, message: Message | None) -> None:
-        """Something came from the launcher; None: the connection has ended."""
+        """Handle a message from the launcher; None means that the connection has ended."""
         if self.dead or self._cut_off:
             return
         if message is None:
@@ -228,7 +228,7 @@ class Worker:
             self._waits_for = -1
             self._go_on((header, payload))
 
-    # ---- what it does ---------------------------------------------------------------------------------------
+    # ---- the training ---------------------------------------------------------------------------------------
 
     def _live(self) -> Life:
         self._connect()
@@ -262,7 +262,7 @@ class Worker:
         )
         if "error" in header:
             return "broken", step
-        first = True  # a newcomer begins where the others are
+        first = True  # a new worker starts at the step of the others
         self._notified = False
         while step < self._num_steps:
             yield rng.expovariate(2.0)
@@ -274,7 +274,7 @@ class Worker:
                 return "broken", step
             self._referee.gathered(self.number, world, key, values)
             if first:
-                first, step = False, world.generation  # all begin at the same step, whatever they did before
+                first, step = False, world.generation  # all start at the same step, whatever they did before
                 continue
             step += 1
             if any(VALUE.unpack(part)[-1] for _, part in cut_parts(values, world.size)):

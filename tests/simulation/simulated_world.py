@@ -1,9 +1,9 @@
-"""The ranks of one world, in virtual time: the real control tree, tree, agreement, planner and status, between virtual
+"""The ranks of one world in virtual time: the real control tree, negotiation, planner and status, in virtual
 processes.
 
-What is played: sockets (`ControlServer` stands for `hora.net.server.Server`, `connect` for
-`hora.net.wire.connect`), threads (`fibers`), the driver of a queue, and the transport, in which an operation is
-executed when all members have come to it.
+Simulated are sockets (`ControlServer` stands for `hora.net.server.Server`, `connect` for `hora.net.wire.connect`),
+threads (`fibers`), the driver of a queue, and the transport, which executes an operation when all members have reached
+it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from hora.errors import HorovodInternalError
 from hora.net.server import Timer
 
 Message = tuple[dict[str, Any], bytes]
-GOODBYE_LIMIT_S = 2.0  # of `Runtime`
-SILENCE_LIMIT_S = 8.0  # of the control tree's connections
+GOODBYE_LIMIT_S = 2.0  # the limit of `Runtime`
+SILENCE_LIMIT_S = 8.0  # limit of the control tree's connections
 
 
 class End:
-    """One end of a connection, as `Peer` and as `Connection`: messages come in order, late, until it is cut."""
+    """One end of a connection, as `Peer` and `Connection`: delivers messages in order and late until it is cut."""
 
     def __init__(self, process: Process, host: str, speaker: int, take: Callable[[End, Message | None], None]) -> None:
         self.process, self.host, self.speaker, self._take = process, host, speaker, take
@@ -49,7 +49,7 @@ class End:
             self.other.arrive(lambda: self.other.take(message))
 
     def arrive(self, function: Callable[[], None]) -> None:
-        """After all that was sent before; later where the network is silent or the process is stopped."""
+        """Deliver after all earlier messages, and later if the network is silent or the process is stopped."""
         simulation = self.process.simulation
         free = max(self.network.silent_until(self.host), self.network.silent_until(self.other.host), simulation.now)
         self._arrival = max(self._arrival, free + simulation.rng.expovariate(500.0))
@@ -60,7 +60,7 @@ class End:
             self._take(self, message)
 
     def close(self) -> None:
-        """This end closes, and the other one sees it."""
+        """Close this end; the other end is notified."""
         if self.open:
             self.open = False
             self.other.arrive(self.other.ended)
@@ -70,7 +70,7 @@ class End:
             self.open = False
             self._take(self, None)
 
-    # Of a `Connection`.
+    # The interface of `Connection`.
 
     inbox: list[Message | None]
     changed: Condition
@@ -93,7 +93,7 @@ class End:
 class ControlServer:
     """Stands for `hora.net.server.Server` in one process."""
 
-    listening: dict[str, ControlServer]  # of this run
+    listening: dict[str, ControlServer]  # the servers of this run
     network: Network
 
     def __init__(
@@ -155,7 +155,7 @@ class ControlServer:
 
 
 def connect(where: str, credentials: Rank, *, timeout_s: float, silence_limit_s: int) -> End:
-    """Stands for `hora.net.wire.connect`: a round trip, or an error."""
+    """Stands for `hora.net.wire.connect`: takes a round trip, or raises an error."""
     rank = credentials
     server = ControlServer.listening[where]
     other, clock = server._rank, rank.simulation
@@ -175,7 +175,7 @@ def connect(where: str, credentials: Rank, *, timeout_s: float, silence_limit_s:
 
 
 class Rank(Process):
-    """A process of the world, from its start to its end."""
+    """A process of the world, from start to end."""
 
     def __init__(self, world: SimulatedWorld, rank: int, host: str) -> None:
         super().__init__(world.simulation, f"rank {rank}")
@@ -189,7 +189,7 @@ class Rank(Process):
         self.step = 0
         Fiber(self, self._live)
 
-    # The runtime's part.
+    # Methods of the runtime.
 
     _on_leaving = Runtime._on_leaving
 
@@ -215,7 +215,7 @@ class Rank(Process):
         if self.rank not in self.control_tree.news.goodbyes and not self.num_in_flight:
             self.control_tree.leave(self.status.reason)
 
-    # Its life.
+    # The training.
 
     def _live(self) -> None:
         pause(self.simulation.rng.expovariate(2.0))
@@ -235,9 +235,9 @@ class Rank(Process):
             self.outcome = "done"
         except HorovodInternalError as error:
             self.outcome = str(error)
-        except OSError as error:  # a neighbour that died before it was met
+        except OSError as error:  # a neighbour died before this rank connected
             self.outcome = f"could not begin: {error!r}"
-            self.world.harmed.add(self.rank)  # it ends, perhaps before those that join it have heard why
+            self.world.harmed.add(self.rank)  # it exits, perhaps before ranks that connect to it learn the reason
             self._on_fault(self.outcome)
             self._tell(self.outcome)
         self._shut_down()
@@ -280,7 +280,7 @@ class Rank(Process):
             self._drive()
 
     def _drive(self) -> None:
-        """One turn of an `OperationQueue`'s driver."""
+        """Run one iteration of the driver of an `OperationQueue`."""
         assert self.negotiation is not None
         batches = self.negotiation.poll(self.planner)
         if batches is None:
@@ -303,7 +303,7 @@ class Rank(Process):
             self._say_goodbye_if_idle()
 
     def _shut_down(self) -> None:
-        """As `Runtime.shutdown`."""
+        """Shut down like `Runtime.shutdown`."""
         text = f"Horovod has been shut down by rank {self.rank}"
         self.num_in_flight = 0
         self.status.close(text)
@@ -325,7 +325,7 @@ class Rank(Process):
 
 
 class SimulatedWorld:
-    """All ranks, what they are to do, and what may not be."""
+    """All ranks, their program, and the invariants."""
 
     def __init__(self, simulation: Simulation, network: Network) -> None:
         rng = simulation.rng
@@ -338,9 +338,9 @@ class SimulatedWorld:
         self.program = [[f"step {n} tensor {t}" for t in range(rng.randint(1, 3))] for n in range(rng.randint(2, 5))]
         self.leaves = rng.choice([None, None, (rng.randrange(self.size), rng.randrange(len(self.program)))])
         self.names: dict[int, str] = {}
-        self.harmed: set[int] = set()  # ranks of which others may say that they are lost
+        self.harmed: set[int] = set()  # ranks that others may report as lost
         self.disturbed = False
-        self._order: list[str] = []  # in which operations are executed
+        self._order: list[str] = []  # the order in which operations are executed
         self._came: dict[str, set[int]] = {}
         self._num_come = [0] * self.size
         self.ranks = [Rank(self, rank, f"host{number}") for number, host in enumerate(hosts) for rank in host]
@@ -349,14 +349,14 @@ class SimulatedWorld:
         self.simulation.log(text)
 
     def await_all_names(self) -> None:
-        """The launcher's table tells every rank where the others are, and that one has died instead."""
+        """Wait for the launcher's table of all ranks' addresses; raise an error if a rank has died instead."""
         while len(self.names) < self.size:
             if any(rank.dead for rank in self.ranks):
                 raise HorovodInternalError("a rank has died before all had met")
             pause(0.05)
 
     def enter(self, rank: int, name: str) -> None:
-        """A rank comes to an operation: all in the same order, each once, and nothing that not all have announced."""
+        """Check that ranks execute operations once, in the same order, and only if all have announced them."""
         at = self._num_come[rank]
         self._num_come[rank] += 1
         if at == len(self._order):
@@ -373,7 +373,7 @@ class SimulatedWorld:
         assert rank in self.harmed, f"rank {by} takes rank {rank} for lost, which nothing has happened to"
 
     def judge(self) -> None:
-        """At the end."""
+        """Check the final state."""
         for rank in self.ranks:
             assert rank.outcome, f"rank {rank.rank} has not ended"
         if self.disturbed:
@@ -389,7 +389,7 @@ class SimulatedWorld:
 
 
 def _signature(name: str) -> Signature:
-    """Of a tensor, which has the same name and shape in every step."""
+    """Return the signature of a tensor, whose name and shape are the same in every step."""
     kind, tensor = Kind.ALLREDUCE, name.partition("tensor")[2]
     shape = (zlib.crc32(tensor.encode()) % 99,)
     return Signature(int(kind), kind.name.lower(), f"tensor{tensor}", dtypes=("float32",), shapes=(shape,))

@@ -1,9 +1,9 @@
-"""A virtual clock, network and set of processes for the control plane's real classes: everything follows from one seed.
+"""A virtual clock, network and set of processes for the control plane's real classes, determined by one seed.
 
-Time passes only when somebody waits; then the next event happens. Messages of a connection keep their order, those of
-different connections do not. What is real: `run_job`, its controller, policies, roster, hosts and blacklist, the
-rendezvous and its table. What is played: sockets (`VirtualServer` stands for `hora.net.server.Server`), the queue in
-which the controller waits, the launcher's processes, and what runs in them (`simulated_workers`).
+Time passes only while a process waits; then the next event runs. Messages of one connection keep their order, those of
+different connections do not. Real are `run_job`, its controller, policies, roster, hosts and blacklist, and the
+rendezvous with its table. Simulated are sockets (`VirtualServer` stands for `hora.net.server.Server`), the queue in
+which the controller waits, the launcher's processes, and their programs (`simulated_workers`).
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from hora.launch.job import LaunchEvents, WorkerSpec
 from hora.launch.slots import HostInfo
 from hora.net.server import Handler, Timer
 
-LONGEST_RUN_S = 6 * 3600.0  # of virtual time: whoever has not ended by then waits for ever
+LONGEST_RUN_S = 6 * 3600.0  # of virtual time: a process that has not ended by then never will
 _MALFORMED = (ValueError, KeyError, TypeError, ArithmeticError)
 
 Message = tuple[dict[str, Any], bytes]
 
 
 class StuckError(AssertionError):
-    """Nobody does anything any more, or not before the end of time."""
+    """No process has an event left, or none before the end of the run."""
 
 
 class Simulation:
-    """The clock, what is going to happen, and chance. `trace`: what has happened."""
+    """The clock, the scheduled events and the random numbers. `trace`: a log of past events."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.now = 1000.0
-        self.happening = False  # in an event, which takes no time: nothing may wait in it but a fiber
+        self.happening = False  # inside an event, which takes no time, so that only fibers may wait
         self.trace: list[str] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._ids = itertools.count()
@@ -49,7 +49,7 @@ class Simulation:
         heapq.heappush(self._events, (self.now + delay_s, next(self._ids), function))
 
     def run_until(self, done: Callable[[], bool], deadline: float) -> bool:
-        """Let things happen until it is done (True), or until the deadline."""
+        """Run events until `done` (True) or until the deadline (False)."""
         while not done():
             if self.now > LONGEST_RUN_S:
                 raise StuckError("the job has not ended")
@@ -76,7 +76,7 @@ class Simulation:
 
 
 class VirtualQueue:
-    """Where the controller waits: meanwhile everything else happens."""
+    """The queue in which the controller waits; meanwhile other events run."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -99,46 +99,46 @@ class VirtualQueue:
 
 
 class Link:
-    """A connection of a worker: in order, late, and until it is cut. The server's `Peer` as well."""
+    """A worker's connection, which delivers messages in order and late until it is cut. Also the server's `Peer`."""
 
     def __init__(self, server: VirtualServer, speaker: int, host: str, heard: Callable[[Message | None], None]) -> None:
         self.speaker, self.host = speaker, host
         self.name, self.number, self.where = f"worker {speaker}", -1, host
-        self.open = True  # for the server
-        self.connected = True  # for the worker
-        self.broken = self.reset = False  # it did not end by anybody's hand
+        self.open = True  # at the server's end
+        self.connected = True  # at the worker's end
+        self.broken = self.reset = False  # whether it was cut rather than closed by an end
         self._server, self._heard = server, heard
         self._simulation = server.simulation
-        self._arrival = [0.0, 0.0]  # of the last message to the server, to the worker
-        self.asked: dict[int, tuple[str, float]] = {}  # which operation and when, by the request's number
+        self._arrival = [0.0, 0.0]  # time of the last message to the server, and to the worker
+        self.asked: dict[int, tuple[str, float]] = {}  # id of a request -> its operation and time
 
     def _deliver(self, direction: int, function: Callable[[], None]) -> None:
-        """Later than what was sent before; where the network is cut, only when it is mended."""
+        """Deliver after earlier messages; while the network is silent, only when it works again."""
         simulation = self._simulation
         ready = max(simulation.now, self._server.network.silent_until(self.host)) + simulation.rng.expovariate(200.0)
         self._arrival[direction] = max(self._arrival[direction], ready)
         simulation.after(self._arrival[direction] - simulation.now, function)
 
     def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
-        """The server's message to the worker."""
+        """Send a message from the server to the worker."""
         if "re" in header and "error" not in header:
             self._server.obeyed(self.speaker, *self.asked[header["re"]])
         if self.open:
             self._deliver(1, lambda: self._heard((header, payload)) if self.connected else None)
 
     def say(self, header: dict[str, Any], payload: bytes = b"") -> None:
-        """The worker's message to the server."""
+        """Send a message from the worker to the server."""
         if self.connected:
             self._deliver(0, lambda: self._server.take(self, header, payload))
 
     def hang_up(self) -> None:
-        """The worker's end: it closes its connection, or dies."""
+        """Close the worker's end, because it disconnects or dies."""
         if self.connected:
             self.connected = False
             self._deliver(0, lambda: self._server.drop(self))
 
     def cut(self) -> None:
-        """Both ends find out, each in its time."""
+        """Cut the connection; each end detects it after a random delay."""
         self.broken = True
         self._deliver(0, lambda: self._server.drop(self))
         self._deliver(1, self._hear_the_end)
@@ -157,13 +157,11 @@ class Link:
 
 
 class VirtualServer:
-    """Stands for `hora.net.server.Server`: the handler's methods are called one after the other, when their time has
-    come.
-    """
+    """Stands for `hora.net.server.Server`: calls the handler's methods one after the other, at their virtual time."""
 
     simulation: Simulation  # of this run
     network: Network
-    obeyed: Callable[[int, str, float], None]  # told what the server does for whom
+    obeyed: Callable[[int, str, float], None]  # called with each request that the server has answered
     made: VirtualServer
 
     def __init__(self, handler: Handler, *, name: str) -> None:
@@ -179,7 +177,7 @@ class VirtualServer:
     def start(self, credentials: object) -> None: ...
 
     def call(self, function: Callable[[], None]) -> None:
-        """Soon, in the order in which they were asked for: the real one has a thread of its own."""
+        """Call the function soon, in order of the calls: the real server runs it in its own thread."""
         simulation = self.simulation
         self._next_call = max(self._next_call, simulation.now + simulation.rng.expovariate(2000.0))
         simulation.after(self._next_call - simulation.now, lambda: None if self._closed else function())
@@ -225,7 +223,7 @@ class VirtualServer:
 
 
 class Network:
-    """Hosts that cannot be reached for a while."""
+    """Hosts that are unreachable for a while."""
 
     def __init__(self) -> None:
         self._silent_until: dict[str, float] = {}
@@ -238,7 +236,7 @@ class Network:
 
 
 class Discovery:
-    """Stands for a discovery script: tells of hosts that come and go."""
+    """Stands for a discovery script: reports hosts that are added and removed."""
 
     def watch(self, known: Sequence[HostInfo], changed: Callable[[Sequence[HostInfo]], None]) -> None:
         self._hosts, self._changed = list(known), changed
@@ -256,7 +254,7 @@ class Discovery:
 class VirtualLauncher:
     """Implements Launcher.
 
-    `begin(spec)` makes a process of a spec: an object with `die(code)`, `dead`, and `terminate()`.
+    `begin(spec)` creates the process of a spec: an object with `die(code)`, `dead`, and `terminate()`.
     """
 
     bind_address = advertised_address = "10.0.0.1"
@@ -274,7 +272,7 @@ class VirtualLauncher:
 
         def ended(code: int) -> None:
             self._simulation.log(f"worker {spec.worker} has ended with code {code}")
-            late = self._simulation.rng.expovariate(5.0)  # before or after the end of its connection is seen
+            late = self._simulation.rng.expovariate(5.0)  # before or after the end of its connection is detected
             self._simulation.after(late, lambda: events.exited(Exited(worker=spec.worker, code=code)))
 
         self.processes[spec.worker] = self._begin(spec, ended)
@@ -286,7 +284,7 @@ class VirtualLauncher:
 
     def _terminate(self, number: int, grace_s: float) -> None:
         process = self.processes.get(number)
-        if process is None:  # it has not begun: it will be ended when it has
+        if process is None:  # not started yet: end it once it is
             self._simulation.after(0.5, lambda: self._terminate(number, grace_s))
         elif not process.dead:
             process.terminate()
@@ -298,7 +296,7 @@ class VirtualLauncher:
 
 
 class Playable(Protocol):
-    """A run of a seed."""
+    """A run with a seed."""
 
     simulation: Simulation
 
@@ -309,7 +307,7 @@ R = TypeVar("R", bound=Playable)
 
 
 def played(make: Callable[[int], R], seed: int) -> R:
-    """Run a seed; whatever goes wrong names it, and tells what happened."""
+    """Run a seed; an error is reported with the seed and the end of the trace."""
     run = make(seed)
     try:
         run.to_the_end()

@@ -1,10 +1,10 @@
-"""Jobs on nodes that join, under every kind of fault: real agents and the real controller's end.
+"""Jobs on joining nodes under every kind of fault, with real agents and the real controller.
 
-    python -m pytest tests/simulation/test_joining_nodes.py --seed 4711     one again, exactly
+        python -m pytest tests/simulation/test_joining_nodes.py --seed 4711     replay one seed exactly
 
-What must hold is what holds for every job (`test_simulation`), and: no order reaches two machines, no worker begins
-twice or without a key; when the job is over, however it ends, every agent ends in a status or in words, and nothing is
-left on any node.
+The invariants of every job hold (`test_simulation`), and also: no order reaches two machines, no worker starts twice or
+without a key; when the job is over, every agent has ended with a status or an error, and no process is left
+on any node.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SILENCE_LIMIT_S = 20.0
 
 
 class Run(JobRun):
-    """One job on nodes that come, go and come back."""
+    """One job on nodes that join, leave and rejoin."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -158,7 +158,7 @@ class Run(JobRun):
             case "own agent":
                 for agent in nodes.own.agents[-1:]:
                     agent.link.kill()
-        if rng.random() < 0.7:  # the platform starts it again
+        if rng.random() < 0.7:  # the platform restarts it
             self.simulation.after(rng.choice([0.1, 2.0, 15.0]), machine.boot)
 
     def _silence(self, machine: Machine, lasts_s: float) -> None:
@@ -169,7 +169,7 @@ class Run(JobRun):
 
     @contextlib.contextmanager
     def _in_this_world(self) -> Iterator[None]:
-        """More real modules, with pipes, threads and sockets of the simulation."""
+        """Patch further real modules to use the simulation's pipes, threads and sockets."""
         nodes, clock = self.nodes, self.simulation
         times = SimpleNamespace(monotonic=clock.monotonic, time=clock.time, sleep=pause)
         threads = SimpleNamespace(Condition=Condition, Event=Event, Thread=Thread, Lock=threading.Lock)
@@ -199,7 +199,7 @@ def launcher_host(machine: Machine):
 
 
 def cut_now(link) -> None:
-    """A kernel has given a connection up: each end sees it, though nothing comes through."""
+    """Let the kernel close a silent connection: each end is notified, although the network delivers nothing."""
     link.broken = True
     NodesServer.here.drop(link)
     link._hear_the_end()
@@ -209,7 +209,7 @@ def played_all(seeds: Iterable[int]) -> list[str]:
     return [played(Run, seed).outcome for seed in seeds]
 
 
-def test_whatever_happens(request: pytest.FixtureRequest):
+def test_invariants_hold_under_random_faults(request: pytest.FixtureRequest):
     seed = request.config.getoption("--seed")
     seeds = range(request.config.getoption("--seeds") // 2) if seed is None else [seed]
     outcomes = played_all(seeds)
@@ -221,7 +221,7 @@ def test_whatever_happens(request: pytest.FixtureRequest):
 @pytest.mark.parametrize(
     "rule", ["a node outlives its launcher", "nodes are not told that the job is over", "orders reach all"]
 )
-def test_a_rule_that_is_broken_is_noticed(rule: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_broken_invariant_is_detected(rule: str, monkeypatch: pytest.MonkeyPatch):
     if rule == "a node outlives its launcher":
         monkeypatch.setattr(SimulatedAgent, "_look", lambda _: None)
     elif rule == "nodes are not told that the job is over":

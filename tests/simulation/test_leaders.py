@@ -1,12 +1,12 @@
 """Leaders of a job whose state is in a store, under every kind of fault.
 
-    python -m pytest tests/simulation/test_leaders.py --seed 4711     one again, exactly
+        python -m pytest tests/simulation/test_leaders.py --seed 4711     replay one seed exactly
 
-Election loops, leaderships, the agents' links and the store's client are real. The store is a virtual etcd, whose
-answers come late or not at all, also after it has done what it was asked for. A leader counts: it orders the
-number of all agents, over the real `Agents`, and saves it. What must hold whatever happens: no two processes lead for
-certain at the same time; nothing that a leader of the past saves is kept, no agent obeys one after it has obeyed
-another; no number is lost or counted twice; and every process ends, with the job's status or in words.
+Election loops, leaderships, the agents' connections and the store's client are real. The store is a virtual etcd, whose
+answers are late or get lost, even after it has processed the request. A leader counts: it sends the number to all
+agents, over the real `Agents`, and saves it. Invariants: no two processes lead at the same time; the store keeps
+nothing that a deposed leader saves; no agent obeys a leader after it has obeyed a later one; no number is lost or
+counted twice; and every process ends, with the job's status or an error.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ LIMITS = {"elastic_timeout": 120, "start_timeout": 60, "launcher_timeout": 30}
 
 
 class Etcd:
-    """Keys with the revisions in which they were made, and leases."""
+    """Keys with their create revisions, and leases."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self._revision = 1
         self._keys: dict[str, tuple[str, int, int, int]] = {}  # key -> value, revision, lease, revision of the last put
-        self._leases: dict[int, tuple[float, float]] = {}  # lease -> seconds, when it expires
-        self.saved: list[tuple[int, dict[str, Any]]] = []  # by which term, what
+        self._leases: dict[int, tuple[float, float]] = {}  # lease -> duration in seconds, time at which it expires
+        self.saved: list[tuple[int, dict[str, Any]]] = []  # term of the leader, saved state
 
     def _expire(self) -> None:
         over = [lease for lease, (_, until) in self._leases.items() if until <= self._simulation.now]
@@ -93,7 +93,7 @@ class Etcd:
         raise AssertionError(path)
 
     def forge_leader(self, name: str) -> None:
-        """Write as a client that is no node of the job: the entry then belongs to no lease."""
+        """Write the entry as a client that is not a node of the job: it then belongs to no lease."""
         key = next((key for key in self._keys if base64.b64decode(key).endswith(b"/leader")), None)
         if key is not None:
             self._revision += 1
@@ -122,9 +122,9 @@ class Etcd:
 
 
 class LeadersServer(VirtualServer):
-    """Stands for the server of a leader's `Agents`: it does nothing while its process is stopped."""
+    """Stands for the server of a leader's `Agents`, which is idle while its process is stopped."""
 
-    listening: dict[int, LeadersServer]  # of this run
+    listening: dict[int, LeadersServer]  # the servers of this run, by port
 
     def __init__(self, handler: Any, *, name: str, silence_limit_s: int) -> None:
         assert Fiber.current is not None
@@ -180,7 +180,7 @@ def connect(where: tuple[str, int], credentials: object, *, timeout_s: float) ->
 
 
 class Kept(Process):
-    """A node's agent, from its start to its end: it outlives the process that started it. It notes its orders."""
+    """A node's agent, from start to end. It outlives the process that started it, and checks its orders."""
 
     def __init__(self, node: Node) -> None:
         super().__init__(node.simulation, f"agent {node.index}")
@@ -210,7 +210,7 @@ class Kept(Process):
         self.dead = True
 
     def _obey(self, term: int, number: int, run: str) -> None:
-        """An order is executed: of no leader before the one whose orders were executed last."""
+        """Check an order: it must not come from an earlier leader than the last one executed."""
         assert term >= self._obeyed[0], f"{self.name} obeys term {term} after term {self._obeyed[0]}"
         if run == self.node.world.run_of(term):
             assert (term, number) >= self._obeyed or number == 1, f"{self.name} counts {number} after {self._obeyed}"
@@ -219,12 +219,12 @@ class Kept(Process):
 
 
 class Node(Process):
-    """The process of a node: its election loop, from its start to its end."""
+    """The process of a node with its election loop, from start to end."""
 
     def __init__(self, world: Run, index: int) -> None:
         super().__init__(world.simulation, f"node {index}")
         self.world, self.index, self.outcome = world, index, ""
-        self.cut_until = 0.0  # from the store
+        self.cut_until = 0.0  # disconnected from the store until then
         self.servers: list[LeadersServer] = []
         self.agent: Kept | None = None
         self.job = ""
@@ -321,7 +321,7 @@ class Run:
         return self.runs[term]
 
     def commands(self, node: Node) -> None:
-        """A leader is about to command: no other one could."""
+        """Check, when a leader is about to give orders, that no other process can."""
         for index, term in self.leading.items():
             with contextlib.suppress(LeadershipLostError):
                 term.check()
@@ -370,7 +370,7 @@ class Run:
                 node.cut_until = max(node.cut_until, now + rng.choice([0.5, 2.0, 5.0, 40.0]))
 
     def post(self, path: str, question: Any) -> tuple[int, dict[str, Any]]:
-        """One request to the virtual etcd, from the process that asks."""
+        """Send one request to the virtual etcd from the current process."""
         assert Fiber.current is not None
         rng, process = self.rng, Fiber.current.process
         if process.dead:
@@ -385,7 +385,7 @@ class Run:
         pause(rng.expovariate(100.0) if rng.random() < 0.98 else rng.uniform(0.0, 3.0))
         if self.simulation.now < node.cut_until or rng.random() < 0.02:
             pause(1.0)
-            raise TimeoutError("timed out")  # though it has been done
+            raise TimeoutError("timed out")  # although the request was processed
         return 200, answer
 
     @contextlib.contextmanager
@@ -424,13 +424,13 @@ def played_all(seeds: Iterable[int]) -> None:
         played(Run, seed)
 
 
-def test_whatever_happens(request: pytest.FixtureRequest):
+def test_invariants_hold_under_random_faults(request: pytest.FixtureRequest):
     seed = request.config.getoption("--seed")
     played_all(range(request.config.getoption("--seeds") // 2) if seed is None else [seed])
 
 
 @pytest.mark.parametrize("rule", ["a stopped leader goes on", "the store takes what any leader says"])
-def test_a_rule_that_is_broken_is_noticed(rule: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_broken_invariant_is_detected(rule: str, monkeypatch: pytest.MonkeyPatch):
     if rule == "a stopped leader goes on":
         monkeypatch.setattr(Leadership, "check", lambda _: None)
     else:

@@ -1,11 +1,11 @@
-"""Jobs under every kind of fault, in virtual time: the real controller, policies and rendezvous, in a simulated world.
+"""Jobs under every kind of fault in virtual time: the real controller, policies and rendezvous in a simulated world.
 
     make simulate                                     ten thousand seeds
-    python -m pytest tests/simulation --seed 4711     one again, exactly
+        python -m pytest tests/simulation --seed 4711     replay one seed exactly
 
-What must hold whatever happens: one generation after the other, and each rank of it one worker's; an operation has the
-same result for all who see it; nothing is done for a worker that was given up; the job ends, in a result or in words,
-and nothing of it is left.
+Invariants: generations follow one another, and each rank belongs to one worker; an operation has the same result on all
+ranks; the launcher does nothing for a dropped worker; the job ends with a result or an error, and no process of it is
+left.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Run:
         self.elastic = self.rng.random() < 0.8
         self.num_steps = self.rng.randint(3, 30)
         self.launcher = VirtualLauncher(self.simulation, self._process)
-        # How long a rank may be silent, whatever the others do.
+        # How long a rank may be silent, whatever the other ranks do.
         self.stall_shutdown_s = self.rng.choice([None, 30.0]) if self.elastic else None
         self.outcome = ""
 
@@ -76,8 +76,8 @@ class Run:
                 self.outcome = "done"
                 assert len(result.results) == len(self.referee.published[self._last_generation()])
             except StuckError:
-                # Whoever stops all that is left of a job may let it go on one day: it waits, unless it was given a
-                # limit.
+                # All remaining ranks may be stopped and resumed one day, so the job waits for them unless it has a
+                # stall limit.
                 members = [
                     self.launcher.processes[number] for number in self.referee.published[self._last_generation()]
                 ]
@@ -95,7 +95,7 @@ class Run:
         return Worker(self.simulation, self.referee, spec, ended, self.num_steps)
 
     def _fault(self) -> None:
-        """Something happens to a worker, to a host, or to the list of hosts."""
+        """Inject a fault into a worker, a host, or the list of hosts."""
         rng, now = self.rng, self.simulation.now
         alive = [process for process in self.launcher.processes.values() if not process.dead]
         host = rng.choice(self.hosts).hostname
@@ -110,7 +110,7 @@ class Run:
             case "cut":
                 victim.cut()
             case "stop":
-                # A job of a fixed size has no limit for a rank that never runs again.
+                # A job of a fixed size has no limit for a rank that never resumes.
                 until = now + rng.choice([1.0, 8.0, 60.0, 1e9 if self.elastic else 600.0])
                 victim.stopped_until = max(victim.stopped_until, until)
             case "silence":
@@ -123,7 +123,7 @@ class Run:
 
     @contextlib.contextmanager
     def _in_this_world(self) -> Iterator[None]:
-        """The real modules, with another clock, queue, server and chance."""
+        """Patch the real modules to use the simulation's clock, queue, server and random numbers."""
         clock = SimpleNamespace(monotonic=self.simulation.monotonic, time=self.simulation.time)
         VirtualServer.simulation, VirtualServer.network = self.simulation, self.network
         VirtualServer.obeyed = staticmethod(self.referee.obeyed)
@@ -154,18 +154,18 @@ def played_all(seeds: Iterable[int]) -> list[str]:
     return [played(Run, seed).outcome for seed in seeds]
 
 
-def test_whatever_happens(request: pytest.FixtureRequest):
+def test_invariants_hold_under_random_faults(request: pytest.FixtureRequest):
     seed = request.config.getoption("--seed")
     seeds = range(request.config.getoption("--seeds")) if seed is None else [seed]
     outcomes = played_all(seeds)
-    if len(outcomes) >= 100:  # they are not all alike: there are jobs that succeed, and some that cannot
+    if len(outcomes) >= 100:  # some jobs must succeed, and some must fail
         done = sum(outcome == "done" for outcome in outcomes)
         assert 0.3 * len(outcomes) < done < 0.95 * len(outcomes), done
 
 
 @pytest.mark.parametrize("rule", ["an old world is given", "a lost worker is kept for ever"])
-def test_a_rule_that_is_broken_is_noticed(rule: str, monkeypatch: pytest.MonkeyPatch):
-    """The simulation can fail."""
+def test_a_broken_invariant_is_detected(rule: str, monkeypatch: pytest.MonkeyPatch):
+    """Shows that the simulation can fail."""
 
     def at_once(rendezvous, peer, header, payload) -> None:
         rendezvous._give_world(rendezvous._park(peer, header, str), peer.number)

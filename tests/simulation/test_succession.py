@@ -1,9 +1,9 @@
-"""Jobs whose leaders die or are deposed at any moment, in virtual time: the real controller takes over from itself.
+"""Jobs whose leaders die or are deposed at any moment, in virtual time, with the real controller as each leader.
 
-    python -m pytest tests/simulation/test_succession.py --seed 4711     one again, exactly
+        python -m pytest tests/simulation/test_succession.py --seed 4711     replay one seed exactly
 
-What must hold is what holds for every job (`test_simulation`), over all leaders: generations follow one another, no
-worker begins twice, none that was given up has a place again. Played: the store, and the nodes' keepers, which hold the
+The invariants of every job hold (`test_simulation`) across all leaders: generations follow one another, no worker
+starts twice, and no dropped worker gets a slot again. Simulated are the store and the nodes' agents, which hold the
 workers.
 """
 
@@ -32,17 +32,17 @@ RETURN_S = 600.0
 
 
 class Keepers:
-    """The nodes' keepers: what runs there, whoever leads. Orders of a leader of the past are refused."""
+    """The nodes' agents and their workers, under any leader. They reject orders of earlier leaders."""
 
     def __init__(self, simulation: Simulation, begin: Any) -> None:
         self._simulation, self._begin = simulation, begin
         self.processes: dict[int, Worker] = {}
         self.exits: dict[int, int] = {}
-        self.events: LaunchEvents | None = None  # of the present leader
+        self.events: LaunchEvents | None = None  # of the current leader
         self.term = 0
 
     def order(self, term: int, function: Any) -> None:
-        """Have it done soon, unless another one leads by then."""
+        """Execute an order soon, unless another process leads by then."""
         late = self._simulation.rng.uniform(0.01, 1.0)
         self._simulation.after(late, lambda: function() if term == self.term else None)
 
@@ -94,10 +94,10 @@ class Leader:
     def save(self, state: Mapping[str, Any]) -> None:
         self.check()
         dies = self._run.rng.random()
-        if dies < 0.02:  # before it has written
+        if dies < 0.02:  # before it writes
             raise LeadershipLostError
         self._run.saved = json.dumps(state)
-        if dies < 0.04:  # before anybody has heard
+        if dies < 0.04:  # after it writes, before any worker is notified
             raise LeadershipLostError
 
     def adopt(self, workers: Mapping[str, Collection[int]], events: LaunchEvents) -> set[int]:
@@ -135,7 +135,7 @@ class Leader:
 
 
 class OverAllLeaders(Referee):
-    """A leader that takes over tells of the present generation again, and of no other."""
+    """Allows a new leader to publish the current generation again, but no other one."""
 
     def publish(self, generation: int, worlds: Any) -> None:
         if generation in self.published and generation == max(self.published):
@@ -146,7 +146,7 @@ class OverAllLeaders(Referee):
 
 
 class PatientWorker(Worker):
-    """Comes back to whoever leads, as long as its keeper lives."""
+    """Reconnects to any leader, as long as its agent lives."""
 
     def __init__(self, *rest: Any) -> None:
         super().__init__(*rest)
@@ -159,7 +159,7 @@ class PatientWorker(Worker):
 
 
 class Run(JobRun):
-    """One job, its leaders one after the other."""
+    """One job and its successive leaders."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -212,7 +212,7 @@ def played_all(seeds: Iterable[int]) -> list[Run]:
     return [played(Run, seed) for seed in seeds]
 
 
-def test_whatever_happens(request: pytest.FixtureRequest):
+def test_invariants_hold_under_random_faults(request: pytest.FixtureRequest):
     seed = request.config.getoption("--seed")
     seeds = range(request.config.getoption("--seeds")) if seed is None else [seed]
     runs = played_all(seeds)
@@ -223,7 +223,7 @@ def test_whatever_happens(request: pytest.FixtureRequest):
 
 
 @pytest.mark.parametrize("rule", ["the state is written too late", "a deposed leader ends the workers"])
-def test_a_rule_that_is_broken_is_noticed(rule: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_broken_invariant_is_detected(rule: str, monkeypatch: pytest.MonkeyPatch):
     if rule == "the state is written too late":
         monkeypatch.setattr(Leader, "save", lambda leader, state: leader.check())
     else:

@@ -1,11 +1,11 @@
-"""Ranks of one world under every kind of fault, in virtual time: the real control tree and agreement
+"""Ranks of one world under every kind of fault in virtual time, with the real control tree and negotiation
 (`simulated_world`).
 
-    python -m pytest tests/simulation/test_worlds.py --seed 4711     one again, exactly
+        python -m pytest tests/simulation/test_worlds.py --seed 4711     replay one seed exactly
 
-What must hold whatever happens: all ranks execute the same operations in the same order, none that a rank has not
-announced; without a fault all that was agreed is executed by all, and who is left behind by a rank that leaves is told
-by which; no rank is taken for lost to which nothing has happened; and every rank comes to an end.
+Invariants: all ranks execute the same operations in the same order, and only those that all have announced; without a
+fault all ranks execute all agreed operations, and the error of a rank whose peer has left names that peer; no rank is
+reported lost unless a fault hit it; and every rank ends.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Run:
 
     @contextlib.contextmanager
     def _in_this_world(self) -> Iterator[None]:
-        """The real modules, with another clock, server, network, and threads that take turns."""
+        """Patch the real modules to use the simulation's clock, server, network and fibers."""
         ControlServer.listening, ControlServer.network = {}, self.network
         clock = SimpleNamespace(monotonic=self.simulation.monotonic)
         threads = SimpleNamespace(Condition=Condition, Thread=Thread)
@@ -110,7 +110,7 @@ def played_all(seeds: Iterable[int]) -> None:
         played(Run, seed)
 
 
-def test_whatever_happens(request: pytest.FixtureRequest):
+def test_invariants_hold_under_random_faults(request: pytest.FixtureRequest):
     seed = request.config.getoption("--seed")
     played_all(range(request.config.getoption("--seeds")) if seed is None else [seed])
 
@@ -118,7 +118,7 @@ def test_whatever_happens(request: pytest.FixtureRequest):
 @pytest.mark.parametrize(
     "rule", ["news stays where it comes", "one announcement is enough", "one bit is enough", "no goodbye"]
 )
-def test_a_rule_that_is_broken_is_noticed(rule: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_broken_invariant_is_detected(rule: str, monkeypatch: pytest.MonkeyPatch):
     if rule == "news stays where it comes":
         monkeypatch.setattr(news.NewsChannel, "spread", lambda *_, **__: None)
     elif rule == "one announcement is enough":
