@@ -35,6 +35,7 @@ from simulator import played
 from test_simulation import Run as JobRun
 
 from hora.errors import JobFailedError, StartTimeoutError
+from hora.launch.agent import agent
 from hora.launch.agent import session as agent_session
 from hora.launch.controller import agents, launcher
 from hora.launch.controller.agents import Agents
@@ -176,8 +177,8 @@ class Run(JobRun):
         queues = SimpleNamespace(SimpleQueue=SimpleQueue, Empty=queue.Empty)
         replaced = {
             agents: {"time": times, "threading": threads, "Server": NodesServer},
-            agent_session: {"time": times, "threading": threads, "queue": queues, "os": nodes.descriptors}
-            | {"connect": connect, "Agent": SimulatedAgent},
+            agent: {"threading": threads, "queue": queues, "os": nodes.descriptors},
+            agent_session: {"time": times, "connect": connect, "Agent": SimulatedAgent},
             launcher: {"time": times, "threading": threads, "queue": queues, "LocalProcess": OwnProcess},
             session: {"time": times, "threading": threads},
         }

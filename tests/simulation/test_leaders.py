@@ -29,7 +29,7 @@ from fibers import Condition, Event, Fiber, KilledError, Process, SimpleQueue, T
 from simulated_nodes import Descriptors, SimulatedConnection
 from simulator import Link, Message, Network, Simulation, VirtualServer, played
 
-from hora.launch.agent import session as agent_session
+from hora.launch.agent import agent
 from hora.launch.agent.protocol import Bye, Start
 from hora.launch.controller import agents, launcher
 from hora.launch.controller.agents import Agents
@@ -406,7 +406,7 @@ class Run:
             agents: common | {"Server": LeadersServer},
             launcher: common | {"queue": queues},
             following: common | {"queue": queues, "connect": connect, "Relay": lambda: relay, "own_address": str},
-            agent_session: {"os": pipes},
+            agent: {"threading": threads, "os": pipes},
             sys: {"stderr": io.StringIO()},
             ElectionLoop: {"_agent": lambda _: Fiber.current.process.keeps()},
             EtcdStore: {"_post": lambda _, member, path, question, token: self.post(path, question)},

@@ -15,12 +15,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
+import select
 import selectors
 import signal
 import sys
+import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
 
 from hora import lifeline
 from hora.launch.agent.fork_server import WorkerForks
@@ -41,7 +46,7 @@ from hora.launch.agent.protocol import (
     Terminate,
     frame,
 )
-from hora.launch.limits import GRACE_S
+from hora.launch.limits import GRACE_S, THREAD_END_S
 from hora.launch.processes import (
     Execute,
     Processes,
@@ -66,107 +71,154 @@ if TYPE_CHECKING:
 LEFT = 75  # the exit status of ranks that have left, and of their agent: EX_TEMPFAIL, start it again
 
 _READ_BYTES = 64 * 1024
-_BACKLOG_BYTES = 1024 * 1024  # of output not yet taken by the controller; above it the workers' pipes are not read
-_FLUSH_LIMIT_S = 2.0
+BACKLOG_BYTES = 1024 * 1024  # of output not yet taken by the controller; above it the workers' pipes are not read
 _LONGEST_WAIT_S = 3600.0  # the selector accepts at most 24 days, and a limit may be longer
 _SWEEP_S = 0.02
 _LEAVE_LIMIT_S = 600.0  # the sender of the SIGTERM has its own limit
 
 
-class ControllerLink(Protocol):
-    """An agent's link to its controller. Never blocks.
+class ControllerLink:
+    """An agent's link to its controller. Its threads exchange messages: the agent's loop polls `fileno`, never blocked.
 
-    `gone`: the controller will not reconnect. `backlog`: bytes that it has not taken yet. `wants_write`: call `flush`
-    when `fileno()` is writable. `silence_limit_s`: of the controller, after which the agent ends. `elastic`: an
-    agent that is asked to end lets its workers leave first.
+    `gone`: the controller will not reconnect. `silence_limit_s`: of the controller, after which the agent ends.
+    `elastic`: an agent that is asked to end lets its workers leave first.
     """
-
-    gone: bool
-    silence_limit_s: float | None
-    elastic: bool
-
-    @property
-    def backlog(self) -> int: ...
-
-    @property
-    def wants_write(self) -> bool: ...
-
-    def fileno(self) -> int: ...
-
-    def receive(self) -> list[Message]: ...
-
-    def send(self, message: Message) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class LocalLink:
-    """The link to a controller on this machine: a socket. End of file means that the controller is gone."""
 
     silence_limit_s: float | None = None
     elastic = False
 
     def __init__(self) -> None:
         self.gone = False
-        self._frames, self._unsent = Frames(), bytearray()
-        os.set_blocking(0, False)
+        self._inbox: deque[Message | None] = deque()  # None: the link has ended for good
+        self._ahead, self._lock = 0, threading.Lock()
+        self._wake_in, self.wake_out = os.pipe()
+        os.set_blocking(self._wake_in, False)
+        os.set_blocking(self.wake_out, False)
 
     @property
     def backlog(self) -> int:
-        return len(self._unsent)
-
-    @property
-    def wants_write(self) -> bool:
-        return bool(self._unsent)
+        """Return the bytes of output that the controller has not taken yet."""
+        return self._ahead
 
     def fileno(self) -> int:
-        return 0
+        return self._wake_in
 
     def receive(self) -> list[Message]:
-        try:
-            data = os.read(0, _READ_BYTES)
-        except BlockingIOError:
-            return []
-        except OSError:
-            data = b""
-        self.gone = self.gone or not data
-        return self._frames.feed(data)
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_in, 4096)
+        found: list[Message] = []
+        while self._inbox:
+            message = self._inbox.popleft()
+            if message is None:
+                self.gone = True
+            else:
+                found.append(message)
+        return found
 
     def send(self, message: Message) -> None:
-        if not self.gone:
-            self._unsent += frame(message)
-            self.flush()
-
-    def flush(self) -> None:
-        try:
-            while self._unsent:
-                sent = os.write(0, self._unsent[:_READ_BYTES])
-                del self._unsent[:sent]
-        except BlockingIOError:
-            pass  # the controller is slow: the selector reports when the socket is writable
-        except OSError:
-            self.gone = True
-            self._unsent.clear()
+        raise NotImplementedError
 
     def close(self) -> None:
-        return None  # it ends with this process
+        raise NotImplementedError
+
+    def wake(self) -> None:
+        """Wake the agent's loop. From any thread."""
+        with contextlib.suppress(BlockingIOError):  # full: a wake-up is pending
+            os.write(self.wake_out, b"\0")
+
+    def _put(self, message: Message | None) -> None:
+        """Pass an order to the agent's loop. From any thread."""
+        self._inbox.append(message)
+        self.wake()
+
+    def _count(self, num_bytes: int) -> None:
+        """Add bytes to the backlog; wake the agent if it may read its workers' pipes again."""
+        with self._lock:
+            before, self._ahead = self._ahead, self._ahead + num_bytes
+        if before >= BACKLOG_BYTES > self._ahead:
+            self.wake()
+
+
+class ThreadedLink(ControllerLink):
+    """A link to one controller, with a thread that receives and one that sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=target, name=f"hora-agent-{name}", daemon=True)
+            for name, target in (("receive", self._receive_all), ("send", self._send_all))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, message: Message) -> None:
+        if isinstance(message, Output):
+            self._count(len(message.data))
+        self._outbox.put(message)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._outbox.put(None)
+        self._threads[1].join(THREAD_END_S)
+
+    def _receive_all(self) -> None:
+        try:
+            self._receive()
+        finally:
+            with self._lock:
+                self._ahead = 0
+            self._put(None)
+
+    def _send_all(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            self._pass_on(message)
+
+    def _receive(self) -> None:
+        """Pass on all orders; return when the controller is gone."""
+        raise NotImplementedError
+
+    def _pass_on(self, message: Message) -> None:
+        raise NotImplementedError
+
+
+class LocalLink(ThreadedLink):
+    """The link to a controller on this machine: standard input, a socket. At its end the controller is gone."""
+
+    def __init__(self, controller_pid: int) -> None:
+        self._controller_pid = controller_pid
+        super().__init__()
+
+    def _receive(self) -> None:
+        frames, watched = Frames(), [0]
+        with contextlib.suppress(OSError, AttributeError):
+            # A process that the controller forked may keep the socket open.
+            watched.append(os.pidfd_open(self._controller_pid))
+        with contextlib.suppress(OSError):
+            while 0 in select.select(watched, [], [])[0] and (data := os.read(0, _READ_BYTES)):
+                for message in frames.feed(data):
+                    self._put(message)
+
+    def _pass_on(self, message: Message) -> None:
+        data = memoryview(frame(message))
+        with contextlib.suppress(OSError):  # the controller is gone
+            while data:
+                data = data[os.write(0, data) :]
+        if isinstance(message, Output):
+            self._count(-len(message.data))
 
 
 class Agent:
     """Running -> (link gone, Finish, Bye, SIGTERM, guardian or controller dead) -> ending -> finished -> out.
 
-    A first SIGTERM in an elastic job: leaving, until the workers have left -> ending. `controller_pid`: of one on this
-    machine. `execute`: becomes a worker, in its forked process. `scratch`: a folder in which each worker may make its
-    own (`HORA_SCRATCH`) for temporary files, which goes with the worker, whatever ends that.
+    A first SIGTERM in an elastic job: leaving, until the workers have left -> ending. `execute`: becomes a worker, in
+    its forked process. `scratch`: a folder in which each worker may make its own (`HORA_SCRATCH`) for temporary files,
+    which goes with the worker, whatever ends that.
     """
 
     scratch: ClassVar[str] = ""  # set by `guarded`
 
-    def __init__(
-        self, link: ControllerLink, *, controller_pid: int | None = None, execute: Execute = os.execvpe
-    ) -> None:
+    def __init__(self, link: ControllerLink, *, execute: Execute = os.execvpe) -> None:
         self._link = link
         self._selector = selectors.DefaultSelector()
         self._pids: dict[int, int] = {}  # worker -> pid of its first process, until that is reaped
@@ -182,24 +234,16 @@ class Agent:
         self._forks: WorkerForks | None = None
         self._mpi_world: MpiWorld | None = None
         self._lifelines: dict[int, lifeline.Lifeline] = {}  # of workers that run
-        self._dead: deque[int] = deque()  # workers whose lifelines tell so
+        self._calls: deque[Callable[[], None]] = deque()  # from other threads
         self._requested: dict[int, tuple[Start, dict[str, str]]] = {}  # worker -> order, environment
         self._strays: dict[int, int] = {}  # pid -> status
         self._guardian_pid, self._become_worker = os.getppid(), execute
         self._heard = float("inf")  # counts from the first order on: a node may wait long for its job to begin
-        self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(self._wake_out, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._link.wake_out, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
-        self._selector.register(self._link, selectors.EVENT_READ)
-        self._selector.register(self._wake_in, selectors.EVENT_READ, lambda: os.read(self._wake_in, 4096))
-        if controller_pid is not None:
-            # End of file means that the controller is gone, unless a process that it forked keeps the socket open: so
-            # watch the controller itself too.
-            with contextlib.suppress(OSError, AttributeError):
-                controller = os.pidfd_open(controller_pid)
-                self._selector.register(controller, selectors.EVENT_READ, lambda: self._controller_died(controller))
+        self._selector.register(self._link, selectors.EVENT_READ, self._obey_all)
 
     def _on_signal(self, number: int, *_: object) -> None:
         self._signal = number  # a handler may run anywhere, even in the middle of a start: only record the signal
@@ -207,9 +251,6 @@ class Agent:
     def run(self) -> int | None:
         """Obey the controller to the end. Return the job's status; None: the controller is gone."""
         while not self._over():
-            self._turn()
-        limit = time.monotonic() + _FLUSH_LIMIT_S
-        while self._link.wants_write and time.monotonic() < limit:
             self._turn()
         self._link.close()
         remove_folder(self.scratch)
@@ -228,17 +269,9 @@ class Agent:
         return self._status is not None or self._link.gone
 
     def _turn(self) -> None:
-        for key, events in self._selector.select(self._wait_s()):
-            if key.fileobj is self._link:
-                if events & selectors.EVENT_WRITE:
-                    self._link.flush()
-                if events & selectors.EVENT_READ:
-                    self._obey_all()
-            elif key.fd in self._pipes:
-                self._forward(key.fd)
-            else:
-                key.data()
-        self._adjust_to_link()
+        for key, _ in self._selector.select(self._wait_s()):
+            key.data()
+        self._read_or_pause()
         if os.getppid() != self._guardian_pid:
             self._status = 128 + signal.SIGTERM if self._status is None else self._status
             self._end(GRACE_S)
@@ -252,7 +285,8 @@ class Agent:
         if self._leaving_until is not None and (now > self._leaving_until or not (self._pids or self._requested)):
             self._status = LEFT if self._status is None else self._status
             self._end(GRACE_S)
-        self._report_dying()
+        while self._calls:
+            self._calls.popleft()()
         self._reap()
         self._kill_overdue()
 
@@ -266,26 +300,20 @@ class Agent:
             times.append(self._leaving_until)
         return min(max(min(times) - time.monotonic(), _SWEEP_S), _LONGEST_WAIT_S) if times else None
 
-    def _adjust_to_link(self) -> None:
-        """Update what the selector watches: the link, and the workers' pipes unless the controller is far behind."""
-        if self._link.gone:
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(self._link)
-        else:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._link.wants_write else 0)
-            if self._selector.get_key(self._link).events != events:
-                self._selector.modify(self._link, events)
-        if self._paused != (self._link.backlog >= _BACKLOG_BYTES):
+    def _later(self, call: Callable[[], None]) -> None:
+        """Have the loop make this call. From any thread."""
+        self._calls.append(call)
+        self._link.wake()
+
+    def _read_or_pause(self) -> None:
+        """Read the workers' pipes unless the controller is far behind."""
+        if self._paused != (self._link.backlog >= BACKLOG_BYTES):
             self._paused = not self._paused
             for descriptor in self._pipes:
                 if self._paused:
                     self._selector.unregister(descriptor)
                 else:
-                    self._selector.register(descriptor, selectors.EVENT_READ)
-
-    def _controller_died(self, pidfd: int) -> None:
-        self._selector.unregister(pidfd)
-        self._link.gone = True
+                    self._selector.register(descriptor, selectors.EVENT_READ, partial(self._forward, descriptor))
 
     def _on_request(self, number: int) -> None:
         """Handle a request to end: elastic workers may leave first; a second request ends them at once."""
@@ -388,10 +416,9 @@ class Agent:
             try:
                 # Without this worker's number: descendants of the server must not count as its own.
                 shared = {name: value for name, value in env.items() if name != "HORA_WORKER"}
-                self._forks = WorkerForks(executable, modules, shared, order.cwd)
+                self._forks = WorkerForks(executable, modules, shared, order.cwd, self._on_fork)
             except OSError:  # executing the worker fails for the same reason, and reports it
                 return False
-            self._selector.register(self._forks, selectors.EVENT_READ, self._adopt_forked)
             for read_end, stream in ((self._forks.process.stdout, "stdout"), (self._forks.process.stderr, "stderr")):
                 self._listen_to(read_end, worker, stream)
         if not self._forks.suits(executable, modules, env):
@@ -400,39 +427,33 @@ class Agent:
         self._forks.ask(worker, env, order.cwd)
         return True
 
-    def _adopt_forked(self) -> None:
-        assert self._forks is not None
-        try:
-            for worker, spawned in self._forks.forked():
-                if spawned is None:
-                    if worker in self._requested:
-                        self._execute(*self._requested.pop(worker))
-                elif worker in self._requested:
-                    del self._requested[worker]
-                    self._adopt(worker, spawned)
-                    if spawned.pid in self._strays:
-                        self._ended(worker, self._strays.pop(spawned.pid))
-                else:  # it was terminated before it was forked
-                    send_signal(spawned.pid, signal.SIGKILL)
-                    os.close(spawned.stdout)
-                    os.close(spawned.stderr)
-        except EOFError:
-            self._selector.unregister(self._forks)
-            self._forks.close()
-            self._forks = None
-            requested, self._requested = self._requested, {}
-            for worker, (order, env) in requested.items():
-                if self._ending is None:
-                    self._execute(order, env)
-                else:
-                    self._exited(worker, 128 + signal.SIGTERM, "")
+    def _on_fork(self, worker: int, spawned: Spawned | None) -> None:
+        """In the thread of the fork server's client."""
+        self._later(lambda: self._adopt_forked(worker, spawned))
+
+    def _adopt_forked(self, worker: int, spawned: Spawned | None) -> None:
+        order = self._requested.pop(worker, None)
+        if spawned is None:
+            if order is not None and self._ending is None:
+                self._execute(*order)
+            elif order is not None:
+                self._exited(worker, 128 + signal.SIGTERM, "")
+        elif order is not None:
+            self._adopt(worker, spawned)
+            if spawned.pid in self._strays:
+                self._ended(worker, self._strays.pop(spawned.pid))
+        else:  # it was terminated before it was forked
+            if self._strays.pop(spawned.pid, None) is None:
+                send_signal(spawned.pid, signal.SIGKILL)
+            os.close(spawned.stdout)
+            os.close(spawned.stderr)
 
     # ---- output -------------------------------------------------------------------------------------------
 
     def _listen_to(self, descriptor: int, worker: int, stream: str) -> None:
         self._pipes[descriptor] = (worker, stream)
         if not self._paused:
-            self._selector.register(descriptor, selectors.EVENT_READ)
+            self._selector.register(descriptor, selectors.EVENT_READ, partial(self._forward, descriptor))
 
     def _forward(self, descriptor: int) -> bool:
         """Forward available output; return False at end of file or if the pipe is empty."""
@@ -476,21 +497,17 @@ class Agent:
 
     def _on_death(self, worker: int) -> None:
         """In a lifeline's thread."""
-        self._dead.append(worker)
-        with contextlib.suppress(BlockingIOError):  # full: a wake-up is pending
-            os.write(self._wake_out, b"\0")
+        self._later(lambda: self._report_dying(worker))
 
-    def _report_dying(self) -> None:
-        """Report the death of workers whose memory Linux is still freeing, unless the agent ended them."""
-        while self._dead:
-            worker = self._dead.popleft()
-            pid = self._pids.get(worker)
-            if pid is None or worker in self._killing or self._ending is not None:
-                continue
-            status = lifeline.status_of_dying(pid)
-            if status:  # otherwise it may have executed another program
-                self._drain_pipes(worker)
-                self._exited(worker, exit_code(status), "")
+    def _report_dying(self, worker: int) -> None:
+        """Report the death of a worker whose memory Linux is still freeing, unless the agent ended it."""
+        pid = self._pids.get(worker)
+        if pid is None or worker in self._killing or self._ending is not None:
+            return
+        status = lifeline.status_of_dying(pid)
+        if status:  # otherwise it may have executed another program
+            self._drain_pipes(worker)
+            self._exited(worker, exit_code(status), "")
 
     def _ended(self, worker: int, status: int) -> None:
         del self._pids[worker]
@@ -573,8 +590,8 @@ def serve_locally(*, execute: Execute = os.execvpe) -> int:
     """Run the agent of a controller on this machine: the parent process, connected to standard input."""
     controller_pid = os.getppid()
     guarded()
-    link = LocalLink()
-    agent = Agent(link, controller_pid=controller_pid, execute=execute)
+    link = LocalLink(controller_pid)
+    agent = Agent(link, execute=execute)
     link.send(Join(0, "", 0, "", [], []))
     return agent.run() or 0
 

@@ -8,8 +8,8 @@ here. Requests arrive at the socket that is the server's standard input.
 `serve` is the server, `ForkServer` the client, `WorkerForks` the client of an agent.
 
 Request: {"load": modules, "fork": None or what the role needs}, and the descriptors that the fork gets. A worker is
-asked for by {"worker", "env", "unset", "cwd", "agent"} with stdout and stderr; the answer is {"worker", "pid"}, with 0
-for a worker that could not be forked. A server that cannot fork at all ends, and its client does without it.
+requested by {"env", "unset", "cwd", "agent"} with stdout and stderr; the answer is its pid, 0 if it could not be
+forked. A server that cannot fork at all ends, and its client does without it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import gc
 import importlib
 import json
 import os
+import queue
 import signal
 import socket
 import sys
+import threading
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from hora.launch.processes import (
@@ -100,10 +101,10 @@ def _be_worker(
     try:
         pid = fork()
     except OSError:
-        agent.send(json.dumps({"worker": request["worker"], "pid": 0}).encode())
+        agent.send(b"0")
         os._exit(1)
     if pid:
-        agent.send(json.dumps({"worker": request["worker"], "pid": pid}).encode())
+        agent.send(str(pid).encode())
         os._exit(0)
     while os.getppid() == middle:  # it has nothing left to do
         os.sched_yield()
@@ -145,92 +146,64 @@ OWN = ("HOROVOD_", "HORA_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZ
 
 
 class WorkerForks:
-    """An agent's fork server and the workers requested of it. `process` is the server's."""
+    """An agent's fork server. `process` is the server's.
 
-    def __init__(self, executable: str, modules: Sequence[str], env: Mapping[str, str], cwd: str | None) -> None:
+    `forked` is called, in a thread, with each requested worker and its process; None: it must be executed.
+    """
+
+    def __init__(
+        self,
+        executable: str,
+        modules: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str | None,
+        forked: Callable[[int, Spawned | None], None],
+    ) -> None:
         argv = module_command(executable, "hora.launch.worker", "--fork-server", *modules)
 
         def start(stdin: int) -> None:
             self.process = spawn(argv, env, cwd, stdin=stdin)
 
-        self._server = ForkServer(start)
-        self._server.socket.setblocking(False)
-        self._env = dict(env)
-        self._executable, self._modules = executable, tuple(modules)
-        self._waiting: deque[dict[str, Any]] = deque()
-        self._output: dict[int, tuple[int, int]] = {}  # the worker asked for -> read ends of its output
-
-    def fileno(self) -> int:
-        return self._server.socket.fileno()
+        self._server, self._forked = ForkServer(start), forked
+        self._env, self._program = dict(env), (executable, *modules)
+        self._requests: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._fork_all, name="hora-agent-forks", daemon=True).start()
 
     def suits(self, executable: str, modules: Sequence[str], env: Mapping[str, str]) -> bool:
         """Return whether a worker with this environment can be forked here."""
-        same = (executable, tuple(modules)) == (self._executable, self._modules)
-        return same and differ_only_in(env, self._env, OWN)
+        return (executable, *modules) == self._program and differ_only_in(env, self._env, OWN)
 
     def ask(self, worker: int, env: Mapping[str, str], cwd: str | None) -> None:
-        """Ask for a worker. OSError if no descriptor is left for its output."""
+        """Ask for a worker."""
         request = {
-            "worker": worker,
             "env": {name: value for name, value in env.items() if self._env.get(name) != value},
             "unset": [name for name in self._env if name not in env],
             "cwd": cwd,
             "agent": os.getpid(),
         }
-        self._waiting.append(request)
-        try:
-            self._ask_next()
-        except OSError:
-            self._waiting.pop()
-            raise
+        self._requests.put((worker, request))
 
-    def _ask_next(self) -> None:
+    def _fork_all(self) -> None:
         # One at a time: the server may be busy loading, and the socket holds only so much.
-        if not self._waiting or self._output:
-            return
-        out = os.pipe2(os.O_CLOEXEC)
-        try:
-            err = os.pipe2(os.O_CLOEXEC)
-        except OSError:
-            os.close(out[0])
-            os.close(out[1])
-            raise
-        request = self._waiting.popleft()
-        self._output[request["worker"]] = out[0], err[0]
-        self._server.ask(request, [out[1], err[1]])
-        os.close(out[1])
-        os.close(err[1])
-
-    def forked(self) -> Iterator[tuple[int, Spawned | None]]:
-        """Yield the workers that run now, with None those that could not be forked.
-
-        Ends with EOFError when the server is gone.
-        """
         while True:
-            try:
-                data = self._server.socket.recv(4096)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                raise EOFError
-            answer = json.loads(data)
-            output = self._output.pop(answer["worker"])
-            for descriptor in output:
-                os.set_blocking(descriptor, False) if answer["pid"] else os.close(descriptor)
-            yield answer["worker"], Spawned(answer["pid"], *output) if answer["pid"] else None
-            while self._waiting and not self._output:
-                try:
-                    self._ask_next()
-                except OSError:  # no descriptor is left
-                    yield self._waiting.popleft()["worker"], None
+            worker, request = self._requests.get()
+            self._forked(worker, self._fork(request))
 
-    def close(self) -> None:
-        self._server.close()
-        for descriptors in self._output.values():
-            for descriptor in descriptors:
-                os.close(descriptor)
+    def _fork(self, request: dict[str, Any]) -> Spawned | None:
+        pipes: list[tuple[int, int]] = []
+        pid = 0
+        with contextlib.suppress(OSError):  # no descriptor is left, or the server is gone
+            for _ in range(2):
+                pipes.append(os.pipe2(os.O_CLOEXEC))
+            self._server.ask(request, [write_end for _, write_end in pipes])
+            pid = int(self._server.socket.recv(64) or 0)  # 0 at its end: the server is gone
+        for read_end, write_end in pipes:
+            os.close(write_end)
+            if pid:
+                os.set_blocking(read_end, False)
+            else:
+                os.close(read_end)
+        return Spawned(pid, pipes[0][0], pipes[1][0]) if pid else None
 
 
 _ALWAYS = ("hora.launch.pickling", "hora.net.noise")  # every worker of a function connects to its launcher

@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import queue
 import socket
 import struct
 import sys
-import threading
 import time
-from collections import deque
 
 from hora.errors import AuthenticationError
-from hora.launch.agent.agent import Agent, guarded
-from hora.launch.agent.protocol import Join, Message, Output, Refused, Start, Taken, Welcome, pack, unpack
+from hora.launch.agent.agent import Agent, ThreadedLink, guarded
+from hora.launch.agent.protocol import Join, Message, Refused, Start, Taken, Welcome, pack, unpack
 from hora.launch.limits import CONNECT_S, THREAD_END_S
 from hora.launch.processes import variables
 from hora.launch.slots import NodeSpec
@@ -33,104 +29,36 @@ _AGAIN_S = 0.05
 MALFORMED = (EOFError, OSError, AuthenticationError, ValueError, struct.error)
 
 
-class QueuedLink:
-    """A link whose orders arrive in other threads: the agent's loop polls `fileno` and never waits for the network."""
-
-    wants_write = False
-
-    def __init__(self) -> None:
-        self.gone = False
-        self._inbox: deque[Message | None] = deque()  # None: the link has ended for good
-        self._wake_in, self._wake_out = os.pipe()
-        os.set_blocking(self._wake_in, False)
-        os.set_blocking(self._wake_out, False)
-
-    def fileno(self) -> int:
-        return self._wake_in
-
-    def receive(self) -> list[Message]:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wake_in, 4096)
-        found: list[Message] = []
-        while self._inbox:
-            message = self._inbox.popleft()
-            if message is None:
-                self.gone = True
-            else:
-                found.append(message)
-        return found
-
-    def flush(self) -> None:
-        return None
-
-    def _put(self, message: Message | None) -> None:
-        """Pass an order to the agent's loop. From any thread."""
-        self._inbox.append(message)
-        self._wake()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: a wake-up is pending
-            os.write(self._wake_out, b"\0")
-
-
-class SessionLink(QueuedLink):
-    """The link of an agent whose controller is reached through a session. See `agent.ControllerLink`."""
+class SessionLink(ThreadedLink):
+    """The link of an agent whose controller is reached through a session."""
 
     def __init__(self, session: ClientSession, welcome: Welcome) -> None:
-        super().__init__()
-        self.silence_limit_s: float | None = welcome.silence_s
+        self.silence_limit_s = welcome.silence_s
         self.elastic = welcome.elastic
         self.controller = str(session.connection.sock.getpeername()[0])
         self._session, self._executable = session, welcome.executable
-        self._ahead, self._lock = 0, threading.Lock()
-        self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=target, name=f"hora-agent-{name}", daemon=True)
-            for name, target in (("receive", self._receive), ("send", self._send))
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def backlog(self) -> int:
-        return self._ahead
-
-    def send(self, message: Message) -> None:
-        if isinstance(message, Output):
-            with self._lock:
-                self._ahead += len(message.data)
-        self._outbox.put(message)
+        super().__init__()
 
     def close(self) -> None:
         """Send what is left, then close the session for good."""
-        self._outbox.put(None)
-        self._threads[1].join(THREAD_END_S)
+        super().close()
         self._session.shutdown()
         self._threads[0].join(THREAD_END_S)
 
-    # ---- in threads of their own ----------------------------------------------------------------------------
-
     def _receive(self) -> None:
         meeting = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": self.controller}
-        try:
+        with contextlib.suppress(*MALFORMED):
             while True:
-                message = unpack(*self._session.receive())
-                if isinstance(message, Taken):
-                    with self._lock:
-                        self._ahead -= message.num_bytes
-                    self._wake()
-                elif isinstance(message, Start):
-                    self._put(on_this_node(message, meeting, self._executable))
-                else:
-                    self._put(message)
-        except MALFORMED:
-            with self._lock:
-                self._ahead = 0
-            self._put(None)
+                match message := unpack(*self._session.receive()):
+                    case Taken(num_bytes):
+                        self._count(-num_bytes)
+                    case Start():
+                        self._put(on_this_node(message, meeting, self._executable))
+                    case _:
+                        self._put(message)
 
-    def _send(self) -> None:
-        while (message := self._outbox.get()) is not None:
-            self._session.send(*pack(message))
+    def _pass_on(self, message: Message) -> None:
+        self._session.send(*pack(message))
 
 
 def on_this_node(order: Start, meeting: dict[str, str], controllers_python: str) -> Start:

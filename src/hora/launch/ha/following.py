@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hora.errors import AuthenticationError
-from hora.launch.agent.agent import Agent, guarded
+from hora.launch.agent.agent import Agent, ControllerLink, guarded
 from hora.launch.agent.protocol import (
     Bye,
     Exited,
@@ -44,7 +44,7 @@ from hora.launch.agent.protocol import (
     pack,
     unpack,
 )
-from hora.launch.agent.session import MALFORMED, QueuedLink, on_this_node
+from hora.launch.agent.session import MALFORMED, on_this_node
 from hora.launch.controller.agents import credentials
 from hora.launch.ha.leadership import open_store, own_address
 from hora.launch.ha.store import AuthenticatedStore, JobStore, StoreError
@@ -152,15 +152,14 @@ async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter, copi
         copied()
 
 
-class LeaderLink(QueuedLink):
-    """The link to one leader after another. See `agent.ControllerLink`.
+class LeaderLink(ControllerLink):
+    """The link to one leader after another.
 
     `node`: its number, name and slots. `orphaned`: returns whether the process of the node is gone. `claim`: names of
     local sockets, one per agent of this machine; an agent that finds an earlier one with workers waits until that one
     has ended. `former`: the last run that ended before this one.
     """
 
-    silence_limit_s: float | None = None
     elastic = True
 
     def __init__(
@@ -181,11 +180,9 @@ class LeaderLink(QueuedLink):
         self._leaderless_s, self._orphaned_s, self._poll_s = leaderless_s, orphaned_s, poll_s
         self._orphaned, self._claim, self._former = orphaned, claim, former
         self._relay, self._address = Relay(), own_address(store.members)
-        self._lock = threading.Lock()
         self._run = ""  # the job's run whose workers are here
         self._workers: dict[int, Started | Exited] = {}
         self._held: deque[Output] = deque()  # output that no leader has taken
-        self._ahead = 0
         self._session: ClientSession | None = None
         self._welcome: Welcome | None = None
         self._term = 0
@@ -392,9 +389,7 @@ class LeaderLink(QueuedLink):
             case MeetAt(port):
                 self._relay.set_target((host, port))
             case Taken(num_bytes):
-                with self._lock:
-                    self._ahead -= num_bytes
-                self._put(Taken(0))  # the agent may read its workers' pipes again
+                self._count(-num_bytes)
             case Bye(status):
                 self._end(status)
             case _:
