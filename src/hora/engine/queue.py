@@ -38,7 +38,7 @@ import torch
 from hora.engine.execute import deliver, execute, execute_on_device, write_back
 from hora.engine.negotiation.base import Negotiation
 from hora.engine.plan import Batch, BatchPlanner, Part
-from hora.engine.request import NUM_INSTANCES, Key, Kind, Request, Signature, Validator, full_names
+from hora.engine.request import NUM_INSTANCES, GoOn, Key, Kind, Request, Signature, Validator, full_names
 from hora.engine.shm.counters import SLICE_NS, interrupt_waits
 from hora.engine.shm.segment import Segment
 from hora.engine.status import StallLimits, StallWatch, TimelineRecorder, WorldStatus
@@ -239,12 +239,6 @@ class QueueWorld(NamedTuple):
     core: int | None
 
 
-# A repeated call that no thread waits in, with its running number. `go_on(number, slice_ns)` says whether all members
-# have agreed on it, and then it is done; None: that is not known yet.
-GoOn = Callable[[int, int], bool | None]
-_LaneCall = tuple[Request, int, GoOn]
-
-
 class OperationQueue(ProgressEngine):
     """Progress of one process set on this rank.
 
@@ -281,25 +275,21 @@ class OperationQueue(ProgressEngine):
         self.schedules: weakref.WeakSet[ProgressEngine] = weakref.WeakSet()  # work without negotiation (`schedule`)
         self.lock = threading.Lock()  # of submission
         self.numbers: dict[str, int] = {}  # the next running number of unnamed requests, by operation
-        self._lane: deque[_LaneCall] = deque()
-        self._kept_back: list[tuple[Signature, int]] = []  # announcements, while a thread has the queue to itself
+        self._lane: deque[Request] = deque()  # repeated calls that no thread waits in
+        self._kept_back: list[Request] = []  # to be announced, while a thread has the queue to itself
         self._stalls = StallWatch(stall, ranks, self.member, world.status)
         self._make_transport = make_transport
         self._transports: dict[str, Transport] = {}  # by devices
 
     # Submission.
 
-    def submit(self, request: Request, *, background: bool, instance: int | None = None) -> None:
-        """Put a request in flight.
-
-        `background`: the background thread must drive it, because the caller continues. `instance`: its running number,
-        if it already has one.
-        """
+    def submit(self, request: Request, *, background: bool) -> None:
+        """Put a request in flight. `background`: the background thread must drive it, because the caller continues."""
         with self.lock:
             if self._retired or not self.status.is_open:
                 self.check_open()
             try:
-                self._put(request, instance)
+                self._put(request)
                 if self.stopping:  # a signal handler has shut down meanwhile
                     raise self._error()
             except BaseException:  # no member will ever learn of it
@@ -319,25 +309,22 @@ class OperationQueue(ProgressEngine):
         self.numbers[signature.operation] = (instance + 1) % NUM_INSTANCES
         return instance
 
-    def _put(self, request: Request, instance: int | None) -> None:
-        signature = request.signature
-        if instance is None:
-            instance = self.next_instance(signature)
-        key = signature.key(instance)
-        if key in self.in_flight:
+    def _put(self, request: Request) -> None:
+        instance = self.next_instance(request.signature)
+        if (key := request.signature.key(instance)) in self.in_flight:
             raise ValueError(_same_name(key))
-        self._hold(request, key)
+        self._hold(request, instance)
         if self._exclusive:
-            self._kept_back.append((signature, instance))
+            self._kept_back.append(request)
         else:
-            self.negotiation.announce(signature, instance)
+            self.negotiation.announce(request.signature, instance)
 
-    def _hold(self, request: Request, key: Key) -> None:
-        request.queue, request.key = self, key
+    def _hold(self, request: Request, instance: int) -> None:
+        request.queue, request.instance, request.key = self, instance, request.signature.key(instance)
         if request.signature.device != "cpu":
             request.device_event = torch.cuda.current_stream(request.tensors[0].device).record_event()
         request.parts_left = max(len(request.tensors), 1)
-        self.in_flight[key] = request
+        self.in_flight[request.key] = request
 
     def check_open(self) -> None:
         """Raise an error if nothing new may begin."""
@@ -539,13 +526,13 @@ class OperationQueue(ProgressEngine):
 
     def leave_unfinished(self, request: Request, instance: int, go_on: GoOn) -> None:
         """Put the call of the thread that has the queue to itself in the lane. `end_exclusive` follows."""
-        key = request.signature.key(instance)
-        if (same := self.in_flight.get(key)) is not None:  # another thread's: not announced
+        if (same := self.in_flight.get(request.signature.key(instance))) is not None:  # another thread's: not announced
             with self.lock:
-                self._kept_back = [each for each in self._kept_back if each[0].key(each[1]) != key]
-            self._finish([same], HorovodInternalError(_same_name(key)))
-        self._hold(request, key)
-        self._lane.append((request, instance, go_on))
+                self._kept_back = [each for each in self._kept_back if each is not same]
+            self._finish([same], HorovodInternalError(_same_name(same.key)))
+        self._hold(request, instance)
+        request.go_on = go_on
+        self._lane.append(request)
 
     def start_repeated(self, request: Request, go_on: GoOn) -> bool:
         """Put a repeated call in the lane, and advance it without waiting. Returns False if it must be announced.
@@ -558,14 +545,13 @@ class OperationQueue(ProgressEngine):
             busy = self._kept_back or len(self.in_flight) != len(self._lane) or self.recorder.timeline is not None
             if busy or self.stopping or signature.name is not None:
                 return False
-            instance = self.next_instance(signature)
-            self._hold(request, signature.key(instance))
+            self._hold(request, self.next_instance(signature))
             if self._exclusive and not self._lane:  # a thread has the queue to itself, or is about to find this request
                 del self.in_flight[request.key]
-                self.numbers[signature.operation] = instance
+                self.numbers[signature.operation] = request.instance
                 return False
-            self._exclusive = True
-            self._lane.append((request, instance, go_on))
+            self._exclusive, request.go_on = True, go_on
+            self._lane.append(request)
         self.go_on_now()
         return True
 
@@ -585,21 +571,22 @@ class OperationQueue(ProgressEngine):
 
     def stands_first(self, request: Request) -> bool:
         """Return whether a request is the first of the lane."""
-        return any(call[0] is request for call in list(self._lane)[:1])
+        return any(first is request for first in list(self._lane)[:1])
 
     def _go_on_with_first(self, slice_ns: int) -> bool:
         """Go on with the first call of the lane; returns whether it is settled."""
-        call = self._lane[0]
-        done = call[2](call[1], slice_ns)
-        if done is None or not self._lane or self._lane[0] is not call:  # failed meanwhile
+        request = self._lane[0]
+        assert request.go_on is not None
+        done = request.go_on(request.instance, slice_ns)
+        if done is None or not self._lane or self._lane[0] is not request:  # failed meanwhile
             return False
         if done:
             self._lane.popleft()
             self._announce_kept_back()
-            self._finish([call[0]], None)
+            self._finish([request], None)
             return True
         with self.lock:
-            self._kept_back[:0] = [(request.signature, instance) for request, instance, _ in self._lane]
+            self._kept_back[:0] = self._lane
             self._lane.clear()
         self._announce_kept_back()
         return True
@@ -611,8 +598,8 @@ class OperationQueue(ProgressEngine):
             self._exclusive = False
             if self._kept_back:
                 kept_back, self._kept_back = self._kept_back, []
-                for signature, instance in kept_back:
-                    self.negotiation.announce(signature, instance)
+                for request in kept_back:
+                    self.negotiation.announce(request.signature, request.instance)
 
     def look_around(self, closing: bool) -> None:
         """Raise if waiting has become pointless, and look for stalls.

@@ -374,20 +374,22 @@ class ControlStore(Store):
     after `timeout_s`, or when `check_alive` raises.
     """
 
+    timeout: timedelta  # of torch's class, with `set_timeout`
+
     def __init__(
         self, client: ControlClient, *, prefix: str, timeout_s: float, check_alive: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__()
+        self.set_timeout(timedelta(seconds=timeout_s))
         self._client = client
         self._prefix = prefix
-        self._timeout_s = timeout_s
         self._check_alive = check_alive
 
     def set(self, key: str, value: str | bytes) -> None:
         self._client.set(self._key(key), _bytes(value))
 
     def get(self, key: str) -> bytes:
-        return self._get(key, self._timeout_s)
+        return self._get(key, self.timeout.total_seconds())
 
     def add(self, key: str, amount: int) -> int:
         return self._client.add(self._key(key), amount)
@@ -397,25 +399,17 @@ class ControlStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until every key is set."""
-        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout).total_seconds()
         for key in keys:
             self._get(key, max(deadline - time.monotonic(), 0.001))
 
     def delete_key(self, key: str) -> bool:
         return self._client.delete(self._key(key))
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set `key` if its value is `expected` (empty: or the key is missing); returns the value afterwards."""
         lock = f"{key}/lock"
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout.total_seconds()
         # `add` is the server's only atomic read-modify-write: the rank that counts to one holds the lock, and its
         # release wakes the next.
         turn = self.add(f"{lock}/turns", 1)
@@ -430,16 +424,6 @@ class ControlStore(Store):
             return current
         finally:
             self.set(f"{lock}/{turn}", b"released")
-
-    def has_extended_api(self) -> bool:
-        return False
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout_s = timeout.total_seconds()
-
-    @property
-    def timeout(self) -> timedelta:
-        return timedelta(seconds=self._timeout_s)
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}"

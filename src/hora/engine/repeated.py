@@ -24,8 +24,8 @@ from math import prod
 import torch
 
 from hora.engine.negotiation.shared_memory import SharedMemoryNegotiation
-from hora.engine.queue import GoOn, OperationQueue
-from hora.engine.request import DTYPES, ITEM_BYTES, KINDS, Kind, Request, Signature
+from hora.engine.queue import OperationQueue
+from hora.engine.request import DTYPES, ITEM_BYTES, KINDS, GoOn, Kind, Request, Signature
 from hora.engine.shm.counters import SLICE_NS
 from hora.engine.shm.native import CALL, CALL_AT, DTYPE_NUMBERS, NOTHING, SHORT_BYTES, Repeated, Spec, Sum, library
 from hora.engine.transport.arithmetic import arithmetic_of, staged

@@ -178,13 +178,20 @@ class Completion:
             callback()
 
 
+# `go_on(instance, slice_ns)` continues a repeated call; returns whether all members have agreed on it, and then it is
+# done, or None if that is not known yet.
+GoOn = Callable[[int, int], "bool | None"]
+
+
 class Request(Completion):
-    """One submitted operation of this rank. `queue` is the one that it was submitted to."""
+    """One submitted operation of this rank. `queue` is where it was submitted, `instance` its running number there."""
 
     __slots__ = (
         "answer",
         "copy_back",
         "device_event",
+        "go_on",
+        "instance",
         "key",
         "outputs",
         "parts_left",
@@ -201,7 +208,8 @@ class Request(Completion):
         super().__init__()
         self.queue: Any = None
         self.signature = signature
-        self.key = signature.key(0)  # the queue numbers requests without a name
+        self.key, self.instance = signature.key(0), 0  # the queue numbers requests without a name
+        self.go_on: GoOn | None = None  # of a repeated call
         self.tensors = list(tensors)
         self.outputs: list[torch.Tensor] | None = None if outputs is None else list(outputs)
         self.copy_back: list[tuple[torch.Tensor, torch.Tensor]] = []
