@@ -1,4 +1,4 @@
-"""`torch.distributed` on Hora: collectives of a process group, against results that each rank computes itself."""
+"""`torch.distributed` on Hora: collectives of a process group, compared with results computed on each rank."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_all_reduce_of_bools_bits_and_complex_numbers(rank, size):
 
 
 @in_group
-def test_tensors_that_are_not_contiguous_are_reduced_in_place(rank, size):
+def test_non_contiguous_tensors_are_reduced_in_place(rank, size):
     whole = torch.zeros(4, 6)
     part = whole[:, ::2]
     part.fill_(float(rank))
@@ -108,7 +108,7 @@ def test_tensors_that_are_not_contiguous_are_reduced_in_place(rank, size):
 
 
 @in_group
-def test_lazily_negated_and_empty_tensors_are_what_they_show(rank, size):
+def test_lazily_negated_and_empty_tensors_have_their_visible_values(rank, size):
     for _ in range(3):  # negotiated, then repeated
         negated = torch.complex(torch.ones(1), torch.full((1,), 2.0)).conj().imag
         assert negated.is_neg()
@@ -121,7 +121,7 @@ def test_lazily_negated_and_empty_tensors_are_what_they_show(rank, size):
         assert received.item() == -2.0
         dist.all_reduce(negated)
         assert negated.item() == -2.0 * size
-        dist.all_reduce(torch.zeros(6, 0)[1:])  # begins behind the end of its storage
+        dist.all_reduce(torch.zeros(6, 0)[1:])  # its offset lies behind the end of its storage
 
 
 @in_group
@@ -132,7 +132,7 @@ def test_coalesced_reductions_take_tensors_of_several_dtypes(rank, size):
 
 
 @in_group
-def test_gathers_scatters_and_their_lists(rank, size):
+def test_gathers_and_scatters_with_lists(rank, size):
     for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.uint8, torch.uint16, torch.int64):
         mine = torch.arange(4).add(rank).to(dtype)
         everything = [torch.zeros(4, dtype=dtype) for _ in range(size)]
@@ -201,7 +201,7 @@ def test_all_to_all_with_and_without_splits(rank, size):
 
 
 @in_group
-def test_objects_travel(rank, size):
+def test_object_collectives(rank, size):
     everything = [None] * size
     dist.all_gather_object(everything, {"rank": rank, "text": "x" * rank})
     assert everything == [{"rank": r, "text": "x" * r} for r in range(size)]
@@ -260,7 +260,7 @@ def test_groups_overlap_and_are_independent(rank, size):
 
 
 @in_group
-def test_a_group_is_split(rank, size):
+def test_a_group_can_be_split(rank, size):
     world = dist.group.WORLD
     for ranks in ([0, 1], [size - 1], list(range(size))[::-1]):
         part = world.split_group(ranks, group_name=f"part of {ranks}", group_desc="a part")
@@ -272,7 +272,7 @@ def test_a_group_is_split(rank, size):
         part.allreduce([tensor]).wait()
         assert tensor.item() == sum(member + 1 for member in ranks)
         if len(ranks) > 1:
-            pair = part.split_group([1], timeout=timedelta(seconds=9))  # by numbers in the part
+            pair = part.split_group([1], timeout=timedelta(seconds=9))  # by rank within the part
             assert (pair is None) == (rank != ranks[1])
             assert pair is None or (pair._timeout, pair.size()) == (timedelta(seconds=9), 1)
     with pytest.raises(ValueError, match=rf"on rank {rank}: .* 0 to {size - 1}, but they are \[0, {size}\]"):
@@ -280,7 +280,7 @@ def test_a_group_is_split(rank, size):
 
 
 @in_group
-def test_threads_may_use_groups_of_their_own(rank, size):
+def test_threads_may_use_their_own_groups(rank, size):
     groups = [dist.new_group(list(range(size))) for _ in range(3)]
     sums = {}
 
@@ -299,9 +299,9 @@ def test_threads_may_use_groups_of_their_own(rank, size):
 
 
 @in_group
-def test_repeated_collectives_move_what_the_first_one_moved(rank, size):
-    """The first call goes by agreement, the others by the path of repeated calls; some of them in place."""
-    for count in (5, 30_001, 300_001):  # a slot, several, and large ones
+def test_repeated_collectives_give_the_results_of_the_first_ones(rank, size):
+    """The first call is negotiated, the others take the path of repeated calls; some are in place."""
+    for count in (5, 30_001, 300_001):  # one slot, several slots, and large tensors
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
             check_repeated_collectives(rank, size, count, dtype)
 
@@ -333,7 +333,7 @@ def check_repeated_collectives(rank, size, count, dtype):
 
 @in_group
 def test_threads_exchange_messages_of_all_lengths(rank, size):
-    """Each thread has a tag of its own; messages fit a ring, or are longer, and come before or after their receive."""
+    """Each thread has its own tag; messages fit into a ring or are longer, and arrive before or after their receive."""
     after, before, wrong = (rank + 1) % size, (rank - 1) % size, []
 
     def work(tag):
@@ -355,7 +355,7 @@ def test_threads_exchange_messages_of_all_lengths(rank, size):
 
 
 @in_group
-def test_repeated_calls_in_flight_are_done_in_their_order(rank, size):
+def test_repeated_calls_in_flight_complete_in_order(rank, size):
     for step in range(5):
         tensors = [torch.full((count,), float(rank + step)) for count in (3, 70_000, 5, 400_000)]
         works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
@@ -379,7 +379,7 @@ def test_repeated_calls_in_flight_are_done_in_their_order(rank, size):
 
 
 @in_group
-def test_repeated_collectives_of_ranks_that_differ_are_errors_everywhere(rank, size):
+def test_mismatched_repeated_collectives_are_errors_on_all_ranks(rank, size):
     for _ in range(3):
         dist.all_gather_into_tensor(torch.zeros(size * 2), torch.ones(2))
         dist.all_gather_into_tensor(torch.zeros(size * 3), torch.ones(3))
@@ -396,7 +396,7 @@ def test_repeated_collectives_of_ranks_that_differ_are_errors_everywhere(rank, s
 
 
 @in_group
-def test_ranks_that_differ_get_an_error_on_every_rank(rank, size):
+def test_mismatches_are_errors_on_every_rank(rank, size):
     with pytest.raises(HorovodInternalError, match=r"Mismatched .*rank 0 has .*rank 1 has"):
         dist.all_reduce(torch.ones(2 + (rank == 1)))
     with pytest.raises(HorovodInternalError, match="Mismatched data types"):
@@ -404,12 +404,12 @@ def test_ranks_that_differ_get_an_error_on_every_rank(rank, size):
     with pytest.raises(HorovodInternalError, match="ALLGATHER tensor shapes"):
         dist.all_gather_into_tensor(torch.zeros(size * (2 + (rank == 1))), torch.ones(2 + (rank == 1)))
     tensor = torch.ones(2)
-    dist.all_reduce(tensor)  # the group goes on
+    dist.all_reduce(tensor)  # the group is still usable
     assert tensor.tolist() == [float(size)] * 2
 
 
 @in_group
-def test_bad_input_is_refused_with_the_rank_and_the_remedy(rank, size):
+def test_invalid_arguments_raise_errors_with_the_rank_and_the_remedy(rank, size):
     with pytest.raises(ValueError, match=r"cannot reduce torch.float32 by ReduceOp.BAND: convert the tensor"):
         dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)
     with pytest.raises(ValueError, match=rf"rank {rank}: the output must have {size} times the input's elements"):
@@ -433,7 +433,7 @@ def test_bad_input_is_refused_with_the_rank_and_the_remedy(rank, size):
         dist.new_group([0, size + 3])
 
 
-def test_groups_can_be_made_again(place):
+def test_groups_can_be_created_again(place):
     torch_backend.register()
     for number in range(3):
         dist.init_process_group("hora", store=place.store, rank=place.rank, world_size=place.size)
@@ -443,7 +443,7 @@ def test_groups_can_be_made_again(place):
         assert dist.get_backend() == "hora"
         dist.destroy_process_group()
         assert not dist.is_initialized()
-    for _ in range(5):  # a rank that leaves at once does not end the others' init
+    for _ in range(5):  # a rank that leaves at once does not disturb the others' init
         dist.init_process_group("hora", store=place.store, rank=place.rank, world_size=place.size)
         dist.destroy_process_group()
 
@@ -454,11 +454,11 @@ def reduce_ones(group, in_flight):
         work.wait()
 
 
-# By the queue, by the path of repeated calls, and from that path to the queue since the rank does something else first.
+# On the queue, on the path of repeated calls, and on that path when the late rank calls another collective first.
 @pytest.mark.parametrize(
     ("repeats", "in_flight", "differs"), [(0, False, False), (3, False, False), (3, True, False), (3, False, True)]
 )
-def test_a_rank_that_does_not_come_is_named_with_its_line(place, repeats, in_flight, differs):
+def test_a_missing_rank_is_named_with_its_line(place, repeats, in_flight, differs):
     torch_backend.register()
     dist.init_process_group("hora", store=place.store, rank=place.rank, world_size=place.size)
     group = dist.new_group(list(range(place.size)), timeout=timedelta(seconds=1))
@@ -480,7 +480,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_line(place, repeats, in_fli
         finally:
             place.gather(None)
     tensor = torch.ones(1)
-    dist.all_reduce(tensor)  # the world's group goes on
+    dist.all_reduce(tensor)  # the default group is still usable
     assert tensor.item() == place.size
     dist.barrier()
     dist.destroy_process_group()
@@ -488,7 +488,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_line(place, repeats, in_fli
 
 @in_group
 def test_a_repeated_barrier_waits_for_every_member(rank, size):
-    """Without negotiation, after the first ones; also several that no thread waits in, and between other calls."""
+    """Later barriers need no negotiation; some are in flight together, or between other calls."""
     store = dist.distributed_c10d._get_default_store()
     for turn in range(20):
         if turn % 3 == 0:
@@ -502,7 +502,7 @@ def test_a_repeated_barrier_waits_for_every_member(rank, size):
         assert store.add(f"arrived/{turn}", 0) == size
 
 
-def test_a_forked_child_does_no_harm(place):
+def test_a_forked_child_does_not_disturb_the_group(place):
     torch_backend.register()
     dist.init_process_group("hora", store=place.store, rank=place.rank, world_size=place.size)
     dist.barrier()
@@ -542,7 +542,7 @@ def test_messages_of_every_size_and_dtype(rank, size):
             data = torch.arange(count).remainder(7).add(rank).to(dtype)
             found = torch.zeros(count, dtype=dtype)
             works = [dist.isend(data, after), dist.irecv(found, before)]
-            for work in works:  # the send first, on all ranks: its receive makes progress meanwhile
+            for work in works:  # all ranks wait for the send first, during which the receive makes progress
                 work.wait()
             assert found.equal(torch.arange(count).remainder(7).add(before).to(dtype))
     strided = torch.zeros(6, 4)[:, ::2]
@@ -555,7 +555,7 @@ def test_messages_of_every_size_and_dtype(rank, size):
 
 @in_group
 def test_a_message_arrives_while_its_receiver_is_in_a_collective(rank, size):
-    count = 3_000_000  # longer than the ring between two ranks
+    count = 3_000_000  # larger than the ring between two ranks
     for _ in range(3):
         found = torch.zeros(count)
         if rank == 0:
@@ -569,14 +569,14 @@ def test_a_message_arrives_while_its_receiver_is_in_a_collective(rank, size):
 
 
 def send_in_vain(count, tag):
-    data = torch.frombuffer(mmap.mmap(-1, 4 * count), dtype=torch.float32)  # reading it after it was freed is fatal
+    data = torch.frombuffer(mmap.mmap(-1, 4 * count), dtype=torch.float32)  # reading it after it was freed crashes
     data.fill_(float(tag))
     with pytest.raises(HorovodInternalError, match=rf"rank\(s\) \[1\] to receive a message with tag {tag}"):
         dist.isend(data, 1, tag=tag).wait(timedelta(seconds=0.5))
 
 
 @in_group
-def test_a_message_given_up_halfway_keeps_its_memory(rank, size):
+def test_a_message_that_timed_out_halfway_keeps_its_memory(rank, size):
     count = 3_000_000
     if rank == 0:
         send_in_vain(count, tag=5)
@@ -585,9 +585,9 @@ def test_a_message_given_up_halfway_keeps_its_memory(rank, size):
     dist.barrier()
     if rank == 1:
         found = torch.zeros(count)
-        dist.recv(found, 0, tag=5)  # it had begun
+        dist.recv(found, 0, tag=5)  # it was partly sent
         assert found.eq(5.0).all()
-        dist.recv(found, 0, tag=7)  # the one before had not
+        dist.recv(found, 0, tag=7)  # the previous message was never begun
         assert found.eq(7.0).all()
     elif rank == 0:
         dist.send(torch.full((count,), 7.0), 1, tag=7)
@@ -634,7 +634,7 @@ def test_batches_of_messages(rank, size):
 
 
 @in_group
-def test_a_message_of_another_size_is_an_error_that_names_both(rank, size):
+def test_a_message_of_another_size_is_an_error_with_both_sizes(rank, size):
     if rank == 0:
         dist.send(torch.ones(3), 1)
         dist.send(torch.ones(3), 1)
@@ -649,7 +649,7 @@ def test_a_message_of_another_size_is_an_error_that_names_both(rank, size):
 
 
 @in_group
-def test_a_message_that_does_not_come_names_its_sender(rank, size):
+def test_a_missing_message_names_its_sender(rank, size):
     group = dist.new_group(list(range(size)), timeout=timedelta(seconds=0.5))
     if rank == 0:
         with pytest.raises(HorovodInternalError, match=r"waited 0.5 s .* for rank\(s\) \[1\] to send .*rank 1 is at "):
@@ -671,7 +671,7 @@ def test_a_monitored_barrier_names_the_missing_ranks(rank, size):
     dist.barrier()
 
 
-def test_gloo_is_replaced_where_a_program_asks_for_it(place):
+def test_gloo_is_replaced_on_request(place):
     torch_backend.register()
     torch_backend.replace_gloo()
     try:

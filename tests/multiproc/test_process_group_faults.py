@@ -1,4 +1,4 @@
-"""A process group whose rank dies, aborts, differs from the others or asks for the impossible: errors by name."""
+"""Faults of a process group: a rank dies, aborts, mismatches or passes invalid arguments; errors name the rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from test_process_group import in_group
 from hora import torch_backend
 from hora.errors import HorovodInternalError
 
-_LIMIT = timedelta(minutes=10)  # far beyond the test's own: only the news of the death ends a wait in time
+_LIMIT = timedelta(minutes=10)  # longer than the test: only the notice of the death ends a wait in time
 
 
 def start(place, *, prefix="first", ranks=None):
@@ -27,7 +27,7 @@ def start(place, *, prefix="first", ranks=None):
 
 @pytest.mark.ranks(3, lost=(1,))
 @pytest.mark.parametrize("transport", ["shared memory", "sockets"])
-def test_a_rank_that_is_killed_ends_every_call_by_its_name_and_the_others_start_again(place, transport):
+def test_a_killed_rank_is_named_by_every_call_and_the_others_can_start_again(place, transport):
     if transport == "sockets":
         os.environ["HORA_TRANSPORT"] = "tcp"
     start(place)
@@ -61,7 +61,7 @@ def test_a_rank_that_is_killed_ends_every_call_by_its_name_and_the_others_start_
 
 
 @pytest.mark.ranks(2)
-def test_abort_ends_what_is_in_flight_and_a_new_group_can_be_made(place):
+def test_abort_ends_calls_in_flight_and_a_new_group_can_be_created(place):
     start(place)
     group = dist.new_group([0, 1])
     dist.barrier(group=group)
@@ -71,7 +71,7 @@ def test_abort_ends_what_is_in_flight_and_a_new_group_can_be_made(place):
         with pytest.raises(HorovodInternalError, match="was aborted by rank 0"):
             work.wait()
     tensor = torch.ones(1)
-    dist.all_reduce(tensor)  # the world's group goes on
+    dist.all_reduce(tensor)  # the default group is still usable
     assert tensor.item() == 2.0
     if place.rank == 0:
         work = dist.all_reduce(tensor, async_op=True)
@@ -100,7 +100,7 @@ class _Numbers(torch.utils.data.Dataset):
 
 @pytest.mark.ranks(2)
 @in_group
-def test_forked_workers_of_a_data_loader_do_no_harm(rank, size):
+def test_forked_workers_of_a_data_loader_do_not_disturb_the_group(rank, size):
     sampler = torch.utils.data.DistributedSampler(_Numbers(), size, rank, shuffle=False)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1, bias=False))
     with torch.no_grad():
@@ -116,7 +116,7 @@ def test_forked_workers_of_a_data_loader_do_no_harm(rank, size):
 
 @pytest.mark.ranks(2)
 @in_group
-def test_bad_input_names_the_rank_and_the_remedy(rank, size):
+def test_invalid_arguments_name_the_rank_and_the_remedy(rank, size):
     with pytest.raises(ValueError, match=r"this one is on meta; move it with .cpu\(\)"):
         dist.all_reduce(torch.ones(2, device="meta"))
     for dtype, op in ((torch.int16, "AVG"), (torch.bool, "AVG"), (torch.int32, "PREMUL_SUM")):
@@ -126,15 +126,15 @@ def test_bad_input_names_the_rank_and_the_remedy(rank, size):
     with pytest.raises((ValueError, RuntimeError), match="rank"):
         dist.new_group([0, 7])
     tensor = torch.ones(2)
-    dist.all_reduce(tensor)  # nothing of this has harmed the group
+    dist.all_reduce(tensor)  # the group is still usable
     assert tensor.tolist() == [2.0, 2.0]
 
 
 @pytest.mark.ranks(2)
-def test_bad_backends(place):
+def test_invalid_backends(place):
     torch_backend.register()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch warns of backends whose devices it does not know
+        warnings.simplefilter("error")  # torch warns about backends with unknown devices
         assert dist.BackendConfig("hora").get_device_backend_map() == {"cpu": "hora", "cuda": "hora"}
     arguments = {"store": place.store, "rank": place.rank, "world_size": place.size}
     with pytest.raises(ValueError, match=r"several backends in one process group.*\"hora\""):
@@ -143,7 +143,7 @@ def test_bad_backends(place):
         dist.init_process_group("hroa", **arguments)
     assert not dist.is_initialized()
     start(place)
-    other = dist.new_group([0, 1], backend="gloo")  # another backend beside it
+    other = dist.new_group([0, 1], backend="gloo")  # another backend beside Hora's
     tensor = torch.ones(1)
     dist.all_reduce(tensor, group=other)
     dist.all_reduce(tensor)
@@ -152,7 +152,7 @@ def test_bad_backends(place):
 
 
 @pytest.mark.ranks(2)
-def test_a_process_group_and_hvd_must_agree_about_the_rank(place):
+def test_a_process_group_and_hvd_must_agree_on_the_rank(place):
     import horovod.torch as hvd
 
     torch_backend.register()

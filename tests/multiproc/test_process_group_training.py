@@ -1,4 +1,4 @@
-"""Training under torch.distributed: the same numbers on Hora as on gloo, to the tolerance of another order of sums."""
+"""Training under torch.distributed: equal results on Hora and gloo, up to the order of summation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.ranks(2), needs_torch_2_7]
 
 
 def both(place, body):
-    """What the body returns on Hora and on gloo."""
+    """Return the body's results on Hora and on gloo."""
     torch_backend.register()
     results = []
     for backend in ("hora", "gloo"):
@@ -60,7 +60,7 @@ def weights(model):
 
 
 class Branches(nn.Module):
-    """A layer that every rank uses, and one for each rank that the others leave out."""
+    """A layer that every rank uses, and one per rank that the others do not use."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +71,7 @@ class Branches(nn.Module):
 
 
 class SeveralDtypes(nn.Module):
-    """Parameters of three dtypes: three kinds of buckets."""
+    """Parameters of three dtypes, so three kinds of buckets."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +107,7 @@ def test_ddp(place, kind, options):
 
 
 def bf16_hook(state, bucket):
-    """torch's hook under another name: it refuses the original on CPUs by its name."""
+    """torch's hook under another name, because torch rejects the original on CPUs by its name."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
@@ -187,7 +187,7 @@ def test_fsdp2_and_its_checkpoints(place, precision):
     torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
 
 
-def test_an_asynchronous_checkpoint_is_loaded_by_a_rank_alone(place):
+def test_an_asynchronous_checkpoint_can_be_loaded_by_a_single_rank(place):
     from torch.distributed.fsdp import fully_shard
 
     folder = place.gather(tempfile.mkdtemp() if place.rank == 0 else None)[0]
@@ -286,7 +286,7 @@ def test_a_pipeline_schedule(place):
 @pytest.mark.ranks(4, slow=(4,))
 @pytest.mark.parametrize("second", ["shard", "tensor"])
 def test_a_mesh_of_two_dimensions(place, second):
-    """HSDP, and FSDP over tensor-parallel layers."""
+    """Covers HSDP, and FSDP over tensor-parallel layers."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 

@@ -1,4 +1,4 @@
-"""Process sets: static and dynamic ones, their numbers, refusals, and that none waits for another."""
+"""Process sets: static and dynamic ones, their numbers, errors, and independence of each other."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_static_sets():
 
 
 @several
-def test_init_reports_bad_and_differing_sets_on_every_rank():
+def test_invalid_and_mismatched_sets_raise_on_every_rank_in_init():
     n = world_size()
     for bad in ([0, n], [-1, 0], [0, 0], []):
         with raises(ValueError, "initialization failed"):
@@ -92,7 +92,7 @@ def test_init_reports_bad_and_differing_sets_on_every_rank():
 
 
 @several
-def test_init_names_a_repeated_entry_and_stays_up():
+def test_init_names_a_repeated_entry_and_stays_initialized():
     first, again, world = (
         hvd.ProcessSet([0]),
         hvd.ProcessSet([0]),
@@ -164,7 +164,7 @@ def test_dynamic_sets():
 @pytest.mark.ranks(3)
 @pytest.mark.over_network
 def test_removal_with_operations_in_flight():
-    """What the members have agreed on is executed, although rank 1 looks for it only when it removes the set."""
+    """Negotiated operations are executed, although rank 1 polls for them only when it removes the set."""
     hvd.init(process_sets="dynamic")
     for cycle in range(2):
         some = hvd.add_process_set([0, 1])
@@ -202,7 +202,7 @@ def _look_for_rounds_in_the_removal_only(number):
 
 
 @several
-def test_dynamic_mode_by_variable():
+def test_dynamic_mode_by_environment_variable():
     os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     try:
         hvd.init()
@@ -223,7 +223,7 @@ def test_ranks_that_disagree_on_a_new_set():
 
 
 @several
-def test_no_set_can_be_added_while_shutting_down():
+def test_no_set_can_be_added_during_shutdown():
     hvd.init(process_sets="dynamic")
     if hvd.rank() == 0:
         hvd.shutdown()
@@ -237,7 +237,7 @@ def test_no_set_can_be_added_while_shutting_down():
 
 @several
 def test_sets_do_not_wait_for_one_another():
-    """The odd set goes through many barriers and reductions while the even one waits for its first member."""
+    """The odd set completes many barriers and reductions while the even one waits for its first member."""
     hvd.init(process_sets="dynamic")
     even, odd = (hvd.add_process_set(half) for half in even_and_odd())
     if hvd.rank() in odd.ranks:
@@ -256,7 +256,7 @@ def test_sets_do_not_wait_for_one_another():
 
 
 @several
-def test_unnamed_operations_of_a_set_do_not_disturb_others():
+def test_unnamed_operations_of_a_set_do_not_affect_other_sets():
     hvd.init(process_sets=[hvd.ProcessSet([0])])
     alone = hvd.ProcessSet([0])
     hvd.init(process_sets=[alone])

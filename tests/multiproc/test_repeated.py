@@ -1,6 +1,4 @@
-"""Repeated blocking allreduces (`hora.engine.repeated`): the fast path, taken when every rank does the same, and
-left.
-"""
+"""The fast path of repeated blocking allreduces (`hora.engine.repeated`): when it is taken and when it is left."""
 
 from __future__ import annotations
 
@@ -25,18 +23,18 @@ from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(library() is None, reason=f"no native part: {absence()}")
 
-SHAPES = [(), (7,), (3, 5), (16384,), (300_000,)]  # the last one is too large to be staged
+SHAPES = [(), (7,), (3, 5), (16384,), (300_000,)]  # the last one is too large for staging
 
 
 class Counts:
-    """How often the short way was taken, and how often it was begun in vain."""
+    """The numbers of calls that took the fast path, and that tried it in vain."""
 
     taken = void = 0
 
 
 @contextlib.contextmanager
 def running(**options):
-    """A session whose repeated allreduces are counted."""
+    """Run a session in which repeated allreduces are counted."""
     counts = Counts()
 
     def counted(inner):
@@ -62,7 +60,7 @@ def ones(count=5):
 
 
 @pytest.mark.ranks(2, 3)
-def test_the_same_operation_again_takes_the_short_way_and_gives_the_same():
+def test_repeated_operations_take_the_fast_path_with_equal_results():
     with running() as counts:
         rank, size, kinds = hvd.rank(), hvd.size(), 0
         for shape in SHAPES:
@@ -78,15 +76,15 @@ def test_the_same_operation_again_takes_the_short_way_and_gives_the_same():
                     for result in (*results[1:], inside):
                         assert torch.equal(result, results[0])
                         assert result.shape == shape
-        # Not the first time, nor while the control tree's thread looks at the queue, which it does once a second.
+        # The first call is negotiated, and so is one during the control tree's inspection of the queue, once a second.
         assert counts.taken >= 2 * kinds
         assert counts.taken + counts.void <= 3 * kinds
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.ranks(2)
-def test_the_short_way_divides_an_average_as_the_long_one_does(dtype):
-    """What cannot be seen of usual numbers: shares are added, so nothing overflows."""
+def test_the_fast_path_divides_an_average_like_the_ordinary_one(dtype):
+    """Only extreme values show the difference: shares are added, so nothing overflows."""
     limits = torch.finfo(dtype)
     with running() as counts:
         mine = torch.tensor([limits.max, -limits.max, limits.tiny * 1.5, hvd.rank() + 0.5], dtype=dtype)
@@ -98,12 +96,12 @@ def test_the_short_way_divides_an_average_as_the_long_one_does(dtype):
 
 
 @pytest.mark.ranks(2, 3)
-def test_what_a_rank_does_instead_is_done_and_then_the_short_way_is_open_again():
+def test_the_fast_path_is_taken_again_after_another_operation():
     with running() as counts:
         size = hvd.size()
         for step in range(30):
             tensor = ones()
-            if step % 3 == 1 and hvd.rank() == size - 1:  # this rank has other news first
+            if step % 3 == 1 and hvd.rank() == size - 1:  # this rank submits another operation first
                 other = hvd.allreduce_async(ones(), name="other", op=hvd.Sum)
                 hvd.allreduce_(tensor, name="lone", op=hvd.Sum)
                 assert hvd.synchronize(other)[0] == size
@@ -116,7 +114,7 @@ def test_what_a_rank_does_instead_is_done_and_then_the_short_way_is_open_again()
 
 
 @pytest.mark.ranks(2, 3)
-def test_ranks_that_want_different_things_hear_of_both_and_go_on():
+def test_a_mismatch_is_an_error_on_all_ranks_which_then_continue():
     with running() as counts:
         rank, size = hvd.rank(), hvd.size()
         for count in (5, 6):
@@ -132,8 +130,8 @@ def test_ranks_that_want_different_things_hear_of_both_and_go_on():
 
 
 @pytest.mark.ranks(2, 3)
-def test_another_threads_operation_does_not_wait_for_a_lone_one():
-    """Rank 0's thread waits alone; meanwhile its main thread and the others do something else first."""
+def test_a_repeated_call_does_not_block_another_threads_operation():
+    """One thread of rank 0 waits in it; rank 0's main thread and the other ranks execute another operation first."""
     with running():
         size = hvd.size()
         for _ in range(2):
@@ -153,9 +151,7 @@ def test_another_threads_operation_does_not_wait_for_a_lone_one():
 
 
 def _play(thread: str, steps, ranks_own: random.Random, wrong: list) -> None:
-    """Steps of one to three names: each rank submits them in an order of its own and waits for the last one, or for
-    all.
-    """
+    """Run steps of one to three names: each rank submits them in its own order and waits for the last one or all."""
     size = hvd.size()
     for number, names in enumerate(steps):
         mine = list(names)
@@ -172,12 +168,12 @@ def _play(thread: str, steps, ranks_own: random.Random, wrong: list) -> None:
             hvd.synchronize(handle)
         wrong += [(number, name) for name in mine if set(tensors[name].tolist()) != {value * size}]
         if ranks_own.random() < 0.05:
-            time.sleep(ranks_own.random() * 0.004)  # late now and then, which is what is tried here
+            time.sleep(ranks_own.random() * 0.004)  # ranks are late now and then, as the test intends
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.ranks(2, 3, 4)
-def test_random_mixtures_are_right(num_threads):
+def test_random_mixtures_give_correct_results(num_threads):
     with running() as counts:
         for seed in range(3):
             agreed, wrong = random.Random(seed), []
@@ -201,14 +197,14 @@ def _sleeps(group, peer) -> bool:
 
 
 def _waiting(negotiation) -> int:
-    """How many ranks wait in a repeated call."""
+    """Return the number of ranks that wait in a repeated call."""
     return sum(signature is not None for row in negotiation.waiting_requests().values() for signature in row)
 
 
 @pytest.mark.parametrize("size", [5, 300_000])  # staged or not
 @pytest.mark.ranks(3, lost=(1,))
-def test_those_who_wait_alone_hear_of_a_death(size):
-    """A wait that only its own limit ends would outlast the test."""
+def test_ranks_waiting_in_a_repeated_call_notice_a_death(size):
+    """A wait that ends only at its own limit would outlast the test."""
     hvd.init()
     for _ in range(3):
         hvd.allreduce(ones(size), name="lone", op=hvd.Sum)
@@ -225,7 +221,7 @@ def test_those_who_wait_alone_hear_of_a_death(size):
 
 
 @pytest.mark.ranks(3)
-def test_process_sets_have_short_ways_of_their_own():
+def test_process_sets_have_their_own_fast_paths():
     sets = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2])]
     with running(process_sets=sets):
         for step in range(20):
@@ -238,11 +234,11 @@ def test_process_sets_have_short_ways_of_their_own():
 @pytest.mark.parametrize("size", [5, 300_000])  # staged or not
 @pytest.mark.parametrize("same", [True, False], ids=["the same", "something else first"])
 @pytest.mark.ranks(2)
-def test_ctrl_c_while_waiting_alone_harms_no_rank(place, size, same):
-    """As on the ordinary way, the request stays in flight: the other rank, which comes later, is not left alone."""
+def test_ctrl_c_while_waiting_in_a_repeated_call_affects_no_rank(place, size, same):
+    """As on the ordinary path, the request stays in flight, so it completes when the other rank calls it later."""
     hvd.init()
     queue = engine.current_runtime().sets.queue(0)
-    queue.inspect = lambda: None  # while the control tree's thread looks at the queue no request is lone
+    queue.inspect = lambda: None  # an inspection of the queue would divert the call from the fast path
     negotiation = queue.negotiation
     for _ in range(3):
         hvd.allreduce(ones(size), name="lone", op=hvd.Sum)
@@ -279,7 +275,7 @@ def test_ctrl_c_while_waiting_alone_harms_no_rank(place, size, same):
 
 
 @pytest.mark.ranks(2)
-def test_ctrl_c_just_after_the_members_have_met_does_not_repeat_the_call():
+def test_ctrl_c_after_all_members_have_arrived_does_not_repeat_the_call():
     hvd.init()
     queue = engine.current_runtime().sets.queue(0)
     tensor = ones()
@@ -312,7 +308,7 @@ def test_ctrl_c_just_after_the_members_have_met_does_not_repeat_the_call():
 
 
 @pytest.mark.ranks(2)
-def test_a_name_that_another_thread_waits_for_is_refused_and_the_wait_goes_on(place):
+def test_a_name_that_another_thread_waits_for_is_rejected_and_the_wait_continues(place):
     hvd.init()
     negotiation = engine.current_runtime().sets.queue(0).negotiation
     for _ in range(3):

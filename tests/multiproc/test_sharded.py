@@ -1,4 +1,4 @@
-"""sharded=True: every optimizer equals its unsharded self, and its state is whole on every rank that asks."""
+"""sharded=True: every optimizer equals its unsharded counterpart, and any rank can ask for its complete state."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def sharded(optimizer, **options):
 
 @pytest.mark.ranks(2, 4)
 @session
-def test_gradients_of_half_precision_neither_overflow_nor_vanish():
+def test_gradients_of_half_precision_neither_overflow_nor_underflow():
     for count, shards in (
         (7, False),
         (300_000, False),
@@ -58,19 +58,19 @@ def test_gradients_of_half_precision_neither_overflow_nor_vanish():
         for number in (40000.0, 2.0**-24):
             parameter = nn.Parameter(torch.zeros(count, dtype=torch.float16))
             optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), sharded=shards)
-            for _ in range(3):  # in buckets from the second or third step on
+            for _ in range(3):  # buckets are used from the second or third step on
                 optimizer.zero_grad()
                 (parameter * number).sum().backward()
                 optimizer.step()
                 assert set(parameter.tolist()) == {-number}
-                hvd.barrier()  # before another rank changes what this one may share with it
+                hvd.barrier()  # before another rank changes memory that this rank may share
                 parameter.detach().zero_()
                 hvd.barrier()
 
 
 @pytest.mark.ranks(2, 4)
 @session
-def test_every_elementwise_optimizer_equals_its_unsharded_self():
+def test_every_elementwise_optimizer_equals_its_unsharded_counterpart():
     from hora.torch.sharded.optimizer import ELEMENTWISE
 
     assert set(OPTIMIZERS) == set(ELEMENTWISE)
@@ -87,7 +87,7 @@ def test_every_elementwise_optimizer_equals_its_unsharded_self():
 
 
 @session
-def test_what_cannot_be_sharded_is_refused_by_name():
+def test_unsupported_optimizers_and_options_are_rejected_by_name():
     model = mlp()
     matrices = [p for p in model.parameters() if p.dim() == 2]
     kinds = [getattr(torch.optim, name, None) for name in ("LBFGS", "SparseAdam", "Adafactor", "Muon")]  # as torch has
@@ -139,7 +139,7 @@ def test_groups_schedulers_frozen_layers_accumulation_and_compression():
 
 
 class Branches(nn.Module):
-    """Its gradients arrive in the reverse of `order`."""
+    """Gradients of the branches arrive in the reverse of `order`."""
 
     def __init__(self, order):
         super().__init__()
@@ -153,8 +153,8 @@ class Branches(nn.Module):
 
 @pytest.mark.ranks(2, 4)
 @session
-def test_many_buckets_use_a_few_places_in_turn():
-    """In any order: a gradient that comes while its place is in use waits for it, and no other gradient does."""
+def test_many_buckets_share_a_few_places():
+    """In any order, only a gradient whose place is in use waits for it."""
     from hora.torch.sharded import optimizer as module
 
     one_parameter_each = partial(module.plan_buckets, bucket_bytes=1)
@@ -232,7 +232,7 @@ def test_whole_gradients_after_synchronize():
 
 @session
 def test_state_is_portable():
-    """Saved sharded at this size; loaded by a plain optimizer, a sharded one, and a sharded one in mid-training."""
+    """A state saved by a sharded optimizer is loaded by a plain one, a sharded one, and a sharded one in training."""
     model = mlp()
     optimizer = sharded(two_groups(model))
     train(model, optimizer, 4, mine())
@@ -255,7 +255,7 @@ def test_state_is_portable():
 
 
 @session
-def test_the_saved_state_has_the_moments_of_a_layer_that_thawed_in_mid_training():
+def test_the_saved_state_has_the_moments_of_a_thawed_layer():
     model, single = mlp(), mlp()
     for net in (model, single):
         net[2].requires_grad_(False)
@@ -269,12 +269,12 @@ def test_the_saved_state_has_the_moments_of_a_layer_that_thawed_in_mid_training(
 
 
 @session
-def test_a_checkpoint_of_rank_0_alone_reaches_every_rank():
+def test_a_checkpoint_of_rank_0_reaches_every_rank():
     model = mlp()
     optimizer = sharded(adam(model))
     train(model, optimizer, 3, mine())
     checkpoint = None
-    if hvd.rank() == 0:  # no other rank is asked
+    if hvd.rank() == 0:  # only rank 0 asks for its state
         checkpoint = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     train(model, optimizer, 2, mine())
     if hvd.rank() == 0:
@@ -290,7 +290,7 @@ def test_a_checkpoint_of_rank_0_alone_reaches_every_rank():
 
 
 @session
-def test_parameters_and_state_lie_once_in_shared_memory():
+def test_parameters_and_state_are_shared_between_the_ranks_of_a_host():
     if hvd.size() == 1:
         pytest.skip("no rank to share with")
     parameter = nn.Parameter(torch.zeros(100))
@@ -317,10 +317,10 @@ def test_parameters_and_state_lie_once_in_shared_memory():
 
 @pytest.mark.ranks(2)
 @session
-def test_a_forked_child_has_a_copy_of_its_own():
-    """It sees what there was when it was forked, whatever the ranks do later, and what it writes no rank sees."""
+def test_a_forked_child_has_its_own_copy():
+    """It keeps the values at the time of the fork, whatever the ranks do later; no rank sees what it writes."""
     for shards in (True, False):
-        parameter = nn.Parameter(torch.zeros(300_000))  # enough for gradients to be reduced in shared memory
+        parameter = nn.Parameter(torch.zeros(300_000))  # large enough for reduction in shared memory
         inner = torch.optim.SGD([parameter], lr=1.0, momentum=0.5)
         optimizer = hvd.DistributedOptimizer(inner, sharded=shards)
 
@@ -350,7 +350,7 @@ def test_a_forked_child_has_a_copy_of_its_own():
 
 
 @pytest.mark.ranks(1)
-def test_a_forked_child_without_room_for_a_copy_ends_with_the_reason():
+def test_a_forked_child_without_memory_for_a_copy_exits_with_the_reason():
     memory = mmap.mmap(-1, 2**20)
     segment._copy_in_children(memory, 0, 2**20)
     errors, end = os.pipe()
@@ -378,7 +378,7 @@ def _spoil(parameter):
 
 @contextlib.contextmanager
 def _forked(function):
-    """Fork; what is yielded has the child call the function, and gives its result."""
+    """Fork; yield a function that has the child call `function`, and returns its result."""
     here, there = multiprocessing.Pipe()
     child = os.fork()
     if child == 0:
@@ -400,8 +400,8 @@ def _forked(function):
 
 
 @session
-def test_training_goes_on_after_a_new_init():
-    """What elastic training does: shut down, init, and step with the same optimizer."""
+def test_training_continues_after_a_new_init():
+    """Elastic training does the same: shut down, init, and step with the same optimizer."""
     model, single = mlp(), mlp()
     optimizer, plain = sharded(adam(model)), adam(single)
     train(model, optimizer, 3, mine())
@@ -416,7 +416,7 @@ def test_training_goes_on_after_a_new_init():
 @pytest.mark.ranks(2, 3, env={"HORA_TRANSPORT": "tcp"})
 @session
 def test_without_shared_memory():
-    """As between hosts: reduce-scatter, step the slice, all-gather."""
+    """As between hosts, a step is a reduce-scatter, a step of the slice, and an all-gather."""
     model, single = mlp(), mlp()
     optimizer, plain = sharded(two_groups(model)), two_groups(single)
     clip = lambda net: hvd.clip_grad_norm_(net.parameters(), 0.1)  # noqa: E731
@@ -449,7 +449,7 @@ def memory_mib(kind: str) -> float:
 def test_the_host_holds_parameters_and_state_once():
     private, shared = _sizes_held()
     assert shared < 1.1 * (1 + 4 + 2)  # parameters, the gradients of all ranks, two state tensors
-    assert private < 4 * 0.5  # the model's own first copy is given back; nothing else is private
+    assert private < 4 * 0.5  # the model's initial copy is freed; nothing else is private
 
 
 @fused
@@ -458,13 +458,12 @@ def test_the_host_holds_parameters_and_state_once():
 def test_the_host_holds_little_more_where_freed_memory_is_kept():
     private, shared = _sizes_held()
     assert shared < 1.1 * (1 + 4 + 2)
-    assert private < 4 * 1.25  # memory for one gradient stays warm
+    assert private < 4 * 1.25  # the memory of one gradient is kept
 
 
 def _sizes_held() -> list[float]:
-    """Ten million parameters with Adam on four ranks: unsharded, every rank would hold four times their size.
-
-    What all hold together, private and shared, in sizes of the parameters.
+    """Train ten million parameters with Adam on four ranks; unsharded, every rank would hold four times their size.
+    Return the private and the shared memory of all ranks together, in units of the parameters' size.
     """
     model = nn.Linear(4000, 2500, bias=False)
     size_mib = model.weight.numel() * 4 / 2**20

@@ -1,4 +1,4 @@
-"""The shared-memory transport, directly: results, bits, races, bounds, lost peers, no leftovers."""
+"""The shared-memory transport by itself: results, bits, races, bounds, lost peers, no leftovers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from hora.errors import HorovodInternalError
 
 pytestmark = pytest.mark.skipif(library() is None, reason=f"no native part: {absence()}")
 
-LIMIT_S = 600.0  # longer than a test may take: no test passes because a wait was given up
+LIMIT_S = 600.0  # longer than any test, so that no test passes because a wait timed out
 
 
 class Provider:
-    """Gives all ranks the same memory: rank 0 makes it, the others open its descriptor."""
+    """Provides all ranks with the same memory: rank 0 creates it, the others open its descriptor."""
 
     def __init__(self, place, store):
         self.rank, self.size, self.store = place.rank, place.size, store
@@ -58,7 +58,7 @@ def made(place, check_alive=lambda: None, limit_s=LIMIT_S, store=None):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_every_operation_is_right_and_has_the_same_bits_everywhere(place):
+def test_every_operation_is_correct_and_bit_identical_on_all_members(place):
     with made(place) as transport:
         results = check_everything(transport, place.rank, place.size)
     assert len(results) > 100
@@ -67,8 +67,8 @@ def test_every_operation_is_right_and_has_the_same_bits_everywhere(place):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.ranks(2, 3)
-def test_bits_do_not_depend_on_fusion_or_on_who_reduces(place, dtype):
-    """The same numbers as one large tensor, in small ones one by one, in many fused ones, scattered."""
+def test_bits_do_not_depend_on_fusion_or_on_the_member_that_reduces(place, dtype):
+    """Reduce the same numbers as one large tensor, as small ones, as many fused ones, and scattered."""
     rank, size, count = place.rank, place.size, 300_000
     values = torch.randn(count, generator=torch.Generator().manual_seed(rank)) * 10.0 ** torch.randint(
         -3, 4, (count,), generator=torch.Generator().manual_seed(rank)
@@ -97,9 +97,7 @@ def test_bits_do_not_depend_on_fusion_or_on_who_reduces(place, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.ranks(2, 4)
 def test_an_average_over_a_power_of_two_is_a_sum_of_shares(place, dtype):
-    """Also where a sum of the whole numbers would overflow, or a share loses bits: little, much, fused and
-    scattered.
-    """
+    """This holds even where the sum would overflow, or a share loses bits, for all sizes, fused and scattered."""
     rank, size, count, average = place.rank, place.size, 300_000, Reduce(ReduceOp.AVERAGE)
     rows = [(torch.randn(count, generator=torch.Generator().manual_seed(peer)) * 8).to(dtype) for peer in range(size)]
     for peer, row in enumerate(rows):
@@ -126,8 +124,8 @@ def test_an_average_over_a_power_of_two_is_a_sum_of_shares(place, dtype):
 
 
 @pytest.mark.ranks(2, 3, 4, slow=(2, 4))
-def test_members_that_are_late_or_early_never_see_each_others_old_or_new_data(place):
-    """Random operations one after the other, with members that are late at random."""
+def test_late_and_early_members_never_see_each_others_old_or_new_data(place):
+    """Run random operations in sequence, with members that are late at random."""
     rank, size = place.rank, place.size
     plan, own = random.Random(size), random.Random(size * 100 + rank)
     with made(place) as transport:
@@ -147,7 +145,7 @@ def test_members_that_are_late_or_early_never_see_each_others_old_or_new_data(pl
 
 
 def _check_one(transport, kind, inputs, rank, part):
-    """One operation and its result. `part`: the size of fused tensors, or the root."""
+    """Run an operation and check its result. `part`: the size of fused tensors, or the root."""
     mine, size, count = inputs[rank].clone(), len(inputs), len(inputs[0])
     if kind == "allreduce":
         transport.allreduce([mine], [mine], Reduce(ReduceOp.SUM))
@@ -178,7 +176,7 @@ def _check_one(transport, kind, inputs, rank, part):
 
 
 @pytest.mark.ranks(2)
-def test_staging_is_bounded_whatever_the_size(place):
+def test_staging_memory_is_bounded_for_any_size(place):
     with made(place) as transport:
         tensor = torch.full((24 << 20,), float(place.rank + 1))
         transport.allreduce([tensor], [tensor], Reduce(ReduceOp.SUM))
@@ -191,7 +189,7 @@ def test_staging_is_bounded_whatever_the_size(place):
 
 
 @pytest.mark.ranks(2, 3)
-def test_thousand_tensors_at_once(place):
+def test_a_thousand_fused_tensors(place):
     tensors = [torch.full((256,), float(place.rank + number)) for number in range(1000)]
     with made(place) as transport:
         transport.allreduce(tensors, tensors, Reduce(ReduceOp.SUM))
@@ -200,7 +198,7 @@ def test_thousand_tensors_at_once(place):
 
 
 @pytest.mark.ranks(2)
-def test_integers_wrap_nan_spreads_and_averages_truncate(place):
+def test_integers_wrap_nan_propagates_and_averages_truncate(place):
     most = torch.full((5,), torch.iinfo(torch.int32).max, dtype=torch.int32)
     lows = torch.tensor([1.0, float("nan") if place.rank == 1 else 2.0, -float("inf")])
     odd = torch.tensor([-7, 7, 5], dtype=torch.int64) if place.rank == 0 else torch.zeros(3, dtype=torch.int64)
@@ -240,7 +238,7 @@ def test_reduction_in_shared_memory(place):
 
 
 @pytest.mark.ranks(2)
-def test_the_users_number_of_threads_stays(place):
+def test_the_users_number_of_threads_is_kept(place):
     torch.set_num_threads(2)
     try:
         with made(place) as transport:
@@ -269,9 +267,9 @@ def test_nothing_is_held_after_close(place):
 
 def is_alive(process_id):
     try:
-        with open(f"/proc/{process_id}/stat") as stat:  # a killed process is a zombie until its parent looks
+        with open(f"/proc/{process_id}/stat") as stat:  # a killed process is a zombie until its parent reaps it
             return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or before it was read
+    except (FileNotFoundError, ProcessLookupError):  # it exited before the file was opened or read
         return False
 
 
@@ -295,24 +293,24 @@ def _die_in_the_middle(place, victim):
 
 
 @pytest.mark.ranks(3, lost=(0,))
-def test_survivors_hear_of_a_killed_first_member(place):
+def test_survivors_notice_a_killed_first_member(place):
     _die_in_the_middle(place, victim=0)
 
 
 @pytest.mark.ranks(3, lost=(2,))
-def test_survivors_hear_of_a_killed_last_member(place):
+def test_survivors_notice_a_killed_last_member(place):
     _die_in_the_middle(place, victim=2)
 
 
 @pytest.mark.ranks(2)
-def test_a_member_that_never_comes_is_named(place):
+def test_a_missing_member_is_named(place):
     with made(place, limit_s=0.2) as transport:
         if place.rank == 0:
             with pytest.raises(TimeoutError, match=r"0\.2 s for member 1"):
                 transport.barrier()
 
 
-def test_without_memory_for_large_slots_the_transport_can_still_be_closed():
+def test_a_transport_without_memory_for_large_slots_can_still_be_closed():
     def provider(num_bytes):
         if num_bytes > 1 << 20:
             raise MemoryError("no more")

@@ -33,7 +33,7 @@ def test_sum_and_average(sets):
 
 
 @session
-def test_nothing_anywhere():
+def test_empty_tensors_on_all_ranks():
     got = hvd.sparse_allreduce_async(sparse(0, 0), "empty", hvd.Average)()
     assert got.is_sparse
     assert got._nnz() == 0
@@ -57,7 +57,7 @@ def test_many_in_flight():
 
 
 @session
-def test_refuses_dense():
+def test_dense_tensors_are_rejected():
     with raises(ValueError, "sparse", "strided"):
         hvd.sparse_allreduce_async(torch.ones(3), "x", hvd.Sum)
     with raises(ValueError, "dense", "sparse_coo"):

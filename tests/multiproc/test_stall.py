@@ -1,4 +1,4 @@
-"""The stall report: it really warns, names the missing rank and tensor, and shuts down only if asked to."""
+"""The stall report warns, names the missing rank and tensor, and shuts down only on request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TCP = {"HORA_TRANSPORT": "tcp"}
 
 
 class Records(logging.Handler):
-    """What is logged here; `when_told` is called with each text."""
+    """Collects log records; calls `when_told` with each text."""
 
     def __init__(self, when_told) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def listen(when_told=lambda text: None) -> Records:
 
 
 def _late_rank_is_reported(late: int, place) -> None:
-    """The late rank comes when rank 0 has complained about it."""
+    """Let the late rank submit once rank 0 has reported it."""
 
     def told(text: str) -> None:
         for name in ("known", "new"):
@@ -51,9 +51,7 @@ def _late_rank_is_reported(late: int, place) -> None:
 
     hvd.init()
     rank, records = hvd.rank(), listen(told)
-    hvd.allreduce(
-        torch.ones(1), name="known", op=hvd.Sum
-    )  # a tensor that was agreed on before is watched like a new one
+    hvd.allreduce(torch.ones(1), name="known", op=hvd.Sum)  # known tensors are watched like new ones
     for name in ("known", "new"):
         if hvd.rank() == late:
             wait_until(f"{name} has been reported", lambda name=name: place.store.check([name]))
@@ -71,7 +69,7 @@ def _late_rank_is_reported(late: int, place) -> None:
 
 
 @pytest.mark.ranks(3, env=WARN)
-def test_a_rank_that_only_sleeps_is_reported_and_lives(place):
+def test_a_late_rank_is_reported_and_survives(place):
     _late_rank_is_reported(2, place)
 
 
@@ -81,12 +79,12 @@ def test_the_coordinator_reports_itself(place):
 
 
 @pytest.mark.ranks(3, env=WARN | TCP)
-def test_without_shared_memory_too(place):
+def test_stalls_are_reported_without_shared_memory(place):
     _late_rank_is_reported(1, place)
 
 
 @pytest.mark.ranks(3, env=SHUTDOWN)
-def test_a_stall_ends_the_job_when_asked_to(place):
+def test_a_stall_ends_the_job_on_request(place):
     hvd.init()
     records = listen()
     hvd.allreduce(torch.ones(1), name="fine")
@@ -102,11 +100,11 @@ def test_a_stall_ends_the_job_when_asked_to(place):
 
 
 @pytest.mark.ranks(2, env={"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_CHECK_DISABLE": "1"})
-def test_it_can_be_switched_off(place):
+def test_stall_checks_can_be_disabled(place):
     hvd.init()
     records, looked = listen(), _count_looks()
     if hvd.rank() == 1:
-        # Three looks, a second apart: another world would have been told after the second.
+        # Three checks, a second apart: with stall checks, the second one would have caused a warning.
         wait_until("it would have been reported", lambda: len(looked) >= 3)
     hvd.allreduce(torch.ones(1), name="late")
     logging.getLogger("hora").removeHandler(records)
@@ -115,13 +113,13 @@ def test_it_can_be_switched_off(place):
 
 
 def _stop_inside_a_reduction() -> None:
-    """The process stops itself in mid-batch and is woken by its peer after the verdict."""
-    # A signal to the process may be taken by another thread, while this one goes on for a moment.
+    """Stop this process in mid-batch; its peer resumes it after the report."""
+    # A signal to the process might be delivered to another thread while this one continues for a moment.
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 @pytest.mark.ranks(2, env=SHUTDOWN)
-def test_a_rank_stopped_inside_a_collective_ends_the_job_when_asked_to():
+def test_a_rank_stopped_inside_a_collective_ends_the_job_on_request():
     hvd.init()
     hvd.allreduce(torch.ones(1), name="fine")
     pids = hvd.allgather_object(os.getpid())
@@ -129,7 +127,7 @@ def test_a_rank_stopped_inside_a_collective_ends_the_job_when_asked_to():
         transport = engine.current_runtime().sets.queue(0).transport()
         original = transport.allreduce
         transport.allreduce = lambda *a, **k: (_stop_inside_a_reduction(), original(*a, **k))
-        with contextlib.suppress(hvd.HorovodInternalError):  # rank 0 has done its part: this may even succeed
+        with contextlib.suppress(hvd.HorovodInternalError):  # rank 0 has done its part, so this may even succeed
             hvd.allreduce(torch.ones(1), name="stopped")
         with pytest.raises(hvd.HorovodInternalError, match="waiting for more than 2 s"):
             hvd.allreduce(torch.ones(1), name="later")
@@ -143,9 +141,9 @@ def test_a_rank_stopped_inside_a_collective_ends_the_job_when_asked_to():
 
 
 @pytest.mark.ranks(3)
-def test_looking_for_stalls_never_takes_part_in_a_collective(place):
-    """The thread that looks also hands shared memory to the other ranks: were it to carry out the first collective,
-    they would wait for it and it for them. That happened, once in many thousand starts.
+def test_checking_for_stalls_never_executes_a_collective(place):
+    """The checking thread also hands shared memory to other ranks, so executing the first collective would deadlock.
+    This happened once in many thousand starts.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(control_tree, "_TICK_S", 0.001)
@@ -154,7 +152,7 @@ def test_looking_for_stalls_never_takes_part_in_a_collective(place):
         value = torch.ones(3)
         request = engine.current_runtime().submit(Kind.ALLREDUCE, [value], outputs=[value], background=False)
         place.gather("all have submitted")
-        if hvd.rank() == 0:  # where no thread waits for it yet
+        if hvd.rank() == 0:  # here no thread waits for the collective yet
             before = len(looked)
             wait_until("it has been looked at many times", lambda: len(looked) > before + 100)
         request.result()
@@ -163,7 +161,7 @@ def test_looking_for_stalls_never_takes_part_in_a_collective(place):
 
 
 def _count_looks() -> list[int]:
-    """A list that grows whenever the control tree's thread looks for stalls."""
+    """Return a list that grows whenever the control tree's thread checks for stalls."""
     queue, looked = engine.current_runtime().sets.queue(0), []
     inspect = queue.inspect
     queue.inspect = lambda: (inspect(), looked.append(1))

@@ -1,7 +1,7 @@
-"""Fifty random programs of collectives, from several threads, against a plain reference; in five of them a rank dies.
-Some random trainings against one process.
+"""Fifty random programs of collectives in several threads, compared with a reference; in five, a rank dies.
+Some random trainings, compared with one process.
 
-A program that fails here is shrunk by the command that the failure names. `make fuzz` plays many more.
+A failing program is shrunk by the command named in the failure. `make fuzz` runs many more.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ def test_program(seed, tmp_path):
 
 @pytest.mark.parametrize("seed", [100, 101])
 @pytest.mark.ranks(3, lost=(0,))
-def test_rank_0_dies_on_the_way(seed, tmp_path):
+def test_rank_0_dies(seed, tmp_path):
     _play(seed, tmp_path, victim=0)
 
 
 @pytest.mark.parametrize("seed", [102, 103, 104])
 @pytest.mark.ranks(3, lost=(2,))
-def test_rank_2_dies_on_the_way(seed, tmp_path):
+def test_rank_2_dies(seed, tmp_path):
     _play(seed, tmp_path, victim=2)
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.ranks(3)
 def test_training(seed):
-    """The first of the random trainings of `tests/fuzz/trainings.py` that fit on three ranks of one host."""
+    """Run the first random trainings of `tests/fuzz/trainings.py` that fit on three ranks of one host."""
     play(replace(generate_training(seed, ("one host",)), num_ranks=3).to_text())

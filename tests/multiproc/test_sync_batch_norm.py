@@ -1,6 +1,4 @@
-"""SyncBatchNorm equals BatchNorm over the batches of all ranks joined, forward, backward and in its running
-statistics.
-"""
+"""SyncBatchNorm equals BatchNorm over the combined batch: outputs, gradients and running statistics."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ def compare(dims: int, rows: list[int], steps: int = 2, dtype=torch.float64, tol
 
 
 @session
-def test_equals_batch_norm_over_the_joined_batch():
+def test_equals_batch_norm_over_the_combined_batch():
     for dims in SHAPES:
         compare(dims, [3] * hvd.size())
     compare(2, [5] * hvd.size(), dtype=torch.float32, tolerance=1e-5)
@@ -90,7 +88,7 @@ def test_half_precision_input_and_wrong_dimensions():
 
 @session
 def test_inside_a_distributed_optimizer():
-    """The gradients of the layers around it are reduced while it communicates itself."""
+    """The gradients of neighbouring layers are reduced while the layer itself communicates."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), hvd.SyncBatchNorm(8), nn.ReLU(), nn.Linear(8, 2)).double()
     torch.manual_seed(0)

@@ -1,5 +1,5 @@
-"""Graphs and sessions of tf.compat.v1: collectives in any order on any number of threads, their gradients, optimizers
-and broadcasts, against numpy.
+"""Graphs and sessions of tf.compat.v1, compared with numpy: collectives in any order on any number of threads,
+their gradients, optimizers and broadcasts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ v1 = tf.compat.v1
 
 @contextlib.contextmanager
 def graph(threads: int = 0):
-    """A new graph and its session."""
+    """Yield a session of a new graph."""
     config = v1.ConfigProto(inter_op_parallelism_threads=threads, intra_op_parallelism_threads=1)
     with tf.Graph().as_default(), v1.Session(config=config) as running:
         yield running
@@ -37,10 +37,10 @@ def total(value) -> float:
 
 
 @session
-def test_ranks_run_collectives_in_another_order_on_one_thread():
+def test_ranks_run_collectives_in_different_orders_on_one_thread():
     names = [f"c{i}" for i in range(6)]
     with graph(threads=1) as running:
-        # Each becomes ready after the one before it: in this order on even ranks, in the other one on odd ranks.
+        # Each one becomes ready after its predecessor: in this order on even ranks, in reverse on odd ranks.
         before, outputs = tf.ones([]), {}
         for name in names if hvd.rank() % 2 == 0 else reversed(names):
             before = tf.identity(before) * 1.0
@@ -50,7 +50,7 @@ def test_ranks_run_collectives_in_another_order_on_one_thread():
 
 
 @session
-def test_a_collective_that_needs_another_one_does_not_hold_up_a_third():
+def test_a_collective_that_depends_on_another_does_not_block_a_third():
     with graph(threads=1) as running:
         a = hvd.allreduce(tf.ones([3]), name="a", op=hvd.Sum)
         b = hvd.allgather(a[:1], name="b")
@@ -171,7 +171,7 @@ def test_sparse_gradients_and_groups_of_them():
 
 
 @session
-def test_a_loop_and_a_condition_of_a_graph():
+def test_a_loop_and_a_condition_in_a_graph():
     with graph(threads=1) as running:
         x = v1.placeholder(tf.float32, [])
         _, looped = tf.while_loop(
@@ -195,7 +195,7 @@ def losses(weights):
 
 
 @session(sets=True)
-def test_optimizers_reduce_what_they_compute(sets):
+def test_optimizers_reduce_their_gradients(sets):
     mean = total(lambda r: r + 1) / hvd.size()
     for process_set in sets:
         expected = sum(rank + 1 for rank in process_set.ranks) / len(process_set.ranks)
@@ -237,7 +237,7 @@ def test_optimizers_reduce_what_they_compute(sets):
 
 
 @session
-def test_a_rank_outside_of_the_process_set_keeps_its_gradients():
+def test_a_rank_outside_the_process_set_keeps_its_gradients():
     if hvd.size() == 1:
         return
     hvd.shutdown()
@@ -286,12 +286,12 @@ def test_several_backward_passes_before_a_step():
 
 
 @session
-def test_local_variables_keep_their_gradients_and_slots_are_the_given_ones():
+def test_local_variables_keep_their_gradients_and_slots_are_the_wrapped_optimizers():
     with graph() as running:
         shared, own = (v1.get_variable(name, initializer=np.zeros(2, "float32")) for name in ("shared", "own"))
         inner = v1.train.MomentumOptimizer(1.0, 0.9)
         optimizer = hvd.DistributedOptimizer(inner, scale_local_gradients=False)
-        assert "horovod" in str(optimizer)  # what wrappers of other packages look for
+        assert "horovod" in str(optimizer)  # wrappers of other packages look for it
         optimizer.register_local_var(own)
         update = optimizer.minimize(losses(shared) + losses(own))
         assert optimizer.get_slot_names() == inner.get_slot_names() == ["momentum"]
@@ -307,7 +307,7 @@ def test_local_variables_keep_their_gradients_and_slots_are_the_given_ones():
 def test_broadcast_of_global_variables_and_of_some():
     with graph(threads=1) as running:
         order = ["a", "b", "c"] if hvd.rank() == 0 else ["c", "a", "b"]
-        for name in order:  # matched by name
+        for name in order:  # variables are matched by name
             v1.get_variable(name, initializer=np.full(order.index(name) * 0 + 2, hvd.rank() * 10.0 + ord(name)))
         v1.get_variable("integer", initializer=hvd.rank())
         variables = {variable.op.name: variable for variable in v1.global_variables()}
@@ -322,7 +322,7 @@ def test_broadcast_of_global_variables_and_of_some():
         running.run(some)
         np.testing.assert_array_equal(running.run(variables["a"]), np.full(2, hvd.size() - 1.0))
     with graph() as running:
-        running.run(hvd.broadcast_global_variables(0))  # of none
+        running.run(hvd.broadcast_global_variables(0))  # without variables
     with raises(RuntimeError, "hvd.broadcast_variables", "eager"):
         hvd.broadcast_global_variables(0)
 
@@ -330,7 +330,7 @@ def test_broadcast_of_global_variables_and_of_some():
 @session
 def test_a_monitored_session_broadcasts_when_it_is_created():
     hook = hvd.BroadcastGlobalVariablesHook(0)
-    for _ in range(2):  # a hook serves one graph after another
+    for _ in range(2):  # a hook can be reused for another graph
         with tf.Graph().as_default():
             weights = v1.get_variable("w", initializer=float(hvd.rank() + 7))
             optimizer = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0))
@@ -345,7 +345,7 @@ def test_a_monitored_session_broadcasts_when_it_is_created():
 
 
 @session
-def test_a_finalized_graph_is_an_error_that_says_what_to_do():
+def test_a_finalized_graph_is_an_error_with_the_remedy():
     with tf.Graph().as_default():
         v1.get_variable("w", initializer=1.0)
         with v1.train.MonitoredTrainingSession(), raises(RuntimeError, "finalized", "BroadcastGlobalVariablesHook"):
@@ -375,7 +375,7 @@ def test_objects_and_numbers_with_a_session():
 
 
 @session
-def test_an_elastic_state_keeps_the_variables_of_a_session():
+def test_an_elastic_state_saves_the_variables_of_a_session():
     with graph() as running:
         weights = v1.get_variable("w", initializer=np.full(2, float(hvd.rank())))
         initialise(running)
@@ -394,7 +394,7 @@ def test_an_elastic_state_keeps_the_variables_of_a_session():
 
 
 @session
-def test_errors_come_out_of_a_session_as_themselves():
+def test_errors_in_a_session_keep_their_types():
     with graph() as running:
         flags = hvd.allreduce(tf.constant([True]), name="flags") if hvd.size() > 1 else None
         missing = hvd.size_op(process_set_id=99)
@@ -409,13 +409,13 @@ def test_errors_come_out_of_a_session_as_themselves():
 
 
 @session
-def test_a_graph_from_a_file_says_that_it_has_to_be_built_here():
+def test_an_imported_graph_must_be_built_in_this_process():
     with graph():
         hvd.allreduce(tf.ones([2]), name="stored")
         definition = v1.get_default_graph().as_graph_def()
     for node in definition.node:
         if node.op == "HoraCall":
-            node.attr["token"].i = 10**9  # another process's
+            node.attr["token"].i = 10**9  # of another process
     with graph() as running:
         (found,) = tf.import_graph_def(definition, return_elements=["stored:0"])
         with pytest.raises(tf.errors.InvalidArgumentError, match="build the graph again"):
@@ -423,7 +423,7 @@ def test_a_graph_from_a_file_says_that_it_has_to_be_built_here():
 
 
 @session
-def test_a_variable_of_a_function_and_of_a_session_side_by_side():
+def test_functions_and_sessions_side_by_side():
     @tf.function
     def reduce(x):
         return hvd.allreduce(x, op=hvd.Sum)

@@ -1,6 +1,6 @@
 """The column "Keras" of the matrix of habits: Keras 3 on TensorFlow, each row of `habits.py` against one process.
 
-The process that trains alone gets the batches of all ranks as one batch: the loss is a mean, so that its gradient is
+The single process trains on the batches of all ranks as one batch: the loss is a mean, so its gradient is
 the mean of the ranks' gradients.
 """
 
@@ -21,7 +21,7 @@ import horovod.tensorflow.keras as hvd
 
 pytestmark = pytest.mark.ranks(2)
 
-# Rows that have no meaning here, and why.
+# Rows that do not apply to Keras, with the reason.
 MEANINGLESS = {
     "AddedGroup": "optimizers of Keras have no parameter groups",
     "Closures": "optimizers of Keras 3 take gradients, not closures",
@@ -31,15 +31,15 @@ MEANINGLESS = {
 
 
 class Plain:
-    """Nothing special; the other rows override a part. `refused`: words of the error that a row is refused with."""
+    """The base row; others override parts of it. `refused`: words of the error that a row must raise."""
 
     dtype = "float32"
     refused: tuple[str, ...] = ()
-    passes = 1  # of backward, in a step
+    passes = 1  # backward passes per step
     is_jit_compiled = False
 
     def __init__(self, ranks):
-        """`ranks`: whose batches are trained on here. Alone if it is a list of all."""
+        """`ranks`: the ranks whose batches are used; a single process gets all of them."""
         self.ranks, self.is_distributed = ranks, ranks == [hvd.rank()]
         keras.utils.set_random_seed(0)
         self.net = self.model()
@@ -121,7 +121,7 @@ class CheckpointAndResume(Plain):
 
 
 class FreezeAndThaw(Plain):
-    """Keras wants a new `compile`, and a new optimizer, for other trainable variables."""
+    """Keras requires a new `compile`, with a new optimizer, when the trainable variables change."""
 
     def iterate(self, number):
         if number in (0, 2, 4):
@@ -152,7 +152,7 @@ class UnusedParameters(Plain):
 
 
 class RankDependentUse(Plain):
-    """In a loop of one's own: `fit` traces the model once."""
+    """Uses a custom loop, because `fit` traces the model once."""
 
     refused = ("no gradient", "rank", "kernel")
 
@@ -253,7 +253,7 @@ class ActivationCheckpointing(Plain):
             return super().model()
 
     def set_up(self):
-        self.net.compile(self.wrapped(), "mse", run_eagerly=True)  # Keras's scope works in no function of TensorFlow
+        self.net.compile(self.wrapped(), "mse", run_eagerly=True)  # Keras's scope does not work inside tf.function
 
 
 class ExponentialMovingAverage(Plain):
@@ -275,7 +275,7 @@ _TOLERANCES = {"float64": 1e-12, "bfloat16": 0.02}
 
 @pytest.mark.parametrize("row", CELLS)
 def test_keras(row):
-    """Equal to one process, or refused with an explanation."""
+    """Check that the row equals one process, or raises an error with an explanation."""
     hvd.init()
     try:
         compare(CELLS[row])

@@ -1,4 +1,4 @@
-"""Keras 2 on TensorFlow, and Keras 3 on torch, under the same optimizer and callbacks."""
+"""Keras 2 on TensorFlow, and Keras 3 on torch, with the same optimizer and callbacks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def assert_alike(hvd, model):
 
 
 def trains_like_one_process(hvd, keras, passes=1, average=False):
-    """Two ranks, each with half of every batch, end where one process with whole batches does."""
+    """Two ranks with half of every batch each equal one process with whole batches."""
     alone, model = network(keras, 0), network(keras, 0)
     alone.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.5), loss="mse")
     parts = [data(rank, rows=16) for rank in range(hvd.size())]
@@ -91,7 +91,7 @@ def fits_with_callbacks(hvd, keras, folder):
 
 
 def leaves_a_step_out_everywhere(hvd, keras):
-    """Rank 1 has gradients that are not finite, so no rank makes the step."""
+    """Rank 1 has non-finite gradients, so all ranks skip the step."""
     model = network(keras, 0)
     model.dtype_policy = keras.DTypePolicy("mixed_float16")
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
@@ -106,9 +106,7 @@ def leaves_a_step_out_everywhere(hvd, keras):
 
 
 def loss_scales_alike(hvd, keras):
-    """The same for the two ways to wrap and the two kinds of optimizers of Keras 2, whose iterations count every
-    call.
-    """
+    """Test both orders of wrapping and both kinds of Keras 2 optimizers, whose iterations count every call."""
     scaled = keras.mixed_precision.LossScaleOptimizer
     x, y = data(hvd.rank())
     bad = np.full_like(y, np.inf if hvd.rank() == 1 else 0.0)
@@ -135,7 +133,7 @@ def loss_scales_alike(hvd, keras):
 
 
 def reduces_when_it_computes(hvd, tf):
-    """Gradients that an optimizer of Keras 2 has computed are reduced once, not again when they are applied."""
+    """Gradients computed by a Keras 2 optimizer are reduced once, not again when they are applied."""
     size, rank = hvd.size(), hvd.rank()
     everything = sum(range(1, size + 1))
     for kind in (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD):
@@ -156,7 +154,7 @@ def reduces_when_it_computes(hvd, tf):
 
 
 def is_known_to_wrappers(hvd, tf):
-    """TensorFlow Recommenders Addons finds `horovod._keras` in the text of an optimizer, and then registers tables as
+    """TensorFlow Recommenders Addons looks for `horovod._keras` in the text of an optimizer, and registers tables as
     local variables in a function around `_compute_gradients`, which Keras 2 calls with `var_list`."""
     optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.legacy.SGD(1.0))
     assert "horovod._keras" in str(optimizer)
@@ -177,7 +175,7 @@ def is_known_to_wrappers(hvd, tf):
 
 
 def trains_in_a_session(hvd, tf):
-    """A model of Keras 2 in a graph of tf.compat.v1: its optimizer, the broadcast and the schedule of rates."""
+    """Train a Keras 2 model in a graph of tf.compat.v1: its optimizer, the broadcast and the learning rate schedule."""
     from tf_keras.src import backend
 
     with tf.Graph().as_default(), pytest.raises(ValueError, match=r"legacy\.SGD"):
@@ -286,7 +284,7 @@ def test_keras_3_on_torch():
 
 
 @pytest.mark.ranks(1, env={"KERAS_BACKEND": "jax"})
-def test_jax_is_refused_in_words():
+def test_jax_is_rejected_with_an_explanation():
     from types import SimpleNamespace
     from unittest import mock
 

@@ -1,6 +1,4 @@
-"""Collectives of horovod.tensorflow against numpy: eager and in a function, every dtype, gradients against the
-formula.
-"""
+"""Collectives of horovod.tensorflow against numpy: eager and in functions, every dtype, gradients."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def reduced(values, op):
 
 
 def both_ways(function, *arguments):
-    """Results in eager mode, in a function of known shapes, and in one of unknown shapes."""
+    """Yield the results in eager mode, in a function of known shapes, and in one of unknown shapes."""
     yield function(*arguments)
     yield tf.function(function)(*arguments)
     unknown = [tf.TensorSpec(None, tensor.dtype) for tensor in arguments]
@@ -159,7 +157,7 @@ def test_alltoall(sets):
     for process_set in sets:
         members, me = len(process_set.ranks), process_set.rank()
         splits = tf.range(1, members + 1)
-        rows = members * (members + 1) // 2 + 1  # one of them is not sent
+        rows = members * (members + 1) // 2 + 1  # the last row is not sent
         starts = [sum(range(1, m + 1)) for m in range(members)]
 
         def exchange(x, splits=splits, process_set=process_set):
@@ -197,7 +195,7 @@ def test_reducescatter(sets):
 
 
 def gradients(function, x, weights):
-    """The gradient of sum(function(x) * weights), eager and in a function."""
+    """Yield the gradient of sum(function(x) * weights), eager and in a function."""
 
     def gradient(x):
         with tf.GradientTape() as tape:
@@ -210,7 +208,7 @@ def gradients(function, x, weights):
 
 
 @session(sets=True)
-def test_gradients_follow_the_formulas(sets):
+def test_gradients_equal_the_formulas(sets):
     for process_set in sets:
         members, me, ranks = len(process_set.ranks), process_set.rank(), process_set.ranks
         for dtype in FLOATS:
@@ -262,7 +260,7 @@ def test_gradients_of_gradients():
 
 
 @session
-def test_a_function_is_traced_again_and_loops():
+def test_a_function_with_a_loop_is_traced_again():
     traces = []
 
     @tf.function
@@ -279,7 +277,7 @@ def test_a_function_is_traced_again_and_loops():
 
 
 @session
-def test_two_functions_at_once_in_another_order_on_each_rank():
+def test_functions_run_concurrently_in_different_orders_on_each_rank():
     functions = [tf.function(lambda x, i=i: hvd.allreduce(x, op=hvd.Sum, name=f"function{i}")) for i in range(3)]
     for function in functions:
         function(tf.ones([2]))
@@ -299,7 +297,7 @@ def test_two_functions_at_once_in_another_order_on_each_rank():
 
 
 @session(sets=True)
-def test_questions_are_answered_when_they_run(sets):
+def test_rank_and_size_ops_are_evaluated_at_run_time(sets):
     @tf.function
     def place():
         return hvd.rank_op(), hvd.size_op(), hvd.local_rank_op(), hvd.local_size_op()
@@ -323,11 +321,11 @@ def test_join_and_objects():
     assert hvd.broadcast_object({"from": hvd.rank()}, root_rank=0) == {"from": 0}
     assert hvd.broadcast_object_fn(root_rank=hvd.size() - 1)(hvd.rank()) == hvd.size() - 1
     assert hvd.allgather_object(hvd.rank() * 2) == [2 * rank for rank in range(hvd.size())]
-    assert hvd.broadcast_object(hvd.rank(), session=object()) == 0  # a session is accepted, and not needed
+    assert hvd.broadcast_object(hvd.rank(), session=object()) == 0  # a session is accepted but not needed
 
 
 @session
-def test_one_engine_for_both_fronts():
+def test_both_front_ends_share_one_engine():
     import torch
 
     assert horovod.torch.is_initialized()
@@ -337,7 +335,7 @@ def test_one_engine_for_both_fronts():
 
 
 @session
-def test_bad_use_is_said_in_words():
+def test_invalid_use_raises_errors_with_explanations():
     with raises(ValueError, "string", "float32"):
         hvd.allreduce(tf.constant(["a"]))
     with raises(ValueError, "jit_compile=False"):
@@ -362,7 +360,7 @@ def test_bad_use_is_said_in_words():
 
 
 @session
-def test_an_exception_inside_a_step_leaves_the_runtime_whole():
+def test_an_exception_inside_a_step_leaves_the_runtime_intact():
     @tf.function
     def step(x, limit):
         total = hvd.allreduce(x, op=hvd.Sum)
