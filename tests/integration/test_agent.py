@@ -158,7 +158,7 @@ def test_the_secret_is_in_no_process_list_and_no_environment(tmp_path):
     nodes.assert_nothing_left()
 
 
-def test_nodes_that_do_not_find_one_another_say_so(tmp_path):
+def test_nodes_that_do_not_find_one_another_report_the_cause(tmp_path):
     nodes = TwoNodes(tmp_path, "-np", "2", "true", secrets=("s", "t"), limit_s=5)
     assert nodes.wait() == [1, 1]
     assert "Node 1 did not come to port" in nodes.jobs[0].text()

@@ -28,7 +28,7 @@ HOSTS = [
 
 
 @pytest.mark.security
-def test_names_of_hosts_and_files_of_settings_run_nothing(tmp_path: Path):
+def test_host_names_and_config_files_execute_nothing(tmp_path: Path):
     trap, never = tmp_path / "trap", {"HORA_SSH": str(tmp_path / "no-such-ssh")}
     named = [host.format(trap=trap) for host in HOSTS]
     lines = [["-H", host] for host in named]
@@ -47,7 +47,7 @@ def test_names_of_hosts_and_files_of_settings_run_nothing(tmp_path: Path):
 
 @pytest.mark.security
 @pytest.mark.spark
-def test_a_tampered_model_of_spark_runs_nothing(spark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_tampered_spark_model_executes_nothing(spark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from horovod.spark.torch import TorchModel
 
     trap, folder = tmp_path / "trap", tmp_path / "model"
@@ -113,7 +113,7 @@ def test_a_saved_torchscript_model_writes_no_file(spark, tmp_path: Path, monkeyp
 
 @pytest.mark.security
 @pytest.mark.spark
-def test_a_tampered_checkpoint_runs_nothing_when_a_run_is_resumed(spark, tmp_path: Path, monkeypatch):
+def test_resuming_from_a_tampered_checkpoint_executes_nothing(spark, tmp_path: Path, monkeypatch):
     lightning = pytest.importorskip("lightning.pytorch")
     from horovod.spark.common.store import Store
     from horovod.spark.lightning import TorchEstimator
@@ -219,7 +219,7 @@ if os.environ["HOROVOD_RANK"] == "1":
 
 
 @pytest.mark.security
-def test_a_member_that_sends_nonsense_and_pickles_harms_itself_only(tmp_path: Path):
+def test_a_member_that_sends_garbage_and_pickles_harms_only_itself(tmp_path: Path):
     trap, unit = tmp_path / "trap", Path(__file__).parents[1] / "unit"
     line = [*HOROVODRUN, "-np", "2", sys.executable, script(tmp_path, MEMBER + MEET), str(unit), str(trap)]
     job = JobProcess(line, tmp_path)

@@ -52,7 +52,7 @@ def flood(port: int) -> Iterator[None]:
         process.communicate()
 
 
-def test_a_node_with_the_secret_is_not_lost_to_a_flood(tmp_path: Path):
+def test_a_node_with_the_secret_joins_despite_a_flood(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
     secret = tmp_path / "secret"

@@ -82,7 +82,7 @@ while not select.select([sys.stdin], [], [], 0)[0]:
 @pytest.mark.skipif(not other_user.possible, reason=other_user.WHY_NOT)
 @pytest.mark.parametrize("num_addresses", [1, 1000])
 def test_a_connection_flood_of_another_user_does_not_keep_a_job_from_starting(tmp_path: Path, num_addresses: int):
-    """Both run in a network namespace of their own, so that the flood does not reach the jobs of other tests."""
+    """Both run in a separate network namespace, so that the flood does not reach the jobs of other tests."""
     try:
         host = Host()
     except (AssertionError, subprocess.CalledProcessError) as error:

@@ -126,7 +126,7 @@ def test_the_root_cause_is_shown_once_in_full_and_other_ranks_show_only_their_ow
     assert "hora/engine" not in err
 
 
-def test_a_plan_of_one_host_is_refused_before_anything_starts():
+def test_a_plan_of_one_host_is_rejected_before_it_starts():
     code, out, err = run_command("hora", "plan", "-np", "2", "false")
     assert (code, out) == (2, "")
     assert err.startswith("hora plan: error: there is nothing to plan: all ranks are on one host (localhost)")
@@ -197,7 +197,7 @@ def test_signals_end_the_job_with_their_status_and_without_a_traceback(tmp_path,
     assert "Traceback" not in err
 
 
-def test_check_build_prints_what_was_tried():
+def test_check_build_prints_the_available_features():
     code, out, err = run_command("horovodrun", "--check-build", env={"HOROVOD_RANK": "5", "HOROVOD_SIZE": "9"})
     assert (code, err) == (0, "")
     first, *sections = out.rstrip("\n").split("\n\n")
@@ -211,7 +211,7 @@ def test_check_build_prints_what_was_tried():
     assert "[ ] MPI" in sections[1]
 
 
-def test_a_torch_that_cannot_be_imported_is_not_ticked(tmp_path):
+def test_check_build_does_not_tick_a_broken_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('broken on purpose')")
     code, out, _ = run_command("horovodrun", "-cb", env={"PYTHONPATH": str(tmp_path)})
     assert code == 0
@@ -250,7 +250,7 @@ def test_light_commands_import_neither_torch_nor_pyspark():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_is_one_or_two_lines_and_status_2(argv, words):
+def test_bad_input_prints_one_or_two_lines_and_exits_with_2(argv, words):
     done = subprocess.run(
         [BIN / "horovodrun", *argv], stdin=subprocess.DEVNULL, capture_output=True, text=True,
         timeout=60, check=False,
@@ -366,7 +366,7 @@ def test_completion_in_bash():
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh: apt-get install zsh")
-def test_completion_is_a_script_that_zsh_takes():
+def test_completion_in_zsh():
     _in_shell("zsh", "-fc", 'autoload -Uz compinit && compinit -D && eval "$(hora completion zsh)"')
 
 

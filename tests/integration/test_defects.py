@@ -42,7 +42,7 @@ def test_half_precision_sums_are_accumulated_in_float32(tmp_path: Path):
         with optimizer.skip_synchronize():
             optimizer.step()
     """
-    for lines in said_by(tmp_path, 8, script):  # 1 + 7 / 256 in eight bits, and not 1, rounded every time
+    for lines in said_by(tmp_path, 8, script):  # 1 + 7 / 256 in eight bits; 1 if rounded every time
         assert lines == [f"1.03125 40000.0 [{2**50}, -3, 5]", "True", "True", "True"]
 
 

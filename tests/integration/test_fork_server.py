@@ -31,7 +31,7 @@ def servers() -> list[psutil.Process]:
     return found
 
 
-def test_modules_that_the_function_names_are_loaded_once_and_random_numbers_differ():
+def test_modules_of_the_function_are_loaded_once_and_random_numbers_differ():
     def look() -> dict[str, object]:
         loaded = "torch" in sys.modules and "horovod.torch" in sys.modules
         import random

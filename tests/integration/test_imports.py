@@ -28,7 +28,7 @@ def test_a_rank_of_an_estimator_does_not_import_spark():
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_the_front_alone_brings_its_submodules():
+def test_importing_the_front_loads_its_submodules():
     """Old code uses `hvd.mpi_ops.x` and `hvd.compression.x` after only `import horovod.torch as hvd`."""
     code = (
         "import horovod.torch as hvd; hvd.compression.Compressor, hvd.functions.broadcast_object, "

@@ -30,7 +30,7 @@ def _blocks(language: str) -> list[str]:
     reason="needs a python3 with venv for every user (python3-venv)",
 )
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a clone of the repository")
-def test_the_readme_typed_as_it_stands():
+def test_the_commands_of_the_readme_verbatim():
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         _type_the_readme(Path(folder))

@@ -124,7 +124,7 @@ def look_at_the_page(seen, go):
         page = next(page for page in find_pages() if page.title == "HorovodRunner")
         first = next(snapshots(page))["everything"]
         seen.update(url=page.full_url, size=first["head"]["size"], elastic=first["facts"]["elastic"])
-    except (OSError, ValueError, StopIteration) as error:  # raising would stop nbclient from reading on
+    except (OSError, ValueError, StopIteration) as error:  # an exception would stop nbclient
         seen["error"] = repr(error)
     finally:
         go.touch()

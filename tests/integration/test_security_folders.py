@@ -55,7 +55,7 @@ sys.exit(3)
 @pytest.mark.parametrize(
     "command", [[str(BIN / "horovodrun")], [str(BIN / "hora"), "run"]], ids=["horovodrun", "hora run"]
 )
-def test_a_worker_of_a_command_runs_nothing_in_the_launcher(tmp_path: Path, command: list[str]):
+def test_a_worker_of_a_command_executes_nothing_in_the_launcher(tmp_path: Path, command: list[str]):
     (tmp_path / "liar.py").write_text(LIAR)
     trap = tmp_path / "executed"
     done = subprocess.run(

@@ -328,12 +328,12 @@ def test_concurrent_trainings_share_their_data_but_not_their_run(frame, store):
         ({"verbose": 3}, "verbose must be"),
     ],
 )
-def test_bad_requests_say_what_to_change(frame, store, wrong, words):
+def test_invalid_arguments_raise_helpful_errors(frame, store, wrong, words):
     with pytest.raises(ValueError, match=words):
         estimator(**{"store": store} | wrong).fit(frame)
 
 
-def test_bad_data_say_what_to_change(spark, frame, store):
+def test_invalid_data_raises_helpful_errors(spark, frame, store):
     ragged = spark.createDataFrame([([1.0, 2.0], 1.0), ([1.0], 2.0)], ["x", "y"])
     with pytest.raises(ValueError, match="rows of column 'x' differ in shape: they have between 1 and 2"):
         estimator(store).fit(ragged)

@@ -102,7 +102,7 @@ def test_no_devices_where_spark_has_none(spark):
     assert horovod.spark.run(fn, num_proc=2) == [[], []]
 
 
-def test_bad_requests_say_what_to_change(spark):
+def test_invalid_arguments_raise_helpful_errors(spark):
     with pytest.raises(ValueError, match="num_proc must be an integer"):
         horovod.spark.run(lambda: None, num_proc=0)
     with pytest.raises(ValueError, match="fn must be a function"):

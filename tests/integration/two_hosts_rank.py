@@ -65,7 +65,7 @@ def operations() -> dict[str, object]:
 
 
 def say_what_must_not_be_read() -> None:
-    """Send the texts of a tensor, an object and a name across hosts; the capture must not contain them."""
+    """Send the texts of a tensor, an object and a name across hosts; the test looks for them on the cable."""
     told = hvd.broadcast(torch.frombuffer(bytearray(TENSOR_TEXT * 200), dtype=torch.uint8).clone(), root_rank=0)
     assert bytes(told.tolist()) == TENSOR_TEXT * 200
     assert hvd.broadcast_object({"text": OBJECT_TEXT * 20}, root_rank=hvd.size() - 1) == {"text": OBJECT_TEXT * 20}

@@ -1,8 +1,8 @@
 """Joining nodes in virtual time: the real sessions of agents, and the real `Agents`, `AgentHandle` and
 `HostLauncher`.
 
-Simulated are sockets, pipes, threads, a machine's processes, and the agent's loop over them (`SimulatedAgent`), which
-starts `simulated_workers` as ordered.
+Sockets, pipes, threads, a machine's processes, and the agent's loop over them (`SimulatedAgent`), which starts
+`simulated_workers` as ordered, are simulated.
 """
 
 from __future__ import annotations

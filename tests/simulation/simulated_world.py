@@ -1,9 +1,9 @@
 """The ranks of one world in virtual time: the real control tree, negotiation, planner and status, in virtual
 processes.
 
-Simulated are sockets (`ControlServer` stands for `hora.net.server.Server`, `connect` for `hora.net.wire.connect`),
-threads (`fibers`), the driver of a queue, and the transport, which executes an operation when all members have reached
-it.
+Sockets (`ControlServer` stands for `hora.net.server.Server`, `connect` for `hora.net.wire.connect`), threads (`fibers`)
+and the driver of a queue are simulated, and so is the transport, which executes an operation when all members have
+reached it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A virtual clock, network and set of processes for the control plane's real classes, determined by one seed.
 
 Time passes only while a process waits; then the next event runs. Messages of one connection keep their order, those of
-different connections do not. Real are `run_job`, its controller, policies, roster, hosts and blacklist, and the
-rendezvous with its table. Simulated are sockets (`VirtualServer` stands for `hora.net.server.Server`), the queue in
-which the controller waits, the launcher's processes, and their programs (`simulated_workers`).
+different connections do not. The real classes are `run_job`, its controller, policies, roster, hosts and blacklist, and
+the rendezvous with its table. The simulation replaces sockets (`VirtualServer` stands for `hora.net.server.Server`),
+the controller's queue, the launcher's processes, and their programs (`simulated_workers`).
 """
 
 from __future__ import annotations

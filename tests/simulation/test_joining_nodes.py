@@ -1,6 +1,6 @@
 """Jobs on joining nodes under every kind of fault, with real agents and the real controller.
 
-        python -m pytest tests/simulation/test_joining_nodes.py --seed 4711     replay one seed exactly
+    python -m pytest tests/simulation/test_joining_nodes.py --seed 4711     replay one seed exactly
 
 The invariants of every job hold (`test_simulation`), and also: no order reaches two machines, no worker starts twice or
 without a key; when the job is over, every agent has ended with a status or an error, and no process is left

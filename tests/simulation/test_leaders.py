@@ -1,6 +1,6 @@
 """Leaders of a job whose state is in a store, under every kind of fault.
 
-        python -m pytest tests/simulation/test_leaders.py --seed 4711     replay one seed exactly
+    python -m pytest tests/simulation/test_leaders.py --seed 4711     replay one seed exactly
 
 Election loops, leaderships, the agents' connections and the store's client are real. The store is a virtual etcd, whose
 answers are late or get lost, even after it has processed the request. A leader counts: it sends the number to all

@@ -1,7 +1,7 @@
 """Jobs under every kind of fault in virtual time: the real controller, policies and rendezvous in a simulated world.
 
     make simulate                                     ten thousand seeds
-        python -m pytest tests/simulation --seed 4711     replay one seed exactly
+    python -m pytest tests/simulation --seed 4711     replay one seed exactly
 
 Invariants: generations follow one another, and each rank belongs to one worker; an operation has the same result on all
 ranks; the launcher does nothing for a dropped worker; the job ends with a result or an error, and no process of it is

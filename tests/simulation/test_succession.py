@@ -1,10 +1,10 @@
 """Jobs whose leaders die or are deposed at any moment, in virtual time, with the real controller as each leader.
 
-        python -m pytest tests/simulation/test_succession.py --seed 4711     replay one seed exactly
+    python -m pytest tests/simulation/test_succession.py --seed 4711     replay one seed exactly
 
 The invariants of every job hold (`test_simulation`) across all leaders: generations follow one another, no worker
-starts twice, and no dropped worker gets a slot again. Simulated are the store and the nodes' agents, which hold the
-workers.
+starts twice, and no dropped worker gets a slot again. The store and the nodes' agents, which hold the workers, are
+simulated.
 """
 
 from __future__ import annotations

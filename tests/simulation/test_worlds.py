@@ -1,7 +1,7 @@
 """Ranks of one world under every kind of fault in virtual time, with the real control tree and negotiation
 (`simulated_world`).
 
-        python -m pytest tests/simulation/test_worlds.py --seed 4711     replay one seed exactly
+    python -m pytest tests/simulation/test_worlds.py --seed 4711     replay one seed exactly
 
 Invariants: all ranks execute the same operations in the same order, and only those that all have announced; without a
 fault all ranks execute all agreed operations, and the error of a rank whose peer has left names that peer; no rank is
