@@ -171,7 +171,7 @@ class SimulatedHosts:
     def num_records(self, count: int, itemsize: int) -> int:
         return 1
 
-    def allreduce_scheduled(self, *_: object) -> bool:
+    def reduce_resident(self, *_: object) -> bool:
         return True
 
     def close(self) -> None:

@@ -147,10 +147,11 @@ def reduced(place, hosts, transport, number, dtype, reduce, sizes):
     for turn in range(2):
         tensors = [data(10 * turn + i, place.rank, size, dtype) for i, size in enumerate(sizes)]
         outputs = tensors if turn else [torch.empty_like(tensor) for tensor in tensors]
-        transport.allreduce_compressed(tensors, outputs, reduce, lost)
+        transport.allreduce(tensors, outputs, reduce, lost)
         mine.copy_(torch.cat([data(10 * turn + i, place.rank, size, dtype) for i, size in enumerate(sizes)]))
         transport.barrier()
-        transport.allreduce_negotiated(places, reduce, residual)
+        transport.reduce_resident(Kind.ALLREDUCE, places, reduce, residual)
+        transport.barrier()
         found += [*outputs, mine.clone()]
     return found
 
@@ -194,13 +195,13 @@ def halves(place, hosts, transport, number, dtype, reduce, count):
     mine = places[host.index(place.rank)]
     mine.copy_(data(number, place.rank, size, dtype))
     transport.barrier()
-    assert transport.half_scheduled(Kind.REDUCESCATTER, places, reduce, HEADER, 1000)
+    assert transport.reduce_resident(Kind.REDUCESCATTER, places, reduce, None, HEADER, 1000)
     transport.barrier()
     own = mine.split(count)[place.rank].clone()
     mine.zero_()
     mine.split(count)[place.rank].copy_(own)
     transport.barrier()
-    assert transport.half_scheduled(Kind.ALLGATHER, places, Reduce(), HEADER, 1000)
+    assert transport.reduce_resident(Kind.ALLGATHER, places, Reduce(), None, HEADER, 1000)
     transport.barrier()
     return mine.clone()
 
@@ -242,14 +243,14 @@ def test_hosts_with_different_headers_change_no_data(place):
             mine = places[place.rank % 2]
             mine.fill_(place.rank)
             transport.barrier()
-            assert transport.allreduce_scheduled(places, Reduce(), None, HEADER, 1000)
+            assert transport.reduce_resident(Kind.ALLREDUCE, places, Reduce(), None, HEADER, 1000)
             transport.barrier()
             assert set(mine.tolist()) == {6.0}
             if place.rank >= 2 and refuses:
                 transport.refuse(1000)
             else:
                 header = HEADER if place.rank < 2 else HEADER[::-1]
-                assert not transport.allreduce_scheduled(places, Reduce(), None, header, 1000)
+                assert not transport.reduce_resident(Kind.ALLREDUCE, places, Reduce(), None, header, 1000)
             assert set(mine.tolist()) == {6.0}
             place.gather(number)
 
@@ -313,7 +314,7 @@ def test_compressed_sums_are_nearly_equal_and_bit_identical_on_all_members(place
     totals = [torch.zeros_like(tensor) for tensor in tensors]
     with made(place, hosts) as transport:
         for _ in range(20):
-            transport.allreduce_compressed(tensors, outputs, Reduce(ReduceOp.AVERAGE, 0.5, 8.0, code), lost)
+            transport.allreduce(tensors, outputs, Reduce(ReduceOp.AVERAGE, 0.5, 8.0, code), lost)
             for total, output, wanted in zip(totals, outputs, expected, strict=True):
                 torch.testing.assert_close(output, wanted, rtol=limit, atol=8 * limit)
                 total += output
@@ -343,7 +344,8 @@ def test_data_in_a_hosts_memory_is_reduced_in_place(place, hosts, code):
         for _ in range(10):
             mine.copy_(data(5, place.rank, count, torch.float32))
             transport.barrier()
-            transport.allreduce_negotiated(places, Reduce(ReduceOp.AVERAGE, 0.5, 4.0, code), residual)
+            transport.reduce_resident(Kind.ALLREDUCE, places, Reduce(ReduceOp.AVERAGE, 0.5, 4.0, code), residual)
+            transport.barrier()
             torch.testing.assert_close(mine, expected, rtol=limit, atol=4 * limit)
             totals += mine
         torch.testing.assert_close(totals / 10, expected, rtol=limit, atol=limit)

@@ -157,7 +157,7 @@ def _allreduce(batch: Batch, requests: Requests, transport: Transport) -> None:
         transport.adasum(inputs, outputs, reduce)
     elif reduce.code:
         assert isinstance(transport, HierarchicalTransport), transport
-        transport.allreduce_compressed(inputs, outputs, reduce, residuals)
+        transport.allreduce(inputs, outputs, reduce, residuals)
     else:
         transport.allreduce(inputs, outputs, reduce)
 

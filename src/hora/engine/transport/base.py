@@ -10,13 +10,15 @@ bit-identical on all ranks and do not depend on fusion or on how work is divided
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 from hora.engine.request import Reduce, ReduceOp
 from hora.engine.transport.arithmetic import arithmetic_of
+from hora.engine.transport.packing import Buffers, pack, runs, total, unpack
 
 # Raises HorovodInternalError if waiting has become pointless: a peer is dead, or the runtime was shut down.
 AliveCheck = Callable[[], None]
@@ -53,6 +55,74 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release all resources. Called once; other members may be gone already."""
+
+
+class FusingTransport(ABC):
+    """Base class of transports that gather, broadcast and scatter one tensor at a time: small ones are packed as one.
+
+    `fused_bytes` bounds a packed tensor. A transport may keep other memory in `_buffers`, too.
+    """
+
+    def __init__(self, member: int, device: torch.device, fused_bytes: int) -> None:
+        self._member, self._fused_bytes = member, fused_bytes
+        self._buffers = Buffers(device, 2 * fused_bytes)
+
+    def allgather(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]]) -> None:
+        for run, totals in self._runs(counts, inputs[0].itemsize):
+            whole = self._room(outputs[run])
+            self._gather(self._packed(inputs[run]), whole, totals)
+            if whole is not outputs[run.start]:
+                parts = whole.split([sizes[m] for m in range(len(totals)) for sizes in counts[run]])
+                for k, output in enumerate(outputs[run]):
+                    torch.cat(parts[k :: len(outputs[run])], out=output)
+
+    def broadcast(self, tensors: Tensors, root: int) -> None:
+        for run, _ in self._runs([[tensor.numel()] for tensor in tensors], tensors[0].itemsize):
+            packed = self._packed(tensors[run])
+            self._broadcast(packed, root)
+            if packed is not tensors[run.start] and self._member != root:
+                unpack(packed, tensors[run])
+
+    def reducescatter(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], reduce: Reduce) -> None:
+        for run, totals in self._runs(counts, inputs[0].itemsize):
+            packed, reduced = inputs[run.start], self._room(outputs[run])
+            if reduced is not outputs[run.start]:
+                parts = [source.split(list(sizes)) for source, sizes in zip(inputs[run], counts[run], strict=True)]
+                packed = self._packed([part[m] for m in range(len(totals)) for part in parts])
+            self._scatter(packed, reduced, totals, reduce)
+            if reduced is not outputs[run.start]:
+                unpack(reduced, outputs[run])
+
+    def _runs(self, counts: Sequence[Sequence[int]], itemsize: int) -> Iterator[tuple[slice, list[int]]]:
+        """Yield runs of tensors that are moved as one, with each member's elements of all of them."""
+        for run in runs([sum(sizes) for sizes in counts], self._fused_bytes // itemsize):
+            some = slice(run.start, run.stop)
+            totals = [sum(sizes) for sizes in zip(*counts[some], strict=True)]
+            if any(totals):
+                yield some, totals
+
+    def _packed(self, tensors: Tensors) -> torch.Tensor:
+        if len(tensors) == 1:
+            return tensors[0]
+        packed = self._buffers.take("packed", total(tensors), tensors[0].dtype)
+        pack(tensors, packed)
+        return packed
+
+    def _room(self, outputs: Tensors) -> torch.Tensor:
+        """Return the only output, or room for all of them."""
+        return outputs[0] if len(outputs) == 1 else self._buffers.take("unpacked", total(outputs), outputs[0].dtype)
+
+    @abstractmethod
+    def _gather(self, own: torch.Tensor, gathered: torch.Tensor, counts: Sequence[int]) -> None:
+        """Gather `counts[m]` elements of each member m. Some member has elements; the same applies to the others."""
+
+    @abstractmethod
+    def _broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Copy the root's tensor to those of all members."""
+
+    @abstractmethod
+    def _scatter(self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], reduce: Reduce) -> None:
+        """Reduce, and keep this member's part, `counts[m]` elements of member m."""
 
 
 class LocalTransport:

@@ -23,10 +23,10 @@ from hora.engine.transport.arithmetic import (
     arithmetic_of,
     hostwise_arithmetic,
 )
-from hora.engine.transport.base import Tensors
+from hora.engine.transport.base import FusingTransport, Tensors
 from hora.engine.transport.group import PeerGroup, Work
 from hora.engine.transport.nccl import NcclGroup
-from hora.engine.transport.packing import Buffers, InTwoHalves, as_bytes, overlap, pack, portions, runs, spread, unpack
+from hora.engine.transport.packing import InTwoHalves, as_bytes, overlap, portions, spread, unpack
 
 # A batch is sent in portions of this size, which bounds the buffers.
 _PORTION_BYTES = 8 * 2**20
@@ -55,7 +55,7 @@ class _Portion(NamedTuple):
         return sum([source.numel() for source in self.sources])
 
 
-class DistributedTransport:
+class DistributedTransport(FusingTransport):
     """See `Transport`. `device`: "cpu" or the CUDA device, for which `group` is NCCL's; `weights`: see `Arithmetic`.
 
     `hosts`: the members of each host, if reductions go host by host; member order otherwise.
@@ -70,21 +70,19 @@ class DistributedTransport:
         weights: tuple[int, ...] = (),
         hosts: Sequence[Sequence[int]] = (),
     ) -> None:
+        self._device = torch.device(device)
+        super().__init__(member, self._device, _CUDA_PORTION_BYTES if self._device.type == "cuda" else _PORTION_BYTES)
         self._group = group
-        self._member = member
         self._weights = weights
         self._hosts = tuple(tuple(host) for host in hosts)
         self._num_members = num_members
-        self._device = torch.device(device)
-        self._portion_bytes = _CUDA_PORTION_BYTES if self._device.type == "cuda" else _PORTION_BYTES
         self.name = group.backend
-        self._buffers = Buffers(self._device, 2 * self._portion_bytes)
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         dtype = inputs[0].dtype
         elsewhere = isinstance(self._group, NcclGroup) and self._group.reduces(dtype)
         arithmetic = self._arithmetic(reduce, dtype, elsewhere=elsewhere)
-        cut = portions(inputs, outputs, self._portion_bytes // dtype.itemsize)
+        cut = portions(inputs, outputs, self._fused_bytes // dtype.itemsize)
         overlap(
             self._reduce(_Portion(sources, results, number % 2), reduce.op, arithmetic)
             for number, (sources, results) in enumerate(cut)
@@ -102,62 +100,21 @@ class DistributedTransport:
         mine, theirs, swap = own.split(sizes), other.split(sizes), partial(self._swap, own, other)
         adasum(inputs, outputs, reduce, self._member, self._num_members, mine=mine, theirs=theirs, swap=swap)
 
-    def allgather(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]]) -> None:
-        dtype = inputs[0].dtype
-        for run in runs([sum(each) for each in counts], self._portion_bytes // dtype.itemsize):
-            if len(run) == 1:
-                self._gather(inputs[run[0]], outputs[run[0]], counts[run[0]])
-                continue
-            totals = [sum(counts[i][m] for i in run) for m in range(self._num_members)]
-            own = self._pack("own", [inputs[i] for i in run])
-            gathered = self._buffers.take("gathered", sum(totals), dtype)
-            self._gather(own, gathered, totals)
-            parts = gathered.split([counts[i][m] for m in range(self._num_members) for i in run])
-            for k, i in enumerate(run):
-                torch.cat(parts[k :: len(run)], out=outputs[i])
-
-    def broadcast(self, tensors: Tensors, root: int) -> None:
-        for run in runs([t.numel() for t in tensors], self._portion_bytes // tensors[0].dtype.itemsize):
-            group = [tensors[i] for i in run if tensors[i].numel() > 0]
-            if len(group) == 1:
-                self._broadcast(group[0], root)
-            elif group:
-                packed = self._pack("own", group)
-                self._broadcast(packed, root)
-                if self._member != root:
-                    unpack(packed, group)
-
     def alltoall(
         self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> None:
         self._group.finish(self.start_alltoall(input, output, send_counts, receive_counts))
 
-    def reducescatter(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], reduce: Reduce) -> None:
-        runs_of_tensors = runs([tensor.numel() for tensor in inputs], self._portion_bytes // inputs[0].dtype.itemsize)
-        overlap(
-            self.start_scatter(
-                [inputs[i] for i in run], [outputs[i] for i in run], [counts[i] for i in run], number % 2, reduce
-            )
-            for number, run in enumerate(runs_of_tensors)
-            if any(inputs[i].numel() for i in run)
-        )
-
     def start_scatter(
-        self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], turn: int, reduce: Reduce
+        self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], reduce: Reduce, turn: int = 0
     ) -> InTwoHalves:
-        """Start a reducescatter of all tensors at once; of two that overlap, one has turn 0 and one turn 1."""
-        dtype, n = inputs[0].dtype, self._num_members
-        arithmetic = self._arithmetic(reduce, dtype)
-        totals = [sum(each[m] for each in counts) for m in range(n)]
-        packed = inputs[0]
-        if len(inputs) > 1 or arithmetic.prescales:
-            packed = self._buffers.take(f"own{turn}", sum(totals), dtype)
-            targets = iter(packed.split([each[m] for m in range(n) for each in counts]))
-            parts = [source.split(list(each)) for source, each in zip(inputs, counts, strict=True)]
-            for m in range(n):
-                for part in parts:
-                    arithmetic.prepare(part[m], next(targets))
-        unpack((yield from self._reduce_slice(packed, totals, turn, arithmetic)), outputs)
+        """Start a reducescatter of one tensor; of two that overlap, one has turn 0 and one turn 1."""
+        arithmetic = self._arithmetic(reduce, source.dtype)
+        if arithmetic.prescales:
+            prepared = self._buffers.take(f"own{turn}", source.numel(), source.dtype)
+            arithmetic.prepare(source, prepared)
+            source = prepared
+        output.copy_((yield from self._reduce_slice(source, counts, turn, arithmetic)))
 
     def _reduce_slice(
         self, packed: torch.Tensor, counts: Sequence[int], turn: int, arithmetic: AnyArithmetic
@@ -273,13 +230,11 @@ class DistributedTransport:
             self.alltoall(own, other, counts, counts)
 
     def _gather(self, own: torch.Tensor, gathered: torch.Tensor, counts: Sequence[int]) -> None:
-        if sum(counts):
-            self._group.finish(self.start_gather(own, gathered, counts))
+        self._group.finish(self.start_gather(own, gathered, counts))
 
-    def _pack(self, purpose: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        packed = self._buffers.take(purpose, sum(t.numel() for t in tensors), tensors[0].dtype)
-        pack(tensors, packed)
-        return packed
+    def _scatter(self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], reduce: Reduce) -> None:
+        for _ in self.start_scatter(source, output, counts, reduce):
+            pass
 
     def _take(self, purpose: str, count: int, portion: _Portion) -> torch.Tensor:
         """Return a buffer that the other portion in flight does not use."""

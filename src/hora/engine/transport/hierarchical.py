@@ -17,9 +17,7 @@ between all members and combined in the same order (`HostwiseArithmetic`).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -27,18 +25,19 @@ import torch
 from hora.engine.request import Kind, Reduce, ReduceOp
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.arithmetic import HALVES, arithmetic_of, staged, stages
-from hora.engine.transport.base import AliveCheck, LocalTransport, Tensors
+from hora.engine.transport.base import AliveCheck, FusingTransport, LocalTransport, Tensors
 from hora.engine.transport.distributed import DistributedTransport
 from hora.engine.transport.native_hosts import HEADER_BYTES, NativeHosts, Scaling
-from hora.engine.transport.packing import Buffers, InTwoHalves, complete, overlap, runs, spread, total, unpack
+from hora.engine.transport.packing import InTwoHalves, complete, overlap, spread, total, unpack
 from hora.engine.transport.shm import ShmTransport
 from hora.engine.transport.stream import StreamGroup
 
 # Two portions are in flight at a time, which bounds the memory.
 _PORTION_BYTES = 4 * 2**20
+_FUSED_BYTES = 32 * 2**20
 
 
-class HierarchicalTransport:
+class HierarchicalTransport(FusingTransport):
     """See `Transport`. `hosts` lists each host's members.
 
     `local` connects the members of this host, `share` allocates memory for them, and `connect` creates a named group of
@@ -56,9 +55,9 @@ class HierarchicalTransport:
         check_alive: AliveCheck,
         limit_s: float,
     ) -> None:
+        super().__init__(member, torch.device("cpu"), _FUSED_BYTES)
         self._local = local
         self._hosts = sorted((sorted(host) for host in hosts), key=lambda host: host[0])
-        self._member = member
         self._num_members = sum(len(host) for host in self._hosts)
         (self._host,) = (h for h, host in enumerate(self._hosts) if member in host)
         self._here = self._hosts[self._host]
@@ -88,16 +87,13 @@ class HierarchicalTransport:
             check_alive=check_alive,
             limit_s=limit_s,
         )
-        self._buffers = Buffers(torch.device("cpu"), 2 * _PORTION_BYTES)
         self._scaling = lru_cache(maxsize=256)(self._make_scaling)
 
-    def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
-        self.allreduce_compressed(inputs, outputs, reduce, ())
+    def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce, residuals: Tensors = ()) -> None:
+        """Reduce several tensors as one, encoded between hosts with `reduce.code` if there is one.
 
-    def allreduce_compressed(self, inputs: Tensors, outputs: Tensors, reduce: Reduce, residuals: Tensors) -> None:
-        """Reduce float32 tensors, encoded between hosts with `reduce.code`, to a sum or an average.
-
-        `residuals[i]` is the encoding error of tensor i on this member, from before and updated now (empty: not kept).
+        Encoded tensors are float32, and their sum or average is wanted. `residuals[i]` is the encoding error of tensor
+        i on this member, from before and updated now (empty: not kept).
         """
         if not total(inputs):
             return
@@ -107,40 +103,47 @@ class HierarchicalTransport:
         else:
             self._native.allreduce(inputs, outputs, scaling, residuals)
 
-    def allreduce_negotiated(self, places: Tensors, reduce: Reduce, residual: torch.Tensor | None) -> None:
-        """Reduce data in this host's memory, possibly compressed.
+    def reduce_resident(
+        self,
+        kind: Kind,
+        places: Tensors,
+        reduce: Reduce,
+        residual: torch.Tensor | None,
+        header: bytes = b"",
+        most_records: int = 0,
+    ) -> bool:
+        """Run this member's part of an allreduce of data in this host's memory, or of half of one, without negotiation
+        and without waiting for this host's members.
 
-        `places` are its members' data, which all of them see and have filled. `residual` covers all of it; this member
-        needs its slice.
+        `places` are the members' data, which all of them see and have filled. `residual` covers all of it; this member
+        needs its slice. A reducescatter writes each member's own slice of its place; an allgather copies the own slices
+        to all places. Members are numbered host by host and own slices of equal length in that order.
+
+        Only a header of `HEADER_BYTES` precedes the data. Returns False if the hosts have different headers, on all of
+        them alike: nothing was changed, and this transport is unusable. `most_records`: the same in every call, see
+        `num_records`.
         """
-        self.allreduce_scheduled(places, reduce, residual)
-        self._local.barrier()
-
-    def half_scheduled(self, kind: Kind, places: Tensors, reduce: Reduce, header: bytes, most_records: int) -> bool:
-        """Run this member's half of a scheduled reduction of data in this host's memory, without negotiation.
-
-        A reducescatter writes each member's own slice of its place; an allgather copies the own slices to all places.
-        Members are numbered host by host and own slices of equal length in that order. See `allreduce_scheduled`.
-        """
-        owned = places[0].numel() // self._num_members
-        spans, scaling = self._spans(owned), self._scaling(reduce, places[0].dtype)
+        count, scaling = places[0].numel(), self._scaling(reduce, places[0].dtype)
         assert scaling is not None, f"{reduce} of {places[0].dtype} is not of a bucket"
-        if self._between is None or not any(spans):
+        owned = count // self._num_members
+        if kind is Kind.ALLREDUCE:
+            spans = [self._own_span(0, count)]
+        else:
+            spans = [self._own_span(host[0] * owned, len(host) * owned) for host in self._hosts]
+        if not any(spans):
             return True
-        first = self._here[0] * owned
-        return self._native.half(kind, places, spans, first, owned, scaling, header, most_records)
+        at = self._here[0] * owned
+        owners = range(at, at + owned)
+        return self._native.reduce_resident(kind, places, spans, owners, scaling, residual, header, most_records)
 
-    def _spans(self, owned: int) -> list[range]:
-        """Return this slice leader's part of each host's elements."""
-        spans = []
-        for host in self._hosts:
-            shares = self._carried(len(host) * owned)
-            begin = host[0] * owned + sum(shares[: self._index])
-            spans.append(range(begin, begin + shares[self._index]))
-        return spans
+    def _own_span(self, begin: int, count: int) -> range:
+        """Return this member's share of these elements."""
+        shares = self._carried(count)
+        begin += sum(shares[: self._index])
+        return range(begin, begin + shares[self._index])
 
     def refuse(self, most_records: int) -> None:
-        """Send the other hosts an invalid header instead of the next `allreduce_scheduled` here."""
+        """Send the other hosts an invalid header instead of the next `reduce_resident` here."""
         group = self._leaders
         if group is None:
             return
@@ -165,23 +168,6 @@ class HierarchicalTransport:
         late = self._native.late_host
         hosts = self._hosts if late is None else [self._hosts[late]]
         return [member for host in hosts if host is not self._here for member in host]
-
-    def allreduce_scheduled(
-        self, places: Tensors, reduce: Reduce, residual: torch.Tensor | None, header: bytes = b"", most_records: int = 0
-    ) -> bool:
-        """Run this member's part of `allreduce_negotiated` without waiting for this host's members and without
-        negotiation.
-
-        Only a header of `HEADER_BYTES` precedes the data. Returns False if the hosts have different headers, on all of
-        them alike: nothing was changed, and this transport is unusable. `most_records`: the same in every call, see
-        `num_records`.
-        """
-        counts, scaling = self._carried(places[0].numel()), self._scaling(reduce, places[0].dtype)
-        assert scaling is not None, f"{reduce} of {places[0].dtype} is not of a bucket"
-        begin, count = sum(counts[: self._index]), counts[self._index]
-        if not count:
-            return True
-        return self._native.allreduce_resident(places, begin, begin + count, scaling, residual, header, most_records)
 
     def _make_scaling(self, reduce: Reduce, dtype: torch.dtype) -> Scaling | None:
         """Return the arithmetic of an allreduce for the native part; None if it is not supported."""
@@ -216,54 +202,52 @@ class HierarchicalTransport:
     def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         self._between_all().adasum(inputs, outputs, reduce)
 
-    def allgather(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]]) -> None:
+    def _gather(self, own: torch.Tensor, gathered: torch.Tensor, counts: Sequence[int]) -> None:
         if self._apart is not None:
-            self._apart.allgather(inputs, outputs, counts)
+            self._apart.allgather([own], [gathered], [counts])
             return
-        overlap(self._gather(each) for each in portions(inputs, outputs, counts, self._limit(inputs[0])))
+        targets = gathered.split(list(counts))
+        overlap(
+            self._gather_piece(own[piece], [target[piece] for target in targets], turn)
+            for turn, piece in pieces(counts, _PORTION_BYTES // own.itemsize)
+        )
 
-    def _gather(self, portion: Portion) -> InTwoHalves:
-        turn, dtype, shares = portion.turn, portion.own[0].dtype, [self._shares(each) for each in portion.counts]
+    def _gather_piece(self, own: torch.Tensor, targets: Tensors, turn: int) -> InTwoHalves:
+        counts = [target.numel() for target in targets]
+        shares, members = self._shares(counts), [counts[member] for member in self._here]
         # Inside the host: the members' data becomes the host's block, which all of them get.
-        members = [[counts[member] for member in self._here] for counts in portion.counts]
-        blocks = self._take(f"blocks{turn}", [sum(sizes) for sizes in members], dtype)
-        self._local.allgather(portion.own, blocks, members)
+        block = self._buffers.take(f"block{turn}", sum(members), own.dtype)
+        self._local.allgather([own], [block], [members])
         # Between hosts: each slice leader sends its share of this host's block, and gets the same share of all blocks.
-        mine = self._own_shares(shares)
-        slices = self._take(f"slices{turn}", [sum(sizes) for sizes in mine], dtype)
-        pending = None
-        if self._between is not None:
-            own = [block.split(each[self._host])[self._index] for block, each in zip(blocks, shares, strict=True)]
-            if len(own) > 1:
-                self._between.allgather(own, slices, mine)
-            elif slices[0].numel():
-                pending = self._between.start_gather(own[0], slices[0], mine[0])
+        mine, pending = [of_host[self._index] for of_host in shares], None
+        slices = self._buffers.take(f"slices{turn}", sum(mine), own.dtype)
+        if self._between is not None and any(mine):
+            pending = self._between.start_gather(block.split(shares[self._host])[self._index], slices, mine)
         yield
         if self._between is not None and pending is not None:
             self._between.finish(pending)
         # Inside the host: the slice leaders' shares together are all hosts' blocks.
-        carried = list(itertools.chain(*shares))
-        whole = self._take(f"whole{turn}", [sum(sizes) for sizes in carried], dtype)
-        self._local.allgather(_split(slices, mine), whole, carried)
-        for block, (targets, host) in zip(whole, itertools.product(portion.members, self._hosts), strict=True):
+        sizes = [sum(of_host) for of_host in shares]
+        blocks = self._buffers.take(f"blocks{turn}", sum(sizes), own.dtype).split(sizes)
+        self._local.allgather(slices.split(mine), blocks, shares)
+        for block, host in zip(blocks, self._hosts, strict=True):
             unpack(block, [targets[member] for member in host])
 
-    def broadcast(self, tensors: Tensors, root: int) -> None:
+    def _broadcast(self, tensor: torch.Tensor, root: int) -> None:
         if self._apart is not None:
-            self._apart.broadcast(tensors, root)
+            self._apart.broadcast([tensor], root)
             return
         (source,) = (h for h, host in enumerate(self._hosts) if root in host)
-        counts = [self._carried(tensor.numel()) for tensor in tensors]
+        counts = self._carried(tensor.numel())
         if self._host == source:
-            self._local.broadcast(tensors, self._here.index(root))
-            slices = [tensor.split(each)[self._index] for tensor, each in zip(tensors, counts, strict=True)]
+            self._local.broadcast([tensor], self._here.index(root))
+            own = tensor.split(counts)[self._index]
         else:
-            sizes = [each[self._index] for each in counts]
-            slices = list(torch.empty(sum(sizes), dtype=tensors[0].dtype, device="cpu").split(sizes))
+            own = torch.empty(counts[self._index], dtype=tensor.dtype, device="cpu")
         if self._between is not None:
-            self._between.broadcast(slices, source)
+            self._between.broadcast([own], source)
         if self._host != source:
-            self._local.allgather(slices, tensors, counts)
+            self._local.allgather([own], [tensor], [counts])
 
     def alltoall(
         self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
@@ -280,40 +264,39 @@ class HierarchicalTransport:
         self._local.exchange([received[m] for m in self._here], [sent[m] for m in self._here])
         self._everyone.finish(pending)
 
-    def reducescatter(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], reduce: Reduce) -> None:
+    def _scatter(self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], reduce: Reduce) -> None:
         if self._apart is not None:
-            self._apart.reducescatter(inputs, outputs, counts, reduce)
+            self._apart.reducescatter([source], [output], [counts], reduce)
             return
-        overlap(self._scatter(each, reduce) for each in portions(outputs, inputs, counts, self._limit(inputs[0])))
+        parts = source.split(list(counts))
+        overlap(
+            self._scatter_piece([part[piece] for part in parts], output[piece], reduce, turn)
+            for turn, piece in pieces(counts, _PORTION_BYTES // source.itemsize)
+        )
 
-    def _scatter(self, portion: Portion, reduce: Reduce) -> InTwoHalves:
-        turn, dtype, shares = portion.turn, portion.own[0].dtype, [self._shares(each) for each in portion.counts]
+    def _scatter_piece(self, parts: Tensors, output: torch.Tensor, reduce: Reduce, turn: int) -> InTwoHalves:
+        counts, dtype = [part.numel() for part in parts], output.dtype
+        shares = self._shares(counts)
         # Inside the host: each slice leader gets its share of all hosts' blocks, combined over this host's members.
-        mine, carried = self._own_shares(shares), list(itertools.chain(*shares))
-        whole = [
-            torch.cat([sources[member] for member in host])
-            for sources, host in itertools.product(portion.members, self._hosts)
-        ]
-        slices = self._take(f"slices{turn}", [sum(sizes) for sizes in mine], dtype)
+        mine = [of_host[self._index] for of_host in shares]
+        blocks = [torch.cat([parts[member] for member in host]) for host in self._hosts]
+        slices = self._buffers.take(f"slices{turn}", sum(mine), dtype)
         inside, between, end = stages(reduce, dtype, self._num_members)
-        self._local.reducescatter(whole, _split(slices, mine), carried, inside)
+        self._local.reducescatter(blocks, slices.split(mine), shares, inside)
         # Between hosts: each slice leader gets its share of this host's block, combined over the hosts.
-        here = [each[self._host] for each in shares]
-        reduced = self._take(f"reduced{turn}", [sizes[self._index] for sizes in here], dtype)
-        under_way = None
-        if self._between is not None:
-            under_way = self._between.start_scatter(slices, reduced, mine, turn, between)
+        here, under_way = shares[self._host], None
+        reduced = self._buffers.take(f"reduced{turn}", here[self._index], dtype)
+        if self._between is not None and any(mine):
+            under_way = self._between.start_scatter(slices, reduced, mine, between, turn)
             next(under_way)
         yield
         if under_way is not None:
             complete(under_way)
-            for part in reduced:
-                end.finish(part, part)
+            end.finish(reduced, reduced)
         # Inside the host: the slice leaders' shares together are the host's block, of which each member takes its part.
-        blocks = self._take(f"blocks{turn}", [sum(sizes) for sizes in here], dtype)
-        self._local.allgather(reduced, blocks, here)
-        for block, counts, output in zip(blocks, portion.counts, portion.own, strict=True):
-            output.copy_(block.split([counts[member] for member in self._here])[self._index])
+        block = self._buffers.take(f"block{turn}", sum(here), dtype)
+        self._local.allgather([reduced], [block], [here])
+        output.copy_(block.split([counts[member] for member in self._here])[self._index])
 
     def barrier(self) -> None:
         self._local.barrier()
@@ -346,49 +329,9 @@ class HierarchicalTransport:
         """Return how much each member of this host carries of every host's block, the data of the host's members."""
         return [self._carried(sum(counts[member] for member in host)) for host in self._hosts]
 
-    def _own_shares(self, shares: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-        """Return how much this member carries of each host's block, for each tensor."""
-        return [[of_host[self._index] for of_host in each] for each in shares]
 
-    def _take(self, purpose: str, sizes: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return buffers for a part of each of several tensors."""
-        return list(self._buffers.take(purpose, sum(sizes), dtype).split(list(sizes)))
-
-    def _limit(self, tensor: torch.Tensor) -> int:
-        return _PORTION_BYTES // tensor.dtype.itemsize
-
-
-def _split(tensors: Tensors, sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Return the parts of several tensors."""
-    return [part for tensor, each in zip(tensors, sizes, strict=True) for part in tensor.split(list(each))]
-
-
-@dataclass(frozen=True)
-class Portion:
-    """A part of an allgather or a reducescatter, of several tensors.
-
-    For each tensor: this member's own part, and the parts of all members with their sizes. Two portions are in flight
-    at a time, in different turns.
-    """
-
-    own: list[torch.Tensor]
-    members: list[Tensors]
-    counts: list[Sequence[int]]
-    turn: int
-
-
-def portions(own: Tensors, whole: Tensors, counts: Sequence[Sequence[int]], limit: int) -> Iterator[Portion]:
-    """Yield portions of about `limit` elements: small tensors together, large ones split over all members' parts."""
-    turns = itertools.cycle((0, 1))
-    for run in runs([sum(each) for each in counts], limit):
-        parts = [whole[i].split(list(counts[i])) for i in run]
-        most = max(max(counts[i]) for i in run)
-        if len(run) > 1 or sum(counts[run[0]]) <= limit:
-            if most:
-                yield Portion([own[i] for i in run], list(parts), [counts[i] for i in run], next(turns))
-            continue
-        (number,), step = run, max(limit // len(parts[0]), 1)
-        for start in range(0, most, step):
-            bit = slice(start, start + step)
-            members = [part[bit] for part in parts[0]]
-            yield Portion([own[number][bit]], [members], [[part.numel() for part in members]], next(turns))
+def pieces(counts: Sequence[int], limit: int) -> Iterator[tuple[int, slice]]:
+    """Yield pieces of all members' parts of these sizes, of about `limit` elements together, in alternating turns."""
+    most = max(counts)
+    step = most if sum(counts) <= limit else max(limit // len(counts), 1)
+    return ((number % 2, slice(start, start + step)) for number, start in enumerate(range(0, most, step)))

@@ -88,9 +88,7 @@ class HostLink:
         transport, most = self._transport, self._most_records
         assert transport is not None
         header = _HEADER.pack(item - self._since, index, self._digest)
-        if kind is Kind.ALLREDUCE:
-            return transport.allreduce_scheduled(places, reduce, residual, header, most)
-        return transport.half_scheduled(kind, places, reduce, header, most)
+        return transport.reduce_resident(kind, places, reduce, residual, header, most)
 
     def leave(self, *, tell: bool) -> None:
         """Announce items from here on. `tell`: the other hosts do not know yet."""
@@ -133,8 +131,7 @@ class HostReduction(PersistentReduction):
     ) -> None:
         mine, queue = places[schedule.member], schedule.queue
         count = mine.numel() // len(queue.ranks)
-        self._slice = mine[queue.member * count : (queue.member + 1) * count]
-        out = self._slice if kind is Kind.REDUCESCATTER else None
+        out = mine[queue.member * count : (queue.member + 1) * count] if kind is Kind.REDUCESCATTER else None
         super().__init__(schedule, kind, mine, name=name, reduce=reduce, out=out)
         self._kind, self._link, self._places, self._reduce = kind, link, places, reduce
         # For all of it, although a rank touches only its slice: the system allocates only touched memory.
@@ -167,10 +164,5 @@ class HostReduction(PersistentReduction):
         self._link.all_took_part = None not in part.signatures
         if not self._link.all_took_part:
             transport.barrier()  # a joined rank has just cleared its data
-        counts = [[self._slice.numel()] * len(part.signatures)]
-        if self._kind is Kind.ALLREDUCE:
-            transport.allreduce_negotiated(self._places, self._reduce, self._residual)
-        elif self._kind is Kind.REDUCESCATTER:
-            transport.reducescatter([self._mine.clone()], [self._slice], counts, self._reduce)
-        else:
-            transport.allgather([self._slice.clone()], [self._mine], counts)
+        transport.reduce_resident(self._kind, self._places, self._reduce, self._residual)
+        transport.barrier()

@@ -42,8 +42,7 @@ _ON_THE_WAY, _AT_ONCE, _VOID = 1, 2, 2  # `enum check` and `enum outcome` of hos
 _SPARE_BYTES = 16
 # Processors fetch lines in pairs.
 _COUNTER_BYTES = 2 * LINE_BYTES
-_RESIDENT = {"resident": 1, "window": _RESIDENT_WINDOW}  # fields of such a job
-_HALVES = {Kind.REDUCESCATTER: 1, Kind.ALLGATHER: 2}  # `enum kind` of hosts.h
+_KINDS = {Kind.ALLREDUCE: 0, Kind.REDUCESCATTER: 1, Kind.ALLGATHER: 2}  # `enum kind` of hosts.h
 _CODE_NUMBERS = {"": 0, "fp16": 1, "bf16": 2, "int8": 3}
 
 
@@ -210,55 +209,44 @@ class NativeHosts:
         self._run(numbers, cut, inputs, outputs, residuals, starts, staged)
         self._next += num_pieces
 
-    def allreduce_resident(
-        self,
-        places: Tensors,
-        begin: int,
-        end: int,
-        numbers: Scaling,
-        residual: torch.Tensor | None,
-        header: bytes = b"",
-        most_records: int = 0,
-    ) -> bool:
-        """Reduce these elements of this host's members, in the host's memory, which no one else touches meanwhile.
-
-        Returns False if the hosts have different headers: then nothing was changed, and the streams are unusable.
-        `most_records`: see `lent`; as many as needed, unless it is more.
-        """
-        cut = cut_for(end - begin, places[0].itemsize, 1, self._num_hosts)
-        residuals = () if residual is None else (residual,)
-        fields = {**_RESIDENT, "begin": begin, "end": end, "num_pieces": -(-(end - begin) // cut.most)}
-        return self._run(numbers, cut, places, (), residuals, [0, places[0].numel()], fields, header, most_records)
-
-    def half(
+    def reduce_resident(
         self,
         kind: Kind,
         places: Tensors,
         spans: Sequence[range],
-        first_owned: int,
-        owned: int,
+        owners: range,
         numbers: Scaling,
+        residual: torch.Tensor | None,
         header: bytes,
         most_records: int,
     ) -> bool:
-        """Run a reducescatter or an allgather of resident data.
+        """Run an allreduce, a reducescatter or an allgather of data in the memory of this host's members.
 
-        `spans`: this slice leader's part of each host's elements; each member of this host owns `owned` elements, the
-        first one from `first_owned` on. Otherwise like `allreduce_resident`.
+        `spans`: this slice leader's elements, which no one else touches meanwhile; in half an allreduce, its part of
+        each host's elements. `owners`: the elements that the first member of this host owns; the others own as many.
+
+        Returns False if the hosts have different headers: then nothing was changed, and the streams are unusable.
+        `most_records`: see `lent`; as many as needed, unless it is more.
         """
-        most = max(_longest(self._num_hosts) // (self._num_hosts * places[0].itemsize), 1)
+        itemsize, whole = places[0].itemsize, spans[0]
+        cut = Cut(max(_longest(self._num_hosts) // (self._num_hosts * itemsize), 1), two_steps=False)
+        if kind is Kind.ALLREDUCE:
+            cut = cut_for(len(whole), itemsize, 1, self._num_hosts)
         begins, counts = _integers([span.start for span in spans]), _integers([len(span) for span in spans])
         fields = {
-            **_RESIDENT,
-            "kind": _HALVES[kind],
+            "resident": 1,
+            "window": _RESIDENT_WINDOW,
+            "kind": _KINDS[kind],
+            "begin": whole.start,
+            "end": whole.stop,
             "begins": ctypes.addressof(begins),
             "counts": ctypes.addressof(counts),
-            "first_owned": first_owned,
-            "owned": owned,
-            "num_pieces": -(-max(map(len, spans)) // most),
+            "first_owned": owners.start,
+            "owned": len(owners),
+            "num_pieces": -(-max(map(len, spans)) // cut.most),
         }
-        cut, starts = Cut(most, two_steps=False), [0, places[0].numel()]
-        return self._run(numbers, cut, places, (), (), starts, fields, header, most_records)
+        residuals, starts = () if residual is None else (residual,), [0, places[0].numel()]
+        return self._run(numbers, cut, places, (), residuals, starts, fields, header, most_records)
 
     def num_records(self, count: int, itemsize: int) -> int:
         """Return the maximum number of records of a checked reduction of `count` resident elements, per direction."""
