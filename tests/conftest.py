@@ -1,7 +1,7 @@
-"""Several test processes at a time: most tests wait for something, and a machine has at least two cores.
+"""Run several test processes at a time: most tests wait, and a machine has at least two cores.
 
-Tests that share something expensive (the Spark cluster, a file's fixtures) stay in one process. Tests with real
-processes, signals and networks may get a second chance on a noisy machine (`--reruns`); those of tests/unit never.
+Tests that share an expensive resource (the Spark cluster, a file's fixtures) run in one process. Tests with real
+processes, signals and networks may be repeated on a noisy machine (`--reruns`); those of tests/unit never.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import pytest
 
 _SPARK = {"spark", "spark_cluster"}
 _UNIT = Path(__file__).parent / "unit"
-# Tests of a make target of their own: in a run only where -m or the file's path names them.
+# Tests with their own make target run only if -m or the file's path names them.
 _OWN_TARGETS = {"containers", "hosts", "protected_spark"}
 
-# Under nohup, or in the background of a script, they are ignored, and launchers rightly keep it that way. Tests send
-# them.
+# nohup and scripts in the background ignore these signals, and launchers keep that; but tests send them.
 for _number, _action in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _action)
@@ -35,9 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def cases(request: pytest.FixtureRequest) -> Iterator[tuple[str, random.Random]]:
-    """Random inputs for a fuzzing test: each one's name, for messages, and a source of randomness that depends on
-    it.
-    """
+    """Yield the name of each random input of a fuzzing test, for messages, and a generator seeded with it."""
     names = (f"case {number} of {request.node.name}" for number in range(request.config.getoption("--cases")))
     return ((name, random.Random(name)) for name in names)
 
@@ -65,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """End with a table of what was skipped and why; write reruns, which are flaky tests, to out/reruns.txt."""
+    """Print a table of skipped tests with reasons; append reruns, which are flaky tests, to out/reruns.txt."""
     reasons = Counter(
         str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr).removeprefix("Skipped: ")
         for report in terminalreporter.stats.get("skipped", [])

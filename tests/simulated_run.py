@@ -1,7 +1,7 @@
-"""A job that never was: the entries that ranks of a made-up training would have produced.
+"""A simulated job: the entries that the ranks of a training would have produced.
 
-For the page's own development, its tests and benchmarks: an hour of training in a second, stragglers of a known size, a
-rank that is lost, a rank that hangs. Same seed, same job.
+It serves the live page's development, tests and benchmarks: an hour of training in a second, stragglers of known
+slowness, a rank that is lost, a rank that hangs. Equal seeds give equal jobs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHARES = {"data": 0.06, "forward": 0.30, "backward": 0.50, "between": 0.02, "op
 
 @dataclass(frozen=True)
 class Slowness:
-    """From `begin` to `end` (seconds) a part of a rank's step takes longer, by `factor` of its whole work."""
+    """From `begin` to `end` (seconds), a part of a rank's step takes longer, by `factor` of its whole work."""
 
     rank: int
     factor: float
@@ -34,7 +34,7 @@ class Slowness:
 
 @dataclass(kw_only=True)
 class Simulation:
-    """`lost_at`, `hangs_at`: (seconds, rank) at which an elastic job loses a rank, or a rank hangs."""
+    """A simulated training. `lost_at`, `hangs_at`: (seconds, rank) at which a rank is lost or hangs."""
 
     num_ranks: int = 8
     hosts: Sequence[str] = ("alpha", "beta")
@@ -72,7 +72,7 @@ class Simulation:
         }
 
     def entries(self, duration_s: float) -> Iterator[Entry]:
-        """Yield the events until `duration_s` has passed. Can be called again to go on."""
+        """Yield the events until `duration_s` has passed; a later call continues."""
         if self._clock == 0.0:
             yield self._world(0)
             for worker in self._workers:

@@ -9,7 +9,7 @@ LIMIT_S = 240.0
 
 
 def wait_until(what: str, condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
-    """Return when the condition holds; fail, saying what never came."""
+    """Return when the condition holds; fail at the limit with `what`."""
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {limit_s:g} s until {what}"

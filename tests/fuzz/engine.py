@@ -1,13 +1,12 @@
-"""Stress the engine with random programs, and shrink those that fail. Each failure ends with a command that shows it
-again.
+"""Stress the engine with random programs and shrink those that fail. Each failure prints a command to reproduce it.
 
     python tests/fuzz/engine.py --programs 2000                    seeds 0 to 1999, on 2 to 4 ranks in turn
-    python tests/fuzz/engine.py --seed 17 --ranks 3                one program; shrunk, if it fails
-    python tests/fuzz/engine.py --seed 17 --ranks 3 --victim 1     rank 1 dies on the way
+    python tests/fuzz/engine.py --seed 17 --ranks 3                one program; shrunk if it fails
+    python tests/fuzz/engine.py --seed 17 --ranks 3 --victim 1     rank 1 dies
     python tests/fuzz/engine.py --show --seed 17 --ranks 3         only print it
-    python tests/fuzz/engine.py --replay '{"num_ranks":2,…}'       a program as it was printed
+    python tests/fuzz/engine.py --replay '{"num_ranks":2,…}'       a printed program
 
-The exit code is 1 when a program failed.
+The exit code is 1 if a program failed.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from stress.judge import Record, category, judge  # noqa: E402
 from stress.program import Program, listing  # noqa: E402
 from stress.shrink import shrink  # noqa: E402
 
-DEATH_EVERY = 25  # programs: a death costs fresh processes
+DEATH_EVERY = 25  # programs; a death requires fresh processes
 
 
 class Stage:
-    """Where programs are played: pools of ranks that are kept until a program fails."""
+    """Runs programs on pools of ranks that are kept until a program fails."""
 
     def __init__(self, limit_s: float) -> None:
         self._pools = Pools()
         self._limit_s = limit_s
 
     def play(self, program: Program) -> list[str]:
-        """What is wrong with it."""
+        """Run a program; return its errors."""
         lost = () if program.death is None else (program.death.rank,)
         with tempfile.TemporaryDirectory(prefix="stress-") as folder:
             arguments = {"text": program.to_text(), "folder": folder, "limit_s": self._limit_s}

@@ -3,8 +3,8 @@
     python tests/fuzz/parsers.py --seconds 60                 every target for a minute
     python tests/fuzz/parsers.py --seconds 3600 frames hosts  these for an hour
 
-What is found is printed with its traceback and kept in the folder `--found`; its bytes become a test of tests/unit.
-`--corpus` keeps what led to new code, so that the next run begins there.
+Findings are printed with a traceback and kept in the folder `--found`; their bytes become tests of tests/unit.
+`--corpus` keeps inputs that reached new code, from which the next run starts.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # simulated_run
 KEY = bytes(32)
-Target = tuple[Callable[[bytes], object], list[bytes]]  # what to call, and inputs to begin with
+Target = tuple[Callable[[bytes], object], list[bytes]]  # the function to fuzz, and its initial inputs
 
 
 def frames() -> Target:
-    """The body of a genuine frame: a member holds the keys, and may say anything."""
+    """Fuzz the body of a genuine frame: a member holds the keys, and may send anything."""
     from hora.errors import AuthenticationError
     from hora.net.wire import Opener, Sealer
 
@@ -47,7 +47,7 @@ def frames() -> Target:
 
 
 def hello() -> Target:
-    """What a stranger says first, as it is and as a stream of single bytes."""
+    """Fuzz the first bytes of an unauthenticated connection."""
     from hora.errors import AuthenticationError
     from hora.net.wire import ClientHandshake, Credentials, ServerHandshake
 
@@ -68,7 +68,7 @@ def hello() -> Target:
 
 
 class _Peer:
-    """The other end of a connection, which takes everything and says nothing."""
+    """A peer that accepts everything and sends nothing."""
 
     host = where = name = "here"
     number = speaker = -1
@@ -88,12 +88,12 @@ class _Peer:
         return "127.0.0.1", 1
 
 
-# What a server takes for a message that makes no sense, and shows its sender out for.
+# Errors for which a server disconnects the sender of a malformed message.
 _MALFORMED = (ValueError, KeyError, TypeError, ArithmeticError, RecursionError, struct.error)
 
 
 def _conversation(data: bytes, take: Callable[[dict[str, Any], bytes], object]) -> None:
-    """Lines of JSON, each with a payload behind a tab: the messages of one member, until one of them shows it out."""
+    """Pass messages of one member to `take` until one is malformed: lines of JSON, each with a payload after a tab."""
     with contextlib.suppress(*_MALFORMED):
         for line in data.split(b"\n")[:20]:
             text, _, payload = line.partition(b"\t")
@@ -103,7 +103,7 @@ def _conversation(data: bytes, take: Callable[[dict[str, Any], bytes], object]) 
 
 
 def rendezvous() -> Target:
-    """The operations of a worker at the launcher."""
+    """Fuzz the operations of a worker at the rendezvous."""
     from hora.net.rendezvous import Rendezvous, RendezvousEvents
 
     class Quiet(RendezvousEvents):
@@ -141,7 +141,7 @@ def rendezvous() -> Target:
 
 
 def agents() -> Target:
-    """What the agents of nodes say to the first node."""
+    """Fuzz the messages of agents to the first node."""
     from hora.launch.agent.protocol import Exited, Finished, Join, Leaving, Output, Started, pack
     from hora.launch.controller.agents import Agents
     from hora.version import version
@@ -164,7 +164,7 @@ def agents() -> Target:
 
 
 def sessions() -> Target:
-    """What the client of a session says: its messages' numbers, what it has received, and that it is back."""
+    """Fuzz the messages of a session's client: numbers, acknowledgements, and reconnects."""
     from hora.net.session import SessionPeer, Sessions
 
     class Handler:
@@ -177,7 +177,7 @@ def sessions() -> Target:
 
     def fuzz(data: bytes) -> None:
         server = Sessions(Handler(), limit_s=0.0)
-        for part in data.split(b"\n\n")[:3]:  # one connection after the other
+        for part in data.split(b"\n\n")[:3]:  # connections in sequence
             peer: Any = _Peer()
             _conversation(part, lambda header, payload, peer=peer: server.message(peer, header, payload))
             server.closed(peer)
@@ -188,7 +188,7 @@ def sessions() -> Target:
 
 
 def local_agents() -> Target:
-    """The frames of an agent on this machine, as the controller takes them off its socket."""
+    """Fuzz the frames that the controller reads from the socket of a local agent."""
     from hora.launch.agent.protocol import Exited, Frames, Output, Start, Started, frame
 
     def fuzz(data: bytes) -> None:
@@ -216,7 +216,7 @@ def _in_a_file(read: Callable[[Path], object]) -> Callable[[bytes], None]:
 
 
 def recordings() -> Target:
-    """A recorded run for `hora view`: its facts, and the entries before they are compressed."""
+    """Fuzz a recorded run for `hora view`: its facts, and its entries before compression."""
     from hora.watch import view
     from hora.watch.recording import read_run
     from simulated_run import Simulation
@@ -252,7 +252,7 @@ def recordings() -> Target:
 
 
 def timelines() -> Target:
-    """A timeline for `hora view`."""
+    """Fuzz a timeline for `hora view`."""
     from hora.watch import view
     from hora.watch.replay import read_timeline
 
@@ -273,9 +273,9 @@ def timelines() -> Target:
 
 
 def models() -> Target:
-    """The two files of a model: a card, signed again, or weights, with their checksum.
+    """Fuzz the two files of a model: a card with a new signature, or weights with their checksum.
 
-    What is loaded has run nothing.
+    Loading must run no code.
     """
     import torch
 
@@ -313,12 +313,12 @@ def models() -> Target:
             load(folder)
 
     write(card, genuine)
-    load(folder)  # or what is signed here is not what is checked there
+    load(folder)  # fails if the signature written here differs from the one checked there
     return fuzz, [genuine, json.dumps(card).encode()]
 
 
 def hosts() -> Target:
-    """`-H`, a hostfile, and what a discovery script prints. No name may look like an option of ssh."""
+    """Fuzz `-H`, a hostfile, and the output of a discovery script; no name may look like an option of ssh."""
     from hora.launch.controller.hosts import parse_discovered
     from hora.launch.slots import parse_host_files, parse_hosts
 
@@ -341,7 +341,7 @@ def hosts() -> Target:
 
 
 def requests() -> Target:
-    """A request to the live page."""
+    """Fuzz a request to the live page."""
     from hora.watch.http import BadRequest, read_request
 
     async def read(data: bytes) -> None:
@@ -358,7 +358,7 @@ def requests() -> Target:
 
 
 def reports() -> Target:
-    """A rank's telemetry."""
+    """Fuzz a rank's telemetry."""
     from hora.telemetry import Report, Sample
 
     def fuzz(data: bytes) -> None:
@@ -396,7 +396,7 @@ def _said(header: dict[str, Any]) -> bytes:
     return struct.pack(">H", len(text)) + text
 
 
-_DEEP = b"[" * 970 + b"]" * 970  # about as deep as JSON is read
+_DEEP = b"[" * 970 + b"]" * 970  # about the deepest JSON that is parsed
 
 
 def _refuse(constant: str) -> float:
@@ -404,7 +404,7 @@ def _refuse(constant: str) -> float:
 
 
 def _run(name: str, seconds: int, corpus: Path, found: Path) -> None:
-    """In a process of its own: the fuzzer ends it."""
+    """Run in a process of its own, because the fuzzer ends it."""
     try:
         import atheris
     except ModuleNotFoundError:
@@ -451,7 +451,7 @@ def main() -> int:
         before = set(found.glob("*"))
         line = [sys.executable, __file__, "--here", "--seconds", str(arguments.seconds), name]
         line += ["--corpus", str(arguments.corpus), "--found", str(arguments.found)]
-        # A target ends without cleaning up after itself: its files lie in memory, in a folder of ours.
+        # A target exits without cleaning up, so its files lie in memory, in a folder that this process removes.
         memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
         with tempfile.TemporaryDirectory(dir=memory) as folder:
             env = {**os.environ, "TMPDIR": folder}

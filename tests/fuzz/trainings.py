@@ -1,12 +1,12 @@
 """Random trainings against one process: optimizers, compressions, habits, two hosts, and ranks that die.
 
-    python tests/fuzz/trainings.py --programs 300                 seeds 0 to 299; two hosts among them as root
-    python tests/fuzz/trainings.py --seed 17                      one training; made smaller, if it fails
-    python tests/fuzz/trainings.py --replay '{"column":"int8",…}'  a training as it was printed
+    python tests/fuzz/trainings.py --programs 300                 seeds 0 to 299; as root, also on two hosts
+    python tests/fuzz/trainings.py --seed 17                      one training; shrunk if it fails
+    python tests/fuzz/trainings.py --replay '{"column":"int8",…}'  a printed training
 
-A training is a row of the matrix of habits (`tests/multiproc/habits.py`) with several habits at once. Where a rank
-dies, the job is elastic with `per_step=True`: the others go on, and every step counts once with the ranks that made it.
-The exit code is 1 when a training failed.
+A training is a row of the matrix of habits (`tests/multiproc/habits.py`) with several habits at once. If a rank
+dies, the job is elastic with `per_step=True`: the others continue, and every step counts once with its actual ranks.
+The exit code is 1 if a training failed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OPTIMIZERS: dict[str, Any] = {
     "SGD": partial(torch.optim.SGD, lr=0.05),
     "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
     "Nesterov": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
-    # An epsilon that is not tiny: the order of a sum must not decide about the sign of a step.
+    # With a large epsilon, the order of summation cannot change the sign of a step.
     "Adam": partial(torch.optim.Adam, lr=0.01, eps=1e-2),
     "AdamW": partial(torch.optim.AdamW, lr=0.01, eps=1e-2, amsgrad=True),
     "Adagrad": partial(torch.optim.Adagrad, lr=0.01, eps=1e-2),
@@ -66,17 +66,17 @@ class Training:
     num_ranks: int = 2
     place: str = "one host"  # each: a host for every rank; two: hosts with two ranks each; elastic: a rank dies
     column: str = "plain"
-    every: int = 1  # steps between the exchanges of hosts that train apart
+    every: int = 1  # steps between exchanges of hosts that train apart
     optimizer: str = "SGD"
     sizes: tuple[int, ...] = (80,)
     dtype: str = "float32"
     steps: int = 6
     passes: int = 1
     habits: tuple[str, ...] = ()
-    infinity: tuple[int, ...] = ()  # ranks that have one in step 2; with the habit "scaler"
+    infinity: tuple[int, ...] = ()  # ranks with an infinity in step 2; requires the habit "scaler"
     thaws: int = 0  # the first layer is frozen until this step
-    freezes: int = 0  # the last layer is from this step on, unless 0
-    resumes: int = 0  # from a checkpoint before this step, unless 0
+    freezes: int = 0  # the last layer is frozen from this step on, unless 0
+    resumes: int = 0  # the training is resumed from a checkpoint before this step, unless 0
     death: tuple[int, int, str] = ()  # type: ignore[assignment]  # rank, step, and "backward" or "step"
 
     def to_text(self) -> str:
@@ -89,7 +89,7 @@ class Training:
 
 
 def generate(seed: int, places: tuple[str, ...]) -> Training:
-    """The training of a seed."""
+    """Return the training of a seed."""
     some = random.Random(f"training {seed}")
     place = some.choice(places)
     columns = [name for name, column in COLUMNS.items() if place == "two" or column.between_hosts is (place == "each")]
@@ -115,7 +115,7 @@ def generate(seed: int, places: tuple[str, ...]) -> Training:
         resumes=some.choice((0, 0, 3)) if place != "elastic" else 0,
     )
     if "scaler" in habits and some.random() < 0.7:
-        everywhere = tuple(range(num_ranks))  # hosts that train apart leave a step out together, or it is an error
+        everywhere = tuple(range(num_ranks))  # hosts that train apart must skip the same steps
         training = replace(training, infinity=everywhere if apart else some.choice((everywhere, (1,))))
     if place == "elastic":
         death = (some.randrange(num_ranks), some.randint(1, steps - 1), some.choice(("backward", "step")))
@@ -172,8 +172,8 @@ class Played(Row):
         return OPTIMIZERS[self.training.optimizer](self.net.parameters())
 
     def prepare(self, number: int = 0) -> None:
-        """A parameter that is trained when the optimizer is wrapped, or later, counts as zero where it has no
-        gradient. Layers are frozen before that, or too late.
+        """Record the parameters that are trained when the optimizer is wrapped: missing gradients of these, and of
+        parameters trained later, count as zero. Layers are frozen before that, or too late.
         """
         if not self.has("late"):
             self.freeze(number)
@@ -249,17 +249,17 @@ class Played(Row):
         self.resumed()
 
     def resumed(self) -> None:
-        """An elastic state takes the new objects over."""
+        """Let an elastic state adopt the new objects."""
 
     def parts(self) -> dict[str, Any]:
         return super().parts() | {"scaler": self.scaler, "scheduler": self.scheduler}
 
 
-# On the ranks.
+# Functions that run on the ranks.
 
 
 def play(text: str) -> None:
-    """Compare a training with one process, on every rank of a world that stays."""
+    """Compare a training with one process, on every rank of a static world."""
     training = Training.from_text(text)
     hosts = [[0, 1], [2, 3]] if training.place == "two" else None
     if training.place == "one host" and COLUMNS[training.column].apart:
@@ -275,18 +275,18 @@ def play(text: str) -> None:
 
 
 def play_on_two_hosts(texts: list[str]) -> dict[str, object]:
-    """What is wrong with each of these trainings, in the world of `two_hosts_rank`."""
+    """Return the errors of these trainings, run in the world of `two_hosts_rank`."""
     wrong: dict[str, object] = {}
     for text in texts:
         try:
             play(text)
-        except Exception:  # the others are worth a look, too
+        except Exception:  # run the remaining trainings, too
             wrong[text] = traceback.format_exc(limit=-4)
     return wrong
 
 
 def play_with_a_death(text: str, folder: str) -> None:
-    """A rank of an elastic job: train, die as planned, and compare with one process that had the same ranks."""
+    """Train on a rank of an elastic job, die as planned, and compare with one process that had the same ranks."""
     training, row = Training.from_text(text), row_of(Training.from_text(text))
     hvd.init()
     made = row(wrapper(column_of(training), row))
@@ -316,11 +316,11 @@ def play_with_a_death(text: str, folder: str) -> None:
     hvd.shutdown()
 
 
-# In the process that has the seeds.
+# The process that generates the trainings.
 
 
 class Stage:
-    """Pools of ranks, elastic jobs and hosts, on which trainings are played."""
+    """Runs trainings on pools of ranks, elastic jobs and hosts."""
 
     def __init__(self, limit_s: float) -> None:
         from rank_pool import Pools
@@ -329,7 +329,7 @@ class Stage:
         self._hosts: Any = None
 
     def play(self, training: Training) -> str:
-        """What is wrong with it."""
+        """Run a training; return its errors."""
         if training.place == "two":
             return self.play_on_two_hosts([training]).get(training, "")
         if training.place == "elastic":
@@ -381,19 +381,19 @@ class Stage:
 
 
 def _environment(training: Training) -> dict[str, str]:
-    """Modes that work between hosts have something to do on one host only if no memory is shared."""
+    """Modes that work between hosts have an effect on one host only without shared memory."""
     return {"HORA_TRANSPORT": "tcp"} if COLUMNS[training.column].between_hosts else {}
 
 
 def shrunk(training: Training, fails: Any) -> Training:
-    """The plainest training that still fails."""
+    """Return the simplest training that still fails."""
     plain = Training()
     for field in dataclasses.fields(Training):
         if field.name in ("place", "num_ranks", "column", "death"):
             continue
         for smaller in _smaller(training, field.name, getattr(plain, field.name)):
             if smaller.infinity and "scaler" not in smaller.habits:
-                continue  # the parameters would be NaN, in one process as well
+                continue  # the parameters would be NaN even in one process
             if fails(smaller):
                 training = smaller
                 break

@@ -1,6 +1,4 @@
-"""Tapes, optimizers, callbacks and states of horovod.tensorflow and horovod.tensorflow.keras (Keras 3 on
-TensorFlow).
-"""
+"""Tapes, optimizers, callbacks and states of horovod.tensorflow and its keras (Keras 3 on TensorFlow)."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def loss_of(model, x, y):
 
 
 def reference(model, passes=1):
-    """Means over the ranks of the gradients on their data."""
+    """Return the mean over the ranks of the gradients on their data."""
     found = []
     for rank in range(hvd.size()):
         with tf.GradientTape() as tape:
@@ -110,7 +108,7 @@ def test_local_sources_and_sparse_gradients():
 
 @session
 def test_small_gradients_of_two_models_in_functions_of_one_name():
-    """They travel side by side in one tensor; a function that one rank traces again goes on with the others."""
+    """The gradients are sent in one tensor; a rank that traces its function again stays in step with the others."""
 
     def training(model, op):
         @tf.function
@@ -142,7 +140,7 @@ def own_gradients(model):
 
 
 @session
-def test_shapes_that_differ_are_told_also_where_the_sizes_agree():
+def test_mismatched_shapes_are_an_error_even_if_the_sizes_agree():
     variable = tf.Variable(tf.ones([2, 3] if hvd.rank() == 1 else [3, 2]))
     other = tf.Variable(tf.ones([2]))
 
@@ -157,7 +155,7 @@ def test_shapes_that_differ_are_told_also_where_the_sizes_agree():
 
 
 @session
-def test_autograph_leaves_no_file_and_tracebacks_have_its_text():
+def test_autograph_leaves_no_file_and_tracebacks_show_its_code():
     import tempfile
     import traceback
     from pathlib import Path
@@ -179,7 +177,7 @@ def test_autograph_leaves_no_file_and_tracebacks_have_its_text():
 
 
 @session
-def test_many_buckets_in_a_function_and_a_step_that_fails():
+def test_many_buckets_in_a_function_and_a_failing_step():
     variables = [tf.Variable(tf.ones([700_000])) for _ in range(5)]
 
     @tf.function
@@ -265,7 +263,7 @@ def test_backward_passes_per_step():
 
 
 @session
-def test_gradients_that_only_some_backward_passes_have():
+def test_gradients_missing_in_some_backward_passes():
     variables, one = [tf.Variable(1.0), tf.Variable(1.0)], tf.constant(1.0)
     optimizer = hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(1.0), backward_passes_per_step=2)
     for second in (one, None, None, one):
@@ -360,7 +358,7 @@ def test_values_of_every_kind():
 
 
 @session
-def test_synchronised_batch_normalisation():
+def test_synchronized_batch_normalization():
     x_all = np.concatenate([data(rank)[0] for rank in range(hvd.size())])
     layer, plain = hvd.SyncBatchNormalization(), tf.keras.layers.BatchNormalization()
     expected = plain(x_all, training=True)
@@ -372,7 +370,7 @@ def test_synchronised_batch_normalisation():
 
 
 @session
-def test_synchronised_batch_normalisation_far_from_zero():
+def test_synchronized_batch_normalization_of_large_values():
     x_all = 1e4 + np.concatenate([data(rank)[0] for rank in range(hvd.size())])
     plain, layer = tf.keras.layers.BatchNormalization(), hvd.SyncBatchNormalization()
     expected = plain(x_all.astype(np.float64), training=True).numpy()
@@ -381,7 +379,7 @@ def test_synchronised_batch_normalisation_far_from_zero():
 
 
 @session
-def test_synchronised_batch_normalisation_leaves_masked_steps_out():
+def test_synchronized_batch_normalization_ignores_masked_steps():
     steps = np.stack([data(rank)[0] for rank in range(hvd.size())])
     mask = np.stack([np.arange(8) < 8 - 3 * rank for rank in range(hvd.size())])
     plain, layer = tf.keras.layers.BatchNormalization(momentum=0.0), hvd.SyncBatchNormalization(momentum=0.0)
@@ -392,7 +390,7 @@ def test_synchronised_batch_normalisation_leaves_masked_steps_out():
 
 
 @session
-def test_ranks_that_did_not_begin_alike_are_told():
+def test_ranks_with_different_initial_weights_get_an_error():
     model = network(seed=hvd.rank())
     model.compile(optimizer=hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.01)), loss="mse")
     x, y = data(hvd.rank(), rows=80)
@@ -401,7 +399,7 @@ def test_ranks_that_did_not_begin_alike_are_told():
 
 
 @session
-def test_ranks_with_different_models_are_told():
+def test_ranks_with_different_models_get_an_error():
     model = network(units=3 + hvd.rank())
     model.compile(optimizer=hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.01)), loss="mse")
     with pytest.raises(hvd.HorovodInternalError, match="rank 1"):
@@ -409,7 +407,7 @@ def test_ranks_with_different_models_are_told():
 
 
 @session
-def test_loss_scaling_leaves_a_step_out_on_all_ranks_or_on_none():
+def test_loss_scaling_skips_a_step_on_all_ranks_or_on_none():
     tf.keras.utils.set_random_seed(0)
     layers = [tf.keras.layers.Input((4,)), tf.keras.layers.Dense(1)]
     model = tf.keras.Sequential(layers)
@@ -429,7 +427,7 @@ def test_loss_scaling_leaves_a_step_out_on_all_ranks_or_on_none():
 
 
 @session
-def test_automatic_compilation_leaves_reduced_models_out():
+def test_automatic_compilation_is_disabled_for_reduced_models():
     from unittest import mock
 
     gpu = mock.Mock(device_type="GPU")
@@ -446,7 +444,7 @@ def test_automatic_compilation_leaves_reduced_models_out():
 
 @pytest.mark.ranks(2, env={"HORA_NAN_CHECK": "1"})
 @session
-def test_a_gradient_that_is_no_number_is_named_before_it_is_reduced():
+def test_a_nan_gradient_is_named_before_its_reduction():
     from hora.telemetry.meters import meter
 
     model = network()
@@ -463,7 +461,7 @@ def test_a_gradient_that_is_no_number_is_named_before_it_is_reduced():
 
 
 @session
-def test_the_live_page_hears_of_a_fit():
+def test_fit_reports_to_the_live_page():
     from hora.telemetry.meters import meter
 
     model = network()
@@ -477,7 +475,7 @@ def test_the_live_page_hears_of_a_fit():
 
 
 @session
-def test_a_state_is_saved_restored_and_synchronised():
+def test_a_state_is_saved_restored_and_synchronized():
     model = network(seed=hvd.rank())
     model.compile(optimizer=hvd_keras.DistributedOptimizer(tf.keras.optimizers.Adam(0.01)), loss="mse")
     state = hvd_keras.elastic.KerasState(model, epoch=hvd.rank(), batch=5)
@@ -501,7 +499,7 @@ def test_a_state_is_saved_restored_and_synchronised():
 
 
 @session
-def test_state_callbacks_count_over_resets():
+def test_state_callbacks_continue_counting_after_resets():
     model = network()
     model.compile(optimizer=hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.01)), loss="mse")
     state = hvd_keras.elastic.TensorFlowKerasState(model, epoch=1, batch=3)

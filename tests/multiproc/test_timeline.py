@@ -1,4 +1,4 @@
-"""The timeline: a Chrome trace that is valid at every moment and shows every tensor."""
+"""The timeline is a valid Chrome trace at every moment and shows every tensor."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ def test_started_and_stopped_by_the_program():
 
 
 def check_format(events: list[dict]) -> None:
-    """The rules of Chrome's trace events, as far as these files use them; Perfetto and chrome://tracing live by
-    them.
-    """
+    """Check the rules of Chrome's trace events that Perfetto and chrome://tracing rely on."""
     open_spans: dict[int, list[str]] = {}
     latest: dict[int, int] = {}
     for event in events:
@@ -96,7 +94,7 @@ def check_first(events: list[dict]) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_needs_to_be_armed():
+def test_a_timeline_must_be_enabled_for_dynamic_starts():
     hvd.init()
     with pytest.raises(ValueError, match="HOROVOD_TIMELINE=DYNAMIC"):
         hvd.start_timeline("never.json")

@@ -1,4 +1,4 @@
-"""The path of a gradient through the code, as ARCHITECTURE.md draws it: few files, and seldom back to one of them."""
+"""The path of a gradient through the code, as drawn in ARCHITECTURE.md: few files, seldom visited twice."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOT = Path(hora.__file__).parent
 
 
 def calls_of(function):
-    """The files of Hora in which calls were made by this thread, in order; a file that follows itself counts once."""
+    """Return the files of Hora that this thread called into, in order; consecutive calls into a file count once."""
     called = []
 
     def note(frame, event, _):
@@ -49,10 +49,10 @@ def calls_of(function):
 
 
 @session
-def test_a_gradient_passes_few_files_and_seldom_comes_back_to_one():
+def test_a_gradient_passes_few_files_and_seldom_returns_to_one():
     if library() is None:
         pytest.skip("no native part")
-    layer = torch.nn.Linear(512, 512, bias=False)  # one bucket, which each rank reduces a slice of
+    layer = torch.nn.Linear(512, 512, bias=False)  # one bucket, of which each rank reduces a slice
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), layer.named_parameters())
 
     def step():
@@ -60,7 +60,9 @@ def test_a_gradient_passes_few_files_and_seldom_comes_back_to_one():
         loss = layer(torch.ones(4, 512)).sum()
         return calls_of(lambda: (loss.backward(), optimizer.step()))
 
-    walks = [step() for _ in range(12)]  # in the first the ranks agree on buckets; a rank that waits long looks around
+    walks = [
+        step() for _ in range(12)
+    ]  # the first step negotiates buckets, and a rank that waits long checks on others
     shortest = min(walks, key=len)
     assert set(shortest) == FILES
     assert len(shortest) - len(FILES) <= 8, shortest

@@ -1,6 +1,4 @@
-"""Sessions, predictable data and comparisons for the tests of horovod.tensorflow, as `hvd_session` has them for
-torch.
-"""
+"""Sessions, predictable data and comparisons for the tests of horovod.tensorflow, as in `hvd_session`."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ MOVED = [*DTYPES, *SMALL, tf.uint16, tf.uint32, tf.uint64, tf.bool]
 
 
 def session(body=None, *, sets: bool = False):
-    """Run the body between `init` and `barrier; shutdown`. With `sets` it gets the sets of this rank."""
+    """Run the body between `init` and `barrier; shutdown`; with `sets`, pass it the sets of this rank."""
     if body is None:
         return functools.partial(session, sets=sets)
 
@@ -63,7 +61,7 @@ def of_all(process_set, shape, dtype, salt=0):
 
 
 def check(actual, expected, dtype) -> None:
-    """Equal in dtype, shape and value, as far as the dtype can tell."""
+    """Check for equal dtype, shape and values, within the precision of the dtype."""
     assert actual.dtype == dtype, (actual.dtype, dtype)
     found = np.asarray(actual, dtype=np.float64)
     assert found.shape == np.shape(expected), (found.shape, np.shape(expected))

@@ -1,6 +1,6 @@
-"""What the optimizer tests share: models, data every rank can predict, a training loop, and its result on one process.
+"""Shared parts of the optimizer tests: models, data that every rank can predict, a training loop, and its reference.
 
-The reference is always plain torch on the batches of all ranks joined together, computed by every rank for itself.
+The reference is plain torch on the combined batches of all ranks, computed by every rank on its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Recurrent(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Input and output embeddings are one parameter."""
+    """A transformer whose input and output embeddings share one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Transformer(nn.Module):
 
 
 class Embedded(nn.Module):
-    """Sparse gradients: each rank touches few rows, not the same ones."""
+    """A model with sparse gradients: each rank uses few rows, different from the others'."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Embedded(nn.Module):
 
 
 class SmallResNet(nn.Module):
-    """ResNet18's shape at a sixteenth of its width; the normalisation keeps no batch statistics, which would differ."""
+    """ResNet18's shape at a sixteenth of its width; its normalization keeps no batch statistics, which would differ."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def joined(step: int, size: int, shape: tuple[int, ...] = (5,)) -> tuple[torch.T
 
 
 def train(model, optimizer, steps, data, before_step=None, accumulate=1):
-    """`data(step)` gives a batch. Returns the losses."""
+    """Train on the batches of `data(step)`; return the losses."""
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -137,7 +137,7 @@ def assert_close(got, wanted, tolerance=1e-5) -> None:
 
 
 def assert_states_close(got: dict, wanted: dict, tolerance=1e-5) -> None:
-    """Two `state_dict()`s of optimizers say the same."""
+    """Check that two `state_dict()`s of optimizers are equal."""
     assert got["state"].keys() == wanted["state"].keys()
     for number, entries in wanted["state"].items():
         assert got["state"][number].keys() == entries.keys(), number

@@ -1,7 +1,7 @@
-"""What every transport must do, checked against results computed the slow and obvious way.
+"""Checks that every transport must pass, against results computed in the slow and obvious way.
 
 `check_everything` runs on each member and returns fingerprints of all results; the caller compares them between
-members. Expected values are worked out from the inputs of all members, which each can make from the seed.
+members. Expected values are computed from the inputs of all members, which each member derives from the seed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ALL_DTYPES = (*INTEGERS, *FLOATS, torch.bool)
 
 
 def data(seed: int, member: int, count: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
-    """Member `member`'s input number `seed`."""
+    """Return input number `seed` of a member."""
     generator = torch.Generator().manual_seed(1000 * seed + member)
     if dtype == torch.bool:
         return (torch.rand(count, generator=generator) > 0.5).to(device)
@@ -34,7 +34,7 @@ def fingerprint(tensor: torch.Tensor) -> str:
 
 
 def combined(parts: list[torch.Tensor], op: int) -> torch.Tensor:
-    """In member order, each step rounded to the dtype, but half precision only at the end."""
+    """Combine in member order; each step is rounded to the dtype, but half precision only at the end."""
     wide = [part.float() if part.dtype in HALVES else part for part in parts]
     total = wide[0]
     for part in wide[1:]:
@@ -53,7 +53,7 @@ def truncated(values: torch.Tensor, divisor: int) -> torch.Tensor:
 
 
 class Checker:
-    """One member's run through all operations."""
+    """Runs all operations on one member."""
 
     def __init__(self, transport, member: int, size: int, *, device: str = "cpu", same_order: bool = True):
         self.transport, self.member, self.size, self.device = transport, member, size, device
@@ -120,7 +120,7 @@ class Checker:
             assert torch.equal(self.keep(tensors[i]), expected), f"broadcast {counts} {dtype} from {root}"
 
     def alltoall(self, dtype: torch.dtype, splits: list[list[int]], unsent: int = 0) -> None:
-        """`splits[s][r]` elements go from member s to member r."""
+        """Send `splits[s][r]` elements from member s to member r."""
         me = self.member
         source = self.own(5, sum(splits[me]) + unsent, dtype)
         received = [row[me] for row in splits]
@@ -148,7 +148,7 @@ class Checker:
                 self.equal(outputs[i], expected.to(dtype), f"reducescatter {counts} {dtype}")
 
     def adasum(self, dtype: torch.dtype) -> None:
-        """Orthogonal vectors add up, parallel ones average; tensors of one batch do not mix."""
+        """Orthogonal vectors are added, parallel ones averaged; tensors of one batch are independent."""
         orthogonal = torch.zeros(self.size, dtype=dtype, device=self.device)
         orthogonal[self.member] = self.member + 1.0
         parallel = torch.full((7,), 2.0, dtype=dtype, device=self.device)
@@ -186,12 +186,12 @@ class Checker:
         if n & (n - 1) == 0:
             for dtype in FLOATS:
                 self.adasum(dtype)
-        if hasattr(self.transport, "barrier"):  # of the CPU's transports
+        if hasattr(self.transport, "barrier"):  # only the CPU's transports have one
             self.transport.barrier()
         return self.results
 
 
-# Transports cut batches into portions of megabytes; tests set this instead, so that small tensors have many.
+# Transports split batches into portions of megabytes; tests use this size, so that small tensors have many.
 PORTION_BYTES = 2**20
 
 

@@ -1,11 +1,11 @@
-"""A deterministic stress of the engine: random programs of collectives against a plain reference.
+"""Deterministic stress tests of the engine: random programs of collectives against a plain reference.
 
-    program    what a program is, and its form as text
-    generate   a program from a seed
-    reference  what every operation must give
-    judge      what the ranks saw, against that
-    shrink     a small program that fails the same way
-    player     plays a program, inside one rank
+    program    programs, and their form as text
+    generate   generates a program from a seed
+    reference  computes the expected results of every operation
+    judge      compares the ranks' records with them
+    shrink     finds a small program that fails in the same way
+    player     runs a program inside one rank
 
 All but `player` are pure: they start no process and use no engine.
 """

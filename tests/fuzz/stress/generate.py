@@ -1,7 +1,7 @@
-"""A program from a seed: a pure function of the seed and the sizes. No process, no tensor.
+"""Generates a program from a seed: a pure function of the seed and the sizes, without processes and tensors.
 
-A program draws a small palette of dtypes and factors first and then uses it again and again, so that operations meet
-the conditions for being fused.
+A program first draws a small palette of dtypes and factors and then reuses it, so that operations meet the
+conditions for fusion.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def generate(
     num_operations: int = 20,
     victim: int | None = None,
 ) -> Program:
-    """The program of a seed. `victim`: a rank that dies on the way."""
+    """Return the program of a seed. `victim`: a rank that dies."""
     return _Generator(seed, num_ranks, num_operations).program(victim)
 
 
@@ -79,7 +79,7 @@ class _Generator:
     def _phase(self, num_operations: int) -> Phase:
         some = self._random
         self._last_reduction = None
-        older = tuple(self._live)  # the other threads do not wait for the sets that thread 0 adds
+        older = tuple(self._live)  # other threads do not wait for the sets that thread 0 adds
         end = some.choices(("plain", "join", "remove", "orphan"), (4, 4, 3, 2))[0]
         adds = self._additions(at_least_one=end in ("remove", "orphan") and not self._live)
         waits_first = some.random() < 0.5
@@ -97,7 +97,7 @@ class _Generator:
         return self._with_join(phase) if end == "join" else phase
 
     def _last_before_removal(self, number: int) -> Operation:
-        """One that takes its time, and that nobody waits for."""
+        """Return a slow operation without a waiting thread."""
         self._label += 1
         operation = Operation(label=self._label, kind="allreduce", process_set=number, shapes=((70_001,),), name="last")
         return replace(operation, patience=AT_THE_END)
@@ -117,7 +117,7 @@ class _Generator:
         return tuple(adds)
 
     def _orphaned(self, operation: Operation, removes: tuple[int, ...]) -> Operation:
-        """Sometimes not all members of a set that is removed have submitted an operation."""
+        """Sometimes remove a member's part from an operation on a set that is about to be removed."""
         members = self._members(operation.process_set)
         if operation.process_set not in removes or operation.blocking or len(members) < 2 or operation.mistake:
             return operation
@@ -153,7 +153,7 @@ class _Generator:
         operation = Operation(label=self._label, kind=kind, process_set=number, thread=thread)
         earlier = self._last_reduction
         if kind == "allreduce" and earlier is not None and earlier.process_set == number and some.random() < 0.4:
-            # Like an earlier one in all that matters for being fused with it.
+            # Equal to an earlier one in everything that matters for fusion with it.
             shapes = some.choices(SHAPES, SHAPE_WEIGHTS)
             layout = self._layout()
             operation = replace(earlier, label=self._label, thread=thread, shapes=tuple(shapes), layout=layout)
@@ -213,7 +213,7 @@ class _Generator:
         small = operation.kind == "allreduce" and not operation.grouped and reduce_op in ("Sum", "Min", "Max")
         if small and values == "whole" and some.random() < 0.1:
             operation = replace(operation, dtypes=(some.choice(SMALL),))
-            postscale = min(postscale, 2.0)  # 3 × 2 × 16 is too much for int8
+            postscale = min(postscale, 2.0)  # 3 × 2 × 16 overflows int8
         return replace(operation, reduce_op=reduce_op, prescale=prescale, postscale=postscale, values=values)
 
     def _with_splits(self, operation: Operation, num_members: int) -> Operation:

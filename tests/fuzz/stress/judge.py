@@ -13,7 +13,7 @@ from stress.reference import REPLICATED, expectation, last_to_join
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one operation ended on one rank: value, wrong, mismatch, refused, join, removed, ended or error."""
+    """The end of an operation on a rank: value, wrong, mismatch, refused, join, removed, ended or error."""
 
     status: str
     detail: str = ""
@@ -22,11 +22,11 @@ class Outcome:
 
 @dataclass
 class Record:
-    """What one rank saw of one program."""
+    """The results of one program on one rank."""
 
     outcomes: dict[int, Outcome] = field(default_factory=dict)  # by the operation's label
-    joined: dict[int, int] = field(default_factory=dict)  # by the phase's number: who joined last
-    problems: list[str] = field(default_factory=list)  # whatever is wrong on a rank by itself: leaks, hangs, crashes
+    joined: dict[int, int] = field(default_factory=dict)  # by the phase's number: the rank that joined last
+    problems: list[str] = field(default_factory=list)  # problems of a single rank: leaks, hangs, crashes
 
     def to_text(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -39,7 +39,7 @@ class Record:
 
 
 def judge(program: Program, records: Mapping[int, Record]) -> list[str]:
-    """What is wrong, one line each; nothing when all is well. A rank that was killed has no record."""
+    """Return the errors, one line each. A rank that was killed has no record."""
     wrong = [f"rank {rank}: {problem}" for rank, record in records.items() for problem in record.problems]
     lost = set(range(program.num_ranks)) - set(records)
     allowed = set() if program.death is None else {program.death.rank}
@@ -53,7 +53,7 @@ def judge(program: Program, records: Mapping[int, Record]) -> list[str]:
 
 
 def category(wrong: list[str]) -> str:
-    """What kind of failure it is: a smaller program must fail in the same way."""
+    """Return the kind of failure; a smaller program must fail in the same way."""
     found = [
         word for word in ("no end within", "crash", "are left", "the world ended", "agree") if word in " ".join(wrong)
     ]

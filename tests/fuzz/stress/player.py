@@ -1,6 +1,6 @@
 """Runs a program inside one rank, with `horovod.torch` alone, and records the results.
 
-`play` is called in every rank at the same time. Nothing is judged here except values against the reference.
+`play` is called on every rank at the same time. It judges nothing except values against the reference.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LEAK_LIMIT_S = 3.0
 
 
 def play(text: str, folder: str, limit_s: float) -> None:
-    """Play the program on this rank, and leave the record in the folder. AssertionError for what cannot go on."""
+    """Run the program on this rank and write the record into the folder; raise AssertionError for leaks or hangs."""
     program = Program.from_text(text)
     rank = int(os.environ["HOROVOD_RANK"])
     _warm_up()
@@ -55,7 +55,7 @@ def read_records(program: Program, folder: str) -> dict[int, Record]:
 
 
 def play_and_judge(text: str, folder: str, limit_s: float) -> None:
-    """`play`, and then one rank judges for all. AssertionError when something is wrong."""
+    """Run `play`; then one rank judges all records, and raises AssertionError if anything is wrong."""
     program = Program.from_text(text)
     play(text, folder, limit_s)
     survivors = set(range(program.num_ranks)) - ({program.death.rank} if program.death else set())
@@ -69,11 +69,11 @@ def play_and_judge(text: str, folder: str, limit_s: float) -> None:
 
 
 class _WorldEndedError(Exception):
-    """The rest of the program makes no sense."""
+    """The world has ended, so the rest of the program cannot run."""
 
 
 class Player:
-    """One rank's part in one program."""
+    """Runs one rank's part of a program."""
 
     def __init__(self, program: Program, rank: int) -> None:
         self.record = Record()
@@ -110,7 +110,7 @@ class Player:
             self._ended(str(error))
 
     def _ended(self, text: str) -> None:
-        """The world is no more: right when a rank has died."""
+        """Handle the end of the world, which is correct if a rank has died."""
         death = self._program.death
         if death is None or f"rank {death.rank}" not in text:
             self.record.problems.append(f"the world ended {self.where}: {text}")
@@ -152,7 +152,7 @@ class Player:
 
     def _join_helpers(self, helpers: list[threading.Thread]) -> None:
         for helper in helpers:
-            helper.join()  # the caller's caller has a limit
+            helper.join()  # `play` limits the time
 
     def _helper(self, phase: Phase, script: list[Operation]) -> None:
         try:
@@ -178,7 +178,7 @@ class Player:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _ordered(self, segment: list[Operation]) -> list[Operation]:
-        """A blocking operation, which is the last one, stays so. Unnamed ones keep their order."""
+        """Order the operations of a segment: a blocking one stays last, and unnamed ones keep their order."""
         places = {o.label: place for place, o in enumerate(segment)}
         lag = {o.label: o.lags[self._rank] if o.lags and o.name is not None else 0 for o in segment}
         return sorted(segment, key=lambda o: (o.blocking, places[o.label] + lag[o.label]))
@@ -227,7 +227,7 @@ class Player:
                 self._handles[operation.label] = (phase, operation, result, tensors)
 
     def _wait_for(self, labels: list[int]) -> None:
-        """Wait in an order of this rank's own. Every handle must come to an end, also when the world has ended."""
+        """Wait in this rank's own order. Every handle must complete, even after the world has ended."""
         ended: _WorldEndedError | None = None
         for label in sorted(labels, key=lambda label: zlib.crc32(f"{label}.{self._rank}".encode())):
             with self._lock:
@@ -342,7 +342,7 @@ def _laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 def _mistaken(operation: Operation, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     first, *others = tensors
     if operation.mistake == "shape":
-        # One more dimension: no collective takes that.
+        # No collective accepts an additional dimension.
         return [first.unsqueeze(-1).contiguous(), *others]
     if operation.mistake == "dtype":
         return [first.to(torch.float32 if first.dtype is torch.float64 else torch.float64), *others]
@@ -364,7 +364,7 @@ def _mode(mode: str) -> Iterator[None]:
         with torch.inference_mode():
             yield
     elif mode == "default_device":
-        with torch.device("meta"):  # stands for a GPU on a machine without one
+        with torch.device("meta"):  # replaces a GPU on a machine without one
             yield
     else:
         yield
@@ -378,13 +378,13 @@ def _digest(tensors: list[torch.Tensor]) -> int:
     return digest
 
 
-# What a program leaves behind.
+# Leaks of a program.
 
 _warm = False
 
 
 def _warm_up() -> None:
-    """The first world of a process loads what stays for good."""
+    """Load everything that the first world of a process keeps."""
     global _warm
     if not _warm:
         _warm = True
@@ -395,7 +395,7 @@ def _warm_up() -> None:
 
 
 def _leaks(threads: set[threading.Thread], descriptors: dict[str, str]) -> list[str]:
-    """Threads and descriptors that were not there before."""
+    """Return the new threads and descriptors of a program."""
     deadline = time.monotonic() + _LEAK_LIMIT_S
     while True:
         left = [thread.name for thread in threading.enumerate() if thread not in threads]
@@ -403,7 +403,7 @@ def _leaks(threads: set[threading.Thread], descriptors: dict[str, str]) -> list[
         more = len(now) - len(descriptors)
         if (not left and more <= 0) or time.monotonic() > deadline:
             break
-        gc.collect()  # slow; an error's traceback may hold what it was raised in, in a cycle
+        gc.collect()  # an error's traceback may keep objects alive in a cycle
     problems = [f"threads are left: {', '.join(left)}"] if left else []
     new = ", ".join(sorted(target for number, target in now.items() if descriptors.get(number) != target))
     return problems + ([f"{more} descriptors are left: {new}"] if more > 0 else [])
@@ -412,7 +412,7 @@ def _leaks(threads: set[threading.Thread], descriptors: dict[str, str]) -> list[
 def _descriptors() -> dict[str, str]:
     found = {}
     for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the one that lists the folder
+        with contextlib.suppress(OSError):  # the descriptor that lists the folder
             found[path.name] = os.readlink(path)
     return found
 

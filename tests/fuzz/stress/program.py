@@ -1,12 +1,12 @@
-"""What a program of the stress is, and its form as text. Pure data.
+"""Programs of the stress test, and their form as text. Pure data.
 
-A program has phases, one after the other on every rank. In a phase, thread 0 first adds process sets; then every thread
-carries out its operations; then thread 0 may let the ranks join, or remove sets. What is not waited for by then is
-waited for at the end of the phase.
+A program has phases, in sequence on every rank. In a phase, thread 0 first adds process sets; then every thread
+executes its operations; then thread 0 may let the ranks join, or remove sets. Remaining handles are waited for at
+the end of the phase.
 
-Programs cannot deadlock by themselves. All ranks make the blocking operations of a thread in the same order; such an
-operation closes a *segment* of its thread. Asynchronous ones change places inside their segment only (`lags`), and
-handles are waited for at the ends of segments only. Unnamed operations and barriers are thread 0's.
+Programs cannot deadlock. All ranks call the blocking operations of a thread in the same order; such an operation
+ends a *segment* of its thread. Asynchronous operations change places only inside their segment (`lags`), and
+handles are waited for only at the ends of segments. Unnamed operations and barriers belong to thread 0.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-AT_THE_END = 99  # patience of a handle that is waited for when its phase ends
+AT_THE_END = 99  # patience of a handle that is waited for at the end of its phase
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One collective, as all ranks make it."""
+    """One collective, as called on all ranks."""
 
-    label: int  # unique in its program; kept when other operations are taken away
+    label: int  # unique in its program; kept when other operations are removed
     kind: str  # allreduce, allgather, broadcast, alltoall, reducescatter or barrier
     process_set: int = 0  # 0 is the world, n is `Program.sets[n - 1]`
     thread: int = 0
@@ -39,25 +39,25 @@ class Operation:
     root: int = 0  # a global rank
     rows: tuple[int, ...] = ()  # allgather: dimension 0 per member; it replaces that of the shapes
     splits: tuple[tuple[int, ...], ...] = ()  # alltoall: rows that a member (first index) sends to each one
-    values: str = "whole"  # whole: small whole numbers, exact in every dtype; real; large: sums overflow float16
+    values: str = "whole"  # whole: small integers, exact in every dtype; real; large: sums overflow float16
     layout: str = "plain"  # or transposed, strided: not contiguous
-    mode: str = ""  # inference, default_device: what the caller has set up in torch
+    mode: str = ""  # inference, default_device: the caller's mode of torch
     mistake: str = ""  # see `reference.MISTAKES`
-    mistaken: int = 0  # the rank that makes it
+    mistaken: int = 0  # the rank with the mistake
     absent: tuple[int, ...] = ()  # members that never submit it
     pauses_ms: tuple[int, ...] = ()  # per rank, before it submits
-    lags: tuple[int, ...] = ()  # per rank: by how many places it comes later in its segment
-    patience: int = 0  # for how many more segments the handle is left alone
-    polls: bool = False  # hvd.poll until it is done, then synchronize
+    lags: tuple[int, ...] = ()  # per rank: the number of places that it is moved back in its segment
+    patience: int = 0  # the number of further segments before the handle is waited for
+    polls: bool = False  # call hvd.poll until it returns true, then synchronize
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """What all ranks do before they go on to the next phase."""
+    """One phase of a program, the same on all ranks."""
 
     adds: tuple[int, ...] = ()
     operations: tuple[Operation, ...] = ()
-    stamina: tuple[int, ...] = ()  # a join: per rank, how many of the `extras` it takes part in before it joins
+    stamina: tuple[int, ...] = ()  # a join: per rank, the number of `extras` in which it takes part before it joins
     extras: tuple[Operation, ...] = ()
     removes: tuple[int, ...] = ()
     waits_first: bool = True  # for all handles, before the join or the removals
@@ -65,7 +65,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Death:
-    """A rank ends by SIGKILL before the operation at this place among those of its thread 0."""
+    """A rank is killed by SIGKILL before the operation at this place of its thread 0."""
 
     rank: int
     phase: int = 0
@@ -108,7 +108,7 @@ class Program:
 
 
 def segments(operations: list[Operation]) -> list[list[Operation]]:
-    """Cut a thread's operations behind every blocking one."""
+    """Split a thread's operations after every blocking one."""
     cut: list[list[Operation]] = [[]]
     for operation in operations:
         cut[-1].append(operation)
@@ -118,7 +118,7 @@ def segments(operations: list[Operation]) -> list[list[Operation]]:
 
 
 def listing(program: Program) -> str:
-    """The program for people."""
+    """Return the program in readable form."""
     lines = [f"{program.num_ranks} ranks" + "".join(f", {name}={value}" for name, value in program.settings)]
     if program.death is not None:
         death = program.death
@@ -137,7 +137,7 @@ def listing(program: Program) -> str:
 
 
 def function_name(operation: Operation) -> str:
-    """Its name in `hvd`."""
+    """Return the name of an operation in `hvd`."""
     if operation.kind == "barrier":
         return "barrier"
     grouped, blocking = "grouped_" if operation.grouped else "", "" if operation.blocking else "_async"
@@ -157,7 +157,7 @@ def described(operation: Operation) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses as dictionaries, without what has its default value."""
+    """Convert dataclasses to dictionaries without default values."""
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     if not hasattr(value, "__dataclass_fields__"):

@@ -1,8 +1,8 @@
-"""What every operation of a program must give, computed from the ranks' data without any engine.
+"""The expected results of every operation of a program, computed from the ranks' data without an engine.
 
-`expectation` says whether a value or which error must come; `check` compares a value. Whole numbers are small enough
+`expectation` returns whether a value or which error is expected; `check` compares a value. Integers are small enough
 for every dtype and factor here, so they are compared exactly, except after a division by three. Real numbers have a
-tolerance in units of the dtype's rounding, since the order of additions is the engine's.
+tolerance in units of the dtype's rounding, since the engine determines the order of additions.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ import torch
 
 from stress.program import Operation, Phase, Program
 
-# Announced by one rank differently from the others: an error on all of them.
+# Mistakes of one rank's announcement: an error on all ranks.
 MISMATCHES = ("shape", "dtype", "scale", "op", "root", "count")
-# Refused at once, where they are made: by every member, by one that is no member, while the first is in flight.
+# Rejected at once by the caller: invalid arguments on every member, or a call by a non-member.
 REFUSALS = ("complex", "bad root", "bad splits", "stranger")
 MISTAKES = (*MISMATCHES, *REFUSALS)
 
 REDUCTIONS = ("allreduce", "reducescatter")
-# Kinds whose results are the same on all members.
+# Kinds with the same results on all members.
 REPLICATED = ("allreduce", "allgather", "broadcast")
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """How an operation may end on the ranks that submit it; where several ways are allowed, all must go the same."""
+    """The allowed ends of an operation on the ranks that submit it; all ranks must end alike."""
 
     ranks: tuple[int, ...]
     statuses: frozenset[str]
 
 
 def participants(program: Program, phase: Phase, operation: Operation) -> tuple[int, ...]:
-    """The ranks that submit an operation."""
+    """Return the ranks that submit an operation."""
     members = program.members(operation.process_set)
     if operation.mistake == "stranger":
         return (operation.mistaken,)
@@ -57,7 +57,7 @@ def expectation(program: Program, phase: Phase, operation: Operation) -> Expecta
         if not complete:
             statuses = {"join"}
         elif operation in phase.extras:
-            # The others may have joined behind it, unless it is done before they do.
+            # Other ranks may have joined after it, unless it completes before.
             statuses = {usual} if operation.blocking else {usual, "join"}
         elif not operation.blocking and not phase.waits_first:
             statuses = {usual, "join"}
@@ -65,12 +65,12 @@ def expectation(program: Program, phase: Phase, operation: Operation) -> Expecta
 
 
 def last_to_join(program: Program, phase: Phase) -> int | None:
-    """The rank that certainly joins last; None when chance decides."""
+    """Return the rank that certainly joins last, or None if it depends on timing."""
     longest = max(phase.stamina)
     (first, *others) = [rank for rank in range(program.num_ranks) if phase.stamina[rank] == longest]
     if others or longest == 0:
         return None
-    last = phase.extras[longest - 1]  # its own alone: it ends when all others have joined
+    last = phase.extras[longest - 1]  # it has no other participant, so it ends when all others have joined
     return first if last.blocking and last.process_set == 0 else None
 
 
@@ -78,7 +78,7 @@ def last_to_join(program: Program, phase: Phase) -> int | None:
 
 
 def inputs(operation: Operation, members: tuple[int, ...], rank: int) -> list[torch.Tensor]:
-    """What a rank gives, without any mistake."""
+    """Return a rank's inputs, without mistakes."""
     place = members.index(rank) if rank in members else 0
     return [_values(operation, index, rank, _shape(operation, index, place)) for index in range(len(operation.shapes))]
 
@@ -88,7 +88,7 @@ def _shape(operation: Operation, index: int, place: int) -> tuple[int, ...]:
     if operation.kind == "allgather" and operation.rows:
         return (operation.rows[place], *shape[1:])
     if operation.kind == "alltoall" and operation.splits:
-        return (sum(operation.splits[place]) + place % 2, *shape[1:])  # sometimes a row that is not sent
+        return (sum(operation.splits[place]) + place % 2, *shape[1:])  # sometimes with an unsent row
     return shape
 
 
@@ -109,7 +109,7 @@ def _values(operation: Operation, index: int, rank: int, shape: tuple[int, ...])
 
 
 def check(program: Program, phase: Phase, operation: Operation, rank: int, results: list[torch.Tensor]) -> str:
-    """What is wrong with a rank's results; empty when nothing is."""
+    """Return the error in a rank's results, or an empty string."""
     members, ranks = program.members(operation.process_set), participants(program, phase, operation)
     wanted = expected(operation, members, ranks, rank)
     if len(results) != len(wanted):
@@ -129,7 +129,7 @@ Wanted = list[tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def expected(operation: Operation, members: tuple[int, ...], ranks: tuple[int, ...], rank: int) -> Wanted:
-    """The results of a rank, each with its tolerance (None: exactly this). `ranks` are those that took part."""
+    """Return the results of a rank, each with its tolerance (None: exact). `ranks` are those that took part."""
     data = {peer: inputs(operation, members, peer) for peer in ranks}
     place = members.index(rank)
     if operation.kind == "barrier":
@@ -140,7 +140,7 @@ def expected(operation: Operation, members: tuple[int, ...], ranks: tuple[int, .
         return [(torch.cat([data[peer][index] for peer in members]), None) for index in range(len(operation.shapes))]
     if operation.kind == "alltoall":
         return _exchanged(operation, data, members, place)
-    if operation.reduce_op == "Adasum":  # who has joined stands for zeros, and keeps its place in the tree of pairs
+    if operation.reduce_op == "Adasum":  # a joined rank contributes zeros and keeps its place in the tree of pairs
         data |= {peer: [torch.zeros_like(tensor) for tensor in data[rank]] for peer in members if peer not in ranks}
         ranks = members
     reduced = [_reduced(operation, [data[peer][i] for peer in ranks], len(members)) for i in range(len(data[rank]))]
@@ -192,8 +192,7 @@ def _reduced(
     dyadic = num_members & (num_members - 1) == 0 or not average
     if operation.values == "whole" and dyadic:
         return exact.to(dtype), None
-    # One rounding per factor and addition, each of what has been added up so far at most; half precision is rounded
-    # once.
+    # One rounding per factor and addition, relative to the partial sum; half precision is rounded once.
     size = _combined("Product" if operation.reduce_op == "Product" else "Sum", [tensor.abs() for tensor in wide])
     rounding = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * (len(tensors) + 3)
     last = exact.abs() * torch.finfo(dtype).eps + torch.finfo(dtype).tiny * torch.finfo(dtype).eps
@@ -213,7 +212,7 @@ def _combined(reduce_op: str, tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _adasum(tensors: list[torch.Tensor], postscale: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tree of pairs, each of which the engine rounds to the dtype."""
+    """Combine a tree of pairs; the engine rounds each pair to the dtype."""
     size = sum(tensor.norm() for tensor in tensors) * abs(postscale)
     level = tensors
     while len(level) > 1:

@@ -1,7 +1,7 @@
 """Shrink a failing program. Pure: `fails` runs a program and returns whether it still fails.
 
-Greedy: take away phases, operations and ranks, then make what is left plainer, as long as it still fails; again from
-the start after every success, until nothing more can go. `fails` sees a program only once.
+Greedy: remove phases, operations and ranks, then simplify the rest, as long as it still fails; restart after every
+success, until nothing more can be removed. `fails` sees a program only once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from stress.program import AT_THE_END, Operation, Phase, Program
 
 
 def shrink(program: Program, fails: Callable[[Program], bool], *, max_attempts: int = 300) -> Program:
-    """The smallest failing program found within so many attempts."""
+    """Return the smallest failing program found within `max_attempts`."""
     tried = {program}
     while True:
         for candidate in candidates(program):
@@ -30,7 +30,7 @@ def shrink(program: Program, fails: Callable[[Program], bool], *, max_attempts: 
 
 
 def candidates(program: Program) -> Iterator[Program]:
-    """Smaller programs, the much smaller ones first."""
+    """Yield smaller programs, the much smaller ones first."""
     phases = program.phases
     for index in range(len(phases)):
         yield _without_phase(program, index)
@@ -48,7 +48,7 @@ def candidates(program: Program) -> Iterator[Program]:
 
 
 def is_valid(program: Program) -> bool:
-    """Whether sets are used only between their addition and their removal, and by programs that cannot deadlock."""
+    """Return whether sets are used only between their addition and their removal, and no operation can deadlock."""
     live: set[int] = set()
     for phase in program.phases:
         if live & set(phase.adds):
@@ -65,7 +65,7 @@ def is_valid(program: Program) -> bool:
 
 
 def _ends(phase: Phase, operation: Operation) -> bool:
-    """Whether an operation comes to an end although some members do not submit it: their set is removed under it."""
+    """Return whether an operation ends although some members do not submit it, because its set is removed."""
     if not operation.absent:
         return True
     in_flight = not operation.blocking and operation.patience == AT_THE_END and not phase.waits_first
@@ -115,7 +115,7 @@ def _smaller_phases(phase: Phase) -> Iterator[Phase]:
 
 
 def _without_rank(program: Program) -> Iterator[Program]:
-    """The same without the last rank, where nothing depends on it."""
+    """Yield the program without its last rank, if nothing depends on it."""
     last = program.num_ranks - 1
     if last < 2 or (program.death is not None and program.death.rank == last):
         return
