@@ -1,6 +1,6 @@
 """Measure the overhead of `DistributedOptimizer` on a GPU with one rank: `python -m benchmarks.gpu`.
 
-ResNet-50 on random photographs, whole training steps: the plain loop, and the same loop with the optimizer wrapped. The
+ResNet-50 on random images, whole training steps: the plain loop, and the same loop with the optimizer wrapped. The
 two take turns in one process. Reports images per second, medians over the rounds, and the wrapped loop's share of the
 plain one's speed.
 """

@@ -3,13 +3,13 @@
     python -m benchmarks.hosts                              as fast as the machine can
     python -m benchmarks.hosts --rate 1gbit                 a cable of this speed (tc tbf), and how much of it is used
     python -m benchmarks.hosts --encrypt never              in clear
-    python -m benchmarks.hosts --delay 20ms --loss 0.1%     a bad one (`bad_cable`)
+    python -m benchmarks.hosts --delay 20ms --loss 0.1%     a bad link (`bad_cable`)
     python -m benchmarks.hosts --rate 1gbit --cases fp16,bf16,int8 --sizes 16M,64M      with compression
     python -m benchmarks.hosts --rate 1gbit --train         whole training steps against DDP (`hosts_training`)
     python -m benchmarks.hosts --hosts 4 --ranks 1          four hosts, each with one rank
 
 By default two hosts with two ranks each; as root. The ranks run `collectives`, which documents the measurement. "Of the
-wire" is the time that the bytes alone need at the cable's speed, divided by ours: every host sends and receives all of
+wire" is the time that the bytes alone need at the link's speed, divided by ours: every host sends and receives all of
 them once.
 """
 

@@ -11,7 +11,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, the shape of one batch of inputs, the number of classes, and how many steps a timing takes."""
+    """A model, the shape of one batch of inputs, the number of classes, and the number of steps per timing."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 def resnet18(classes: int = 10, width: int = 64) -> nn.Module:
-    """ResNet18 for 32x32 images: 11.2 million parameters at the usual width."""
+    """Return ResNet18 for 32x32 images: 11.2 million parameters at the usual width."""
     layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
     channels = width
     for stage, outputs in enumerate((width, 2 * width, 4 * width, 8 * width)):
@@ -51,12 +51,12 @@ def resnet18(classes: int = 10, width: int = 64) -> nn.Module:
 
 
 def tiny() -> nn.Module:
-    """The network of the penguins example."""
+    """Return the network of the penguins example."""
     return nn.Sequential(nn.Linear(5, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 3))
 
 
 def wide() -> nn.Module:
-    """Four layers of 2048: 12.6 million parameters, little arithmetic for each."""
+    """Return four layers of 2048: 12.6 million parameters with little arithmetic for each."""
     hidden = [layer for _ in range(3) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
     return nn.Sequential(*hidden, nn.Linear(2048, 10))
 

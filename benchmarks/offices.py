@@ -53,7 +53,9 @@ def offices(count: int, *, rate: str = "", delay: str = "0ms", loss: str = "0%")
     bad = delay_s(delay) or lost
     with badly_joined(addresses, delay_s=delay_s(delay), loss=lost) if bad else joined(addresses) as hosts:
         for host in hosts:
-            if bad and not lost:  # fewer packets for the process to move; with losses their number matters
+            if (
+                bad and not lost
+            ):  # larger packets, of which the process forwards fewer; with losses their number matters
                 host.run("ip", "link", "set", "cable", "mtu", "9000")
             if rate:
                 how = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
@@ -69,7 +71,7 @@ def run_ranks(
     limit_s: float,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Run the command as this many ranks in each office. Raises SystemExit if a rank fails or the limit passes."""
+    """Run the command as this many ranks in each office; raise SystemExit if a rank fails or the limit passes."""
     with tempfile.TemporaryDirectory() as folder:
         secret = Path(folder) / "secret"
         secret.write_text(secrets.token_hex(32))

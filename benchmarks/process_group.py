@@ -5,7 +5,7 @@
     python -m benchmarks.process_group --cases all_reduce,messages --sizes 4K,1M
     python -m benchmarks.offices --ranks 2 -- python -m benchmarks.process_group --cases all_reduce,DDP
 
-The last one has two hosts of two ranks, as root: Hora's streams are encrypted with HORA_ENCRYPT=always, gloo's never.
+The last command uses two hosts of two ranks, as root: HORA_ENCRYPT=always encrypts Hora's streams, gloo's are plain.
 
 One thread per rank, float32. Bytes are a rank's input: its part of a gather, its input of a reduce-scatter divided by
 the ranks. "times" is gloo's time divided by ours, the median over the rounds, with the smallest and largest round in
@@ -40,7 +40,7 @@ Call = Callable[[], object]
 
 
 def collective(case: str, size: int, group: Group) -> Call:
-    """Call a collective once."""
+    """Return a function that calls a collective once."""
     ranks, rank, count = dist.get_world_size(), dist.get_rank(), size // 4
     mine, whole = torch.zeros(count), torch.zeros(count * ranks)
     if case == "all_reduce":
@@ -69,7 +69,7 @@ def collective(case: str, size: int, group: Group) -> Call:
 
 
 class Block(nn.Module):
-    """A transformer block, whose linear layers a plan of tensor parallelism divides."""
+    """A transformer block whose linear layers tensor parallelism divides."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def tensor_parallel(group: Group) -> Call:
 
 
 def step(model: nn.Module, optimizer: Any, workload: Any) -> Call:
-    """Do one training step on fixed data."""
+    """Return a function that does one training step on fixed data."""
     x, y = torch.rand(workload.shape), torch.randint(0, workload.classes, workload.shape[:1])
 
     def train() -> None:
@@ -145,7 +145,7 @@ def training(case: str, name: str, group: Group) -> Call:
 
 
 def cases_of(arguments: argparse.Namespace, groups: dict[str, Group]) -> list[tuple[str, Contenders]]:
-    """Yield the cases: a label and its contenders."""
+    """Return the cases: a label and its contenders."""
     found: list[tuple[str, Contenders]] = []
     for case in arguments.cases:
         if case in COLLECTIVES:

@@ -76,7 +76,7 @@ def _time(us: float) -> str:
 
 
 def written(text: str) -> str:
-    """Return the figures that a README holds."""
+    """Return the figures in the text of a README."""
     return text.partition(BEGIN)[2].partition(END)[0]
 
 

@@ -62,8 +62,7 @@ def run_module(module: str, *arguments: str) -> str:
     """Run a benchmark, show and return its output. A failing benchmark is reported, not fatal."""
     print(f"\n== {module} {' '.join(arguments)}", flush=True)
     command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
-    # torchrun would set OMP_NUM_THREADS and print that among the results. stderr, with Spark's log, goes to the console
-    # only.
+    # torchrun would set OMP_NUM_THREADS and print that among the results. stderr, with Spark's log, is only shown.
     env = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, check=False)
     print(done.stdout, flush=True)

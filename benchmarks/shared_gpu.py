@@ -1,8 +1,8 @@
 """Several ranks on one GPU: `python -m benchmarks.shared_gpu`. Allreduce of CUDA tensors, ours against gloo.
 
-Each contender runs in processes of its own, started by its own launcher (horovodrun, torchrun), in turns. `ours`
-through the GPU's memory, `host` through host memory (`HORA_CUDA_IPC=0`). Medians over the rounds, and the least and the
-most. NCCL takes part where it can have several ranks on a GPU (2.30 and newer).
+Each contender runs in its own processes, started by its own launcher (horovodrun, torchrun), in turns. `ours` goes
+through the GPU's memory, `host` through host memory (`HORA_CUDA_IPC=0`). Medians over the rounds, with the smallest
+and the largest. NCCL takes part if it supports several ranks on a GPU (2.30 and newer).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def rank(contender: str, iterations: int) -> None:
 
 
 def run(contender: str, np: int, iterations: int) -> dict[int, float] | None:
-    """Run one job; returns None if it failed."""
+    """Run one job; return its results, or None if it failed."""
     own = [sys.executable, "-m", "hora", "run", "-np", str(np), sys.executable, "-m", "benchmarks.shared_gpu"]
     other = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(np), "-m", "benchmarks.shared_gpu"]
     command = [*(own if contender in ("ours", "host") else other), "rank", contender, "--iterations", str(iterations)]

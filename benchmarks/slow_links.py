@@ -1,7 +1,7 @@
 """Train over slow links against DDP over gloo, plain and with torch's PowerSGD hook: as root, two offices x 2 ranks.
 
     python -m benchmarks.slow_links --rounds 2 --out FOLDER             all rows, about 8 minutes on a quiet machine
-    python -m benchmarks.slow_links --rows "1 Gbit/s" --rounds 1        whether it works
+    python -m benchmarks.slow_links --rows "1 Gbit/s" --rounds 1        a quick trial
     python -m benchmarks.slow_links --plan --rounds 1 --out FOLDER    predictions of `hora.plan` beside measurements
 
 The offices are network namespaces (`benchmarks.offices`). All contenders of a row share the processes and take turns. A
@@ -107,7 +107,7 @@ def make_step(contender: str, workload: Workload) -> Callable[[], object]:
     model: nn.Module = workload.build()
     if contender.startswith("DDP"):
         # torch's hook starts its second and third allreduce in callbacks, whose order over gloo differs between ranks
-        # as soon as there are two buckets, and the job ends: it gets one.
+        # as soon as there are two buckets, and the job ends. So there is only one bucket.
         whole = {"bucket_cap_mb": 1000} if contender == "DDP + PowerSGD" else {}
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, **whole)
     if contender == "DDP + PowerSGD":
@@ -127,7 +127,7 @@ def make_step(contender: str, workload: Workload) -> Callable[[], object]:
 
 
 def work(row: Row, rounds: int, numbers: Path) -> None:
-    """Return, on one rank, the milliseconds of each contender's step, per round."""
+    """Write, on rank 0, the milliseconds of each contender's step, per round."""
     with both_joined():
         steps = {name: make_step(name, WORKLOADS[row.model]) for name in row.contenders}
         for step in steps.values():
@@ -139,7 +139,7 @@ def work(row: Row, rounds: int, numbers: Path) -> None:
 
 
 def check_plan(row: Row, rounds: int, numbers: Path) -> None:
-    """Print, on one rank, `hora.plan`'s prediction for each setting and its measured step."""
+    """Write, on rank 0, `hora.plan`'s prediction for each setting and its measured step."""
     torch.set_num_threads(1)
     hvd.init()
     workload = WORKLOADS[row.model]

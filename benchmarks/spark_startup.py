@@ -109,7 +109,7 @@ def main(rounds: int) -> None:
         settings = {"spark.master": cluster.url, "spark.executor.memory": "512m"}
         with ConnectServer(settings=settings) as server:
             print(f"through Spark Connect ({pyspark.__version__})", flush=True)
-            # A separate process: one that had a classic session cannot open another.
+            # A separate process, because a process with a classic session cannot open another.
             subprocess.run([sys.executable, __file__, str(rounds), server.url], check=True)
 
 

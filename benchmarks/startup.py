@@ -1,8 +1,8 @@
-"""Measure the time that a job takes to start, meet and end: `python benchmarks/startup.py [--repeats 5]`.
+"""Measure the time that a job takes to start, rendezvous and end: `python benchmarks/startup.py [--repeats 5]`.
 
 1. `horovodrun -np 2 python s.py` against `torchrun --nproc-per-node 2 s.py`, interleaved, the same script
    under both: once an empty one (the launchers' own cost), once one that initialises, all-reduces and ends.
-2. Idle ranks (no torch): start 8, 16, 32, 64 of them, let each meet all others once, end.
+2. Idle ranks (no torch): start 8, 16, 32, 64 of them, let all gather once, end.
 3. The same with torch: `run()` starts 2, 4, 8, 16 ranks that initialise, all-reduce once and return.
 
 Seconds are medians of wall time; `cpu` is the processor time of the launcher and its descendants.
@@ -53,7 +53,7 @@ def meet():
     hvd.shutdown()
     return int(value.mean())
 """
-# Each rank returns how many ranks have met.
+# Each rank returns the number of ranks that have met.
 RUN = """
 if __name__ == "__main__":
     num_proc = int(sys.argv[1])

@@ -79,7 +79,7 @@ def make_step(contender: str, workload: Workload, optimizer_kind: str, rank: int
 
 
 def worker(contender: str, meet: str) -> None:
-    """Run one rank of a contender, which follows orders from standard input: make MODEL OPTIMIZER, turn, profile.
+    """Run one rank of a contender, which executes orders from standard input: make MODEL OPTIMIZER, turn, profile.
 
     It answers each with one line.
     """
@@ -204,7 +204,7 @@ class Group:
 
 
 def measure(groups: Sequence[Group], model: str, kind: str, rounds: int) -> dict[str, Any]:
-    """Milliseconds per step of each contender, one figure per round: the mean over the ranks."""
+    """Return the milliseconds per step of each contender, one figure per round: the mean over the ranks."""
     times: dict[str, list[float]] = {group.contender: [] for group in groups}
     slowest: dict[str, list[float]] = {group.contender: [] for group in groups}
     losses = {group.contender: group.ask("make", model, kind)[0] for group in groups}
@@ -217,13 +217,13 @@ def measure(groups: Sequence[Group], model: str, kind: str, rounds: int) -> dict
         "task": model,
         "optimizer": kind,
         "ms": times,
-        "slowest_ms": slowest,  # of the slowest rank: no step that ends together can take less than "alone" has here
+        "slowest_ms": slowest,  # of the slowest rank: synchronized steps cannot be faster than "alone" here
         "losses": losses,
     }
 
 
 def report(result: dict[str, Any]) -> str:
-    """One line per model and optimizer."""
+    """Return one line per model and optimizer."""
     medians = {name: statistics.median(times) for name, times in result["ms"].items()}
     parts = [f"{result['task']:11s} {result['optimizer']:4s} np={result['np']}"]
     for name, times in result["ms"].items():
@@ -243,7 +243,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Start the groups, give them turns, and return what they measured."""
+    """Start the groups, run their turns, and return the measurements."""
     contenders = [arguments.profile] if arguments.profile else arguments.contenders
     results = []
     with tempfile.TemporaryDirectory() as folder:
@@ -265,7 +265,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     result = argparse.ArgumentParser(description=__doc__)
     result.add_argument("--np", type=int, default=2)
     for name, known in (("--models", WORKLOADS), ("--optimizers", OPTIMIZERS), ("--contenders", CONTENDERS)):

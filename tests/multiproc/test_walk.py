@@ -60,9 +60,7 @@ def test_a_gradient_passes_few_files_and_seldom_returns_to_one():
         loss = layer(torch.ones(4, 512)).sum()
         return calls_of(lambda: (loss.backward(), optimizer.step()))
 
-    walks = [
-        step() for _ in range(12)
-    ]  # the first step negotiates buckets, and a rank that waits long checks on others
+    walks = [step() for _ in range(12)]  # the first step negotiates buckets; a rank that waits long checks on others
     shortest = min(walks, key=len)
     assert set(shortest) == FILES
     assert len(shortest) - len(FILES) <= 8, shortest

@@ -1,5 +1,5 @@
-/* The way between hosts (hosts.h) under stress: threads as the members of several hosts, sockets between their slice leaders. Every
- * member does the same random allreduces, staged or resident, plain or in code, in records or not, in one step or two.
+/* A stress test of the transport between hosts (hosts.h): threads as members of several hosts, sockets between slice leaders.
+ * All members run the same random allreduces: staged or resident, plain or compressed, sealed or not, in one step or two.
  *
  *     hosts HOSTS OPERATIONS
  */
@@ -10,7 +10,7 @@ enum { NUM_LOCAL = 3, NUM_LEADERS = 2, MAX_HOSTS = 4, WINDOW = 4, NUM_RESULTS = 
 static int num_hosts;
 static int64_t num_operations;
 
-/* A cipher for records: it hides little, but it notices what is changed, left out or repeated. */
+/* A mock cipher for records: it hides little, but it detects changed, missing or repeated data. */
 struct test_cipher {
     uint64_t tag, expected, key;
     int opens;
@@ -89,7 +89,7 @@ static struct operation test_operation(int64_t number) {
     return it;
 }
 
-/* The members of a host are added in their order, then the hosts. In code, and in halves, digests are compared instead. */
+/* Members of a host are added in order, then the hosts. Compressed and half-precision results are compared by digest. */
 #define EXPECTED(type, name)                                                                                           \
     static int name(const struct operation *it, int64_t number, int64_t at, const void *found, int64_t count) {        \
         for (int64_t i = 0; i < count; i++) {                                                                          \

@@ -1,6 +1,6 @@
-/* The native part under stress: threads as ranks, memory that is exactly as large as it must be, for sanitizers and other
- * processors (`sanitize.sh`). Every member does the same random operations; each result is compared with a sum written out
- * here, and all of them go into a digest, which must be the same on every member and on every kind of machine.
+/* A stress test of the native part: threads as ranks, memory of exactly the required size, for sanitizers and other
+ * processors (`sanitize.sh`). Every member runs the same random operations; each result is compared with a sum computed
+ * here, and enters a digest, which must be the same on every member and on every kind of machine.
  *
  *     ranks MEMBERS OPERATIONS
  */
@@ -13,7 +13,7 @@ enum { SLOT_BYTES = 512, AHEAD = 1, DEPTH = 2 * AHEAD + 2, LAG = AHEAD + 1, MOST
 static int num_members;
 static int64_t num_operations;
 
-/* What the members share, each piece from malloc: an overrun is seen. */
+/* Memory shared by the members, each piece from malloc, so that an overrun is detected. */
 static char *counters, *slots, *results, *schedule, *tickets, *heads, **places, *pipe_bytes;
 static int64_t *pipe_words, *bells;
 static int64_t round_cut;
@@ -60,7 +60,7 @@ static struct operation test_operation_of(int64_t number, int one_slot) {
     return it;
 }
 
-/* The sum of float, double and whole numbers, member after member, as written down; halves are compared by their digests. */
+/* The expected sum of floats, doubles and integers, in member order; half-precision results are compared by digest. */
 #define EXPECTED(type, name)                                                                                           \
     static int name(const struct operation *it, int64_t number, const void *found) {                                   \
         type mine[1], sum = 0;                                                                                           \
@@ -163,12 +163,12 @@ static void test_repeated(struct member *member, int64_t number) {
     free(source);
 }
 
-/* What a member gives to, or all members get, at this place: other numbers for each pair. */
+/* Draw the numbers that a member sends in this place, or that all receive; each pair of members has its own. */
 static void test_draw_part(void *to, const struct operation *it, int64_t number, int from, int part) {
     test_draw(to, it->dtype, number, from, part * it->total, it->total);
 }
 
-/* The collectives that move, or reduce a part for each member, by repeated calls. */
+/* Collectives that move data, or reduce a part for each member, as repeated calls. */
 static void test_moves(struct member *member, int64_t number) {
     struct operation it = test_operation_of(number, 0);
     it.total = it.counts[0], it.stage = it.prescale = it.factor = 1.0, it.finish = NOTHING;
@@ -209,7 +209,7 @@ static void test_moves(struct member *member, int64_t number) {
     free(source), free(wanted);
 }
 
-/* The message from a member to the next one, at either end of it. */
+/* Send, or receive, the message from a member to the next one. */
 static void test_move_message(struct member *member, int64_t number, int from, char *data, int64_t num_bytes, int receives) {
     int other = receives ? from : (from + 1) % num_members;
     int64_t *words = pipe_words + from * 2, *own = bells + member->number * 2, *theirs = bells + other * 2;
@@ -222,7 +222,7 @@ static void test_move_message(struct member *member, int64_t number, int from, c
     if (state != 1) test_fail("another message came first", member->number, number);
 }
 
-/* Each member sends to the next one, what fits a ring or not; the odd ones receive first, so that all come to an end. */
+/* Each member sends to the next one, within a ring's size or beyond; odd ones receive first, to avoid a deadlock. */
 static void test_messages(struct member *member, int64_t number) {
     struct operation it = test_operation_of(number, (int)(number & 1));
     int own = member->number, before = (own + num_members - 1) % num_members;
@@ -254,7 +254,7 @@ static void *test_work(void *which) {
     struct member *member = which;
     for (int64_t number = 0; number < num_operations; number++) {
         uint64_t r = test_random_of((uint64_t)number);
-        if ((int)(r % 257) == member->number) { /* late enough for the others to sleep */
+        if ((int)(r % 257) == member->number) { /* late enough that the others sleep */
             struct timespec pause = {0, 200000};
             nanosleep(&pause, NULL);
         }

@@ -1,6 +1,6 @@
 #!/bin/sh
 # The native part under sanitizers, under valgrind and on 64-bit ARM: `sanitize.sh [OPERATIONS]` (a million), from anywhere.
-# Each of them must end without a report, and find the same digest as the plain program. A tool that is missing is an error.
+# Each run must end without a report and with the digest of the plain program. A missing tool is an error.
 set -eu
 operations=${1:-1000000}
 between=$((operations / 50 + 1)) # between hosts: a dozen threads and their sockets
@@ -10,11 +10,11 @@ cd "$(dirname "$0")/../.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 flags="-g -std=gnu11 -ffp-contract=off -Wall -Wextra -Wno-unknown-pragmas -pthread -Isrc/hora/engine/shm"
-# The loader would choose among the clones of a function before a sanitizer is ready.
+# Otherwise the loader would choose among a function's clones before the sanitizer is initialized.
 clang="clang -O1 -fno-omit-frame-pointer -Dtarget_clones(...)=unused"
 export TSAN_OPTIONS=halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1
 same_layout=
-! setarch -R true 2>/dev/null || same_layout="setarch -R" # or ThreadSanitizer may find its own memory taken
+! setarch -R true 2>/dev/null || same_layout="setarch -R" # ThreadSanitizer may otherwise find its memory range occupied
 
 build() { # KIND COMPILER [FLAG ...]
     kind=$1
@@ -24,7 +24,7 @@ build() { # KIND COMPILER [FLAG ...]
     done
 }
 
-compare() { # KIND PROGRAM NUMBER OPERATIONS [COMMAND ...]: of that kind, of so many ranks or hosts
+compare() { # KIND PROGRAM NUMBER OPERATIONS [COMMAND ...]: of that kind, with NUMBER ranks or hosts
     kind=$1 program=$2 number=$3 count=$4
     shift 4
     expected=$("$work/$program-plain" "$number" "$count")

@@ -1,5 +1,5 @@
-/* What the stress programs share. native.c is included itself, for its structures; names that begin with test_ are nobody
- * else's.
+/* Shared parts of the stress programs. They include native.c itself, for its structures.
+ * Their own names begin with test_.
  */
 #include "native.c"
 
@@ -22,7 +22,7 @@ static void *test_room(size_t num_bytes) {
     return memory;
 }
 
-/* Random numbers that depend on nothing but what they are for (splitmix64). */
+/* Random numbers that depend only on their purpose (splitmix64). */
 static uint64_t test_random_of(uint64_t what) {
     what += 0x9e3779b97f4a7c15u;
     what = (what ^ (what >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -36,7 +36,7 @@ static void test_draw(void *to, enum dtype dtype, int64_t operation, int member,
         char *place = (char *)to + (size_t)i * item_bytes[dtype];
         float single = (float)((int64_t)(bits % 2000001) - 1000000) * 1e-3f;
         double twice = (double)((int64_t)(bits >> 8) % 1000003) * 1e-7;
-        uint16_t half = (uint16_t)(bits & 0xbfff); /* below two, subnormal ones among them; neither infinite nor NaN */
+        uint16_t half = (uint16_t)(bits & 0xbfff); /* below two, some subnormal; neither infinite nor NaN */
         if (dtype == F32) memcpy(place, &single, 4);
         else if (dtype == F64) memcpy(place, &twice, 8);
         else if (dtype == F16 || dtype == BF16) memcpy(place, &half, 2);
