@@ -1,4 +1,7 @@
-"""Horovod's Keras callbacks as mixins; `horovod.keras` and `horovod.tensorflow.keras` add their base class."""
+"""Horovod's Keras callbacks as mixins; `horovod.keras` and `horovod.tensorflow.keras` add their base class.
+
+`with_base` does so here and for the callbacks of `hora.keras.elastic`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,12 @@ from hora.telemetry.meters import meter
 Logs = MutableMapping[str, Any] | None
 
 
-class Broadcast:
+def with_base(methods: type, base: type, module: str) -> Any:
+    """Return a class of the same name with these methods, this base class and this module."""
+    return type(methods.__name__, (methods, base), {"__doc__": methods.__doc__, "__module__": module})
+
+
+class BroadcastGlobalVariablesCallback:
     """Broadcasts weights and optimizer state from a root, once, after the first batch, when all variables exist.
 
     Reports the training's length, metrics, and the time between batches to the live page.
@@ -57,7 +65,7 @@ class Broadcast:
         self.broadcast_done = True
 
 
-class MetricAverage:
+class MetricAverageCallback:
     """Replaces an epoch's metrics by their means over the ranks, for the callbacks after it."""
 
     def __init__(self, device: str = "") -> None:
@@ -73,7 +81,7 @@ class MetricAverage:
         meter.restart_step()
 
 
-class LearningRateSchedule:
+class LearningRateScheduleCallback:
     """Sets the learning rate to `initial_lr * multiplier(epoch)` between two epochs."""
 
     model: Any
@@ -156,7 +164,7 @@ class LearningRateSchedule:
             self.model.optimizer.momentum = momentum * new / old
 
 
-class Warmup(LearningRateSchedule):
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raises the learning rate from `initial_lr / size` to `initial_lr` over the first epochs, batch by batch."""
 
     def __init__(
@@ -188,7 +196,7 @@ class Warmup(LearningRateSchedule):
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}.", flush=True)
 
 
-class BestModel:
+class BestModelCheckpoint:
     """`ModelCheckpoint(save_best_only=True)` whose `filepath` an estimator sets; saves nothing before."""
 
     filepath: Any

@@ -120,7 +120,7 @@ class KerasState(TensorFlowKerasState):
         super().__init__(model, optimizer, **kwargs)
 
 
-class CommitState:
+class CommitStateCallback:
     """Commits the state every few batches and at the end of each epoch."""
 
     def __init__(self, state: ObjectState, batches_per_commit: int = 1) -> None:
@@ -141,7 +141,7 @@ class CommitState:
         self.state.commit()
 
 
-class UpdateBatchState:
+class UpdateBatchStateCallback:
     """Counts `state.batch`; the first epoch after a reset ends once its remaining batches are done."""
 
     params: Any
@@ -164,7 +164,7 @@ class UpdateBatchState:
         self.state.batch = self._done_before = 0
 
 
-class UpdateEpochState:
+class UpdateEpochStateCallback:
     """Counts `state.epoch` across resets."""
 
     _begin: int | None

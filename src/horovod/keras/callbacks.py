@@ -1,27 +1,13 @@
 """Horovod's callbacks for `keras`; their methods are in `hora.keras.callbacks`."""
 
-from __future__ import annotations
-
 import keras
 
 from hora.keras import callbacks as _methods
+from hora.keras.callbacks import with_base as _with_base
 
-
-class BroadcastGlobalVariablesCallback(_methods.Broadcast, keras.callbacks.Callback):
-    __doc__ = _methods.Broadcast.__doc__
-
-
-class MetricAverageCallback(_methods.MetricAverage, keras.callbacks.Callback):
-    __doc__ = _methods.MetricAverage.__doc__
-
-
-class LearningRateScheduleCallback(_methods.LearningRateSchedule, keras.callbacks.Callback):
-    __doc__ = _methods.LearningRateSchedule.__doc__
-
-
-class LearningRateWarmupCallback(_methods.Warmup, keras.callbacks.Callback):
-    __doc__ = _methods.Warmup.__doc__
-
-
-class BestModelCheckpoint(_methods.BestModel, keras.callbacks.ModelCheckpoint):
-    __doc__ = _methods.BestModel.__doc__
+_callbacks = keras.callbacks
+BroadcastGlobalVariablesCallback = _with_base(_methods.BroadcastGlobalVariablesCallback, _callbacks.Callback, __name__)
+MetricAverageCallback = _with_base(_methods.MetricAverageCallback, _callbacks.Callback, __name__)
+LearningRateScheduleCallback = _with_base(_methods.LearningRateScheduleCallback, _callbacks.Callback, __name__)
+LearningRateWarmupCallback = _with_base(_methods.LearningRateWarmupCallback, _callbacks.Callback, __name__)
+BestModelCheckpoint = _with_base(_methods.BestModelCheckpoint, _callbacks.ModelCheckpoint, __name__)

@@ -121,8 +121,8 @@ def _scale_rate(optimizer: Any, factor: float) -> None:
 
 def _callbacks(spec: RankSpec, keras: Any, folder: str, keeper: Any) -> list[Any]:
     base = keras.callbacks.Callback
-    broadcast = type("Broadcast", (methods.Broadcast, base), {})(0)
-    average = type("MetricAverage", (methods.MetricAverage, base), {})()
+    broadcast = methods.with_base(methods.BroadcastGlobalVariablesCallback, base, __name__)(0)
+    average = methods.with_base(methods.MetricAverageCallback, base, __name__)()
     callbacks = [broadcast, average, *(spec.values["callbacks"] or ())]
     checkpoint = spec.values["checkpoint_callback"]
     if checkpoint is not None and hvd.rank() == 0:

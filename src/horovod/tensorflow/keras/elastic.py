@@ -1,10 +1,9 @@
 """Elastic training for `tf.keras`; states and methods are in `hora.keras.elastic`."""
 
-from __future__ import annotations
-
 import tensorflow as tf
 
 from hora.keras import elastic as _methods
+from hora.keras.callbacks import with_base as _with_base
 from hora.keras.elastic import KerasState, TensorFlowKerasState, run
 
 __all__ = [
@@ -16,14 +15,7 @@ __all__ = [
     "run",
 ]
 
-
-class CommitStateCallback(_methods.CommitState, tf.keras.callbacks.Callback):
-    __doc__ = _methods.CommitState.__doc__
-
-
-class UpdateBatchStateCallback(_methods.UpdateBatchState, tf.keras.callbacks.Callback):
-    __doc__ = _methods.UpdateBatchState.__doc__
-
-
-class UpdateEpochStateCallback(_methods.UpdateEpochState, tf.keras.callbacks.Callback):
-    __doc__ = _methods.UpdateEpochState.__doc__
+_callbacks = tf.keras.callbacks
+CommitStateCallback = _with_base(_methods.CommitStateCallback, _callbacks.Callback, __name__)
+UpdateBatchStateCallback = _with_base(_methods.UpdateBatchStateCallback, _callbacks.Callback, __name__)
+UpdateEpochStateCallback = _with_base(_methods.UpdateEpochStateCallback, _callbacks.Callback, __name__)
