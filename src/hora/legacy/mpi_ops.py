@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -12,106 +12,36 @@ from hora.engine.request import Kind
 from hora.torch import basics, ops, reduce_op
 from hora.torch.autograd import differentiable
 from hora.torch.collective import Collective, Tensors
-from hora.torch.compression import Compression
-from hora.torch.process_sets import ProcessSet
 
 
-class HorovodAllreduce:
-    """Reduces one tensor."""
+def _function(collective: Callable[..., Any], *names: str, grouped: bool = False) -> Any:
+    """Return a class whose `apply` calls the collective with arguments of these names, in this order.
 
-    @staticmethod
-    def apply(
-        tensor: Tensor,
-        average: bool | None,
-        name: str | None,
-        op: int | None,
-        prescale_factor: float,
-        postscale_factor: float,
-        process_set: ProcessSet,
-    ) -> Tensor:
-        none = Compression.none
-        return ops.allreduce(tensor, average, name, none, op, prescale_factor, postscale_factor, process_set)
+    A grouped collective gets its tensors after them and returns a tuple.
+    """
+
+    def apply(*args: Any) -> Any:
+        given = dict(zip(names, args, strict=False))
+        return tuple(collective(args[len(names) :], **given)) if grouped else collective(**given)
+
+    return type("HorovodFunction", (), {"__doc__": collective.__doc__, "apply": staticmethod(apply)})
 
 
-class HorovodGroupedAllreduce:
-    """Reduces several tensors as one operation."""
-
-    @staticmethod
-    def apply(
-        average: bool | None,
-        name: str | None,
-        op: int | None,
-        prescale_factor: float,
-        postscale_factor: float,
-        process_set: ProcessSet,
-        *tensors: Tensor,
-    ) -> Tensors:
-        none = Compression.none
-        return tuple(
-            ops.grouped_allreduce(tensors, average, name, none, op, prescale_factor, postscale_factor, process_set)
-        )
+def _alltoall(tensor: Tensor, **options: Any) -> Tensors:
+    """Exchange rows; always returns `(output, received_splits)`."""
+    return differentiable(Collective(Kind.ALLTOALL, **options), [tensor])
 
 
-class HorovodAllgather:
-    """Concatenates the tensors of all ranks."""
-
-    apply = staticmethod(ops.allgather)
-
-
-class HorovodGroupedAllgather:
-    """Concatenates several tensors as one operation."""
-
-    @staticmethod
-    def apply(name: str | None, process_set: ProcessSet, *tensors: Tensor) -> Tensors:
-        return ops.grouped_allgather(tensors, name, process_set)
-
-
-class HorovodBroadcast:
-    """Sends the root's tensor to every rank."""
-
-    apply = staticmethod(ops.broadcast)
-
-
-class HorovodAlltoall:
-    """Exchanges rows; always returns `(output, received_splits)`."""
-
-    @staticmethod
-    def apply(
-        tensor: Tensor, splits: Tensor | Sequence[int] | None, name: str | None, process_set: ProcessSet
-    ) -> Tensors:
-        return differentiable(Collective(Kind.ALLTOALL, name, process_set, splits=splits), [tensor])
-
-
-class HorovodReducescatter:
-    """Reduces one tensor and keeps this rank's rows."""
-
-    @staticmethod
-    def apply(
-        tensor: Tensor,
-        name: str | None,
-        op: int,
-        process_set: ProcessSet,
-        prescale_factor: float,
-        postscale_factor: float,
-    ) -> Tensor:
-        none = Compression.none
-        return ops.reducescatter(tensor, name, none, op, process_set, prescale_factor, postscale_factor)
-
-
-class HorovodGroupedReducescatter:
-    """Reduces several tensors as one operation and keeps this rank's rows of each."""
-
-    @staticmethod
-    def apply(
-        name: str | None,
-        op: int,
-        process_set: ProcessSet,
-        prescale_factor: float,
-        postscale_factor: float,
-        *tensors: Tensor,
-    ) -> Tensors:
-        none = Compression.none
-        return tuple(ops.grouped_reducescatter(tensors, name, none, op, process_set, prescale_factor, postscale_factor))
+_SCALES = "prescale_factor", "postscale_factor"
+_REDUCE = "average", "name", "op", *_SCALES, "process_set"
+HorovodAllreduce = _function(ops.allreduce, "tensor", *_REDUCE)
+HorovodGroupedAllreduce = _function(ops.grouped_allreduce, *_REDUCE, grouped=True)
+HorovodAllgather = _function(ops.allgather, "tensor", "name", "process_set")
+HorovodGroupedAllgather = _function(ops.grouped_allgather, "name", "process_set", grouped=True)
+HorovodBroadcast = _function(ops.broadcast, "tensor", "root_rank", "name", "process_set")
+HorovodAlltoall = _function(_alltoall, "tensor", "splits", "name", "process_set")
+HorovodReducescatter = _function(ops.reducescatter, "tensor", "name", "op", "process_set", *_SCALES)
+HorovodGroupedReducescatter = _function(ops.grouped_reducescatter, "name", "op", "process_set", *_SCALES, grouped=True)
 
 
 class HorovodBasics:

@@ -149,9 +149,7 @@ def mpi_enabled() -> bool:
     return False
 
 
-def mpi_built() -> bool:
-    """Return False."""
-    return False
+mpi_built = ddl_built = ccl_built = mpi_enabled
 
 
 def gloo_enabled() -> bool:
@@ -159,9 +157,7 @@ def gloo_enabled() -> bool:
     return True
 
 
-def gloo_built() -> bool:
-    """Return True."""
-    return True
+gloo_built = gloo_enabled
 
 
 def nccl_built() -> int:
@@ -170,16 +166,6 @@ def nccl_built() -> int:
         return 0
     major, minor, patch = torch.cuda.nccl.version()[:3]
     return major * 10000 + minor * 100 + patch
-
-
-def ddl_built() -> bool:
-    """Return False."""
-    return False
-
-
-def ccl_built() -> bool:
-    """Return False."""
-    return False
 
 
 def cuda_built() -> bool:
