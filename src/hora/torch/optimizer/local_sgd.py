@@ -185,28 +185,38 @@ class _Fragment:
 
     With `outer` the averaged distance is the gradient of the anchors; without it the anchors become the average.
     Anchors have one dtype and lie in host memory, independent of the tensors. A tensor that is None, because the
-    optimizer has no state for its parameter yet, counts as zeros.
+    optimizer has no state for its parameter yet, counts as zeros. Without a `name` nothing is sent: on a single host
+    all ranks have equal values.
     """
 
     def __init__(
         self,
+        settings: _Settings,
+        name: str,
         values: Callable[[], Sequence[torch.Tensor | None]],
         anchors: Sequence[torch.Tensor],
-        average: Callable[[torch.Tensor], _Average | None],
         *,
         every: int,
         offset: int,
         outer: torch.optim.Optimizer | None,
     ) -> None:
-        self._values, self._anchors, self._outer = values, anchors, outer
+        self._settings, self._values, self._anchors, self._outer = settings, values, anchors, outer
         self.every, self.offset = every, offset
-        self._flat = torch.zeros(sum(a.numel() for a in anchors), dtype=anchors[0].dtype, device="cpu")
-        self._distances = [
-            part.view(a.shape) for part, a in zip(self._flat.split([a.numel() for a in anchors]), anchors, strict=True)
-        ]
-        self._average = average(self._flat)
+        flat = torch.zeros(sum(a.numel() for a in anchors), dtype=anchors[0].dtype, device="cpu")
+        parts = flat.split([a.numel() for a in anchors])
+        self._distances = [part.view(a.shape) for part, a in zip(parts, anchors, strict=True)]
         self._sent: list[torch.Tensor] = []
         self.due_at = 0  # the step after which it is merged; 0: at rest
+        # The steps that this rank has made, and those it has reduced but left out; they must be equal on all ranks.
+        self._progress = torch.zeros(2, dtype=torch.int64, device="cpu")
+        self._reductions: list[RequestedReduction] = []
+        if name:
+            options = ReduceOptions(process_set=global_process_set, compression=settings.compression)
+            reduce = options.reduce._replace(code=options.code_in_buckets([flat]))
+            self._reductions = [
+                RequestedReduction(options, Kind.ALLGATHER, self._progress, name=f"{name} (step)", reduce=Reduce()),
+                RequestedReduction(options, Kind.ALLREDUCE, flat, name=name, reduce=reduce),
+            ]
 
     def send(self, due_at: int, progress: tuple[int, int], *, keep_progress: bool) -> None:
         """Start averaging the distance between the tensors and their anchors. `progress` is this rank's."""
@@ -215,14 +225,14 @@ class _Fragment:
         for distance, anchor, value in zip(self._distances, self._anchors, values, strict=True):
             torch.sub(anchor, value, out=distance)
         self._sent = [value.clone() for value in values] if keep_progress and self._outer is not None else []
-        if self._average is not None:
-            self._average.start(progress)
+        self._progress.copy_(torch.tensor(progress, device="cpu"))
+        for reduction in self._reductions:
+            reduction.start(background=True)
 
     def take_in(self) -> None:
         """Wait for the average, move the anchors, and update the tensors."""
         self.due_at = 0
-        if self._average is not None:
-            self._average.wait()
+        self._wait()
         if self._outer is None:
             torch._foreach_sub_(list(self._anchors), self._distances)
         else:
@@ -239,41 +249,24 @@ class _Fragment:
 
     def give_up(self) -> None:
         """Discard the fragment in flight. It can fail only because the world is gone, which is known already."""
-        if self.due_at and self._average is not None:
+        if self.due_at:
             with contextlib.suppress(HorovodInternalError):
-                self._average.wait()
+                self._wait()
         self.due_at, self._sent = 0, []
 
-
-class _Average:
-    """Average of a fragment's tensor over all ranks, in place.
-
-    Sent with each rank's progress, which must be equal: the steps it has made, and those it has reduced but left out.
-    """
-
-    def __init__(self, method: str, compression: type[Compressor] | Compressor, name: str, flat: torch.Tensor) -> None:
-        self._method = method
-        options = ReduceOptions(process_set=global_process_set, compression=compression)
-        reduce = options.reduce._replace(code=options.code_in_buckets([flat]))
-        self._reduction = RequestedReduction(options, Kind.ALLREDUCE, flat, name=name, reduce=reduce)
-        self._mine = torch.zeros(2, dtype=torch.int64, device="cpu")
-        self._progress = RequestedReduction(options, Kind.ALLGATHER, self._mine, name=f"{name} (step)", reduce=Reduce())
-
-    def start(self, progress: tuple[int, int]) -> None:
-        self._mine.copy_(torch.tensor(progress, device="cpu"))
-        self._progress.start(background=True)
-        self._reduction.start(background=True)
-
-    def wait(self) -> None:
+    def _wait(self) -> None:
         """Wait for the average. Raises HorovodInternalError with the ranks that have made other steps."""
-        progress = self._progress.wait().view(-1, 2).tolist()
-        self._reduction.wait()
+        if not self._reductions:
+            return
+        gathered, _ = [reduction.wait() for reduction in self._reductions]
+        progress = gathered.view(-1, 2).tolist()
         other = next((rank for rank, theirs in enumerate(progress) if theirs != progress[0]), None)
         if other is not None:
             found = [f"rank {r} has made {progress[r][0]} steps and left out {progress[r][1]}" for r in (0, other)]
             raise HorovodInternalError(
-                f"Mismatched steps of hvd.{self._method}: {', '.join(found)}; all hosts must make and leave out the "
-                "same steps. A GradScaler leaves a step out on the host that has an infinity: use bfloat16 without one"
+                f"Mismatched steps of hvd.{self._settings.method}: {', '.join(found)}; all hosts must make and leave "
+                "out the same steps. A GradScaler leaves a step out on the host that has an infinity: use bfloat16 "
+                "without one"
             )
 
 
@@ -449,12 +442,13 @@ class LocalOptimizer(_DistributedOptimizer):
         outer: torch.optim.Optimizer | None,
     ) -> list[_Fragment]:
         """Return fragments with these anchors, one per dtype."""
-        made = []
+        settings, made = self._settings, []
+        alone = not self._active or self._options.process_set_id == 0
         for dtype in dict.fromkeys(anchor.dtype for anchor in anchors):
             pairs = [pair for pair in zip(parameters, anchors, strict=True) if pair[1].dtype is dtype]
-            some, alike = [p for p, _ in pairs], [anchor for _, anchor in pairs]
-            average = partial(self._average_over_hosts, f"{name}, {dtype}")
-            made.append(_Fragment(partial(values, some), alike, average, every=every, offset=offset, outer=outer))
+            of, alike = partial(values, [p for p, _ in pairs]), [anchor for _, anchor in pairs]
+            label = "" if alone else f"{self._label}.{settings.method} {name}, {dtype}"
+            made.append(_Fragment(settings, label, of, alike, every=every, offset=offset, outer=outer))
         return made
 
     def _make_anchors(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -481,14 +475,6 @@ class LocalOptimizer(_DistributedOptimizer):
                 )
             found.append(state.get(name))
         return found
-
-    def _average_over_hosts(self, name: str, flat: torch.Tensor) -> _Average | None:
-        """Return the average of a tensor over all ranks; None on a single host, whose ranks have equal values."""
-        settings = self._settings
-        if not self._active or self._options.process_set_id == 0:
-            return None
-        name = f"{self._label}.{settings.method} {name}"
-        return _Average(settings.method, settings.compression, name, flat)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group. Its parameters, equal on all hosts before the next step, become their own anchors."""

@@ -68,7 +68,8 @@ def parameter_groups(
     if isinstance(groups, int):
         if groups <= 0:
             raise ValueError(f"groups should be a positive integer or a list of lists of tensors, but it is {groups}")
-        return _near_even(parameters, groups)
+        parts = torch.arange(len(parameters), device="cpu").tensor_split(groups)
+        return [[parameters[index] for index in part.tolist()] for part in parts if len(part)]
     listed: list[torch.Tensor] = []
     for group in groups:
         members = list(group) if isinstance(group, (list, tuple)) else [group]
@@ -81,14 +82,3 @@ def parameter_groups(
     if len({id(tensor) for tensor in listed}) < len(listed):
         raise ValueError("a tensor can only appear once in groups, but at least one appears more than once")
     return [list(group) if isinstance(group, (list, tuple)) else [group] for group in groups]
-
-
-def _near_even(parameters: Sequence[torch.Tensor], num_groups: int) -> list[list[torch.Tensor]]:
-    quotient, rest = divmod(len(parameters), num_groups)
-    result, start = [], 0
-    for index in range(num_groups):
-        stop = start + quotient + (index < rest)
-        if stop > start:
-            result.append(list(parameters[start:stop]))
-        start = stop
-    return result
