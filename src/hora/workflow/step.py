@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from hora.telemetry.meters import meter
+from hora.torch.optimizer.distributed import clip_grad_norm_
 from hora.workflow.history import Tally
 from hora.workflow.schedule import Schedule
 
@@ -155,24 +156,16 @@ class Stepper:
 
     def finish(self) -> None:
         """Update the weights."""
-        if self.scaler is None and self.recipe.clip_norm is None:
-            self.optimizer.step()
-            return
-        # Unscaling and clipping must see the averaged gradients; otherwise every rank would clip to its own norm.
-        optimizer: Any = self.optimizer
-        distributed = hasattr(optimizer, "skip_synchronize")
-        if distributed:
-            optimizer.synchronize()
+        # A distributed optimizer averages the gradients before they are unscaled or clipped.
         if self.scaler is not None:
-            self.scaler.unscale_(optimizer)
+            self.scaler.unscale_(self.optimizer)
         if self.recipe.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
-        with optimizer.skip_synchronize() if distributed else nullcontext():
-            if self.scaler is None:
-                optimizer.step()
-            else:
-                self.scaler.step(optimizer)
-                self.scaler.update()
+            clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
 
     def set_learning_rate(self, rates: Sequence[float]) -> None:
         """Set one rate per parameter group."""

@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -70,16 +70,6 @@ class StepState:
     synchronized: bool = False  # reduced by the user's synchronize(), after which step() warns
 
 
-class StepWatcher(Protocol):
-    """Observer of an optimizer's steps, so that a failed step can be rolled back (`elastic.last_step`)."""
-
-    def step_begins(self) -> None:
-        """Called when the first gradient since the last step arrives."""
-
-    def step_ends(self) -> None:
-        """Called after the step was applied, or was reduced and skipped, which all ranks do alike."""
-
-
 # In the order of creation, which is the same on all ranks.
 _live: weakref.WeakValueDictionary[int, _DistributedOptimizer] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -95,7 +85,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     _uses_buckets = True
     _base_class: type
     _step = StepState()  # never changed in place: an active optimizer has its own
-    _watcher: weakref.ref[StepWatcher] | None = None
+    _watcher: weakref.ref[Any] | None = None
 
     def _distribute(
         self,
@@ -240,8 +230,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     # --- steps that can be taken back ---------------------------------------------------------------------------------
 
-    def watch_steps(self, watcher: StepWatcher) -> None:
-        """Notify `watcher` (held weakly) when steps begin and end; replaces an earlier one."""
+    def watch_steps(self, watcher: Any) -> None:
+        """Call `step_begins` and `step_ends` of an elastic state, held weakly; replaces an earlier one.
+
+        A step begins with its first gradient. It ends once it was applied, or was reduced and skipped on all ranks.
+        """
         self._watcher = weakref.ref(watcher)
 
     def discard_step(self) -> None:

@@ -26,7 +26,7 @@ from hora.engine.shm.segment import SharedMemory
 from hora.memory import give_back_freed_memory
 from hora.telemetry.meters import meter
 from hora.torch.compression import ErrorFeedback, NoneCompressor, wire_dtype
-from hora.torch.optimizer.base import StepState, StepWatcher, _DistributedOptimizer, bare_copy, copied
+from hora.torch.optimizer.base import StepState, _DistributedOptimizer, bare_copy, copied
 from hora.torch.optimizer.bucket_plan import plan_buckets, view_like
 from hora.torch.optimizer.order import agree_on_order
 from hora.torch.optimizer.reducer import ReduceOptions
@@ -434,7 +434,7 @@ class ShardedOptimizer(_DistributedOptimizer):
 
     # --- steps that can be taken back -----------------------------------------------------------------------------
 
-    def watch_steps(self, watcher: StepWatcher) -> None:
+    def watch_steps(self, watcher: Any) -> None:
         super().watch_steps(watcher)
         if self._shards is not None and self._copies is None:
             self._start_over()  # sharded without copies: do it again with them
