@@ -183,7 +183,7 @@ def carry_out(
 def _run(collective: Collective, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     kind, name, process_set, op, prescale, postscale, *_ = collective
     if kind is Kind.ALLREDUCE and not collective.grouped:
-        result = repeated_allreduce(tensors[0], False, name, op, prescale, postscale, process_set)
+        result = repeated_allreduce(tensors[0], False, (name, op, prescale, postscale, process_set))
         if result is not None:
             return [result]
     return run(*_with_splits(collective, tensors))

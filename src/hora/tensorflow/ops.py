@@ -61,12 +61,8 @@ def allreduce(
 ) -> Any:
     """Reduce a tensor over all ranks. `IndexedSlices` (Sum or Average) are concatenated."""
     op = handle_average_backwards_compatibility(op, average)
-    if isinstance(tensor, tf.IndexedSlices):
-        scales = (prescale_factor, postscale_factor)
-        return _sparse_allreduce([tensor], op, scales, name, process_set, ignore_name_scope)[0]
-    name = _checked(name, ignore_name_scope)
     collective = Collective(Kind.ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor)
-    return _reduce(collective, [as_tensor(tensor)], compression, ignore_name_scope)[0]
+    return _allreduce(collective, [tensor], compression, ignore_name_scope)[0]
 
 
 def grouped_allreduce(
@@ -86,24 +82,24 @@ def grouped_allreduce(
     if not tensors:
         return list(tensors)
     op = handle_average_backwards_compatibility(op, average)
-    outputs = list(tensors)
+    collective = Collective(Kind.ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor, grouped=True)
+    return _allreduce(collective, tensors, compression, ignore_name_scope)
+
+
+def _allreduce(
+    collective: Collective, tensors: Sequence[Any], compression: type[Compressor] | Compressor, ignore_name_scope: bool
+) -> list[Any]:
+    """Reduce the dense tensors, and gather the `IndexedSlices`, together each."""
     sparse = [i for i, tensor in enumerate(tensors) if isinstance(tensor, tf.IndexedSlices)]
-    dense = [i for i in range(len(outputs)) if i not in set(sparse)]
-    scales = (prescale_factor, postscale_factor)
+    dense = [i for i, tensor in enumerate(tensors) if not isinstance(tensor, tf.IndexedSlices)]
+    outputs: list[Any] = []
     if sparse:
-        slices = [tensors[i] for i in sparse]
-        for i, reduced in zip(
-            sparse, _sparse_allreduce(slices, op, scales, name, process_set, ignore_name_scope), strict=True
-        ):
-            outputs[i] = reduced
+        outputs += _sparse_allreduce(collective, [tensors[i] for i in sparse], ignore_name_scope)
     if dense:
-        collective = Collective(
-            Kind.ALLREDUCE, _checked(name, ignore_name_scope), process_set, op, *scales, grouped=True
-        )
-        group = [as_tensor(tensors[i]) for i in dense]
-        for i, tensor in zip(dense, _reduce(collective, group, compression, ignore_name_scope), strict=True):
-            outputs[i] = tensor
-    return outputs
+        collective = collective._replace(name=_checked(collective.name, ignore_name_scope))
+        outputs += _reduce(collective, [as_tensor(tensors[i]) for i in dense], compression, ignore_name_scope)
+    places = dict(zip([*sparse, *dense], outputs, strict=True))
+    return [places[i] for i in range(len(tensors))]
 
 
 def _reduce(
@@ -132,16 +128,10 @@ def _reduce(
     return [compression.decompress(output, ctx) for output, (_, ctx) in zip(outputs, pairs, strict=True)]
 
 
-def _sparse_allreduce(
-    slices: Sequence[Any],
-    op: int,
-    scales: tuple[float, float],
-    name: str | None,
-    process_set: ProcessSet,
-    ignore_name_scope: bool,
-) -> list[tf.IndexedSlices]:
+def _sparse_allreduce(collective: Collective, slices: Sequence[Any], ignore_name_scope: bool) -> list[tf.IndexedSlices]:
     """Gather the values of all slices, and their indices, each as one operation."""
-    if op not in (Sum, Average) or scales != (1.0, 1.0):
+    _, name, process_set, op, *scales = collective[:6]
+    if op not in (Sum, Average) or scales != [1.0, 1.0]:
         raise NotImplementedError(
             "allreduce of IndexedSlices supports Sum and Average without scale factors; pass sparse_as_dense=True, or "
             "tf.convert_to_tensor(slices), for everything else"

@@ -26,6 +26,8 @@ from hora.torch.process_sets import ProcessSet, global_process_set, registered_i
 _KEPT = 4096
 
 Tensors = tuple[Tensor, ...]
+# Of an allreduce: name, op, prescale factor, postscale factor, process set.
+Arguments = tuple[str | None, int | None, float, float, ProcessSet]
 
 
 class Collective(NamedTuple):
@@ -61,12 +63,10 @@ def _handle_of(request: Request, collective: Collective) -> int:
     return handle
 
 
-def submit_repeated_allreduce_(
-    tensor: Tensor, name: str | None, op: int | None, prescale: float, postscale: float, process_set: ProcessSet
-) -> int | None:
+def submit_repeated_allreduce_(tensor: Tensor, call: Arguments) -> int | None:
     """Start an in-place allreduce that repeats an earlier one; None for any other. Flat for the sake of speed."""
     runtime = engine.current_runtime()
-    known = _known(runtime, tensor, name, op, prescale, postscale, process_set)
+    known = _known(runtime, tensor, call)
     if known is None or not tensor.is_cpu:
         return None
     request = Request(known.signature, (tensor,), (tensor,))
@@ -80,21 +80,13 @@ def run(collective: Collective, tensors: Sequence[Tensor], *, in_place: bool = F
     return _results(collective, _hand_over(collective, tensors, in_place, background=False).result())
 
 
-def repeated_allreduce(
-    tensor: Tensor,
-    in_place: bool,
-    name: str | None,
-    op: int | None,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-) -> Tensor | None:
+def repeated_allreduce(tensor: Tensor, in_place: bool, call: Arguments) -> Tensor | None:
     """Repeat an earlier allreduce on the fast path (`hora.engine.repeated`); None if it needs the general path.
 
     Flat, because every operation runs through it: the arguments are interpreted once.
     """
     runtime = engine.current_runtime()
-    known = _known(runtime, tensor, name, op, prescale, postscale, process_set)
+    known = _known(runtime, tensor, call)
     if known is None:
         return None
     plan = known.plan
@@ -120,19 +112,12 @@ class _KnownAllreduce:
     plan: CallPlan | None = None  # of the fast path, once it exists
 
 
-def _known(
-    runtime: engine.Runtime,
-    tensor: Tensor,
-    name: str | None,
-    op: int | None,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-) -> _KnownAllreduce | None:
+def _known(runtime: engine.Runtime, tensor: Tensor, call: Arguments) -> _KnownAllreduce | None:
     """Return the state shared by calls like this one.
 
     None if there has been no such call, or if the engine cannot read and write the tensor's memory directly.
     """
+    name, op, prescale, postscale, process_set = call
     try:
         device, set_id = tensor.device, process_set.process_set_id
         key = tensor.shape, tensor.dtype, device, name, op, type(op), prescale, postscale, set_id
@@ -150,12 +135,12 @@ def _known(
         or not (tensor.is_cpu or tensor.is_cuda)
     ):
         return None
-    return known or _learn(runtime, key, tensor, process_set)
+    return known or _learn(runtime, key, tensor, call)
 
 
-def _learn(runtime: engine.Runtime, key: Any, tensor: Tensor, process_set: ProcessSet) -> _KnownAllreduce | None:
+def _learn(runtime: engine.Runtime, key: Any, tensor: Tensor, call: Arguments) -> _KnownAllreduce | None:
     """Record what calls like this one share, if the engine has validated one; invalid arguments are never recorded."""
-    _, _, _, name, op, _, prescale, postscale, _ = key
+    name, op, prescale, postscale, process_set = call
     if not isinstance(name, (str, NoneType)):
         return None
     wanted = int(ReduceOp.AVERAGE) if op is None else _whole_number(op, "op")

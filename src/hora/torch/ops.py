@@ -85,7 +85,7 @@ def allreduce(
     if average is not None:
         op = handle_average_backwards_compatibility(op, average)
     if compression is Compression.none:
-        result = repeated_allreduce(tensor, False, name, op, prescale_factor, postscale_factor, process_set)
+        result = repeated_allreduce(tensor, False, (name, op, prescale_factor, postscale_factor, process_set))
         if result is not None:
             return result
     op = handle_average_backwards_compatibility(op, None)
@@ -104,7 +104,7 @@ def allreduce_async_(
 ) -> int:
     """Start reducing a tensor in place; returns a handle."""
     if average is None:
-        handle = submit_repeated_allreduce_(tensor, name, op, prescale_factor, postscale_factor, process_set)
+        handle = submit_repeated_allreduce_(tensor, (name, op, prescale_factor, postscale_factor, process_set))
         if handle is not None:
             return handle
     op = handle_average_backwards_compatibility(op, average)
@@ -123,7 +123,7 @@ def allreduce_(
 ) -> Tensor:
     """Reduce a tensor in place."""
     if average is None:
-        result = repeated_allreduce(tensor, True, name, op, prescale_factor, postscale_factor, process_set)
+        result = repeated_allreduce(tensor, True, (name, op, prescale_factor, postscale_factor, process_set))
         if result is not None:
             return result
     op = handle_average_backwards_compatibility(op, average)
