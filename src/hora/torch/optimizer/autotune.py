@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,17 +63,13 @@ class Autotuner:
     def __init__(self, config: EngineConfig, *, tells: bool, num_bytes: int, num_members: int) -> None:
         self._num_steps, self._tells = max(config.autotune_steps_per_sample, 1), tells
         self._log_file = config.autotune_log
-        self._num_bytes = num_bytes
-        self._num_members = num_members
-        self._num_warm_up = config.autotune_warmup_samples
-        self._trials_left = config.autotune_max_samples
+        self._num_bytes, self._num_members = num_bytes, num_members
         self._times: list[float] = []  # of the steps of this trial
         self._challengers = _challengers(num_bytes)
-        self._round: list[Setting] = []  # still to run in this round, the current one first
-        self._rounds: list[dict[Setting, float]] = []  # a step's time by setting, the current round last
-        self._begin_round()
+        self._rounds: list[dict[Setting, float]] = []  # a step's time by setting, of every complete round
+        self._trials = self._race(config.autotune_warmup_samples, config.autotune_max_samples)
         self.setting = DEFAULT
-        self.done = not self._round
+        self.done = next(self._trials, None) is None
         self._paused = False
         self._write(_HEADER, first=True)
 
@@ -93,25 +89,13 @@ class Autotuner:
         if num_members < self._num_members:  # joined ranks learn of it when they return; then all continue together
             self._paused = True
             return
-        if self._num_warm_up > 0:
-            self._num_warm_up -= 1
-        else:
-            self._rounds[-1][self._round.pop(0)] = step_us = max(total_us / num_members, 1.0)
-            self._trials_left -= 1
-            self._log(self.setting, step_us)
-            if not self._round:
-                self._begin_round()
-        if self._num_warm_up > 0:
-            return
-        if self._round:
-            self.setting = self._round[0]
-        else:
+        try:
+            self.setting = self._trials.send(max(total_us / num_members, 1.0))
+        except StopIteration:
             self.end()
 
     def end(self) -> None:
         """Decide with the results of the complete rounds."""
-        if self._round:
-            del self._rounds[-1]
         self.done = True
         self.setting = self._winner()
         step_us = statistics.median_low(self._times_of(self.setting) or [0.0])
@@ -119,18 +103,29 @@ class Autotuner:
             self._log(self.setting, step_us)
             self._tell(f"the best are {self.setting}; a step takes {step_us / 1e3:.3f} ms")
 
-    def _begin_round(self) -> None:
-        """Start the next round with the remaining settings, in the opposite order of the last one."""
+    def _race(self, num_warm_up: int, trials_left: int) -> Generator[Setting, float, None]:
+        """Yield the setting of each trial; receives the microseconds that a step took."""
+        while order := self._next_round(trials_left):
+            for _ in range(num_warm_up):
+                yield DEFAULT
+            times: dict[Setting, float] = {}
+            for setting in order:
+                times[setting] = yield setting
+                self._log(setting, times[setting])
+            self._rounds.append(times)
+            num_warm_up, trials_left = 0, trials_left - len(order)
+
+    def _next_round(self, trials_left: int) -> list[Setting]:
+        """Return the remaining settings, in the opposite order of the last round; nothing if the race is over."""
         num_rounds = len(self._rounds)
         self._challengers.sort(key=self._best_time)
-        if self._trials_left < 2 or not self._challengers:
-            return
+        if trials_left < 2 or not self._challengers:
+            return []
         if num_rounds and num_rounds % _ROUNDS_A_HEAT == 0:
             del self._challengers[max(len(self._challengers) // 2, 1) :]
-        del self._challengers[self._trials_left - 1 :]
+        del self._challengers[trials_left - 1 :]
         forth = [DEFAULT, *self._challengers]
-        self._round = forth if num_rounds % 2 == 0 else forth[::-1]
-        self._rounds.append({})
+        return forth if num_rounds % 2 == 0 else forth[::-1]
 
     def _times_of(self, setting: Setting, beside: Setting | None = None) -> list[float]:
         """Return the times of a setting, in the rounds in which `beside` ran too."""
