@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -55,24 +55,18 @@ def _restore_from_hdf5(model: Any, filepath: str) -> None:
             variable.assign(value)
 
 
-class Aggregation(Protocol):
-    """Takes the gradients of calls, and calls `update` with the reduced ones when a step is complete."""
-
-    local: dict[int, Any]
-    process_set: ProcessSet
-
-    def __call__(self, optimizer: Any, gradients: list[Any], variables: list[Any], update: Any) -> Any: ...
-
-
 class _Distributed:
     """Methods of every distributed optimizer."""
 
-    _aggregation: ClassVar[Callable[[], Aggregation]]
+    _aggregation: ClassVar[Callable[[], Any]]
 
     @property
-    def _hora(self) -> Aggregation:
-        """This object's aggregation; every object that the class creates has its own, as with `from_config`."""
-        found: Aggregation | None = self.__dict__.get("_hora_aggregation")
+    def _hora(self) -> Any:
+        """Takes the gradients of calls, and calls a function with the reduced ones when a step is complete.
+
+        Every object that the class creates has its own aggregation, as with `from_config`.
+        """
+        found = self.__dict__.get("_hora_aggregation")
         if found is None:
             # Bypasses the optimizer's own __setattr__, which would track it as part of the model.
             found = self.__dict__["_hora_aggregation"] = type(self)._aggregation()
@@ -102,7 +96,7 @@ class _Keras2(_Distributed):
     @property
     def _agg_helper(self) -> Any:
         """The sums of several backward passes; None if each pass is a step."""
-        return cast(Any, self._hora).adding
+        return self._hora.adding
 
     def _compute_gradients(self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None) -> Any:
         """Return the gradients of the loss, reduced over the ranks, with their variables."""
@@ -123,26 +117,25 @@ class _Keras2(_Distributed):
     def _computed(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
         pairs = list(grads_and_vars)
         variables = [variable for _, variable in pairs]
-        aggregation = cast(Any, self._hora)
         self.__dict__["_hora_computed"] = True
-        return list(zip(aggregation.compute_gradients([g for g, _ in pairs], variables), variables, strict=True))
+        return list(zip(self._hora.compute_gradients([g for g, _ in pairs], variables), variables, strict=True))
 
     def aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
         """Reduce the gradients over the ranks, so that a LossScaleOptimizer around this one decides alike on all."""
-        pairs, aggregation = list(grads_and_vars), cast(Any, self._hora)
-        aggregation.check_one_pass()
+        pairs = list(grads_and_vars)
+        self._hora.check_one_pass()
         if self.__dict__.pop("_hora_computed", False):
             return pairs
         variables = [variable for _, variable in pairs]
-        return list(zip(aggregation.reduced([gradient for gradient, _ in pairs], variables), variables, strict=True))
+        return list(zip(self._hora.reduced([gradient for gradient, _ in pairs], variables), variables, strict=True))
 
     _aggregate_gradients = aggregate_gradients  # its name in tf_keras.optimizers.legacy
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         """Reduce the gradients over the ranks unless they were aggregated before, then apply them."""
-        pairs, variables = list(grads_and_vars), []
-        for _, variable in pairs:
-            variables.append(variable)
+        pairs = list(grads_and_vars)
+        variables = [variable for _, variable in pairs]
+        for variable in variables:
             if hasattr(variable, "path"):
                 raise ValueError(
                     f"rank {hvd.rank()}: an optimizer of Keras 2 (tf_keras) got a variable of Keras 3, "
@@ -161,8 +154,7 @@ class _Keras2(_Distributed):
         gradients = [gradient for gradient, _ in pairs]
         if not computed:
             return self._hora(self, gradients, variables, update)
-        apply: Any = cast(Any, self._hora).apply_gradients
-        return apply(self, variables, lambda: update(gradients, variables))
+        return self._hora.apply_gradients(self, variables, lambda: update(gradients, variables))
 
 
 def DistributedOptimizer(
@@ -206,7 +198,7 @@ def DistributedOptimizer(
     if backend == "torch":
         from hora.keras.torch_backend import TorchAggregation
 
-        aggregation: Callable[[], Aggregation] = functools.partial(TorchAggregation, options, *how)
+        aggregation: Callable[[], Any] = functools.partial(TorchAggregation, options, *how)
     else:
         from hora.keras.tensorflow_backend import TensorFlowAggregation
 
@@ -281,7 +273,7 @@ def _check_for_session(optimizer: Any) -> None:
         )
 
 
-def _of_class(optimizer: Any, mixin: type[_Distributed], aggregation: Callable[[], Aggregation]) -> Any:
+def _of_class(optimizer: Any, mixin: type[_Distributed], aggregation: Callable[[], Any]) -> Any:
     """Return an object of a new class with the attributes of `optimizer`, independent of its constructor."""
     base = type(optimizer)
     names = {

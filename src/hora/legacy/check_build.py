@@ -6,6 +6,7 @@ work; the launcher only formats that and never imports torch. `hora doctor` uses
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import subprocess
@@ -80,33 +81,21 @@ def probe_build() -> dict[str, str]:
         return _NEVER | dict.fromkeys(_TRIALS, f"the trial ended with status {child.returncode}: {last}")
 
 
+def _try_front(framework: str) -> None:
+    hvd = importlib.import_module(f"horovod.{framework}")
+    hvd.init()
+    try:
+        result = hvd.allreduce(importlib.import_module(framework).ones(3), op=hvd.Sum).numpy().tolist()
+        if result != [hvd.size()] * 3:
+            raise RuntimeError(f"an allreduce of ones returned {result}")
+    finally:
+        hvd.shutdown()
+
+
 def _try_tensorflow() -> None:
     if importlib.util.find_spec("tensorflow") is None:
         raise _AbsentError("TensorFlow is not installed: pip install tensorflow-cpu")
-    import tensorflow as tf
-
-    import horovod.tensorflow as hvd
-
-    hvd.init()
-    try:
-        result = hvd.allreduce(tf.ones(3), op=hvd.Sum)
-        assert result.numpy().tolist() == [1.0, 1.0, 1.0]
-    finally:
-        hvd.shutdown()
-
-
-def _try_pytorch() -> None:
-    import torch
-
-    import horovod.torch as hvd
-
-    hvd.init()
-    try:
-        result = hvd.allreduce(torch.ones(3), op=hvd.Sum)
-        if result.tolist() != [hvd.size()] * 3:
-            raise RuntimeError(f"an allreduce of ones returned {result.tolist()}")
-    finally:
-        hvd.shutdown()
+    _try_front("tensorflow")
 
 
 def _try_backend(name: str, device: str) -> None:
@@ -142,7 +131,7 @@ class _AbsentError(Exception):
 
 _TRIALS: dict[str, Callable[[], None]] = {
     "native": _try_native,
-    "PyTorch": _try_pytorch,
+    "PyTorch": lambda: _try_front("torch"),
     "TensorFlow": _try_tensorflow,
     "Gloo": lambda: _try_backend("gloo", "cpu"),
     "NCCL": lambda: _try_backend("nccl", "cuda"),

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from hora.engine.request import Kind, ReduceOp
 from hora.torch.collective import Collective, Tensors, run
-from hora.torch.process_sets import ProcessSet
 
 
 def differentiable(collective: Collective, tensors: Sequence[Tensor]) -> Tensors:
@@ -50,7 +49,11 @@ def _of_allreduce(ctx: Any, grads: Tensors) -> Sequence[Tensor]:
 
 def _of_allgather(ctx: Any, grads: Tensors) -> Sequence[Tensor]:
     """Average over all ranks and return this rank's rows."""
-    return _my_rows(_average(ctx, grads), [shape[0] for shape in ctx.shapes], ctx.collective.process_set)
+    gathered, process_set, num_rows = _average(ctx, grads), ctx.collective.process_set, [s[0] for s in ctx.shapes]
+    mine = torch.tensor([num_rows], dtype=torch.int64, device="cpu")
+    (counts,) = run(Collective(Kind.ALLGATHER, None, process_set), [mine])
+    starts = counts[: process_set.rank()].sum(dim=0).tolist()
+    return [t.narrow(0, first, n) for t, first, n in zip(gathered, starts, num_rows, strict=True)]
 
 
 def _of_broadcast(ctx: Any, grads: Tensors) -> Sequence[Tensor]:
@@ -91,14 +94,3 @@ _GRADIENTS: dict[Kind, Callable[[Any, Tensors], Sequence[Tensor]]] = {
 def _average(ctx: Any, grads: Tensors) -> Tensors:
     of: Collective = ctx.collective
     return differentiable(Collective(Kind.ALLREDUCE, None, of.process_set, ReduceOp.AVERAGE, grouped=of.grouped), grads)
-
-
-def _my_rows(gathered: Sequence[Tensor], num_rows: list[int], process_set: ProcessSet) -> list[Tensor]:
-    """Return this rank's rows of each gathered tensor. Collective: gathers the row counts."""
-    mine = process_set.rank()
-    assert mine is not None
-    (counts,) = run(
-        Collective(Kind.ALLGATHER, None, process_set), [torch.tensor([num_rows], dtype=torch.int64, device="cpu")]
-    )
-    starts = counts[:mine].sum(dim=0).tolist()
-    return [t.narrow(0, first, n) for t, first, n in zip(gathered, starts, num_rows, strict=True)]

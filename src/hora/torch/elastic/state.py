@@ -12,7 +12,7 @@ import copy
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from hora import engine
 from hora.errors import HostsUpdatedInterrupt
@@ -31,16 +31,12 @@ class HostUpdateResult:
     leave = 4  # the whole job shall end
 
 
-class Listener(Protocol):
-    def on_hosts_updated(self, timestamp: int, update_res: int) -> None: ...
-
-
 class NotificationManager:
     """Passes notifications to listeners. One per process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._listeners: list[Listener] = []
+        self._listeners: list[State] = []
         self._client: object = None
         self._latest: dict[str, Any] | None = None
 
@@ -55,11 +51,11 @@ class NotificationManager:
             # A notice about a new generation may arrive while its members still reset, which discards all notices.
             self._on_notice(self._latest)
 
-    def register_listener(self, listener: Listener) -> None:
+    def register_listener(self, listener: State) -> None:
         with self._lock:
             self._listeners.append(listener)
 
-    def remove_listener(self, listener: Listener) -> None:
+    def remove_listener(self, listener: State) -> None:
         with self._lock:
             self._listeners = [other for other in self._listeners if other is not listener]
 
