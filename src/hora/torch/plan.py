@@ -191,12 +191,10 @@ def measure_link() -> NetworkLink:
     by_code = {"": took_s, "bf16": _sum_s(count, "bf16"), "int8": _sum_s(count, "int8")}
     byte_s = {code: max(one_s - latency_s, 1e-9) / (4 * count) for code, one_s in by_code.items()}
     near = host_process_set()
-    num_local = torch.tensor([near.size() or 1], dtype=torch.int64, device="cpu")
-    _reduce(num_local, ReduceOp.MAX, "plan.local")
-    host_s = _sum_s(2**22, process_set=near) if int(num_local) > 1 else 0.0
+    host_s = _sum_s(2**22, process_set=near) if _slowest(near.size() or 1) > 1 else 0.0
     sent, again = (now - then for now, then in zip(_segments(), before, strict=True))
     sums = torch.tensor([float(sent), float(again)], device="cpu")
-    _reduce(sums, ReduceOp.SUM, "plan.segments")
+    runtime.allreduce_(sums, "plan.segments", Reduce(ReduceOp.SUM))
     return NetworkLink(
         num_hosts=runtime.num_hosts,
         latency_s=latency_s,
@@ -223,15 +221,10 @@ def _sum_s(count: int, code: str = "", process_set: ProcessSet = global_process_
     return statistics.median(times_s[_WARM_UP:])
 
 
-def _reduce(tensor: torch.Tensor, op: int, name: str) -> None:
-    engine.current_runtime().allreduce_(tensor, name, Reduce(op))
-
-
-def _slowest(seconds: float) -> float:
+def _slowest(value: float) -> float:
     """Return the maximum over all ranks, so that all ranks compute the same plan."""
-    found = torch.tensor([seconds], dtype=torch.float64, device="cpu")
-    _reduce(found, ReduceOp.MAX, "plan.slowest")
-    return float(found)
+    found = torch.tensor([value], dtype=torch.float64, device="cpu")
+    return float(engine.current_runtime().allreduce_(found, "plan.slowest", Reduce(ReduceOp.MAX)))
 
 
 def _segments() -> tuple[int, int]:
@@ -268,13 +261,21 @@ def _factor_s(parameters: Sequence[torch.Tensor], rank: int) -> float:
     return _slowest(best)
 
 
-def _work(parameters: Sequence[torch.Tensor], step_s: float, backward_s: float) -> StepWork:
-    return StepWork(
+def _planned(parameters: Sequence[torch.Tensor], step_s: float, backward_s: float) -> list[StepPrediction]:
+    """Measure the link, print the table on rank 0, and return its rows (collective)."""
+    work = StepWork(
         step_s=_slowest(step_s),
         backward_s=_slowest(backward_s),
         shapes=tuple(tuple(p.shape) for p in parameters),
         factor_s={rank: _factor_s(parameters, rank) for rank in (1, 2, 4, 8)},
     )
+    link = measure_link()
+    found = predict(link, work)
+    meter.link_bytes_per_s = link.bandwidth / 8
+    if rank() == 0:
+        meter.event("plan", advice(found))
+        print(table(link, work, found), flush=True)
+    return found
 
 
 def plan(
@@ -304,8 +305,7 @@ def plan(
         backward_s.append(times[2] - times[1])
         step_s.append(times[3] - times[0])
     parameters = [p for p in model.parameters() if p.requires_grad]
-    work = _work(parameters, statistics.median(step_s[_WARM_UP:]), statistics.median(backward_s[_WARM_UP:]))
-    return _shown(measure_link(), work)
+    return _planned(parameters, statistics.median(step_s[_WARM_UP:]), statistics.median(backward_s[_WARM_UP:]))
 
 
 def _default_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
@@ -313,15 +313,6 @@ def _default_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         return model(batch).float().square().mean()
     inputs, classes = batch
     return torch.nn.functional.cross_entropy(model(inputs), classes)
-
-
-def _shown(link: NetworkLink, work: StepWork) -> list[StepPrediction]:
-    found = predict(link, work)
-    meter.link_bytes_per_s = link.bandwidth / 8
-    if rank() == 0:
-        meter.event("plan", advice(found))
-        print(table(link, work, found), flush=True)
-    return found
 
 
 class CompressionPlanner:
@@ -341,5 +332,5 @@ class CompressionPlanner:
             step_s, backward_s, blocked_s = (
                 (new - old) / _NUM_STEPS for new, old in zip(now, self._before, strict=True)
             )
-            _shown(measure_link(), _work(parameters, step_s - blocked_s, backward_s))
+            _planned(parameters, step_s - blocked_s, backward_s)
             raise SystemExit(0)
