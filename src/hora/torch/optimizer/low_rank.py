@@ -14,8 +14,9 @@ announcements.
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -29,64 +30,43 @@ from hora.torch.optimizer.reducer import ReduceOptions, Reducer, Reduction
 # Of the data sent. Each bucket is a round trip, so smaller ones would be slow on a link with high latency.
 BUCKET_BYTES = 512 * 2**10
 
-
-class _Flat:
-    """Layout of one buffer: a matrix for each shape, followed by uncompressed parameters."""
-
-    def __init__(
-        self, name: str, shapes: Sequence[tuple[int, int]], rest: Sequence[torch.Tensor] = (), *, like: torch.Tensor
-    ) -> None:
-        self._shapes, self._rest = shapes, rest
-        self._sizes = [*(rows * columns for rows, columns in shapes), *(p.numel() for p in rest)]
-        self.layout = Layout(name, sum(self._sizes), working_dtype(like), like.device)
-
-    def divide(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the matrices and the uncompressed part as views."""
-        parts = flat.split(self._sizes)
-        matrices = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=False)]
-        return matrices, [part.view(p.shape) for part, p in zip(parts[len(self._shapes) :], self._rest, strict=True)]
+_Kind = tuple[torch.dtype, torch.device]
 
 
 class _Bucket:
-    """Parameters whose factors P are sent together. `second` holds their factors Q, transposed."""
+    """Parameters whose factors P are sent together, followed by the uncompressed ones. Tensors are found by id."""
 
     def __init__(
         self,
         options: ReduceOptions,
-        parameters: Sequence[torch.Tensor],
         memory: PowerSGDMemory,
-        layout: _Flat,
+        parameters: Sequence[torch.Tensor],
         flat: torch.Tensor,
         reduction: Reduction,
-        second: Sequence[torch.Tensor],
     ) -> None:
-        self._options, self._memory, self._second = options, memory, second
-        self.parameters = parameters
+        self._options, self._memory, self._flat = options, memory, flat
+        self.parameters, self.reduction = parameters, reduction
         self.matrices = [p for p in parameters if memory.rank_of(p)]
-        self._rest = [p for p in parameters if not memory.rank_of(p)]
-        self.reduction, self._flat = reduction, flat
-        self._first, self._places = layout.divide(flat)
-        # By id: the index of a matrix, or the complement of the index of an uncompressed parameter.
-        self._index = {id(p): index for index, p in enumerate(self.matrices)}
-        self._index |= {id(p): ~index for index, p in enumerate(self._rest)}
-        self.factors: list[torch.Tensor] = []  # Q of this step
+        # P of a matrix, and the gradients of others.
+        self._first = _divided(flat, {id(p): _first_shape(p, memory) for p in parameters})
+        self.second: dict[int, torch.Tensor] = {}  # Q of a matrix, transposed
+        self.factors: dict[int, torch.Tensor] = {}  # Q of this step
         self.num_ready = 0
 
     def fill(self, parameter: torch.Tensor) -> None:
         """Compute P from a parameter's gradient, or copy an uncompressed gradient into the buffer."""
-        index = self._index[id(parameter)]
-        gradient = parameter.grad
-        if index >= 0:
+        gradient, place = parameter.grad, self._first[id(parameter)]
+        q = self.factors.get(id(parameter))
+        if q is not None:
             error = self._memory.error(parameter)
             if gradient is not None:
                 error.add_(gradient.detach())
-            q = self.factors[index]
             orthonormalise_(q)
-            torch.mm(_matrix(error), q, out=self._first[index])
+            torch.mm(_matrix(error), q, out=place)
         elif gradient is None:
-            self._places[~index].zero_()
+            place.zero_()
         else:
-            self._places[~index].copy_(gradient.detach())
+            place.copy_(gradient.detach())
         self.num_ready += 1
 
     def make_second(self) -> None:
@@ -95,7 +75,8 @@ class _Bucket:
         # An infinity on one rank makes the sum infinite on all, so they decide alike. Gradients then become non-finite,
         # as a GradScaler expects, and the residuals are lost.
         finite = bool(torch.isfinite(self._flat.sum()))
-        for parameter, p, q in zip(self.matrices, self._first, self._second, strict=True):
+        for parameter in self.matrices:
+            p, q = self._first[id(parameter)], self.second[id(parameter)]
             if finite:
                 orthonormalise_(p)
                 # Transposed: Pᵀ M takes half the time of Mᵀ P, which reads M across rows.
@@ -108,11 +89,15 @@ class _Bucket:
         """Write the products of the factors into the gradients, once the sum of all Q is complete."""
         size = self._options.num_members
         times = 1.0 if self._options.op == ReduceOp.AVERAGE else float(size)
-        for parameter, p, new, q in zip(self.matrices, self._first, self._second, self.factors, strict=True):
-            error = self._memory.error(parameter)
+        for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            gradient = parameter.grad.detach()
+            gradient, p = parameter.grad.detach(), self._first[id(parameter)]
+            q = self.factors.get(id(parameter))
+            if q is None:
+                gradient.copy_(p.mul_(times / size))
+                continue
+            error, new = self._memory.error(parameter), self.second[id(parameter)]
             new.div_(size)
             q.copy_(new.t())
             if gradient.is_contiguous() and gradient.dtype is error.dtype:
@@ -122,22 +107,30 @@ class _Bucket:
             _matrix(error).addmm_(p, new, alpha=-1)
             if times != 1.0:
                 gradient.mul_(times)
-        if not all(bool(torch.isfinite(q.sum())) for q in self.factors):
+        if not all(bool(torch.isfinite(q.sum())) for q in self.factors.values()):
             self._memory.forget(self.matrices)
-        for parameter, place in zip(self._rest, self._places, strict=True):
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            parameter.grad.detach().copy_(place.mul_(times / size))
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(tensor.shape[0], -1)
 
 
+def _first_shape(parameter: torch.Tensor, memory: PowerSGDMemory) -> tuple[int, ...]:
+    """Return the shape of P, or that of an uncompressed gradient."""
+    rank = memory.rank_of(parameter)
+    return (parameter.shape[0], rank) if rank else tuple(parameter.shape)
+
+
+def _divided(flat: torch.Tensor, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, torch.Tensor]:
+    """Return consecutive views of these shapes."""
+    parts = flat.split([math.prod(shape) for shape in shapes.values()])
+    return {key: part.view(shape) for (key, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
 def _plan(parameters: Sequence[torch.Tensor], memory: PowerSGDMemory) -> list[list[torch.Tensor]]:
-    """Divide the parameters, in this order, into buckets of one dtype and device."""
-    filling: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    num_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
+    """Divide the parameters, in this order, into buckets of one dtype and device, the compressed ones first in each."""
+    filling: dict[_Kind, list[torch.Tensor]] = {}
+    num_bytes: dict[_Kind, int] = {}
     buckets = []
     for parameter in parameters:
         kind = (working_dtype(parameter), parameter.device)
@@ -145,9 +138,8 @@ def _plan(parameters: Sequence[torch.Tensor], memory: PowerSGDMemory) -> list[li
             filling[kind], num_bytes[kind] = [], 0
             buckets.append(filling[kind])
         filling[kind].append(parameter)
-        rank = memory.rank_of(parameter)
-        num_bytes[kind] += kind[0].itemsize * (rank * parameter.shape[0] if rank else parameter.numel())
-    return buckets
+        num_bytes[kind] += kind[0].itemsize * math.prod(_first_shape(parameter, memory))
+    return [sorted(bucket, key=lambda p: not memory.rank_of(p)) for bucket in buckets]
 
 
 class LowRankReducer(Reducer):
@@ -164,35 +156,29 @@ class LowRankReducer(Reducer):
         label: str,
     ) -> None:
         self._runtime, self._memory, self._others = runtime, memory, others
-        planned = _plan(parameters, memory)
-        first = [self._first(members, f"{label}.P.{number}") for number, members in enumerate(planned)]
-        matrices: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for parameter in parameters:
-            if memory.rank_of(parameter):
-                matrices.setdefault((working_dtype(parameter), parameter.device), []).append(parameter)
-        second = [self._second(alike, f"{label}.Q.{number}") for number, alike in enumerate(matrices.values())]
-        layouts = [flat.layout for flat in (*first, *second)]
+        planned, layouts = _plan(parameters, memory), list[Layout]()
+        for number, members in enumerate(planned):
+            size = sum(math.prod(_first_shape(p, memory)) for p in members)
+            layouts.append(Layout(f"{label}.P.{number}", size, working_dtype(members[0]), members[0].device))
+        seconds: dict[_Kind, dict[int, tuple[int, ...]]] = {}  # shapes of Q, transposed; each dtype and device together
+        for p in parameters:
+            if rank := memory.rank_of(p):
+                seconds.setdefault((working_dtype(p), p.device), {})[id(p)] = (rank, p.numel() // p.shape[0])
+        for number, (kind, shapes) in enumerate(seconds.items()):
+            layouts.append(Layout(f"{label}.Q.{number}", sum(map(math.prod, shapes.values())), *kind))
         flats, self._reductions = make_reductions(runtime, options, layouts)
-        self._seconds = self._reductions[len(first) :]
+        self._seconds = self._reductions[len(planned) :]
         self._due: list[Reduction] = []  # of this step; all members compute them
-        room: dict[int, torch.Tensor] = {}
-        for alike, layout, flat in zip(matrices.values(), second, flats[len(first) :], strict=True):
-            room.update((id(p), place) for p, place in zip(alike, layout.divide(flat)[0], strict=True))
         self._buckets = [
-            _Bucket(options, members, memory, layout, flat, each, [room[id(p)] for p in members if id(p) in room])
-            for members, layout, flat, each in zip(planned, first, flats, self._reductions, strict=False)
+            _Bucket(options, memory, members, flat, reduction)
+            for members, flat, reduction in zip(planned, flats, self._reductions, strict=False)
         ]
         self._of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters}
+        for shapes, flat in zip(seconds.values(), flats[len(planned) :], strict=True):
+            for key, place in _divided(flat, shapes).items():
+                self._of[key].second[key] = place
         self._in_step = False
         weakref.finalize(self, release_all, self._reductions)
-
-    def _first(self, members: Sequence[torch.Tensor], name: str) -> _Flat:
-        ranks = [(p, self._memory.rank_of(p)) for p in members]
-        shapes = [(p.shape[0], rank) for p, rank in ranks if rank]
-        return _Flat(name, shapes, [p for p, rank in ranks if not rank], like=members[0])
-
-    def _second(self, matrices: Sequence[torch.Tensor], name: str) -> _Flat:
-        return _Flat(name, [(self._memory.rank_of(p), p.numel() // p.shape[0]) for p in matrices], like=matrices[0])
 
     def ready(self, parameter: torch.Tensor) -> None:
         if not self._in_step:
@@ -215,7 +201,7 @@ class LowRankReducer(Reducer):
         self._due = list(self._reductions)
         factors = iter(self._memory.factors([p for bucket in self._buckets for p in bucket.matrices]))
         for bucket in self._buckets:
-            bucket.factors = [next(factors) for _ in bucket.matrices]
+            bucket.factors = {id(parameter): next(factors) for parameter in bucket.matrices}
 
     def _wait(self, reduction: Reduction) -> None:
         """Wait for a reduction of this step, starting it if needed."""
