@@ -287,7 +287,6 @@ class LocalOptimizer(_DistributedOptimizer):
     _fragments: Sequence[_Fragment] = ()
     _entered = False
     _num_joins = 0
-    _loaded: dict[str, Any] | None = None
 
     # --- inside the host ---------------------------------------------------------------------------------------------
 
@@ -409,13 +408,6 @@ class LocalOptimizer(_DistributedOptimizer):
         """Divide the parameters into fragments. Their values, equal before the first step, are the first anchors."""
         settings, parameters = self._settings, parameters_of(self)
         self._make_anchors(parameters)
-        if self._loaded is not None:
-            loaded, self._loaded = self._loaded, None
-            if [a.shape for a in loaded["anchors"]] != [a.shape for a in self._anchors]:
-                raise ValueError("the loaded outer state belongs to a model with other parameters")
-            for anchor, kept in zip(self._anchors, loaded["anchors"], strict=True):
-                anchor.copy_(kept)
-            self.outer.load_state_dict(loaded["optimizer"])
         made, begin = list[_Fragment](), 0
         for number, end in enumerate(_near_even([p.numel() for p in parameters], settings.fragments)):
             some, anchors = parameters[begin:end], self._anchors[begin:end]
@@ -490,9 +482,7 @@ class LocalOptimizer(_DistributedOptimizer):
         It can be loaded on any number of hosts and with other settings; a plain optimizer can load its part.
         """
         state = super().state_dict(*args, **kwargs)
-        if self._loaded is not None:
-            state["outer"] = self._loaded
-        elif self._anchors:
+        if self._anchors:
             state["outer"] = {
                 "num_steps": self._num_steps,
                 "anchors": [anchor.detach() for anchor in self._anchors],
@@ -505,11 +495,16 @@ class LocalOptimizer(_DistributedOptimizer):
         self._give_up_fragments()
         super().load_state_dict(state_dict, *args, **kwargs)
         kept = state_dict.get("outer")
-        if kept is not None:
-            self._loaded = {**kept, "anchors": [anchor.clone() for anchor in kept["anchors"]]}
-            self._num_steps = int(kept["num_steps"])
-        else:
-            self._loaded, self._anchors, self._num_steps = None, (), 0
+        if kept is None:
+            self._anchors, self._num_steps = (), 0
+            return
+        self._make_anchors(parameters_of(self))
+        if [a.shape for a in kept["anchors"]] != [a.shape for a in self._anchors]:
+            raise ValueError("the loaded outer state belongs to a model with other parameters")
+        for anchor, value in zip(self._anchors, kept["anchors"], strict=True):
+            anchor.copy_(value)
+        self.outer.load_state_dict(kept["optimizer"])
+        self._num_steps = int(kept["num_steps"])
 
 
 def _near_even(sizes: Sequence[int], num_parts: int) -> list[int]:
