@@ -12,7 +12,7 @@ import tensorflow as tf
 from hvd_session import even_and_odd, raises, values
 
 import horovod.tensorflow as hvd
-from hora.torch.arrays import as_numpy
+from hora.keras.values import as_numpy
 
 __all__ = ["DTYPES", "FLOATS", "MOVED", "SMALL", "check", "mine", "of_all", "raises", "session"]
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from hora.errors import HorovodInternalError
-from hora.keras.values import assign_values, keras_version, optimizer_variables, read_values
-from hora.torch.arrays import as_numpy, as_torch
+from hora.keras.values import as_numpy, as_torch, assign_values, keras_version, optimizer_variables, read_values
 from hora.torch.basics import rank
 from hora.torch.elastic.loop import reset, run_fn
 from hora.torch.elastic.state import ObjectState

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 import hora.torch as hvd
-from hora.torch.arrays import as_numpy, as_torch
 from hora.torch.basics import generation
 from hora.torch.functions import broadcast_tensors
 from hora.torch.reduce_op import Average, Sum
@@ -60,6 +59,28 @@ class StartCheck:
             raise ValueError(f"{text} (after {self._num_calls} steps, on rank {hvd.rank()})")
         if hvd.rank() == 0:
             log.warning("%s", text)
+
+
+def as_torch(array: Any) -> torch.Tensor:
+    """Return a tensor that shares the array's memory; copies read-only arrays and layouts unknown to torch.
+
+    numpy has no bfloat16 of its own: such arrays have the dtype of `ml_dtypes`, and are converted through their bits.
+    """
+    array = np.asarray(array)
+    if not (array.flags.c_contiguous and array.flags.writeable):
+        array = array.copy(order="C")
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def as_numpy(tensor: torch.Tensor) -> Any:
+    """Return an array that shares the memory of a CPU tensor."""
+    if tensor.dtype is torch.bfloat16:
+        import ml_dtypes
+
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
 
 
 def to_numpy(value: Any) -> Any:

@@ -17,7 +17,7 @@ import hora.torch as hvd
 from hora.keras import callbacks as methods
 from hora.keras import elastic
 from hora.keras.optimizer import DistributedOptimizer
-from hora.keras.values import optimizer_variables
+from hora.keras.values import as_numpy, as_torch, optimizer_variables
 from hora.safe_load import load_torch
 from hora.spark.estimator.packing import RankSpec, TrainingResult
 from hora.spark.estimator.training import (
@@ -31,7 +31,6 @@ from hora.spark.estimator.training import (
     run_folder,
 )
 from hora.spark.keras.packing import as_inputs, pack_model, unpack, unpack_model
-from hora.torch.arrays import as_numpy, as_torch
 
 _CPU = torch.device("cpu")
 

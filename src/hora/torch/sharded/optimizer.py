@@ -99,7 +99,8 @@ class SliceCopies:
             return
         shards, mine = self._shards, self._views()
         payload = torch.cat([part.contiguous().view(torch.uint8) for part in mine.values()])
-        size, away = shards.num_members, shards.num_apart
+        size, most = shards.num_members, max(len(host) for host in shards.runtime.hosts)
+        away = most if most < size else 1  # to a rank on another host, if there are several
         splits = [0] * size
         splits[(shards.member + away) % size] = len(payload)
         request = shards.runtime.submit(Kind.ALLTOALL, [payload], name="sharded.copies", splits=splits)

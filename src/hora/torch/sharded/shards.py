@@ -47,17 +47,18 @@ class ShardBucket:
         spec: BucketSpec,
         values: torch.Tensor,
         gradients: torch.Tensor,
-        begin: int,
-        end: int,
         reduction: Reduction,
+        options: ReduceOptions,
         *,
         scale: float,
     ) -> None:
         self.spec = spec
         self.values = values  # parameters: the same memory on all members if shared
-        self.begin, self.end = begin, end
+        share = spec.num_elements // options.num_members
+        self.begin, self.end = options.member * share, (options.member + 1) * share
         out = reduction.out if spec.dtype is values.dtype else None
-        self.gradient = torch.zeros_like(values[begin:end]) if out is None else out  # of this rank's slice
+        # Of this rank's slice.
+        self.gradient = torch.zeros_like(values[self.begin : self.end]) if out is None else out
         self.before: ShardBucket | None = None  # uses the same place of gradients earlier in this step
         self.held: list[tuple[int, torch.Tensor | None]] = []  # gradients that arrived while the place was in use
         self.num_ready = 0
@@ -182,9 +183,8 @@ class Shards(Reducer):
         values, self._gathers = make_reductions(self.runtime, options, gathers)
         gradients, reductions = make_reductions(self.runtime, options, scatters)
         for spec, its, gradient, reduction in zip(specs, values, gradients, reductions, strict=True):
-            begin, end = self._slice_of(spec)
             scale = options.early_scale(spec.dtype)
-            self.buckets.append(ShardBucket(spec, its, gradient, begin, end, reduction, scale=scale))
+            self.buckets.append(ShardBucket(spec, its, gradient, reduction, options, scale=scale))
 
     def _make_shared_buckets(
         self, specs: Sequence[BucketSpec], memory: SharedMemory, schedule: ReductionSchedule
@@ -203,10 +203,10 @@ class Shards(Reducer):
             num_bytes = spec.num_elements * spec.dtype.itemsize
             of_all = [place[:num_bytes].view(spec.dtype) for place in places[index % NUM_PLACES]]
             mine = of_all[self.member]
-            begin, end = self._slice_of(spec)
+            slice_of_mine = mine.chunk(self.num_members)[self.member]
             # No other member reads this rank's slice of its own gradients, so the reduced slice can overwrite it, if
             # the place is not reused.
-            out = torch.zeros(end - begin, dtype=spec.dtype, device="cpu") if in_turn else mine[begin:end]
+            out = torch.zeros_like(slice_of_mine) if in_turn else slice_of_mine
             # Small gradients are copied together, so scaling them on the way would cost an extra call.
             scale, reduce = options.early_scale(spec.dtype), options.reduce_after_early_scale(spec.dtype)
             small = all(parameter.numel() * spec.dtype.itemsize < SMALL_BYTES for parameter in spec.parameters)
@@ -215,21 +215,10 @@ class Shards(Reducer):
             reduction = SharedMemoryReduction(
                 schedule, Kind.REDUCESCATTER, [of_all], name=spec.name, reduce=reduce, out=out, ends_together=in_turn
             )
-            bucket = ShardBucket(spec, values, mine, begin, end, reduction, scale=scale)
+            bucket = ShardBucket(spec, values, mine, reduction, options, scale=scale)
             if index >= NUM_PLACES:
                 bucket.before = self.buckets[index - NUM_PLACES]
             self.buckets.append(bucket)
-
-    @property
-    def num_apart(self) -> int:
-        """Distance to the member that keeps a copy of this member's slices: on another host, if there are several."""
-        most = max(len(host) for host in self.runtime.hosts)
-        return most if most < self.num_members else 1
-
-    def _slice_of(self, spec: BucketSpec) -> tuple[int, int]:
-        """Return begin and end of this rank's slice of a bucket."""
-        share = spec.num_elements // self.num_members
-        return self.member * share, (self.member + 1) * share
 
     @staticmethod
     def num_bytes(specs: Sequence[BucketSpec], num_members: int) -> int:
