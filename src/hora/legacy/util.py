@@ -32,13 +32,10 @@ TOTAL_BUFFER_MEMORY_CAP_GIB = 4
 EXTENSIONS = ["tensorflow", "torch", "mxnet"]
 _SUPPORTED = ("torch", "tensorflow")
 
-F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 
-def _cache(f: F) -> F:
-    """Cache the results of `f` for hashable arguments."""
-    return functools.lru_cache(maxsize=None)(f)  # type: ignore[return-value]
+_cache = functools.cache
 
 
 @_cache

@@ -96,7 +96,7 @@ class GraphOptimizer(_V1Optimizer):
         pairs, helper = list(grads_and_vars), self._agg_helper
         if helper is None:
             return self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
-        if not helper.has_gradients:
+        if helper.is_last is None:
             raise ValueError(
                 f"rank {rank()}: with backward_passes_per_step={helper.backward_passes_per_step} gradients come from "
                 f"compute_gradients() of {self.get_name()}; call it, or minimize(), before apply_gradients()"
@@ -125,7 +125,7 @@ class LocalAggregation:
         self._reduce = reduce
         self._sums: dict[int, Any] = {}
         self._graph: Any = None  # owner of these variables; None outside of sessions
-        self._is_last: Any = None  # whether the latest gradients complete a step
+        self.is_last: Any = None  # whether the latest gradients complete a step
 
     def compute_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Accumulate gradients; returns the reduced sums in every `passes`-th call, otherwise the sums."""
@@ -139,7 +139,7 @@ class LocalAggregation:
         with tf.control_dependencies(list(new.values())):
             added = [self._sums[id(variables[i])].assign_add(gradient) for i, gradient in new.items()]
             count = tf.identity(self.counter.assign_add(1))
-        self._is_last = tf.equal(count, self.backward_passes_per_step)
+        self.is_last = tf.equal(count, self.backward_passes_per_step)
         scale = 1.0 / self.backward_passes_per_step if self.average_aggregated_gradients else 1.0
 
         def reduce() -> list[Any]:
@@ -147,27 +147,23 @@ class LocalAggregation:
             return self._reduce(scaled, [variables[i] for i in known])
 
         with tf.control_dependencies(added):
-            results = tf.cond(self._is_last, reduce, lambda: [total.read_value() for total in sums])
+            results = tf.cond(self.is_last, reduce, lambda: [total.read_value() for total in sums])
         with tf.control_dependencies(results):
-            renewed = tf.cond(self._is_last, lambda: self._renew(sums), lambda: tf.constant(False))
+            renewed = tf.cond(self.is_last, lambda: self._renew(sums), lambda: tf.constant(False))
         with tf.control_dependencies([renewed]):
             outputs = dict(zip(known, [tf.identity(result) for result in results], strict=True))
         return [outputs.get(i) for i in range(len(gradients))]
 
     def apply_gradients(self, apply: Callable[[], Any], count: Callable[[], Any]) -> Any:
         """Call `apply` if the latest gradients complete a step, otherwise `count`."""
-        assert self._is_last is not None
+        assert self.is_last is not None
 
         def chosen(update: Callable[[], Any], answer: bool) -> Any:
             done = update()
             with tf.control_dependencies([] if done is None or tf.executing_eagerly() else [done]):
                 return tf.constant(answer)
 
-        return tf.cond(self._is_last, lambda: chosen(apply, True), lambda: chosen(count, False))
-
-    @property
-    def has_gradients(self) -> bool:
-        return self._is_last is not None
+        return tf.cond(self.is_last, lambda: chosen(apply, True), lambda: chosen(count, False))
 
     def _renew(self, sums: Sequence[Any]) -> Any:
         zeroed = [variable.assign(tf.zeros_like(variable)) for variable in [self.counter, *sums]]
@@ -233,12 +229,12 @@ class GradientReduction:
 
         Ranks outside the process set keep their gradients.
         """
-        results = list(gradients)
-        if _single_process() or (registered_id(self.process_set) and not self.process_set.included()):
+        results, world = list(gradients), engine.current_runtime().world
+        alone = world.size == 1 and not world.elastic  # now and later
+        if alone or (registered_id(self.process_set) and not self.process_set.included()):
             return results
         if engine.current_runtime().config.nan_check:
-            finite = _check_finite(gradients, variables)
-            with tf.control_dependencies([finite]):
+            with tf.control_dependencies([_check_finite(gradients, variables)]):
                 gradients = [
                     None if g is None else tf.nest.map_structure(tf.identity, g, expand_composites=True)
                     for g in gradients
@@ -458,12 +454,6 @@ def _buckets(tensors: Sequence[Any]) -> list[list[Any]]:
         buckets[-1].append(tensor)
         size += (tensor.shape.num_elements() or 0) * tensor.dtype.size
     return buckets
-
-
-def _single_process() -> bool:
-    """Return whether this process is, and will be, the only one."""
-    world = engine.current_runtime().world
-    return world.size == 1 and not world.elastic
 
 
 class _DistributedTape:

@@ -20,16 +20,6 @@ from hora.torch.reduce_op import Sum
 class SyncBatchNorm(_BatchNorm):
     """Like `torch.nn.BatchNorm*d`, with statistics over the batches of all ranks; input of two or more dimensions."""
 
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-    ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats)
-
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")

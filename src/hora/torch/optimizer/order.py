@@ -19,6 +19,7 @@ from hora import engine
 from hora.engine.request import ReduceOp
 from hora.errors import HorovodInternalError
 from hora.torch.compression import Int8Compressor, NoneCompressor, PowerSGD, described, wire_dtype
+from hora.torch.functions import allgather_object
 from hora.torch.optimizer.autotune import DEFAULT, Autotuner
 from hora.torch.optimizer.bucket_plan import BucketSpec, is_channels_last, plan_buckets
 from hora.torch.optimizer.buckets import Buckets, make_buckets
@@ -237,8 +238,6 @@ def in_common_order(
     parameters: Sequence[torch.Tensor], names: dict[torch.Tensor, str], process_set: ProcessSet
 ) -> Sequence[torch.Tensor]:
     """Return the parameters in the order of the set's first member (collective)."""
-    from hora.torch.functions import allgather_object
-
     mine = {names[parameter]: parameter for parameter in parameters}
     of_all: list[list[str]] = allgather_object(list(mine), name="optimizer.groups", process_set=process_set)
     for member, others in enumerate(of_all):
@@ -259,8 +258,6 @@ def _told(parameter: torch.Tensor, names: dict[torch.Tensor, str]) -> tuple[str,
 
 
 def _raise_difference(mine: list[tuple[str, tuple[int, ...], str]], options: ReduceOptions) -> None:
-    from hora.torch.functions import allgather_object
-
     told = (described(options.compression), mine)
     compressions, of_all = zip(
         *allgather_object(told, name="optimizer.parameters", process_set=options.process_set), strict=True

@@ -13,6 +13,7 @@ import torch
 
 from hora import engine
 from hora.engine.request import Kind
+from hora.torch.ops import sparse_allreduce_async
 from hora.torch.optimizer.parameters import no_rows
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer, summed
 
@@ -21,13 +22,12 @@ Parameter = torch.Tensor
 
 @dataclass(slots=True)
 class _Unit:
-    """Parameters that are reduced together, and their progress in this step."""
+    """Parameters that are reduced together, and how many of them are ready in this step."""
 
     name: str
     parameters: Sequence[Parameter]
     grouped: bool
     num_ready: int = 0
-    finish: Callable[[], None] | None = None
 
 
 class PerParameterReducer(Reducer):
@@ -48,7 +48,7 @@ class PerParameterReducer(Reducer):
         self._options = options
         names = options.names
         self._units: dict[Parameter, _Unit] = {}
-        self._submitted: list[_Unit] = []
+        self._submitted: list[Callable[[], None]] = []  # each waits for a reduction and takes its results
         self._waiting: list[_Unit] = []
         self._layouts_agreed = sparse is not None or options.sparse_as_dense
         self.sparse: set[Parameter] = set(sparse or ())  # a missing gradient of these is sparse and empty
@@ -66,8 +66,9 @@ class PerParameterReducer(Reducer):
         unit = self._units[parameter]
         unit.num_ready += 1
         if unit.num_ready == len(unit.parameters):
+            unit.num_ready = 0
             if self._layouts_agreed or all(p.grad is not None and not p.grad.is_sparse for p in unit.parameters):
-                self._submit(unit)
+                self._submitted.append(self._start(unit))
             else:
                 self._waiting.append(unit)
 
@@ -76,13 +77,11 @@ class PerParameterReducer(Reducer):
             try:
                 self._agree_on_layouts()
             except BaseException:
-                self._forget()
+                self._submitted, self._waiting = [], []  # ranks that disagree would wait for one another
                 raise
         submitted, self._submitted = self._submitted, []
         first_error: Exception | None = None
-        for unit in submitted:
-            finish, unit.finish, unit.num_ready = unit.finish, None, 0
-            assert finish is not None, unit.name
+        for finish in submitted:
             try:
                 finish()
             except Exception as error:  # every handle must be collected, even if another fails
@@ -105,27 +104,21 @@ class PerParameterReducer(Reducer):
         self.sparse |= {parameter for parameter, total in zip(parameters, sums, strict=True) if total > size}
         self._layouts_agreed = num_members == size and all(sums)  # a joined rank has no layouts yet
         waiting, self._waiting = self._waiting, []
-        for unit in waiting:
-            self._submit(unit)
-
-    def _forget(self) -> None:
-        """Discard this step's reductions: ranks that disagree would wait for one another."""
-        for unit in (*self._submitted, *self._waiting):
-            unit.finish, unit.num_ready = None, 0
-        self._submitted, self._waiting = [], []
-
-    def _submit(self, unit: _Unit) -> None:
-        unit.finish = self._start(unit)
-        self._submitted.append(unit)
+        self._submitted += [self._start(unit) for unit in waiting]
 
     def _start(self, unit: _Unit) -> Callable[[], None]:
+        """Start reducing the gradients of a unit; returns a function that waits and puts the results back."""
+        options = self._options
         tensors: list[torch.Tensor] = []
         put_back: list[Callable[[torch.Tensor], None]] = []
-        sparse: list[Callable[[], None]] = []
-        code = self._options.code_for(unit.parameters)
+        sparse: list[tuple[Parameter, Callable[[], torch.Tensor]]] = []
+        code = options.code_for(unit.parameters)
         for parameter in unit.parameters:
             if self._reduces_sparse(parameter):
-                sparse.append(_submit_sparse(parameter, self._options))
+                gradient, name = parameter.grad, options.names[parameter]
+                assert gradient is not None, name
+                reduced = sparse_allreduce_async(gradient, name=name, op=options.op, process_set=options.process_set)
+                sparse.append((parameter, reduced))
             else:
                 tensor, give_back = self._prepare(parameter, compress=not code)
                 tensors.append(tensor)
@@ -138,16 +131,16 @@ class PerParameterReducer(Reducer):
                 outputs=tensors,
                 name=unit.name,
                 grouped=unit.grouped,
-                reduce=self._options.reduce._replace(code=code),
-                process_set_id=self._options.process_set_id,
+                reduce=options.reduce._replace(code=code),
+                process_set_id=options.process_set_id,
             )
 
         def finish() -> None:
             if request is not None:
                 for give_back, tensor in zip(put_back, request.result(), strict=True):
                     give_back(tensor)
-            for finish_sparse in sparse:
-                finish_sparse()
+            for parameter, reduced in sparse:
+                parameter.grad = reduced()
 
         return finish
 
@@ -182,16 +175,3 @@ class PerParameterReducer(Reducer):
                 parameter.grad.detach().copy_(result)
 
         return tensor.contiguous(), put_back
-
-
-def _submit_sparse(parameter: Parameter, options: ReduceOptions) -> Callable[[], None]:
-    from hora.torch.ops import sparse_allreduce_async  # only needed for sparse gradients
-
-    gradient, name = parameter.grad, options.names[parameter]
-    assert gradient is not None, name
-    finish = sparse_allreduce_async(gradient, name=name, op=options.op, process_set=options.process_set)
-
-    def put_back() -> None:
-        parameter.grad = finish()
-
-    return put_back
