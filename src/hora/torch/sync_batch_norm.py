@@ -105,7 +105,7 @@ class _Normalise(torch.autograd.Function):
         grad_weight = grad_bias = grad_input = None
         if weight is not None:
             grad_weight = (sums[channels:] * inverse_std).to(weight.dtype)
-            grad_bias = sums[:channels].to(weight.dtype)
+            grad_bias = sums[:channels].to(weight.dtype) if ctx.needs_input_grad[2] else None
         # Every rank takes part because another rank may need the sums.
         totals = allreduce_(sums.clone(), op=Sum) / count.clamp(min=1)
         if ctx.needs_input_grad[0]:
