@@ -26,13 +26,11 @@ from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util
 from torch.utils import dlpack
 
-from hora import engine
-from hora.engine.request import Kind, Reduce
+from hora.engine.request import Kind
 from hora.errors import HorovodInternalError
 from hora.tensorflow.kernel import Execution, Work, add_operation
 from hora.torch.basics import rank
-from hora.torch.collective import Collective, repeated_allreduce, run
-from hora.torch.process_sets import registered_id
+from hora.torch.collective import Collective, hand_over, repeated_allreduce, run
 
 _ALIGNMENT = 64
 
@@ -195,17 +193,7 @@ def _submit(collective: Collective, execution: Execution) -> None:
     outputs = None
     if collective.kind in (Kind.ALLREDUCE, Kind.BROADCAST):
         outputs = [execution.output(i, tensor.shape, tensor.dtype) for i, tensor in enumerate(tensors)]
-    request = engine.current_runtime().submit(
-        collective.kind,
-        tensors,
-        outputs=outputs,
-        name=execution.name,
-        reduce=Reduce(int(collective.op), float(collective.prescale), float(collective.postscale)),
-        root_rank=collective.root_rank,
-        splits=collective.splits,
-        process_set_id=registered_id(collective.process_set),
-        grouped=collective.grouped,
-    )
+    request = hand_over(collective._replace(name=execution.name), tensors, outputs)
 
     def finish() -> None:
         try:

@@ -54,7 +54,7 @@ _next_handle = itertools.count()
 
 def submit(collective: Collective, tensors: Sequence[Tensor], *, in_place: bool = False) -> int:
     """Start a collective on the engine's background thread and return its handle."""
-    return _handle_of(_hand_over(collective, tensors, in_place, background=True), collective)
+    return _handle_of(hand_over(collective, tensors, tensors if in_place else None), collective)
 
 
 def _handle_of(request: Request, collective: Collective) -> int:
@@ -77,7 +77,8 @@ def submit_repeated_allreduce_(tensor: Tensor, call: Arguments) -> int | None:
 
 def run(collective: Collective, tensors: Sequence[Tensor], *, in_place: bool = False) -> Tensors:
     """Run a collective on the calling thread, which saves a thread switch."""
-    return _results(collective, _hand_over(collective, tensors, in_place, background=False).result())
+    request = hand_over(collective, tensors, tensors if in_place else None, background=False)
+    return _results(collective, request.result())
 
 
 def repeated_allreduce(tensor: Tensor, in_place: bool, call: Arguments) -> Tensor | None:
@@ -186,7 +187,10 @@ def forget_handles() -> None:
     _in_flight.clear()
 
 
-def _hand_over(collective: Collective, tensors: Sequence[Tensor], in_place: bool, *, background: bool) -> Request:
+def hand_over(
+    collective: Collective, tensors: Sequence[Tensor], outputs: Sequence[Tensor] | None, *, background: bool = True
+) -> Request:
+    """Submit a collective to the engine. `outputs`: where its results go; None for new tensors."""
     kind, name, process_set, op, prescale, postscale, root_rank, splits, grouped, code = collective
     runtime = engine.current_runtime()
     if name is not None and not isinstance(name, str):
@@ -194,7 +198,7 @@ def _hand_over(collective: Collective, tensors: Sequence[Tensor], in_place: bool
     return runtime.submit(
         kind,
         tensors,
-        outputs=tensors if in_place else None,
+        outputs=outputs,
         name=name,
         reduce=Reduce(_whole_number(op, "op"), float(prescale), float(postscale), code),
         root_rank=_whole_number(root_rank, "root_rank"),
