@@ -16,7 +16,7 @@ from types import ModuleType
 
 _MODULES: dict[str, tuple[str, ...] | str] = {
     "horovod.common": (),
-    "horovod.common.basics": ("hora.legacy.mpi_ops: HorovodBasics", "hora.legacy.mpi_ops: MPI", "hora.torch.basics: *"),
+    "horovod.common.basics": ("hora.legacy.mpi_ops: HorovodBasics MPI", "hora.torch.basics: *"),
     "horovod.common.elastic": (
         "hora.errors: HorovodInternalError HostsUpdatedInterrupt",
         "hora.torch.elastic: ObjectState State notification_manager run_fn",
@@ -27,8 +27,7 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
         "get_version_mismatch_message",
     ),
     "horovod.common.process_sets": (
-        "hora.legacy.mpi_ops: HorovodBasics",
-        "hora.legacy.mpi_ops: MPI",
+        "hora.legacy.mpi_ops: HorovodBasics MPI",
         "hora.torch.process_sets: ProcessSet add_process_set global_process_set remove_process_set",
     ),
     "horovod.common.util": (
@@ -42,19 +41,16 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
     "horovod.ray.adapter": ("hora.ray.adapter: Adapter BaseParams",),
     "horovod.ray.elastic": (
         "ray.exceptions: GetTimeoutError",
-        "hora.ray.elastic: RayHostDiscovery=RaySlotDiscovery TestDiscovery",
-        "hora.ray.elastic: ElasticRayExecutor",
+        "hora.ray.elastic: ElasticRayExecutor RayHostDiscovery=RaySlotDiscovery TestDiscovery",
     ),
     "horovod.ray.elastic_v2": (
         "ray.exceptions: GetTimeoutError",
-        "hora.ray.elastic: RayHostDiscovery TestDiscovery",
-        "hora.ray.elastic: ElasticAdapter ElasticParams",
+        "hora.ray.elastic: ElasticAdapter ElasticParams RayHostDiscovery TestDiscovery",
     ),
     "horovod.ray.ray_logger": "hora.ray.ray_logger",
     "horovod.ray.runner": (
         "hora.ray.coordinator: Coordinator",
-        "hora.ray.executor: RayExecutor",
-        "hora.ray.executor: MiniSettings",
+        "hora.ray.executor: MiniSettings RayExecutor",
         "hora.ray.static: StaticAdapter StaticParams logger",
     ),
     "horovod.ray.strategy": ("hora.ray.strategy: BaseStrategy ColocatedStrategy PGStrategy create_placement_group",),
@@ -99,8 +95,7 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
     ),
     "horovod.runner.gloo_run": (
         "hora.legacy.rendezvous: create_run_env_vars create_slot_env_vars gloo_run gloo_run_elastic launch_gloo "
-        "launch_gloo_elastic _get_min_start_hosts=get_min_start_hosts",
-        "hora.legacy.rendezvous: RendezvousServer",
+        "launch_gloo_elastic _get_min_start_hosts=get_min_start_hosts RendezvousServer",
         "hora.launch.slots: get_host_assignments parse_hosts",
     ),
     "horovod.runner.http": (),
@@ -212,9 +207,8 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
         "hora.torch.reduce_op: handle_average_backwards_compatibility",
     ),
     "horovod.torch.optimizer": (
-        "hora.torch.optimizer.distributed: _DistributedAdasumOptimizer=DeltaOptimizer",
         "hora.torch.optimizer.base: _DistributedOptimizer",
-        "hora.torch.optimizer.distributed: DistributedOptimizer",
+        "hora.torch.optimizer.distributed: DistributedOptimizer _DistributedAdasumOptimizer=DeltaOptimizer",
     ),
     "horovod.torch.sync_batch_norm": ("hora.torch.sync_batch_norm: SyncBatchNorm _SyncBatchNorm=_Normalise",),
 }
