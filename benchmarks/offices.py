@@ -53,9 +53,7 @@ def offices(count: int, *, rate: str = "", delay: str = "0ms", loss: str = "0%")
     bad = delay_s(delay) or lost
     with badly_joined(addresses, delay_s=delay_s(delay), loss=lost) if bad else joined(addresses) as hosts:
         for host in hosts:
-            if (
-                bad and not lost
-            ):  # larger packets, of which the process forwards fewer; with losses their number matters
+            if bad and not lost:  # larger, so fewer packets for the process; with losses their number matters
                 host.run("ip", "link", "set", "cable", "mtu", "9000")
             if rate:
                 how = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]

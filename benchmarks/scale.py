@@ -272,7 +272,7 @@ def gather(workers: Sequence[Worker], key: str, groups: Sequence[str], values: S
 
 
 def meet(port: int, secret: bytes, workers: Sequence[Worker], ranks_per_host: int) -> None:
-    """Send what `hvd.init()` sends to the launcher."""
+    """Send the messages of `hvd.init()` to the launcher."""
     for worker in workers:
         worker.connect(("127.0.0.1", port), Credentials(worker_key(secret, worker.rank), JOB, worker.rank))
         worker.send({"op": "hello", "id": 0, "name": f"rank {worker.rank}", "worker": worker.rank})
@@ -329,7 +329,7 @@ class Neighbour:
 
 
 def agree(neighbours: Sequence[Neighbour], rank_0: Pipe, num_operations: int) -> float:
-    """Announce on all neighbours and wait for the rounds; returns rank 0's processor seconds."""
+    """Announce on all neighbours and wait for the rounds; return rank 0's processor seconds."""
     rank_0.send(num_operations)
     for neighbour in neighbours:
         neighbour.announce([operation(number) for number in range(num_operations)])
@@ -415,7 +415,7 @@ def _measure_rounds(
 
 
 def _measure_steps(rank_0: Pipe, links: Sequence[Worker]) -> dict[str, Any]:
-    """Do steps, and check that rank 0 and its neighbours exchanged no message."""
+    """Do steps, and count the neighbours that received a message from rank 0."""
     rank_0.send(0)
     used = _answer(rank_0)
     waiting = [link for link in links if link.connection is not None and _readable(link.connection.sock)]

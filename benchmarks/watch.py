@@ -154,7 +154,7 @@ def _meter_us() -> float:
 
 @contextlib.contextmanager
 def _obedient_job(np: int) -> Iterator[tuple[Page, Path]]:
-    """Run the training of the page's tests, which files in a folder control; yields its page and the folder."""
+    """Run the training of the page's tests, controlled by files in a folder; yield its page and the folder."""
     from hora.watch.address import page_from_url
 
     with tempfile.TemporaryDirectory() as name:
@@ -175,9 +175,7 @@ def _obedient_job(np: int) -> Iterator[tuple[Page, Path]]:
 
 
 def _tries(what: str, np: int, tries: int, limit_s: float, found: Callable[[dict, int], bool | None]) -> dict:
-    """Order the fault on one random rank after another. `found(state, rank)` returns right, wrong, or None: nothing
-    yet.
-    """
+    """Inject the fault into a random rank, repeatedly; `found(state, rank)` returns right, wrong, or None (not yet)."""
     chance, times, num_right = random.Random(0), [], 0
     with _obedient_job(np) as (page, folder):
         stream = _followed(page)
@@ -204,7 +202,7 @@ def _tries(what: str, np: int, tries: int, limit_s: float, found: Callable[[dict
 
 
 def _followed(page: Page) -> Iterator[dict]:
-    """Yield the page's state as it grows; reconnects if the server drops it as too slow."""
+    """Yield the page's state as it grows; reconnect if the server drops this viewer as too slow."""
     from hora.watch.terminal import snapshots
 
     now: dict = {}

@@ -1,8 +1,8 @@
-"""A character-level transformer, over a slow link: `horovodrun -np 2 -H a:1,b:1 python examples/characters.py --send
-diloco`
+"""A character-level transformer over a slow link.
 
-The text is made by the program: sentences of a small grammar with sums to be learnt. `--send` says how the hosts
-exchange what they learn (docs/slow_links.md); on one host all of them send nothing.
+    horovodrun -np 2 -H a:1,b:1 python examples/characters.py --send diloco
+
+The text is generated. `--send` selects how the hosts exchange updates (docs/slow_links.md); one host sends nothing.
 """
 
 import argparse
@@ -19,7 +19,7 @@ SENDS = ("plain", "int8", "powersgd", "local", "diloco", "desloc")
 
 
 def made_text(num_sentences: int, seed: int) -> torch.Tensor:
-    """Sentences as numbers of characters: who sees whom where, and sums of two numbers."""
+    """Return generated text as character numbers: sentences of a small grammar, and sums of two numbers."""
     chance = random.Random(seed)
     who = ("the captain", "a small dog", "my sister", "the old miller", "nobody", "a stranger")
     does = ("sees", "follows", "forgets", "paints", "waits for", "writes to")
@@ -33,7 +33,7 @@ def made_text(num_sentences: int, seed: int) -> torch.Tensor:
 
 
 class Characters(nn.Module):
-    """A decoder: 2.7 million parameters with 192 numbers per character and 6 layers."""
+    """A decoder: 2.7 million parameters with a width of 192 and 6 layers."""
 
     def __init__(self, width: int = 192, depth: int = 6, context: int = 64) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Characters(nn.Module):
 
 
 def pieces(text: torch.Tensor, count: int, context: int, generator: torch.Generator) -> torch.Tensor:
-    """Random pieces of the text, each with one character more than the context."""
+    """Return random pieces of the text, each one character longer than the context."""
     starts = torch.randint(0, len(text) - context - 1, (count,), generator=generator)
     return torch.stack([text[start : start + context + 1] for start in starts])
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def quarters_of_a_plane(num_samples: int) -> TensorDataset:
-    """Points of a plane, and in which of four quarters each lies."""
+    """Return random points of a plane, labelled with their quarter."""
     generator = torch.Generator().manual_seed(0)
     points = torch.rand(num_samples, 2, generator=generator) * 2 - 1
     quarters = (points[:, 0] > 0).long() * 2 + (points[:, 1] > 0).long()

@@ -2,11 +2,11 @@
 
     python examples/image_classifier.py
     horovodrun -np 2 python examples/image_classifier.py --fp16-allreduce --batches-per-allreduce 2
-    horovodrun -np 2 python examples/image_classifier.py --resume        # after a crash: goes on, same result
+    horovodrun -np 2 python examples/image_classifier.py --resume        # after a crash: continue with the same result
     horovodrun -np 4 python examples/image_classifier.py --data cifar10 --data-dir data --download --epochs 30
     python examples/image_classifier.py --synthetic --depth 50 --image-size 224 --num-classes 1000
 
-On GPUs add --compile. The last one only measures images per second. The training itself is
+On GPUs add --compile. The last command only measures images per second. The training itself is
 `hora.labs.images.training.train`.
 """
 

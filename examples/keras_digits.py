@@ -1,7 +1,6 @@
 """Handwritten digits with Keras on several ranks: `horovodrun -np 2 python examples/keras_digits.py --epochs 3`
 
-The script of the Horovod documentation: `hvd.init`, an optimizer that is wrapped, three callbacks, and rank 0 that
-reports.
+The script of the Horovod documentation: `hvd.init`, a wrapped optimizer, three callbacks, and a report by rank 0.
 """
 
 import argparse

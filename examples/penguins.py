@@ -20,7 +20,7 @@ import horovod.torch as hvd  # 1. import Horovod
 
 
 class PenguinNet(torch.nn.Module):
-    """Five measurements in, three species out."""
+    """A network with five measurements as inputs and three species as outputs."""
 
     def __init__(self):
         super().__init__()
@@ -60,27 +60,27 @@ def test_epoch(model, loader, device):
 
 
 def train(epochs=50, batch_size=20, learning_rate=0.002, checkpoint=None):
-    """Train on this rank; every rank returns the accuracy on the test rows."""
+    """Train on this rank; return the accuracy on the test rows, on every rank."""
     from hora.labs.penguins.data import load_penguins
 
-    hvd.init()  # 2. start Horovod
+    hvd.init()  # 2. initialize Horovod
     torch.manual_seed(0)
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())  # 3. one GPU a process
+        torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())  # 3. one GPU per process
         device = torch.device("cuda")
 
     penguins = load_penguins()
     train_set = TensorDataset(torch.tensor(penguins.train.features), torch.tensor(penguins.train.labels))
     test_set = TensorDataset(torch.tensor(penguins.test.features), torch.tensor(penguins.test.labels))
-    # 4. every rank learns from its own share of the rows
+    # 4. every rank trains on its own share of the rows
     sampler = DistributedSampler(train_set, num_replicas=hvd.size(), rank=hvd.rank(), seed=0)
     train_loader = DataLoader(train_set, batch_size=batch_size, sampler=sampler)
     test_loader = DataLoader(test_set, batch_size=batch_size)
 
     model = PenguinNet().to(device)
-    # 5. the batch is as many times larger as there are ranks, and so is the learning rate
+    # 5. the total batch grows with the number of ranks, and so does the learning rate
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate * hvd.size())
     # 6. average the gradients of all ranks
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())

@@ -1,8 +1,7 @@
-"""Handwritten digits with a training loop of one's own: `horovodrun -np 2 python examples/tensorflow_digits.py --steps
-200`
+"""Handwritten digits with a custom training loop: `horovodrun -np 2 python examples/tensorflow_digits.py --steps 200`
 
-`DistributedGradientTape` in a `tf.function`, variables broadcast after the first step, a checkpoint and a report of
-rank 0.
+It uses `DistributedGradientTape` in a `tf.function`, broadcasts the variables after the first step, and lets rank 0
+save a checkpoint and report.
 """
 
 import argparse
@@ -15,7 +14,7 @@ import horovod.tensorflow as hvd
 
 
 def train(steps: int = 200, batch_size: int = 32, checkpoint: str | None = None) -> float:
-    """Train on this rank's part of the digits; returns the accuracy on the others, the mean over the ranks."""
+    """Train on this rank's part of the digits; return the accuracy on the others, the mean over the ranks."""
     hvd.init()
     digits = load_digits()
     images, labels = (digits.images / 16.0).astype("float32")[..., np.newaxis], digits.target

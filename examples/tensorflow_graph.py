@@ -1,7 +1,7 @@
 """Handwritten digits with a graph and a session: `horovodrun -np 2 python examples/tensorflow_graph.py`
 
-A program as TensorFlow 1 had them: placeholders, an optimizer of `tf.compat.v1`, `MonitoredTrainingSession` with a hook
-that broadcasts the variables, checkpoints of rank 0.
+A program in the style of TensorFlow 1: placeholders, an optimizer of `tf.compat.v1`, `MonitoredTrainingSession` with a
+hook that broadcasts the variables, and checkpoints by rank 0.
 """
 
 import argparse
@@ -17,7 +17,7 @@ v1.disable_v2_behavior()
 
 
 def train(steps: int = 400, batch_size: int = 32, checkpoint: str | None = None) -> float:
-    """Train on this rank's part of the digits; returns the accuracy on the others, the mean over the ranks."""
+    """Train on this rank's part of the digits; return the accuracy on the others, the mean over the ranks."""
     hvd.init()
     digits = load_digits()
     images, labels = digits.data.astype("float32") / 16.0, digits.target.astype("int32")
@@ -32,7 +32,7 @@ def train(steps: int = 400, batch_size: int = 32, checkpoint: str | None = None)
 
     optimizer = hvd.DistributedOptimizer(v1.train.AdamOptimizer(0.005 * hvd.size()))
     gradients, variables = zip(*optimizer.compute_gradients(loss), strict=True)
-    clipped, _ = tf.clip_by_global_norm(gradients, 5.0)  # of the reduced gradients: the same on all ranks
+    clipped, _ = tf.clip_by_global_norm(gradients, 5.0)  # clips reduced gradients, so equally on all ranks
     global_step = v1.train.get_or_create_global_step()
     update = optimizer.apply_gradients(zip(clipped, variables, strict=True), global_step=global_step)
 

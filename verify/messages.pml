@@ -1,9 +1,9 @@
-/* The bells of src/hora/engine/point_to_point.py and shm/messages.h: N ranks write OPS + 1 messages each into rings of their own to one rank, which sleeps
- * when there is nothing to read. A writer sleeps while its ring, of two messages, is full; the reader rings for it only if it has
- * taken from a full one. None may sleep while it has something to do, however late the others are: then all end, and nothing blocks.
+/* The bells of src/hora/engine/point_to_point.py and shm/messages.h: each of N ranks writes OPS + 1 messages into its own ring to one reader,
+ * which sleeps when there is nothing to read. A writer sleeps while its ring, of two messages, is full; the reader rings its bell only
+ * after taking from a full ring. No rank may sleep while it has work, however late the others are: then all end, without a deadlock.
  *
- * MUTANT breaks one rule: 1 the reader notes the bell after it has looked, 2 a writer rings before it has written, 3 a writer adds
- * to what the bell says in two steps, so that an old number comes back, 4 the reader looks whether the ring is full before it takes.
+ * MUTANT breaks one rule: 1 the reader reads the bell after looking, 2 a writer rings before it has written, 3 a writer increments
+ * the bell in two steps, so that an old number can return, 4 the reader checks for a full ring before it takes.
  */
 #ifndef N
 #define N 2
@@ -26,7 +26,7 @@ inline ring_bell(whose) {
     old = bell[whose];
     bell[whose] = old + 1;
 #else
-    bell[whose]++; /* in one step: a number that was never there before */
+    bell[whose]++; /* atomically: a number never used before */
 #endif
     if :: asleep[whose] -> sleeping[whose] = false :: else fi /* futex wake */
 }

@@ -1,21 +1,21 @@
-/* The agreement of the members of a host (src/hora/engine/negotiation/shared_memory.py): N members announce OPS requests, one after the
- * other, as many ahead as they like; member 0, the coordinator, cuts rounds.
+/* Negotiation between the members of a host (src/hora/engine/negotiation/shared_memory.py): N members announce OPS requests in sequence, as
+ * many ahead as they like; member 0, the coordinator, cuts rounds.
  *
- *     announce: the announcement into the own ring, then the head, then the bell; wake the coordinator if it says that it sleeps
- *     lead:     the bell, then the heads; when a request is there from all, the cut, then the round number, then wake everybody
- *     follow:   the round number, then the cut, then the announcements up to there, then how many rounds it has done
- *     wait:     the coordinator says that it sleeps and sleeps on the bell as it was before it looked at the heads; the others
+ *     announce: the announcement into the member's ring, then the head, then the bell; wake the coordinator if it is marked asleep
+ *     lead:     the bell, then the heads; once all have announced a request, the cut, then the round number, then wake all members
+ *     follow:   the round number, then the cut, then the announcements up to there, then the number of rounds done
+ *     wait:     the coordinator marks itself asleep and sleeps on the value of the bell before it read the heads; the others
  *               sleep on the number of the last round that they have seen
  *
- * A ring holds RING announcements and there are CUTS cuts, both used again and again: what is overwritten must have been read by all
- * (rounds_done). The bell counts to BELLS and begins anew. Checked by `make verify`: everybody executes the same requests in the same
- * rounds, nobody reads a cut or an announcement before it is written or after it is overwritten, and nobody sleeps for ever unless
- * a member has died, which it may wherever it stores something. Who finds no room, in a ring or for a cut, looks again
+ * A ring holds RING announcements and there are CUTS cuts, both reused: all must have read an entry before it is overwritten
+ * (rounds_done). The bell counts to BELLS and wraps. Checked by `make verify`: all members execute the same requests in the same
+ * rounds, no member reads a cut or an announcement before it is written or after it is overwritten, and none sleeps for ever unless
+ * a member has died, which may happen at every store. A member without room, in a ring or for a cut, checks again
  * after its slice of sleep.
  *
- * MUTANT, each of which must fail: 1 the bell is read after the heads; 2 the bell is rung before the head is stored; 3 the coordinator
- * does not say that it sleeps; 4 the round number is stored before the cut; 5 a cut is used again as soon as the coordinator likes;
- * 6 a ring is used again as soon as the own rounds are done; 7 the kernel does not compare.
+ * MUTANT, each of which must fail: 1 the bell is read after the heads; 2 the bell rings before the head is stored; 3 the coordinator
+ * does not mark itself asleep; 4 the round number is stored before the cut; 5 a cut is reused at any time;
+ * 6 a ring is reused as soon as the member's own rounds are done; 7 the kernel does not compare.
  */
 #ifndef N
 #define N 2
@@ -35,14 +35,14 @@
 #define BELLS 4
 #define ROUNDS (OPS + 1)
 
-byte ring[N * RING];      /* 1 + the position of the announcement that is there */
+byte ring[N * RING];      /* 1 + the position of the stored announcement */
 byte head[N];             /* announcements so far */
 byte rounds_done[N];
-byte cut[CUTS * N];       /* how far into every ring the round reaches */
-byte cut_of[CUTS];        /* the round that it is of */
+byte cut[CUTS * N];       /* the position in every ring that the round reaches */
+byte cut_of[CUTS];        /* the round of the cut */
 byte bell;
 byte round;
-bool asleep;              /* the coordinator says so */
+bool asleep;              /* the coordinator is marked asleep */
 bool in_futex[N];
 bool faults = true;
 bool died;
@@ -50,7 +50,7 @@ bool died;
 #define NEXT ((me + 1) % N)
 #define LAST ((me + N - 1) % N)
 #define LEAST(a, b) ((a) < (b) -> (a) : (b))
-#define DONE_BY_ALL LEAST(rounds_done[me], LEAST(rounds_done[NEXT], rounds_done[LAST])) /* each only grows: one step is exact enough */
+#define DONE_BY_ALL LEAST(rounds_done[me], LEAST(rounds_done[NEXT], rounds_done[LAST])) /* they only grow, so one step is exact enough */
 #define HAS_ROOM (head[me] - my_cuts[(MUTANT == 6 -> rounds : DONE_BY_ALL)] < RING)
 #define CUT_IS_FREE (MUTANT == 5 || DONE_BY_ALL + CUTS > rounds + 1)
 
@@ -81,7 +81,7 @@ inline announce() {
     fi
 }
 
-inline read_announcements(m, upto) { /* since the last round, or the last time that it looked: none may have been overwritten */
+inline read_announcements(m, upto) { /* since the last round or look: none may have been overwritten */
     do
     :: fed[m] < upto -> atomic { assert(ring[(m) * RING + fed[m] % RING] == 1 + fed[m]); fed[m] = fed[m] + 1 }
     :: else -> break
@@ -187,7 +187,7 @@ proctype member(byte me) {
     :: executed == OPS -> break
     :: executed < OPS && head[me] < OPS && HAS_ROOM -> wants_room = false; announce()
     :: atomic {
-            executed < OPS && (head[me] == OPS || !HAS_ROOM || head[me] > executed) -> /* drives: it has something in flight */
+            executed < OPS && (head[me] == OPS || !HAS_ROOM || head[me] > executed) -> /* makes progress: a request is in flight */
             wants_room = (head[me] < OPS && !HAS_ROOM)
         }
         if

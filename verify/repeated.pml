@@ -1,24 +1,24 @@
 /* Repeated allreduces (src/hora/engine/repeated.py, src/hora/engine/shm/repeated.h) beside announced requests and rounds
- * (src/hora/engine/negotiation/shared_memory.py): N members have OPS requests, in the same order, and each takes for each of them the fast
- * path, the announced way, or the announced way without waiting for it (the handle is waited for at the end).
+ * (src/hora/engine/negotiation/shared_memory.py): N members have OPS requests, in the same order. For each request, each member takes the
+ * fast path, announces and waits, or announces without waiting (the handle is waited for at the end).
  *
- *     idle:    nothing that this member knows of waits for another member (Planner.idle)
- *     quiet:   no round that this member has not seen, no announcement that was not agreed on in a round that it has seen
+ *     idle:    no request known to this member waits for another member (BatchPlanner.idle)
+ *     quiet:   there is no round that this member has not seen, and no announcement outside the rounds that it has seen
  *     publish: the record of the ticket, then the ticket
- *     agree:   all tickets are published and all records are equal -> reduced; they differ, or there is news -> announced
+ *     agree:   all tickets are published and all records equal -> reduced; otherwise, or on news -> announced
  *
- *     sleep:   the own sleep word names the member that is waited for; look once more for its ticket and for news; then the
- *              kernel compares the word and sleeps as one (sleep_unless_news)
- *     rouse:   clear the sleep word of whoever waits for this member's ticket, or after an announcement of whoever sleeps, and
- *              wake it (rouse, hora_nudge)
+ *     sleep:   the member's sleep word names the member it waits for; check once more for its ticket and for news; then the
+ *              kernel compares the word and sleeps atomically (sleep_unless_news)
+ *     rouse:   clear the sleep words of members that wait for this member's ticket, or after an announcement of all sleepers, and
+ *              wake them (rouse, hora_nudge)
  *
  * Checked by `make verify`: no request is reduced on the fast path by one member and in a round by another, no record is read
- * after it was overwritten, and nobody sleeps for ever unless a member has died, which it may at any of the marked steps. The
- * slice after which a sleeper looks up by itself is left out: the protocol must do without it. The member 0 cuts rounds; how
- * members wait for rounds is negotiation.pml's.
+ * after it was overwritten, and no member sleeps for ever unless one has died, which may happen at any of the marked steps. The
+ * slice after which a sleeper wakes by itself is omitted: the protocol must work without it. Member 0 cuts rounds; negotiation.pml
+ * models how members wait for rounds.
  *
- * MUTANT, each of which must fail: 1 the last look comes before the word is written; 2 nobody is roused by announcements; 3 by a
- * member's first news since its last round alone; 4 the kernel does not compare; 5 no second look after news.
+ * MUTANT, each of which must fail: 1 the last check precedes the writing of the word; 2 announcements rouse no sleeper; 3 only a
+ * member's first news since its last round does; 4 the kernel does not compare; 5 no second check after news.
  */
 #ifndef MUTANT
 #define MUTANT 0
@@ -34,13 +34,13 @@
 
 byte published[N];         /* tickets */
 byte record[N * KEPT];     /* 1 + the request */
-byte of_ticket[N * KEPT];  /* whose record it is */
+byte of_ticket[N * KEPT];  /* the ticket of the record */
 byte announced[N];         /* requests, as bits */
 byte round;                /* cut so far */
-byte cut[N * (OPS + 1)];   /* what was announced by then, by member and round */
+byte cut[N * (OPS + 1)];   /* the announcements by then, by member and round */
 byte way[OPS];             /* 1: fast, 2: in a round */
-byte asleep[N];            /* the sleep word: 1 + the member that is waited for */
-bool in_futex[N];          /* does sleep: the kernel has it */
+byte asleep[N];            /* the sleep word: 1 + the member waited for */
+bool in_futex[N];          /* sleeps in the kernel */
 bool faults = true;        /* one member may die */
 bool died;
 
@@ -63,7 +63,7 @@ inline rouse(me, what) {
     }
 }
 
-inline is_idle(me) { /* private to the member: one step */
+inline is_idle(me) { /* private to the member, so one step */
     atomic {
         ready = 255;
         calm = true;
@@ -123,7 +123,7 @@ inline drive(me, ops) {
         }
         in_flight = in_flight & ~ready;
         ticket = rounds * PER_ROUND + 1
-    :: (in_flight & (ops)) != 0 && me == 0 && rounds == round -> /* lead: wait until something is ready, and cut a round */
+    :: (in_flight & (ops)) != 0 && me == 0 && rounds == round -> /* lead: wait until a request is ready, and cut a round */
         atomic {
             ready = 255;
             for (m : 0 .. N - 1) {
@@ -143,11 +143,11 @@ inline drive(me, ops) {
             :: died -> goto gone
             fi
         fi
-    :: (in_flight & (ops)) != 0 && died && rounds == round -> goto gone /* the world's status says so */
+    :: (in_flight & (ops)) != 0 && died && rounds == round -> goto gone /* by the world's status */
     od
 }
 
-/* Whether all members have published the ticket, and if not whether it is worth while to go on waiting (agree). */
+/* Wait until all members have published the ticket, or news makes waiting pointless (agree). */
 inline wait_for_records(me) {
     late = (me + 1) % N;
     calm = true;
@@ -161,7 +161,7 @@ inline wait_for_records(me) {
         fi;
         if
         :: calm && (MUTANT == 1 || published[late] < ticket) ->
-            atomic { /* FUTEX_WAIT: the kernel compares and sleeps as one */
+            atomic { /* FUTEX_WAIT: the kernel compares and sleeps atomically */
                 if
                 :: asleep[me] == 1 + late || MUTANT == 4 -> in_futex[me] = true
                 :: else
@@ -179,7 +179,7 @@ inline wait_for_records(me) {
         :: else
         fi
     od;
-    atomic { /* the news may have come after all have published */
+    atomic { /* the news may have arrived after all have published */
         all = (MUTANT != 5 || calm);
         for (m : 0 .. N - 1) {
             if

@@ -1,21 +1,21 @@
 /* The ring of slots (src/hora/engine/transport/ring.py; hora_allreduce of src/hora/engine/shm/native.c; reduce_staged of
- * src/hora/engine/shm/repeated.h): N members do ITEMS operations, whichever kind the first one to come to it has picked.
+ * src/hora/engine/shm/repeated.h): N members execute ITEMS operations, each of the kind picked by the first member that reaches it.
  *
- *     direct:  fill and publish up to AHEAD steps ahead, wait for the step, read all slots of it
+ *     direct:  fill and publish up to AHEAD steps ahead, wait for the step, read all of its slots
  *     sliced:  the same, but member m reduces slice m into a common result, which all read LAG steps later
- *     staged:  one step that is agreed on by the records of a repeated call (`tickets`): all slots are read when all members have
- *              published the ticket, and the counter follows without waking anybody
+ *     staged:  one step that is agreed on by the records of a repeated call (`tickets`): all slots are read once all members have
+ *              published the ticket, and the counter follows without waking a member
  *
  *     publish: store the counter, then look for sleepers, then wake them       (publish_to of native.c)
- *     wait:    say that one sleeps, look once more, sleep on the value seen    (patiently of native.c)
+ *     wait:    mark oneself asleep, check once more, sleep on the value seen   (patiently of native.c)
  *
  * Step s uses slot s modulo DEPTH, so slots are reused, and the kernel compares the low half of a counter, here modulo LOW. Checked
- * by `make verify`: nobody reads a slot or a result before it is written or after it is overwritten, and nobody sleeps for ever
- * unless a member has died, which it may at any step. Waiting for tickets is repeated.pml's.
+ * by `make verify`: no member reads a slot or a result before it is written or after it is overwritten, and none sleeps for ever
+ * unless a member has died, which may happen at any step. repeated.pml models waiting for tickets.
  *
  * MUTANT, each of which must fail: 1 one slot less; 2 a member runs one step further ahead; 3 results are read a step too soon;
- * 4 the counter is published before the slot is filled; 5 who publishes looks for sleepers first; 6 the low half of a counter repeats
- * while somebody may still watch it.
+ * 4 the counter is published before the slot is filled; 5 a publisher looks for sleepers first; 6 the low half of a counter repeats
+ * while a member may still watch it.
  */
 #ifndef N
 #define N 2
@@ -49,7 +49,7 @@
 
 byte counter[N];
 byte ticket[N];
-byte slot[N * DEPTH];   /* the step it was filled for */
+byte slot[N * DEPTH];   /* the step that it was filled for */
 byte result[N * DEPTH]; /* the step for which member m has reduced its slice */
 byte kind[ITEMS];       /* 0: not picked; 1 direct, three pieces; 2 sliced, one piece; 3 sliced, two pieces; 4 staged */
 bool asleep[N];
@@ -58,7 +58,7 @@ byte watched[N];
 bool faults = true;
 bool died;
 
-/* Store a number, and perhaps die there. */
+/* Store a number; the member may die there. */
 inline store(where, value) {
     atomic {
         where = value;
@@ -81,7 +81,7 @@ inline wake(owner) { /* FUTEX_WAKE */
     }
 }
 
-#define NEXT ((me + 1) % N) /* the other members, in the order in which they are looked at */
+#define NEXT ((me + 1) % N) /* the other members, in the order in which they are checked */
 #define LAST ((me + N - 1) % N)
 
 inline look_for_sleepers(me) {
@@ -111,7 +111,7 @@ inline wait_for_one(me, other, step) {
         seen = counter[other];
         if
         :: seen < step ->
-            atomic { /* FUTEX_WAIT: the kernel compares and sleeps as one */
+            atomic { /* FUTEX_WAIT: the kernel compares and sleeps atomically */
                 if
                 :: counter[other] % LOW == seen % LOW -> in_futex[me] = true; watched[me] = other
                 :: else
@@ -119,7 +119,7 @@ inline wait_for_one(me, other, step) {
             }
             if
             :: atomic { !in_futex[me] -> asleep[me] = false; seen = 0 }
-            :: atomic { died -> in_futex[me] = false; seen = 0; goto gone } /* the guard says so */
+            :: atomic { died -> in_futex[me] = false; seen = 0; goto gone } /* by the liveness check */
             fi
         :: else -> atomic { asleep[me] = false; seen = 0 }
         fi
@@ -163,7 +163,7 @@ inline staged(me) {
     fi;
     read_slots(base);
     atomic {
-        counter[me] = base; /* nobody sleeps on it */
+        counter[me] = base; /* no member sleeps on it */
         base++
     }
 }

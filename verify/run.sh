@@ -1,6 +1,6 @@
 #!/bin/sh
-# Check the models exhaustively, for two members and for three: MODEL MEMBERS STEPS. Some minutes, and 2 GB of memory. Then break each of their rules, one after the
-# other (MUTANT, which each model lists): every such model must fail, or the check that passes without it says nothing.
+# Check the models exhaustively, for two members and for three: MODEL MEMBERS STEPS. Takes some minutes and 2 GB of memory. Then break
+# each of their rules in turn (MUTANT, listed in each model): every such model must fail, or passing the check means nothing.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 work=$(mktemp -d)

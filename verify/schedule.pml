@@ -1,15 +1,15 @@
-/* A schedule (src/hora/engine/schedule.py) and the wait protocol under it (src/hora/engine/shm/counters.py): N members go through ITEMS items of
- * which each has two phases, publish and wait; one of them may join or die at any step.
+/* A schedule (src/hora/engine/schedule.py) and its wait protocol (src/hora/engine/shm/counters.py): N members execute ITEMS items in two
+ * phases each, publish and wait; one of them may join or die at any step.
  *
  *     publish: store the counter, then look for sleepers, then wake them       (Counters.publish, publish_to of native.c)
- *     wait:    say that one sleeps, look once more, sleep on the value seen    (Counters._sleep, patiently of native.c)
+ *     wait:    mark oneself asleep, check once more, sleep on the value seen   (Counters._sleep, patiently of native.c)
  *
- * Checked by `make verify`: nobody sleeps for ever (a sleeper is in a valid end state only if the member it waits for has died), nobody
- * reduces an item before all members have published it or are absent for it, and no two members disagree about who is absent.
- * The slice after which a sleeper looks up by itself is left out: the protocol must do without it.
+ * Checked by `make verify`: no member sleeps for ever (a sleeper is in a valid end state only if the member it waits for has died), none
+ * reduces an item before all members have published it or are absent for it, and all members agree on the absent ones.
+ * The slice after which a sleeper wakes by itself is omitted: the protocol must work without it.
  *
- * MUTANT, each of which must fail: 1 who publishes looks for sleepers first; 2 who is about to sleep does not look once more, nor the
- * kernel.
+ * MUTANT, each of which must fail: 1 a publisher looks for sleepers first; 2 neither the member nor the kernel checks once more before
+ * sleeping.
  */
 #ifndef MUTANT
 #define MUTANT 0
@@ -22,13 +22,13 @@
 #endif
 #define OPEN 99
 
-byte counter[N];  /* 2 n: has come to item n; 2 n + 1: has done its part; OPEN: has joined */
-byte came[N];     /* to how many items, of a member that has joined */
-bool asleep[N];   /* says that it sleeps */
-bool in_futex[N]; /* does sleep: the kernel has it */
-byte watched[N];  /* whose counter it sleeps on */
+byte counter[N];  /* 2 n: has reached item n; 2 n + 1: has done its part; OPEN: has joined */
+byte came[N];     /* the number of items that a joined member has reached */
+bool asleep[N];   /* is marked asleep */
+bool in_futex[N]; /* sleeps in the kernel */
+byte watched[N];  /* the member whose counter it sleeps on */
 bool dead[N];
-byte decided[ITEMS + 1]; /* 1 + the absent members (bits) as the first one that reduced the item saw them */
+byte decided[ITEMS + 1]; /* 1 + the absent members (bits), as seen by the first member that reduced the item */
 bool faults;      /* one member may join or die */
 
 inline wake(owner) { /* FUTEX_WAKE */
@@ -74,7 +74,7 @@ inline wait_for_all(me, value) {
             seen = counter[p];
             if
             :: seen < value ->
-                atomic { /* FUTEX_WAIT: the kernel compares and sleeps as one */
+                atomic { /* FUTEX_WAIT: the kernel compares and sleeps atomically */
                     if
                     :: counter[p] == seen || MUTANT == 2 -> in_futex[me] = true; watched[me] = p
                     :: else
@@ -82,7 +82,7 @@ inline wait_for_all(me, value) {
                 }
                 if
                 :: !in_futex[me]
-                :: dead[p] -> in_futex[me] = false; asleep[me] = false; goto broken /* the world's status says so */
+                :: dead[p] -> in_futex[me] = false; asleep[me] = false; goto broken /* by the world's status */
                 fi
             :: else
             fi;
@@ -120,12 +120,12 @@ proctype member(byte me) {
         wait_for_all(me, 2 * n + 1);
         n++
     od;
-joins: /* at the end, or instead of an item: what was started is done */
+joins: /* at the end, or instead of an item; started items are complete */
     came[me] = n - 1;
     publish(me, OPEN);
     goto gone;
 broken:
-    dead[me] = true; /* an error on this rank ends its part too, and all hear of it */
+    dead[me] = true; /* an error on this rank ends its part too, and all ranks notice */
 gone:
     skip
 }

@@ -1,8 +1,8 @@
-"""A script as it is written for a Cloudera session. It runs there, and here:
+"""A script written for a Cloudera session. It runs there, and here:
 
     python -m hora.compat examples/workers/cml_horovod.py
 
-Two workers that only wait, their addresses, and horovodrun across them.
+It launches two idle workers, reads their addresses, and runs horovodrun across them.
 """
 
 import subprocess

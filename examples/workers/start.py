@@ -1,11 +1,11 @@
-"""Starts workers, waits until they run, and trains the image classifier across them.
+"""Start workers, wait until they run, and train the image classifier across them.
 
     python examples/workers/start.py                              two workers, a short training on digits
     python examples/workers/start.py -n 4 --cpu 0.5 -- --epochs 12      more workers, and flags for the classifier
     python examples/workers/stop.py                               ends the workers
 
-The workers belong to this folder's daemon session, as those of `hora workers launch` do: they are still there when
-this script has ended, for another training or for `hora workers list`.
+The workers belong to this folder's daemon session, like those of `hora workers launch`: they keep running after
+this script, for another training or for `hora workers list`.
 """
 
 import argparse

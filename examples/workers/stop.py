@@ -1,7 +1,7 @@
-"""Ends the workers that start.py, or `hora workers launch`, has left running in this folder.
+"""Stop the workers that start.py, or `hora workers launch`, has left running in this folder.
 
 python examples/workers/stop.py            all of them, and their session
-python examples/workers/stop.py ID ...     these only
+python examples/workers/stop.py ID ...     only these
 """
 
 import sys
