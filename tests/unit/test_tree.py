@@ -101,7 +101,7 @@ class FakeControlTree:
 
     def whereabouts(self, ranks, serial):
         stopped, in_flight = self.network.stopped, self.network.in_flight
-        return {rank: "no answer" if rank in stopped else Whereabouts(list(in_flight[rank])) for rank in ranks}
+        return {rank: Whereabouts(() if rank in stopped else list(in_flight[rank])) for rank in ranks}
 
 
 def an_allreduce(name: str | None, *, size: int = 10) -> Signature:

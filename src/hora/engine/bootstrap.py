@@ -224,12 +224,9 @@ class Bootstrap:
 
         It is on the interface that the user chose, or on the one from which the others are reached.
         """
-        interface = self.config.interface
-        if not interface:
-            address = source_address(self._world.rendezvous.address or "127.0.0.1")
-            return address, self.control_tree.listen_tcp(address)
+        interface, towards = self.config.interface, self._world.rendezvous.address or "127.0.0.1"
         try:
-            address = interface_address([interface])
+            address = interface_address([interface]) if interface else source_address(towards)
         except ValueError:
             raise ValueError(
                 f"network interface {interface!r} has no address on this host; set HOROVOD_GLOO_IFACE to one that has"
@@ -314,14 +311,12 @@ class Bootstrap:
 
     def open_stream(self, rank: int, key: str) -> Stream:
         """Open a stream to a rank of another host, or of this one without the native part."""
-        self.keys.fetch([rank])
         limit_s = self.config.init_timeout_s
         stream = self.control_tree.handoff.open_stream(rank, self._far(rank), key, limit_s=limit_s)
         return stream if self._encrypts(rank) else Stream(stream.sock)
 
     def take_stream(self, rank: int, key: str, *, limit_s: float = 0.0) -> Stream:
         """Return the stream that this rank has opened to this one. Raises TimeoutError if there is none."""
-        self.keys.fetch([rank])
         stream = self.control_tree.handoff.take_stream(key, rank, limit_s=limit_s)
         return stream if self._encrypts(rank) else Stream(stream.sock)
 

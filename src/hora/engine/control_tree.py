@@ -53,7 +53,7 @@ _GOODBYES = "goodbyes"  # gathered at the end
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Operations of a set that a rank waits for, and the line that its training thread is in."""
+    """Operations of a set that a rank waits for, and the line that its training thread is in, or why it is unknown."""
 
     keys: Sequence[Key]
     line: str = ""
@@ -227,18 +227,16 @@ class ControlTree:
             )
             return gathering.result is not None or self._num_children < 0
 
-    def whereabouts(self, ranks: Sequence[int], serial: int) -> dict[int, Whereabouts | str]:
-        """Ask ranks what they wait for in a set, over separate connections; returns each one's answer, or why there is
-        none.
-        """
+    def whereabouts(self, ranks: Sequence[int], serial: int) -> dict[int, Whereabouts]:
+        """Ask ranks what they wait for in a set, over separate connections; returns each one's answer."""
 
-        def ask(rank: int) -> Whereabouts | str:
+        def ask(rank: int) -> Whereabouts:
             try:
                 with self._call(rank, _ASK_LIMIT_S) as connection:
                     connection.send({"want": "whereabouts", "set": serial})
                     return Whereabouts.decode(connection.receive(limit_s=_ASK_LIMIT_S)[1])
             except (OSError, EOFError, KeyError) as error:
-                return f"no answer: {error}"
+                return Whereabouts((), f"no answer: {error}")
 
         with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="hora-control-ask") as pool:
             return dict(zip(ranks, pool.map(ask, ranks), strict=True))
@@ -359,7 +357,7 @@ class ControlTree:
             self._gatherings.setdefault(what, _Gathering()).result = values
             self._changed.notify_all()
 
-    def _down(self, header: Header, payload: bytes = b"") -> None:
+    def _down(self, header: Header, payload: bytes) -> None:
         """Send to the children in the world's tree. Links of sets are opened after the first gathering of all ranks."""
         tree = self.news.tree
         children = self._links.keys() - {self._parent} if tree is None else tree.children(self.rank)

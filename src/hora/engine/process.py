@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,8 +31,7 @@ log = logging.getLogger("hora")
 
 _lock = threading.RLock()
 _runtime: Runtime | None = None
-_starting: Runtime | None = None
-_stopping: Runtime | None = None
+_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()  # also those that start, stop or have stopped
 _inherited: Runtime | None = None  # of the parent, in a forked child
 _num_starts: dict[int, int] = {}  # per generation of the world: ranks meet under the same number
 _registered_exit = False
@@ -77,14 +77,12 @@ def init(process_sets: Sequence[Sequence[int]] = (), *, dynamic: bool = False, w
 
 def shutdown(*, behind: bool = False) -> None:
     """Stop the runtime on all ranks; a no-op if none is running. `behind`: see `Runtime.shutdown`."""
-    global _runtime, _stopping
+    global _runtime
     with _lock:
         runtime, _runtime = _runtime, None
     if runtime is not None:
-        _stopping = runtime
         runtime.is_current = False
         runtime.shutdown(behind=behind)
-        _stopping = None
 
 
 def restart() -> None:
@@ -114,7 +112,7 @@ def _as_told(world: World) -> World:
 
 
 def _start(place: World, config: EngineConfig, process_sets: Sequence[Sequence[int]]) -> Runtime:
-    global _last_place, _starting
+    global _last_place
     _last_place = place
     logs.set_up(config.log_level, hide_time=config.log_hide_time, rank=_as_told(place).rank)
     logs.shorten_tracebacks()
@@ -136,11 +134,9 @@ def _start(place: World, config: EngineConfig, process_sets: Sequence[Sequence[i
     if client is not None and client not in _watched:
         _watched.append(client)
         client.on_notice(_on_notice)
-    _starting = runtime = Runtime(place, config, epoch)
-    try:
-        runtime.start(process_sets)
-    finally:
-        _starting = None
+    runtime = Runtime(place, config, epoch)
+    _runtimes.add(runtime)
+    runtime.start(process_sets)
     meter.world_formed(place.rank, place.size)
     if not is_newcomer(place):
         _start_reporting(place, config)
@@ -206,8 +202,8 @@ def _next_place(place: World, config: EngineConfig) -> World:
 
 def _on_notice(notice: dict[str, Any]) -> None:
     """Handle a lost rank: the ranks' own connections may take longer to notice it."""
-    for runtime in (_runtime, _starting, _stopping):
-        if notice["notice"] == "lost" and runtime is not None and runtime.world.generation == notice.get("generation"):
+    for runtime in list(_runtimes):
+        if notice["notice"] == "lost" and runtime.world.generation == notice.get("generation"):
             runtime.lost(int(notice["rank"]), str(notice["how"]))
 
 

@@ -623,12 +623,7 @@ class Runtime:
         """
         tree = self._control_tree
         answers = {} if tree is None else tree.whereabouts(ranks, self.sets.serial(number))
-        lines = {
-            rank: answer if isinstance(answer, str) else answer.line
-            for rank, answer in answers.items()
-            if isinstance(answer, str) or key not in answer.keys
-        }
-        return dict(sorted(lines.items()))
+        return {rank: answer.line for rank, answer in sorted(answers.items()) if key not in answer.keys}
 
 
 def _no_stream(rank: int, key: str) -> Stream:

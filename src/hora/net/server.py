@@ -6,6 +6,7 @@ handlers. A handler interprets the messages, always on the server's thread.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import selectors
@@ -79,7 +80,9 @@ class Peer:
                 self._sender = threading.get_ident()
                 if not self.open or not self.drained:  # otherwise the server's thread sends
                     return
-                self.drained = self._send_all()
+                self.drained = False
+                with contextlib.suppress(OSError):  # broken: the server's thread will notice
+                    self.drained = self._push()
                 left = not self.drained
             finally:
                 self._sender = 0
@@ -118,32 +121,20 @@ class Peer:
             self.open = False
             self.sock.close()
 
-    def _send_all(self) -> bool:
-        try:
-            return self._push()
-        except OSError:  # broken: the server's thread will notice
-            return False
-
     def _push(self) -> bool:
         while True:
             if not self._unsent:
-                frame = self._next_frame()
-                if frame is None:
-                    return True
-                self._unsent = memoryview(frame)
-            try:
-                sent = self.sock.send(self._unsent)
-            except BlockingIOError:
-                return False
-            self._unsent = self._unsent[sent:]
-
-    def _next_frame(self) -> bytes | None:
-        frame = next(self._frames, None)
-        if frame is None and self._outbox:
-            assert self.sealer is not None
-            self._frames = self.sealer.frames(*self._outbox.popleft())
-            frame = next(self._frames)
-        return frame
+                self._unsent = memoryview(next(self._frames, b""))
+            if self._unsent:
+                try:
+                    self._unsent = self._unsent[self.sock.send(self._unsent) :]
+                except BlockingIOError:
+                    return False
+            elif self._outbox:
+                assert self.sealer is not None
+                self._frames = self.sealer.frames(*self._outbox.popleft())
+            else:
+                return True
 
 
 class Handler(Protocol):

@@ -33,49 +33,61 @@ _TELL_MESSAGES, _TELL_BYTES = 64, 256 * 1024  # acknowledge after this much
 _CLOSED_S, _RESET_S = 0.5, 2.0
 
 
-class _Ledger:
-    """Sequence numbers of one end: the sent messages that the other end may lack, and what was received."""
+class _End:
+    """One end: sequence numbers of the sent messages that the other end may lack, and of what was received.
+
+    `connected`: messages can be sent now; otherwise they are kept until the client reconnects.
+    """
 
     def __init__(self) -> None:
-        self.num_bytes = 0  # of the kept messages
-        self.received = 0
+        self.unsent_bytes = 0  # that the other end may lack
+        self.connected = True
+        self._lock = threading.Lock()
+        self._received = 0
         self._sent = 0
-        self._kept: deque[tuple[int, Header, bytes]] = deque()
+        self._kept: deque[tuple[Header, bytes]] = deque()
         self._untold_messages = self._untold_bytes = 0
 
-    def send(self, header: Header, payload: bytes) -> Header:
-        self._sent += 1
-        numbered = {**header, "_q": self._sent}
-        self._kept.append((self._sent, numbered, payload))
-        self.num_bytes += len(payload)
-        return numbered
+    def send(self, header: Header, payload: bytes = b"") -> None:
+        """Send a message, now or when the client reconnects. Dropped if it never does."""
+        with self._lock:
+            self._sent += 1
+            numbered = {**header, "_q": self._sent}
+            self._kept.append((numbered, payload))
+            self.unsent_bytes += len(payload)
+            self._pass_on(numbered, payload)
 
-    def missing(self, received: int) -> list[tuple[Header, bytes]]:
-        """Return the messages that the other end lacks after having received `received`."""
-        while self._kept and self._kept[0][0] <= received:
-            self.num_bytes -= len(self._kept.popleft()[2])
-        return [(header, payload) for _, header, payload in self._kept]
+    def _pass_on(self, header: Header, payload: bytes = b"") -> None:
+        """Send over the present connection, if there is one."""
+        raise NotImplementedError
 
-    def take(self, header: Header, payload: bytes) -> tuple[bool, Header | None]:
-        """Return whether a message is for the owner, and the acknowledgement to send now, if any."""
-        if "_r" in header:
-            self.missing(int(header["_r"]))
-            return False, None
-        number = int(header.pop("_q"))
-        if number <= self.received:
-            return False, None
-        if number != self.received + 1:
-            raise ValueError(f"message {number} of a session after message {self.received}")
-        self.received = number
-        self._untold_messages += 1
-        self._untold_bytes += len(payload)
-        if self._untold_messages < _TELL_MESSAGES and self._untold_bytes < _TELL_BYTES:
-            return True, None
-        self._untold_messages = self._untold_bytes = 0
-        return True, {"_r": self.received}
+    def _missing(self, received: int) -> list[tuple[Header, bytes]]:
+        """Return the messages that the other end lacks after having received `received`. Called with the lock held."""
+        while self._kept and self._sent - len(self._kept) < received:
+            self.unsent_bytes -= len(self._kept.popleft()[1])
+        return list(self._kept)
+
+    def take(self, header: Header, payload: bytes) -> bool:
+        """Record a received message; returns whether it is for the owner."""
+        with self._lock:
+            if "_r" in header:
+                self._missing(int(header["_r"]))
+                return False
+            number = int(header.pop("_q"))
+            if number <= self._received:
+                return False
+            if number != self._received + 1:
+                raise ValueError(f"message {number} of a session after message {self._received}")
+            self._received = number
+            self._untold_messages += 1
+            self._untold_bytes += len(payload)
+            if self._untold_messages >= _TELL_MESSAGES or self._untold_bytes >= _TELL_BYTES:
+                self._untold_messages = self._untold_bytes = 0
+                self._pass_on({"_r": self._received})
+            return True
 
 
-class ClientSession:
+class ClientSession(_End):
     """The client's end. One receiver; any thread may send without waiting for a broken connection.
 
     `reopen(limit_s)` reconnects. `limit_s`: how long to try; 0: not at all. If the server's process has ended, it
@@ -83,28 +95,17 @@ class ClientSession:
     """
 
     def __init__(self, connection: Connection, reopen: Callable[[float], Connection], *, limit_s: float = 0.0) -> None:
+        super().__init__()
         self.limit_s = limit_s
         self.connection, self._reopen = connection, reopen
         self._name = secrets.token_hex(16)
-        self._ledger = _Ledger()
-        self._lock = threading.Lock()
         self._closing = False
-        self.connected = True
         connection.send({"session": self._name, "received": 0})
-
-    @property
-    def unsent_bytes(self) -> int:
-        """Bytes that the server may lack."""
-        return self._ledger.num_bytes
 
     def unsent(self) -> list[tuple[Header, bytes]]:
         """Return the messages that the server may lack."""
         with self._lock:
-            return self._ledger.missing(0)
-
-    def send(self, header: Header, payload: bytes = b"") -> None:
-        with self._lock:
-            self._pass_on(self._ledger.send(header, payload), payload)
+            return self._missing(0)
 
     def _pass_on(self, header: Header, payload: bytes = b"") -> None:
         if self.connected:
@@ -125,11 +126,7 @@ class ClientSession:
                 if not self._come_back():
                     raise EOFError(str(error)) from None
                 continue
-            with self._lock:
-                new, acknowledgement = self._ledger.take(header, payload)
-                if acknowledgement is not None:
-                    self._pass_on(acknowledgement)
-            if new:
+            if self.take(header, payload):
                 return header, payload
 
     def _come_back(self) -> bool:
@@ -140,11 +137,11 @@ class ClientSession:
         while not self._closing and (left_s := deadline - time.monotonic()) > 0:
             try:
                 connection = self._reopen(left_s)
-                connection.send({"session": self._name, "received": self._ledger.received})
+                connection.send({"session": self._name, "received": self._received})
                 answer, _ = connection.receive(limit_s=max(deadline - time.monotonic(), 0.1))
                 connection.sock.settimeout(None)
                 with self._lock:
-                    for header, payload in self._ledger.missing(int(answer["received"])):
+                    for header, payload in self._missing(int(answer["received"])):
                         connection.send(header, payload)
                     self.connection, self.connected = connection, not self._closing
                 return True
@@ -169,28 +166,23 @@ class ClientSession:
         self.connection.close()
 
 
-class SessionPeer:
+class SessionPeer(_End):
     """The server's end of a session for handlers: a `Peer` that outlives its connection."""
 
     def __init__(self, sessions: Sessions, name: str, peer: Peer) -> None:
+        super().__init__()
         self.host, self.where, self.speaker = peer.host, peer.where, peer.speaker
         self.name, self.number, self.open = peer.where, -1, True
         self.session = name
         self._sessions, self._peer = sessions, peer
-        self._ledger = _Ledger()
-        self._lock = threading.Lock()
-        self._connected = True
 
     @property
     def sock(self) -> socket.socket:
         return self._peer.sock
 
-    def send(self, header: Header, payload: bytes = b"") -> None:
-        """Send a message, now or when the client reconnects. Dropped if it never does."""
-        with self._lock:
-            numbered = self._ledger.send(header, payload)
-            if self._connected:
-                self._peer.send(numbered, payload)
+    def _pass_on(self, header: Header, payload: bytes = b"") -> None:
+        if self.connected:
+            self._peer.send(header, payload)
 
     def close(self) -> None:
         """End the session, soon."""
@@ -198,35 +190,27 @@ class SessionPeer:
 
     # ---- in the server's thread -------------------------------------------------------------------------
 
-    def take(self, header: Header, payload: bytes) -> bool:
-        """Return whether this is a message for the handler."""
-        with self._lock:
-            new, acknowledgement = self._ledger.take(header, payload)
-            if acknowledgement is not None and self._connected:
-                self._peer.send(acknowledgement)
-            return new
-
     def cut(self, peer: Peer) -> bool:
         """Record the end of a connection; returns False if the session already has another one."""
         with self._lock:
-            if peer is not self._peer or not self._connected:
+            if peer is not self._peer or not self.connected:
                 return False
-            self._connected = False
+            self.connected = False
             return True
 
     def resume(self, peer: Peer, received: int) -> None:
         with self._lock:
-            before, was_connected = self._peer, self._connected
-            self._peer, self._connected = peer, True
-            peer.send({"received": self._ledger.received})
-            for header, payload in self._ledger.missing(received):
+            before, was_connected = self._peer, self.connected
+            self._peer, self.connected = peer, True
+            peer.send({"received": self._received})
+            for header, payload in self._missing(received):
                 peer.send(header, payload)
         if was_connected:  # it reconnected before we noticed the cut
             before.close()
 
     def waits_since(self, peer: Peer) -> bool:
         """Return whether there was no connection since the end of this one."""
-        return peer is self._peer and not self._connected
+        return peer is self._peer and not self.connected
 
     def hang_up(self) -> None:
         self.open = False

@@ -432,8 +432,7 @@ class TreeNegotiation(Negotiation):
 
     def _answers_of(self, ranks: Sequence[int]) -> dict[int, Sequence[Key]]:
         """Return what these ranks wait for; nothing for a rank that does not answer: it is stopped as well."""
-        answers = self._control_tree.whereabouts(ranks, self._serial)
-        return {rank: () if isinstance(answer, str) else answer.keys for rank, answer in answers.items()}
+        return {rank: answer.keys for rank, answer in self._control_tree.whereabouts(ranks, self._serial).items()}
 
     def lacking(self, key: Key, ranks: Sequence[int]) -> list[int]:
         """Return the ranks that do not wait for this, or do not answer. Thread-safe; takes seconds."""
