@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hora.launch.providers.spark.cluster import TaskPlace, place_tasks
+from hora.launch.slots import visible_gpus
 
 
 def places(*hosts: str) -> list[TaskPlace]:
@@ -13,40 +14,33 @@ def places(*hosts: str) -> list[TaskPlace]:
 
 
 def test_ranks_are_consecutive_within_a_host() -> None:
-    placed = place_tasks(places("b", "a", "b", "a"))
-    assert [(p.slot.rank, p.slot.hostname, p.task) for p in placed] == [
-        (0, "b", 0),
-        (1, "b", 2),
-        (2, "a", 1),
-        (3, "a", 3),
+    assert [(p.host, p.task) for p in place_tasks(places("b", "a", "b", "a"))] == [
+        ("b", 0),
+        ("b", 2),
+        ("a", 1),
+        ("a", 3),
     ]
-    assert [(p.slot.local_rank, p.slot.local_size) for p in placed] == [(0, 2), (1, 2), (0, 2), (1, 2)]
-    assert [(p.slot.cross_rank, p.slot.cross_size) for p in placed] == [(0, 2), (0, 2), (1, 2), (1, 2)]
 
 
 def test_hosts_are_rotated_until_the_host_of_task_0_comes_first() -> None:
-    placed = place_tasks(places("c", "a", "d", "b"))
-    assert [p.slot.hostname for p in placed] == ["c", "d", "a", "b"]
+    assert [p.host for p in place_tasks(places("c", "a", "d", "b"))] == ["c", "d", "a", "b"]
 
 
 def test_gpus_of_the_host_are_in_local_rank_order() -> None:
     tasks = [TaskPlace(task=0, host="a", gpus=("3", "1")), TaskPlace(task=1, host="a", gpus=("0", "2"))]
-    placed = place_tasks(tasks)
-    assert [p.visible_gpus for p in placed] == [("3", "0", "1", "2")] * 2
-    assert [p.own_gpus for p in placed] == [("3", "1"), ("0", "2")]
+    gpus = [place.gpus for place in place_tasks(tasks)]
+    assert gpus == [("3", "1"), ("0", "2")]
+    assert [visible_gpus(own, gpus) for own in gpus] == [("3", "0", "1", "2")] * 2
 
 
 def test_tasks_that_share_a_gpu_see_only_their_own() -> None:
-    assert place_tasks(places("a", "a"))[0].visible_gpus == ()
-    shared = [TaskPlace(task=0, host="a", gpus=("0",)), TaskPlace(task=1, host="a", gpus=("0",))]
-    assert [p.visible_gpus for p in place_tasks(shared)] == [("0",), ("0",)]
+    assert visible_gpus((), [(), ()]) == ()
+    assert visible_gpus(("0",), [("0",), ("0",)]) == ("0",)
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
 def test_every_task_gets_one_rank_and_task_0s_host_has_rank_0(hosts: list[str]) -> None:
     placed = place_tasks(places(*hosts))
     assert sorted(p.task for p in placed) == list(range(len(hosts)))
-    assert [p.slot.rank for p in placed] == list(range(len(hosts)))
-    assert placed[0].slot.hostname == hosts[0]
     assert placed[0].task == 0
-    assert all(p.slot.hostname == hosts[p.task] for p in placed)
+    assert all(p.host == hosts[p.task] for p in placed)

@@ -18,7 +18,7 @@ from hora.launch.controller.launcher import HostLauncher
 from hora.launch.controller.output import LogFile, Tail
 from hora.launch.job import LaunchEvents, WorkerSpec
 from hora.launch.processes import module_command
-from hora.launch.slots import Slot, place_ranks
+from hora.launch.slots import place_ranks
 from hora.workers.capacity import Capacity, GpuClaims
 
 TERMINAL = frozenset(("succeeded", "failed", "stopped", "timedout"))
@@ -157,11 +157,11 @@ def order_file(request: Mapping[str, Any], *, cores: Sequence[int], source: str 
 
 
 def worker_spec(
-    number: int, env: Mapping[str, str], files: Mapping[str, bytes], *, slot: Slot = _ALONE, cwd: str | None = None
+    number: int, env: Mapping[str, str], files: Mapping[str, bytes], *, cwd: str | None = None
 ) -> WorkerSpec:
     """Return what starts a worker's process."""
     argv = module_command(sys.executable, "hora.workers.main")
-    return WorkerSpec(worker=number, slot=slot, argv=argv, env=env, cwd=cwd, private_files=files, grace_s=GRACE_S)
+    return WorkerSpec(worker=number, slot=_ALONE, argv=argv, env=env, cwd=cwd, private_files=files, grace_s=GRACE_S)
 
 
 class LocalBackend:

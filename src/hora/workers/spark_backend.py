@@ -22,14 +22,13 @@ from hora.launch.controller.launcher import HostLauncher
 from hora.launch.job import LaunchEvents, WorkerSpec
 from hora.launch.processes import variables
 from hora.launch.providers.spark.cluster import (
-    Placement,
+    TaskPlace,
     active_cluster,
     check_protection,
     count_slots,
     forwarded_variables,
     is_connect,
     is_local,
-    place_tasks,
     require_slots,
     server_host,
 )
@@ -182,26 +181,25 @@ class _StageWorker(_Worker):
                 raise InterruptedError("it was stopped before it started")
             if places is None:
                 raise JobFailedError(self._driver.stage.failure_text())
-            placements = place_tasks(places)
-            self._launcher = SparkLauncher(self._driver, placements, bind_gpus=False)
-            self._launcher.start([self._spec(placements[0])], self)
+            self._launcher = SparkLauncher(self._driver, places, bind_gpus=False)
+            self._launcher.start([self._spec(places[0])], self)
             if self._stopped.is_set():  # meanwhile
                 self.stop()
             self._ended.wait()
         assert self._exit is not None
         return self._exit
 
-    def _spec(self, placement: Placement) -> WorkerSpec:
+    def _spec(self, place: TaskPlace) -> WorkerSpec:
         planned = self._planned
-        planned.record.ip_address = self._driver.host_of(placement.task)
+        planned.record.ip_address = self._driver.host_of(place.task)
         own = {
             "CDSW_IP_ADDRESS": planned.record.ip_address,
             "CDSW_MASTER_IP": self._driver.address,
             "CML_MASTER_IP": self._driver.address,
-            "CUDA_VISIBLE_DEVICES": ",".join(placement.own_gpus),
+            "CUDA_VISIBLE_DEVICES": ",".join(place.gpus),
         }
         env = {**forwarded_variables(), **planned.variables, **own, **planned.request["env"]}
-        return worker_spec(planned.number, env, self._files(), slot=placement.slot)
+        return worker_spec(planned.number, env, self._files())
 
     # What the launcher reports, on the server's thread.
 

@@ -132,7 +132,7 @@ class AgentHandle:
                 self._own |= self._running
         for spec in workers:
             if ended is not None:
-                self._events.exited(Exited(worker=spec.worker, code=255, reason=ended))
+                self._events.exited(Exited(worker=spec.worker, code=self.lost_exit_code, reason=ended))
                 continue
             order = Start(
                 worker=spec.worker,
@@ -401,7 +401,7 @@ class HostLauncher:
         self._grace_s = max([self._grace_s, *(spec.grace_s for spec in workers)])
         by_host: dict[str, list[WorkerSpec]] = {}
         for spec in workers:
-            by_host.setdefault("localhost" if self.local_only else spec.slot.hostname, []).append(spec)
+            by_host.setdefault("localhost" if self.local_only else self._node_of(spec), []).append(spec)
         remote = {name for name in by_host if self._agents is not None and not self._agents.is_own(name)}
         # Open all connections before starting workers, so that the agents start in parallel.
         for name in by_host:
@@ -453,6 +453,10 @@ class HostLauncher:
         limit = time.monotonic() + self._grace_s + KILLED_S
         for host in hosts:
             host.wait(max(limit - time.monotonic(), 0.1))
+
+    def _node_of(self, spec: WorkerSpec) -> str:
+        """Return the name of the node whose agent starts this worker."""
+        return spec.slot.hostname
 
     def _for_elsewhere(self, spec: WorkerSpec) -> WorkerSpec:
         env = {name: value for name, value in spec.env.items() if not _PRIVATE.fullmatch(name)}

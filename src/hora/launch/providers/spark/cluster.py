@@ -22,7 +22,6 @@ from typing import Any
 
 from hora.config import accept_risk
 from hora.launch.processes import variables
-from hora.launch.slots import Slot, place_ranks, visible_gpus
 from hora.version import require
 
 _POLL_S = 0.1
@@ -333,19 +332,14 @@ class TaskPlace:
     host: str
     gpus: tuple[str, ...] = ()
 
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """A rank's slot, the task that carries it, the task's GPUs, and those the rank should see."""
-
-    slot: Slot
-    task: int
-    own_gpus: tuple[str, ...]
-    visible_gpus: tuple[str, ...]
+    @property
+    def agent(self) -> str:
+        """The name of the task's agent."""
+        return f"{self.host}/{self.task}"
 
 
-def place_tasks(tasks: Sequence[TaskPlace]) -> list[Placement]:
-    """Return the placement of the tasks, in rank order.
+def place_tasks(tasks: Sequence[TaskPlace]) -> list[TaskPlace]:
+    """Return the tasks in the order of their ranks.
 
     Ranks are consecutive within a host, so that ranks beside one another share memory. Hosts are ordered by their hash
     and rotated until the host of task 0 comes first; within a host the order of the tasks is kept.
@@ -356,17 +350,7 @@ def place_tasks(tasks: Sequence[TaskPlace]) -> list[Placement]:
     first = next(iter(by_host))
     names = sorted(by_host)
     names = names[names.index(first) :] + names[: names.index(first)]
-    ordered = [place for name in names for place in by_host[name]]
-    slots = place_ranks([place.host for place in ordered])
-    return [
-        Placement(
-            slot=slot,
-            task=own.task,
-            own_gpus=own.gpus,
-            visible_gpus=visible_gpus(own.gpus, [place.gpus for place in by_host[own.host]]),
-        )
-        for slot, own in zip(slots, ordered, strict=True)
-    ]
+    return [place for name in names for place in by_host[name]]
 
 
 GPU_VARIABLE = "HORA_SPARK_GPUS"

@@ -159,13 +159,13 @@ class TaskAgent(AgentHandle):
 
     lost_exit_code = _LOST_EXIT_CODE
 
-    def __init__(self, place: TaskPlace) -> None:
-        super().__init__(place.host)
-        self.place = place
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
         self._has_fork_server = True  # the task may have a warm process beside it
 
     def _why_ended(self, status: int, *, joined: bool) -> str:
-        return f"its Spark task ({self.place.task}) ended: the executor was lost or the task was killed"
+        task = self.name.rpartition("/")[2]
+        return f"its Spark task ({task}) ended: the executor was lost or the task was killed"
 
 
 class TaskAgents(Agents):
@@ -213,6 +213,7 @@ class TaskAgents(Agents):
             with self._changed:
                 # In slices: on some platforms Ctrl-C cannot interrupt a wait without a limit.
                 if self._changed.wait_for(lambda: len(self._places) >= num_tasks, _POLL_S):
+                    self._begun = True
                     return list(self._places.values())
             if (self.stage is not None and self.stage.ended.is_set()) or not go_on():
                 return None
@@ -265,18 +266,12 @@ class TaskAgents(Agents):
 
     def host_of(self, task: int) -> str:
         """Return the address from which a task has connected."""
-        agent = self.agent_of(task)
+        agent = self._nodes.get(task)
         return "unknown" if agent is None or agent.peer is None else agent.peer.host
 
     def missing(self) -> list[int]:
         with self._changed:
             return [task for task in range(self._num_tasks) if task not in self._places]
-
-    def agent_of(self, task: int) -> AgentHandle | None:
-        """Return the agent of a task, to run a worker; None if the task has ended."""
-        with self._changed:
-            self._begun = True
-            return self._nodes.get(task)
 
     def dismiss_task(self, task: int, status: int = 0) -> None:
         """Tell a task to end its process, if it still runs, and to return to Spark; a non-zero status fails the
@@ -300,6 +295,11 @@ class TaskAgents(Agents):
         if self.missing() or self._lost_one or not self.stage.ended.wait(_LEAVE_LIMIT_S):
             self.stage.cancel()
 
+    def _absent(self, hostname: str) -> AgentHandle:
+        agent = TaskAgent(hostname)
+        agent.lost(_LOST_EXIT_CODE)
+        return agent
+
     # ---- in the server's thread -------------------------------------------------------------------------
 
     def _join(self, peer: SessionPeer, joining: Join) -> None:
@@ -311,7 +311,7 @@ class TaskAgents(Agents):
 
     def _admitted(self, index: int, name: str, joining: Join) -> AgentHandle:
         self._places[index] = TaskPlace(task=index, host=name, gpus=tuple(joining.gpus))
-        return TaskAgent(self._places[index])
+        return TaskAgent(self._places[index].agent)
 
     def closed(self, peer: SessionPeer) -> None:
         with self._changed:

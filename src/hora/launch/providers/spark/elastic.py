@@ -19,17 +19,12 @@ from typing import Any
 from hora.launch.agent.protocol import Exited, Join
 from hora.launch.controller.elastic_policy import Limits
 from hora.launch.controller.hosts import ElasticSpec
+from hora.launch.controller.launcher import AgentHandle
 from hora.launch.controller.loop import run_job
 from hora.launch.job import JobResult, LaunchEvents, WorkerSpec
 from hora.launch.limits import SPARK_END_S
-from hora.launch.providers.spark.cluster import (
-    Placement,
-    TaskPlace,
-    check_protection,
-    decommissions,
-    seconds_of,
-)
-from hora.launch.providers.spark.driver import StageDriver, TaskAgent
+from hora.launch.providers.spark.cluster import TaskPlace, check_protection, decommissions, seconds_of
+from hora.launch.providers.spark.driver import StageDriver
 from hora.launch.providers.spark.launcher import SparkJob, SparkLauncher
 from hora.launch.slots import HostInfo, place_ranks
 from hora.net.session import SessionPeer
@@ -102,6 +97,7 @@ class _Attempts(StageDriver):
         self._least, self._numbers = least, itertools.count()
         self.leaving: set[int] = set()
         self._left: set[tuple[int, int]] = set()  # attempts that were notified
+        self.attempts: dict[str, TaskPlace] = {}  # all so far, by host
         super().__init__(context, num_tasks, barrier=False, **rest)
 
     def hosts(self) -> list[HostInfo]:
@@ -120,10 +116,6 @@ class _Attempts(StageDriver):
             _log.warning("Spark decommissions executors: the ranks of tasks %s commit and leave", tasks)
             self._tell()
 
-    def place_of(self, host: str) -> TaskPlace | None:
-        with self._changed:
-            return next((place for place in self._places.values() if place.host == host), None)
-
     # ---- in the server's thread -------------------------------------------------------------------------
 
     def _join(self, peer: SessionPeer, joining: Join) -> None:
@@ -137,6 +129,11 @@ class _Attempts(StageDriver):
         name = f"{joining.name}-task{joining.node}-{next(self._numbers)}"
         super()._join(peer, joining._replace(name=name))
 
+    def _admitted(self, index: int, name: str, joining: Join) -> AgentHandle:
+        agent = super()._admitted(index, name, joining)
+        self.attempts[name] = self._places[index]
+        return agent
+
     def _lost(self, task: int) -> None:
         del self._places[task]
 
@@ -147,21 +144,17 @@ class _ElasticLauncher(SparkLauncher):
     _driver: _Attempts
 
     def __init__(self, driver: _Attempts, *, bind_gpus: bool) -> None:
-        super().__init__(driver, (), bind_gpus=bind_gpus)
+        super().__init__(driver, bind_gpus=bind_gpus)
         self._closing = False
         self._tasks: dict[int, int] = {}  # of the workers
 
     def start(self, workers: Sequence[WorkerSpec], events: LaunchEvents) -> None:
         self.output, self.started, self._exited = events.output, events.started, events.exited
-        for worker in workers:
-            place = self._driver.place_of(worker.slot.hostname)
-            if place is None:
-                reason = f"the Spark task on {worker.slot.hostname} has ended"
-                events.exited(Exited(worker.worker, TaskAgent.lost_exit_code, reason))
-                continue
-            self._tasks[worker.worker] = place.task
-            placement = Placement(slot=worker.slot, task=place.task, own_gpus=place.gpus, visible_gpus=place.gpus)
-            self._start(worker, placement, self)
+        self._tasks |= {worker.worker: self._place(worker).task for worker in workers}
+        super().start(workers, self)
+
+    def _place(self, worker: WorkerSpec) -> TaskPlace:
+        return self._driver.attempts[worker.slot.hostname]
 
     def exited(self, ended: Exited) -> None:
         self._exited(ended)

@@ -11,13 +11,12 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hora.launch.agent.protocol import Exited
-from hora.launch.controller.launcher import AgentHandle
+from hora.launch.controller.launcher import HostLauncher
 from hora.launch.controller.loop import run_job
-from hora.launch.job import Job, JobResult, LaunchEvents, OutputOptions, Watching, WorkerSpec
-from hora.launch.providers.spark.cluster import GPU_VARIABLE, Placement, place_tasks
-from hora.launch.providers.spark.driver import TaskAgent, TaskAgents
-from hora.launch.slots import Slot
+from hora.launch.job import Job, JobResult, OutputOptions, Watching, WorkerSpec
+from hora.launch.providers.spark.cluster import GPU_VARIABLE, TaskPlace, place_tasks
+from hora.launch.providers.spark.driver import TaskAgents
+from hora.launch.slots import Slot, place_ranks, visible_gpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +57,14 @@ class SparkJob:
 
 def run_in_tasks(driver: TaskAgents, wanted: SparkJob) -> JobResult:
     """Run the job in these tasks, as soon as they have arrived."""
-    places = driver.meet_in_time(wanted.num_proc, wanted.start_timeout_s, wait_for_slots=wanted.wait_for_slots)
-    placements = place_tasks(places)
-    launcher = SparkLauncher(driver, placements, bind_gpus=wanted.bind_gpus, executable=wanted.executable)
-    return run_job(wanted.job(placement.slot for placement in placements), launcher)
+    tasks = driver.meet_in_time(wanted.num_proc, wanted.start_timeout_s, wait_for_slots=wanted.wait_for_slots)
+    places = place_tasks(tasks)
+    launcher = SparkLauncher(driver, places, bind_gpus=wanted.bind_gpus, executable=wanted.executable)
+    return run_job(wanted.job(place_ranks([place.host for place in places])), launcher)
 
 
-class SparkLauncher:
-    """Starts each worker in the Spark task that was placed for its rank. See `job.Launcher`.
+class SparkLauncher(HostLauncher):
+    """Starts each worker in the Spark task that was placed for its rank.
 
     `bind_gpus`: make Spark's GPUs the visible ones. `executable`: the workers' Python, if it is not that of Spark's
     own.
@@ -74,44 +73,32 @@ class SparkLauncher:
     def __init__(
         self,
         driver: TaskAgents,
-        placements: Sequence[Placement],
+        places: Sequence[TaskPlace] = (),
         *,
         bind_gpus: bool,
         executable: str | None = None,
     ) -> None:
-        self.bind_address, self.advertised_address = driver.bind_address, driver.address
+        super().__init__(agents=driver, listen=driver.address)
+        self.bind_address = driver.bind_address
         self._driver, self._bind_gpus, self._executable = driver, bind_gpus, executable
-        self._placements = {placement.slot.rank: placement for placement in placements}
+        self._places = places  # by rank
         # Slots have hashes for names, not addresses. In an elastic job rank 0 has no lasting place.
-        self._master = {"MASTER_ADDR": driver.host_of(placements[0].task)} if placements else {}
-        self._used: dict[AgentHandle, None] = {}
-
-    def start(self, workers: Sequence[WorkerSpec], events: LaunchEvents) -> None:
-        for worker in workers:
-            self._start(worker, self._placements[worker.slot.rank], events)
-
-    def _start(self, worker: WorkerSpec, placement: Placement, events: LaunchEvents) -> None:
-        agent = self._driver.agent_of(placement.task)
-        if agent is None:
-            reason = f"its Spark task ({placement.task}) ended: the executor was lost or the task was killed"
-            events.exited(Exited(worker=worker.worker, code=TaskAgent.lost_exit_code, reason=reason))
-            return
-        if agent not in self._used:
-            self._used[agent] = None
-            agent.look_after(events)
-        agent.start([self._in_a_task(worker, placement)])
-
-    def terminate(self, workers: Iterable[int], *, grace_s: float) -> None:
-        chosen = list(workers)
-        for agent in list(self._used):
-            agent.terminate(chosen, grace_s=grace_s)
+        self._master = {"MASTER_ADDR": driver.host_of(places[0].task)} if places else {}
 
     def close(self) -> None:
         self._driver.release()
 
-    def _in_a_task(self, worker: WorkerSpec, placement: Placement) -> WorkerSpec:
-        env = {**worker.env, **self._master, GPU_VARIABLE: ",".join(placement.own_gpus)}
-        if placement.visible_gpus and self._bind_gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(placement.visible_gpus)
+    def _place(self, worker: WorkerSpec) -> TaskPlace:
+        return self._places[worker.slot.rank]
+
+    def _node_of(self, spec: WorkerSpec) -> str:
+        return self._place(spec).agent
+
+    def _for_elsewhere(self, spec: WorkerSpec) -> WorkerSpec:
+        own = self._place(spec)
+        env = {**spec.env, **self._master, GPU_VARIABLE: ",".join(own.gpus)}
+        visible = visible_gpus(own.gpus, [place.gpus for place in self._places or [own] if place.host == own.host])
+        if visible and self._bind_gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
         # No program: the Python of the task.
-        return replace(worker, env=env, argv=(self._executable or "", *worker.argv[1:]), cwd=None)
+        return replace(spec, env=env, argv=(self._executable or "", *spec.argv[1:]), cwd=None)
