@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ from hora.launch.controller.agents import Agents
 from hora.launch.controller.elastic_policy import Limits
 from hora.launch.controller.hosts import ElasticSpec, Hosts
 from hora.launch.controller.policy import Roster, WorkerState
-from hora.launch.ha.following import LeaderLink, Relay
+from hora.launch.ha.following import LeaderLink, Relay, _earlier_process
 from hora.launch.ha.leadership import Leadership, next_step, open_store
 from hora.launch.ha.store import AuthenticatedStore, Contents, LeaderTerm, StoreError
 from hora.launch.job import LeadershipLostError
@@ -104,37 +105,28 @@ class Noted:
         self.ends.append(ended)
 
 
-def test_one_agent_of_a_node_at_a_time_holds_its_workers():
-    claim = [f"unit-{os.getpid()}-{n}" for n in range(3)]
-    first, second, orphan = (link(claim=claim) for _ in range(3))
-    assert first._holds_claim()
-    assert first._holds_claim()
-    assert not second._holds_claim()
-    orphan._follow()  # there is no process left to wait for
-    orphan.receive()
-    assert orphan.gone
-    first._thread.start()
-    first.close()
-    assert second._holds_claim()
-    for one in (second, orphan):
-        one._relay.close()
+def test_an_agent_waits_for_the_end_of_an_earlier_one_of_its_node():
+    ended, waiting = threading.Event(), link(preceded=lambda: not ended.is_set())
+    waiting._orphaned, waiting._orphaned_s, waiting._leaderless_s, waiting._poll_s = lambda: False, 0.0, 0.0, 0.01
+    waiting.start()
+    waiting._thread.join(0.5)
+    assert waiting._thread.is_alive()
+    ended.set()
+    waiting._thread.join(30)
+    assert not waiting._thread.is_alive(), "nobody has led the job for zero seconds"
+    orphan = link(preceded=lambda: True)
+    orphan._follow()  # no process is left for which it could wait
+    for one in (waiting, orphan):
+        one.receive()
+        assert one.gone
+        one.close()
 
 
-def test_names_held_by_others_do_not_stop_an_agent(capsys):
-    claim = [f"unit-{os.getpid()}-{n}" for n in range(2)]
-    first, second = (link(claim=claim) for _ in range(2))
-    with socket.socket(socket.AF_UNIX) as squatter:
-        squatter.bind("\0" + claim[0])
-        assert first._holds_claim()
-        assert f"{claim[0]} is held by a process that does not answer" in capsys.readouterr().err
-        assert not second._holds_claim()
-    assert not second._holds_claim(), "the first name is free now, but the agent has the second one"
-    first.close()
-    with socket.socket(socket.AF_UNIX) as squatter, socket.socket(socket.AF_UNIX) as other:
-        squatter.bind("\0" + claim[0])
-        other.bind("\0" + claim[1])
-        assert second._holds_claim(), "with all names taken it works without one"
-    second.close()
+def test_only_earlier_processes_of_the_same_command_count(monkeypatch):
+    parents = Path(f"/proc/{os.getppid()}/cmdline").read_text()[:-1].split("\0")
+    monkeypatch.setattr(os, "getppid", os.getpid)  # as seen by a child of this process
+    assert _earlier_process(parents)
+    assert not _earlier_process([*parents, "of another job"])
 
 
 class OneStore:

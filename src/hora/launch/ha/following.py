@@ -24,6 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hora.errors import AuthenticationError
@@ -53,7 +54,7 @@ from hora.launch.processes import variables
 from hora.net import sockets
 from hora.net.acceptor import TaskAcceptor
 from hora.net.session import ClientSession
-from hora.net.wire import Connection, connect, derived_secret
+from hora.net.wire import Connection, connect
 from hora.version import version
 
 _WAIT_S = 2.0
@@ -63,7 +64,6 @@ _Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 _CONNECT_S, _ANSWER_S, _TURN_S = 5.0, 10.0, 0.2
 _HELD_BYTES = 4 * 1024 * 1024  # of output between two leaders
 _CLEAR_LIMIT_S = 30.0
-_CLAIM_NAMES = 8
 
 
 class Relay:
@@ -84,11 +84,6 @@ class Relay:
         """Connect to this address from now on (None: wait), and close the connections to any other."""
         with contextlib.suppress(RuntimeError):  # closed
             self._loop.call_soon_threadsafe(self._set_target, target)
-
-    def answer(self, listener: socket.socket) -> None:
-        """Also accept connections there and close them: clients only query the peer credentials of this process."""
-        with contextlib.suppress(RuntimeError):  # closed
-            self._loop.call_soon_threadsafe(self._acceptor.watch, listener, lambda arrival: arrival.sock.close())
 
     def close(self) -> None:
         """End all connections and the thread."""
@@ -155,9 +150,9 @@ async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter, copi
 class LeaderLink(ControllerLink):
     """The link to one leader after another.
 
-    `node`: its number, name and slots. `orphaned`: returns whether the process of the node is gone. `claim`: names of
-    local sockets, one per agent of this machine; an agent that finds an earlier one with workers waits until that one
-    has ended. `former`: the last run that ended before this one.
+    `node`: its number, name and slots. `orphaned`: returns whether the process of the node is gone. `preceded`: returns
+    whether an earlier agent of the node, which may have workers, still runs; this one waits for its end. `former`: the
+    last run that ended before this one.
     """
 
     elastic = True
@@ -172,13 +167,13 @@ class LeaderLink(ControllerLink):
         orphaned_s: float,
         poll_s: float,
         orphaned: Callable[[], bool],
-        claim: Sequence[str] = (),
+        preceded: Callable[[], bool] = lambda: False,
         former: str = "",
     ) -> None:
         super().__init__()
         self._node, self._secret, self._store = dict(node), secret, store
         self._leaderless_s, self._orphaned_s, self._poll_s = leaderless_s, orphaned_s, poll_s
-        self._orphaned, self._claim, self._former = orphaned, claim, former
+        self._orphaned, self._preceded, self._former = orphaned, preceded, former
         self._relay, self._address = Relay(), own_address(store.members)
         self._run = ""  # the job's run whose workers are here
         self._workers: dict[int, Started | Exited] = {}
@@ -186,8 +181,6 @@ class LeaderLink(ControllerLink):
         self._session: ClientSession | None = None
         self._welcome: Welcome | None = None
         self._term = 0
-        self._claimed: socket.socket | None = None
-        self._unclaimed = False
         self._over = threading.Event()
         self._leaving = False
         self._thread = threading.Thread(target=self._follow, name="hora-agent-leaders", daemon=True)
@@ -228,21 +221,20 @@ class LeaderLink(ControllerLink):
             session.shutdown()
         if self._thread.is_alive():
             self._thread.join(_ANSWER_S)
-        self._relay.close()  # and with it the claimed name
+        self._relay.close()
 
     # ---- in the link's thread -------------------------------------------------------------------------------
 
     def _follow(self) -> None:
         """Follow leaders until the job is over, or until there has been no leader for too long."""
+        while not self._over.is_set() and self._preceded():
+            if self._orphaned():  # it has no workers and no process to start any for
+                self._put(None)
+                return
+            self._leader()  # the job may be over
+            self._over.wait(self._poll_s)
         alone_since = time.monotonic()
         while not self._over.is_set():
-            if self._claim and not self._holds_claim():
-                if self._orphaned():
-                    break  # it has no workers and no process to start any for
-                alone_since = time.monotonic()
-                self._leader()  # the job may be over
-                self._over.wait(self._poll_s)
-                continue
             found = self._leader()
             if found is not None and self._serve(*found):
                 alone_since = time.monotonic()
@@ -253,31 +245,6 @@ class LeaderLink(ControllerLink):
                 break
             self._over.wait(_TURN_S)
         self._put(None)
-
-    def _holds_claim(self) -> bool:
-        """Bind one of the names, which vanish with the process, unless an earlier agent of this user holds one.
-
-        Names that another user holds are skipped, and their holders are logged.
-        """
-        if self._claimed is not None or self._unclaimed:
-            return True
-        if any(_is_ours(name) for name in self._claim):
-            return False
-        for index, name in enumerate(self._claim):
-            try:
-                self._claimed = sockets.listen(name)
-            except OSError:
-                holder = sockets.holder(name) or "a process that does not answer"
-                print(f"hora: the local socket {name} is held by {holder}; another name is used", file=sys.stderr)
-                continue
-            if any(_is_ours(earlier) for earlier in self._claim[:index]):  # taken at the same moment
-                self._claimed.close()
-                self._claimed = None
-                return False
-            self._relay.answer(self._claimed)
-            return True
-        self._unclaimed = True  # other users hold all of them: a second agent of this node would go unnoticed
-        return True
 
     def _leader(self) -> tuple[int, str, int] | None:
         """Return the current leader's term and address; None if there is no leader or the store does not answer."""
@@ -404,13 +371,24 @@ def _receive(session: ClientSession, messages: queue.SimpleQueue[Message | None]
         messages.put(None)
 
 
-def _is_ours(name: str) -> bool:
-    holder = sockets.holder(name)
-    return holder is not None and holder.uid == os.geteuid()
+def _earlier_process(command: Sequence[str]) -> bool:
+    """Return whether this user has a process of this command that started before this process' parent."""
+
+    def started(pid: str) -> tuple[int, int]:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19]), int(pid)
+
+    own, ours = started(str(os.getppid())), "".join(f"{word}\0" for word in command).encode()
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended
+            there = Path(f"/proc/{pid}")
+            same = there.stat().st_uid == os.geteuid() and (there / "cmdline").read_bytes().endswith(ours)
+            if same and started(pid) < own:
+                return True
+    return False
 
 
 def main() -> int:
-    """`python -m hora.launch.ha.following`: reads its configuration as a line of JSON from standard input.
+    """`python -m hora.launch.ha.following JOB NODE`: reads its configuration as a line of JSON from standard input.
 
     It prints the job's exit status.
     """
@@ -422,16 +400,13 @@ def main() -> int:
     store = AuthenticatedStore(open_store(given["store"], variables()).below(given["job"]), secret)
     limits = {name: given[name] for name in ("leaderless_s", "orphaned_s", "poll_s", "former")}
     given["node"]["name"] = given["node"]["name"] or socket.gethostname()
-    job, number = given["job"], given["node"]["node"]
-    names = (derived_secret(secret, f"claim {job} {number} {n}").hex()[:32] for n in range(_CLAIM_NAMES))
-    claim = [f"hora-agent-{name}" for name in names]
     link = LeaderLink(
         given["node"],
         secret,
         store,
         **limits,
         orphaned=lambda: bool(select.select([parent], [], [], 0)[0]),
-        claim=claim,
+        preceded=lambda: _earlier_process(["hora.launch.ha.following", *sys.argv[1:]]),
     )
     agent = Agent(link)
     link.start()

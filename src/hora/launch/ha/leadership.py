@@ -275,7 +275,7 @@ class ElectionLoop:
         }
         env = {name: value for name, value in self._environ.items() if name != "HORA_STORE"}
         agent = subprocess.Popen(
-            module_command(sys.executable, "hora.launch.ha.following"),
+            module_command(sys.executable, "hora.launch.ha.following", self._job, str(self._place.index)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=env,
