@@ -75,6 +75,17 @@ class ManifestRequest:
     def num_proc(self) -> int:
         return self.num_nodes * self.slots
 
+    @property
+    def grace_s(self) -> int:
+        return self.leave_s + _GRACE_SLACK_S
+
+    @property
+    def resources(self) -> Manifest:
+        """Return the resources of a container; empty if the user asks for none."""
+        asked = (("cpu", self.cpu), ("memory", self.memory), ("nvidia.com/gpu", self.gpus or None))
+        wanted = {name: str(value) for name, value in asked if value is not None}
+        return {"limits": dict(wanted), "requests": dict(wanted)} if wanted else {}
+
     def size_flags(self) -> list[str]:
         flags = ["-np", str(self.num_proc)]
         if self.min_nodes is not None:
@@ -104,14 +115,6 @@ def manifests(kind: str, request: ManifestRequest) -> list[Manifest]:
     return made
 
 
-def _resources(request: ManifestRequest) -> Manifest:
-    wanted: Manifest = {}
-    for name, value in (("cpu", request.cpu), ("memory", request.memory), ("nvidia.com/gpu", request.gpus or None)):
-        if value is not None:
-            wanted[name] = str(value)
-    return {"limits": dict(wanted), "requests": dict(wanted)} if wanted else {}
-
-
 def _state(request: ManifestRequest) -> list[Manifest]:
     """Return the empty Lease and Secret, and an account that may read and change only these two."""
     rules = [
@@ -138,26 +141,24 @@ def _variables(request: ManifestRequest) -> list[Manifest]:
     return [{"name": "HORA_SECRET_FILE", "value": f"{_FOLDER}/{_FILE}"}, *home, *store]
 
 
-def _pod_limits() -> Manifest:
-    """Return the pod's limits: no root; the group can read the job's secret."""
-    seccomp = {"type": "RuntimeDefault"}
-    return {"runAsNonRoot": True, "runAsUser": _USER, "runAsGroup": _USER, "fsGroup": _USER, "seccompProfile": seccomp}
-
-
-def _container_limits(request: ManifestRequest) -> Manifest:
-    limits: Manifest = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-    return limits if request.writable_root else {**limits, "readOnlyRootFilesystem": True}
-
-
-def _mounts(request: ManifestRequest) -> list[Manifest]:
-    secret = {"name": "hora-secret", "mountPath": _FOLDER, "readOnly": True}
-    return [secret] if request.writable_root else [secret, {"name": "tmp", "mountPath": "/tmp"}]
-
-
-def _volumes(request: ManifestRequest) -> list[Manifest]:
+def _pod(request: ManifestRequest, account: Manifest, container: Manifest) -> Manifest:
+    """Return a pod with this container: no root; the group can read the job's secret."""
     # 0440: for root, and for the group that a pod with an fsGroup gives it to.
-    secret = {"name": "hora-secret", "secret": {"secretName": request.secret, "defaultMode": 0o440}}
-    return [secret] if request.writable_root else [secret, {"name": "tmp", "emptyDir": {}}]
+    volumes: list[Manifest] = [{"name": "hora-secret", "secret": {"secretName": request.secret, "defaultMode": 0o440}}]
+    mounts: list[Manifest] = [{"name": "hora-secret", "mountPath": _FOLDER, "readOnly": True}]
+    limits: Manifest = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    if not request.writable_root:
+        volumes.append({"name": "tmp", "emptyDir": {}})
+        mounts.append({"name": "tmp", "mountPath": "/tmp"})
+        limits["readOnlyRootFilesystem"] = True
+    user = {"runAsNonRoot": True, "runAsUser": _USER, "runAsGroup": _USER, "fsGroup": _USER}
+    return {
+        **account,
+        "securityContext": {**user, "seccompProfile": {"type": "RuntimeDefault"}},
+        "terminationGracePeriodSeconds": request.grace_s,
+        "containers": [{"name": "node", **container, "volumeMounts": mounts, "securityContext": limits}],
+        "volumes": volumes,
+    }
 
 
 def _agent_command(request: ManifestRequest, first_node: str) -> list[str]:
@@ -169,16 +170,13 @@ def _agent_command(request: ManifestRequest, first_node: str) -> list[str]:
 def _pods(request: ManifestRequest, command: Sequence[str]) -> Manifest:
     """The specification of an indexed Job: one pod for each node, which knows its number."""
     container: Manifest = {
-        "name": "node",
         "image": request.image,
         "command": list(command),
         "env": [{"name": "HORA_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}, *_variables(request)],
         "ports": [{"containerPort": DEFAULT_PORT}],
-        "volumeMounts": _mounts(request),
-        "securityContext": _container_limits(request),
     }
-    if _resources(request):
-        container["resources"] = _resources(request)
+    if request.resources:
+        container["resources"] = request.resources
     elastic = request.min_nodes is not None
     token = {"serviceAccountName": request.state} if request.any_leader else {"automountServiceAccountToken": False}
     return {
@@ -189,14 +187,7 @@ def _pods(request: ManifestRequest, command: Sequence[str]) -> Manifest:
         "backoffLimit": 10 if elastic else 0,
         "template": {
             "metadata": {"labels": {"app.kubernetes.io/name": request.name}},
-            "spec": {
-                "restartPolicy": "OnFailure" if elastic else "Never",
-                **token,
-                "securityContext": _pod_limits(),
-                "terminationGracePeriodSeconds": request.leave_s + _GRACE_SLACK_S,
-                "containers": [container],
-                "volumes": _volumes(request),
-            },
+            "spec": _pod(request, {"restartPolicy": "OnFailure" if elastic else "Never", **token}, container),
         },
     }
 
@@ -243,20 +234,12 @@ def _train_job(request: ManifestRequest) -> list[Manifest]:
         "numProcPerNode": request.slots,
         "env": _variables(request),
     }
-    if _resources(request):
-        trainer["resourcesPerNode"] = _resources(request)
+    if request.resources:
+        trainer["resourcesPerNode"] = request.resources
     # A patch of the runtime's pods cannot leave the token out, but an account can.
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": request.secret}}
     made = [] if request.any_leader else [{**account, "automountServiceAccountToken": False}]
-    pods = {
-        "serviceAccountName": request.state if request.any_leader else request.secret,
-        "securityContext": _pod_limits(),
-        "terminationGracePeriodSeconds": request.leave_s + _GRACE_SLACK_S,
-        "volumes": _volumes(request),
-        "containers": [
-            {"name": "node", "volumeMounts": _mounts(request), "securityContext": _container_limits(request)}
-        ],
-    }
+    pods = _pod(request, {"serviceAccountName": request.state if request.any_leader else request.secret}, {})
     replicated = {"name": "node", "template": {"spec": {"template": {"spec": pods}}}}
     patch = {
         "manager": "hora.example/manifest",
@@ -279,17 +262,17 @@ def _mpi_job(request: ManifestRequest) -> list[Manifest]:
     command = ["horovodrun", *size, *hosts, "--host-discovery-script", "/etc/mpi/discover_hosts.sh", *request.command]
     launcher: Manifest = {"name": "launcher", "image": request.image, "command": command}
     worker: Manifest = {"name": "worker", "image": request.image, "command": ["/usr/sbin/sshd", "-De"]}
-    if _resources(request):
-        worker["resources"] = _resources(request)
-    grace = request.leave_s + _GRACE_SLACK_S
+    if request.resources:
+        worker["resources"] = request.resources
 
     def replicas(container: Manifest, count: int) -> Manifest:
         container["securityContext"] = {"allowPrivilegeEscalation": False}
-        limits = {
+        spec = {
             "automountServiceAccountToken": False,
             "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+            "terminationGracePeriodSeconds": request.grace_s,
+            "containers": [container],
         }
-        spec = {**limits, "terminationGracePeriodSeconds": grace, "containers": [container]}
         return {"replicas": count, "restartPolicy": "Never", "template": {"spec": spec}}
 
     job = {
