@@ -1,6 +1,6 @@
 """Another user of this machine, for tests: no groups, no rights, an unused id.
 
-Its program runs after imports, with the identity of root until then: the interpreter may lie in root's own folder.
+The process imports modules as root before it changes the user: the interpreter may lie in root's own folder.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def start(
 
 
 def run(program: str, *arguments: str, limit_s: float = 100.0) -> str:
-    """What the program printed; it must succeed."""
+    """Return the output of the program, which must succeed."""
     process = start(program, *arguments)
     try:
         said, _ = process.communicate(timeout=limit_s)
