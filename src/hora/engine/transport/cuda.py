@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -36,6 +37,7 @@ _GUARD_EVERY_S = 0.05
 Chosen = DistributedTransport | CudaStagingTransport
 
 
+@dataclass(eq=False)
 class CudaTransport:
     """See `Transport`.
 
@@ -43,28 +45,21 @@ class CudaTransport:
     returns host memory that all members see; None if they are on several hosts.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        member: int,
-        num_members: int,
-        check_alive: AliveCheck,
-        limit_s: float,
-        make_cpu: Callable[[], Transport],
-        share: Callable[[int], Segment] | None = None,
-    ) -> None:
-        self._store, self._member, self._num_members = store, member, num_members
-        self._check_alive, self._limit_s = check_alive, limit_s
-        self._make_cpu, self._share = make_cpu, share
-        self._chosen: Chosen | None = None
-        self._num_exchanges = 0
-        self._queued_on: torch.cuda.Stream | None = None  # where work was queued last
-        self.name = "cuda"
+    store: Store
+    member: int
+    num_members: int
+    check_alive: AliveCheck
+    limit_s: float
+    make_cpu: Callable[[], Transport]
+    share: Callable[[int], Segment] | None = None
+    name: str = "cuda"
+    _chosen: Chosen | None = None
+    _num_exchanges: int = 0
+    _queued_on: torch.cuda.Stream | None = None  # where work was queued last
 
     def stages(self, num_bytes: int) -> bool:
         """Return whether this much data goes through host memory, as far as known."""
-        chosen = self._chosen
-        return chosen is not None and not isinstance(chosen, DistributedTransport) and chosen.stages(num_bytes)
+        return isinstance(self._chosen, CudaStagingTransport) and self._chosen.stages(num_bytes)
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         self._choose(inputs[0].device).allreduce(inputs, outputs, reduce)
@@ -102,7 +97,7 @@ class CudaTransport:
         if self._chosen is None:
             return
         try:
-            self.settle(self._check_alive)
+            self.settle(self.check_alive)
         except HorovodInternalError:
             if isinstance(self._chosen, DistributedTransport):
                 self._chosen.abort()
@@ -113,39 +108,33 @@ class CudaTransport:
         self._queued_on = torch.cuda.current_stream()
         if self._chosen is None:
             gpus = self._exchange(gpu_identity(device))
-            if len(set(gpus)) == self._num_members:
+            if len(set(gpus)) == self.num_members:
                 self._chosen = self._over_nccl(device)
             else:
-                self._chosen = self._on_shared_gpu(device, self._share if len(set(gpus)) == 1 else None)
+                self._chosen = self._on_shared_gpu(device, self.share if len(set(gpus)) == 1 else None)
             self.name = self._chosen.name
         return self._chosen
 
     def _over_nccl(self, device: torch.device) -> DistributedTransport:
-        group = NcclGroup(
-            PrefixStore("nccl", self._store),
-            self._member,
-            self._num_members,
-            device=device,
-            check_alive=self._check_alive,
-            limit_s=self._limit_s,
-        )
-        return DistributedTransport(group, self._member, self._num_members, device)
+        store, check_alive, limit_s = PrefixStore("nccl", self.store), self.check_alive, self.limit_s
+        group = NcclGroup(store, self.member, self.num_members, device=device, check_alive=check_alive, limit_s=limit_s)
+        return DistributedTransport(group, self.member, self.num_members, device)
 
     def _on_shared_gpu(self, device: torch.device, share: Callable[[int], Segment] | None) -> CudaStagingTransport:
-        cpu = self._make_cpu()
+        cpu = self.make_cpu()
         if share is None:
             return CudaStagingTransport(cpu)
-        segment = share(DeviceMemoryTransport.num_bytes(self._num_members))
+        segment = share(DeviceMemoryTransport.num_bytes(self.num_members))
         try:
             return DeviceMemoryTransport(
                 segment,
                 self._exchange,
-                self._member,
-                self._num_members,
+                self.member,
+                self.num_members,
                 device=device,
-                check_alive=self._check_alive,
-                limit_s=self._limit_s,
-                complete=lambda: _wait_for(mark(), self._check_alive),
+                check_alive=self.check_alive,
+                limit_s=self.limit_s,
+                complete=lambda: _wait_for(mark(), self.check_alive),
                 cpu=cpu,
             )
         except DriverError as error:
@@ -159,11 +148,11 @@ class CudaTransport:
         name = f"exchange/{self._num_exchanges}"
 
         def exchange() -> list[str]:
-            self._store.set(f"{name}/{self._member}", f"={mine}")
-            return [bytes(self._store.get(f"{name}/{peer}")).decode()[1:] for peer in range(self._num_members)]
+            self.store.set(f"{name}/{self.member}", f"={mine}")
+            return [bytes(self.store.get(f"{name}/{peer}")).decode()[1:] for peer in range(self.num_members)]
 
-        what = f"{self._num_members} members to describe their GPUs"
-        return connect(exchange, what=what, check_alive=self._check_alive, limit_s=self._limit_s)
+        what = f"{self.num_members} members to describe their GPUs"
+        return connect(exchange, what=what, check_alive=self.check_alive, limit_s=self.limit_s)
 
 
 def _wait_for(event: torch.cuda.Event, check_alive: AliveCheck) -> None:

@@ -12,6 +12,8 @@ from functools import lru_cache
 
 import torch
 
+from hora.engine.shm.native import fields
+
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 _HOST, _DEVICE = 1, 2  # CUmemorytype
@@ -81,22 +83,13 @@ class _Copy2D(ctypes.Structure):
     """CUDA_MEMCPY2D."""
 
     _fields_ = (
-        ("source_x", ctypes.c_size_t),
-        ("source_y", ctypes.c_size_t),
-        ("source_type", ctypes.c_uint),
-        ("source_host", ctypes.c_void_p),
-        ("source_device", ctypes.c_uint64),
-        ("source_array", ctypes.c_void_p),
-        ("source_pitch", ctypes.c_size_t),
-        ("target_x", ctypes.c_size_t),
-        ("target_y", ctypes.c_size_t),
-        ("target_type", ctypes.c_uint),
-        ("target_host", ctypes.c_void_p),
-        ("target_device", ctypes.c_uint64),
-        ("target_array", ctypes.c_void_p),
-        ("target_pitch", ctypes.c_size_t),
-        ("row_bytes", ctypes.c_size_t),
-        ("num_rows", ctypes.c_size_t),
+        *fields("int64 source_x source_y"),
+        *fields("int32 source_type"),
+        *fields("pointer source_host source_device source_array"),
+        *fields("int64 source_pitch target_x target_y"),
+        *fields("int32 target_type"),
+        *fields("pointer target_host target_device target_array"),
+        *fields("int64 target_pitch row_bytes num_rows"),
     )
 
 
