@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 
+from hora.engine.transport.base import Membership
 from hora.engine.transport.group import PeerGroup, connect
 from hora.engine.transport.stream import StreamGroup, Streams
 from hora.net.noise import Records
@@ -14,13 +15,10 @@ KINDS = ["tcp", "encrypted"]
 SECRET = b"s" * 32
 
 
-def make_group(kind, store, member, num_members, check_alive=lambda: None, limit_s=600.0) -> PeerGroup:
+def make_group(kind, store, member, num_members, check_alive=lambda: None) -> PeerGroup:
     what = f"{num_members} members to connect over {kind}"
-    streams = connect(
-        lambda: _streams(store, member, num_members, kind),
-        what=what, check_alive=check_alive, limit_s=limit_s,
-    )  # fmt: skip
-    return StreamGroup(streams, member, num_members, check_alive=check_alive, limit_s=limit_s)
+    streams = connect(lambda: _streams(store, member, num_members, kind), what, check_alive)
+    return StreamGroup(streams, Membership(member, num_members, check_alive))
 
 
 def _records(kind: str) -> Records | None:

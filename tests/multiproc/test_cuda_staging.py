@@ -16,8 +16,8 @@ from hora.engine.transport.distributed import DistributedTransport
 
 
 @pytest.mark.ranks(2)
-def test_every_operation_is_correct(place):
-    cpu = DistributedTransport(make_group("tcp", place.store, place.rank, place.size), place.rank, place.size)
+def test_every_operation_is_right(place):
+    cpu = DistributedTransport(make_group("tcp", place.store, place.rank, place.size))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_staging, "_PORTION_BYTES", PORTION_BYTES)
         patch.setattr(cuda_staging, "mark", lambda: SimpleNamespace(synchronize=lambda: None))

@@ -17,12 +17,11 @@ from transport_checks import check_everything
 
 from hora.engine.shm.segment import Segment
 from hora.engine.transport import cuda_staging, device_memory
+from hora.engine.transport.base import Membership
 from hora.engine.transport.cuda_ipc import DriverError
 from hora.engine.transport.device_memory import DeviceMemoryTransport
 from hora.engine.transport.distributed import DistributedTransport
 from hora.errors import HorovodInternalError
-
-LIMIT_S = 600.0  # longer than any test
 
 
 class Memory:
@@ -55,27 +54,25 @@ class Mapped(Memory):
 
 @contextlib.contextmanager
 def made(place, check_alive=lambda: None, refuses=1 << 40):
-    """Create this member's transport with small initial slots; allocations of `refuses` bytes or more fail here."""
-    cpu = DistributedTransport(make_group("tcp", place.store, place.rank, place.size), place.rank, place.size)
+    """The transport of this member, with slots that begin small. `refuses`: so many bytes cannot be had here."""
+    cpu = DistributedTransport(make_group("tcp", place.store, place.rank, place.size))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_memory, "Shared", Shared)
         patch.setattr(device_memory, "Mapped", Mapped)
         patch.setattr(device_memory, "SMALL_BYTES", 64)
         patch.setattr(device_memory, "_FIRST_SLOT_BYTES", 4096)
         patch.setattr(device_memory, "_LARGEST_SLOT_BYTES", 65536)
+        patch.setattr(device_memory, "mark", lambda: None)
+        patch.setattr(device_memory, "wait_for", lambda event, check_alive: None)
         patch.setattr(cuda_staging, "mark", lambda: SimpleNamespace(synchronize=lambda: None))
         patch.setattr(Memory, "refuses", refuses)
         try:
             transport = DeviceMemoryTransport(
                 Provider(place, place.store)(DeviceMemoryTransport.num_bytes(place.size)),
                 place.gather,
-                place.rank,
-                place.size,
-                device=torch.device("cpu"),
-                check_alive=check_alive,
-                limit_s=LIMIT_S,
-                complete=lambda: None,
-                cpu=cpu,
+                Membership(place.rank, place.size, check_alive),
+                torch.device("cpu"),
+                cpu,
             )
             yield transport
             transport.close()

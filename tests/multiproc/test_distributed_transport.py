@@ -13,6 +13,7 @@ from groups import KINDS, make_group
 from transport_checks import PORTION_BYTES, check_everything
 
 from hora.engine.request import Reduce
+from hora.engine.shm import counters
 from hora.engine.transport import distributed, stream
 from hora.engine.transport.distributed import DistributedTransport
 from hora.errors import HorovodInternalError
@@ -24,10 +25,11 @@ LIMIT_S = 600.0  # longer than any test, so that no test passes because a wait t
 @contextlib.contextmanager
 def made(place, kind, check_alive=lambda: None, limit_s=LIMIT_S, store=None):
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(counters, "COLLECTIVE_LIMIT_S", limit_s)
         patch.setattr(distributed, "_PORTION_BYTES", PORTION_BYTES)
         patch.setattr(stream, "_DIRECT_BYTES", PORTION_BYTES // 4)
-        group = make_group(kind, store or place.store, place.rank, place.size, check_alive, limit_s)
-        transport = DistributedTransport(group, place.rank, place.size)
+        group = make_group(kind, store or place.store, place.rank, place.size, check_alive)
+        transport = DistributedTransport(group)
         try:
             yield transport
         finally:

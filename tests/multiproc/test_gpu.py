@@ -24,6 +24,7 @@ from transport_checks import check_everything
 import horovod.torch as hvd
 from hora.engine.request import Reduce
 from hora.engine.transport import device_memory
+from hora.engine.transport.base import Membership
 from hora.engine.transport.cuda import CudaTransport
 from hora.engine.transport.distributed import DistributedTransport
 from hora.telemetry.reporter import Machine
@@ -33,8 +34,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-LIMIT_S = 600.0  # longer than any test, so that no test passes because a wait timed out
-# About a tenth of a second at 1.5 to 2 GHz: long enough for an unordered reader to get a wrong value.
+# About a tenth of a second at 1.5 to 2 GHz: long enough for an unordered reader to be wrong.
 SLOW_CYCLES = 200_000_000
 
 
@@ -49,6 +49,10 @@ def on_gpu(body):
     return pytest.mark.ranks(1, 2)(session(with_place))
 
 
+def membership(place) -> Membership:
+    return Membership(place.rank, place.size, nothing_to_report)
+
+
 def nothing_to_report() -> None:
     """Check the liveness of nothing."""
 
@@ -58,7 +62,7 @@ def test_every_operation_of_the_nccl_transport(place):
     if place.size > torch.cuda.device_count():
         pytest.skip("NCCL wants a GPU for each rank")
     torch.cuda.set_device(place.rank)
-    transport = CudaTransport(place.store, place.rank, place.size, nothing_to_report, LIMIT_S, make_cpu=lambda: None)
+    transport = CudaTransport(place.store, membership(place), make_cpu=lambda: None)
     with torch.cuda.stream(torch.cuda.Stream()):
         check_everything(transport, place.rank, place.size, device="cuda", same_order=place.size < 2)
     assert transport.name == "nccl", transport.name
@@ -69,7 +73,7 @@ def test_every_operation_of_the_nccl_transport(place):
 def test_nccl_batches_queue_back_to_back(place):
     """Calls return before the GPU has begun, and the results are correct in the end."""
     torch.cuda.set_device(0)
-    transport = CudaTransport(place.store, 0, 1, nothing_to_report, LIMIT_S, make_cpu=lambda: None)
+    transport = CudaTransport(place.store, membership(place), make_cpu=lambda: None)
     tensors = [torch.full((1 << 20,), float(i), device="cuda") for i in range(8)]
     transport.allreduce(tensors[:1], tensors[:1], Reduce())  # connects
     torch.cuda.synchronize()
@@ -90,14 +94,12 @@ def test_nccl_batches_queue_back_to_back(place):
 def test_every_operation_of_ranks_that_share_a_gpu(place, through):
     torch.cuda.set_device(0)
     near = dist.PrefixStore("cpu", place.store)
-    cpu = DistributedTransport(make_group("tcp", near, place.rank, place.size), place.rank, place.size)
+    cpu = DistributedTransport(make_group("tcp", near, place.rank, place.size))
     share = Provider(place, dist.PrefixStore("share", place.store)) if through == "cuda-ipc" else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_memory, "SMALL_BYTES", 64)
         patch.setattr(device_memory, "_FIRST_SLOT_BYTES", 4096)
-        transport = CudaTransport(
-            place.store, place.rank, place.size, nothing_to_report, LIMIT_S, make_cpu=lambda: cpu, share=share
-        )
+        transport = CudaTransport(place.store, membership(place), make_cpu=lambda: cpu, share=share)
         with torch.cuda.stream(torch.cuda.Stream()):
             results = check_everything(transport, place.rank, place.size, device="cuda")
     assert transport.name == through, transport.name

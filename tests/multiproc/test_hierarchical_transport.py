@@ -17,7 +17,7 @@ from hora.engine.request import Kind, Reduce, ReduceOp
 from hora.engine.shm.native import absence, library
 from hora.engine.shm.segment import Segment
 from hora.engine.transport import distributed, hierarchical, native_hosts
-from hora.engine.transport.base import LocalTransport
+from hora.engine.transport.base import LocalTransport, Membership
 from hora.engine.transport.distributed import DistributedTransport
 from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.shm import ShmTransport
@@ -25,7 +25,6 @@ from hora.errors import HorovodInternalError
 from hora.net import noise
 
 needs_native = pytest.mark.skipif(library() is None, reason=f"no native part: {absence()}")
-LIMIT_S = 600.0  # longer than any test, so that no test passes because a wait timed out
 PLACES = {
     "even": [[0, 1], [2, 3]],
     "uneven": [[0, 3], [1], [2]],
@@ -77,15 +76,18 @@ def made(place, hosts, check_alive=lambda: None, native=None, kind="tcp", name="
 
         def connect(name, members):
             store = dist.PrefixStore(name, place.store)
-            return make_group(kind, store, list(members).index(place.rank), len(members), check_alive, LIMIT_S)
+            return make_group(kind, store, list(members).index(place.rank), len(members), check_alive)
 
         if native:
-            local = ShmTransport(share, index, len(host), check_alive, LIMIT_S) if len(host) > 1 else LocalTransport()
-            limits = {"check_alive": check_alive, "limit_s": LIMIT_S}
-            transport = HierarchicalTransport(local, hosts, place.rank, share=share, connect=connect, **limits)
+            local = (
+                ShmTransport(share, Membership(index, len(host), check_alive)) if len(host) > 1 else LocalTransport()
+            )
+            transport = HierarchicalTransport(
+                local, hosts, place.rank, share=share, connect=connect, check_alive=check_alive
+            )
         else:
             group = connect("members", range(place.size))
-            transport = DistributedTransport(group, place.rank, place.size, hosts=sorted(map(sorted, hosts)))
+            transport = DistributedTransport(group, hosts=sorted(map(sorted, hosts)))
         try:
             yield transport
         finally:

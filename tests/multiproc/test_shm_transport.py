@@ -14,10 +14,12 @@ import torch.distributed as dist
 from transport_checks import check_everything, combined, data, fingerprint
 
 from hora.engine.request import Reduce, ReduceOp
+from hora.engine.shm import counters
 from hora.engine.shm.native import absence, library
 from hora.engine.shm.reduction import shared_slice
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.arithmetic import arithmetic_of
+from hora.engine.transport.base import Membership
 from hora.engine.transport.shm import ShmTransport
 from hora.errors import HorovodInternalError
 
@@ -50,11 +52,13 @@ class Provider:
 @contextlib.contextmanager
 def made(place, check_alive=lambda: None, limit_s=LIMIT_S, store=None):
     provider = Provider(place, store or place.store)
-    transport = ShmTransport(provider, place.rank, place.size, check_alive, limit_s)
-    try:
-        yield transport
-    finally:
-        transport.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(counters, "COLLECTIVE_LIMIT_S", limit_s)
+        transport = ShmTransport(provider, Membership(place.rank, place.size, check_alive))
+        try:
+            yield transport
+        finally:
+            transport.close()
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -316,7 +320,7 @@ def test_a_transport_without_memory_for_large_slots_can_still_be_closed():
             raise MemoryError("no more")
         return Segment.create(num_bytes)
 
-    transport = ShmTransport(provider, 0, 1, lambda: None, LIMIT_S)
+    transport = ShmTransport(provider, Membership(0, 1, lambda: None))
     tensor = torch.ones(1 << 20)
     with pytest.raises(MemoryError, match="no more"):
         transport.allreduce([tensor], [tensor], Reduce(ReduceOp.SUM))

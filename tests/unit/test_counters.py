@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from hora.engine.shm import counters
 from hora.engine.shm.counters import Counter
 from hora.engine.shm.native import absence, library
 from hora.errors import HorovodInternalError
@@ -21,8 +22,8 @@ def pair():
     return Counter(memory, 64), Counter(memory, 64)
 
 
-def wait(counter, target, check_alive=lambda: None, limit_s=30.0):
-    counter.wait_for(target, check_alive=check_alive, limit_s=limit_s, what="member 3")
+def wait(counter, target, check_alive=lambda: None):
+    counter.wait_for(target, check_alive=check_alive, what="member 3")
 
 
 def once(action):
@@ -76,10 +77,11 @@ def test_the_liveness_check_ends_a_wait(pair):
         wait(pair[1], 1, check_alive)
 
 
-def test_a_limit_ends_a_wait_and_names_the_member(pair):
+def test_a_limit_ends_a_wait_and_says_what_was_waited_for(pair, monkeypatch):
+    monkeypatch.setattr(counters, "COLLECTIVE_LIMIT_S", 0.1)
     pair[0].set(4)
     with pytest.raises(TimeoutError, match=r"waited 0\.1 s for member 3 \(at 4, needs 5\)"):
-        wait(pair[1], 5, limit_s=0.1)
+        wait(pair[1], 5)
 
 
 def test_a_fruitless_wait_does_not_extend_spinning(pair):

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from hora.engine.transport.base import Membership
 from hora.engine.transport.stream import StreamGroup, Streams
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net import acceptor
@@ -271,8 +272,8 @@ def received(data: bytes, key: bytes, pool: ThreadPoolExecutor) -> tuple[list[by
     back, sink = socket.socketpair()
     group = StreamGroup(
         Streams({0: Stream(back, Records(key))}, {0: Stream(into, Records(key))}),
-        1, 2, check_alive=lambda: None, limit_s=LIMIT_S,
-    )  # fmt: skip
+        Membership(1, 2, lambda: None),
+    )
     got: list[bytes] = []
 
     def send() -> None:

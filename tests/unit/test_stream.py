@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from hora.engine.transport.base import Membership
 from hora.engine.transport.stream import StreamGroup, Streams
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net import noise
@@ -56,9 +57,12 @@ def two_members(*, encrypted: bool, at: int = -1, how: str = "") -> Iterator[tup
     back_out, back_in = socket.socketpair()
     Wire(wire_in, wire_out, at, how).start()
     there, back = pair(encrypted), pair(encrypted)
-    limits = {"check_alive": lambda: None, "limit_s": 60.0}
-    first = StreamGroup(Streams({1: Stream(out, there[0])}, {1: Stream(back_in, back[1])}), 0, 2, **limits)
-    second = StreamGroup(Streams({0: Stream(back_out, back[0])}, {0: Stream(into, there[1])}), 1, 2, **limits)
+    first = StreamGroup(
+        Streams({1: Stream(out, there[0])}, {1: Stream(back_in, back[1])}), Membership(0, 2, lambda: None)
+    )
+    second = StreamGroup(
+        Streams({0: Stream(back_out, back[0])}, {0: Stream(into, there[1])}), Membership(1, 2, lambda: None)
+    )
     try:
         yield first, second
     finally:

@@ -54,8 +54,6 @@ from hora.telemetry.meters import meter
 
 log = logging.getLogger("hora")
 
-_LIMIT_S = 24 * 3600.0  # the stall report names slow members, and a death is noticed at once
-
 
 class Link(Protocol):
     """The connections of a schedule with other hosts (`HostLink`)."""
@@ -209,7 +207,7 @@ class ReductionSchedule(ProgressEngine):
             return
         for peer, counter in enumerate(counters):
             what = f"member {peer} of a schedule to join"
-            counter.wait_for(left, check_alive=self.queue.status.check_alive, limit_s=_LIMIT_S, what=what)
+            counter.wait_for(left, check_alive=self.queue.status.check_alive, what=what)
         self.driving.acquire()  # every member has left, so nothing is driven
         self.driver = get_ident()
         try:
@@ -236,7 +234,7 @@ class ReductionSchedule(ProgressEngine):
             value, self._waiting_since, self._warned = 2 * item.number, 0.0, 0.0
             # Unlike an agreed operation, this one has not begun: after a goodbye the others will not arrive.
             look_around = partial(self._look_around, value)
-            if self._counters.meet(value, look_around, limit_s=_LIMIT_S, what="a reduction"):
+            if self._counters.meet(value, look_around, what="a reduction"):
                 joined = [peer for peer, counter in enumerate(self._counters.counters) if counter.value == OPEN]
                 item.absent = [peer for peer in joined if self._came[peer].value < item.number]
             reduction = item.reduction
@@ -282,7 +280,7 @@ class ReductionSchedule(ProgressEngine):
         """Wait until every member has done its part of an item; returns whether no member found it void."""
         if void:
             self._void[self.member].store(number)
-        self._counters.meet(2 * number + 1, self.queue.status.check_alive, limit_s=_LIMIT_S, what="a reduction")
+        self._counters.meet(2 * number + 1, self.queue.status.check_alive, what="a reduction")
         return self.link is None or number not in [counter.value for counter in self._void]
 
     def _look_around(self, value: int) -> None:

@@ -30,6 +30,9 @@ MEMBER_BYTES = 2 * LINE_BYTES  # processors fetch lines in pairs: this keeps mem
 # A sleeping waiter wakes up this often to check whether the peer that it waits for is alive.
 SLICE_S = 0.05
 SLICE_NS = int(SLICE_S * 1e9)
+# No wait for a member of a set takes longer. Members have agreed before they wait for one another, so a wait is short
+# unless a member is stopped, which the stall report names. The liveness check notices a dead member at once.
+COLLECTIVE_LIMIT_S = 24 * 3600.0
 # No member waits for a counter with this value; its low half, which a sleeper watches, is no other number's.
 OPEN = 2**63 - 1
 _SLEEPS_AT = 120  # SLEEPS_AT in native.c
@@ -37,9 +40,7 @@ _ONE_HAS_JOINED = 2  # results of hora_wait in native.c
 _WEAKLY_ORDERED = platform.machine() != "x86_64"
 
 
-def wait_until(
-    come: Callable[[], int], check_alive: Callable[[], None], limit_s: float, missing: Callable[[], str]
-) -> int:
+def wait_until(come: Callable[[], int], check_alive: Callable[[], None], missing: Callable[[], str]) -> int:
     """Call `come`, which waits for a slice of time, until it returns something other than 0; returns that.
 
     `check_alive` raises in between if waiting is pointless. After the limit TimeoutError names what is `missing`.
@@ -49,8 +50,8 @@ def wait_until(
         check_alive()
         now = time.monotonic()
         begin = begin or now
-        if now - begin > limit_s:
-            raise TimeoutError(f"waited {limit_s:g} s for {missing()}")
+        if now - begin > COLLECTIVE_LIMIT_S:
+            raise TimeoutError(f"waited {COLLECTIVE_LIMIT_S:g} s for {missing()}")
     return found
 
 
@@ -101,11 +102,11 @@ class Counter:
         """Wait until the value differs from `seen`, for one short slice of time; the caller loops and checks."""
         self._native.wait_change(self.address, seen, self._policy_at, SLICE_NS)
 
-    def wait_for(self, target: int, *, check_alive: Callable[[], None], limit_s: float, what: str) -> None:
+    def wait_for(self, target: int, *, check_alive: Callable[[], None], what: str) -> None:
         """Wait until the value is at least `target`.
 
-        `check_alive` is called while waiting and raises if waiting is pointless (a peer died, a shutdown). After
-        `limit_s` seconds TimeoutError names `what`.
+        `check_alive` is called while waiting and raises if waiting is pointless (a peer died, a shutdown). After the
+        limit TimeoutError names `what`.
         """
 
         def come() -> bool:
@@ -114,7 +115,7 @@ class Counter:
                 self.wait_beyond(seen)
             return self.value >= target
 
-        wait_until(come, check_alive, limit_s, lambda: f"{what} (at {self.value}, needs {target})")
+        wait_until(come, check_alive, lambda: f"{what} (at {self.value}, needs {target})")
 
 
 _open: dict[int, weakref.ref[Counters]] = {}  # of this process, by id
@@ -151,24 +152,21 @@ class Counters:
         """Advance this member's counter, and wake sleeping members."""
         self._native.publish(self._group_at, value)
 
-    def meet(self, value: int, check_alive: Callable[[], None], *, limit_s: float, what: str) -> bool:
+    def meet(self, value: int, check_alive: Callable[[], None], *, what: str) -> bool:
         """Publish `value`, and wait until all members have reached it; returns whether one of them has joined (OPEN).
 
         `check_alive` raises if waiting is pointless.
         """
-        return self._until(self._native.meet, value, check_alive, limit_s, what) == _ONE_HAS_JOINED
+        return self._until(self._native.meet, value, check_alive, what) == _ONE_HAS_JOINED
 
-    def wait(self, value: int, check_alive: Callable[[], None], *, limit_s: float, what: str) -> None:
+    def wait(self, value: int, check_alive: Callable[[], None], *, what: str) -> None:
         """Like `meet`, without publishing."""
-        self._until(self._native.wait, value, check_alive, limit_s, what)
+        self._until(self._native.wait, value, check_alive, what)
 
-    def _until(
-        self, come: Callable[..., int], value: int, check_alive: Callable[[], None], limit_s: float, what: str
-    ) -> int:
+    def _until(self, come: Callable[..., int], value: int, check_alive: Callable[[], None], what: str) -> int:
         return wait_until(
             lambda: come(self._group_at, value, self._late_at, SLICE_NS),
             check_alive,
-            limit_s,
             lambda: f"member {', '.join(map(str, self.missing(value)))} in {what}",
         )
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -23,6 +23,14 @@ from hora.engine.transport.packing import Buffers, pack, runs, total, unpack
 # Raises HorovodInternalError if waiting has become pointless: a peer is dead, or the runtime was shut down.
 AliveCheck = Callable[[], None]
 Tensors = Sequence[torch.Tensor]
+
+
+class Membership(NamedTuple):
+    """This process's place among some members that call the same operations, and the check that the others live."""
+
+    member: int
+    num_members: int
+    check_alive: AliveCheck
 
 
 class Transport(Protocol):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,9 +18,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from hora.engine.request import Reduce
 from hora.engine.shm.segment import Segment
-from hora.engine.transport.base import AliveCheck, Tensors, Transport
+from hora.engine.transport.base import AliveCheck, Membership, Tensors, Transport
 from hora.engine.transport.cuda_ipc import DriverError
-from hora.engine.transport.cuda_staging import CudaStagingTransport, mark
+from hora.engine.transport.cuda_staging import CudaStagingTransport, wait_for
 from hora.engine.transport.device_memory import DeviceMemoryTransport
 from hora.engine.transport.distributed import DistributedTransport
 from hora.engine.transport.group import connect
@@ -29,10 +28,6 @@ from hora.engine.transport.nccl import NcclGroup, gpu_identity
 from hora.errors import HorovodInternalError
 
 log = logging.getLogger("hora")
-
-_SPIN_S = 0.0005
-_PAUSE_S = 0.0001
-_GUARD_EVERY_S = 0.05
 
 Chosen = DistributedTransport | CudaStagingTransport
 
@@ -46,10 +41,7 @@ class CudaTransport:
     """
 
     store: Store
-    member: int
-    num_members: int
-    check_alive: AliveCheck
-    limit_s: float
+    membership: Membership
     make_cpu: Callable[[], Transport]
     share: Callable[[int], Segment] | None = None
     name: str = "cuda"
@@ -84,7 +76,7 @@ class CudaTransport:
     def settle(self, check_alive: AliveCheck) -> None:
         """Wait until the GPU has finished queued work, unless the liveness check raises."""
         if self._queued_on is not None:
-            _wait_for(self._queued_on.record_event(), check_alive)
+            wait_for(self._queued_on.record_event(), check_alive)
 
     def give_up(self) -> None:
         """End GPU work that waits for a lost peer: the world is broken. Thread-safe; may be called repeatedly."""
@@ -97,7 +89,7 @@ class CudaTransport:
         if self._chosen is None:
             return
         try:
-            self.settle(self.check_alive)
+            self.settle(self.membership.check_alive)
         except HorovodInternalError:
             if isinstance(self._chosen, DistributedTransport):
                 self._chosen.abort()
@@ -108,7 +100,7 @@ class CudaTransport:
         self._queued_on = torch.cuda.current_stream()
         if self._chosen is None:
             gpus = self._exchange(gpu_identity(device))
-            if len(set(gpus)) == self.num_members:
+            if len(set(gpus)) == self.membership.num_members:
                 self._chosen = self._over_nccl(device)
             else:
                 self._chosen = self._on_shared_gpu(device, self.share if len(set(gpus)) == 1 else None)
@@ -116,27 +108,15 @@ class CudaTransport:
         return self._chosen
 
     def _over_nccl(self, device: torch.device) -> DistributedTransport:
-        store, check_alive, limit_s = PrefixStore("nccl", self.store), self.check_alive, self.limit_s
-        group = NcclGroup(store, self.member, self.num_members, device=device, check_alive=check_alive, limit_s=limit_s)
-        return DistributedTransport(group, self.member, self.num_members, device)
+        return DistributedTransport(NcclGroup(PrefixStore("nccl", self.store), self.membership, device), device)
 
     def _on_shared_gpu(self, device: torch.device, share: Callable[[int], Segment] | None) -> CudaStagingTransport:
         cpu = self.make_cpu()
         if share is None:
             return CudaStagingTransport(cpu)
-        segment = share(DeviceMemoryTransport.num_bytes(self.num_members))
+        segment = share(DeviceMemoryTransport.num_bytes(self.membership.num_members))
         try:
-            return DeviceMemoryTransport(
-                segment,
-                self._exchange,
-                self.member,
-                self.num_members,
-                device=device,
-                check_alive=self.check_alive,
-                limit_s=self.limit_s,
-                complete=lambda: _wait_for(mark(), self.check_alive),
-                cpu=cpu,
-            )
+            return DeviceMemoryTransport(segment, self._exchange, self.membership, device, cpu)
         except DriverError as error:
             segment.close()
             log.info("the members cannot share the memory of %s, so tensors go through host memory: %s", device, error)
@@ -145,24 +125,11 @@ class CudaTransport:
     def _exchange(self, mine: str) -> list[str]:
         """Return every member's value (collective)."""
         self._num_exchanges += 1
-        name = f"exchange/{self._num_exchanges}"
+        name, (member, num_members, check_alive) = f"exchange/{self._num_exchanges}", self.membership
 
         def exchange() -> list[str]:
-            self.store.set(f"{name}/{self.member}", f"={mine}")
-            return [bytes(self.store.get(f"{name}/{peer}")).decode()[1:] for peer in range(self.num_members)]
+            self.store.set(f"{name}/{member}", f"={mine}")
+            return [bytes(self.store.get(f"{name}/{peer}")).decode()[1:] for peer in range(num_members)]
 
-        what = f"{self.num_members} members to describe their GPUs"
-        return connect(exchange, what=what, check_alive=self.check_alive, limit_s=self.limit_s)
-
-
-def _wait_for(event: torch.cuda.Event, check_alive: AliveCheck) -> None:
-    """Wait for the event. Spins only for a moment: it may be behind a long computation."""
-    start = ask_at = time.monotonic()
-    pause = threading.Event()
-    while not event.query():
-        now = time.monotonic()
-        if now - start > _SPIN_S:
-            pause.wait(_PAUSE_S)
-        if now >= ask_at:
-            ask_at = now + _GUARD_EVERY_S
-            check_alive()
+        what = f"{num_members} members to describe their GPUs"
+        return connect(exchange, what, check_alive)

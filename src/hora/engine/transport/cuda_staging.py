@@ -6,12 +6,14 @@ It is for members that share a GPU, which NCCL does not support, and for operati
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 from hora.engine.request import Reduce
-from hora.engine.transport.base import Tensors, Transport
+from hora.engine.transport.base import AliveCheck, Tensors, Transport
 from hora.engine.transport.cuda_ipc import copy_by_engine, copy_to_host
 from hora.engine.transport.packing import Buffers, portions
 
@@ -19,6 +21,9 @@ _PORTION_BYTES = 4 * 2**20
 _KEEP_BYTES = 64 * 2**20
 # A plain copy of fewer bytes to the GPU does not use the copy engine: see `copy_by_engine`.
 _ENGINE_BYTES = 32 * 2**10
+_SPIN_S = 0.0005
+_PAUSE_S = 0.0001
+_GUARD_EVERY_S = 0.05
 
 
 class CudaStagingTransport:
@@ -150,3 +155,16 @@ def mark() -> torch.cuda.Event:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream())
     return event
+
+
+def wait_for(event: torch.cuda.Event, check_alive: AliveCheck) -> None:
+    """Wait for the event. Spins only for a moment: it may be behind a long computation."""
+    start = ask_at = time.monotonic()
+    pause = threading.Event()
+    while not event.query():
+        now = time.monotonic()
+        if now - start > _SPIN_S:
+            pause.wait(_PAUSE_S)
+        if now >= ask_at:
+            ask_at = now + _GUARD_EVERY_S
+            check_alive()

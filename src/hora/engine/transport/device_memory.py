@@ -22,9 +22,9 @@ from hora.engine.request import Reduce
 from hora.engine.shm.counters import MEMBER_BYTES, Counters
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.arithmetic import arithmetic_of
-from hora.engine.transport.base import AliveCheck, Tensors, Transport
+from hora.engine.transport.base import Membership, Tensors, Transport
 from hora.engine.transport.cuda_ipc import DriverError, Mapped, Shared
-from hora.engine.transport.cuda_staging import CudaStagingTransport
+from hora.engine.transport.cuda_staging import CudaStagingTransport, mark, wait_for
 from hora.engine.transport.packing import Buffers, pack, portions, unpack
 
 # Below this much per member, process switches on the GPU take longer than the path through the host.
@@ -39,27 +39,22 @@ class DeviceMemoryTransport(CudaStagingTransport):
 
     `segment`: zeroed host memory of `num_bytes` for the counters, shared by all members.
 
-    `exchange(words)` is collective and returns what each member passed. `complete()` returns when the current stream
-    has finished queued work. Raises DriverError on all members if they cannot share memory of this GPU.
+    `exchange(words)` is collective and returns what each member passed. Raises DriverError on all members
+    if they cannot share memory of this GPU.
     """
 
     def __init__(
         self,
         segment: Segment,
         exchange: Callable[[str], list[str]],
-        member: int,
-        num_members: int,
-        *,
+        membership: Membership,
         device: torch.device,
-        check_alive: AliveCheck,
-        limit_s: float,
-        complete: Callable[[], None],
         cpu: Transport,
     ) -> None:
         super().__init__(cpu)
         self.name = "cuda-ipc"
-        self._exchange, self._member, self._num_members = exchange, member, num_members
-        self._check_alive, self._limit_s, self._complete = check_alive, limit_s, complete
+        self._exchange = exchange
+        self._member, self._num_members, self._check_alive = member, num_members, _ = membership
         self._segment = segment
         self._counters = Counters(segment.memory, 0, member, num_members)
         self._step = 0
@@ -194,8 +189,8 @@ class DeviceMemoryTransport(CudaStagingTransport):
 
     def _publish(self, what: str) -> None:
         """Wait until every member has written its data to the slots of this step."""
-        self._complete()
-        self._counters.meet(self._step, self._check_alive, limit_s=self._limit_s, what=what)
+        wait_for(mark(), self._check_alive)
+        self._counters.meet(self._step, self._check_alive, what=what)
 
     def _scratch(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return self._on_gpu.take("scratch", count if self._num_members > 2 else 0, dtype)

@@ -64,18 +64,17 @@ class DistributedTransport(FusingTransport):
     def __init__(
         self,
         group: PeerGroup,
-        member: int,
-        num_members: int,
         device: str | torch.device = "cpu",
         weights: tuple[int, ...] = (),
         hosts: Sequence[Sequence[int]] = (),
     ) -> None:
         self._device = torch.device(device)
-        super().__init__(member, self._device, _CUDA_PORTION_BYTES if self._device.type == "cuda" else _PORTION_BYTES)
+        portion_bytes = _CUDA_PORTION_BYTES if self._device.type == "cuda" else _PORTION_BYTES
+        super().__init__(group.member, self._device, portion_bytes)
         self._group = group
         self._weights = weights
         self._hosts = tuple(tuple(host) for host in hosts)
-        self._num_members = num_members
+        self._num_members = group.num_members
         self.name = group.backend
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:

@@ -8,17 +8,13 @@ from dataclasses import dataclass
 from torch._C._distributed_c10d import Store
 
 from hora.engine.shm.segment import Segment
-from hora.engine.transport.base import AliveCheck, LocalTransport, Transport
+from hora.engine.transport.base import AliveCheck, LocalTransport, Membership, Transport
 from hora.engine.transport.cuda import CudaTransport
 from hora.engine.transport.distributed import DistributedTransport
 from hora.engine.transport.group import connect
 from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.shm import ShmTransport
 from hora.engine.transport.stream import StreamGroup, Streams
-
-# Members have agreed on a batch before it begins, so a wait inside it is short unless a member is stopped, which the
-# stall report handles. The liveness check notices a dead member at once.
-_COLLECTIVE_LIMIT_S = 24 * 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +49,13 @@ def make_transport(topology: Topology, device: str, transport_for: Callable[[str
     if len(topology.ranks) == 1:
         return LocalTransport()
     groups = topology.members_by_host()
-    member, num_members, limit_s = topology.member, len(topology.ranks), _COLLECTIVE_LIMIT_S
     if device == "cpu" and not topology.native:
-        group = _group(topology, "members", range(num_members))
-        return DistributedTransport(group, member, num_members, hosts=sorted(map(sorted, groups)))
+        group = _group(topology, "members", range(len(topology.ranks)))
+        return DistributedTransport(group, hosts=sorted(map(sorted, groups)))
     if device == "cpu" and len(groups) == 1:
         return _shm_transport(topology, groups[0])
     if device == "cpu":
-        (here,) = (group for group in groups if member in group)
+        (here,) = (group for group in groups if topology.member in group)
         return between_hosts(topology, _shm_transport(topology, here) if len(here) > 1 else LocalTransport())
     store = _store(topology, "flat")
     share = (
@@ -68,7 +63,7 @@ def make_transport(topology: Topology, device: str, transport_for: Callable[[str
         if topology.cuda_ipc and topology.native and len(groups) == 1
         else None
     )
-    return CudaTransport(store, member, num_members, topology.check_alive, limit_s, lambda: transport_for("cpu"), share)
+    return CudaTransport(store, _membership(topology, range(len(topology.ranks))), lambda: transport_for("cpu"), share)
 
 
 def between_hosts(topology: Topology, local: ShmTransport | LocalTransport) -> HierarchicalTransport:
@@ -85,34 +80,30 @@ def between_hosts(topology: Topology, local: ShmTransport | LocalTransport) -> H
         share=lambda num_bytes: topology.share(here, num_bytes),
         connect=lambda name, some: _group(topology, name, some),
         check_alive=topology.check_alive,
-        limit_s=_COLLECTIVE_LIMIT_S,
     )
 
 
 def _group(topology: Topology, name: str, members: Sequence[int]) -> StreamGroup:
     """Connect some members, which call this together."""
-    me, num_members = list(members).index(topology.member), len(members)
-    check_alive, limit_s = topology.check_alive, _COLLECTIVE_LIMIT_S
+    membership = _membership(topology, members)
     ranks = [topology.ranks[member] for member in members]
-    what = f"{num_members} members to connect to one another"
-    streams = connect(lambda: topology.streams(name, ranks), what=what, check_alive=check_alive, limit_s=limit_s)
-    return StreamGroup(streams, me, num_members, check_alive=check_alive, limit_s=limit_s)
+    what = f"{len(ranks)} members to connect to one another"
+    return StreamGroup(connect(lambda: topology.streams(name, ranks), what, topology.check_alive), membership)
 
 
 def _shm_transport(topology: Topology, members: Sequence[int]) -> ShmTransport:
     """Return the shared-memory transport of members on one host."""
     ranks = [topology.ranks[member] for member in members]
-    index = list(members).index(topology.member)
-    return ShmTransport(
-        lambda num_bytes: topology.share(ranks, num_bytes), index, len(ranks), topology.check_alive, _COLLECTIVE_LIMIT_S
-    )
+    return ShmTransport(lambda num_bytes: topology.share(ranks, num_bytes), _membership(topology, members))
+
+
+def _membership(topology: Topology, members: Sequence[int]) -> Membership:
+    """Return this rank's place among some members."""
+    return Membership(list(members).index(topology.member), len(members), topology.check_alive)
 
 
 def _store(topology: Topology, name: str) -> Store:
     # Opening it may block for long if its host has just vanished; the liveness check knows sooner.
-    what = "a connection to the rendezvous"
-    store = connect(
-        lambda: topology.store(name), what=what, check_alive=topology.check_alive, limit_s=_COLLECTIVE_LIMIT_S
-    )
+    store = connect(lambda: topology.store(name), "a connection to the rendezvous", topology.check_alive)
     assert store is not None, "a set of several members always has a rendezvous"
     return store

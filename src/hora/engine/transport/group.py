@@ -17,7 +17,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from hora.engine.transport.base import AliveCheck
+from hora.engine.shm import counters
+from hora.engine.transport.base import AliveCheck, Membership
 from hora.errors import HorovodInternalError
 
 SLICE = timedelta(milliseconds=50)
@@ -35,9 +36,8 @@ class PeerGroup(ABC):
 
     backend = "none"
 
-    def __init__(self, *, check_alive: AliveCheck, limit_s: float) -> None:
-        self._check_alive = check_alive
-        self._limit_s = limit_s
+    def __init__(self, membership: Membership) -> None:
+        self.member, self.num_members, self._check_alive = membership
         self._lost = ""
 
     @abstractmethod
@@ -93,7 +93,20 @@ class PeerGroup(ABC):
             pause.wait(0.02)
 
 
-def connect(make: Callable[[], T], *, what: str, check_alive: AliveCheck, limit_s: float) -> T:
+def limited(check_alive: AliveCheck, what: str) -> AliveCheck:
+    """Return the check for one wait, which also raises after the limit."""
+    limit_s = counters.COLLECTIVE_LIMIT_S
+    deadline = time.monotonic() + limit_s
+
+    def look_around() -> None:
+        check_alive()
+        if time.monotonic() > deadline:
+            raise HorovodInternalError(f"waited {limit_s:g} s for {what}")
+
+    return look_around
+
+
+def connect(make: Callable[[], T], what: str, check_alive: AliveCheck) -> T:
     """Run `make`, which blocks until all members are ready, on a thread; the liveness check can end the wait."""
     result: list[T] = []
     failure: list[BaseException] = []
@@ -106,13 +119,11 @@ def connect(make: Callable[[], T], *, what: str, check_alive: AliveCheck, limit_
 
     thread = threading.Thread(target=run, name="hora-connect", daemon=True)
     thread.start()
-    deadline = time.monotonic() + limit_s
+    look_around = limited(check_alive, what)
     while thread.is_alive():
         thread.join(SLICE.total_seconds())
         if thread.is_alive():
-            check_alive()
-            if time.monotonic() > deadline:
-                raise HorovodInternalError(f"waited {limit_s:g} s for {what}")
+            look_around()
     if failure:
         check_alive()
         raise HorovodInternalError(f"failed to get {what}: {failure[0]}") from failure[0]

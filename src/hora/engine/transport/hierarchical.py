@@ -53,7 +53,6 @@ class HierarchicalTransport(FusingTransport):
         share: Callable[[int], Segment],
         connect: Callable[[str, Sequence[int]], StreamGroup],
         check_alive: AliveCheck,
-        limit_s: float,
     ) -> None:
         super().__init__(member, torch.device("cpu"), _FUSED_BYTES)
         self._local = local
@@ -73,7 +72,7 @@ class HierarchicalTransport(FusingTransport):
         self.name = local.name
         if self._index < self._num_leaders:
             group = connect(f"leader{self._index}", [host[self._index] for host in self._hosts])
-            self._between = DistributedTransport(group, self._host, len(self._hosts), weights=self._weights)
+            self._between = DistributedTransport(group, weights=self._weights)
             self._leaders = group
             self.name = group.backend if self._apart is not None else f"{local.name}+{group.backend}"
         self._native = NativeHosts(
@@ -85,7 +84,6 @@ class HierarchicalTransport(FusingTransport):
             host=self._host,
             num_hosts=len(self._hosts),
             check_alive=check_alive,
-            limit_s=limit_s,
         )
         self._scaling = lru_cache(maxsize=256)(self._make_scaling)
 
@@ -317,7 +315,7 @@ class HierarchicalTransport(FusingTransport):
         if self._flat is None:
             group = self._connect("members", range(self._num_members))
             self._everyone = group
-            self._flat = DistributedTransport(group, self._member, self._num_members, hosts=self._hosts)
+            self._flat = DistributedTransport(group, hosts=self._hosts)
         return self._flat
 
     def _carried(self, total: int) -> list[int]:

@@ -157,9 +157,8 @@ class NativeHosts:
         host: int,
         num_hosts: int,
         check_alive: AliveCheck,
-        limit_s: float,
     ) -> None:
-        self._share, self._group, self._check_alive, self._limit_s = share, group, check_alive, limit_s
+        self._share, self._group, self._check_alive = share, group, check_alive
         self._num_leaders, self._num_hosts = num_leaders, num_hosts
         compiled = library()
         assert compiled is not None, "without a native part there are no native hosts"
@@ -310,7 +309,7 @@ class NativeHosts:
         def missing() -> str:
             return f"member {job.late} of this host" if job.late >= 0 else f"host {-1 - job.late} of the set"
 
-        outcome = wait_until(run_some, self._check_alive, self._limit_s, missing)
+        outcome = wait_until(run_some, self._check_alive, missing)
         if outcome < 0 and job.error == errno.EBADMSG:
             raise AuthenticationError("data from a peer was modified in transit")
         if outcome < 0:

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 
 from hora.config import changed_environment
 from hora.engine.request import DTYPES, ReduceOp
-from hora.engine.transport.base import AliveCheck
+from hora.engine.transport.base import Membership
 from hora.engine.transport.group import PeerGroup, Work, connect
 from hora.engine.transport.packing import as_bytes
 from hora.errors import HorovodInternalError
@@ -45,18 +45,9 @@ class NcclGroup(PeerGroup):
 
     backend = "nccl"
 
-    def __init__(
-        self,
-        store: Store,
-        member: int,
-        num_members: int,
-        *,
-        device: torch.device,
-        check_alive: AliveCheck,
-        limit_s: float,
-    ) -> None:
-        super().__init__(check_alive=check_alive, limit_s=limit_s)
-        self._member = member
+    def __init__(self, store: Store, membership: Membership, device: torch.device) -> None:
+        super().__init__(membership)
+        member, num_members, check_alive = membership
 
         def make() -> Any:
             torch.cuda.set_device(device)
@@ -70,7 +61,7 @@ class NcclGroup(PeerGroup):
             return group
 
         what = f"{num_members} members to connect over NCCL on {device}"
-        self._process_group = connect(make, what=what, check_alive=check_alive, limit_s=limit_s)
+        self._process_group = connect(make, what, check_alive)
 
     @staticmethod
     def reduces(dtype: torch.dtype) -> bool:
@@ -95,7 +86,7 @@ class NcclGroup(PeerGroup):
             return self._start("allgather", lambda group: group._allgather_base(output, input))
         pending: Work | None = None
         for member, part in enumerate(output.split(list(counts))):
-            if member == self._member:
+            if member == self.member:
                 part.copy_(input)
             if counts[member]:
                 pending = self.start_broadcast(part, member)  # in order on NCCL's stream: the last one ends last

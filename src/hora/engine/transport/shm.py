@@ -24,7 +24,7 @@ from hora.engine.shm import native
 from hora.engine.shm.counters import LINE_BYTES, MEMBER_BYTES, SLICE_NS, Counters, wait_until
 from hora.engine.shm.segment import PAGE_BYTES, Segment, aligned
 from hora.engine.transport.arithmetic import arithmetic_of, staged
-from hora.engine.transport.base import AliveCheck, Tensors
+from hora.engine.transport.base import Membership, Tensors
 from hora.engine.transport.distributed import DistributedTransport
 from hora.engine.transport.group import PeerGroup, Work
 from hora.engine.transport.packing import move
@@ -53,24 +53,12 @@ class Ring:
     second counter is needed for "I have read it". `steps` keeps that order for all operations.
     """
 
-    def __init__(
-        self,
-        segment: Segment,
-        *,
-        member: int,
-        num_members: int,
-        slot_bytes: int,
-        check_alive: AliveCheck,
-        limit_s: float,
-    ) -> None:
+    def __init__(self, segment: Segment, membership: Membership, slot_bytes: int) -> None:
+        self._member, self._num_members, self._check_alive = member, num_members, _ = membership
         assert slot_bytes % PAGE_BYTES == 0, slot_bytes
         assert segment.num_bytes >= self.num_bytes(num_members, slot_bytes)
         self.slot_bytes = slot_bytes
         self._segment = segment
-        self._member = member
-        self._num_members = num_members
-        self._check_alive = check_alive
-        self._limit_s = limit_s
         self.step = 0  # the last one taken
         self._slots_at = aligned(num_members * MEMBER_BYTES)
         self._results_at = self._slots_at + num_members * DEPTH * slot_bytes
@@ -110,7 +98,7 @@ class Ring:
                 fill(filled, first + filled)
                 self._counters.publish(first + filled)
                 filled += 1
-            self._counters.wait(first + index, self._check_alive, limit_s=self._limit_s, what="shared memory")
+            self._counters.wait(first + index, self._check_alive, what="shared memory")
             drain(index, first + index)
 
     def allreduce(
@@ -137,7 +125,6 @@ class Ring:
         wait_until(
             lambda: library.collective(job_at, SLICE_NS),
             self._check_alive,
-            self._limit_s,
             lambda: f"member {job.late} in shared memory",
         )
 
@@ -181,7 +168,7 @@ class Ring:
     def meet(self) -> None:
         """Run a step without data: waits until all members have arrived."""
         self.step += 1
-        self._counters.meet(self.step, self._check_alive, limit_s=self._limit_s, what="shared memory")
+        self._counters.meet(self.step, self._check_alive, what="shared memory")
 
     def close(self) -> None:
         """Release the memory; the ring is unusable afterwards."""
@@ -203,29 +190,15 @@ class ShmGroup(PeerGroup):
 
     backend = "shm"
 
-    def __init__(
-        self,
-        segment_provider: Callable[[int], Segment],
-        member: int,
-        num_members: int,
-        *,
-        check_alive: AliveCheck,
-        limit_s: float,
-    ) -> None:
-        super().__init__(check_alive=check_alive, limit_s=limit_s)
-        self._segment_provider, self._member, self._num_members = segment_provider, member, num_members
+    def __init__(self, segment_provider: Callable[[int], Segment], membership: Membership) -> None:
+        super().__init__(membership)
+        self._segment_provider, self._membership = segment_provider, membership
         self.ring = self._make_ring(SMALL_SLOT_BYTES)
         self.num_rings = 1  # so far: state for one is invalid for the next
 
     def _make_ring(self, slot_bytes: int) -> Ring:
-        return Ring(
-            self._segment_provider(Ring.num_bytes(self._num_members, slot_bytes)),
-            member=self._member,
-            num_members=self._num_members,
-            slot_bytes=slot_bytes,
-            check_alive=self._check_alive,
-            limit_s=self._limit_s,
-        )
+        segment = self._segment_provider(Ring.num_bytes(self.num_members, slot_bytes))
+        return Ring(segment, self._membership, slot_bytes)
 
     def ring_for(self, num_bytes: int) -> Ring:
         """Return the ring; with large slots once an operation has needed them, which all members see alike."""
@@ -244,41 +217,41 @@ class ShmGroup(PeerGroup):
     def exchange(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Run an alltoall of separate tensors, by member."""
         sent, received = ([_Span(each.data_ptr(), each.nbytes) for each in some] for some in (sources, targets))
-        move(received[self._member].address, *sent[self._member])
+        move(received[self.member].address, *sent[self.member])
         # No member knows what the others send each other. So the first step carries the beginnings of everything and
         # the size of the largest part, and then all know how many steps are left.
         ring = self.ring
-        done = share_of(ring.slot_bytes, self._num_members)
+        done = share_of(ring.slot_bytes, self.num_members)
         ring.note(ring.step + 1, max(span.num_bytes for span in sent))
         self._exchange(ring, sent, received, 1)
         left = max(ring.notes(ring.step)) - done
         if left > 0:
-            ring = self.ring_for(left * self._num_members)
-            num_steps = -(-left // share_of(ring.slot_bytes, self._num_members))
+            ring = self.ring_for(left * self.num_members)
+            num_steps = -(-left // share_of(ring.slot_bytes, self.num_members))
             self._exchange(
                 ring, [span.after(done) for span in sent], [span.after(done) for span in received], num_steps
             )
 
     def _exchange(self, ring: Ring, sent: Sequence[_Span], received: Sequence[_Span], num_steps: int) -> None:
         """Send the first `num_steps` pieces of `sent[m]` to each other member m."""
-        share, others = share_of(ring.slot_bytes, self._num_members), {*range(self._num_members)} - {self._member}
+        share, others = share_of(ring.slot_bytes, self.num_members), {*range(self.num_members)} - {self.member}
         sources = {peer * share: sent[peer] for peer in others}
-        results = {(peer, self._member * share): received[peer] for peer in others}
+        results = {(peer, self.member * share): received[peer] for peer in others}
         self._move(ring, sources, results, share, num_steps)
 
     def start_allgather(self, output: torch.Tensor, input: torch.Tensor, counts: Sequence[int]) -> Work:
         (own,), parts = _spans(input, [input.numel()]), _spans(output, counts)
-        if own.address != parts[self._member].address:
-            move(parts[self._member].address, *own)
+        if own.address != parts[self.member].address:
+            move(parts[self.member].address, *own)
         largest = max(part.num_bytes for part in parts)
         ring = self.ring_for(largest)
-        results = {(peer, 0): part for peer, part in enumerate(parts) if peer != self._member}
+        results = {(peer, 0): part for peer, part in enumerate(parts) if peer != self.member}
         self._move(ring, {0: own}, results, ring.slot_bytes, -(-largest // ring.slot_bytes))
         return None, "allgather"
 
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         (whole,) = _spans(tensor, [tensor.numel()])
-        ring, is_root = self.ring_for(whole.num_bytes), self._member == root
+        ring, is_root = self.ring_for(whole.num_bytes), self.member == root
         sources, results = ({0: whole}, {}) if is_root else ({}, {(root, 0): whole})
         self._move(ring, sources, results, ring.slot_bytes, -(-whole.num_bytes // ring.slot_bytes))
         return None, "broadcast"
@@ -295,7 +268,7 @@ class ShmGroup(PeerGroup):
 
         def fill(index: int, step: int) -> None:
             for offset, span in sources.items():
-                move(ring.slot(self._member, step) + offset, *span.piece(index, most))
+                move(ring.slot(self.member, step) + offset, *span.piece(index, most))
 
         def drain(index: int, step: int) -> None:
             for (peer, offset), span in results.items():
@@ -336,19 +309,12 @@ def _spans(tensor: torch.Tensor, counts: Sequence[int]) -> list[_Span]:
 class ShmTransport(DistributedTransport):
     """`DistributedTransport` over a `ShmGroup`, except that the native part computes sums of all members at once."""
 
-    def __init__(
-        self,
-        segment_provider: Callable[[int], Segment],
-        member: int,
-        num_members: int,
-        check_alive: AliveCheck,
-        limit_s: float,
-    ) -> None:
+    def __init__(self, segment_provider: Callable[[int], Segment], membership: Membership) -> None:
         library = native.library()
         assert library is not None, "ranks share memory only with the native part"
         self._library = library
-        self.slots = ShmGroup(segment_provider, member, num_members, check_alive=check_alive, limit_s=limit_s)
-        super().__init__(self.slots, member, num_members, hosts=[range(num_members)])
+        self.slots = ShmGroup(segment_provider, membership)
+        super().__init__(self.slots, hosts=[range(membership.num_members)])
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         dtype, num_members = inputs[0].dtype, self._num_members

@@ -21,7 +21,6 @@ import os
 import select
 import socket
 import struct
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,8 +30,8 @@ from typing import Any
 import torch
 
 from hora.engine.shm.native import fields
-from hora.engine.transport.base import AliveCheck
-from hora.engine.transport.group import SLICE, PeerGroup, Work
+from hora.engine.transport.base import Membership
+from hora.engine.transport.group import SLICE, PeerGroup, Work, limited
 from hora.engine.transport.packing import copy, spread
 from hora.errors import HorovodInternalError
 from hora.net import sockets
@@ -133,11 +132,9 @@ class StreamGroup(PeerGroup):
 
     backend = "tcp"
 
-    def __init__(
-        self, streams: Streams, member: int, num_members: int, *, check_alive: AliveCheck, limit_s: float
-    ) -> None:
-        super().__init__(check_alive=check_alive, limit_s=limit_s)
-        self._member, self._num_members = member, num_members
+    def __init__(self, streams: Streams, membership: Membership) -> None:
+        super().__init__(membership)
+        member, num_members, _ = membership
         # Each member starts with the member after itself, so that not all of them send to the same one first.
         after = [(member + distance) % num_members for distance in range(1, num_members)]
         self._outgoing = {peer: Outgoing(streams.outgoing[peer]) for peer in after}
@@ -152,32 +149,32 @@ class StreamGroup(PeerGroup):
 
     def start_exchange(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Work:
         """Start an alltoall of separate tensors, by member."""
-        copy(sources[self._member], targets[self._member])
+        copy(sources[self.member], targets[self.member])
         return self._start("alltoall", list(map(_view, sources)), list(map(_view, targets)), *sources, *targets)
 
     def start_allgather(self, output: torch.Tensor, input: torch.Tensor, counts: Sequence[int]) -> Work:
         parts = output.split(list(counts))
-        if parts[self._member].data_ptr() != input.data_ptr():
-            copy(input, parts[self._member])
-        sources = [_view(input)] * self._num_members
+        if parts[self.member].data_ptr() != input.data_ptr():
+            copy(input, parts[self.member])
+        sources = [_view(input)] * self.num_members
         return self._start("allgather", sources, [_view(part) for part in parts], input, output)
 
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Work:
-        nothing: list[memoryview] = [memoryview(b"")] * self._num_members
-        if self._num_members == 2 or tensor.nbytes <= _DIRECT_BYTES:
-            if self._member == root:
-                return self._start("broadcast", [_view(tensor)] * self._num_members, nothing, tensor)
+        nothing: list[memoryview] = [memoryview(b"")] * self.num_members
+        if self.num_members == 2 or tensor.nbytes <= _DIRECT_BYTES:
+            if self.member == root:
+                return self._start("broadcast", [_view(tensor)] * self.num_members, nothing, tensor)
             return self._start("broadcast", nothing, _only(root, _view(tensor), nothing), tensor)
         # The root sends every member its part, and all send theirs to all: no member sends everything to each of the
         # others.
-        parts = [_view(part) for part in tensor.split(spread(tensor.numel(), self._num_members))]
-        mine = parts[self._member]
-        if self._member == root:
+        parts = [_view(part) for part in tensor.split(spread(tensor.numel(), self.num_members))]
+        mine = parts[self.member]
+        if self.member == root:
             self.finish(self._start("broadcast", parts, nothing, tensor))
         else:
             self.finish(self._start("broadcast", nothing, _only(root, mine, nothing), tensor))
-        to_all = [mine] * self._num_members
-        if self._member == root:
+        to_all = [mine] * self.num_members
+        if self.member == root:
             return self._start("broadcast", to_all, nothing, tensor)
         return self._start("broadcast", _only(root, memoryview(b""), to_all), parts, tensor)
 
@@ -235,15 +232,7 @@ class StreamGroup(PeerGroup):
         return exchange, what
 
     def _wait(self, work: Any, what: str) -> None:
-        deadline = time.monotonic() + self._limit_s
-
-        def look_around() -> None:
-            self._check_alive()
-            if time.monotonic() > deadline:
-                raise HorovodInternalError(
-                    f"waited {self._limit_s:g} s for the peers' part in {what} over {self.backend}"
-                )
-
+        look_around = limited(self._check_alive, f"the peers' part in {what} over {self.backend}")
         while not work.sent:
             self._move(look_around)
         for incoming, end in work.receives:
