@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -26,7 +25,7 @@ from hora.engine.transport.arithmetic import (
 from hora.engine.transport.base import FusingTransport, Tensors
 from hora.engine.transport.group import PeerGroup, Work
 from hora.engine.transport.nccl import NcclGroup
-from hora.engine.transport.packing import InTwoHalves, as_bytes, overlap, portions, spread, unpack
+from hora.engine.transport.packing import InTwoHalves, as_bytes, overlap, pack, portions, spread, total, unpack
 
 # A batch is sent in portions of this size, which bounds the buffers.
 _PORTION_BYTES = 8 * 2**20
@@ -37,22 +36,6 @@ _CUDA_PORTION_BYTES = 64 * 2**20
 _DIRECT_BYTES = 64 * 2**10
 
 AnyArithmetic = Arithmetic | HostwiseArithmetic
-
-
-class _Portion(NamedTuple):
-    """A part of an allreduce: views of several tensors, or of one. Two are in flight at a time, in different turns."""
-
-    sources: list[torch.Tensor]
-    results: list[torch.Tensor]
-    turn: int
-
-    @property
-    def single(self) -> bool:
-        return len(self.sources) == 1
-
-    @property
-    def total(self) -> int:
-        return sum([source.numel() for source in self.sources])
 
 
 class DistributedTransport(FusingTransport):
@@ -79,11 +62,11 @@ class DistributedTransport(FusingTransport):
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         dtype = inputs[0].dtype
-        elsewhere = isinstance(self._group, NcclGroup) and self._group.reduces(dtype)
-        arithmetic = self._arithmetic(reduce, dtype, elsewhere=elsewhere)
+        nccl = self._group if isinstance(self._group, NcclGroup) and self._group.reduces(dtype) else None
+        arithmetic = self._arithmetic(reduce, dtype, elsewhere=nccl is not None)
         cut = portions(inputs, outputs, self._fused_bytes // dtype.itemsize)
         overlap(
-            self._reduce(_Portion(sources, results, number % 2), reduce.op, arithmetic)
+            self._reduce(sources, results, number % 2, arithmetic, nccl, reduce.op)
             for number, (sources, results) in enumerate(cut)
             if any(source.numel() for source in sources)
         )
@@ -157,55 +140,45 @@ class DistributedTransport(FusingTransport):
         """Discard work in flight; every later call fails."""
         self._group.discard()
 
-    # Each of the following reduces one portion: it starts the exchange, yields, and then does the rest.
-
-    def _reduce(self, portion: _Portion, op: int, arithmetic: AnyArithmetic) -> InTwoHalves:
-        if (
-            isinstance(arithmetic, Arithmetic)
-            and isinstance(self._group, NcclGroup)
-            and self._group.reduces(arithmetic.dtype)
-        ):
-            return self._reduce_natively(self._group, portion, op, arithmetic)
-        if portion.total * arithmetic.dtype.itemsize <= _DIRECT_BYTES:
-            return self._reduce_in_one_step(portion, arithmetic)
-        return self._reduce_in_two_steps(portion, arithmetic)
-
-    def _reduce_natively(self, group: NcclGroup, portion: _Portion, op: int, arithmetic: Arithmetic) -> InTwoHalves:
-        if portion.single:
-            work = portion.results[0]
-            if arithmetic.prescales or work.data_ptr() != portion.sources[0].data_ptr():
-                arithmetic.prepare(portion.sources[0], work)
-        else:
-            work = self._prepare(portion, arithmetic)
-        pending = group.start_allreduce(work, op)
-        yield
-        group.finish(pending)
-        arithmetic.finish(work, work)
-        if not portion.single:
-            unpack(work, portion.results)
-
-    def _reduce_in_one_step(self, portion: _Portion, arithmetic: AnyArithmetic) -> InTwoHalves:
-        """Every member receives everything and combines it."""
-        count, n = portion.total, self._num_members
-        own = self._prepare(portion, arithmetic)
-        received = self._take("received", n * count, portion)
-        pending = self.start_gather(own, received, [count] * n)
-        yield
-        self._group.finish(pending)
-        out = portion.results[0] if portion.single else received[:count]
-        self._combine(arithmetic, received.split(count), out)
-        if not portion.single:
-            unpack(out, portion.results)
-
-    def _reduce_in_two_steps(self, portion: _Portion, arithmetic: AnyArithmetic) -> InTwoHalves:
-        """Member m receives slice m of all and combines it; then all receive all slices."""
-        slices = spread(portion.total, self._num_members)
-        own = self._prepare(portion, arithmetic)
-        reduced = yield from self._reduce_slice(own, slices, portion.turn, arithmetic)
-        gathered = portion.results[0] if portion.single else self._take("gathered", portion.total, portion)
-        self._gather(reduced, gathered, slices)
-        if not portion.single:
-            unpack(gathered, portion.results)
+    def _reduce(
+        self,
+        sources: Tensors,
+        results: Tensors,
+        turn: int,
+        arithmetic: AnyArithmetic,
+        nccl: NcclGroup | None,
+        op: int,
+    ) -> InTwoHalves:
+        """Start to reduce a portion: views of several tensors, or of one. Two are in flight, in different turns."""
+        count, dtype, source = total(sources), arithmetic.dtype, sources[0]
+        several, in_one_step = len(sources) > 1, count * dtype.itemsize <= _DIRECT_BYTES
+        out = self._buffers.take(f"out{turn}", count, dtype) if several else results[0]
+        own = out if nccl is not None else source
+        if nccl is None and (several or arithmetic.prescales):
+            own = self._buffers.take(f"own{turn}", count, dtype)
+        if several:
+            pack(sources, own)
+            arithmetic.prepare(own, own)
+        elif arithmetic.prescales or own.data_ptr() != source.data_ptr():
+            arithmetic.prepare(source, own)
+        if nccl is not None:
+            assert isinstance(arithmetic, Arithmetic)
+            pending = nccl.start_allreduce(out, op)
+            yield
+            self._group.finish(pending)
+            arithmetic.finish(out, out)
+        elif in_one_step:  # every member receives everything and combines it
+            received = self._buffers.take(f"received{turn}", self._num_members * count, dtype)
+            pending = self.start_gather(own, received, [count] * self._num_members)
+            yield
+            self._group.finish(pending)
+            self._combine(arithmetic, received.split(count), out)
+        else:  # member m receives slice m of all and combines it; then all receive all slices
+            slices = spread(count, self._num_members)
+            reduced = yield from self._reduce_slice(own, slices, turn, arithmetic)
+            self._gather(reduced, out, slices)
+        if several:
+            unpack(out, results)
 
     def _combine(self, arithmetic: AnyArithmetic, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Combine the members' parts into `out`, which may be one of them, and finish it."""
@@ -234,16 +207,3 @@ class DistributedTransport(FusingTransport):
     def _scatter(self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], reduce: Reduce) -> None:
         for _ in self.start_scatter(source, output, counts, reduce):
             pass
-
-    def _take(self, purpose: str, count: int, portion: _Portion) -> torch.Tensor:
-        """Return a buffer that the other portion in flight does not use."""
-        return self._buffers.take(f"{purpose}{portion.turn}", count, portion.sources[0].dtype)
-
-    def _prepare(self, portion: _Portion, arithmetic: AnyArithmetic) -> torch.Tensor:
-        """Return this member's data as one tensor, prescaled."""
-        if portion.single and not arithmetic.prescales:
-            return portion.sources[0]
-        packed = self._take("own", portion.total, portion)
-        torch.cat(portion.sources, out=packed)
-        arithmetic.prepare(packed, packed)
-        return packed
