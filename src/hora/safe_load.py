@@ -69,13 +69,11 @@ class Vocabulary:
 
     Each function takes a module and a name and returns None for an unknown one. `instance_class`: a class whose
     instances the file may contain; they are created without its constructor and then given their attributes. `value`:
-    an object that the file may refer to. `trusted`: an object that the user has declared safe and that the file may
-    call. `rename` maps old names to current ones.
+    an object that the file may refer to. `rename` maps old names to current ones.
     """
 
     instance_class: Callable[[str, str], type | None] = lambda module, name: None
     value: Callable[[str, str], Any] = lambda module, name: None
-    trusted: Callable[[str, str], Any] = declared
     rename: Callable[[str, str], Name] = lambda module, name: (module, name)
 
 
@@ -511,8 +509,7 @@ class _Machine(_Unpickler):
         module, name = self._vocabulary.rename(module, name)
         if (module, name) in _NAMES:
             return _NAMES[module, name]
-        vocabulary = self._vocabulary
-        for known in (vocabulary.trusted, vocabulary.value, vocabulary.instance_class):
+        for known in (declared, self._vocabulary.value, self._vocabulary.instance_class):
             found = known(module, name)
             if found is not None:
                 return found
@@ -538,19 +535,15 @@ class _Machine(_Unpickler):
             return function.make(*args)
         if isinstance(function, type) and function in _CLASSES:
             return _CLASSES[function](*args)
-        if self._is(function, self._vocabulary.trusted):
+        if _is(function, declared):
             return function(*args)
         raise ValueError(f"it calls {getattr(function, '__qualname__', function)!r}, which data does not need")
 
-    def _is(self, value: Any, known: Callable[[str, str], Any]) -> bool:
-        module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-        return isinstance(module, str) and isinstance(name, str) and known(module, name) is value
-
     def _newobj(self) -> None:
         args, cls = self.stack.pop(), self.stack.pop()
-        if self._is(cls, self._vocabulary.trusted):
+        if _is(cls, declared):
             self.append(cls.__new__(cls, *args))
-        elif args == () and self._is(cls, self._vocabulary.instance_class):
+        elif args == () and _is(cls, self._vocabulary.instance_class):
             self.append(cls.__new__(cls))
         else:
             self.append(self._called(cls, args))
@@ -582,15 +575,21 @@ class _Machine(_Unpickler):
             # The versions of a state_dict's modules. No other attributes are needed.
             if type(state) is dict and type(state.get("_metadata")) is collections.OrderedDict:
                 target._metadata = state["_metadata"]  # type: ignore[attr-defined]
-        elif self._is(type(target), self._vocabulary.trusted):
+        elif _is(type(target), declared):
             _set_attributes(target, state)
-        elif self._is(type(target), self._vocabulary.instance_class):
+        elif _is(type(target), self._vocabulary.instance_class):
             _check_state(target, state)
             _set_attributes(target, state)
         else:
             raise ValueError(f"a {type(target).__qualname__} has a state, which data does not need")
 
     dispatch[_code("BUILD")] = _build
+
+
+def _is(value: Any, known: Callable[[str, str], Any]) -> bool:
+    """Return whether a value is what is known under its name."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    return isinstance(module, str) and isinstance(name, str) and known(module, name) is value
 
 
 def _array_of_state(state: Any) -> Any:

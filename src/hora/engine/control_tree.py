@@ -123,7 +123,7 @@ class ControlTree:
         """Start serving. `keys` are this rank's in this world: a peer proves which rank it is."""
         self._keys = keys
         self._server.start(keys.of)
-        self._server.call(self._plan_tick)
+        self._server.call(self._tick)
 
     def listen_tcp(self, address: str) -> int:
         """Listen at `address` for ranks of other hosts; returns the port."""
@@ -266,12 +266,9 @@ class ControlTree:
     def _on_failure(self, error: Exception) -> None:
         self._events.fault(f"the control tree of rank {self.rank} failed: {error!r}; Horovod has been shut down")
 
-    def _plan_tick(self) -> None:
-        def tick() -> None:
-            self._plan_tick()
-            self._events.tick()
-
-        self._server.call_at(time.monotonic() + _TICK_S, tick)
+    def _tick(self) -> None:
+        self._server.call_at(time.monotonic() + _TICK_S, self._tick)
+        self._events.tick()
 
     def _on_message(self, peer: Peer, header: Header, payload: bytes) -> None:
         kind, rank = header.get("t"), peer.number

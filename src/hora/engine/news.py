@@ -117,10 +117,8 @@ class NewsChannel:
                 self._unacknowledged.discard(waiting)
                 self._go_around(rank, news)
 
-        def plan() -> None:
-            self._server.call_at(time.monotonic() + _ACK_LIMIT_S, check)
-
-        self._server.call(plan)
+        deadline = time.monotonic() + _ACK_LIMIT_S
+        self._server.call(lambda: self._server.call_at(deadline, check))
 
     def _go_around(self, stopped: int, news: News) -> None:
         """Send news to the other neighbours of a stopped rank."""

@@ -390,9 +390,7 @@ class OperationQueue(ProgressEngine):
     def _execute_round(self) -> bool:
         """Execute one round; returns False if there was none."""
         closing = self.status.closing  # before polling: poll then sees what was agreed before the goodbye
-        if self.negotiation.holds_back:
-            with self.lock:
-                self.negotiation.flush()
+        self.negotiation.flush(self.lock)
         batches = self._poll()
         if batches is None:
             self.status.check_alive()

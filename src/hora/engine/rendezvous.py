@@ -37,7 +37,7 @@ from hora.config import EngineConfig, accept_risk
 from hora.engine.rank_tree import FANOUT
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.client import ControlClient, RankGroup
-from hora.net.keys import HeldSecret, RankKeys, read_secret_file, world_secret
+from hora.net.keys import RankKeys, read_secret_file, world_secret
 from hora.net.rendezvous import KeyValueStore
 from hora.net.sockets import interface_address, listening_address
 from hora.net.wire import Credentials, derived_secret
@@ -93,9 +93,13 @@ def open_rendezvous(world: World, *, limit_s: float) -> RendezvousClient:
         return _open[point]
     if point.kind == "hora":
         # An elastic worker requests its next place over this connection, so it speaks for that worker.
-        worker = world.worker if world.elastic else -1
-        client = ControlClient.connect(_held(point), name=f"rank {world.rank}", timeout_s=limit_s, worker=worker)
-        rendezvous = RendezvousClient(client)
+        worker, credentials = world.worker if world.elastic else -1, None
+        if point.planned and not point.secret_file.startswith("/proc/"):  # a file that the user gave to both ends
+            credentials = Credentials(read_secret_file(point.secret_file), point.job, point.worker)
+        name = f"rank {world.rank}"
+        rendezvous = RendezvousClient(
+            ControlClient.connect(point, name=name, timeout_s=limit_s, worker=worker, credentials=credentials)
+        )
     else:
         if not point.secret_file:
             accept_risk(
@@ -123,20 +127,6 @@ def _beside_torch(world: World) -> World:
         store = store.underlying_store
     there = isinstance(store, TCPStore) and store.port == world.rendezvous.port
     return replace(world, rendezvous=replace(world.rendezvous, host_store=False)) if there else world
-
-
-_held_secrets: list[HeldSecret] = []  # until the end of this process
-
-
-def _held(point: RendezvousEndpoint) -> RendezvousEndpoint:
-    """Return the same endpoint with the secret in memory, if it is in a user's file.
-
-    A program that starts its ranks itself may have given one to both ends.
-    """
-    if not point.planned or point.secret_file.startswith("/proc/"):
-        return point
-    _held_secrets.append(HeldSecret(read_secret_file(point.secret_file)))
-    return replace(point, secret_file=_held_secrets[-1].path)
 
 
 def control_client(world: World) -> ControlClient | None:

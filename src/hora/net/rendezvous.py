@@ -37,7 +37,7 @@ _KEYS_BYTES = 256 * 1024
 _LAUNCHERS_KEYS = "hora/"  # only the launcher sets keys with this prefix
 _READING, _WRITING = {"get", "check", "keys"}, {"set", "add", "delete", "gather"}
 
-Operation = Callable[[Peer, Header, bytes], None]
+Operation = Callable[[Peer, Header, bytes], None]  # the method `_on_NAME` of a request with that "op"
 
 
 @dataclass
@@ -93,7 +93,6 @@ class KeyValueStore:
         self._gone: dict[int, str] = {}  # rank of the current generation -> how it ended
         self._failed = False  # one of them failed
         self._ranks: dict[Peer, tuple[int, int]] = {}  # generation and rank for which a peer spoke last
-        self._operations = self._all_operations()
         self._server = Server(self, name=name)
         try:
             self.port = self._server.listen(where)
@@ -118,7 +117,7 @@ class KeyValueStore:
     # ---- in the server's thread -------------------------------------------------------------------------
 
     def message(self, peer: Peer, header: Header, payload: bytes) -> None:
-        operation = self._operations.get(str(header["op"]))
+        operation: Operation | None = getattr(self, f"_on_{header['op']}", None)
         if operation is None:
             raise ValueError(f"unknown operation {header['op']!r}")
         operation(peer, header, payload)
@@ -134,37 +133,24 @@ class KeyValueStore:
             elif any(one.peer is peer for one in gather.parked.values()):
                 self._fail_gather(key, f"{peer.name} closed its connection without a goodbye")
 
-    def _all_operations(self) -> dict[str, Operation]:
-        return {
-            "hello": self._hello,
-            "bye": self._bye,
-            "pong": self._pong,
-            "set": self._set,
-            "get": self._get,
-            "add": self._add,
-            "delete": self._delete,
-            "check": self._check,
-            "gather": self._gather,
-        }
-
-    def _hello(self, peer: Peer, header: Header, payload: bytes) -> None:
+    def _on_hello(self, peer: Peer, header: Header, payload: bytes) -> None:
         peer.name = str(header["name"])[:_NAME_CHARACTERS]
         self._answer(peer, header["id"])
 
-    def _pong(self, peer: Peer, header: Header, payload: bytes) -> None:
+    def _on_pong(self, peer: Peer, header: Header, payload: bytes) -> None:
         """Do nothing: the server has noted the activity."""
 
-    def _bye(self, peer: Peer, header: Header, payload: bytes) -> None:
+    def _on_bye(self, peer: Peer, header: Header, payload: bytes) -> None:
         # A goodbye is no loss: forget the rank, so that the end of its connection is not reported.
         peer.number = -1
         self._ranks.pop(peer, None)
         self._answer(peer, header["id"])
 
-    def _set(self, peer: Peer, header: Header, payload: bytes) -> None:
+    def _on_set(self, peer: Peer, header: Header, payload: bytes) -> None:
         self._store(_key(header), payload)
         self._answer(peer, header["id"])
 
-    def _get(self, peer: Peer, header: Header, payload: bytes) -> None:
+    def _on_get(self, peer: Peer, header: Header, payload: bytes) -> None:
         key = _key(header)
         if key in self._table:
             self._answer(peer, header["id"], self._table[key])
@@ -175,21 +161,21 @@ class KeyValueStore:
         else:
             self._gets.setdefault(key, []).append(parked)
 
-    def _add(self, peer: Peer, header: Header, payload: bytes) -> None:
+    def _on_add(self, peer: Peer, header: Header, payload: bytes) -> None:
         key = _key(header)
         total = int(self._table.get(key, b"0")) + int(header["amount"])
         self._store(key, str(total).encode())
         self._answer(peer, header["id"], str(total).encode())
 
-    def _delete(self, peer: Peer, header: Header, payload: bytes) -> None:
+    def _on_delete(self, peer: Peer, header: Header, payload: bytes) -> None:
         existed = self._table.pop(_key(header), None) is not None
         self._answer(peer, header["id"], b"1" if existed else b"0")
 
-    def _check(self, peer: Peer, header: Header, payload: bytes) -> None:
+    def _on_check(self, peer: Peer, header: Header, payload: bytes) -> None:
         present = all(str(key) in self._table for key in header["keys"])
         self._answer(peer, header["id"], b"1" if present else b"0")
 
-    def _gather(self, peer: Peer, header: Header, payload: bytes) -> None:
+    def _on_gather(self, peer: Peer, header: Header, payload: bytes) -> None:
         key, rank, size = _key(header), int(header["rank"]), int(header["size"])
         gather = self._gathers.setdefault(key, _Gather(size))
         if gather.size != size or not 0 <= rank < size or rank in gather.parked:
@@ -415,19 +401,7 @@ class Rendezvous(KeyValueStore):
     def _refuse(self, peer: Peer, header: Header, why: str) -> None:
         peer.send({"re": header["id"], "error": "refused", "message": why})
 
-    def _all_operations(self) -> dict[str, Operation]:
-        return super()._all_operations() | {
-            "keys": self._keys,
-            "returned": self._returned,
-            "raised": self._raised,
-            "log_line": lambda peer, _, payload: self._events.on_log_line(
-                peer.number, payload[:_LINE_BYTES].decode(errors="replace")
-            ),
-            "telemetry": self._telemetry,
-            "next_world": self._next_world,
-        }
-
-    def _hello(self, peer: Peer, header: Header, payload: bytes) -> None:
+    def _on_hello(self, peer: Peer, header: Header, payload: bytes) -> None:
         worker = int(header["worker"])
         if peer.speaker >= 0 and worker not in (-1, peer.speaker):
             raise ValueError(f"worker {peer.speaker} wants to speak for worker {worker}")
@@ -449,7 +423,7 @@ class Rendezvous(KeyValueStore):
             for notice in self._notices:  # which it may have missed
                 peer.send(notice)
 
-    def _keys(self, peer: Peer, header: Header, payload: bytes) -> None:
+    def _on_keys(self, peer: Peer, header: Header, payload: bytes) -> None:
         """Send a rank the keys of its world over its own encrypted connection."""
         rank, generation, epoch = int(header["rank"]), int(header["generation"]), str(header["epoch"])
         if generation != self.generation or (peer.speaker >= 0 and rank != self._rank_of(peer.speaker)):
@@ -462,11 +436,11 @@ class Rendezvous(KeyValueStore):
         world = world_secret(self._secret, f"{generation} {epoch}")
         peer.send({"re": header["id"]}, rank_keys(world, rank, towards))
 
-    def _returned(self, peer: Peer, header: Header, payload: bytes) -> None:
+    def _on_returned(self, peer: Peer, header: Header, payload: bytes) -> None:
         self._events.returned(peer.number, payload)
         self._answer(peer, header["id"])
 
-    def _raised(self, peer: Peer, header: Header, payload: bytes) -> None:
+    def _on_raised(self, peer: Peer, header: Header, payload: bytes) -> None:
         report = ErrorReport(
             type_name=str(header["type"]),
             message=str(header["message"]),
@@ -477,7 +451,10 @@ class Rendezvous(KeyValueStore):
         self._events.raised(peer.number, report)
         self._answer(peer, header["id"])
 
-    def _telemetry(self, peer: Peer, header: Header, payload: bytes) -> None:
+    def _on_log_line(self, peer: Peer, header: Header, payload: bytes) -> None:
+        self._events.on_log_line(peer.number, payload[:_LINE_BYTES].decode(errors="replace"))
+
+    def _on_telemetry(self, peer: Peer, header: Header, payload: bytes) -> None:
         worker = peer.speaker if peer.speaker >= 0 else int(header["worker"])
         if worker in self._given_up:
             return
@@ -490,7 +467,7 @@ class Rendezvous(KeyValueStore):
             if worker is None or number == worker:
                 peer.send({"notice": "question", **question})
 
-    def _next_world(self, peer: Peer, header: Header, payload: bytes) -> None:
+    def _on_next_world(self, peer: Peer, header: Header, payload: bytes) -> None:
         generation = int(header["generation"])
         parked = self._park(peer, header, lambda: f"no world after generation {generation} was announced")
         worker = peer.number

@@ -181,7 +181,7 @@ class Server:
         self._rejections = acceptor.RejectionLog()
         self._acceptor: Acceptor[Peer] = Acceptor(self, turn_away=self._turn_away, refused=self._rejections.add)
         self._peers: dict[Peer, None] = {}
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls: deque[Callable[[], object]] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
         self._num_timers_kept = 64
         self._ids = itertools.count()
@@ -224,7 +224,7 @@ class Server:
         peer.sock.setblocking(True)
         return peer.sock
 
-    def call(self, function: Callable[[], None]) -> None:
+    def call(self, function: Callable[[], object]) -> None:
         """Run the function on the server's thread, soon. Thread-safe."""
         self._calls.append(function)
         if threading.current_thread() is self._thread:  # it runs calls before it waits again

@@ -14,6 +14,7 @@ number. Numbers belong to the sending member; when it has too many, it forgets a
 from __future__ import annotations
 
 import struct
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
@@ -36,11 +37,6 @@ class Negotiation(ABC):
     rounds = 0  # taken by this member
     may_be_late = False  # rounds may arrive after another member's goodbye
 
-    @property
-    def holds_back(self) -> bool:
-        """Return whether announcements are queued for lack of room; `flush` tries again."""
-        return False
-
     @abstractmethod
     def announce(self, signature: Signature, instance: int) -> None:
         """Announce a request of this rank to the other members."""
@@ -58,8 +54,8 @@ class Negotiation(ABC):
     def interrupt(self) -> None:  # noqa: B027
         """End this rank's `wait`."""
 
-    def flush(self) -> None:  # noqa: B027
-        """Send queued announcements, under the same lock as `announce`."""
+    def flush(self, lock: threading.Lock) -> None:  # noqa: B027
+        """Send announcements that had no room, under the same lock as `announce`."""
 
     def waiting_requests(self) -> WaitingRequests:
         """Return the requests that members wait for without having announced them, by signature, with those members."""

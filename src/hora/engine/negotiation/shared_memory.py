@@ -42,6 +42,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import struct
+import threading
 import time
 from collections.abc import Sequence
 from operator import eq, sub
@@ -257,10 +258,6 @@ class SharedMemoryNegotiation(Negotiation):
 
     # Announcements.
 
-    @property
-    def holds_back(self) -> bool:
-        return bool(self._overflow)
-
     def announce(self, signature: Signature, instance: int) -> None:
         data = self._announcer.encode(signature, instance)
         if self._overflow:
@@ -268,11 +265,12 @@ class SharedMemoryNegotiation(Negotiation):
         else:
             self._write(data)
 
-    def flush(self) -> None:
+    def flush(self, lock: threading.Lock) -> None:
         if self._overflow:
-            data = bytes(self._overflow)
-            self._overflow.clear()
-            self._write(data)
+            with lock:
+                data = bytes(self._overflow)
+                self._overflow.clear()
+                self._write(data)
 
     def _read(self, member: int, start: int, stop: int) -> bytes:
         size = _RING_BYTES
