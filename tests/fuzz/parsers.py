@@ -142,8 +142,9 @@ def rendezvous() -> Target:
 
 def agents() -> Target:
     """Fuzz the messages of agents to the first node."""
-    from hora.launch.agent.protocol import Exited, Finished, Join, Leaving, Output, Started, pack
+    from hora.launch.agent.protocol import Exited, Finished, Join, Leaving, Output, Started
     from hora.launch.controller.agents import Agents
+    from hora.net.messages import pack
     from hora.version import version
 
     def fuzz(data: bytes) -> None:

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from hora.launch.agent.protocol import Bye, Exited, Finish, Frames, Join, Message, Output, Start, Started, frame
+from hora.launch.agent.protocol import MESSAGES, Bye, Exited, Finish, Join, Message, Output, Start, Started
+from hora.net.messages import Frames, frame
 from waiting import wait_until
 
 NUM_WORKERS = 12
@@ -31,7 +32,7 @@ class LocalProcess:
             self.process = subprocess.Popen([sys.executable, "-m", "hora.launch.agent.agent"], stdin=theirs.fileno())
 
     def reports(self) -> Iterator[Message]:
-        frames = Frames()
+        frames = Frames(MESSAGES)
         while data := self.sock.recv(65536):
             yield from frames.feed(data)
 

@@ -226,7 +226,8 @@ NONSENSE = {
 LIAR = """#!{python}
 import json, struct, sys
 if '-G' in sys.argv: print('hostname 127.0.0.1'); sys.exit()
-from hora.launch.agent.protocol import Join, Start, Welcome, pack, unpack
+from hora.launch.agent.protocol import Join, Start, Welcome, MESSAGES
+from hora.net.messages import pack, unpack
 from hora.net.wire import connect
 from hora.net.session import ClientSession
 from hora.net.wire import Credentials
@@ -236,9 +237,9 @@ key = Credentials(bytes.fromhex(given['key']), 'nodes', given['speaker'])
 session = ClientSession(connect(tuple(given['where']), key, timeout_s=30), None)
 ((name, (index, slots)),) = given['nodes'].items()
 session.send(*pack(Join({index}, name, slots, version(), [], [])))
-answer = unpack(*session.receive(limit_s=30))
+answer = unpack(MESSAGES, *session.receive(limit_s=30))
 if not isinstance(answer, Welcome): sys.exit(str(answer))
-while not isinstance(unpack(*session.receive(limit_s=30)), Start): pass
+while not isinstance(unpack(MESSAGES, *session.receive(limit_s=30)), Start): pass
 session.send(*{lie})
 try:
     while True: session.receive(limit_s=60)

@@ -20,11 +20,11 @@ from simulator import Message, Network, Simulation, VirtualServer
 from hora.launch.agent import session
 from hora.launch.agent.agent import LEFT
 from hora.launch.agent.protocol import (
+    MESSAGES,
     Bye,
     Exited,
     Finish,
     Finished,
-    Frames,
     Join,
     Leaving,
     Ping,
@@ -32,12 +32,12 @@ from hora.launch.agent.protocol import (
     Start,
     Started,
     Terminate,
-    frame,
 )
 from hora.launch.agent.protocol import (
     Message as Report,
 )
 from hora.launch.slots import NodeSpec
+from hora.net.messages import Frames, frame
 from hora.net.wire import Credentials
 from hora.world import World
 
@@ -430,7 +430,7 @@ class OwnProcess(Process):
         self.descriptors = self.machine.world.descriptors
         (self._reports, self._tell), (self._orders, self._order) = self.descriptors.pipe(), self.descriptors.pipe()
         self.descriptors.set_blocking(self._orders, False)
-        self._frames, self.gone = Frames(), False
+        self._frames, self.gone = Frames(MESSAGES), False
         self.status: int | None = None
         self._changed = Condition()
         self.sock = self

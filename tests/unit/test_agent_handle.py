@@ -10,12 +10,13 @@ import threading
 
 import pytest
 
-from hora.launch.agent.protocol import Join, Output, Ping, Pong, Start, Taken, Welcome, pack, unpack
+from hora.launch.agent.protocol import MESSAGES, Join, Output, Ping, Pong, Start, Taken, Welcome
 from hora.launch.controller import agents
 from hora.launch.controller.agents import Agents, credentials
 from hora.launch.controller.launcher import HostLauncher
 from hora.launch.job import WorkerSpec
 from hora.launch.slots import Slot
+from hora.net.messages import pack, unpack
 from hora.net.session import ClientSession
 from hora.net.wire import connect, new_secret
 from hora.version import version
@@ -35,7 +36,7 @@ class Far:
 
         self.session = ClientSession(reach(30), reach)
         self.session.send(*pack(Join(0, "far", 1, version(), [], [])))
-        assert isinstance(unpack(*self.session.receive(limit_s=30)), Welcome)
+        assert isinstance(unpack(MESSAGES, *self.session.receive(limit_s=30)), Welcome)
         self.num_pings, self.num_taken, self.started = 0, 0, threading.Event()
         self._answers = answers
         threading.Thread(target=self._obey, daemon=True).start()
@@ -43,7 +44,7 @@ class Far:
     def _obey(self) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                match unpack(*self.session.receive()):
+                match unpack(MESSAGES, *self.session.receive()):
                     case Ping():
                         self.num_pings += 1
                         if self._answers:

@@ -10,13 +10,14 @@ import threading
 import pytest
 
 from hora.errors import StartTimeoutError
-from hora.launch.agent.protocol import Join, Output, Refused, Welcome, pack, unpack
+from hora.launch.agent.protocol import MESSAGES, Join, Output, Refused, Welcome
 from hora.launch.agent.session import join
 from hora.launch.controller.agents import Agents, credentials
 from hora.launch.options import Options
 from hora.launch.providers.join import NodeFacts, find_place
 from hora.launch.providers.slurm import allocation
 from hora.launch.slots import HostInfo, NodeSpec
+from hora.net.messages import pack, unpack
 from hora.net.session import ClientSession
 from hora.net.wire import connect, new_secret
 from hora.version import version
@@ -108,7 +109,7 @@ def joining(agents, *, secret=SECRET, **header):
 
     connection = ClientSession(reach(30), reach)
     connection.send(*pack(JOIN._replace(**header)))
-    return connection, unpack(*connection.receive(limit_s=30))
+    return connection, unpack(MESSAGES, *connection.receive(limit_s=30))
 
 
 @pytest.fixture

@@ -22,7 +22,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hora.errors import AuthenticationError, HorovodInternalError
+from hora.net import requests
 from hora.net.keys import read_held_secret
+from hora.net.requests import Request
 from hora.net.wire import RECONNECT_PAUSE_S, Connection, Credentials, Header, connect, cut_parts
 from hora.world import RendezvousEndpoint, World
 
@@ -37,7 +39,7 @@ _QUICK_S = 60.0
 _MESSAGE_BYTES, _TRACEBACK_BYTES = 12 * 1024, 40 * 1024
 
 # Not idempotent: the other ranks of an all-gather may have its failure, and an amount may have been added.
-_ONCE = ("gather", "add")
+_ONCE = (requests.Gather, requests.Add)
 
 Notice = dict[str, Any]
 
@@ -65,11 +67,15 @@ def _fitted(text: str, limit_bytes: int) -> str:
     return fitted
 
 
-class _Request:
-    """A pending request."""
+def _header(request: Request, number: int) -> Header:
+    return {"op": requests.NAMES[type(request)], "id": number, **request._asdict()}
 
-    def __init__(self, question: Header, attachment: bytes) -> None:
-        self.question, self.attachment = question, attachment
+
+class _Pending:
+    """A request that waits for its answer."""
+
+    def __init__(self, number: int, request: Request, attachment: bytes) -> None:
+        self.number, self.request, self.attachment = number, request, attachment
         self.done = threading.Event()
         self.header: Header = {}
         self.payload = b""
@@ -83,12 +89,12 @@ class ControlClient:
         self._send_lock = threading.Lock()
         self._state_lock = threading.Lock()
         self._ids = itertools.count(1)
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, _Pending] = {}
         self._listeners: list[Callable[[Notice], None]] = []
         self._notices: list[Notice] = []
         self._why_closed: str | None = None
         self._reopen: Callable[[float], Connection] | None = None  # set once it speaks for a worker
-        self._hello: Header = {}
+        self._hello: requests.Hello | None = None
         self._term = 0  # of the latest leader, in a job whose leaders change
         self._reader = threading.Thread(target=self._read, name=f"hora-control {name}", daemon=True)
         self._reader.start()
@@ -113,7 +119,7 @@ class ControlClient:
         while True:
             client = cls(cls._open(endpoint, proof, left_s), endpoint, name)
             try:
-                client._hello = {"op": "hello", "name": name, "worker": worker}
+                client._hello = requests.Hello(name, worker)
                 client._ask(client._hello, limit_s=left_s)
                 if worker >= 0:
                     client._reopen = functools.partial(cls._open, endpoint, proof)
@@ -152,41 +158,38 @@ class ControlClient:
         form a tree with that many children each. TimeoutError names the missing ranks; HorovodInternalError reports a
         lost one.
         """
-        request = {"op": "gather", "key": key, "group": group, "fanout": fanout, "rank": rank, "size": size}
-        header, payload = self._ask(
-            request | {"timeout_s": timeout_s}, value, waiting_for=f"all-gather {key!r}", limit_s=timeout_s
-        )
+        request = requests.Gather(key, rank, size, timeout_s, group, fanout)
+        header, payload = self._ask(request, value, waiting_for=f"all-gather {key!r}", limit_s=timeout_s)
         values = cut_parts(payload, int(header["values"]))
         num_members = int(header["members"])
         above = values[num_members] if num_members < len(values) else None
         return RankGroup(dict(values[:num_members]), int(header["index"]), int(header["groups"]), above)
 
     def set(self, key: str, value: bytes) -> None:
-        self._ask({"op": "set", "key": key}, value)
+        self._ask(requests.Set(key), value)
 
     def get(self, key: str, *, timeout_s: float) -> bytes:
         """Return the value of the key, as soon as a worker or the launcher has set it."""
-        request = {"op": "get", "key": key, "timeout_s": timeout_s}
-        return self._ask(request, waiting_for=f"key {key!r}", limit_s=timeout_s)[1]
+        return self._ask(requests.Get(key, timeout_s), waiting_for=f"key {key!r}", limit_s=timeout_s)[1]
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter (0 if absent) and return its new value."""
-        return int(self._ask({"op": "add", "key": key, "amount": amount})[1])
+        return int(self._ask(requests.Add(key, amount))[1])
 
     def delete(self, key: str) -> bool:
         """Delete a key; returns whether it existed."""
-        return self._ask({"op": "delete", "key": key})[1] == b"1"
+        return self._ask(requests.Delete(key))[1] == b"1"
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys are set."""
-        return self._ask({"op": "check", "keys": list(keys)})[1] == b"1"
+        return self._ask(requests.Check(list(keys)))[1] == b"1"
 
     def rank_keys(self, world: World, epoch: str, towards: Sequence[int], *, timeout_s: float) -> bytes:
         """Return this rank's keys in its world (`hora.net.keys`), including those towards these ranks.
 
         Raises HorovodInternalError if this process has no such rank in the launcher's current generation.
         """
-        request = {"op": "keys", "rank": world.rank, "generation": world.generation, "epoch": epoch}
+        request = requests.Keys(world.rank, world.generation, epoch)
         ranks = struct.pack(f">{len(towards)}I", *towards)
         return self._ask(request, ranks, waiting_for="the keys of this world", limit_s=timeout_s)[1]
 
@@ -194,34 +197,30 @@ class ControlClient:
 
     def send_result(self, result: bytes) -> None:
         """Send this worker's result; returns once the launcher has it."""
-        self._ask({"op": "returned"}, result, limit_s=max(_QUICK_S, len(result) / 1e6))
+        self._ask(requests.Returned(), result, limit_s=max(_QUICK_S, len(result) / 1e6))
 
     def send_error(
         self, *, type_name: str, message: str, traceback: str, consequence: bool, pickled: bytes = b""
     ) -> None:
         """Send this worker's exception. `consequence`: it only reports that another rank was lost."""
-        header = {
-            "op": "raised",
-            "type": type_name[:200],
-            "message": _fitted(message, _MESSAGE_BYTES),
-            "traceback": _fitted(traceback, _TRACEBACK_BYTES),
-        }
-        limit_s = max(_QUICK_S, len(pickled) / 1e6)
-        self._ask(header | {"consequence": consequence}, pickled, limit_s=limit_s)
+        request = requests.Raised(
+            type_name[:200], _fitted(message, _MESSAGE_BYTES), _fitted(traceback, _TRACEBACK_BYTES), consequence
+        )
+        self._ask(request, pickled, limit_s=max(_QUICK_S, len(pickled) / 1e6))
 
     def say(self, text: str) -> None:
         """Print a line where the job was started. Does not wait."""
-        self._send({"op": "log_line"}, text.encode(errors="replace"))
+        self._send(requests.LogLine(), text.encode(errors="replace"))
 
     def tell(self, kind: str, data: bytes, *, worker: int) -> None:
         """Send this worker's telemetry (`hora.telemetry`) to the launcher. Does not wait."""
-        self._send({"op": "telemetry", "kind": kind, "worker": worker}, data)
+        self._send(requests.Telemetry(kind, worker), data)
 
     # ---- worlds that change -------------------------------------------------------------------------------
 
     def next_world(self, world: World, *, timeout_s: float) -> World | None:
         """Return this worker's world in the first generation after `world`; None if it has no place there."""
-        request = {"op": "next_world", "generation": world.generation, "timeout_s": timeout_s}
+        request = requests.NextWorld(world.generation, timeout_s)
         header, _ = self._ask(request, waiting_for=f"a world after generation {world.generation}", limit_s=timeout_s)
         if header.get("error") == "removed":
             return None
@@ -252,7 +251,7 @@ class ControlClient:
         if self._why_closed is None:
             # If the launcher has ended first, no goodbye is needed.
             with contextlib.suppress(ConnectionError, TimeoutError):
-                self._ask({"op": "bye"}, limit_s=5.0)
+                self._ask(requests.Bye(), limit_s=5.0)
         self._connection.shutdown()
         if threading.current_thread() is not self._reader:
             self._reader.join(timeout=5.0)
@@ -260,15 +259,15 @@ class ControlClient:
     # ---- the wire -----------------------------------------------------------------------------------------
 
     def _ask(
-        self, header: Header, payload: bytes = b"", *, waiting_for: str = "the launcher", limit_s: float = _QUICK_S
+        self, request: Request, payload: bytes = b"", *, waiting_for: str = "the launcher", limit_s: float = _QUICK_S
     ) -> tuple[Header, bytes]:
         number = next(self._ids)
-        request = _Request(header | {"id": number}, payload)
+        pending = _Pending(number, request, payload)
         with self._state_lock:
-            self._requests[number] = request
+            self._requests[number] = pending
         try:
-            self._send(request.question, payload)
-            if not request.done.wait(limit_s + _SLACK_S):
+            self._send(request, payload, number)
+            if not pending.done.wait(limit_s + _SLACK_S):
                 raise TimeoutError(
                     f"{self._name}: no answer from the launcher at {self._endpoint.endpoint} while waiting "
                     f"for {waiting_for}. Timeout after {limit_s + _SLACK_S:g} seconds."
@@ -276,8 +275,8 @@ class ControlClient:
         finally:
             with self._state_lock:
                 self._requests.pop(number, None)
-        self._raise_for(request.header, waiting_for, limit_s)
-        return request.header, request.payload
+        self._raise_for(pending.header, waiting_for, limit_s)
+        return pending.header, pending.payload
 
     def _raise_for(self, header: Header, waiting_for: str, limit_s: float) -> None:
         match header.get("error"):
@@ -296,11 +295,11 @@ class ControlClient:
                     f"({header['message']})"
                 )
 
-    def _send(self, header: Header, payload: bytes = b"") -> None:
+    def _send(self, request: Request, payload: bytes = b"", number: int = 0) -> None:
         try:
             with self._send_lock:
                 if self._why_closed is None:
-                    self._connection.send(header, payload)
+                    self._connection.send(_header(request, number), payload)
         except OSError as error:
             # The reader notices too, and answers all waiting threads or resends their requests.
             self._connection.shutdown()
@@ -329,7 +328,7 @@ class ControlClient:
             header, payload = self._connection.receive()
             self._check_term(header)
             if header.get("notice") == "ping":
-                self._send({"op": "pong"})
+                self._send(requests.Pong())
             elif "notice" in header:
                 self._tell(header)
             else:
@@ -343,7 +342,8 @@ class ControlClient:
             while (reopen := self._reopen) is not None and (left_s := deadline - time.monotonic()) > 0:
                 try:
                     connection = reopen(left_s)
-                    connection.send(self._hello | {"id": 0})
+                    assert self._hello is not None
+                    connection.send(_header(self._hello, 0))
                     answer, _ = connection.receive(limit_s=left_s)
                     connection.sock.settimeout(None)
                     self._connection = connection
@@ -370,12 +370,12 @@ class ControlClient:
     def _ask_again(self) -> None:
         with self._state_lock:
             waiting = list(self._requests.values())
-        for request in waiting:
-            if request.question["op"] in _ONCE:
-                request.header = {"error": "lost", "message": "the connection to the launcher broke and was restored"}
-                request.done.set()
+        for pending in waiting:
+            if isinstance(pending.request, _ONCE):
+                pending.header = {"error": "lost", "message": "the connection to the launcher broke and was restored"}
+                pending.done.set()
             else:
-                self._connection.send(request.question, request.attachment)
+                self._connection.send(_header(pending.request, pending.number), pending.attachment)
 
     def _settle(self, header: Header, payload: bytes) -> None:
         with self._state_lock:

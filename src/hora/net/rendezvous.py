@@ -16,7 +16,6 @@ barriers only as its own rank, and gets only the keys of generations in which it
 from __future__ import annotations
 
 import itertools
-import math
 import struct
 import threading
 import time
@@ -24,7 +23,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
+from hora.net import requests
 from hora.net.keys import rank_keys, world_secret
+from hora.net.messages import checked
 from hora.net.server import Peer, Server, Timer
 from hora.net.wire import Credentials, CredentialsOf, Header, join_parts, worker_key
 from hora.world import World
@@ -35,9 +36,9 @@ _KEY_CHARACTERS, _NAME_CHARACTERS = 4096, 200
 _LINE_BYTES, _TELEMETRY_BYTES = 64 * 1024, 1024 * 1024
 _KEYS_BYTES = 256 * 1024
 _LAUNCHERS_KEYS = "hora/"  # only the launcher sets keys with this prefix
-_READING, _WRITING = {"get", "check", "keys"}, {"set", "add", "delete", "gather"}
-
-Operation = Callable[[Peer, Header, bytes], None]  # the method `_on_NAME` of a request with that "op"
+_READING = (requests.Get, requests.Check, requests.Keys)
+_WRITING = (requests.Set, requests.Add, requests.Delete, requests.Gather)
+_UNANSWERED = (requests.Pong, requests.LogLine, requests.Telemetry)
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Parked:
     """A request that waits for its answer."""
 
     peer: Peer
-    request: int
+    number: int
     describe: Callable[[], str]
     payload: bytes = b""
     timer: Timer | None = None
@@ -57,7 +58,7 @@ class Parked:
             self.answered = True
             if self.timer is not None:
                 self.timer.cancel()
-            self.peer.send({"re": self.request} | header, payload)
+            self.peer.send({"re": self.number} | header, payload)
 
 
 @dataclass
@@ -117,10 +118,22 @@ class KeyValueStore:
     # ---- in the server's thread -------------------------------------------------------------------------
 
     def message(self, peer: Peer, header: Header, payload: bytes) -> None:
-        operation: Operation | None = getattr(self, f"_on_{header['op']}", None)
-        if operation is None:
+        kind = requests.REQUESTS.get(str(header["op"]))
+        if kind is None or not hasattr(self, f"_on_{header['op']}"):
             raise ValueError(f"unknown operation {header['op']!r}")
-        operation(peer, header, payload)
+        number, request = -1 if kind in _UNANSWERED else header["id"], checked(kind, header)
+        if type(number) is not int:
+            raise ValueError(f"the number of a request is {str(number)[:100]!r}")
+        if len(getattr(request, "key", "")) > _KEY_CHARACTERS:
+            raise ValueError(f"a key has at most {_KEY_CHARACTERS} characters")
+        self._carry_out(peer, number, request, payload)
+
+    def _carry_out(self, peer: Peer, number: int, request: requests.Request, payload: bytes) -> None:
+        """Handle the request with this number, which its answer repeats, by the method of its name."""
+        getattr(self, f"_on_{requests.NAMES[type(request)]}")(peer, number, request, payload)
+
+    def _on_pong(self, peer: Peer, number: int, request: requests.Pong, payload: bytes) -> None:
+        """Do nothing: the server has noted the activity."""
 
     def closed(self, peer: Peer) -> None:
         for parked in self._gets.values():
@@ -133,61 +146,56 @@ class KeyValueStore:
             elif any(one.peer is peer for one in gather.parked.values()):
                 self._fail_gather(key, f"{peer.name} closed its connection without a goodbye")
 
-    def _on_hello(self, peer: Peer, header: Header, payload: bytes) -> None:
-        peer.name = str(header["name"])[:_NAME_CHARACTERS]
-        self._answer(peer, header["id"])
+    def _on_hello(self, peer: Peer, number: int, request: requests.Hello, payload: bytes) -> None:
+        peer.name = request.name[:_NAME_CHARACTERS]
+        self._answer(peer, number)
 
-    def _on_pong(self, peer: Peer, header: Header, payload: bytes) -> None:
-        """Do nothing: the server has noted the activity."""
-
-    def _on_bye(self, peer: Peer, header: Header, payload: bytes) -> None:
+    def _on_bye(self, peer: Peer, number: int, request: requests.Bye, payload: bytes) -> None:
         # A goodbye is no loss: forget the rank, so that the end of its connection is not reported.
         peer.number = -1
         self._ranks.pop(peer, None)
-        self._answer(peer, header["id"])
+        self._answer(peer, number)
 
-    def _on_set(self, peer: Peer, header: Header, payload: bytes) -> None:
-        self._store(_key(header), payload)
-        self._answer(peer, header["id"])
+    def _on_set(self, peer: Peer, number: int, request: requests.Set, payload: bytes) -> None:
+        self._store(request.key, payload)
+        self._answer(peer, number)
 
-    def _on_get(self, peer: Peer, header: Header, payload: bytes) -> None:
-        key = _key(header)
+    def _on_get(self, peer: Peer, number: int, request: requests.Get, payload: bytes) -> None:
+        key = request.key
         if key in self._table:
-            self._answer(peer, header["id"], self._table[key])
+            self._answer(peer, number, self._table[key])
             return
-        parked = self._park(peer, header, lambda: f"no process has set {key!r}")
+        parked = self._park(peer, number, request.timeout_s, lambda: f"no process has set {key!r}")
         if self._failed:
             parked.answer({"error": "lost", "message": self._lost_ranks_message()})
         else:
             self._gets.setdefault(key, []).append(parked)
 
-    def _on_add(self, peer: Peer, header: Header, payload: bytes) -> None:
-        key = _key(header)
-        total = int(self._table.get(key, b"0")) + int(header["amount"])
-        self._store(key, str(total).encode())
-        self._answer(peer, header["id"], str(total).encode())
+    def _on_add(self, peer: Peer, number: int, request: requests.Add, payload: bytes) -> None:
+        total = int(self._table.get(request.key, b"0")) + request.amount
+        self._store(request.key, str(total).encode())
+        self._answer(peer, number, str(total).encode())
 
-    def _on_delete(self, peer: Peer, header: Header, payload: bytes) -> None:
-        existed = self._table.pop(_key(header), None) is not None
-        self._answer(peer, header["id"], b"1" if existed else b"0")
+    def _on_delete(self, peer: Peer, number: int, request: requests.Delete, payload: bytes) -> None:
+        existed = self._table.pop(request.key, None) is not None
+        self._answer(peer, number, b"1" if existed else b"0")
 
-    def _on_check(self, peer: Peer, header: Header, payload: bytes) -> None:
-        present = all(str(key) in self._table for key in header["keys"])
-        self._answer(peer, header["id"], b"1" if present else b"0")
+    def _on_check(self, peer: Peer, number: int, request: requests.Check, payload: bytes) -> None:
+        present = all(key in self._table for key in request.keys)
+        self._answer(peer, number, b"1" if present else b"0")
 
-    def _on_gather(self, peer: Peer, header: Header, payload: bytes) -> None:
-        key, rank, size = _key(header), int(header["rank"]), int(header["size"])
+    def _on_gather(self, peer: Peer, number: int, request: requests.Gather, payload: bytes) -> None:
+        key, rank, size = request.key, request.rank, request.size
         gather = self._gathers.setdefault(key, _Gather(size))
         if gather.size != size or not 0 <= rank < size or rank in gather.parked:
             # The waiting ranks would wait forever: report the mismatch to all of them.
             why = f"rank {rank} of {size} does not fit: it meets ranks {sorted(gather.parked)} of {gather.size}"
-            self._park(peer, header, str).answer({"error": "mismatch", "message": f"all-gather {key!r}: {why}"})
+            peer.send({"re": number, "error": "mismatch", "message": f"all-gather {key!r}: {why}"})
             self._fail_gather(key, why)
             return
         self._ranks[peer] = (self.generation, rank)
-        gather.parked[rank] = self._park(peer, header, gather.missing, payload)
-        gather.groups[rank] = str(header.get("group", ""))
-        gather.fanout = int(header.get("fanout", 0))
+        gather.parked[rank] = self._park(peer, number, request.timeout_s, gather.missing, payload)
+        gather.groups[rank], gather.fanout = request.group, request.fanout
         if gather.complete:
             del self._gathers[key]
             self._complete(gather)
@@ -225,10 +233,11 @@ class KeyValueStore:
         for parked in self._gathers.pop(key).parked.values():
             parked.answer({"error": "lost", "message": why})
 
-    def _park(self, peer: Peer, header: Header, describe: Callable[[], str], payload: bytes = b"") -> Parked:
-        parked = Parked(peer, int(header["id"]), describe, payload)
-        deadline = time.monotonic() + _limit_s(header)
-        parked.timer = self._server.call_at(deadline, lambda: self._expire(parked))
+    def _park(
+        self, peer: Peer, number: int, limit_s: float, describe: Callable[[], str], payload: bytes = b""
+    ) -> Parked:
+        parked = Parked(peer, number, describe, payload)
+        parked.timer = self._server.call_at(time.monotonic() + limit_s, lambda: self._expire(parked))
         return parked
 
     def _expire(self, parked: Parked) -> None:
@@ -242,22 +251,8 @@ class KeyValueStore:
         for waiting in self._gets.values():
             waiting[:] = [one for one in waiting if one is not parked]
 
-    def _answer(self, peer: Peer, request: int, payload: bytes = b"") -> None:
-        peer.send({"re": request}, payload)
-
-
-def _key(header: Header) -> str:
-    key = header["key"]
-    if not isinstance(key, str) or len(key) > _KEY_CHARACTERS:
-        raise ValueError(f"a key must be text of at most {_KEY_CHARACTERS} characters")
-    return key
-
-
-def _limit_s(header: Header) -> float:
-    limit_s = float(header["timeout_s"])
-    if not math.isfinite(limit_s):
-        raise ValueError(f"a time limit must be a number of seconds, but it is {limit_s}")
-    return limit_s
+    def _answer(self, peer: Peer, number: int, payload: bytes = b"") -> None:
+        peer.send({"re": number}, payload)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,12 +354,12 @@ class Rendezvous(KeyValueStore):
 
     # ---- in the server's thread -------------------------------------------------------------------------
 
-    def message(self, peer: Peer, header: Header, payload: bytes) -> None:
-        why = self._objection(peer, header)
+    def _carry_out(self, peer: Peer, number: int, request: requests.Request, payload: bytes) -> None:
+        why = self._objection(peer, request)
         if why:
-            self._refuse(peer, header, why)
+            self._refuse(peer, number, why)
             return
-        super().message(peer, header, payload)
+        super()._carry_out(peer, number, request, payload)
         if peer.number >= 0:
             self._heard[peer.number] = time.monotonic()
 
@@ -377,19 +372,19 @@ class Rendezvous(KeyValueStore):
         if peer.number >= 0:
             self._events.lost(peer.number)
 
-    def _objection(self, peer: Peer, header: Header) -> str:
+    def _objection(self, peer: Peer, request: requests.Request) -> str:
         """Return why this worker may not do that, or "". The holder of the job's secret (-1) may do anything."""
-        operation, worker = str(header["op"]), peer.speaker
-        if operation in _WRITING and str(header["key"]).startswith(_LAUNCHERS_KEYS):
-            return f"{header['key']!r} is set by the launcher alone"
-        if worker < 0 or operation not in _READING | _WRITING:
+        worker, writes = peer.speaker, isinstance(request, _WRITING)
+        if isinstance(request, _WRITING) and request.key.startswith(_LAUNCHERS_KEYS):
+            return f"{request.key!r} is set by the launcher alone"
+        if worker < 0 or not (writes or isinstance(request, _READING)):
             return ""
         if worker in self._given_up:
             return f"worker {worker} was given up by the launcher"
-        if operation in _WRITING and self._worlds and worker not in self._worlds:
+        if writes and self._worlds and worker not in self._worlds:
             return f"worker {worker} has no place in generation {self.generation}"
-        if operation == "gather" and int(header["rank"]) != self._rank_of(worker):
-            return f"worker {worker} is not rank {header['rank']} of generation {self.generation}"
+        if isinstance(request, requests.Gather) and request.rank != self._rank_of(worker):
+            return f"worker {worker} is not rank {request.rank} of generation {self.generation}"
         return ""
 
     def _rank_of(self, worker: int) -> int | None:
@@ -398,78 +393,78 @@ class Rendezvous(KeyValueStore):
             return worker
         return self._worlds[worker].rank if worker in self._worlds else None
 
-    def _refuse(self, peer: Peer, header: Header, why: str) -> None:
-        peer.send({"re": header["id"], "error": "refused", "message": why})
+    def _refuse(self, peer: Peer, number: int, why: str) -> None:
+        peer.send({"re": number, "error": "refused", "message": why})
 
-    def _on_hello(self, peer: Peer, header: Header, payload: bytes) -> None:
-        worker = int(header["worker"])
+    def _on_hello(self, peer: Peer, number: int, request: requests.Hello, payload: bytes) -> None:
+        worker = request.worker
         if peer.speaker >= 0 and worker not in (-1, peer.speaker):
             raise ValueError(f"worker {peer.speaker} wants to speak for worker {worker}")
         if worker in self._given_up or peer.speaker in self._given_up:
-            number = worker if peer.speaker < 0 else peer.speaker
-            why = f"worker {number} was given up by the launcher and its place is somebody else's"
-            self._refuse(peer, header, why)
+            known = worker if peer.speaker < 0 else peer.speaker
+            self._refuse(peer, number, f"worker {known} was given up by the launcher: another worker has its place")
             return
-        name = str(header["name"])[:_NAME_CHARACTERS]
+        name = request.name[:_NAME_CHARACTERS]
         if worker >= 0:
             other = self._named.get((worker, name))
             if other is not None and other is not peer:
                 other.number = -1  # it reconnected before the loss was noticed
             self._named[worker, name] = peer
         peer.name, peer.number = name, worker
-        peer.send({"re": header["id"], **self._stamp})
+        peer.send({"re": number, **self._stamp})
         if peer.number >= 0:
             self._events.joined(peer.number)
             for notice in self._notices:  # which it may have missed
                 peer.send(notice)
 
-    def _on_keys(self, peer: Peer, header: Header, payload: bytes) -> None:
+    def _on_keys(self, peer: Peer, number: int, request: requests.Keys, payload: bytes) -> None:
         """Send a rank the keys of its world over its own encrypted connection."""
-        rank, generation, epoch = int(header["rank"]), int(header["generation"]), str(header["epoch"])
+        rank, generation, epoch = request
         if generation != self.generation or (peer.speaker >= 0 and rank != self._rank_of(peer.speaker)):
             place = f"rank {rank} of generation {generation}"
-            self._refuse(peer, header, f"this worker is not {place}: it is generation {self.generation} now")
+            self._refuse(peer, number, f"this worker is not {place}: it is generation {self.generation} now")
             return
         if len(payload) > _KEYS_BYTES:
             raise ValueError(f"keys towards {len(payload) // 4} ranks were requested at once")
         towards = struct.unpack(f">{len(payload) // 4}I", payload)
         world = world_secret(self._secret, f"{generation} {epoch}")
-        peer.send({"re": header["id"]}, rank_keys(world, rank, towards))
+        peer.send({"re": number}, rank_keys(world, rank, towards))
 
-    def _on_returned(self, peer: Peer, header: Header, payload: bytes) -> None:
+    def _on_returned(self, peer: Peer, number: int, request: requests.Returned, payload: bytes) -> None:
         self._events.returned(peer.number, payload)
-        self._answer(peer, header["id"])
+        self._answer(peer, number)
 
-    def _on_raised(self, peer: Peer, header: Header, payload: bytes) -> None:
+    def _on_raised(self, peer: Peer, number: int, request: requests.Raised, payload: bytes) -> None:
         report = ErrorReport(
-            type_name=str(header["type"]),
-            message=str(header["message"]),
-            traceback=str(header["traceback"]),
-            consequence=bool(header["consequence"]),
+            type_name=request.type,
+            message=request.message,
+            traceback=request.traceback,
+            consequence=request.consequence,
             pickled=payload,
         )
         self._events.raised(peer.number, report)
-        self._answer(peer, header["id"])
+        self._answer(peer, number)
 
-    def _on_log_line(self, peer: Peer, header: Header, payload: bytes) -> None:
+    def _on_log_line(self, peer: Peer, number: int, request: requests.LogLine, payload: bytes) -> None:
         self._events.on_log_line(peer.number, payload[:_LINE_BYTES].decode(errors="replace"))
 
-    def _on_telemetry(self, peer: Peer, header: Header, payload: bytes) -> None:
-        worker = peer.speaker if peer.speaker >= 0 else int(header["worker"])
+    def _on_telemetry(self, peer: Peer, number: int, request: requests.Telemetry, payload: bytes) -> None:
+        worker = peer.speaker if peer.speaker >= 0 else request.worker
         if worker in self._given_up:
             return
         self._reporting[worker] = peer
         if len(payload) <= _TELEMETRY_BYTES:
-            self._events.on_telemetry(worker, str(header["kind"]), payload)
+            self._events.on_telemetry(worker, request.kind, payload)
 
     def _ask(self, question: Header, worker: int | None) -> None:
         for number, peer in self._reporting.items():
             if worker is None or number == worker:
                 peer.send({"notice": "question", **question})
 
-    def _on_next_world(self, peer: Peer, header: Header, payload: bytes) -> None:
-        generation = int(header["generation"])
-        parked = self._park(peer, header, lambda: f"no world after generation {generation} was announced")
+    def _on_next_world(self, peer: Peer, number: int, request: requests.NextWorld, payload: bytes) -> None:
+        generation = request.generation
+        missing = f"no world after generation {generation} was announced"
+        parked = self._park(peer, number, request.timeout_s, lambda: missing)
         worker = peer.number
         # A new worker (its generation is negative) waits until there is a place for it.
         known = generation >= 0 or worker in self._worlds or worker in self._given_up

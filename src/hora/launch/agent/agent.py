@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, ClassVar
 from hora import lifeline
 from hora.launch.agent.fork_server import WorkerForks
 from hora.launch.agent.protocol import (
+    MESSAGES,
     Bye,
     Exited,
     Finish,
     Finished,
-    Frames,
     Join,
     Leaving,
     Message,
@@ -44,7 +44,6 @@ from hora.launch.agent.protocol import (
     Start,
     Started,
     Terminate,
-    frame,
 )
 from hora.launch.limits import GRACE_S, THREAD_END_S
 from hora.launch.processes import (
@@ -62,6 +61,7 @@ from hora.launch.processes import (
     spawn,
     variables,
 )
+from hora.net.messages import Frames, frame
 
 if TYPE_CHECKING:
     import socket
@@ -190,7 +190,7 @@ class LocalLink(ThreadedLink):
         super().__init__()
 
     def _receive(self) -> None:
-        frames, watched = Frames(), [0]
+        frames, watched = Frames(MESSAGES), [0]
         with contextlib.suppress(OSError, AttributeError):
             # A process that the controller forked may keep the socket open.
             watched.append(os.pidfd_open(self._controller_pid))

@@ -16,10 +16,11 @@ import time
 
 from hora.errors import AuthenticationError
 from hora.launch.agent.agent import Agent, ThreadedLink, guarded
-from hora.launch.agent.protocol import Join, Message, Refused, Start, Taken, Welcome, pack, unpack
+from hora.launch.agent.protocol import MESSAGES, Join, Message, Refused, Start, Taken, Welcome
 from hora.launch.limits import CONNECT_S, THREAD_END_S
 from hora.launch.processes import variables
 from hora.launch.slots import NodeSpec
+from hora.net.messages import pack, unpack
 from hora.net.session import ClientSession
 from hora.net.wire import Connection, Credentials, connect
 from hora.version import version
@@ -49,7 +50,7 @@ class SessionLink(ThreadedLink):
         meeting = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": self.controller}
         with contextlib.suppress(*MALFORMED):
             while True:
-                match message := unpack(*self._session.receive()):
+                match message := unpack(MESSAGES, *self._session.receive()):
                     case Taken(num_bytes):
                         self._count(-num_bytes)
                     case Start():
@@ -128,7 +129,7 @@ def _introduce(session: ClientSession, place: NodeSpec) -> Welcome:
     name = place.name or socket.gethostname()
     session.send(*pack(Join(place.index, name, place.slots or 1, version(), [], [])))
     try:
-        answer = unpack(*session.receive(limit_s=CONNECT_S))
+        answer = unpack(MESSAGES, *session.receive(limit_s=CONNECT_S))
     except TimeoutError:
         session.close()
         raise RuntimeError(f"the first node, {place.host}, did not answer within {CONNECT_S:g} s") from None

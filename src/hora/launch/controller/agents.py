@@ -17,20 +17,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from hora.errors import StartTimeoutError
-from hora.launch.agent.protocol import (
-    VERSION,
-    Bye,
-    Join,
-    Leaving,
-    MeetAt,
-    Refused,
-    Welcome,
-    pack,
-    unpack,
-)
+from hora.launch.agent.protocol import MESSAGES, VERSION, Bye, Join, Leaving, MeetAt, Refused, Welcome
 from hora.launch.controller.launcher import BEATS, AgentHandle, wait_or_kill
 from hora.launch.limits import CUT_S, END_S, KILLED_S
 from hora.launch.slots import HostInfo
+from hora.net.messages import pack, unpack
 from hora.net.server import Server
 from hora.net.session import SessionPeer, Sessions
 from hora.net.wire import ANYBODY, Credentials, Header, derived_secret, new_secret
@@ -249,14 +240,14 @@ class Agents:
             if header.get("op") == "join":  # as earlier versions of Hora did
                 self._refuse(peer, int(header["node"]), str(header["name"]), self._other_version(header.get("version")))
                 return
-            joining = unpack(header, payload)
+            joining = unpack(MESSAGES, header, payload)
             if not isinstance(joining, Join):
                 raise ValueError(f"{type(joining).__name__} before it has joined")
             self._join(peer, joining)
             return
         node = self._nodes[peer.number]
         try:
-            message = unpack(header, payload)
+            message = unpack(MESSAGES, header, payload)
         except (ValueError, RecursionError) as error:
             node.blame(error)
             return

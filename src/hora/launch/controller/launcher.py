@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Protocol
 
 from hora.launch.agent.protocol import (
+    MESSAGES,
     Bye,
     Exited,
     Finish,
     Finished,
-    Frames,
     Join,
     Message,
     Output,
@@ -36,13 +36,12 @@ from hora.launch.agent.protocol import (
     Started,
     Taken,
     Terminate,
-    frame,
-    pack,
 )
 from hora.launch.controller.output import Tail
 from hora.launch.job import LaunchEvents, WorkerSpec
 from hora.launch.limits import KILLED_S
 from hora.launch.processes import variables
+from hora.net.messages import Frames, frame, pack
 from hora.net.session import SessionPeer
 
 BEATS = 6  # heartbeats within the time after which a silent node is dropped
@@ -352,7 +351,7 @@ class LocalAgent(AgentHandle):
         self._process.close()
 
     def _deliver(self) -> None:
-        frames, joined = Frames(), False
+        frames, joined = Frames(MESSAGES), False
         try:
             while data := self._process.sock.recv(_READ_BYTES):
                 for message in frames.feed(data):

@@ -30,6 +30,7 @@ from typing import Any
 from hora.errors import AuthenticationError
 from hora.launch.agent.agent import Agent, ControllerLink, guarded
 from hora.launch.agent.protocol import (
+    MESSAGES,
     Bye,
     Exited,
     Join,
@@ -42,8 +43,6 @@ from hora.launch.agent.protocol import (
     Taken,
     Terminate,
     Welcome,
-    pack,
-    unpack,
 )
 from hora.launch.agent.session import MALFORMED, on_this_node
 from hora.launch.controller.agents import credentials
@@ -53,6 +52,7 @@ from hora.launch.limits import CUT_S, THREAD_END_S
 from hora.launch.processes import variables
 from hora.net import sockets
 from hora.net.acceptor import TaskAcceptor
+from hora.net.messages import pack, unpack
 from hora.net.session import ClientSession
 from hora.net.wire import Connection, connect
 from hora.version import version
@@ -277,7 +277,7 @@ class LeaderLink(ControllerLink):
         try:
             own = Join(version=version(), run=self._run, workers=sorted(self._workers), gpus=[], **self._node)
             session.send(*pack(own))
-            welcome = unpack(*session.receive(limit_s=_ANSWER_S))
+            welcome = unpack(MESSAGES, *session.receive(limit_s=_ANSWER_S))
             session.connection.sock.settimeout(None)
             if not isinstance(welcome, Welcome) or welcome.term != term:
                 return False
@@ -293,7 +293,7 @@ class LeaderLink(ControllerLink):
             session.close()  # first: a sender may hold the lock while a stopped leader reads nothing
             with self._lock:
                 if self._session is session:
-                    unsent = [unpack(header, payload) for header, payload in session.unsent()]
+                    unsent = [unpack(MESSAGES, header, payload) for header, payload in session.unsent()]
                     self._held = deque(message for message in unsent if isinstance(message, Output))
                 self._session, self._ahead = None, 0
 
@@ -366,7 +366,7 @@ class LeaderLink(ControllerLink):
 def _receive(session: ClientSession, messages: queue.SimpleQueue[Message | None]) -> None:
     try:
         while True:
-            messages.put(unpack(*session.receive()))
+            messages.put(unpack(MESSAGES, *session.receive()))
     except MALFORMED:
         messages.put(None)
 

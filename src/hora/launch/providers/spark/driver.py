@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from hora.errors import JobFailedError, StartTimeoutError
-from hora.launch.agent.protocol import Bye, Join, pack
+from hora.launch.agent.protocol import Bye, Join
 from hora.launch.controller.agents import Agents
 from hora.launch.controller.launcher import AgentHandle
 from hora.launch.limits import SILENCE_S, SPARK_END_S
@@ -31,6 +31,7 @@ from hora.launch.providers.spark.cluster import (
 )
 from hora.launch.providers.spark.task import SparkTask
 from hora.net.keys import HeldSecret
+from hora.net.messages import pack
 from hora.net.session import SessionPeer
 from hora.net.wire import new_secret
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hora.launch.agent.protocol import (
+    MESSAGES,
     Bye,
     Exited,
     Finish,
-    Frames,
     Join,
     Message,
     Output,
@@ -31,9 +31,6 @@ from hora.launch.agent.protocol import (
     Taken,
     Terminate,
     Welcome,
-    frame,
-    pack,
-    unpack,
 )
 from hora.launch.controller.agents import credentials
 from hora.launch.controller.launcher import AgentProcess, LocalProcess, wait_or_kill
@@ -42,6 +39,7 @@ from hora.launch.limits import CONNECT_S, END_S, GRACE_S
 from hora.launch.processes import first_variables, variables
 from hora.launch.providers.spark import warm_pool
 from hora.net.keys import read_held_secret
+from hora.net.messages import Frames, frame, pack, unpack
 from hora.net.session import ClientSession
 from hora.net.wire import Connection, connect
 from hora.version import version
@@ -129,7 +127,7 @@ class _Bridge:
             self._end()
 
     def _receive(self) -> Message:
-        return unpack(*self._session.receive())
+        return unpack(MESSAGES, *self._session.receive())
 
     def _start(self, order: Start) -> None:
         """Start a worker: with the environment that this Python worker was started with, and files Spark shipped."""
@@ -164,7 +162,7 @@ class _Bridge:
     # ---- in a thread of its own -----------------------------------------------------------------------------
 
     def _forward(self, process: AgentProcess) -> None:
-        frames = Frames()
+        frames = Frames(MESSAGES)
         try:
             while data := process.sock.recv(256 * 1024):
                 for message in frames.feed(data):

@@ -1,0 +1,111 @@
+"""Requests of a worker to the rendezvous, by their names on the wire. Their fields are the header beside `id`."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Hello(NamedTuple):
+    """Introduces a connection. `worker`: the connection belongs to this worker, which is lost if it ends."""
+
+    name: str
+    worker: int = -1
+
+
+class Bye(NamedTuple):
+    """The connection ends in order."""
+
+
+class Pong(NamedTuple):
+    """The answer to a heartbeat."""
+
+
+class Set(NamedTuple):
+    """Set a key to the payload."""
+
+    key: str
+
+
+class Get(NamedTuple):
+    """Return the value of a key once it is set."""
+
+    key: str
+    timeout_s: float
+
+
+class Add(NamedTuple):
+    """Add to a counter."""
+
+    key: str
+    amount: int
+
+
+class Delete(NamedTuple):
+    """Delete a key."""
+
+    key: str
+
+
+class Check(NamedTuple):
+    """Return whether all keys are set."""
+
+    keys: list[str]
+
+
+class Gather(NamedTuple):
+    """Contribute the payload to an all-gather. `fanout`: children of a group in the tree of groups; 0: no tree."""
+
+    key: str
+    rank: int
+    size: int
+    timeout_s: float
+    group: str = ""
+    fanout: int = 0
+
+
+class Keys(NamedTuple):
+    """Return this rank's keys towards the ranks in the payload."""
+
+    rank: int
+    generation: int
+    epoch: str
+
+
+class Returned(NamedTuple):
+    """The worker's function returned the payload."""
+
+
+class Raised(NamedTuple):
+    """The worker's function raised; the payload is the pickled exception."""
+
+    type: str
+    message: str
+    traceback: str
+    consequence: bool
+
+
+class LogLine(NamedTuple):
+    """Print the payload where the job was started."""
+
+
+class Telemetry(NamedTuple):
+    """The payload is telemetry of this kind."""
+
+    kind: str
+    worker: int
+
+
+class NextWorld(NamedTuple):
+    """Return the worker's world in the first generation after this one."""
+
+    generation: int
+    timeout_s: float
+
+
+Request = (
+    Hello | Bye | Pong | Set | Get | Add | Delete | Check | Gather
+    | Keys | Returned | Raised | LogLine | Telemetry | NextWorld
+)  # fmt: skip
+NAMES = {kind: re.sub("(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower() for kind in Request.__args__}
+REQUESTS: dict[str, type[Request]] = {name: kind for kind, name in NAMES.items()}
