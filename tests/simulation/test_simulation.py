@@ -171,7 +171,7 @@ def test_a_broken_invariant_is_detected(rule: str, monkeypatch: pytest.MonkeyPat
         rendezvous._give_world(rendezvous._park(peer, number, request.timeout_s, str), peer.number)
 
     if rule == "an old world is given":
-        monkeypatch.setattr(Rendezvous, "_next_world", at_once)
+        monkeypatch.setattr(Rendezvous, "_on_next_world", at_once)
     else:
         monkeypatch.setitem(Limits.__init__.__kwdefaults__, "lost_s", 1e12)
     with pytest.raises(AssertionError, match=r"seed \d+: .*(old world was given|has not ended)"):
