@@ -39,15 +39,11 @@ NOBODY = 65534
 @pytest.fixture
 def session(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    gateway = Gateway(f"hora-test-{os.getpid()}-{time.monotonic_ns()}", KEY)
-    found = WorkerSession(
-        measure(os.environ), os.environ, address=gateway.name, key=KEY, output=OutputOptions(console=False)
-    )
-    gateway.open(found)
-    found.gateway = gateway
-    yield found
+    name = f"hora-test-{os.getpid()}-{time.monotonic_ns()}"
+    gateway = Gateway(name, KEY, output=OutputOptions(console=False))
+    gateway.session.gateway = gateway
+    yield gateway.session
     gateway.close()
-    found.close()
 
 
 def launch(session, code, **more):

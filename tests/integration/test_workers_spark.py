@@ -92,7 +92,7 @@ def test_excessive_requests_are_rejected_with_an_explanation(spark):
 def test_workers_that_wait_for_slots_can_be_stopped(spark, tmp_path):
     held = launch(1)
     workers.await_workers(held, wait_for_completion=False, timeout_seconds=90)
-    api._own[1]._spark[-1][1]._held.clear()  # as if another user's job held the slot
+    api._own[1].session._spark[-1][1]._held.clear()  # as if another user's job held the slot
     waiting = launch(2)
     late = workers.await_workers(waiting, wait_for_completion=False, timeout_seconds=1)
     assert {worker["status"] for worker in late["failures"]} == {"scheduling"}

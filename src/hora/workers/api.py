@@ -16,7 +16,6 @@ import contextlib
 import errno
 import numbers
 import os
-import secrets
 import threading
 import warnings
 from collections.abc import Iterable, Mapping
@@ -25,8 +24,7 @@ from typing import Any
 
 from hora.launch.processes import variables
 from hora.workers import directory
-from hora.workers.capacity import measure
-from hora.workers.gateway import Gateway, ask
+from hora.workers.gateway import Gateway, ask, new_name
 from hora.workers.session import WorkerSession
 
 
@@ -70,9 +68,7 @@ class RemoteSession:
 
 
 _lock = threading.Lock()
-# With the process it belongs to: a forked child has none. The last are gateways: for its workers, and for a second
-# terminal.
-_own: tuple[int, WorkerSession, Gateway, list[directory.Published]] | None = None
+_own: tuple[int, Gateway] | None = None  # with the process it belongs to: a forked child has none
 
 
 def _session(*, launching: bool = False) -> WorkerSession | RemoteSession:
@@ -96,24 +92,20 @@ def _own_session(*, launching: bool) -> WorkerSession | RemoteSession:
     global _own
     with _lock:
         if _own is None or _own[0] != os.getpid():
-            name, key = _given_name() or (f"hora-workers-{secrets.token_hex(8)}", secrets.token_hex(16))
+            name, key = _given_name() or new_name()
             try:
                 gateway = Gateway(name, key)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
                 return RemoteSession(name, key)  # of the process that started this one
-            environ = variables()
-            session = WorkerSession(measure(environ), environ, address=gateway.name, key=key)
-            gateway.open(session)
             atexit.register(_close, os.getpid())
-            _own = (os.getpid(), session, gateway, [])
-        _, session, _, published = _own
-        if launching and not published:
+            _own = os.getpid(), gateway
+        gateway = _own[1]
+        if launching and gateway.published is None:
             with contextlib.suppress(OSError):  # another script of this folder was the first
-                published.append(directory.publish(os.getcwd(), "script"))
-                published[-1].gateway.open(session)
-        return session
+                directory.publish(gateway, os.getcwd(), "script")
+        return gateway.session
 
 
 def _close(owner: int) -> None:
@@ -121,11 +113,7 @@ def _close(owner: int) -> None:
     with _lock:
         own, _own = _own, None
     if own is not None and owner == os.getpid():
-        _, session, gateway, published = own
-        gateway.close()
-        for found in published:
-            found.close()
-        session.close()
+        own[1].close()
 
 
 def launch_workers(

@@ -9,6 +9,7 @@ import os
 import secrets
 import string
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -42,32 +43,36 @@ def _iso(moment: float | None) -> str | None:
 
 @dataclass
 class Record:
-    """Record of one worker. Its `number` is its name in launch events."""
+    """A worker: what was requested, and what has become of it. Its `number` is its name in launch events.
+
+    `variables`: of its environment.
+    """
 
     id: str
     number: int
+    index: int
+    request: Mapping[str, Any] = field(repr=False)
     backend: WorkerBackend = field(repr=False)
     log: LogFile | None = field(repr=False)
-    index: int
-    name: str
     ip_address: str
-    cpu: float
-    memory: float
-    nvidia_gpu: int
-    created_at: float
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False)
+    created_at: float = field(default_factory=time.time)
     status: str = "scheduling"
     stopping: bool = False
     running_at: float | None = None
     finished_at: float | None = None
     exit_code: int | None = None
     message: str = ""
-    app_port: int = 0
     gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them
     tail: Tail = field(default_factory=Tail, repr=False)  # the end of its output
 
     @property
     def ended(self) -> bool:
         return self.status in TERMINAL
+
+    @property
+    def app_port(self) -> int:
+        return 8100 + self.number % 15000 * 3
 
     @property
     def _app_url(self) -> str:
@@ -80,7 +85,7 @@ class Record:
         return {
             "id": self.id,
             "index": self.index,
-            "name": self.name,
+            "name": self.request.get("name") or f"worker-{self.number}",
             "status": self.status,
             "ip_address": self.ip_address if self.status == "running" or self.ended else "unknown",
             "app_url": self._app_url,
@@ -88,27 +93,12 @@ class Record:
             "running_at": _iso(self.running_at),
             "finished_at": _iso(self.finished_at),
             "duration": 0.0 if begun is None else (self.finished_at or now) - begun,
-            "cpu": self.cpu,
-            "memory": self.memory,
-            "nvidia_gpu": self.nvidia_gpu,
+            **{name: self.request[name] for name in ("cpu", "memory", "nvidia_gpu")},
             "gpus": list(self.gpus),
             "exit_code": self.exit_code,
             "message": self.message,
             "log_tail": self.tail.text.splitlines()[-_TAIL_LINES:],
         }
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedWorker:
-    """A worker to start: its record, the request, and its environment variables."""
-
-    record: Record
-    request: Mapping[str, Any]
-    variables: Mapping[str, str]
-
-    @property
-    def number(self) -> int:
-        return self.record.number
 
 
 class WorkerBackend(Protocol):
@@ -123,7 +113,7 @@ class WorkerBackend(Protocol):
     def reserve(self, worker: str, request: Mapping[str, Any]) -> None:
         """Reserve resources for this worker. Raises Refused if they do not fit."""
 
-    def start(self, planned: Sequence[PlannedWorker]) -> None:
+    def start(self, workers: Sequence[Record]) -> None:
         """Start reserved workers without waiting for them."""
 
     def terminate(self, numbers: Iterable[int], *, grace_s: float) -> None:
@@ -199,8 +189,8 @@ class LocalBackend:
         finally:
             self._claims.keep(self._capacity.used_gpus())
 
-    def start(self, planned: Sequence[PlannedWorker]) -> None:
-        self._launcher.start([self._spec(worker) for worker in planned], self._events)
+    def start(self, workers: Sequence[Record]) -> None:
+        self._launcher.start([self._spec(worker) for worker in workers], self._events)
 
     def terminate(self, numbers: Iterable[int], *, grace_s: float) -> None:
         self._launcher.terminate(numbers, grace_s=grace_s)
@@ -217,9 +207,9 @@ class LocalBackend:
         self._launcher.close()
         self._claims.keep(())
 
-    def _spec(self, planned: PlannedWorker) -> WorkerSpec:
-        grant = self._capacity.grants[planned.record.id]
-        planned.record.gpus = grant.gpus
-        own = {"CUDA_VISIBLE_DEVICES": ",".join(grant.gpus), "HORA_WORKER": str(planned.number)}
-        env = {**self._environment, **planned.variables, **own, **planned.request["env"]}
-        return worker_spec(planned.number, env, order_file(planned.request, cores=grant.cores), cwd=os.getcwd())
+    def _spec(self, worker: Record) -> WorkerSpec:
+        grant = self._capacity.grants[worker.id]
+        worker.gpus = grant.gpus
+        own = {"CUDA_VISIBLE_DEVICES": ",".join(grant.gpus), "HORA_WORKER": str(worker.number)}
+        env = {**self._environment, **worker.variables, **own, **worker.request["env"]}
+        return worker_spec(worker.number, env, order_file(worker.request, cores=grant.cores), cwd=os.getcwd())

@@ -15,11 +15,9 @@ import sys
 
 from hora.launch.controller.launcher import wait_or_kill
 from hora.launch.job import OutputOptions
-from hora.launch.processes import module_command, variables
-from hora.workers.capacity import measure
+from hora.launch.processes import module_command
 from hora.workers.directory import find, name_of, publish, runs
-from hora.workers.gateway import ask, server_pid
-from hora.workers.session import WorkerSession
+from hora.workers.gateway import Gateway, ask, new_name, server_pid
 
 _IDLE_LIMIT_S = 3600.0
 _START_LIMIT_S = 60.0
@@ -72,30 +70,22 @@ def end(folder: str) -> bool:
 
 def main() -> None:
     """Serve until a client requests the end, or until an hour has passed without workers."""
+    gateway = Gateway(*new_name(), output=OutputOptions(console=False))
     try:
-        published = publish(os.getcwd())
+        publish(gateway, os.getcwd())
+        print("ready", flush=True)
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+            os.dup2(nowhere.fileno(), 2)
+        while not gateway.idle.wait(_IDLE_LIMIT_S):
+            if all(worker["finished_at"] is not None for worker in gateway.session.workers()):
+                break
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
         print("another process has just started it", flush=True)
-        return
-    environ = variables()
-    gateway, key = published.gateway, published.key
-    session = WorkerSession(
-        measure(environ), environ, address=gateway.name, key=key, output=OutputOptions(console=False)
-    )
-    gateway.open(session)
-    print("ready", flush=True)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        while not gateway.idle.wait(_IDLE_LIMIT_S):
-            if all(worker["finished_at"] is not None for worker in session.workers()):
-                break
     finally:
-        published.close()
-        session.close()
+        gateway.close()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Directory in which other processes of a user find a worker session by its folder.
 
-A published session listens at a local socket named after the user and the folder. Its random key is in its memory.
-Processes of the same user that see the session's process read the key through /proc; other users, and containers that
-share only the network, cannot. If another user holds the socket's name, the session takes a random name and clients
-search this user's processes for it. Nothing is written to disk.
+A published session also listens at a local socket named after the user and the folder. Its own name and its random
+key are in its memory. Processes of the same user that see the session's process read them through /proc; other users,
+and containers that share only the network, cannot. If another user holds the socket's name, clients search this user's
+processes. Nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import os
-import secrets
 
 from hora.net.keys import HeldSecret
 from hora.workers.gateway import Gateway, server_pid
@@ -30,39 +29,19 @@ def name_of(folder: str, whose: str = "") -> str:
     return f"hora-workers-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
-class Published:
-    """An unopened gateway that `find` discovers."""
-
-    def __init__(self, gateway: Gateway, key: str, held: HeldSecret) -> None:
-        self.gateway, self.key, self._held = gateway, key, held
-
-    def close(self) -> None:
-        self.gateway.close()
-        self._held.close()
-
-
-def publish(folder: str, whose: str = "") -> Published:
-    """Create a gateway for this folder's session. OSError (EADDRINUSE) if this user has one already."""
+def publish(gateway: Gateway, folder: str, whose: str = "") -> None:
+    """Let `find` discover the gateway. OSError (EADDRINUSE) if this user has one for this folder already."""
     label = name_of(folder, whose)
+    found = json.dumps([gateway.name, gateway.key]).encode()
+    held = HeldSecret(found, label=label)  # first: who finds the socket shall find the key
     try:
-        return _publish(label, label)
+        gateway.listen(label)
     except OSError as error:
         if error.errno != errno.EADDRINUSE or runs(label):
+            held.close()
             raise
-    log.warning(
-        "another user's process sits on the name of this folder's session of workers (%s): it has another", label
-    )
-    return _publish(label, f"hora-workers-{secrets.token_hex(16)}")
-
-
-def _publish(label: str, name: str) -> Published:
-    key = secrets.token_hex(32)
-    held = HeldSecret(json.dumps([name, key]).encode(), label=label)  # first: who finds the socket shall find the key
-    try:
-        return Published(Gateway(name, key), key, held)
-    except OSError:
-        held.close()
-        raise
+        log.warning("another user's process has the name of this folder's session of workers (%s)", label)
+    gateway.published = held
 
 
 def find(folder: str, whose: str = "") -> tuple[str, str] | None:

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 import threading
 from typing import Any
 
 from hora.errors import AuthenticationError
+from hora.launch.job import OutputOptions
+from hora.launch.processes import variables
 from hora.net import sockets
+from hora.net.keys import HeldSecret
 from hora.net.server import Peer, Server
 from hora.net.wire import Connection, Credentials, Header, connect
+from hora.workers.capacity import measure
 from hora.workers.session import WorkerSession
 
 _MAX_REQUEST_BYTES = 64 * 1024**2
@@ -28,14 +33,18 @@ def _credentials(key: str) -> Credentials:
     return Credentials(hashlib.sha256(key.encode(errors="replace")).digest(), "workers")
 
 
-class Gateway:
-    """Serves a session, each call in its own thread. OSError if another process has bound the name."""
+def new_name() -> tuple[str, str]:
+    """Return a random name and a random key for a gateway."""
+    return f"hora-workers-{secrets.token_hex(8)}", secrets.token_hex(32)
 
-    def __init__(self, name: str, key: str) -> None:
-        self.name = name
+
+class Gateway:
+    """Serves a new session, each call in its own thread. OSError if another process has bound the name."""
+
+    def __init__(self, name: str, key: str, *, output: OutputOptions | None = None) -> None:
+        self.name, self.key = name, key
         self.idle = threading.Event()  # a caller has requested the end of the session
-        self._key = key
-        self._session: WorkerSession | None = None
+        self.published: HeldSecret | None = None  # see `directory.publish`
         self._lock = threading.Lock()
         self._num_calls = 0
         self._server = Server(self, name="hora-workers-gateway", max_payload_bytes=_MAX_REQUEST_BYTES)
@@ -44,13 +53,20 @@ class Gateway:
         except OSError:
             self._server.close()
             raise
+        environ = variables()
+        self.session = WorkerSession(measure(environ), environ, address=name, key=key, output=output)
+        self._server.start(_credentials(key))
 
-    def open(self, session: WorkerSession) -> None:
-        self._session = session
-        self._server.start(_credentials(self._key))
+    def listen(self, name: str) -> None:
+        """Also listen under this name. OSError if another process has bound it."""
+        self._server.listen(name)
 
     def close(self) -> None:
+        """End the session with its workers."""
         self._server.close()
+        if self.published is not None:
+            self.published.close()
+        self.session.close()
 
     # ---- in the server's thread ---------------------------------------------------------------------------
 
@@ -64,8 +80,7 @@ class Gateway:
         threading.Thread(target=self._answer, args=(peer, call, payload), name="hora-workers-call", daemon=True).start()
 
     def closed(self, peer: Peer) -> None:
-        if self._session is not None:
-            self._session.release(peer)  # a call that waits sees it by itself
+        self.session.release(peer)  # a call that waits sees it by itself
 
     # ---- in a call's thread -------------------------------------------------------------------------------
 
@@ -85,7 +100,7 @@ class Gateway:
             return {"error": str(error), "user": isinstance(error, ValueError)}
 
     def _call(self, peer: Peer, call: str, request: dict[str, Any]) -> Any:
-        session, waiting = self._session, {"abandoned": lambda: not peer.open}
+        session, waiting = self.session, {"abandoned": lambda: not peer.open}
         match call:
             case "launch" | "workers" | "stop" | "tail":
                 return getattr(session, call)(**request)

@@ -18,7 +18,7 @@ from typing import Any
 from hora.launch.agent.protocol import Exited
 from hora.launch.controller.output import LogFile, OutputWriter
 from hora.launch.job import OutputOptions
-from hora.workers.backend import GRACE_S, ORDER_VARIABLE, LocalBackend, PlannedWorker, Record, WorkerBackend, new_id
+from hora.workers.backend import GRACE_S, ORDER_VARIABLE, LocalBackend, Record, WorkerBackend, new_id
 from hora.workers.capacity import Capacity, CapacityError
 from hora.world import World
 
@@ -96,10 +96,10 @@ class WorkerSession:
 
     def _reserve(
         self, n: int, request: Mapping[str, Any], backend: WorkerBackend
-    ) -> tuple[list[dict[str, Any]], list[PlannedWorker]]:
+    ) -> tuple[list[dict[str, Any]], list[Record]]:
         """Return a response for each of `n` workers, and the workers for which there is room."""
         answers: list[dict[str, Any]] = []
-        launched: list[PlannedWorker] = []
+        launched: list[Record] = []
         for index in range(n):
             engine = new_id()
             try:
@@ -112,7 +112,7 @@ class WorkerSession:
                 backend.release(engine)
                 raise
             else:
-                answers.append(launched[-1].record.to_dict(time.time()))
+                answers.append(launched[-1].to_dict(time.time()))
         return answers, launched
 
     def workers(self) -> list[dict[str, Any]]:
@@ -257,7 +257,7 @@ class WorkerSession:
                 self._spark.append((cluster, SparkBackend(cluster, self)))
             return self._spark[-1][1]
 
-    def _admit(self, engine: str, index: int, request: Mapping[str, Any], backend: WorkerBackend) -> PlannedWorker:
+    def _admit(self, engine: str, index: int, request: Mapping[str, Any], backend: WorkerBackend) -> Record:
         number, log = next(self._numbers), None
         if request.get("log_dir"):
             try:
@@ -265,26 +265,22 @@ class WorkerSession:
             except OSError as error:
                 raise ValueError(f"log_dir={request['log_dir']!r} cannot be written: {error.strerror}") from error
         record = Record(
+            id=engine,
             number=number,
+            index=index,
+            request=request,
             backend=backend,
             log=log,
-            id=engine,
-            index=index,
-            name=request.get("name") or f"worker-{number}",
             ip_address=f"127.{number // 62500}.{1 + number // 250 % 250}.{1 + number % 250}",
-            cpu=request["cpu"],
-            memory=request["memory"],
-            nvidia_gpu=request["nvidia_gpu"],
-            created_at=time.time(),
             message=request.get("note", ""),
-            app_port=8100 + number % 15000 * 3,
         )
+        record.variables = self._variables(record)
         self._records[engine] = self._by_number[number] = record
         self._output.set_name(number, engine)
-        return PlannedWorker(record=record, request=request, variables=self._variables(record))
+        return record
 
-    def _undo(self, launched: Sequence[PlannedWorker]) -> None:
-        for record in (worker.record for worker in launched):
+    def _undo(self, launched: Sequence[Record]) -> None:
+        for record in launched:
             del self._records[record.id], self._by_number[record.number]
             if record.log is not None:
                 record.log.discard()
@@ -305,7 +301,7 @@ class WorkerSession:
     def _variables(self, record: Record) -> dict[str, str]:
         return {
             "PYTHONUNBUFFERED": "1",
-            "OMP_NUM_THREADS": str(max(1, int(record.cpu))),
+            "OMP_NUM_THREADS": str(max(1, int(record.request["cpu"]))),
             "CDSW_ENGINE_ID": record.id,
             "CDSW_MASTER_ID": self.id,
             "CDSW_MASTER_IP": _MASTER_IP,

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from hora.launch.providers.spark.driver import StageDriver
 from hora.launch.providers.spark.launcher import SparkLauncher
 from hora.launch.providers.spark.task import gpu_addresses, python_path
 from hora.net.sockets import source_address
-from hora.workers.backend import GRACE_S, PlannedWorker, order_file, worker_spec
+from hora.workers.backend import GRACE_S, Record, order_file, worker_spec
 from hora.workers.capacity import CapacityError
 
 _CLOSE_LIMIT_S = GRACE_S + 45.0
@@ -90,11 +91,11 @@ class SparkBackend:
             raise CapacityError(f"a Spark task slot was requested, but {slots - len(self._held)} of {slots} are free")
         self._held.add(worker)
 
-    def start(self, planned: Sequence[PlannedWorker]) -> None:
+    def start(self, workers: Sequence[Record]) -> None:
         check_protection(self._cluster)
         self._workers = {number: worker for number, worker in self._workers.items() if not worker.over}
         kind = _QueryWorker if self._is_connect else _StageWorker
-        for worker in planned:
+        for worker in workers:
             try:
                 self._workers[worker.number] = kind(self._cluster, worker, self._events)
             except OSError as error:  # no descriptor is left, say
@@ -119,10 +120,10 @@ class SparkBackend:
 class _Worker:
     """A worker, seen from here: a thread waits for its end and reports it to the session."""
 
-    def __init__(self, planned: PlannedWorker, events: LaunchEvents, name: str) -> None:
-        self._planned, self._events = planned, events
+    def __init__(self, worker: Record, events: LaunchEvents, name: str) -> None:
+        self._record, self._events = worker, events
         # Here and now: executors need not have the file, and it may change before there is a slot.
-        script = planned.request.get("script")
+        script = worker.request.get("script")
         self._source = Path(script).read_text() if script else None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._report, name=name, daemon=True)
@@ -139,10 +140,10 @@ class _Worker:
         self._thread.join(_CLOSE_LIMIT_S)
 
     def _files(self) -> dict[str, bytes]:
-        return order_file(self._planned.request, cores=(), source=self._source)
+        return order_file(self._record.request, cores=(), source=self._source)
 
     def _report(self) -> None:
-        number = self._planned.number
+        number = self._record.number
         ended = Exited(number, _FAILED, "the Spark task of this worker gave no answer")
         try:
             ended = self._run()
@@ -158,21 +159,31 @@ class _Worker:
         raise NotImplementedError
 
 
-class _StageWorker(_Worker):
-    """A worker of classic Spark. Implements LaunchEvents for the Spark launcher."""
+class _Process:
+    """LaunchEvents of a single process, of which it keeps the exit."""
 
-    def __init__(self, context: Any, planned: PlannedWorker, events: LaunchEvents) -> None:
+    def __init__(
+        self, output: Callable[[int, str, bytes], None], started: Callable[[int], None] = lambda worker: None
+    ) -> None:
+        self.output, self.started = output, started
+        self._exits: queue.SimpleQueue[Exited] = queue.SimpleQueue()
+        self.exited = self._exits.put
+        self.wait = self._exits.get
+
+
+class _StageWorker(_Worker):
+    """A worker of classic Spark."""
+
+    def __init__(self, context: Any, worker: Record, events: LaunchEvents) -> None:
         # In the caller's thread, whose local properties (its scheduler pool) the stage inherits.
         self._driver = StageDriver(context, 1, group="hora-workers")
         self._launcher: SparkLauncher | None = None
-        self._exit: Exited | None = None
-        self._ended = threading.Event()
-        super().__init__(planned, events, self._driver.stage.group)
+        super().__init__(worker, events, self._driver.stage.group)
 
     def stop(self) -> None:
         super().stop()
         if self._launcher is not None:
-            self._launcher.terminate([self._planned.number], grace_s=GRACE_S)
+            self._launcher.terminate([self._record.number], grace_s=GRACE_S)
 
     def _run(self) -> Exited:
         with self._driver:
@@ -181,48 +192,35 @@ class _StageWorker(_Worker):
                 raise InterruptedError("it was stopped before it started")
             if places is None:
                 raise JobFailedError(self._driver.stage.failure_text())
+            process = _Process(self._events.output, self._events.started)
             self._launcher = SparkLauncher(self._driver, places, bind_gpus=False)
-            self._launcher.start([self._spec(places[0])], self)
+            self._launcher.start([self._spec(places[0])], process)
             if self._stopped.is_set():  # meanwhile
                 self.stop()
-            self._ended.wait()
-        assert self._exit is not None
-        return self._exit
+            return process.wait()
 
     def _spec(self, place: TaskPlace) -> WorkerSpec:
-        planned = self._planned
-        planned.record.ip_address = self._driver.host_of(place.task)
+        worker = self._record
+        worker.ip_address = self._driver.host_of(place.task)
         own = {
-            "CDSW_IP_ADDRESS": planned.record.ip_address,
+            "CDSW_IP_ADDRESS": worker.ip_address,
             "CDSW_MASTER_IP": self._driver.address,
             "CML_MASTER_IP": self._driver.address,
             "CUDA_VISIBLE_DEVICES": ",".join(place.gpus),
         }
-        env = {**forwarded_variables(), **planned.variables, **own, **planned.request["env"]}
-        return worker_spec(planned.number, env, self._files())
-
-    # What the launcher reports, on the server's thread.
-
-    def output(self, worker: int, stream: str, data: bytes) -> None:
-        self._events.output(worker, stream, data)
-
-    def started(self, worker: int) -> None:
-        self._events.started(worker)
-
-    def exited(self, ended: Exited) -> None:
-        self._exit = ended
-        self._ended.set()
+        env = {**forwarded_variables(), **worker.variables, **own, **worker.request["env"]}
+        return worker_spec(worker.number, env, self._files())
 
 
 class _QueryWorker(_Worker):
     """A worker through Spark Connect."""
 
-    def __init__(self, session: Any, planned: PlannedWorker, events: LaunchEvents) -> None:
+    def __init__(self, session: Any, worker: Record, events: LaunchEvents) -> None:
         self._session = session
-        super().__init__(planned, events, f"hora-worker-{planned.number}")
+        super().__init__(worker, events, f"hora-worker-{worker.number}")
 
     def _run(self) -> Exited:
-        planned, number = self._planned, self._planned.number
+        worker, number = self._record, self._record.number
         log = LiveLog(
             server_host(self._session), lambda stream, data: self._events.output(number, stream, data), self._called
         )
@@ -230,8 +228,8 @@ class _QueryWorker(_Worker):
         masters = {"CDSW_MASTER_IP": here, "CML_MASTER_IP": here}
         task = WorkerTask(
             number=number,
-            env={**forwarded_variables(), **planned.variables, **masters},
-            own_env=dict(planned.request["env"]),
+            env={**forwarded_variables(), **worker.variables, **masters},
+            own_env=dict(worker.request["env"]),
             files=self._files(),
             log=log.invitation,
         )
@@ -245,8 +243,8 @@ class _QueryWorker(_Worker):
 
     def _called(self, host: str) -> None:
         """Handle the task's call from `host`. Runs in the server's thread."""
-        self._planned.record.ip_address = host
-        self._events.started(self._planned.number)
+        self._record.ip_address = host
+        self._events.started(self._record.number)
 
     def _raise_if_stopped(self) -> None:
         if self._stopped.is_set():
@@ -275,14 +273,14 @@ class WorkerTask:
             yield from rows("exit", json.dumps(lost).encode())
             return
         home = ClientLogSink(self.log)
-        watched = _Process(home)
+        process = _Process(lambda worker, stream, data: home.write(stream, data))
         launcher = HostLauncher()
         try:
-            launcher.start([self._spec()], watched)
-            watched.ended.wait()
+            launcher.start([self._spec()], process)
+            ended = process.wait()
         finally:
             launcher.close()
-        yield from rows("exit", json.dumps(watched.exit).encode())
+        yield from rows("exit", json.dumps((ended.code, ended.reason)).encode())
         for kind, data in home.close().items():
             yield from rows(kind, data)
 
@@ -293,22 +291,3 @@ class WorkerTask:
             "PYTHONPATH": python_path(),
         }
         return worker_spec(self.number, {**variables(), **self.env, **own, **self.own_env}, self.files)
-
-
-class _Process:
-    """LaunchEvents of the one process of a task."""
-
-    def __init__(self, home: ClientLogSink) -> None:
-        self._home = home
-        self.ended = threading.Event()
-        self.exit: tuple[int, str] = _FAILED, ""
-
-    def output(self, worker: int, stream: str, data: bytes) -> None:
-        self._home.write(stream, data)
-
-    def started(self, worker: int) -> None:
-        return None
-
-    def exited(self, ended: Exited) -> None:
-        self.exit = ended.code, ended.reason
-        self.ended.set()
