@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from hora.net import acceptor, sockets
+from hora.net import acceptor
 from hora.watch import address, server
 from hora.watch.address import choose_page, open_page, page_from_url, parse_address
 from hora.watch.http import Access
@@ -401,12 +401,12 @@ def test_only_private_streams_get_the_token(tmp_path):
 
 
 def test_this_users_programs_find_the_page(served, monkeypatch):
-    one, page, _ = served
-    sock = address.serve_address({"id": "unit"})
-    if sock is None:
-        pytest.skip("no abstract sockets here")
-    one.watch_address(sock, page)
-    assert page.token in [found.token for found in address.find_pages()]
+    _, page, _ = served
+    held = address.publish_page(page)
+    assert page in address.find_pages()
     assert choose_page(None).url.startswith("http://")
-    monkeypatch.setattr(sockets, "process_at", lambda sock: sockets.Process(7, 12345))  # another user
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)  # as if another user had asked
     assert address.find_pages() == []
+    monkeypatch.undo()
+    held.close()
+    assert page not in address.find_pages()

@@ -14,10 +14,11 @@ each rank derives everything itself, and any of them could impersonate any other
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hora.errors import AuthenticationError
 from hora.net.wire import SECRET_BYTES, Credentials, derived_secret
@@ -87,7 +88,7 @@ _ADVICE = "create one with: umask 077; openssl rand -hex 32 > FILE"
 class HeldSecret:
     """A secret in this process's memory that processes of the same user read at `path`. It ends with `close`.
 
-    `label` identifies it among this process's files.
+    `find_held` finds it by its `label`.
     """
 
     def __init__(self, secret: bytes, *, label: str = "hora-private") -> None:
@@ -97,6 +98,35 @@ class HeldSecret:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+def find_held(label: str, pids: Iterable[int] | None = None) -> Iterator[tuple[int, bytes]]:
+    """Yield the secrets with this label that these processes hold (default: all of this user's), with their pids.
+
+    Other users cannot find them, nor can containers that share only the network.
+    """
+    for pid in _own_processes() if pids is None else pids:
+        folder = f"/proc/{pid}/fd"
+        with contextlib.suppress(OSError):  # it ended just now, or is not for us to see
+            for number in os.listdir(folder):
+                secret = _held_at(f"{folder}/{number}", label)
+                if secret:
+                    yield pid, secret
+
+
+def _held_at(path: str, label: str) -> bytes:
+    with contextlib.suppress(OSError):  # closed just now
+        if os.readlink(path) == f"/memfd:{label} (deleted)":
+            with open(path, "rb") as file:
+                return file.read()
+    return b""
+
+
+def _own_processes() -> Iterator[int]:
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it ended just now
+            if os.stat(f"/proc/{name}").st_uid == os.geteuid():
+                yield int(name)
 
 
 def read_held_secret(path: str) -> bytes:

@@ -1,7 +1,7 @@
 """Addresses of the page: the names it accepts, the address to print, and how this user's `hora top` finds it.
 
-Every live page also listens on a socket in the abstract namespace, which disappears with its process. The acceptor
-admits only the job's own user (and root) there, so address and token need not be in a file.
+The process that serves a live page holds its address and token in its memory, where processes of the same user find
+them, so they need not be in a file.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ import os
 import secrets
 import socket
 import stat
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from hora.net import sockets
+from hora.net.keys import HeldSecret, find_held
 from hora.watch.http import Access
 
-_PREFIX = "hora-watch-"
-_ANSWER_BYTES = 64 * 1024
-_LIMIT_S = 2.0
+_LABEL = "hora-watch"
 
 
 @dataclass(frozen=True)
@@ -86,38 +84,16 @@ def open_page(listen: str, title: str, *, framed: bool = False) -> tuple[socket.
     return sock, access, Page(url, access.token, title, os.getpid())
 
 
-def serve_address(facts: Mapping[str, Any]) -> socket.socket:
-    """Return a listening socket under which `find_pages` finds this process."""
-    return sockets.listen(f"{_PREFIX}{os.getuid()}-{os.getpid()}-{facts.get('id', '')[:16]}")
-
-
-def answer_caller(sock: socket.socket, page: Page) -> None:
-    """Send the address and the token to a process of this user."""
-    sock.send(json.dumps(asdict(page)).encode())
+def publish_page(page: Page) -> HeldSecret:
+    """Let `find_pages` find this process's page until the result is closed."""
+    return HeldSecret(json.dumps(asdict(page)).encode(), label=_LABEL)
 
 
 def find_pages() -> list[Page]:
     """Return the live pages of this user on this machine, the newest last."""
-    try:
-        with open("/proc/net/unix") as table:
-            names = {line.split()[-1] for line in table if f"@{_PREFIX}{os.getuid()}-" in line}
-    except OSError:
-        return []
-    pages = [page for name in names if (page := _ask(name)) is not None]
-    return sorted(pages, key=lambda page: page.pid)
-
-
-def _ask(name: str) -> Page | None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(_LIMIT_S)
-        try:
-            sock.connect("\0" + name[1:])
-            if sockets.process_at(sock).uid != os.getuid():  # another user may use a name like ours
-                return None
-            facts = json.loads(sock.recv(_ANSWER_BYTES))
-            return Page(str(facts["url"]), str(facts["token"]), str(facts["title"]), int(facts["pid"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+    pages = [(pid, Page(**json.loads(found))) for pid, found in find_held(_LABEL)]
+    # A forked child has the pages of its parent, too.
+    return sorted((page for pid, page in pages if page.pid == pid), key=lambda page: page.pid)
 
 
 def page_from_url(url: str) -> Page:

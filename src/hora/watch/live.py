@@ -80,7 +80,7 @@ class Dashboard:
         )
         self._server.start(sockets)
         if self.page is not None:
-            self._server.watch_address(address.serve_address(facts), self.page)
+            self._published = address.publish_page(self.page)
             _announce(self.page, address.parse_address(listen)[0], notebook, sys.stderr)
 
     # ---- the job ------------------------------------------------------------------------------------------
@@ -114,6 +114,8 @@ class Dashboard:
         """Handle the end of the job (done, failed or stopped): inform the viewers and close everything."""
         self._say("end", -1, {"outcome": outcome, "text": text})
         self._server.close(linger_s=1.0)
+        if self.page is not None:
+            self._published.close()
         if self._reports is not None:
             self._reports.close(self._run)
         self._recorder.close()

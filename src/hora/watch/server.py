@@ -18,9 +18,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from hora.net.acceptor import Arrival, TaskAcceptor
+from hora.net.acceptor import TaskAcceptor
 from hora.watch import view
-from hora.watch.address import Page, answer_caller
 from hora.watch.http import (
     MAX_HEAD_BYTES,
     Access,
@@ -96,15 +95,6 @@ class PageServer:
         self._sockets = list(sockets)
         self._thread.start()
         ready.wait(10.0)
-
-    def watch_address(self, sock: socket.socket, page: Page) -> None:
-        """Answer this user's programs that look for the page (`hora.watch.address`)."""
-
-        def called(arrival: Arrival) -> None:
-            with arrival.sock, contextlib.suppress(OSError):
-                answer_caller(arrival.sock, page)
-
-        self.call(lambda: self._acceptor.watch(sock, called))
 
     def feed(self, entry: Entry) -> None:
         """Add an entry. Never blocks."""

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 
-from hora.net.keys import HeldSecret
+from hora.net.keys import HeldSecret, find_held
 from hora.workers.gateway import Gateway, server_pid
 
 log = logging.getLogger("hora")
@@ -46,17 +46,17 @@ def publish(gateway: Gateway, folder: str, whose: str = "") -> None:
 
 def find(folder: str, whose: str = "") -> tuple[str, str] | None:
     """Return the name and key of the folder's session, if it runs and this process may read them."""
-    label = name_of(folder, whose)
+    label, pids = name_of(folder, whose), None
     try:
         pids = [server_pid(label)]
     except ConnectionRefusedError:
         return None
-    except OSError:  # another user's process has the name
-        pids = _own_processes()
-    for pid in pids:
-        found = _published(pid, label)
-        if found is not None and runs(found[0]):
-            return found
+    except OSError:  # another user's process has the name: search all of this user's
+        pass
+    for _, found in find_held(label, pids):
+        name, key = json.loads(found)
+        if runs(name):
+            return name, key
     return None
 
 
@@ -67,28 +67,3 @@ def runs(name: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _own_processes() -> list[int]:
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if os.stat(f"/proc/{name}").st_uid == os.geteuid():
-                found.append(int(name))
-        except OSError:  # it ended just now
-            continue
-    return sorted(found)
-
-
-def _published(pid: int, label: str) -> tuple[str, str] | None:
-    """Return what a process has published under this label."""
-    folder = f"/proc/{pid}/fd"
-    try:
-        for number in os.listdir(folder):
-            if os.readlink(f"{folder}/{number}") == f"/memfd:{label} (deleted)":
-                with open(f"{folder}/{number}", "rb") as file:
-                    name, key = json.loads(file.read())
-                return str(name), str(key)
-    except (OSError, ValueError):  # it ended just now, or is not for us to see
-        return None
-    return None
