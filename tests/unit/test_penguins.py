@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hora.labs.penguins.data import load_penguins, read
-from hora.labs.penguins.steps import COLUMNS, Preparation, by_frequency, species_names
+from hora.labs.penguins.steps import COLUMNS, by_frequency, species_names
 
 HEADER = "Island,CulmenLength,CulmenDepth,FlipperLength,BodyMass,Species\n"
 
@@ -37,17 +37,17 @@ def test_no_test_row_is_in_the_training_set():
     assert not any(tuple(row) in train for row in data.test.features.tolist())
 
 
-def test_the_seed_determines_the_split():
+def test_the_split_is_always_the_same(monkeypatch):
     first, again = load_penguins(), load_penguins()
-    other = load_penguins(preparation=Preparation(seed=1))
+    monkeypatch.setattr("hora.labs.penguins.steps.SEED", 1)
+    other = load_penguins()
     assert np.array_equal(first.train.features, again.train.features)
     assert not np.array_equal(first.train.features, other.train.features)
 
 
-def test_copies_are_concatenated():
-    once = load_penguins(preparation=Preparation(copies=1)).train.features
-    thrice = load_penguins(preparation=Preparation(copies=3)).train.features
-    assert np.array_equal(thrice, np.concatenate([once] * 3))
+def test_copies_follow_one_another():
+    rows = load_penguins().train.features
+    assert np.array_equal(rows, np.concatenate([rows[: len(rows) // 4]] * 4))
 
 
 def test_codes_in_the_csv_become_names(tmp_path):
@@ -60,8 +60,8 @@ def test_codes_in_the_csv_become_names(tmp_path):
 def test_incomplete_rows_are_dropped(tmp_path):
     rows = ["Dream,40,17,180,3700,Adelie", "Dream,,17,180,3700,Adelie", "Dream,41,NA,180,3700,Adelie"]
     rows += ["Biscoe,50,15,220,5000,Gentoo", "Biscoe,51,15,221,5000,Gentoo"]
-    data = load_penguins(_csv(tmp_path, rows), preparation=Preparation(copies=1))
-    assert len(data.train) + len(data.test) == 3
+    data = load_penguins(_csv(tmp_path, rows))
+    assert data.num_train_birds + len(data.test) == 3
 
 
 def test_a_missing_column_is_named(tmp_path):
@@ -80,19 +80,7 @@ def test_too_few_rows(tmp_path):
         load_penguins(_csv(tmp_path, ["Dream,40,17,180,3700,Adelie"]))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "match"),
-    [
-        ({"train_fraction": 1.0}, "train_fraction must lie between 0 and 1"),
-        ({"copies": 0}, "copies must be at least 1"),
-    ],
-)
-def test_preparation_is_validated(wrong, match):
-    with pytest.raises(ValueError, match=match):
-        Preparation(**wrong)
-
-
-def test_without_the_package_the_error_names_it(monkeypatch):
+def test_without_the_package(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install palmerpenguins"):
         load_penguins()

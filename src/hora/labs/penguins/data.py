@@ -16,17 +16,14 @@ if TYPE_CHECKING:
 __all__ = ["FEATURES", "load_penguins", "prepare", "read"]
 
 
-def load_penguins(
-    csv: str | Path | None = None, *, spark: SparkSession | None = None, preparation: steps.Preparation | None = None
-) -> steps.Penguins:
+def load_penguins(csv: str | Path | None = None, *, spark: SparkSession | None = None) -> steps.Penguins:
     """Read and prepare the penguins: with Spark DataFrames if a session is given, else with pandas."""
-    chosen = preparation or steps.Preparation()
     if spark is None:
-        train, test, islands, species = prepare(read(csv), chosen)
+        train, test, islands, species = prepare(read(csv))
     else:
         from hora.labs.penguins import spark_steps
 
-        *frames, islands, species = spark_steps.prepare(spark_steps.read(spark, csv), chosen)
+        *frames, islands, species = spark_steps.prepare(spark_steps.read(spark, csv))
         train, test = (frame.toPandas() for frame in frames)
     return steps.Penguins(
         train=steps.examples_of(train),
@@ -48,27 +45,27 @@ def read(csv: str | Path | None) -> pd.DataFrame:
     return frame.apply(lambda column: column.str.strip(" "))
 
 
-def prepare(
-    raw: pd.DataFrame, preparation: steps.Preparation
-) -> tuple[pd.DataFrame, pd.DataFrame, tuple[str, ...], tuple[str, ...]]:
+def prepare(raw: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, tuple[str, ...], tuple[str, ...]]:
     """Return (train, test, islands, species) from the lab's columns as text."""
+    import pandas as pd
+
     complete = raw[~raw.isin(steps.MISSING).any(axis=1)]
     islands = steps.by_frequency(complete["Island"].value_counts().items())
     species = steps.by_frequency(complete[steps.LABEL].value_counts().items())
-    ready = complete.assign(key=_keys(complete, preparation.seed))
+    ready = complete.assign(key=_keys(complete))
     for column in steps.NUMBERS:
         ready[column] = _numbers(complete[column]) / steps.DIVISORS.get(column, 1.0)
     ready["Island"] = complete["Island"].map(islands.index).astype("float64")
     ready[steps.LABEL] = complete[steps.LABEL].map(species.index).astype("int64")
     ready = ready.sort_values("key", kind="stable")
-    last_train_key = ready["key"].iloc[preparation.num_train(len(ready)) - 1]
-    train = ready[ready["key"] <= last_train_key]
+    last_train_key = ready["key"].iloc[steps.num_train(len(ready)) - 1]
+    train = pd.concat([ready[ready["key"] <= last_train_key]] * steps.COPIES)
     test = ready[ready["key"] > last_train_key]
-    return _oversampled(train, preparation.copies), _columns(test), islands, species
+    return _columns(train), _columns(test), islands, species
 
 
-def _keys(rows: pd.DataFrame, seed: int) -> list[str]:
-    texts = ("|".join((str(seed), *values)) for values in rows.itertuples(index=False, name=None))
+def _keys(rows: pd.DataFrame) -> list[str]:
+    texts = ("|".join((str(steps.SEED), *values)) for values in rows.itertuples(index=False, name=None))
     return [hashlib.sha256(text.encode()).hexdigest() for text in texts]
 
 
@@ -77,12 +74,6 @@ def _numbers(column: pd.Series) -> pd.Series:
     if len(wrong):
         raise steps.not_a_number(str(column.name), wrong.iloc[0])
     return column.astype("float64")
-
-
-def _oversampled(rows: pd.DataFrame, copies: int) -> pd.DataFrame:
-    import pandas as pd
-
-    return _columns(pd.concat([rows] * copies))
 
 
 def _columns(rows: pd.DataFrame) -> pd.DataFrame:

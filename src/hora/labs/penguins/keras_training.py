@@ -14,29 +14,20 @@ import torch
 
 import hora.torch as hvd
 from hora.labs.penguins.steps import FEATURES, Penguins
-from hora.labs.penguins.training import PenguinRun, features_of
+from hora.labs.penguins.training import BATCH_SIZE, LEARNING_RATE, SEED, PenguinRun, features_of
 from hora.workflow import History, save, seed_everything
 from hora.workflow.architectures import MLP
 
 
-def train(
-    data: Penguins,
-    *,
-    epochs: int = 50,
-    batch_size: int = 20,
-    learning_rate: float = 0.002,
-    seed: int = 0,
-    model_path: str | None = None,
-    progress: bool = True,
-) -> PenguinRun:
+def train(data: Penguins, *, epochs: int = 50, model_path: str | None = None) -> PenguinRun:
     """Train the 5-10-10-3 network on this rank's share of the rows; rank 0 saves it."""
     import keras
 
     import horovod.keras as hvd_keras
 
     hvd.init()
-    keras.utils.set_random_seed(seed)
-    seed_everything(seed)
+    keras.utils.set_random_seed(SEED)
+    seed_everything(SEED)
     sizes = [len(FEATURES), 10, 10, len(data.species)]
     dense = [keras.layers.Dense(size, activation="relu") for size in sizes[1:-1]]
     model = keras.Sequential([keras.layers.Input((sizes[0],)), *dense, keras.layers.Dense(sizes[-1])])
@@ -47,8 +38,8 @@ def train(
     )
     mine = slice(hvd.rank(), len(data.train) // hvd.size() * hvd.size(), hvd.size())
     features, labels = data.train.features[mine].astype("float32"), data.train.labels[mine]
-    rate = learning_rate * hvd.size()
-    steps = max(1, -(-len(labels) // batch_size)) * epochs
+    rate = LEARNING_RATE * hvd.size()
+    steps = max(1, -(-len(labels) // BATCH_SIZE)) * epochs
     model.compile(
         optimizer=hvd_keras.DistributedOptimizer(
             keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(rate, steps))
@@ -60,14 +51,14 @@ def train(
     model.fit(
         features,
         labels,
-        batch_size=batch_size,
+        batch_size=BATCH_SIZE,
         epochs=epochs,
         verbose=0,
         validation_data=(data.test.features.astype("float32"), data.test.labels),
         callbacks=[
             hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0),
             hvd_keras.callbacks.MetricAverageCallback(),
-            _recorder(keras, history, progress and hvd.rank() == 0),
+            _recorder(keras, history, hvd.rank() == 0),
         ],
     )
     trained = iter(model.get_weights())

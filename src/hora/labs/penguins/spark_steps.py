@@ -29,19 +29,16 @@ def read(spark: SparkSession, csv: str | Path | None) -> DataFrame:
     return frame.select(*(sql.trim(frame[f"`{column_of[new]}`"]).alias(new) for new in steps.COLUMNS))
 
 
-def prepare(
-    raw: DataFrame, preparation: steps.Preparation
-) -> tuple[DataFrame, DataFrame, tuple[str, ...], tuple[str, ...]]:
+def prepare(raw: DataFrame) -> tuple[DataFrame, DataFrame, tuple[str, ...], tuple[str, ...]]:
     """Return (train, test, islands, species) from the lab's columns as text."""
     from pyspark.sql import functions as sql
 
     present = (sql.col(name).isNotNull() & ~sql.col(name).isin(*steps.MISSING) for name in steps.COLUMNS)
-    text = sql.concat_ws("|", sql.lit(str(preparation.seed)), *steps.COLUMNS)
+    text = sql.concat_ws("|", sql.lit(str(steps.SEED)), *steps.COLUMNS)
     complete = raw.where(reduce(lambda a, b: a & b, present)).withColumn("key", sql.sha2(text, 256)).cache()
     try:
         islands, species, num_rows = _survey(complete)
-        num_train = preparation.num_train(num_rows)
-        first_keys = complete.select("key").orderBy("key").limit(num_train)
+        first_keys = complete.select("key").orderBy("key").limit(steps.num_train(num_rows))
         last_train_key = first_keys.agg(sql.max("key")).collect()[0][0]
     finally:
         complete.unpersist()
@@ -52,7 +49,7 @@ def prepare(
         *(value.alias(name) for value, name in zip(values, steps.NUMBERS, strict=True)),
         _position(steps.LABEL, species).cast("long").alias(steps.LABEL),
     )
-    copy = raw.sparkSession.range(preparation.copies).withColumnRenamed("id", "copy")
+    copy = raw.sparkSession.range(steps.COPIES).withColumnRenamed("id", "copy")
     train = ready.where(sql.col("key") <= last_train_key).crossJoin(copy).orderBy("copy", "key")
     test = ready.where(sql.col("key") > last_train_key).orderBy("key")
     return train.select(*steps.COLUMNS), test.select(*steps.COLUMNS), islands, species

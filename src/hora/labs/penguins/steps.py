@@ -23,6 +23,9 @@ FEATURES = ("Island", "CulmenLength", "CulmenDepth", "FlipperLength", "BodyMass"
 LABEL = "Species"
 COLUMNS = (*FEATURES, LABEL)
 NUMBERS = FEATURES[1:]
+SEED = 0  # of the split
+TRAIN_FRACTION = 0.7
+COPIES = 4  # of every training row
 DIVISORS = {"FlipperLength": 10.0, "BodyMass": 100.0}
 MISSING = ("", "NA", "NaN", "nan", "null", "None")
 NUMBER_PATTERN = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
@@ -38,30 +41,6 @@ _PACKAGE_NAMES = {
 }
 # Some copies of the lab's CSV contain codes instead of names.
 _SPECIES_CODES = {"0": "Adelie", "1": "Gentoo", "2": "Chinstrap"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preparation:
-    """Options of the preparation: the seed of the split, its size, and the number of copies of training rows."""
-
-    seed: int = 0
-    train_fraction: float = 0.7
-    copies: int = 4
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.train_fraction < 1.0:
-            raise ValueError(f"train_fraction must lie between 0 and 1, but it is {self.train_fraction}")
-        if self.copies < 1:
-            raise ValueError(f"copies must be at least 1 (1 = no oversampling), but it is {self.copies}")
-
-    def num_train(self, num_rows: int) -> int:
-        """Return the number of distinct rows for training."""
-        count = int(num_rows * self.train_fraction)
-        if not 0 < count < num_rows:
-            raise ValueError(
-                f"{num_rows} complete rows cannot be split {self.train_fraction:.0%} / rest; add more rows"
-            )
-        return count
 
 
 @dataclass(frozen=True)
@@ -113,6 +92,14 @@ def lab_names(header: Iterable[str], source: str) -> dict[str, str]:
             f"{source} has no column {', '.join(missing)}; it needs {', '.join(COLUMNS)} and has {', '.join(found)}"
         )
     return chosen
+
+
+def num_train(num_rows: int) -> int:
+    """Return the number of distinct rows for training."""
+    count = int(num_rows * TRAIN_FRACTION)
+    if not 0 < count < num_rows:
+        raise ValueError(f"{num_rows} complete rows cannot be split {TRAIN_FRACTION:.0%} / rest; add more rows")
+    return count
 
 
 def by_frequency(counts: Iterable[tuple[str, int]]) -> tuple[str, ...]:

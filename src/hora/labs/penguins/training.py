@@ -12,6 +12,10 @@ from hora.labs.penguins.steps import DIVISORS, FEATURES, Examples, Penguins
 from hora.workflow import Feature, History, Recipe, Schedule, accuracy, fit, make_loaders, save, seed_everything
 from hora.workflow.architectures import MLP
 
+BATCH_SIZE = 20
+LEARNING_RATE = 0.002
+SEED = 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class PenguinRun:
@@ -27,30 +31,20 @@ class PenguinRun:
         return self.history.last("valid_accuracy")
 
 
-def train(
-    data: Penguins,
-    *,
-    epochs: int = 50,
-    batch_size: int = 20,
-    learning_rate: float = 0.002,
-    seed: int = 0,
-    model_path: str | None = None,
-    progress: bool = True,
-) -> PenguinRun:
+def train(data: Penguins, *, epochs: int = 50, model_path: str | None = None) -> PenguinRun:
     """Train the 5-10-10-3 network on this rank's share of the rows; rank 0 saves it."""
     hvd.init()
     torch.set_num_threads(1)  # 50 neurons: more threads would only wait for one another
-    seed_everything(seed)
+    seed_everything(SEED)
     model = MLP([len(FEATURES), 10, 10, len(data.species)])
     history = fit(
         model,
-        make_loaders(_dataset(data.train), _dataset(data.test), batch_size=batch_size, seed=seed),
-        torch.optim.Adam(model.parameters(), lr=learning_rate),
+        make_loaders(_dataset(data.train), _dataset(data.test), batch_size=BATCH_SIZE, seed=SEED),
+        torch.optim.Adam(model.parameters(), lr=LEARNING_RATE),
         torch.nn.functional.cross_entropy,
         epochs=epochs,
         metrics={"accuracy": accuracy},
         recipe=Recipe(schedule=Schedule(decay="cosine")),  # scaled with the number of ranks, then down to 0
-        progress=progress,
     )
     if model_path is not None and hvd.rank() == 0:
         notes = {"epochs": epochs, "ranks": hvd.size(), "test accuracy": history.last("valid_accuracy")}
