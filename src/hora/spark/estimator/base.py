@@ -118,15 +118,11 @@ class TableParams(Params):
 class EstimatorParams(TableParams):
     """The parameters of an estimator (`table`, including a subclass's), with `setX` and `getX` for each."""
 
-    table: ClassVar[ParamTable] = ESTIMATOR
-
 
 # Horovod misspelt this setter, and programs use it.
 @with_params(MODEL, {"label_columns": "LabelColoumns", "_metadata": "Metadata", "outputCols": "OutputCols"})
 class ModelParams(TableParams):
     """The parameters of a trained model."""
-
-    table: ClassVar[ParamTable] = MODEL
 
     def _get_metadata(self) -> Any:
         return self.getOrDefault("_metadata")

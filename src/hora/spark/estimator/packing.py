@@ -11,13 +11,14 @@ import inspect
 import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
 import torch
 
 from hora.spark.estimator.dataset import Dataset
-from hora.spark.estimator.store import RemoteStore, Store
+from hora.spark.estimator.store import Store
 
 
 def pack_model(model: torch.nn.Module) -> bytes:
@@ -106,7 +107,7 @@ class RankSpec:
     model: Any = field(repr=False)
     package: Any = None
     store: Store
-    remote: RemoteStore
+    remote: SimpleNamespace  # the store's paths for this run
     dataset: Dataset
     features: tuple[str, ...]
     values: Mapping[str, Any]

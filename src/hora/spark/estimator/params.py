@@ -10,14 +10,12 @@ import math
 import multiprocessing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from hora.spark.estimator.dataset import Column
 
 if TYPE_CHECKING:
     from pyspark.ml.param import Params
-
-C = TypeVar("C", bound=type)
 
 ParamTable = Mapping[str, tuple[Any, str]]  # name -> default, meaning
 
@@ -93,19 +91,22 @@ _OTHER_NAMES = {
 }
 
 
-def signature_of(table: ParamTable) -> inspect.Signature:
-    """Return a constructor's signature: every parameter of the table as a keyword."""
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Signature([inspect.Parameter(name, kind, default=value) for name, (value, _) in table.items()])
+def with_params(
+    own: ParamTable, other_names: Mapping[str, str] | None = None, *, unlisted: Sequence[str] = ()
+) -> Callable[[Any], Any]:
+    """Add parameters to the `table` of a class, each with a setter and a getter.
 
-
-def with_params(table: ParamTable, other_names: Mapping[str, str] | None = None) -> Callable[[C], C]:
-    """Add the parameters of `table` to a class, each with a setter and a getter."""
+    The constructor's signature lists the whole table except `unlisted`, which have no meaning for the class.
+    """
 
     from pyspark.ml.param import Param, Params  # ranks use the table without pyspark.ml
 
-    def decorate(cls: C) -> C:
-        for name, (_, doc) in table.items():
+    def decorate(cls: Any) -> Any:
+        cls.table = {**getattr(cls, "table", {}), **own}
+        kind = inspect.Parameter.KEYWORD_ONLY
+        listed = {name: value for name, (value, _) in cls.table.items() if name not in unlisted}
+        cls.__signature__ = inspect.Signature([inspect.Parameter(n, kind, default=v) for n, v in listed.items()])
+        for name, (_, doc) in own.items():
             setattr(cls, name, Param(Params._dummy(), name, doc))
             getter, setter = _accessors(name)
             regular = "".join(part.capitalize() for part in name.split("_"))

@@ -14,8 +14,8 @@ import os
 import posixpath
 import re
 import tempfile
+import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hora.config import on_databricks
@@ -155,9 +155,9 @@ class Store:
         """Return a function that copies a local directory into the run's directory, file by file."""
         return functools.partial(_copy, self, self.get_run_path(run_id))
 
-    def to_remote(self, run_id: str, dataset_idx: int | None) -> RemoteStore:
-        """Return the paths of this store that a rank needs."""
-        return RemoteStore(
+    def to_remote(self, run_id: str, dataset_idx: int | None) -> types.SimpleNamespace:
+        """Return the paths of this store for one run and dataset, for a rank. Picklable."""
+        return types.SimpleNamespace(
             train_data_path=self.get_train_data_path(dataset_idx),
             val_data_path=self.get_val_data_path(dataset_idx),
             test_data_path=self.get_test_data_path(dataset_idx),
@@ -174,24 +174,6 @@ class Store:
 
     def _full_or_default(self, path: str | None, name: str) -> str:
         return self.get_full_path(str(path)) if path else posixpath.join(self.prefix_path, name)
-
-
-@dataclass(frozen=True)
-class RemoteStore:
-    """A store's paths for one run and dataset. Picklable."""
-
-    train_data_path: str
-    val_data_path: str
-    test_data_path: str
-    saving_runs: bool
-    runs_path: str
-    run_path: str
-    checkpoint_path: str | None
-    logs_path: str | None
-    checkpoint_filename: str
-    logs_subdir: str
-    get_local_output_dir: Callable[[], LocalDirectory]
-    sync: Callable[[str], None]
 
 
 class FilesystemStore(Store):

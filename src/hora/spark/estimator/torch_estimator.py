@@ -10,7 +10,7 @@ from typing import Any
 
 from hora.spark.estimator.base import HorovodEstimator
 from hora.spark.estimator.packing import ModelAndOptimizer, TrainingResult
-from hora.spark.estimator.params import ESTIMATOR, check_torch_values, check_values, signature_of
+from hora.spark.estimator.params import check_torch_values, check_values
 from hora.spark.estimator.persistence import load_checkpoint
 from hora.spark.estimator.torch_model import TorchModel
 from hora.spark.estimator.training import train
@@ -19,7 +19,6 @@ from hora.spark.estimator.training import train
 class TorchEstimator(HorovodEstimator):
     """Fits a torch model on a DataFrame. The keywords are the parameters of `hora.spark.estimator.params.ESTIMATOR`."""
 
-    __signature__ = signature_of(ESTIMATOR)
     train = staticmethod(train)
 
     def get_model_class(self) -> type[Any]:

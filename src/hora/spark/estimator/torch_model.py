@@ -17,7 +17,7 @@ import torch
 
 from hora.spark.estimator.base import HorovodModel
 from hora.spark.estimator.packing import pack_model, unpack_model
-from hora.spark.estimator.params import MODEL, signature_of
+from hora.spark.estimator.params import with_params
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -28,13 +28,12 @@ Predict = Callable[[Sequence[Sequence[Any]]], list["np.ndarray[Any, Any]"]]  # c
 _INTEGERS = ("tinyint", "smallint", "int", "bigint")
 
 
+@with_params({}, unlisted=("outputCols",))
 class TorchModel(HorovodModel):
     """A trained torch model. `transform(df)` adds a column of predictions for each label.
 
     If a subclass overrides `get_prediction_fn`, rows are predicted one by one.
     """
-
-    __signature__ = signature_of({name: entry for name, entry in MODEL.items() if name != "outputCols"})
 
     def getOutputCols(self) -> list[str]:  # noqa: N802 - pyspark's name
         """Return the names of the predictions."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from hora.spark.estimator.base import HorovodEstimator
 from hora.spark.estimator.packing import TrainingResult
-from hora.spark.estimator.params import ESTIMATOR, ParamTable, check_values, signature_of, with_params
+from hora.spark.estimator.params import check_values, with_params
 from hora.spark.keras.model import KerasModel
 from hora.spark.keras.packing import keras_of, pack, pack_model, unpack_model
 from hora.spark.keras.training import train
@@ -31,14 +31,12 @@ _NOT_KERAS = (
 )
 
 
-@with_params(_OWN)
+@with_params(_OWN, unlisted=_NOT_KERAS)
 class KerasEstimator(HorovodEstimator):
     """Fits a Keras model on a DataFrame. The keywords are the parameters of `table`, but those of torch models."""
 
-    table: ClassVar[ParamTable] = ESTIMATOR | _OWN
     run_prefix: ClassVar[str] = "keras"
     validates_on_all_ranks = True
-    __signature__ = signature_of({name: entry for name, entry in (ESTIMATOR | _OWN).items() if name not in _NOT_KERAS})
     train = staticmethod(train)
 
     def get_model_class(self) -> type[Any]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from hora.spark.estimator.params import MODEL, ParamTable, signature_of, with_params
+from hora.spark.estimator.params import with_params
 from hora.spark.estimator.torch_model import Predict, TorchModel, as_values
 from hora.spark.keras.packing import as_inputs, keras_of, pack_model, unpack_model
 
@@ -21,16 +21,9 @@ _OWN: dict[str, tuple[Any, str]] = {
 }
 
 
-_OF_TORCH = ("input_shapes", "optimizer", "loss", "loss_constructors", "outputCols")
-
-
-@with_params(_OWN)
+@with_params(_OWN, unlisted=("input_shapes", "optimizer", "loss", "loss_constructors", "outputCols"))
 class KerasModel(TorchModel):
     """A trained Keras model. `transform(df)` adds a column of predictions for each label."""
-
-    table: ClassVar[ParamTable] = MODEL | _OWN
-
-    __signature__ = signature_of({name: entry for name, entry in (MODEL | _OWN).items() if name not in _OF_TORCH})
 
     def keras(self) -> Any:
         """Return the Keras model."""

@@ -8,21 +8,14 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from hora.config import trusts_files
 from hora.spark.estimator.base import HorovodEstimator
 from hora.spark.estimator.packing import TrainingResult, pack_model, unpack_model
-from hora.spark.estimator.params import (
-    ESTIMATOR,
-    ParamTable,
-    check_torch_values,
-    check_values,
-    signature_of,
-    with_params,
-)
+from hora.spark.estimator.params import check_torch_values, check_values, with_params
 from hora.spark.estimator.persistence import load_checkpoint
 from hora.spark.estimator.torch_model import TorchModel as _TorchModel
 from hora.spark.estimator.training import losses_of
@@ -59,16 +52,16 @@ class TorchModel(_TorchModel):
         return list((self.getOrDefault("_metadata") or {}).get("epochs", ()))
 
 
-@with_params(_OWN, {"num_gpus": "NumGPUs", "log_every_n_steps": "LogEveryNSteps"})
+# Lightning accumulates gradients itself (`trainer_args={"accumulate_grad_batches": 4}`).
+@with_params(
+    _OWN,
+    {"num_gpus": "NumGPUs", "log_every_n_steps": "LogEveryNSteps"},
+    unlisted=("backward_passes_per_step",),
+)
 class TorchEstimator(HorovodEstimator):
     """Fits a LightningModule, or a plain module with optimizer and loss, on a DataFrame. Keywords: those of `table`."""
 
-    table: ClassVar[ParamTable] = ESTIMATOR | _OWN
     validates_on_all_ranks = True
-    # Lightning accumulates gradients itself (`trainer_args={"accumulate_grad_batches": 4}`).
-    __signature__ = signature_of(
-        {name: entry for name, entry in (ESTIMATOR | _OWN).items() if name != "backward_passes_per_step"}
-    )
     train = staticmethod(train)
 
     def get_model_class(self) -> type[Any]:
