@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import runpy
-import secrets
 import shutil
 import sys
 import types
@@ -20,7 +19,8 @@ from pathlib import Path
 
 from hora import workers
 from hora.launch.processes import put_first_on_path, set_missing, variables
-from hora.workers.backend import new_id
+from hora.workers.backend import new_id, session_variables
+from hora.workers.gateway import new_name
 
 _FUNCTIONS = ("launch_workers", "await_workers", "list_workers", "stop_workers")
 
@@ -48,16 +48,7 @@ def _session_variables() -> dict[str, str]:
     return {
         "CDSW_ENGINE_ID": new_id(),
         "CDSW_MASTER_ID": "",
-        "CDSW_IP_ADDRESS": "127.0.0.1",
-        "CDSW_APP_PORT": "8080",
-        "CDSW_READONLY_PORT": "8081",
-        "CDSW_PUBLIC_PORT": "8082",
-        "CDSW_DOMAIN": "localhost",
-        "CDSW_PROJECT": os.path.basename(os.getcwd()) or "project",
-        "CDSW_CREATOR": variables().get("USER", "user"),
-        "CDSW_ENGINE_TYPE": "python3",
-        **dict.fromkeys(("CDSW_API_URL", "CDSW_PROJECT_URL", "CDSW_ENGINE_URL"), f"unix:hora-workers-{new_id()}"),
-        "CDSW_API_KEY": secrets.token_hex(16),
+        **session_variables("127.0.0.1", 8080, variables().get("USER", "user"), *new_name()),
     }
 
 

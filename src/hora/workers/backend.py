@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any, Protocol
+from typing import Any
 
 from hora.launch.controller.launcher import HostLauncher
 from hora.launch.controller.output import LogFile, Tail
@@ -32,6 +32,22 @@ GRACE_S = 5.0  # between SIGTERM and SIGKILL
 def new_id() -> str:
     """Return a new worker id: 16 lower-case letters and digits."""
     return "".join(secrets.choice(_ALPHABET) for _ in range(16))
+
+
+def session_variables(ip: str, port: int, user: str, address: str, key: str) -> dict[str, str]:
+    """Return the variables that scripts read in a session and in its workers. `address`: of the session's gateway."""
+    return {
+        "CDSW_IP_ADDRESS": ip,
+        "CDSW_APP_PORT": str(port),
+        "CDSW_READONLY_PORT": str(port + 1),
+        "CDSW_PUBLIC_PORT": str(port + 2),
+        "CDSW_DOMAIN": "localhost",
+        "CDSW_PROJECT": os.path.basename(os.getcwd()) or "project",
+        "CDSW_CREATOR": user,
+        "CDSW_ENGINE_TYPE": "python3",
+        **dict.fromkeys(("CDSW_API_URL", "CDSW_PROJECT_URL", "CDSW_ENGINE_URL"), f"unix:{address}"),
+        "CDSW_API_KEY": key,
+    }
 
 
 def _iso(moment: float | None) -> str | None:
@@ -101,14 +117,18 @@ class Record:
         }
 
 
-class WorkerBackend(Protocol):
-    """Runs workers and reports their exits as `LaunchEvents`; the session then calls `release` and `clear_up`."""
+class WorkerBackend:
+    """Base: runs workers and reports their exits as `LaunchEvents`; the session then calls `release` and `clear_up`.
+
+    Calls are serialised by the session.
+    """
 
     def settle(self, n: int) -> None:
         """Wait until the backend knows whether `n` more workers fit. Call it without the session's lock."""
 
     def shared(self, n: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the request that `n` workers can have: a share of scarce cores comes with a `note` that says so."""
+        return request
 
     def reserve(self, worker: str, request: Mapping[str, Any]) -> None:
         """Reserve resources for this worker. Raises Refused if they do not fit."""
@@ -154,16 +174,13 @@ def worker_spec(
     return WorkerSpec(worker=number, slot=_ALONE, argv=argv, env=env, cwd=cwd, private_files=files, grace_s=GRACE_S)
 
 
-class LocalBackend:
-    """See `backend.WorkerBackend`. `environment` is what workers inherit. Calls are serialised by the session."""
+class LocalBackend(WorkerBackend):
+    """This machine. `environment` is what workers inherit."""
 
     def __init__(self, capacity: Capacity, environment: Mapping[str, str], events: LaunchEvents) -> None:
         self._capacity, self._environment, self._events = capacity, dict(environment), events
         self._claims = GpuClaims()
         self._launcher = HostLauncher()
-
-    def settle(self, n: int) -> None:
-        pass  # what this machine has is known
 
     def shared(self, n: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
         wanted, there_are, free = request["cpu"], len(self._capacity.cores), self._capacity.free_cores

@@ -53,10 +53,8 @@ class Lease:
         left = dict(self._addresses)
         while left:
             try:
-                ended, why = (
-                    exchange(self._connection, "hold", limit_s=None, ids=list(left)),
-                    "was stopped or has ended",
-                )
+                ended = exchange(self._connection, "hold", limit_s=None, ids=list(left))
+                why = "was stopped or has ended"
             except (OSError, EOFError):
                 ended, why = list(left), "has ended with its session"
             if self._over.is_set():

@@ -7,7 +7,6 @@ output with their ids and records how each of them ends.
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 import threading
 import time
@@ -18,7 +17,16 @@ from typing import Any
 from hora.launch.agent.protocol import Exited
 from hora.launch.controller.output import LogFile, OutputWriter
 from hora.launch.job import OutputOptions
-from hora.workers.backend import GRACE_S, ORDER_VARIABLE, LocalBackend, Record, WorkerBackend, new_id
+from hora.workers.backend import (
+    GRACE_S,
+    ORDER_VARIABLE,
+    TERMINAL,
+    LocalBackend,
+    Record,
+    WorkerBackend,
+    new_id,
+    session_variables,
+)
 from hora.workers.capacity import Capacity, CapacityError
 from hora.world import World
 
@@ -132,12 +140,8 @@ class WorkerSession:
         """Wait until every worker has completed, or runs. `timeout_s` 0 means no limit, or until the wait is
         `abandoned`.
         """
-        wanted = list(ids)
-        good: tuple[str, ...] = ("succeeded",)
-        bad: tuple[str, ...] = ("failed", "stopped", "timedout")
-        if not for_completion:
-            good, bad = ("running",), (*bad, "succeeded")
-        settled = {*good, *bad}
+        wanted, good = list(ids), "succeeded" if for_completion else "running"
+        settled = TERMINAL | {good}
 
         def all_settled() -> bool:
             found = (self._records.get(worker) for worker in wanted)
@@ -286,7 +290,7 @@ class WorkerSession:
                 record.log.discard()
             record.backend.release(record.id)
 
-    def _sorted(self, wanted: Iterable[str], good: Sequence[str]) -> dict[str, Any]:
+    def _sorted(self, wanted: Iterable[str], good: str) -> dict[str, Any]:
         now = time.time()
         found: dict[str, list[dict[str, Any]]] = {"workers": [], "failures": []}
         for worker in wanted:
@@ -295,29 +299,18 @@ class WorkerSession:
                 unknown = {"id": worker, "status": "unknown", "message": "no such worker in this session"}
                 found["failures"].append(unknown)
             else:
-                found["workers" if record.status in good else "failures"].append(record.to_dict(now))
+                found["workers" if record.status == good else "failures"].append(record.to_dict(now))
         return found
 
     def _variables(self, record: Record) -> dict[str, str]:
         return {
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": str(max(1, int(record.request["cpu"]))),
-            "CDSW_ENGINE_ID": record.id,
             "CDSW_MASTER_ID": self.id,
             "CDSW_MASTER_IP": _MASTER_IP,
             "CML_MASTER_IP": _MASTER_IP,
-            "CDSW_IP_ADDRESS": record.ip_address,
-            "CDSW_APP_PORT": str(record.app_port),
-            "CDSW_READONLY_PORT": str(record.app_port + 1),
-            "CDSW_PUBLIC_PORT": str(record.app_port + 2),
-            "CDSW_DOMAIN": "localhost",
-            "CDSW_PROJECT": os.path.basename(os.getcwd()) or "project",
-            "CDSW_CREATOR": self._user,
-            "CDSW_ENGINE_TYPE": "python3",
-            "CDSW_API_URL": f"unix:{self._address}",
-            "CDSW_API_KEY": self._key,
-            "CDSW_PROJECT_URL": f"unix:{self._address}",
-            "CDSW_ENGINE_URL": f"unix:{self._address}",
+            "CDSW_ENGINE_ID": record.id,
+            **session_variables(record.ip_address, record.app_port, self._user, self._address, self._key),
         }
 
 

@@ -38,7 +38,7 @@ from hora.launch.providers.spark.driver import StageDriver
 from hora.launch.providers.spark.launcher import SparkLauncher
 from hora.launch.providers.spark.task import gpu_addresses, python_path
 from hora.net.sockets import source_address
-from hora.workers.backend import GRACE_S, Record, order_file, worker_spec
+from hora.workers.backend import GRACE_S, Record, WorkerBackend, order_file, worker_spec
 from hora.workers.capacity import CapacityError
 
 _CLOSE_LIMIT_S = GRACE_S + 45.0
@@ -58,8 +58,8 @@ def spark_cluster(backend: str) -> Any | None:
     return found
 
 
-class SparkBackend:
-    """See `backend.WorkerBackend`. Calls are serialised by the session."""
+class SparkBackend(WorkerBackend):
+    """The tasks of a Spark cluster. They end with the processes that a worker leaves behind."""
 
     def __init__(self, cluster: Any, events: LaunchEvents) -> None:
         self._cluster, self._events = cluster, events
@@ -75,9 +75,6 @@ class SparkBackend:
                 require_slots(self._cluster, len(self._held) + n)
         elif not self._held:  # counting takes a slot itself
             self._slots = count_slots(self._cluster)
-
-    def shared(self, n: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        return request  # a task has the cores that Spark gives it
 
     def reserve(self, worker: str, request: Mapping[str, Any]) -> None:
         for what, wanted, setting, default in (
@@ -107,9 +104,6 @@ class SparkBackend:
 
     def release(self, worker: str) -> None:
         self._held.discard(worker)
-
-    def clear_up(self, number: int) -> None:
-        pass  # its task ends what is left of it
 
     def close(self) -> None:
         self.terminate(self._workers, grace_s=GRACE_S)
