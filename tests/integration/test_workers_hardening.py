@@ -24,9 +24,9 @@ import other_user
 from hora.launch.job import OutputOptions
 from hora.net.sockets import open_socket
 from hora.net.wire import REFUSAL, ClientHandshake, Credentials, connect
-from hora.workers import daemon, directory
+from hora.workers import daemon
 from hora.workers.capacity import GpuClaims, measure
-from hora.workers.gateway import Gateway, ask, server_pid
+from hora.workers.gateway import Gateway, ask, find, name_of, server_pid
 from hora.workers.gateway import _credentials as credentials
 from hora.workers.session import WorkerSession
 from waiting import wait_until
@@ -160,21 +160,21 @@ def test_another_user_is_not_answered_even_with_the_key(session):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
-def test_no_request_is_sent_to_a_name_held_by_another_user(tmp_path):
-    name = directory.name_of(str(tmp_path))
+def test_a_name_that_another_user_took_gets_no_request(tmp_path):
+    name = name_of(str(tmp_path))
     squatter = subprocess.Popen([sys.executable, "-S", "-c", SQUATTER, name], stdout=subprocess.PIPE, text=True)
     try:
         assert squatter.stdout.readline() == "ready\n"
-        assert directory.find(str(tmp_path)) is None
+        assert find(str(tmp_path)) is None
         with pytest.raises(ConnectionError, match=f"belongs to user {NOBODY}"):
             ask(name, "key", call="launch", code="secret")
         # The session starts without the name and can still be found.
         found = daemon.start(str(tmp_path))
         assert found[0] != name
-        assert directory.find(str(tmp_path)) == found
+        assert find(str(tmp_path)) == found
         assert ask(*found, call="workers") == []
         assert daemon.end(str(tmp_path))
-        assert directory.find(str(tmp_path)) is None
+        assert find(str(tmp_path)) is None
     finally:
         squatter.kill()
         heard = squatter.stdout.read()
@@ -344,7 +344,7 @@ def hora(*arguments):
 def assert_unseen_by_a_sidecar(folder):
     """Check that a process in another container of the same user and network does not learn the key."""
     program = (
-        f"from hora.workers import directory as d; print(d.runs(d.name_of({str(folder)!r})), d.find({str(folder)!r}))"
+        f"from hora.workers import gateway as d; print(d.runs(d.name_of({str(folder)!r})), d.find({str(folder)!r}))"
     )
     apart = ["unshare", "--pid", "--fork", "--mount-proc"]
     if subprocess.run([*apart, "true"], capture_output=True).returncode == 0:
@@ -378,7 +378,7 @@ def test_a_killed_daemon_session_leaves_nothing(tmp_path, monkeypatch):
     ]
     ids = [process.communicate(timeout=60)[0].split()[0].decode() for process in at_once]
     assert [process.returncode for process in at_once] == [0, 0]
-    name, key = directory.find(str(tmp_path))
+    name, key = find(str(tmp_path))
     found = ask(name, key, call="wait", ids=ids, for_completion=False, timeout_s=60)
     assert {worker["id"] for worker in found["workers"]} == set(ids)  # both are in one session
     assert_unseen_by_a_sidecar(tmp_path)
@@ -387,7 +387,7 @@ def test_a_killed_daemon_session_leaves_nothing(tmp_path, monkeypatch):
     assert len(family) >= 4  # guardian, agent, two workers
     process.kill()
     wait_until_gone(process.pid, *[one.pid for one in family])
-    assert directory.find(str(tmp_path)) is None
+    assert find(str(tmp_path)) is None
     with pytest.raises(OSError):
         socket.socket(socket.AF_UNIX).connect("\0" + name)
     assert list(Path(tmp_path).iterdir()) == []

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from hora.workers import api, daemon, directory
+from hora.workers import api, daemon, gateway
 
 
 def main(argv: Sequence[str]) -> int:
@@ -126,7 +126,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _has_session() -> bool:
-    return bool(directory.find(os.getcwd()) or directory.find(os.getcwd(), "script"))
+    return bool(gateway.find(os.getcwd()) or gateway.find(os.getcwd(), "script"))
 
 
 def _require_session() -> None:

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hora.launch.processes import variables
-from hora.workers import directory
-from hora.workers.gateway import Gateway, ask, new_name
+from hora.workers.gateway import Gateway, ask, find, new_name, runs
 from hora.workers.session import WorkerSession
 
 
@@ -73,11 +72,11 @@ _own: tuple[int, Gateway] | None = None  # with the process it belongs to: a for
 
 def _session(*, launching: bool = False) -> WorkerSession | RemoteSession:
     given = _given_name()
-    if given is not None and (variables().get("CDSW_MASTER_ID") or (_own is None and directory.runs(given[0]))):
+    if given is not None and (variables().get("CDSW_MASTER_ID") or (_own is None and runs(given[0]))):
         return RemoteSession(*given)
-    found = directory.find(os.getcwd())
+    found = find(os.getcwd())
     if found is None and not launching and (_own is None or _own[0] != os.getpid()):
-        found = directory.find(os.getcwd(), "script")
+        found = find(os.getcwd(), "script")
     return _own_session(launching=launching) if found is None else RemoteSession(*found)
 
 
@@ -104,7 +103,7 @@ def _own_session(*, launching: bool) -> WorkerSession | RemoteSession:
         gateway = _own[1]
         if launching and gateway.published is None:
             with contextlib.suppress(OSError):  # another script of this folder was the first
-                directory.publish(gateway, os.getcwd(), "script")
+                gateway.publish(os.getcwd(), "script")
         return gateway.session
 
 

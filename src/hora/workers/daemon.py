@@ -1,7 +1,7 @@
 """Daemon session, one per user and folder: its workers outlive the command that launched them.
 
 `hora workers launch` starts it, and `hora workers end` ends it together with its workers. Other processes find it by
-its folder (`directory`); it writes no file. After an hour without workers it ends by itself.
+its folder (`gateway`); it writes no file. After an hour without workers it ends by itself.
 `python -m hora.workers.daemon` is its process.
 """
 
@@ -16,8 +16,7 @@ import sys
 from hora.launch.controller.launcher import wait_or_kill
 from hora.launch.job import OutputOptions
 from hora.launch.processes import module_command
-from hora.workers.directory import find, name_of, publish, runs
-from hora.workers.gateway import Gateway, ask, new_name, server_pid
+from hora.workers.gateway import Gateway, ask, find, name_of, new_name, runs, server_pid
 
 _IDLE_LIMIT_S = 3600.0
 _START_LIMIT_S = 60.0
@@ -72,7 +71,7 @@ def main() -> None:
     """Serve until a client requests the end, or until an hour has passed without workers."""
     gateway = Gateway(*new_name(), output=OutputOptions(console=False))
     try:
-        publish(gateway, os.getcwd())
+        gateway.publish(os.getcwd())
         print("ready", flush=True)
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), 1)

@@ -3,12 +3,20 @@
 The gateway listens on an abstract local socket, which is in no file system and disappears with the session. It answers
 processes of the same user (or root) that prove possession of the session's key. Clients check both too, because any
 process can bind the name first. Requests and responses are JSON; nothing is unpickled.
+
+A published session also listens at a socket named after the user and the folder. Its own name and its random key are in
+its memory. Processes of the same user that see the session's process find them there (`find`); other users, and
+containers that share only the network, cannot. If another user holds the folder's name, clients search all of this
+user's processes. Nothing is written to disk.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import logging
+import os
 import secrets
 import threading
 from typing import Any
@@ -17,7 +25,7 @@ from hora.errors import AuthenticationError
 from hora.launch.job import OutputOptions
 from hora.launch.processes import variables
 from hora.net import sockets
-from hora.net.keys import HeldSecret
+from hora.net.keys import HeldSecret, find_held
 from hora.net.server import Peer, Server
 from hora.net.wire import Connection, Credentials, Header, connect
 from hora.workers.capacity import measure
@@ -26,6 +34,7 @@ from hora.workers.session import WorkerSession
 _MAX_REQUEST_BYTES = 64 * 1024**2
 _MAX_CALLS = 256
 _CONNECT_LIMIT_S = 10.0
+log = logging.getLogger("hora")
 
 
 def _credentials(key: str) -> Credentials:
@@ -38,13 +47,22 @@ def new_name() -> tuple[str, str]:
     return f"hora-workers-{secrets.token_hex(8)}", secrets.token_hex(32)
 
 
+def name_of(folder: str, whose: str = "") -> str:
+    """Return the socket name of this user's session for the folder. The session answers this user only.
+
+    `whose`: empty for the daemon's session, `script` for the session of the first script that launched workers there.
+    """
+    text = f"{os.getuid()}:{os.path.realpath(folder)}{whose and ':' + whose}"
+    return f"hora-workers-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+
 class Gateway:
     """Serves a new session, each call in its own thread. OSError if another process has bound the name."""
 
     def __init__(self, name: str, key: str, *, output: OutputOptions | None = None) -> None:
         self.name, self.key = name, key
         self.idle = threading.Event()  # a caller has requested the end of the session
-        self.published: HeldSecret | None = None  # see `directory.publish`
+        self.published: HeldSecret | None = None
         self._lock = threading.Lock()
         self._num_calls = 0
         self._server = Server(self, name="hora-workers-gateway", max_payload_bytes=_MAX_REQUEST_BYTES)
@@ -57,9 +75,19 @@ class Gateway:
         self.session = WorkerSession(measure(environ), environ, address=name, key=key, output=output)
         self._server.start(_credentials(key))
 
-    def listen(self, name: str) -> None:
-        """Also listen under this name. OSError if another process has bound it."""
-        self._server.listen(name)
+    def publish(self, folder: str, whose: str = "") -> None:
+        """Let `find` discover this session. OSError (EADDRINUSE) if this user has one for this folder already."""
+        label = name_of(folder, whose)
+        found = json.dumps([self.name, self.key]).encode()
+        held = HeldSecret(found, label=label)  # first: who finds the socket shall find the key
+        try:
+            self._server.listen(label)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or runs(label):
+                held.close()
+                raise
+            log.warning("another user's process has the name of this folder's session of workers (%s)", label)
+        self.published = held
 
     def close(self) -> None:
         """End the session with its workers."""
@@ -150,3 +178,28 @@ def server_pid(name: str) -> int:
     """Return the pid that serves this name. OSError if there is none, or if it belongs to another user."""
     with sockets.open_socket(name, limit_s=_CONNECT_LIMIT_S) as sock:
         return sockets.process_at(sock).pid
+
+
+def find(folder: str, whose: str = "") -> tuple[str, str] | None:
+    """Return the name and key of the folder's session, if it runs and this process may read them."""
+    label, pids = name_of(folder, whose), None
+    try:
+        pids = [server_pid(label)]
+    except ConnectionRefusedError:
+        return None
+    except OSError:  # another user's process has the name: search all of this user's
+        pass
+    for _, found in find_held(label, pids):
+        name, key = json.loads(found)
+        if runs(name):
+            return name, key
+    return None
+
+
+def runs(name: str) -> bool:
+    """Return whether a process of this user serves a session by this name."""
+    try:
+        server_pid(name)
+    except OSError:
+        return False
+    return True

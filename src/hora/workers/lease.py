@@ -13,8 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from hora.launch.processes import variables
-from hora.workers import directory
-from hora.workers.gateway import exchange, open_connection
+from hora.workers.gateway import exchange, find, open_connection, runs
 
 _POLL_S = 0.05
 
@@ -88,7 +87,7 @@ def lease_of(hosts: Collection[str]) -> Lease | None:
 
 def _session(environ: Mapping[str, str]) -> tuple[str, str] | None:
     name = environ.get("CDSW_API_URL", "").removeprefix("unix:")
-    if name.startswith("hora-") and directory.runs(name):
+    if name.startswith("hora-") and runs(name):
         return name, environ.get("CDSW_API_KEY", "")
     folder = os.getcwd()
-    return directory.find(folder) or directory.find(folder, "script")
+    return find(folder) or find(folder, "script")
