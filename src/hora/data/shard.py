@@ -88,6 +88,12 @@ class DatasetShard:
             yield {name: values[:size] for name, values in left.items()}
             left = {name: values[size:] for name, values in left.items()}
 
+    def endless_batches(self, batch_size: int, *, full: bool, rng: np.random.Generator | None) -> Iterator[Rows]:
+        """Yield batches over repeated passes: full ones, or in every `num_steps` of them each row once."""
+        if full:
+            return self.batches(itertools.repeat(min(batch_size, self.num_rows)), rng=rng)
+        return self.batches(itertools.cycle(self.even_sizes(batch_size)), rng=rng)
+
     def num_steps(self, batch_size: int) -> int:
         """Return the batches of at most this size per pass, the same number on all shards."""
         return max(1, math.ceil(math.ceil(self.total_rows / self.shard_count) / batch_size))

@@ -136,7 +136,6 @@ class RankState:
     host: str
     state: str = "starting"  # -> here -> done | failed | lost
     why: str = ""
-    heard_at: float = 0.0
     total_steps: int = 0
     last: Sample = field(default_factory=Sample)
     waiting: tuple[str, float, tuple[int, ...]] | None = None  # operation, since when, for which ranks (empty: all)
@@ -202,7 +201,6 @@ class Run:
         self.num_events = 0
         self._by_worker: dict[int, RankState] = {}
         self._recent: dict[int, deque[Timed]] = {}
-        self._named: dict[int, float] = {}
         self._noted_stall = ""
 
     # ---- what happens -------------------------------------------------------------------------------------
@@ -242,7 +240,7 @@ class Run:
         if place is None:
             return
         report = Report.decode(entry.data)
-        place.heard_at, place.last = entry.at, report.sample
+        place.last = report.sample
         if place.state == "starting":
             place.state = "here"
         place.total_steps = report.total_steps or place.total_steps
@@ -268,7 +266,6 @@ class Run:
     def _joined(self, entry: Entry, place: RankState | None) -> None:
         if place is not None and place.state == "starting":
             place.state = "here"
-            place.heard_at = entry.at
 
     def _exited(self, entry: Entry, place: RankState | None) -> None:
         """{"code": c, "reason": text}"""
@@ -345,8 +342,8 @@ class Run:
         if self.outcome is None:
             if self.grid.num_used:
                 self.grid.index(self.now)  # time passes even if no step ends
-            self.stragglers = find_stragglers(self._recent, self.now, named=self._named)
-            self._named = {straggler.rank: straggler.since for straggler in self.stragglers}
+            named = {straggler.rank: straggler.since for straggler in self.stragglers}
+            self.stragglers = find_stragglers(self._recent, self.now, named=named)
             self._judge()
             self._note_stall()
 
@@ -365,7 +362,7 @@ class Run:
             self._latest_verdicts[straggler.rank] = verdict
             self._find_lines(self.now)
             self.note(self.now, "stall", straggler.rank, verdict.sentence())
-        for rank in self._latest_verdicts.keys() - self._named.keys():
+        for rank in self._latest_verdicts.keys() - {straggler.rank for straggler in self.stragglers}:
             self._latest_verdicts[rank].close(self.now)
 
     def _close_verdicts(self, at: float) -> None:
@@ -373,7 +370,6 @@ class Run:
         for verdict in self._latest_verdicts.values():
             verdict.close(at)
         self._latest_verdicts.clear()
-        self._named.clear()
         self.stragglers = []
 
     def _find_lines(self, at: float) -> None:

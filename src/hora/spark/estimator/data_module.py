@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -112,11 +112,7 @@ class ParquetDataModule(DataModule):
     def train_data(self) -> Iterable[Rows]:
         """Return an endless iterable of batches."""
         assert self._train is not None, "train_data outside the context manager"
-        if self._train_steps:
-            sizes: Iterator[int] = itertools.repeat(min(self._train_batch_size, self._train.num_rows))
-        else:
-            sizes = itertools.cycle(self._train.even_sizes(self._train_batch_size))
-        return self._train.batches(sizes, rng=self._rng)
+        return self._train.endless_batches(self._train_batch_size, full=bool(self._train_steps), rng=self._rng)
 
     def val_data(self) -> Iterable[Rows]:
         """Return the batches of one pass; none if this rank has no rows."""

@@ -231,16 +231,15 @@ def spark_scalar_to_python_type(dtype: DataType | type[DataType]) -> type[Any]:
     from pyspark.sql import types
 
     kind = dtype if isinstance(dtype, type) else type(dtype)
-    if issubclass(kind, types.BooleanType):
-        return bool
-    if issubclass(kind, types.IntegralType):
-        return int
-    if issubclass(kind, types.FractionalType):
-        return float
-    if issubclass(kind, types.StringType):
-        return str
-    if issubclass(kind, types.BinaryType):
-        return bytes
+    for base, python in (
+        (types.BooleanType, bool),
+        (types.IntegralType, int),
+        (types.FractionalType, float),
+        (types.StringType, str),
+        (types.BinaryType, bytes),
+    ):
+        if issubclass(kind, base):
+            return python
     raise ValueError(f"{kind.__name__} is not a scalar type with a Python equivalent")
 
 

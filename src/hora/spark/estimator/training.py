@@ -115,7 +115,7 @@ def _train_epochs(place: Any, spec: RankSpec, trainer: _Trainer, rates: Sequence
     for group, rate in zip(stepper.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate * hvd.size()
     trainer.num_backward = 0
-    with open_data_module(spec) as data, _RunFiles(spec, stepper.optimizer) as files:
+    with open_data_module(spec) as data, _run_files(spec, stepper) as keep:
         batches = endless(data.train_data())
         while len(history := json.loads(place.history)) < values["epochs"]:
             entry: dict[str, Any] = {"epoch": len(history)}
@@ -126,7 +126,7 @@ def _train_epochs(place: Any, spec: RankSpec, trainer: _Trainer, rates: Sequence
                 entry["validation"] = trainer.validate(minibatches(spec, data.val_data(), stepper.device))
             history.append(entry)
             if hvd.rank() == 0:
-                files.keep(stepper.model, history)
+                keep(history)
             place.history, place.done = json.dumps(history), 0.0
             place.commit()
 
@@ -322,44 +322,37 @@ def minibatches(spec: RankSpec, batches: Iterable[Any], device: torch.device) ->
         )
 
 
-class _RunFiles:
-    """Files of a saved run that rank 0 writes to the store: the checkpoint, and scalars for TensorBoard."""
-
-    def __init__(self, spec: RankSpec, optimizer: torch.optim.Optimizer) -> None:
-        self._spec, self._optimizer = spec, optimizer
-        self._stack = contextlib.ExitStack()
-        self._folder = ""
-        self._writer: Any = None
-
-    def __enter__(self) -> _RunFiles:
-        self._folder = self._stack.enter_context(run_folder(self._spec))
-        if self._folder:
+@contextlib.contextmanager
+def _run_files(spec: RankSpec, stepper: Stepper) -> Iterator[Callable[[Sequence[Mapping[str, Any]]], None]]:
+    """Yield a function that reports an epoch and, for a saved run, writes checkpoint and scalars to the store."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(run_folder(spec))
+        writer: Any = None
+        if folder:
             with contextlib.suppress(ImportError):  # tensorboard is optional
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._writer = SummaryWriter(os.path.join(self._folder, self._spec.remote.logs_subdir))
-                self._stack.callback(self._writer.close)
-        return self
+                writer = SummaryWriter(os.path.join(folder, spec.remote.logs_subdir))
+                stack.callback(writer.close)
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._stack.close()
+        def keep(history: Sequence[Mapping[str, Any]]) -> None:
+            last = history[-1]
+            if spec.values["verbose"]:
+                parts = [f"{part} loss {last[part]['loss']:.4f}" for part in ("train", "validation") if part in last]
+                print(f"epoch {last['epoch'] + 1}/{spec.values['epochs']}: {', '.join(parts)}", flush=True)
+            if not folder:
+                return
+            if writer is not None:
+                for part, tag in (("train", "train"), ("validation", "val")):
+                    for name, value in _scalars(last.get(part, {})):
+                        writer.add_scalar(f"{tag}/{name}", value, last["epoch"])
+                writer.flush()
+            state = {"model": stepper.model.state_dict(), "optimizer": _unscaled(stepper.optimizer)}
+            whole = {**state, "epoch": last["epoch"], "history": list(history)}
+            torch.save(whole, os.path.join(folder, spec.remote.checkpoint_filename))
+            spec.remote.sync(folder)
 
-    def keep(self, model: torch.nn.Module, history: Sequence[Mapping[str, Any]]) -> None:
-        last = history[-1]
-        if self._spec.values["verbose"]:
-            parts = [f"{part} loss {last[part]['loss']:.4f}" for part in ("train", "validation") if part in last]
-            print(f"epoch {last['epoch'] + 1}/{self._spec.values['epochs']}: {', '.join(parts)}", flush=True)
-        if not self._folder:
-            return
-        if self._writer is not None:
-            for part, tag in (("train", "train"), ("validation", "val")):
-                for name, value in _scalars(last.get(part, {})):
-                    self._writer.add_scalar(f"{tag}/{name}", value, last["epoch"])
-            self._writer.flush()
-        state = {"model": model.state_dict(), "optimizer": _unscaled(self._optimizer)}
-        whole = {**state, "epoch": last["epoch"], "history": list(history)}
-        torch.save(whole, os.path.join(self._folder, self._spec.remote.checkpoint_filename))
-        self._spec.remote.sync(self._folder)
+        yield keep
 
 
 def _unscaled(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -134,10 +134,5 @@ class _ParquetData:
         )
         rng = np.random.default_rng(given["seed"]) if shuffle else None
         batch_size, steps = given[f"{part}_batch_size"], given[f"steps_per_epoch_{part}"]
-
-        def source() -> Iterator[Rows]:
-            full = min(batch_size, shard.num_rows)
-            sizes = itertools.repeat(full) if steps else itertools.cycle(shard.even_sizes(batch_size))
-            return shard.batches(sizes, rng=rng)
-
+        source = functools.partial(shard.endless_batches, batch_size, full=bool(steps), rng=rng)
         return shard, _Batches(source, steps or shard.num_steps(batch_size), fresh=part == "val")
