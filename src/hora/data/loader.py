@@ -54,8 +54,7 @@ class AsyncDataLoaderMixin:
         self.finished_event = threading.Event()
         self.queue: queue.Queue[tuple[int, str, Any]] = queue.Queue(max(async_loader_queue_size, 0))
         self.thread: threading.Thread | None = None
-        self._epoch = 0  # the epoch being consumed
-        self._given = False  # whether its end has not been reached yet
+        self._num_begun = 0  # epochs of which the consumer has requested a batch
         super().__init__(*args, **kwargs)
 
     def close_async_loader(self) -> None:
@@ -75,18 +74,14 @@ class AsyncDataLoaderMixin:
             self.started = True
             self.thread = threading.Thread(target=self._fill, name="async-data-loader", daemon=True)
             self.thread.start()
-        if self._given:  # the last epoch was left early
-            self._epoch += 1
-        self._given = True
+        this, self._num_begun = self._num_begun, self._num_begun + 1
         while True:
             epoch, kind, value = self._next()
-            if epoch < self._epoch:
+            if epoch < this:  # it was left early
                 continue
             if kind == "error":
-                self._given = False
                 raise value
             if kind == "end":
-                self._epoch, self._given = epoch + 1, False
                 return
             yield self._process_batch(value)  # type: ignore[attr-defined]
 
@@ -105,7 +100,7 @@ class AsyncDataLoaderMixin:
         while not self.finished_event.is_set():
             try:
                 for batch in self._iterate():  # type: ignore[attr-defined]
-                    if epoch < self._epoch:
+                    if epoch + 1 < self._num_begun:  # the consumer has left it
                         break
                     if not self._put((epoch, "batch", batch)):
                         return

@@ -6,6 +6,7 @@ It checks the arguments and calls the launch path; this module starts no process
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import operator
@@ -59,7 +60,9 @@ def is_elastic(main: Callable[..., Any], kwargs: Mapping[str, Any] | None = None
                 used = set(_used(function.__code__))
                 names |= {part for name in used for part in name.split(".")}
                 waiting += [function.__globals__[name] for name in used if name in function.__globals__]
-                waiting += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+                for cell in function.__closure__ or ():
+                    with contextlib.suppress(ValueError):  # a variable without a value yet
+                        waiting.append(cell.cell_contents)
     return "elastic" in names and any(name.endswith("State") for name in names)
 
 
@@ -96,13 +99,6 @@ def _used(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _used(constant)
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:  # a variable without a value yet
-        return False
 
 
 class HorovodRunner:

@@ -5,8 +5,7 @@
 3. Otherwise a session of this process's own, which ends with it. Under `hora.compat` its name is in the environment, so
    that the processes it starts speak to it too.
 4. A process that has none, in a second terminal, lists, awaits and stops the workers of the first script that has
-  launched
-   some in the same folder.
+   launched some in the same folder.
 """
 
 from __future__ import annotations
@@ -200,9 +199,7 @@ def list_workers() -> list[dict[str, Any]]:
 def await_workers(
     ids: Any, wait_for_completion: bool = True, timeout_seconds: float = 60
 ) -> dict[str, list[dict[str, Any]]]:
-    """Wait until the workers have completed, or until they run. 0 seconds means no limit. A failed worker does not
-    raise.
-    """
+    """Wait until the workers have completed, or until they run. 0 seconds: no limit. A failed worker does not raise."""
     return _session().wait(
         _ids(ids), for_completion=bool(wait_for_completion), timeout_s=max(float(timeout_seconds), 0.0)
     )
@@ -228,9 +225,7 @@ def keep_session() -> None:
 
 
 def end_session() -> bool:
-    """End the session that `keep_session` or `hora workers launch` started, with its workers. Returns False if none
-    runs.
-    """
+    """End the session that `keep_session` or `hora workers launch` started, with its workers; False if none runs."""
     from hora.workers import daemon
 
     return daemon.end(os.getcwd())

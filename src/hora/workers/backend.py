@@ -1,6 +1,4 @@
-"""Interface to the machines on which a session's workers run: this one (`LocalBackend`, here) or Spark
-(`spark_backend`).
-"""
+"""The machines on which a session's workers run: this one (`LocalBackend`), or those of Spark (`spark_backend`)."""
 
 from __future__ import annotations
 
@@ -150,9 +148,7 @@ class WorkerBackend:
 
 
 def order_file(request: Mapping[str, Any], *, cores: Sequence[int], source: str | None = None) -> dict[str, bytes]:
-    """Return the private file that tells a worker's process (`main`) what to run, by variable. `source` is the script's
-    text.
-    """
+    """Return the private file that tells a worker's process (`main`) what to run. `source`: the script's text."""
     order = {
         "code": request.get("code") or "",
         "script": request.get("script") or "",

@@ -76,9 +76,7 @@ class Capacity:
         return replace(self, grants={**self.grants, worker: grant})
 
     def fair_share(self, n: int, cpu: float) -> float:
-        """Return the cores for each of `n` workers that request `cpu`: that number, or an equal share of the free
-        cores. The least share is one core, which is then shared with others.
-        """
+        """Return the cores for each of `n` workers that request `cpu`: at most an equal share, at least one core."""
         return cpu if n * cpu <= self.free_cores + 1e-9 else min(cpu, max(self.free_cores / n, 1.0))
 
     @property

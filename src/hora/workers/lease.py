@@ -71,9 +71,7 @@ def _emptied(left: dict[str, str], ended: Sequence[str]) -> list[tuple[str, str]
 
 
 def lease_of(hosts: Collection[str]) -> Lease | None:
-    """Return the lease of a job on these hosts, from the environment's or this folder's session; None if no host is a
-    worker.
-    """
+    """Return the lease of a job on these hosts from the session that is found here; None if no host is a worker."""
     session = _session(variables())
     if session is None:
         return None

@@ -73,8 +73,7 @@ class WorkerSession:
         self._spark: list[tuple[object, WorkerBackend]] = []  # by cluster; the last one is in use
 
     def launch(self, n: int, request: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Start `n` workers and return one dict for each, in order. A rejected worker is a dict without `id`, with
-        `message`.
+        """Start `n` workers and return one dict for each, in order. That of a rejected one has `message` and no `id`.
 
         If cores are scarce, workers share them and `message` says so, unless the request is `strict` or
         `all_or_nothing`. With `all_or_nothing` no worker starts in that case, after waiting up to `wait_s` seconds for
@@ -137,9 +136,7 @@ class WorkerSession:
         timeout_s: float,
         abandoned: Callable[[], bool] = lambda: False,
     ) -> dict[str, Any]:
-        """Wait until every worker has completed, or runs. `timeout_s` 0 means no limit, or until the wait is
-        `abandoned`.
-        """
+        """Wait until every worker has completed, or runs, or until the wait is `abandoned`. `timeout_s` 0: no limit."""
         wanted, good = list(ids), "succeeded" if for_completion else "running"
         settled = TERMINAL | {good}
 
@@ -183,9 +180,7 @@ class WorkerSession:
         return record is None or record.stopping or record.ended
 
     def stop(self, ids: Iterable[str] | None) -> list[tuple[str, int]]:
-        """Stop these workers, or all that run, with the ranks at their addresses, and wait for their end. Returns pairs
-        of id and an HTTP-like status.
-        """
+        """End these workers (None: all) and the ranks at their addresses; return pairs of id and HTTP-like status."""
         with self._changed:
             chosen = list(self._records) if ids is None else list(ids)
             found = [self._records[worker] for worker in chosen if worker in self._records]

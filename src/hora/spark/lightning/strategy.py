@@ -101,9 +101,7 @@ class _Horovod:
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Set up Lightning's optimizers, scale learning rates by the number of ranks, broadcast rank 0's state, and
-        wrap.
-        """
+        """Scale the learning rates by the number of ranks, broadcast rank 0's state, and wrap the optimizers."""
         super().setup_optimizers(trainer)  # type: ignore[misc]
         self.scale_rates(hvd.size())
         hvd.broadcast_parameters(self.lightning_module.state_dict(), root_rank=0)
