@@ -160,7 +160,7 @@ def test_another_user_is_not_answered_even_with_the_key(session):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
-def test_a_name_that_another_user_took_gets_no_request(tmp_path):
+def test_no_request_is_sent_to_a_name_held_by_another_user(tmp_path):
     name = name_of(str(tmp_path))
     squatter = subprocess.Popen([sys.executable, "-S", "-c", SQUATTER, name], stdout=subprocess.PIPE, text=True)
     try:

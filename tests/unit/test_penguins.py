@@ -37,7 +37,7 @@ def test_no_test_row_is_in_the_training_set():
     assert not any(tuple(row) in train for row in data.test.features.tolist())
 
 
-def test_the_split_is_always_the_same(monkeypatch):
+def test_the_seed_determines_the_split(monkeypatch):
     first, again = load_penguins(), load_penguins()
     monkeypatch.setattr("hora.labs.penguins.steps.SEED", 1)
     other = load_penguins()
@@ -45,7 +45,7 @@ def test_the_split_is_always_the_same(monkeypatch):
     assert not np.array_equal(first.train.features, other.train.features)
 
 
-def test_copies_follow_one_another():
+def test_copies_are_concatenated():
     rows = load_penguins().train.features
     assert np.array_equal(rows, np.concatenate([rows[: len(rows) // 4]] * 4))
 
@@ -80,7 +80,7 @@ def test_too_few_rows(tmp_path):
         load_penguins(_csv(tmp_path, ["Dream,40,17,180,3700,Adelie"]))
 
 
-def test_without_the_package(monkeypatch):
+def test_without_the_package_the_error_names_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install palmerpenguins"):
         load_penguins()

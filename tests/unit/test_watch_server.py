@@ -405,7 +405,7 @@ def test_this_users_programs_find_the_page(served, monkeypatch):
     held = address.publish_page(page)
     assert page in address.find_pages()
     assert choose_page(None).url.startswith("http://")
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)  # as if another user had asked
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)  # another user
     assert address.find_pages() == []
     monkeypatch.undo()
     held.close()
