@@ -212,7 +212,7 @@ class Rank(Process):
             self.negotiation.tick()
 
     def _say_goodbye_if_idle(self) -> None:
-        if self.rank not in self.control_tree.news.goodbyes and not self.num_in_flight:
+        if self.rank not in self.control_tree.goodbyes and not self.num_in_flight:
             self.control_tree.leave(self.status.reason)
 
     # The training.

@@ -20,7 +20,7 @@ from fibers import Condition, Pool, Thread
 from simulated_world import SILENCE_LIMIT_S, ControlServer, SimulatedWorld, connect
 from simulator import Network, Simulation, played
 
-from hora.engine import control_tree, handoff, news, status
+from hora.engine import control_tree, handoff, status
 from hora.engine.negotiation import tree
 from hora.engine.negotiation.tree import Collector
 
@@ -95,9 +95,9 @@ class Run:
         threads = SimpleNamespace(Condition=Condition, Thread=Thread)
         chance = SimpleNamespace(token_hex=lambda num_bytes: f"{self.rng.getrandbits(8 * num_bytes):x}")
         with contextlib.ExitStack() as stack:
-            for module in (control_tree, handoff, news, tree, status):
+            for module in (control_tree, handoff, tree, status):
                 stack.enter_context(mock.patch.object(module, "time", clock))
-            for module in (control_tree, handoff, news, tree):
+            for module in (control_tree, handoff, tree):
                 stack.enter_context(mock.patch.object(module, "threading", threads))
             for name, other in {"Server": ControlServer, "connect": connect, "secrets": chance}.items():
                 stack.enter_context(mock.patch.object(control_tree, name, other))
@@ -120,7 +120,7 @@ def test_invariants_hold_under_random_faults(request: pytest.FixtureRequest):
 )
 def test_a_broken_invariant_is_detected(rule: str, monkeypatch: pytest.MonkeyPatch):
     if rule == "news stays where it comes":
-        monkeypatch.setattr(news.NewsChannel, "spread", lambda *_, **__: None)
+        monkeypatch.setattr(control_tree.ControlTree, "_spread", lambda *_, **__: None)
     elif rule == "one announcement is enough":
         monkeypatch.setattr(Collector, "_complete", lambda *_: True)
     elif rule == "one bit is enough":

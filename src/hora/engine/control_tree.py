@@ -8,12 +8,18 @@ have additional links along that tree where needed. Links carry
 
     up, round     announcements of members and agreed rounds (`hora.engine.negotiation.tree`)
     gather        the values of all ranks at or below the sender; `gathered`: those of all, from the root down
-    news          for all ranks (`news`)
+    news          for all ranks: a rank shuts down (leaving), was lost, or broke the world (fault)
     ack           the receiver has this news and forwards it
     bye           the sender has said goodbye: the end of its link is no loss
 
 Goodbyes are gathered like other values, so there are as many messages as ranks. A rank that hears the first one still
 executes what was agreed before: rounds of sets take other links, and have a moment to arrive (`WorldStatus`).
+
+News spreads along all links: a rank that has not seen it records it and forwards it to its other neighbours. A dead
+rank is noticed by all its neighbours, so the news reaches every side of it. A stopped rank forwards and acknowledges
+nothing: after _ACK_LIMIT_S its neighbour sends the news to that rank's other neighbours itself, over separate
+connections (`around` lists the stopped ranks). Invariants: each rank records each (kind, rank) of news once; a rank
+accepts news about another rank only from that rank's side of the tree.
 
 `Handoff` passes descriptors of shared memory and streams for tensors beside the tree. Each process has one `Server` for
 everything, whose thread sleeps unless something happens.
@@ -21,6 +27,7 @@ everything, whose thread sleeps unless something happens.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import secrets
@@ -29,10 +36,9 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hora.engine.handoff import Handoff
-from hora.engine.news import News, NewsChannel
 from hora.engine.rank_tree import Tree
 from hora.engine.request import Key
 from hora.errors import HorovodInternalError
@@ -48,6 +54,8 @@ _SILENCE_LIMIT_S = 8
 _CLOSE_LIMIT_S = 3.0
 _ASK_LIMIT_S = 2.0
 _ASKED_AT_ONCE = 16
+_ACK_LIMIT_S = 1.0  # a rank that does not acknowledge news in time counts as stopped
+_AROUND_LIMIT_S = 5.0
 _GOODBYES = "goodbyes"  # gathered at the end
 
 
@@ -65,6 +73,27 @@ class Whereabouts:
     def decode(cls, data: bytes) -> Whereabouts:
         keys, line = json.loads(data)
         return cls([(str(operation), name) for operation, name in keys], str(line))
+
+
+@dataclass(frozen=True)
+class _News:
+    """A message for every rank: `rank` shuts down (leaving), was lost, or broke the world (fault).
+
+    `around`: stopped ranks that it bypassed.
+    """
+
+    kind: str
+    rank: int
+    text: str = ""
+    around: tuple[int, ...] = ()
+
+    def message(self) -> Header:
+        return {"t": "news", "kind": self.kind, "rank": self.rank, "text": self.text, "around": list(self.around)}
+
+    @classmethod
+    def of(cls, header: Header) -> _News:
+        around = tuple(int(rank) for rank in header.get("around", ()))
+        return cls(str(header["kind"]), int(header["rank"]), str(header["text"]), around)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +130,7 @@ class ControlTree:
         self.name = f"hora-{secrets.token_hex(16)}"
         self._events = events
         self._where: Callable[[int], Where] | None = None
+        self._tree: Tree | None = None  # of all ranks, once it is known
         self._parent: int | None = None
         self._num_children = -1  # in the world's tree; -1: not known yet
         self._links: dict[int, Peer] = {}
@@ -108,14 +138,16 @@ class ControlTree:
         self._unsent: dict[int, list[tuple[Header, bytes]]] = {}  # to ranks that are about to open their link
         self._gatherings: dict[str, _Gathering] = {}
         self._ending = False  # a rank has begun to shut down
+        self.goodbyes: set[int] = set()  # ranks known to have shut down or to be lost
+        self._dead: set[int] = set()  # ranks that will neither acknowledge nor say goodbye
+        self._noted: set[tuple[str, int]] = set()  # news already seen
+        self._unacknowledged: set[tuple[str, int, int]] = set()  # news, and the rank that must acknowledge it
+        self._num_telling = 0  # threads that bypass a stopped rank
         self._changed = threading.Condition()
         self._hopeless = ""
         self._server = Server(self, name="hora-control", silence_limit_s=_SILENCE_LIMIT_S, failed=self._on_failure)
         self._server.listen(self.name)
         self.handoff = Handoff(self._server, self._connect)
-        self.news = NewsChannel(
-            rank, self._links, self._server, connect=self._call, deliver=self._on_news, changed=self._changed
-        )
 
     # Setup, called by the runtime in this order: start, offer and fetch, listen_tcp, join, gather, know.
 
@@ -152,7 +184,7 @@ class ControlTree:
 
     def know(self, tree: Tree, where: Callable[[int], Where]) -> None:
         """Set the tree of all ranks and their addresses, for news that must bypass a stopped rank."""
-        self.news.tree, self._where = tree, where
+        self._tree, self._where = tree, where
 
     def link(self, rank: int, where: Where, *, limit_s: float) -> None:
         """Open a link to this rank unless there is one."""
@@ -201,19 +233,26 @@ class ControlTree:
     def leave(self, why: str) -> None:
         """Say goodbye, once: this rank shuts down, or another one does. The first goodbye ends the world."""
         with self._changed:
-            if self.rank in self.news.goodbyes:
+            if self.rank in self.goodbyes:
                 return
-            self.news.goodbye(self.rank)
+            self._note(self.goodbyes, self.rank)
         if not self._ending:
             self._ending = True
-            self.news.spread(News("leaving", self.rank, why))
+            self._spread(_News("leaving", self.rank, why))
         for link in list(self._links.values()):
             link.send({"t": "bye"})
         self._server.call(lambda: self._collect(_GOODBYES, [(self.rank, b"")]))
 
     def report_fault(self, rank: int, text: str) -> None:
         """Report to every rank that the world is broken, and by which rank."""
-        self.news.spread(News("fault", rank, text))
+        self._spread(_News("fault", rank, text))
+
+    def expect_nothing_of(self, rank: int) -> None:
+        """Stop expecting messages of a dead rank.
+
+        The launcher notices a death before connections end, and tells all ranks.
+        """
+        self._note(self._dead, rank)
 
     def wait_for_goodbyes(self, limit_s: float) -> bool:
         """Give the others a moment to finish agreed work; returns whether all have said goodbye by then.
@@ -223,7 +262,7 @@ class ControlTree:
         with self._changed:
             gathering = self._gatherings.setdefault(_GOODBYES, _Gathering())
             self._changed.wait_for(
-                lambda: gathering.result is not None or self._num_children < 0 or self.news.dead, limit_s
+                lambda: gathering.result is not None or self._num_children < 0 or self._dead, limit_s
             )
             return gathering.result is not None or self._num_children < 0
 
@@ -244,7 +283,7 @@ class ControlTree:
     def close(self) -> None:
         """Stop the thread and close all sockets and descriptors, after news has bypassed stopped ranks."""
         with self._changed:
-            self._changed.wait_for(self.news.has_told_all, _CLOSE_LIMIT_S)
+            self._changed.wait_for(self._has_told_all, _CLOSE_LIMIT_S)
         self._server.close()
         self.handoff.close()
 
@@ -259,9 +298,9 @@ class ControlTree:
 
     def closed(self, peer: Peer) -> None:
         rank = peer.number
-        if rank >= 0 and rank not in self.news.goodbyes:
-            self.news.spread(News("lost", rank))
-            self._on_news(News("lost", rank))
+        if rank >= 0 and rank not in self.goodbyes:
+            self._spread(_News("lost", rank))
+            self._on_news(_News("lost", rank))
 
     def _on_failure(self, error: Exception) -> None:
         self._events.fault(f"the control tree of rank {self.rank} failed: {error!r}; Horovod has been shut down")
@@ -277,15 +316,17 @@ class ControlTree:
         elif kind in ("up", "round"):
             self._events.negotiating(int(header["set"]), rank, header, payload)
         elif kind == "news":
-            self.news.receive(peer, News.of(header))
+            self._receive_news(peer, _News.of(header))
         elif kind == "ack":
-            self.news.acknowledged(str(header["kind"]), int(header["rank"]), rank)
+            with self._changed:
+                self._unacknowledged.discard((str(header["kind"]), int(header["rank"]), rank))
+                self._changed.notify_all()
         elif kind == "gather":
             self._collect(str(header["what"]), cut_parts(payload, int(header["parts"])))
         elif kind == "gathered" and rank == self._parent:
             self._gathered(str(header["what"]), payload)
         elif kind == "bye":
-            self.news.goodbye(rank)
+            self._note(self.goodbyes, rank)
 
     # Links.
 
@@ -296,7 +337,7 @@ class ControlTree:
             case "stream":
                 self.handoff.keep_stream(peer, (str(header["key"]), peer.speaker))
             case "news":
-                self.news.receive(peer, News.of(header))
+                self._receive_news(peer, _News.of(header))
             case "whereabouts":
                 peer.send({}, self._events.whereabouts(int(header["set"])).encode())
             case _:
@@ -356,19 +397,98 @@ class ControlTree:
 
     def _down(self, header: Header, payload: bytes) -> None:
         """Send to the children in the world's tree. Links of sets are opened after the first gathering of all ranks."""
-        tree = self.news.tree
+        tree = self._tree
         children = self._links.keys() - {self._parent} if tree is None else tree.children(self.rank)
         for child in list(children):
             self.send(child, header, payload)
 
-    def _on_news(self, news: News) -> None:
+    # News.
+
+    def _note(self, ranks: set[int], rank: int) -> None:
+        with self._changed:
+            ranks.add(rank)
+            self._changed.notify_all()
+
+    def _on_news(self, news: _News) -> None:
         if news.kind == "fault":
             self._events.fault(news.text)
             return
-        self.news.goodbye(news.rank)
+        self._note(self.goodbyes, news.rank)
         if news.kind == "leaving":
             self._ending = True
             self._events.leaving(news.text)
         else:
-            self.news.expect_nothing_of(news.rank)
+            self._note(self._dead, news.rank)
             self._events.lost(news.rank)
+
+    def _spread(self, news: _News, *, skip: int = -1) -> None:
+        """Send news to the neighbours, except the one it came from. Thread-safe."""
+        self._noted.add((news.kind, news.rank))
+        for rank, link in list(self._links.items()):
+            if rank != skip and rank not in news.around and rank not in self.goodbyes:
+                link.send(news.message())
+                if self._tree is not None and len(self._tree.neighbours(rank)) > 1:
+                    self._expect_ack(rank, news)
+
+    def _expect_ack(self, rank: int, news: _News) -> None:
+        waiting, deadline = (news.kind, news.rank, rank), time.monotonic() + _ACK_LIMIT_S
+        self._unacknowledged.add(waiting)
+
+        def check() -> None:
+            if waiting in self._unacknowledged and rank not in self.goodbyes:
+                self._num_telling += 1
+                self._unacknowledged.discard(waiting)
+                self._go_around(rank, news)
+
+        self._server.call(lambda: self._server.call_at(deadline, check))
+
+    def _has_told_all(self) -> bool:
+        """Return whether every rank that can acknowledge what this one has told it has done so."""
+        silent = self.goodbyes | self._dead
+        return not self._num_telling and silent.issuperset(rank for *_, rank in list(self._unacknowledged))
+
+    def _go_around(self, stopped: int, news: _News) -> None:
+        """Send news to the other neighbours of a stopped rank."""
+        assert self._tree is not None
+        others = [rank for rank in self._tree.neighbours(stopped) if rank not in (self.rank, *self.goodbyes)]
+        header = {**replace(news, around=(*news.around, stopped)).message(), "want": "news"}
+        log.info("rank %d does not acknowledge news: sending it to the ranks %s beyond it", stopped, others)
+
+        def tell() -> None:
+            try:
+                for rank in others:
+                    with contextlib.suppress(OSError, EOFError), self._call(rank, _AROUND_LIMIT_S) as line:
+                        line.send(header)
+                        line.receive(limit_s=_AROUND_LIMIT_S)
+            finally:
+                with self._changed:
+                    self._num_telling -= 1
+                    self._changed.notify_all()
+
+        threading.Thread(target=tell, name="hora-control-around", daemon=True).start()
+
+    def _receive_news(self, peer: Peer, news: _News) -> None:
+        """Take news of a neighbour, or of a rank that bypasses one."""
+        kind, rank = news.kind, news.rank
+        if not self._believes(peer, news):
+            log.warning("%s may not say %r of rank %d", peer.name, kind, rank)
+            return
+        peer.send({"t": "ack", "kind": kind, "rank": rank})
+        if (kind, rank) not in self._noted and rank != self.rank:
+            self._spread(news, skip=peer.speaker)
+            self._on_news(news)
+
+    def _believes(self, peer: Peer, news: _News) -> bool:
+        """Return whether a connection may send this news.
+
+        A rank speaks for the ranks behind it; one that bypasses a stopped rank speaks for those behind that. Any rank
+        may report a fault.
+        """
+        kind, rank, tree = news.kind, news.rank, self._tree
+        if kind not in ("leaving", "lost"):
+            return kind == "fault"
+        if peer.speaker == rank or tree is None:
+            return kind == "lost" or peer.speaker == rank
+        neighbours = tree.neighbours(self.rank)
+        via = [one for one in (peer.speaker, *news.around) if one in neighbours]
+        return any(rank in tree.behind(self.rank, one) for one in via)

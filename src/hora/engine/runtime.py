@@ -83,6 +83,13 @@ class ProcessSets:
     def start(self, config: EngineConfig, bootstrap: Bootstrap | None, sets: Sequence[tuple[int, ...]]) -> None:
         """Register the set of all ranks and these (collective)."""
         self._config, self._bootstrap = config, bootstrap
+        limits = StallLimits.of(config) if bootstrap is not None and self._world.rank == 0 else None
+        if limits is not None and limits.shutdown_s < config.stall_shutdown_s:
+            log.warning(
+                "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=%g is below HOROVOD_STALL_CHECK_TIME_SECONDS=%g: ignored",
+                config.stall_shutdown_s,
+                config.stall_warning_s,
+            )
         for ranks in (tuple(range(self._world.size)), *(ranks for ranks in sets if len(ranks) < self._world.size)):
             self.register(ranks)
 
@@ -249,7 +256,8 @@ class ProcessSets:
                 fusion_threshold_bytes=config.fusion_threshold_bytes,
                 group_fusion=not config.disable_group_fusion,
             ),
-            stall=self._stall_limits(number, ranks, member),
+            # The first member watches for stalls.
+            stall=StallLimits.of(config) if member == 0 and len(ranks) > 1 else None,
             make_transport=functools.partial(self._make_transport, number, label, ranks),
         )
 
@@ -268,19 +276,6 @@ class ProcessSets:
             return LocalTransport()
         topology = self._bootstrap.topology(label, device, ranks, self._status.check_alive)
         return make_transport(topology, device, lambda other: self.queue(number).transport(other))
-
-    def _stall_limits(self, number: int, ranks: Sequence[int], member: int) -> StallLimits | None:
-        """Return the stall limits for the first member of a set, which watches for stalls."""
-        config = self._config
-        if member != 0 or len(ranks) == 1 or config.stall_check_disable:
-            return None
-        if 0 < config.stall_shutdown_s < config.stall_warning_s and number == 0:
-            log.warning(
-                "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=%g is below HOROVOD_STALL_CHECK_TIME_SECONDS=%g: ignored",
-                config.stall_shutdown_s,
-                config.stall_warning_s,
-            )
-        return StallLimits.of(config)
 
     def _core(self) -> int | None:
         cores, local_rank = self._config.thread_affinity, self._world.local_rank
@@ -573,9 +568,9 @@ class Runtime:
     def lost(self, rank: int, how: str) -> None:
         """Handle the launcher's report that a rank is gone."""
         control_tree = self._control_tree
-        if rank != self.world.rank and control_tree is not None and rank not in control_tree.news.goodbyes:
+        if rank != self.world.rank and control_tree is not None and rank not in control_tree.goodbyes:
             self._broken(f"rank {rank} {how}. Horovod has been shut down")
-            control_tree.news.expect_nothing_of(rank)
+            control_tree.expect_nothing_of(rank)
 
     def _report_fault(self, text: str) -> None:
         if self._control_tree is not None:

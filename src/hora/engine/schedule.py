@@ -94,7 +94,7 @@ class ReductionSchedule(ProgressEngine):
         segment: Segment,
         offset: int,
         *,
-        limits: StallLimits,
+        limits: StallLimits | None,
         near: Sequence[int] | None = None,
     ) -> None:
         self._items: deque[Item] = deque()
@@ -306,7 +306,7 @@ class ReductionSchedule(ProgressEngine):
         now, limits = time.monotonic(), self._limits
         if not self._waiting_since:
             self._waiting_since = self._warned = now
-        if not limits.warning_s or now - self._warned < limits.warning_s:
+        if limits is None or not limits.warning_s or now - self._warned < limits.warning_s:
             return
         self._warned = now
         if late := find_late():

@@ -107,10 +107,12 @@ class StallLimits:
     shutdown_s: float
 
     @classmethod
-    def of(cls, config: EngineConfig) -> StallLimits:
-        """Return the user's settings. A shutdown before the first warning is ignored."""
+    def of(cls, config: EngineConfig) -> StallLimits | None:
+        """Return the user's settings; None without a check. A shutdown before the first warning is ignored."""
+        if config.stall_check_disable:
+            return None
         shutdown_s = config.stall_shutdown_s if config.stall_shutdown_s >= config.stall_warning_s else 0.0
-        return cls(0.0 if config.stall_check_disable else config.stall_warning_s, shutdown_s)
+        return cls(config.stall_warning_s, shutdown_s)
 
 
 def report_stall(

@@ -36,11 +36,6 @@ _log = logging.getLogger("hora.net")
 Stranger = TypeVar("Stranger")
 
 
-class _Arrived(NamedTuple):
-    host: str
-    since: float
-
-
 def max_pending() -> int:
     """Return how many unauthenticated connections a server keeps."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -75,6 +70,7 @@ class Arrival(NamedTuple):
     sock: socket.socket
     host: str  # the remote address, or the process for a local socket
     where: str  # the same in more detail, for messages
+    since: float  # by `time.monotonic()`
 
 
 class EventLoop(Protocol):
@@ -104,7 +100,7 @@ class Acceptor(Generic[Stranger]):
         refused: Callable[[str, str], None] = lambda where, why: None,
     ) -> None:
         self._loop, self._turn_away, self._refused = loop, turn_away, refused
-        self.pending: dict[Stranger, _Arrived] = {}  # unauthenticated connections in order of arrival
+        self.pending: dict[Stranger, Arrival] = {}  # unauthenticated connections in order of arrival
         self._listeners: dict[socket.socket, Callable[[Arrival], Stranger | None]] = {}
         self._has_timer = False
         self._next_log = 0.0
@@ -165,9 +161,10 @@ class Acceptor(Generic[Stranger]):
         else:
             host, where = address[0], f"{address[0]}:{address[1]}"
         sock.setblocking(False)
-        stranger = arrived(Arrival(sock, host, where))
+        arrival = Arrival(sock, host, where, time.monotonic())
+        stranger = arrived(arrival)
         if stranger is not None:
-            self.pending[stranger] = _Arrived(host, time.monotonic())
+            self.pending[stranger] = arrival
             self._set_timer()
 
     def _rest(self, listener: socket.socket, error: OSError) -> None:
