@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from hora.errors import AuthenticationError
 from hora.net import acceptor, sockets
@@ -137,13 +137,16 @@ class Peer:
                 return True
 
 
-class Handler(Protocol):
-    """Interface that a server's owner implements. Called on the server's thread only."""
+AnyPeer = TypeVar("AnyPeer", contravariant=True)
 
-    def message(self, peer: Peer, header: Header, payload: bytes) -> None:
+
+class Handler(Protocol[AnyPeer]):
+    """Interface that a server's owner implements, or that of sessions. Called on the server's thread only."""
+
+    def message(self, peer: AnyPeer, header: Header, payload: bytes) -> None:
         """Handle a message of an authenticated peer. If it raises one of `_MALFORMED`, the peer is disconnected."""
 
-    def closed(self, peer: Peer) -> None:
+    def closed(self, peer: AnyPeer) -> None:
         """Handle the end of an authenticated peer's connection."""
 
 
@@ -166,7 +169,7 @@ class Server:
 
     def __init__(
         self,
-        handler: Handler,
+        handler: Handler[Peer],
         *,
         name: str,
         silence_limit_s: int = 30,

@@ -21,10 +21,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from hora.errors import AuthenticationError
-from hora.net.server import Peer, Server
+from hora.net.server import Handler, Peer, Server
 from hora.net.wire import RECONNECT_PAUSE_S, Connection, Header
 
 _TELL_MESSAGES, _TELL_BYTES = 64, 256 * 1024  # acknowledge after this much
@@ -191,12 +190,11 @@ class SessionPeer(_End):
     # ---- in the server's thread -------------------------------------------------------------------------
 
     def cut(self, peer: Peer) -> bool:
-        """Record the end of a connection; returns False if the session already has another one."""
+        """Record the end of a connection; returns whether the session is without one since then."""
         with self._lock:
-            if peer is not self._peer or not self.connected:
-                return False
-            self.connected = False
-            return True
+            if peer is self._peer:
+                self.connected = False
+            return not self.connected and peer is self._peer
 
     def resume(self, peer: Peer, received: int) -> None:
         with self._lock:
@@ -208,31 +206,20 @@ class SessionPeer(_End):
         if was_connected:  # it reconnected before we noticed the cut
             before.close()
 
-    def waits_since(self, peer: Peer) -> bool:
-        """Return whether there was no connection since the end of this one."""
-        return peer is self._peer and not self.connected
-
     def hang_up(self) -> None:
         self.open = False
         self._peer.close()
 
 
-class SessionHandler(Protocol):
-    """Interface that the owner of sessions implements. Called on the server's thread only."""
-
-    def message(self, peer: SessionPeer, header: Header, payload: bytes) -> None:
-        """Handle a message of an authenticated peer."""
-
-    def closed(self, peer: SessionPeer) -> None:
-        """Handle the end of a session: its client said goodbye, died, or did not reconnect in time."""
-
-
 class Sessions:
-    """The handler of a `server` of sessions. `limit_s`: how long a client may be disconnected; 0: not at all."""
+    """The handler of a `server` of sessions. `limit_s`: how long a client may be disconnected; 0: not at all.
+
+    A session is closed when its client said goodbye, died, or did not reconnect in time.
+    """
 
     server: Server
 
-    def __init__(self, handler: SessionHandler, *, limit_s: float) -> None:
+    def __init__(self, handler: Handler[SessionPeer], *, limit_s: float) -> None:
         self.limit_s = limit_s
         self._handler = handler
         self._sessions: dict[str, SessionPeer] = {}
@@ -272,11 +259,7 @@ class Sessions:
             if limit_s <= 0:
                 self._end(session)
                 return
-            self.server.call_at(time.monotonic() + limit_s, lambda: self._give_up(session, peer))
-
-    def _give_up(self, session: SessionPeer, peer: Peer) -> None:
-        if session.waits_since(peer):
-            self._end(session)
+            self.server.call_at(time.monotonic() + limit_s, lambda: self._end(session) if session.cut(peer) else None)
 
     def _end(self, session: SessionPeer) -> None:
         if session.open:
