@@ -14,31 +14,35 @@ from hora.workers.main import expand_shell_lines
 MACHINE = Capacity(cores=(0, 1, 2, 3), memory_gib=16.0, gpus=("0", "1"))
 
 
+def request_of(**request):
+    return request
+
+
 def test_grants_never_share_a_gpu():
-    first = MACHINE.grant("a", cpu=1, memory_gib=1, num_gpus=1)
-    second = first.grant("b", cpu=1, memory_gib=1, num_gpus=1)
+    first = MACHINE.grant("a", request_of(cpu=1, memory=1, nvidia_gpu=1))
+    second = first.grant("b", request_of(cpu=1, memory=1, nvidia_gpu=1))
     assert second.grants["a"].gpus != second.grants["b"].gpus
     with pytest.raises(CapacityError, match="1 GPUs were requested, but 0 of 2 are free"):
-        second.grant("c", cpu=1, memory_gib=1, num_gpus=1)
-    again = second.release("a").grant("c", cpu=1, memory_gib=1, num_gpus=1)
+        second.grant("c", request_of(cpu=1, memory=1, nvidia_gpu=1))
+    again = second.release("a").grant("c", request_of(cpu=1, memory=1, nvidia_gpu=1))
     assert again.grants["c"].gpus == ("0",)
 
 
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        ({"cpu": 5, "memory_gib": 1, "num_gpus": 0}, "5 CPU cores were requested, but 4 of 4"),
-        ({"cpu": 1, "memory_gib": 17, "num_gpus": 0}, "17 GiB of memory were requested, but 16 of 16"),
-        ({"cpu": 1, "memory_gib": 1, "num_gpus": 3}, "3 GPUs"),
-        ({"cpu": 0, "memory_gib": 1, "num_gpus": 0}, "cpu must be a positive number"),
-        ({"cpu": 1, "memory_gib": -1, "num_gpus": 0}, "memory must be a positive number"),
-        ({"cpu": math.nan, "memory_gib": 1, "num_gpus": 0}, "cpu must be a positive number"),
-        ({"cpu": 1, "memory_gib": 1, "num_gpus": -1}, "must not be negative"),
+        ({"cpu": 5, "memory": 1, "nvidia_gpu": 0}, "5 CPU cores were requested, but 4 of 4"),
+        ({"cpu": 1, "memory": 17, "nvidia_gpu": 0}, "17 GiB of memory were requested, but 16 of 16"),
+        ({"cpu": 1, "memory": 1, "nvidia_gpu": 3}, "3 GPUs"),
+        ({"cpu": 0, "memory": 1, "nvidia_gpu": 0}, "cpu must be a positive number"),
+        ({"cpu": 1, "memory": -1, "nvidia_gpu": 0}, "memory must be a positive number"),
+        ({"cpu": math.nan, "memory": 1, "nvidia_gpu": 0}, "cpu must be a positive number"),
+        ({"cpu": 1, "memory": 1, "nvidia_gpu": -1}, "must not be negative"),
     ],
 )
 def test_unsatisfiable_requests_are_explained(request_, words):
     with pytest.raises(CapacityError, match=words):
-        MACHINE.grant("a", **request_)
+        MACHINE.grant("a", request_)
 
 
 @pytest.mark.parametrize(
@@ -49,22 +53,22 @@ def test_too_few_cores_are_shared(num_workers, asked, share):
     assert MACHINE.fair_share(num_workers, asked) == pytest.approx(share)
     capacity = MACHINE
     for number in range(num_workers):
-        capacity = capacity.grant(str(number), cpu=share, memory_gib=1, num_gpus=0, share_cores=True)
+        capacity = capacity.grant(str(number), request_of(cpu=share, memory=1, nvidia_gpu=0, share_cores=True))
     used = [core for grant in capacity.grants.values() for core in grant.cores]
     assert max(used.count(core) for core in MACHINE.cores) - min(used.count(core) for core in MACHINE.cores) <= 1
 
 
 def test_busy_cores_are_shared_down_to_one_core():
-    full = MACHINE.grant("a", cpu=4, memory_gib=1, num_gpus=0)
+    full = MACHINE.grant("a", request_of(cpu=4, memory=1, nvidia_gpu=0))
     assert full.fair_share(2, 3) == 1
     assert full.fair_share(2, 0.25) == 0.25
 
 
 def test_memory_and_gpus_are_never_shared():
     with pytest.raises(CapacityError, match="17 GiB"):
-        MACHINE.grant("a", cpu=100, memory_gib=17, num_gpus=0, share_cores=True)
+        MACHINE.grant("a", request_of(cpu=100, memory=17, nvidia_gpu=0, share_cores=True))
     with pytest.raises(CapacityError, match="3 GPUs"):
-        MACHINE.grant("a", cpu=100, memory_gib=1, num_gpus=3, share_cores=True)
+        MACHINE.grant("a", request_of(cpu=100, memory=1, nvidia_gpu=3, share_cores=True))
 
 
 @given(st.lists(st.tuples(st.sampled_from([0.5, 1, 2]), st.integers(0, 1), st.booleans()), max_size=20))
@@ -72,7 +76,7 @@ def test_no_resource_is_granted_twice(requests):
     capacity, names = MACHINE, []
     for number, (cpu, gpus, release) in enumerate(requests):
         try:
-            capacity = capacity.grant(str(number), cpu=cpu, memory_gib=2, num_gpus=gpus)
+            capacity = capacity.grant(str(number), request_of(cpu=cpu, memory=2, nvidia_gpu=gpus))
             names.append(str(number))
         except CapacityError:
             pass
@@ -109,12 +113,12 @@ def test_gpus_of_other_sessions_are_not_granted():
         return "GPU 0: process 7 of user 8" if gpu == "0" else ""
 
     with pytest.raises(CapacityError, match="99 CPU"):
-        MACHINE.grant("a", cpu=99, memory_gib=1, num_gpus=1, claim=claim)
+        MACHINE.grant("a", request_of(cpu=99, memory=1, nvidia_gpu=1), claim)
     assert asked == []
-    granted = MACHINE.grant("a", cpu=1, memory_gib=1, num_gpus=1, claim=claim)
+    granted = MACHINE.grant("a", request_of(cpu=1, memory=1, nvidia_gpu=1), claim)
     assert granted.grants["a"].gpus == ("1",)
     with pytest.raises(
         CapacityError,
         match=r"2 GPUs .* but 1 of 2 are free; 1 are in use .* \(GPU 0: process 7 of user 8\)",
     ):
-        MACHINE.grant("b", cpu=1, memory_gib=1, num_gpus=2, claim=claim)
+        MACHINE.grant("b", request_of(cpu=1, memory=1, nvidia_gpu=2), claim)

@@ -191,14 +191,7 @@ class LocalBackend(WorkerBackend):
 
     def reserve(self, worker: str, request: Mapping[str, Any]) -> None:
         try:
-            self._capacity = self._capacity.grant(
-                worker,
-                cpu=request["cpu"],
-                memory_gib=request["memory"],
-                num_gpus=request["nvidia_gpu"],
-                share_cores=request.get("share_cores", False),
-                claim=self._claims.claim,
-            )
+            self._capacity = self._capacity.grant(worker, request, self._claims.claim)
         finally:
             self._claims.keep(self._capacity.used_gpus())
 

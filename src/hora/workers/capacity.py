@@ -14,6 +14,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hora.memory import total_bytes
 from hora.net import sockets
@@ -42,21 +43,13 @@ class Capacity:
     gpus: tuple[str, ...] = ()
     grants: Mapping[str, Grant] = field(default_factory=dict)
 
-    def grant(
-        self,
-        worker: str,
-        *,
-        cpu: float,
-        memory_gib: float,
-        num_gpus: int,
-        share_cores: bool = False,
-        claim: Callable[[str], str] = lambda gpu: "",
-    ) -> Capacity:
-        """Return the capacity after granting this much to `worker`. Raises CapacityError if it does not fit.
+    def grant(self, worker: str, request: Mapping[str, Any], claim: Callable[[str], str] = lambda gpu: "") -> Capacity:
+        """Return the capacity after granting a request to `worker`. Raises CapacityError if it does not fit.
 
-        `share_cores`: other workers may use the cores too. `claim` takes a GPU that is free here and returns its other
-        holder, or "". It is called only if everything else fits, and only until there are enough GPUs.
+        With `share_cores` other workers may use the cores too. `claim` takes a GPU that is free here and returns its
+        other holder, or "". It is called only if everything else fits, and only until there are enough GPUs.
         """
+        cpu, memory_gib, num_gpus = request["cpu"], request["memory"], request["nvidia_gpu"]
         for name, value in (("cpu", cpu), ("memory", memory_gib)):
             if not value > 0 or not math.isfinite(value):
                 raise CapacityError(f"{name} must be a positive number, but it is {value}")
@@ -65,7 +58,7 @@ class Capacity:
         used = list(self.grants.values())
         free_memory = self.memory_gib - sum(grant.memory_gib for grant in used)
         for what, wanted, free, there_is in (
-            ("CPU cores", cpu, math.inf if share_cores else self.free_cores, len(self.cores)),
+            ("CPU cores", cpu, math.inf if request.get("share_cores") else self.free_cores, len(self.cores)),
             ("GiB of memory", memory_gib, free_memory, self.memory_gib),
             ("GPUs", num_gpus, len(self._free_gpus()), len(self.gpus)),
         ):

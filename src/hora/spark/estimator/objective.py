@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from hora.workflow.step import Scored
@@ -24,35 +23,6 @@ class Minibatch:
     inputs: list[torch.Tensor]
     labels: list[torch.Tensor]
     weights: torch.Tensor | None = None
-
-
-def split_columns(
-    columns: Any,
-    *,
-    features: Sequence[str],
-    labels: Sequence[str],
-    weight: str | None,
-    input_shapes: Sequence[Sequence[int]] | None,
-    label_shapes: Sequence[Sequence[int]] | None,
-    device: torch.device,
-) -> Minibatch:
-    """Convert a batch of a data module: a dict of columns, or `(features, label)`."""
-    if isinstance(columns, tuple | list):
-        given, label = columns
-        sources = list(given.values()) if isinstance(given, Mapping) else [given]
-        targets = list(label.values()) if isinstance(label, Mapping) else [label]
-        weights = None
-    else:
-        sources, targets = [columns[name] for name in features], [columns[name] for name in labels]
-        weights = None if weight is None else _tensor(columns[weight], device).float().reshape(-1)
-    inputs = [_tensor(source, device).float() for source in sources]
-    if input_shapes:
-        inputs = [tensor.reshape(tuple(shape)) for tensor, shape in zip(inputs, input_shapes, strict=True)]
-    wanted = [_tensor(target, device) for target in targets]
-    wanted = [tensor.float() if tensor.is_floating_point() else tensor.long() for tensor in wanted]
-    if label_shapes:
-        wanted = [tensor.reshape(tuple(shape)) for tensor, shape in zip(wanted, label_shapes, strict=True)]
-    return Minibatch(inputs, wanted, weights)
 
 
 class LabelColumns:
@@ -165,11 +135,6 @@ def _row_by_row(loss: Loss, output: torch.Tensor, label: torch.Tensor) -> torch.
         finally:
             loss.reduction = reduction  # type: ignore[assignment, unused-ignore]
     return loss(output, label, reduction="none")
-
-
-def _tensor(values: Any, device: torch.device) -> torch.Tensor:
-    tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.array(values))
-    return tensor.to(device)
 
 
 def _on(loss: Loss, device: torch.device) -> Loss:

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 import hora.torch as hvd
 from hora.data.shard import Transformation
 from hora.spark.estimator.data_module import ParquetDataModule
-from hora.spark.estimator.objective import LabelColumns, Minibatch, split_columns
+from hora.spark.estimator.objective import LabelColumns, Minibatch
 from hora.spark.estimator.packing import RankSpec, TrainingResult, pack_model
 from hora.torch.elastic.loop import is_elastic
 from hora.workflow.fit import register_handlers
@@ -308,18 +309,33 @@ def endless(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def minibatches(spec: RankSpec, batches: Iterable[Any], device: torch.device) -> Iterator[Minibatch]:
-    """Yield the inputs, labels and weights of each batch of a data module."""
+    """Convert the batches of a data module: dicts of columns, or `(features, label)`."""
     values = spec.values
     for batch in batches:
-        yield split_columns(
-            batch,
-            features=spec.features,
-            labels=values["label_cols"],
-            weight=values["sample_weight_col"],
-            input_shapes=values["input_shapes"],
-            label_shapes=values["label_shapes"],
-            device=device,
-        )
+        weights = None
+        if isinstance(batch, tuple | list):
+            given, label = batch
+            sources = list(given.values()) if isinstance(given, Mapping) else [given]
+            targets = list(label.values()) if isinstance(label, Mapping) else [label]
+        else:
+            sources, targets = [batch[name] for name in spec.features], [batch[name] for name in values["label_cols"]]
+            if values["sample_weight_col"] is not None:
+                weights = _tensor(batch[values["sample_weight_col"]], device).float().reshape(-1)
+        inputs = _shaped([_tensor(source, device).float() for source in sources], values["input_shapes"])
+        labels = [_tensor(target, device) for target in targets]
+        labels = [tensor.float() if tensor.is_floating_point() else tensor.long() for tensor in labels]
+        yield Minibatch(inputs, _shaped(labels, values["label_shapes"]), weights)
+
+
+def _tensor(values: Any, device: torch.device) -> torch.Tensor:
+    tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.array(values))
+    return tensor.to(device)
+
+
+def _shaped(tensors: list[torch.Tensor], shapes: Sequence[Sequence[int]] | None) -> list[torch.Tensor]:
+    if not shapes:
+        return tensors
+    return [tensor.reshape(tuple(shape)) for tensor, shape in zip(tensors, shapes, strict=True)]
 
 
 @contextlib.contextmanager
