@@ -69,8 +69,12 @@ def _names(args: argparse.Namespace) -> list[str]:
 class _Patient:
     """A host with a running probe. Lines arrive through a queue, so that every wait has a limit."""
 
-    def __init__(self, name: str, argv: list[str]) -> None:
-        self.name = name
+    def __init__(self, name: str, ssh: Ssh, listen: str) -> None:
+        self.name, self.remote = name, not sockets.is_local(name)
+        if self.remote:
+            argv = ssh.python(name, "hora.cli.doctor.probe", "0.0.0.0", attempts=2)
+        else:
+            argv = list(module_command(sys.executable, "hora.cli.doctor.probe", listen))
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self._process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._complaints, text=True, errors="replace"
@@ -115,23 +119,23 @@ class _Patient:
 
 
 def _examine(names: list[str], ssh: Ssh) -> int:
-    remote = [name for name in names if not sockets.is_local(name)]
-    own = reachable_address(remote, ssh)
-    patients = [_patient(name, ssh, remote=name in remote, listen=own) for name in names]
+    own = reachable_address([name for name in names if not sockets.is_local(name)], ssh)
+    patients = [_Patient(name, ssh, own) for name in names]
     findings: list[Finding] = []
     try:
         facts: dict[str, Mapping[str, Any]] = {}
         for patient, answer in zip(patients, _answers(patients), strict=True):
             if isinstance(answer, RuntimeError):
-                found = [_unreachable(str(answer), patient.name, patient.name in remote, ssh)]
+                found = [_unreachable(str(answer), patient, ssh)]
             else:
                 facts[patient.name] = answer | {"clock_ahead_s": answer["clock_s"] - patient.heard_at_s}
                 found = host_findings(answer)
             findings += found
             _show(patient.name, found)
         if len(facts) > 1:
-            addresses = {name: own if name not in remote else _address(name, ssh) for name in facts}
-            found = agreement(facts) + _reach([p for p in patients if p.name in facts], facts, addresses)
+            reached = [patient for patient in patients if patient.name in facts]
+            endpoints = [(_address(p, ssh) if p.remote else own, facts[p.name]["port"]) for p in reached]
+            found = agreement(facts) + _reach(reached, endpoints)
             findings += found
             _show("between the hosts", found)
     finally:
@@ -154,12 +158,6 @@ def _store(url: str) -> Finding:
     return Finding("ok", f"the store (HORA_STORE) answers: {store}")
 
 
-def _patient(name: str, ssh: Ssh, *, remote: bool, listen: str) -> _Patient:
-    if remote:
-        return _Patient(name, ssh.python(name, "hora.cli.doctor.probe", "0.0.0.0", attempts=2))
-    return _Patient(name, list(module_command(sys.executable, "hora.cli.doctor.probe", listen)))
-
-
 def _answers(patients: list[_Patient]) -> list[Any]:
     """Return an answer of every host, or its RuntimeError; all hosts work at the same time."""
     limit = time.monotonic() + _PROBE_LIMIT_S
@@ -172,24 +170,21 @@ def _answers(patients: list[_Patient]) -> list[Any]:
     return answers
 
 
-def _unreachable(text: str, name: str, remote: bool, ssh: Ssh) -> Finding:
-    if not remote:
+def _unreachable(text: str, patient: _Patient, ssh: Ssh) -> Finding:
+    if not patient.remote:
         return Finding("problem", text, "reinstall Hora in this Python environment")
     return Finding(
         "problem",
         f"ssh does not get through, or Hora cannot be started there: {text}",
-        f"`ssh {name} {ssh.executable} -m hora.cli.doctor.probe 127.0.0.1` must work without a password",
+        f"`ssh {patient.name} {ssh.executable} -m hora.cli.doctor.probe 127.0.0.1` must work without a password",
     )
 
 
-def _address(name: str, ssh: Ssh) -> str:
-    return (sockets.resolve(name) or sockets.resolve(ssh.real_name(name)) or [name])[0]
+def _address(patient: _Patient, ssh: Ssh) -> str:
+    return (sockets.resolve(patient.name) or sockets.resolve(ssh.real_name(patient.name)) or [patient.name])[0]
 
 
-def _reach(
-    patients: list[_Patient], facts: Mapping[str, Mapping[str, Any]], addresses: Mapping[str, str]
-) -> list[Finding]:
-    endpoints = [(addresses[patient.name], facts[patient.name]["port"]) for patient in patients]
+def _reach(patients: list[_Patient], endpoints: list[tuple[str, int]]) -> list[Finding]:
     for patient in patients:
         patient.ask(endpoints)
     reached: dict[str, dict[str, str | None]] = {}

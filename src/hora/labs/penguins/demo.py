@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import base64
 import html
-import importlib
+import importlib.util
 import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -79,14 +79,17 @@ def make_parser() -> argparse.ArgumentParser:
 @contextmanager
 def _spark(num_slots: int, *, wanted: bool) -> Iterator[SparkSession | None]:
     """Yield a local Spark session with a slot per rank; None if Spark or Java is missing."""
-    if not wanted or shutil.which("java") is None:
-        yield _say(None, "Spark: not used" if not wanted else "Spark: no Java here, so pandas prepares the data")
+    reason = "" if wanted else "not used"
+    if wanted and shutil.which("java") is None:
+        reason = "no Java here, so pandas prepares the data"
+    elif wanted and importlib.util.find_spec("pyspark") is None:
+        reason = "pyspark is not installed, so pandas prepares the data"
+    if reason:
+        print(f"Spark: {reason}", flush=True)
+        yield None
         return
-    try:
-        from pyspark.sql import SparkSession
-    except ImportError:
-        yield _say(None, "Spark: pyspark is not installed, so pandas prepares the data")
-        return
+    from pyspark.sql import SparkSession
+
     print("Spark: starting a local session …", flush=True)
     builder = SparkSession.builder.master(f"local[{num_slots}]").appName("hora demo penguins")
     settings = {
@@ -240,8 +243,3 @@ def _picture(path: Path, description: str) -> str:
 
 def _step(title: str) -> None:
     print(f"\n{title}", flush=True)
-
-
-def _say(value: Any, text: str) -> Any:
-    print(text, flush=True)
-    return value

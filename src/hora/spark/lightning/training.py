@@ -22,22 +22,16 @@ from hora.spark.lightning.module import modern, old_hooks
 from hora.spark.lightning.package import Package
 from hora.spark.lightning.strategy import horovod_strategy
 
-# Arguments of `Trainer` before Lightning 2 and their successors; {} for none.
-_RENAMED: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "gpus": lambda value: {},
-    "num_processes": lambda value: {},
-    "replace_sampler_ddp": lambda value: {"use_distributed_sampler": bool(value)},
-    "progress_bar_refresh_rate": lambda value: {"enable_progress_bar": bool(value)},
-    "checkpoint_callback": lambda value: {"enable_checkpointing": bool(value)},
-    "weights_summary": lambda value: {"enable_model_summary": value is not None},
-    "reload_dataloaders_every_epoch": lambda value: {"reload_dataloaders_every_n_epochs": int(value)},
-    "flush_logs_every_n_steps": lambda value: {},
-    "resume_from_checkpoint": lambda value: {},
-    "log_gpu_memory": lambda value: {},
-    "weights_save_path": lambda value: {},
-    "prepare_data_per_node": lambda value: {},
-    "process_position": lambda value: {},
+# Arguments of `Trainer` before Lightning 2: their successors, each with its value; and those without one.
+_RENAMED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "replace_sampler_ddp": ("use_distributed_sampler", bool),
+    "progress_bar_refresh_rate": ("enable_progress_bar", bool),
+    "checkpoint_callback": ("enable_checkpointing", bool),
+    "weights_summary": ("enable_model_summary", lambda value: value is not None),
+    "reload_dataloaders_every_epoch": ("reload_dataloaders_every_n_epochs", int),
 }
+_REMOVED = ("gpus", "num_processes", "flush_logs_every_n_steps", "resume_from_checkpoint", "log_gpu_memory",
+            "weights_save_path", "prepare_data_per_node", "process_position")  # fmt: skip
 
 _STRATEGY = ("accelerator", "strategy", "distributed_backend")  # arguments that have named "horovod" over the years
 
@@ -104,9 +98,11 @@ def translated(package: Package, given: Mapping[str, Any]) -> dict[str, Any]:
             callbacks += [_made(package, *_CALLBACKS[name])()] if value else []
             _warn_of_removed(name, "add its callback to `callbacks`")
         elif name in _RENAMED:
-            instead = _RENAMED[name](value)
-            _warn_of_removed(name, f"use {', '.join(instead)}" if instead else "it is not needed here")
-            found |= instead
+            instead, convert = _RENAMED[name]
+            _warn_of_removed(name, f"use {instead}")
+            found[instead] = convert(value)
+        elif name in _REMOVED:
+            _warn_of_removed(name, "it is not needed here")
         elif name != "callbacks" and not (name in _STRATEGY and value == "horovod"):
             found[name] = value
     return found | ({"callbacks": callbacks} if callbacks else {})
