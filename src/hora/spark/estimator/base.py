@@ -137,6 +137,7 @@ class HorovodEstimator(Estimator[Any], EstimatorParams, ParamsWritable, ParamsRe
 
     run_prefix: ClassVar[str] = "pytorch"
     validates_on_all_ranks: ClassVar[bool] = False
+    model_class: ClassVar[type[Any]]
 
     def fit_on_parquet(self, params: Mapping[Any, Any] | None = None, dataset_idx: int | None = None) -> Any:
         """Train on the Parquet data at the store's train (and, if present, validation) path."""
@@ -249,7 +250,7 @@ class HorovodEstimator(Estimator[Any], EstimatorParams, ParamsWritable, ParamsRe
 
     def get_model_class(self) -> type[Any]:
         """Return the class of the fitted model."""
-        raise NotImplementedError
+        return self.model_class
 
     def _get_model_kwargs(
         self, model: Any, history: Any, optimizer: Any, run_id: str, metadata: Mapping[str, Any]

@@ -19,10 +19,8 @@ from hora.spark.estimator.training import train
 class TorchEstimator(HorovodEstimator):
     """Fits a torch model on a DataFrame. The keywords are the parameters of `hora.spark.estimator.params.ESTIMATOR`."""
 
+    model_class = TorchModel
     train = staticmethod(train)
-
-    def get_model_class(self) -> type[Any]:
-        return TorchModel
 
     def _check_values(self, values: Mapping[str, Any]) -> None:
         check_values(values)

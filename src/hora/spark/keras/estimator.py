@@ -37,10 +37,8 @@ class KerasEstimator(HorovodEstimator):
 
     run_prefix: ClassVar[str] = "keras"
     validates_on_all_ranks = True
+    model_class = KerasModel
     train = staticmethod(train)
-
-    def get_model_class(self) -> type[Any]:
-        return KerasModel
 
     def _check_values(self, values: Mapping[str, Any]) -> None:
         check_values(values)

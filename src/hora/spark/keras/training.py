@@ -61,40 +61,32 @@ class _KerasPosition(TrainingPosition):
 
 
 def _train_epochs(place: Any, spec: RankSpec, keras: Any, model: Any) -> None:
-    """Train the remaining epochs on the current ranks."""
+    """Train the remaining epochs on the current ranks: the rest of one that was interrupted, then the others."""
     _scale_rate(model.optimizer, hvd.size() / place.size)
     place.size = hvd.size()
     done, epochs = len(json.loads(place.history).get("loss", ())), spec.values["epochs"]
     with open_data_module(spec) as data, run_folder(spec) as folder:
         total = num_steps(spec, data)
-        first = min(round(place.done * total), total - 1)
-        if first:  # the rest of an epoch
-            _fit(place, spec, keras, model, data, folder, range(done, done + 1), first, total)
-            done += 1
-        if done < epochs:
-            _fit(place, spec, keras, model, data, folder, range(done, epochs), 0, total)
-
-
-def _fit(
-    place: Any, spec: RankSpec, keras: Any, model: Any, data: Any, folder: str, epochs: range, first: int, total: int
-) -> None:
-    """Train these epochs of `total` batches each; `first` batches of the first epoch are already done."""
-    keeper = type("Keeper", (_Keeper, keras.callbacks.Callback), {})(spec, folder, place, first, total)
-    fitted: dict[str, Any] = {}
-    if spec.dataset.val_rows:
-        # A generator with a known number of batches per epoch: those of one pass.
-        passes = len(list(data.val_data()))
-        fitted = {"validation_data": _rows(spec, model, _again(data)), "validation_steps": passes}
-    model.fit(
-        _rows(spec, model, endless(data.train_data())),
-        steps_per_epoch=total - first,
-        shuffle=False,  # the data module shuffles
-        initial_epoch=epochs.start,
-        epochs=epochs.stop,
-        verbose=spec.values["verbose"] if hvd.rank() == 0 else 0,
-        callbacks=_callbacks(spec, keras, folder, keeper),
-        **fitted,
-    )
+        first = min(round(place.done * total), total - 1)  # batches of the next epoch that are already done
+        while done < epochs:
+            until = done + 1 if first else epochs
+            keeper = type("Keeper", (_Keeper, keras.callbacks.Callback), {})(spec, folder, place, first, total)
+            fitted: dict[str, Any] = {}
+            if spec.dataset.val_rows:
+                # A generator with a known number of batches per epoch: those of one pass.
+                passes = len(list(data.val_data()))
+                fitted = {"validation_data": _rows(spec, model, _again(data)), "validation_steps": passes}
+            model.fit(
+                _rows(spec, model, endless(data.train_data())),
+                steps_per_epoch=total - first,
+                shuffle=False,  # the data module shuffles
+                initial_epoch=done,
+                epochs=until,
+                verbose=spec.values["verbose"] if hvd.rank() == 0 else 0,
+                callbacks=_callbacks(spec, keras, folder, keeper),
+                **fitted,
+            )
+            done, first = until, 0
 
 
 def _compile(spec: RankSpec, keras: Any, model: Any) -> Any:

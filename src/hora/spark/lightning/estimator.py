@@ -62,10 +62,8 @@ class TorchEstimator(HorovodEstimator):
     """Fits a LightningModule, or a plain module with optimizer and loss, on a DataFrame. Keywords: those of `table`."""
 
     validates_on_all_ranks = True
+    model_class = TorchModel
     train = staticmethod(train)
-
-    def get_model_class(self) -> type[Any]:
-        return TorchModel
 
     def _check_values(self, values: Mapping[str, Any]) -> None:
         check_values(values)
