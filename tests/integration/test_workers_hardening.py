@@ -25,7 +25,7 @@ from hora.launch.job import OutputOptions
 from hora.net.sockets import open_socket
 from hora.net.wire import REFUSAL, ClientHandshake, Credentials, connect
 from hora.workers import daemon
-from hora.workers.capacity import GpuClaims, measure
+from hora.workers.capacity import GpuClaims
 from hora.workers.gateway import Gateway, ask, find, name_of, server_pid
 from hora.workers.gateway import _credentials as credentials
 from hora.workers.session import WorkerSession
@@ -307,7 +307,7 @@ def test_code_runs_in_a_real_main_module_and_tracebacks_show_it(session):
 def test_workers_do_not_inherit_a_rank(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     environment = os.environ | {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_CYCLE_TIME": "1"}
-    session = WorkerSession(measure(os.environ), environment, address="-", key="", output=OutputOptions(console=False))
+    session = WorkerSession(environment, address="-", key="", output=OutputOptions(console=False))
     try:
         code = "import os\nprint(sorted(name for name in os.environ if name.startswith('HOROVOD_')))"
         assert ended(session, launch(session, code))["log_tail"] == ["['HOROVOD_CYCLE_TIME']"]
@@ -320,8 +320,7 @@ def test_two_sessions_never_share_a_gpu(tmp_path, monkeypatch):
     gpus = [f"test-{os.getpid()}-{number}" for number in range(2)]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     first, second = (
-        WorkerSession(measure(environment), environment, address="-", key="", output=OutputOptions(console=False))
-        for _ in range(2)
+        WorkerSession(environment, address="-", key="", output=OutputOptions(console=False)) for _ in range(2)
     )
     code = "import os\nprint(os.environ['CUDA_VISIBLE_DEVICES'])"
     try:

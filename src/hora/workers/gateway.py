@@ -28,7 +28,6 @@ from hora.net import sockets
 from hora.net.keys import HeldSecret, find_held
 from hora.net.server import Peer, Server
 from hora.net.wire import Connection, Credentials, Header, connect
-from hora.workers.capacity import measure
 from hora.workers.session import WorkerSession
 
 _MAX_REQUEST_BYTES = 64 * 1024**2
@@ -71,8 +70,7 @@ class Gateway:
         except OSError:
             self._server.close()
             raise
-        environ = variables()
-        self.session = WorkerSession(measure(environ), environ, address=name, key=key, output=output)
+        self.session = WorkerSession(variables(), address=name, key=key, output=output)
         self._server.start(_credentials(key))
 
     def publish(self, folder: str, whose: str = "") -> None:

@@ -27,7 +27,7 @@ from hora.workers.backend import (
     new_id,
     session_variables,
 )
-from hora.workers.capacity import Capacity, CapacityError
+from hora.workers.capacity import CapacityError, measure
 from hora.world import World
 
 _MASTER_IP = "127.0.0.1"
@@ -51,13 +51,7 @@ class WorkerSession:
     """Workers of one master. Thread-safe. Workers inherit `environment`."""
 
     def __init__(
-        self,
-        capacity: Capacity,
-        environment: Mapping[str, str],
-        *,
-        address: str,
-        key: str,
-        output: OutputOptions | None = None,
+        self, environment: Mapping[str, str], *, address: str, key: str, output: OutputOptions | None = None
     ) -> None:
         self.id = environment.get("CDSW_ENGINE_ID") or new_id()
         inherited = {name: value for name, value in environment.items() if name not in _NOT_INHERITED}
@@ -69,7 +63,7 @@ class WorkerSession:
         self._changed = threading.Condition()
         self._numbers = itertools.count(1)
         self._output = OutputWriter(output or OutputOptions(), {})
-        self._local = LocalBackend(capacity, inherited, self)
+        self._local = LocalBackend(measure(environment), inherited, self)
         self._spark: list[tuple[object, WorkerBackend]] = []  # by cluster; the last one is in use
 
     def launch(self, n: int, request: Mapping[str, Any]) -> list[dict[str, Any]]:
