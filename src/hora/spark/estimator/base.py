@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pyspark.ml import Estimator, Model
 from pyspark.ml.param import Params
 
-from hora.spark.estimator.dataset import Column, Dataset, InUse, describe, materialise, open_dataset
+from hora.spark.estimator.dataset import Column, Dataset, describe, open_dataset, prepared
 from hora.spark.estimator.packing import RankSpec, TrainingResult
 from hora.spark.estimator.params import ESTIMATOR, MODEL, ParamTable, check_columns, with_params
 from hora.spark.estimator.persistence import ParamsReadable, ParamsWritable
@@ -26,7 +26,6 @@ from hora.spark.estimator.persistence import ParamsReadable, ParamsWritable
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-_in_use = InUse()
 _naming = threading.Lock()
 _named: set[str] = set()
 
@@ -151,28 +150,21 @@ class HorovodEstimator(Estimator[Any], EstimatorParams, ParamsWritable, ParamsRe
         features = _features(values, dataset.columns)
         weight, validation = values["sample_weight_col"], values["validation"]
         names = list(dict.fromkeys([*features, *values["label_cols"], *([weight] if weight else [])]))
-        columns = describe(dataset, names, any_type=values["transformation_fn"] is not None)
         if isinstance(validation, str) and describe(dataset, [validation])[validation].kind != "scalar":
             raise ValueError(f"the validation column {validation!r} must hold booleans or numbers")
         backend = self._get_or_create_backend()
-        num_partitions = max(values["partitions_per_process"], 1) * backend.num_processes()
-
-        def make(index: int) -> Dataset:
-            return materialise(
-                dataset,
-                columns,
-                values["store"],
-                index,
-                validation=validation,
-                num_partitions=num_partitions,
-                num_proc=backend.num_processes(),
-                seed=values["random_seed"],
-                sparse=values["compress_sparse_cols"],
-            )
-
-        key = (id(dataset), tuple(names), validation, num_partitions, values["compress_sparse_cols"])
-        with _in_use.borrow(values["store"], key, make) as prepared:
-            return self._fit_on(backend, prepared)
+        with prepared(
+            dataset,
+            names,
+            values["store"],
+            any_type=values["transformation_fn"] is not None,
+            validation=validation,
+            num_partitions=max(values["partitions_per_process"], 1) * backend.num_processes(),
+            num_proc=backend.num_processes(),
+            seed=values["random_seed"],
+            sparse=values["compress_sparse_cols"],
+        ) as found:
+            return self._fit_on(backend, found)
 
     def _fit_on_parquet(self, dataset_idx: int | None = None) -> Any:
         values = self.values()

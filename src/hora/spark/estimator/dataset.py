@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -274,30 +274,38 @@ class _Entry:
     dataset: Dataset | None = None
 
 
-class InUse:
-    """Indices of stores that trainings of this driver use; a new dataset gets the smallest free one."""
+_lock = threading.Lock()
+_in_use: dict[int, _Entry] = {}  # by index: what trainings of this driver use
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._entries: dict[str, dict[int, _Entry]] = {}
 
-    @contextlib.contextmanager
-    def borrow(self, store: Store, key: object, make: Callable[[int], Dataset]) -> Iterator[Dataset]:
-        with self._lock:
-            entries = self._entries.setdefault(store.prefix_path, {})
-            index = next((index for index, entry in entries.items() if entry.key == key), None)
-            if index is None:
-                index = next(index for index in range(len(entries) + 1) if index not in entries)
-                entries[index] = _Entry(key)
-            entry = entries[index]
-            entry.users += 1
-        try:
-            with entry.making:
-                if entry.dataset is None:
-                    entry.dataset = make(index)
-            yield entry.dataset
-        finally:
-            with self._lock:
-                entry.users -= 1
-                if not entry.users:
-                    del entries[index]
+@contextlib.contextmanager
+def prepared(
+    frame: DataFrame, names: Sequence[str], store: Store, *, num_partitions: int, any_type: bool = False, **how: Any
+) -> Iterator[Dataset]:
+    """Write these columns at a free index (see `materialise`), unless another training uses them already."""
+    columns = describe(frame, names, any_type=any_type)
+    key = (store.prefix_path, id(frame), tuple(names), num_partitions, how)
+    with _lock:
+        index = next((index for index, entry in _in_use.items() if entry.key == key), None)
+        if index is None:
+            index = next(index for index in range(len(_in_use) + 1) if index not in _in_use)
+            _in_use[index] = _Entry(key)
+        entry = _in_use[index]
+        entry.users += 1
+    try:
+        with entry.making:
+            if entry.dataset is None:
+                entry.dataset = materialise(frame, columns, store, index, num_partitions=num_partitions, **how)
+        yield entry.dataset
+    finally:
+        with _lock:
+            entry.users -= 1
+            if not entry.users:
+                del _in_use[index]
+
+
+def dataset_at(index: int) -> Dataset:
+    """Return the dataset that is in use at this index."""
+    found = _in_use[index].dataset
+    assert found is not None, "an index that nobody has yet"
+    return found

@@ -13,7 +13,7 @@ from hora.config import on_databricks
 from hora.launch.processes import variables
 from hora.launch.providers.spark.cluster import assigned_gpus
 from hora.launch.providers.spark.task import host_hash
-from hora.spark.estimator.dataset import Dataset, describe, materialise, open_dataset
+from hora.spark.estimator.dataset import dataset_at, open_dataset, prepared
 from hora.spark.estimator.params import check_validation_value
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ __all__ = [
 ]
 
 ARRAY, CUSTOM_SPARSE, NOCHANGE = "array", "custom_sparse_format", "nochange"
-_prepared: dict[int, Dataset] = {}
 is_databricks = on_databricks
 
 
@@ -63,35 +62,21 @@ def prepare_data(
     """Write the columns to the store and yield their index there. See `get_dataset_properties`."""
     check_validation(validation, df)
     names = [*feature_columns, *label_columns, *([sample_weight_col] if sample_weight_col else [])]
-    index = next(number for number in range(len(_prepared) + 1) if number not in _prepared)
     partitions = max(1, partitions_per_process) * num_processes
-    columns = describe(df, list(dict.fromkeys(names)))
-    _prepared[index] = materialise(
-        df,
-        columns,
-        store,
-        index,
-        validation=validation,
-        num_partitions=partitions,
-        num_proc=num_processes,
-        seed=None,
-        sparse=compress_sparse,
-    )
-    try:
-        yield index
-    finally:
-        _prepared.pop(index, None)
+    how: dict[str, Any] = {"validation": validation, "num_proc": num_processes, "sparse": compress_sparse, "seed": None}
+    with prepared(df, list(dict.fromkeys(names)), store, num_partitions=partitions, **how) as dataset:
+        assert dataset.index is not None
+        yield dataset.index
 
 
 def get_dataset_properties(dataset_idx: int) -> tuple[int, int, Mapping[str, Any], int]:
     """Return training rows, validation rows, columns, and bytes per row (0: not measured)."""
-    dataset = _prepared[dataset_idx]
+    dataset = dataset_at(dataset_idx)
     return dataset.train_rows, dataset.val_rows, dataset.columns, 0
 
 
 def clear_training_cache() -> None:
-    """Forget the indices in use."""
-    _prepared.clear()
+    """Do nothing: a dataset is forgotten with the last training that uses it."""
 
 
 def get_simple_meta_from_parquet(
