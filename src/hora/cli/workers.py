@@ -41,7 +41,9 @@ def make_parser() -> argparse.ArgumentParser:
     launch.add_argument("-n", type=int, default=1, help="number of workers (default: 1)")
     launch.add_argument("--cpu", type=float, default=1.0, help="cores per worker (default: 1)")
     launch.add_argument("--memory", type=float, default=2.0, help="GiB per worker (default: 2)")
-    launch.add_argument("--gpus", type=int, default=0, help="GPUs per worker (default: 0)")
+    launch.add_argument(
+        "--gpus", dest="nvidia_gpu", metavar="GPUS", type=int, default=0, help="GPUs per worker (default: 0)"
+    )
     what = launch.add_mutually_exclusive_group(required=True)
     what.add_argument("--code", default="", help="Python text; lines that begin with ! are shell commands")
     what.add_argument("--script", default="", help="a Python file")
@@ -56,7 +58,12 @@ def make_parser() -> argparse.ArgumentParser:
     launch.add_argument("--all-or-nothing", action="store_true", help="start all workers or none")
     launch.add_argument("--strict", action="store_true", help="reject requests for more cores than are free")
     launch.add_argument(
-        "--wait", type=float, default=0.0, metavar="SECONDS", help="with --all-or-nothing: time limit for enough room"
+        "--wait",
+        dest="wait_seconds",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="with --all-or-nothing: time limit for enough room",
     )
     launch.add_argument("--name", default="", help="a name for the workers")
     launch.add_argument("--log-dir", default="", help="also write each worker's output to a file in this folder")
@@ -102,20 +109,8 @@ def _launch(options: argparse.Namespace) -> int:
     daemon.start(os.getcwd())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the table shows refused workers
-        workers = api.launch_workers(
-            options.n,
-            options.cpu,
-            options.memory,
-            nvidia_gpu=options.gpus,
-            script=options.script,
-            code=options.code,
-            env=dict(options.env),
-            name=options.name,
-            all_or_nothing=options.all_or_nothing,
-            wait_seconds=options.wait,
-            strict=options.strict,
-            log_dir=options.log_dir,
-        )
+        request = {name: value for name, value in vars(options).items() if name not in ("act", "json")}
+        workers = api.launch_workers(**request | {"env": dict(options.env)})
     _show(options, workers)
     return 0 if all("id" in worker for worker in workers) else 1
 
