@@ -126,8 +126,13 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
         "hora.spark.estimator.persistence: HorovodParamsReader=ParamsReader HorovodParamsWriter=ParamsWriter",
     ),
     "horovod.spark.common.util": (
-        "hora.spark.estimator.metadata: * _get_metadata=column_metadata "
-        "_get_assigned_gpu_or_local_rank=gpu_or_local_rank _has_vector_column=has_vector_column",
+        "hora.config: is_databricks=on_databricks",
+        "hora.launch.providers.spark.task: host_hash",
+        "hora.spark.estimator.metadata: check_shape_compatibility check_validation clear_training_cache "
+        "column_metadata data_type_to_numpy dense_rows_fn get_dataset_properties get_output_cols "
+        "get_simple_meta_from_parquet gpu_or_local_rank has_vector_column prepare_data spark_scalar_to_python_type "
+        "to_list to_petastorm_fn _get_metadata=column_metadata _get_assigned_gpu_or_local_rank=gpu_or_local_rank "
+        "_has_vector_column=has_vector_column",
     ),
     "horovod.spark.conf": ("hora.launch.providers.spark.conf: *",),
     "horovod.spark.data_loaders": (

@@ -9,10 +9,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hora.config import on_databricks
 from hora.launch.processes import variables
 from hora.launch.providers.spark.cluster import assigned_gpus
-from hora.launch.providers.spark.task import host_hash
 from hora.spark.estimator.dataset import dataset_at, open_dataset, prepared
 from hora.spark.estimator.params import check_validation_value
 
@@ -22,28 +20,7 @@ if TYPE_CHECKING:
 
     from hora.spark.estimator.store import Store
 
-__all__ = [
-    "check_shape_compatibility",
-    "check_validation",
-    "clear_training_cache",
-    "column_metadata",
-    "data_type_to_numpy",
-    "dense_rows_fn",
-    "get_dataset_properties",
-    "get_output_cols",
-    "get_simple_meta_from_parquet",
-    "gpu_or_local_rank",
-    "has_vector_column",
-    "host_hash",
-    "is_databricks",
-    "prepare_data",
-    "spark_scalar_to_python_type",
-    "to_list",
-    "to_petastorm_fn",
-]
-
 ARRAY, CUSTOM_SPARSE, NOCHANGE = "array", "custom_sparse_format", "nochange"
-is_databricks = on_databricks
 
 
 @contextlib.contextmanager
