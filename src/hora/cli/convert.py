@@ -42,7 +42,8 @@ class _Script:
     def converted(self) -> Converted:
         if any(name.startswith(("horovod", "hora", "torch.distributed")) for name in self._names.values()):
             raise ValueError("the script is distributed already: it imports horovod or torch.distributed")
-        for scope in self._scopes(self._tree):
+        functions = (node for node in ast.walk(self._tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+        for scope in (self._tree, *functions):
             for statement in _statements(scope):
                 self._look_at(statement, scope)
         if not any("DistributedOptimizer" in edit[-1] for edit in self._edits):
@@ -150,10 +151,6 @@ class _Script:
         else:
             lines += ["", *init]
         self._insert_after(last, lines)
-
-    def _scopes(self, tree: ast.AST) -> Iterator[ast.AST]:
-        yield tree
-        yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
     def _name(self, node: ast.expr) -> str:
         """Return the full name of a function, as its module calls it."""

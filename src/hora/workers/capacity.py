@@ -153,7 +153,7 @@ class GpuClaims:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-            return f"GPU {gpu}: {_holder(gpu)}"
+            return f"GPU {gpu}: {sockets.holder(f'hora-gpu-{gpu}') or 'a process that does not answer'}"
         self._held[gpu] = claim
         return ""
 
@@ -161,7 +161,3 @@ class GpuClaims:
         """Release all claims but these."""
         for gpu in set(self._held).difference(gpus):
             self._held.pop(gpu).close()
-
-
-def _holder(gpu: str) -> str:
-    return str(sockets.holder(f"hora-gpu-{gpu}") or "a process that does not answer")

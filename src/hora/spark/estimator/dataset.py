@@ -9,7 +9,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hora.spark.estimator.store import Store
@@ -94,9 +94,11 @@ def materialise(
 
     split = "__hora_split"
     stored = {name: _stored(frame, column, sparse=sparse) for name, column in columns.items()}
-    chosen = frame.select(*(value.alias(name) for name, value in stored.items()), *_split(validation))
-    if validation is not None and not isinstance(validation, str):
-        chosen = chosen.withColumn(split, sql.rand(seed) < float(validation))
+    if isinstance(validation, str):
+        stored[split] = sql.coalesce(sql.col(f"`{validation}`").cast("double") > 0, sql.lit(False))
+    elif validation:
+        stored[split] = sql.rand(seed) < float(validation)
+    chosen = frame.select(*(value.alias(name) for name, value in stored.items()))
     chosen.persist()
     try:
         # Measure the data in memory: reading the files again would take two more jobs.
@@ -179,14 +181,6 @@ def _without_zeros(array: Any) -> Any:
     return sql.when(array.isNotNull(), found)
 
 
-def _split(validation: float | str | None) -> list[Any]:
-    from pyspark.sql import functions as sql
-
-    if not isinstance(validation, str):
-        return []
-    return [sql.coalesce(sql.col(f"`{validation}`").cast("double") > 0, sql.lit(False)).alias("__hora_split")]
-
-
 def _write(rows: DataFrame, store: Store, path: str) -> None:
     """Replace the Parquet at `path`: by Spark, or by its tasks if only the store supports the file system."""
     try:
@@ -259,10 +253,7 @@ def _measured(frame: DataFrame, columns: Mapping[str, Column], where: str) -> tu
                 f"the rows of column {name!r} differ in shape: they have between {measured[f'min {name}']} and "
                 f"{measured[f'max {name}']} elements; all must have the same number"
             )
-    sized = {
-        name: Column(name=name, kind=column.kind, type=column.type, size=int(measured[f"max {name}"] or 0))
-        for name, column in columns.items()
-    }
+    sized = {name: replace(column, size=int(measured[f"max {name}"] or 0)) for name, column in columns.items()}
     return sized, int(measured[_ROWS])
 
 
