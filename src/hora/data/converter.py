@@ -57,7 +57,8 @@ class SparkDatasetConverter:
 
     def delete(self) -> None:
         """Remove the files now instead of at the end of this process."""
-        _forget(self)
+        with _lock:
+            _written[:] = [entry for entry in _written if entry[2] != self]
         _delete(self.cache_dir_url)
 
     @contextlib.contextmanager
@@ -198,11 +199,6 @@ def register_delete_dir_handler(handler: Callable[[str], None] | None) -> None:
 _lock = threading.Lock()
 _written: list[tuple[object, DataFrame, SparkDatasetConverter]] = []
 _handler: Callable[[str], None] | None = None
-
-
-def _forget(converter: SparkDatasetConverter) -> None:
-    with _lock:
-        _written[:] = [entry for entry in _written if entry[2] != converter]
 
 
 def _delete(url: str) -> None:

@@ -112,18 +112,16 @@ class Gateway:
 
     def _answer(self, peer: Peer, call: str, payload: bytes) -> None:
         try:
-            peer.send({}, json.dumps(self._reply(peer, call, payload)).encode())
+            try:
+                reply = {"result": self._call(peer, call, json.loads(payload))}
+            except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+                reply = {"error": str(error), "user": isinstance(error, ValueError)}
+            peer.send({}, json.dumps(reply).encode())
             if call == "end":
                 self.idle.set()
         finally:
             with self._lock:
                 self._num_calls -= 1
-
-    def _reply(self, peer: Peer, call: str, payload: bytes) -> dict[str, Any]:
-        try:
-            return {"result": self._call(peer, call, json.loads(payload))}
-        except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
-            return {"error": str(error), "user": isinstance(error, ValueError)}
 
     def _call(self, peer: Peer, call: str, request: dict[str, Any]) -> Any:
         session, waiting = self.session, {"abandoned": lambda: not peer.open}
