@@ -132,7 +132,7 @@ def a_member(control_tree: ControlTree, rank: int) -> Connection:
 
 
 def news(kind: str, rank: int, text: str = "") -> dict[str, object]:
-    return {"t": "news", "kind": kind, "rank": rank, "text": text}
+    return {"t": "news", "kind": kind, "rank": rank, "text": text, "around": []}
 
 
 def test_a_member_reports_only_for_its_own_side_of_the_tree(control_trees, heard):

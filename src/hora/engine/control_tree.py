@@ -36,13 +36,15 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from hora.engine.handoff import Handoff
 from hora.engine.rank_tree import Tree
 from hora.engine.request import Key
 from hora.errors import HorovodInternalError
 from hora.net.keys import RankKeys
+from hora.net.messages import checked
 from hora.net.server import Peer, Server
 from hora.net.sockets import Where
 from hora.net.wire import Connection, Header, connect, cut_parts, join_parts
@@ -75,8 +77,7 @@ class Whereabouts:
         return cls([(str(operation), name) for operation, name in keys], str(line))
 
 
-@dataclass(frozen=True)
-class _News:
+class _News(NamedTuple):
     """A message for every rank: `rank` shuts down (leaving), was lost, or broke the world (fault).
 
     `around`: stopped ranks that it bypassed.
@@ -84,16 +85,11 @@ class _News:
 
     kind: str
     rank: int
-    text: str = ""
-    around: tuple[int, ...] = ()
+    text: str
+    around: list[int]
 
     def message(self) -> Header:
-        return {"t": "news", "kind": self.kind, "rank": self.rank, "text": self.text, "around": list(self.around)}
-
-    @classmethod
-    def of(cls, header: Header) -> _News:
-        around = tuple(int(rank) for rank in header.get("around", ()))
-        return cls(str(header["kind"]), int(header["rank"]), str(header["text"]), around)
+        return {"t": "news", **self._asdict()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,14 +234,14 @@ class ControlTree:
             self._note(self.goodbyes, self.rank)
         if not self._ending:
             self._ending = True
-            self._spread(_News("leaving", self.rank, why))
+            self._spread(_News("leaving", self.rank, why, []))
         for link in list(self._links.values()):
             link.send({"t": "bye"})
         self._server.call(lambda: self._collect(_GOODBYES, [(self.rank, b"")]))
 
     def report_fault(self, rank: int, text: str) -> None:
         """Report to every rank that the world is broken, and by which rank."""
-        self._spread(_News("fault", rank, text))
+        self._spread(_News("fault", rank, text, []))
 
     def expect_nothing_of(self, rank: int) -> None:
         """Stop expecting messages of a dead rank.
@@ -299,8 +295,8 @@ class ControlTree:
     def closed(self, peer: Peer) -> None:
         rank = peer.number
         if rank >= 0 and rank not in self.goodbyes:
-            self._spread(_News("lost", rank))
-            self._on_news(_News("lost", rank))
+            self._spread(_News("lost", rank, "", []))
+            self._on_news(_News("lost", rank, "", []))
 
     def _on_failure(self, error: Exception) -> None:
         self._events.fault(f"the control tree of rank {self.rank} failed: {error!r}; Horovod has been shut down")
@@ -316,7 +312,7 @@ class ControlTree:
         elif kind in ("up", "round"):
             self._events.negotiating(int(header["set"]), rank, header, payload)
         elif kind == "news":
-            self._receive_news(peer, _News.of(header))
+            self._receive_news(peer, checked(_News, header))
         elif kind == "ack":
             with self._changed:
                 self._unacknowledged.discard((str(header["kind"]), int(header["rank"]), rank))
@@ -337,7 +333,7 @@ class ControlTree:
             case "stream":
                 self.handoff.keep_stream(peer, (str(header["key"]), peer.speaker))
             case "news":
-                self._receive_news(peer, _News.of(header))
+                self._receive_news(peer, checked(_News, header))
             case "whereabouts":
                 peer.send({}, self._events.whereabouts(int(header["set"])).encode())
             case _:
@@ -451,7 +447,7 @@ class ControlTree:
         """Send news to the other neighbours of a stopped rank."""
         assert self._tree is not None
         others = [rank for rank in self._tree.neighbours(stopped) if rank not in (self.rank, *self.goodbyes)]
-        header = {**replace(news, around=(*news.around, stopped)).message(), "want": "news"}
+        header = {**news._replace(around=[*news.around, stopped]).message(), "want": "news"}
         log.info("rank %d does not acknowledge news: sending it to the ranks %s beyond it", stopped, others)
 
         def tell() -> None:
