@@ -23,7 +23,6 @@ import json
 import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -185,18 +184,12 @@ def _new_store(where: tuple[str, int], secret: bytes, job: str) -> KeyValueStore
 
 
 def _join(point: RendezvousEndpoint, secret: bytes, rank: int, deadline: float) -> RendezvousClient:
-    client = _connect(point, _credentials(secret, point.job), name=f"rank {rank}", deadline=deadline)
-    # The user may use one file for many jobs: derive a secret for this one.
-    salt = client.get("salt", timeout_s=max(deadline - time.monotonic(), 0.001))
-    return RendezvousClient(client, derived_secret(secret, f"the job {point.job} {salt.hex()}"))
-
-
-def _connect(point: RendezvousEndpoint, credentials: Credentials, *, name: str, deadline: float) -> ControlClient:
     """Connect to rank 0's store, as soon as it exists."""
-    while True:
+    credentials, client = _credentials(secret, point.job), None
+    while client is None:
         left_s = max(deadline - time.monotonic(), 0.001)
         try:
-            return ControlClient.connect(point, name=name, timeout_s=left_s, credentials=credentials)
+            client = ControlClient.connect(point, name=f"rank {rank}", timeout_s=left_s, credentials=credentials)
         except (AuthenticationError, TimeoutError) as error:
             raise HorovodInternalError(
                 f"cannot meet rank 0 at {point.endpoint} (MASTER_ADDR, MASTER_PORT): {error}; "
@@ -207,7 +200,10 @@ def _connect(point: RendezvousEndpoint, credentials: Credentials, *, name: str, 
                 raise HorovodInternalError(
                     f"cannot reach rank 0 at {point.endpoint} (MASTER_ADDR, MASTER_PORT): {error}"
                 ) from error
-            threading.Event().wait(_PAUSE_S)
+            time.sleep(_PAUSE_S)
+    # The user may use one file for many jobs: derive a secret for this one.
+    salt = client.get("salt", timeout_s=max(deadline - time.monotonic(), 0.001))
+    return RendezvousClient(client, derived_secret(secret, f"the job {point.job} {salt.hex()}"))
 
 
 def _published_port(point: RendezvousEndpoint, store: KeyValueStore | None, limit_s: float) -> int:

@@ -47,7 +47,7 @@ from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import and_, or_
 
-from hora.engine.control_tree import ControlTree
+from hora.engine.control_tree import ControlTree, Whereabouts
 from hora.engine.negotiation.base import Announcer, Negotiation, Reader, WaitingRequests
 from hora.engine.plan import Batch, BatchPlanner
 from hora.engine.rank_tree import Tree
@@ -264,7 +264,7 @@ class TreeNegotiation(Negotiation):
         self._joined: set[int] = set()  # at the root
         self._asking = False
         self._asked_at = 0.0
-        self._answers: dict[int, Sequence[Key]] = {}
+        self._answers: dict[int, Whereabouts] = {}
         self._delivered: deque[list[Announced]] = deque()
         self._changed = threading.Condition()
 
@@ -308,7 +308,7 @@ class TreeNegotiation(Negotiation):
             if not signatures or (doubtful and self._asked_at < since + OLD_S):
                 continue
             some = next(iter(signatures.values()))
-            signatures |= {rank: some for rank in doubtful if key in self._answers.get(rank, ())}
+            signatures |= {rank: some for rank in doubtful if rank in self._answers and key in self._answers[rank].keys}
             found[some, instance] = [signatures.get(rank) for rank in self._members]
         return found
 
@@ -425,18 +425,15 @@ class TreeNegotiation(Negotiation):
 
     def _ask(self, ranks: Sequence[int]) -> None:
         try:
-            self._answers = self._answers_of(ranks)
+            self._answers = self._control_tree.whereabouts(ranks, self._serial)
             self._asked_at = time.monotonic()
         finally:
             self._asking = False
 
-    def _answers_of(self, ranks: Sequence[int]) -> dict[int, Sequence[Key]]:
-        """Return what these ranks wait for; nothing for a rank that does not answer: it is stopped as well."""
-        return {rank: answer.keys for rank, answer in self._control_tree.whereabouts(ranks, self._serial).items()}
-
     def lacking(self, key: Key, ranks: Sequence[int]) -> list[int]:
         """Return the ranks that do not wait for this, or do not answer. Thread-safe; takes seconds."""
-        return [rank for rank, waits_for in self._answers_of(ranks).items() if key not in waits_for]
+        answers = self._control_tree.whereabouts(ranks, self._serial)
+        return [rank for rank, answer in answers.items() if key not in answer.keys]
 
 
 def as_bytes(bits: int) -> bytes:
