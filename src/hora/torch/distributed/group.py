@@ -356,10 +356,7 @@ class HoraProcessGroup(_BASE):
         if len(tensors) == 1 and opts is not None:
             tensor = tensors[0]
             key = "all_reduce", tensor.shape, tensor.dtype, hash(opts.reduceOp)
-            work = self._again(key, tensor, tensor, opts)
-            if work is not None:
-                return work
-            return self._allreduce("all_reduce", tensors, opts, key)
+            return self._again(key, tensor, tensor, opts) or self._allreduce("all_reduce", tensors, opts, key)
         return self._allreduce("all_reduce", tensors, opts)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
@@ -433,13 +430,11 @@ class HoraProcessGroup(_BASE):
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Reduce the input and keep this rank's part."""
-        key = None
+        key = work = None
         if opts is not None:
             key = "reduce_scatter", input.shape, output.shape, input.dtype, output.dtype, hash(opts.reduceOp)
             work = self._again(key, input, output, opts, self._rank * output.nbytes)
-            if work is not None:
-                return work
-        return self._reduce_scatter("reduce_scatter_tensor", [output], [input], opts, key)
+        return work or self._reduce_scatter("reduce_scatter_tensor", [output], [input], opts, key)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
@@ -556,9 +551,7 @@ class HoraProcessGroup(_BASE):
         """Gather tensors of one size into one tensor."""
         key = "all_gather", input.shape, output.shape, input.dtype, output.dtype
         work = self._again(key, input, output, opts, -self._rank * input.nbytes)
-        if work is not None:
-            return work
-        return self._allgather_single("all_gather_into_tensor", [output], [input], opts, key)
+        return work or self._allgather_single("all_gather_into_tensor", [output], [input], opts, key)
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None

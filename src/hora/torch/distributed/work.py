@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -56,37 +55,6 @@ class Operation:
     def source(self) -> int:
         """Return the sender of a received message; -1 for anything else."""
         return -1
-
-
-class _Callbacks:
-    """Threads that run callbacks. A blocked callback does not delay the others."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[Callable[[], None]] = deque()
-        self._changed = threading.Condition()
-        self._num_idle = 0
-
-    def run(self, function: Callable[[], None]) -> None:
-        with self._changed:
-            self._waiting.append(function)
-            if self._num_idle >= len(self._waiting):
-                self._changed.notify()
-                return
-        threading.Thread(target=self._loop, name="hora-callbacks", daemon=True).start()
-
-    def _loop(self) -> None:
-        while True:
-            with self._changed:
-                self._num_idle += 1
-                self._changed.wait_for(lambda: self._waiting, 5.0)  # an idle thread ends
-                self._num_idle -= 1
-                if not self._waiting:
-                    return
-                function = self._waiting.popleft()
-            function()
-
-
-_callbacks = _Callbacks()
 
 
 class _Future(Future):  # type: ignore[type-arg]
@@ -187,7 +155,7 @@ class Work(dist.Work):
         if self._future.complete_here():
             self._complete()
         else:
-            _callbacks.run(self._complete)
+            threading.Thread(target=self._complete, name="hora-callbacks", daemon=True).start()
 
     def _complete(self) -> None:
         try:
