@@ -34,7 +34,7 @@ def reduced(parts, op, prescale=1.0, postscale=1.0, out=None):
         prepared.append(torch.empty_like(part))
         arithmetic.prepare(part, prepared[-1])
     out = torch.empty_like(parts[0]) if out is None else prepared[out]
-    arithmetic.reduce(prepared, out, torch.empty_like(parts[0]))
+    arithmetic.reduce(prepared, out)
     return out
 
 

@@ -32,7 +32,7 @@ def reduced(parts, reduce, compiled, out):
     for part, place in zip(parts, prepared, strict=True):
         arithmetic.prepare(part, place)
     result = torch.empty_like(parts[0]) if out is None else prepared[out]
-    arithmetic.reduce(prepared, result, torch.empty_like(parts[0]))
+    arithmetic.reduce(prepared, result)
     return result, arithmetic.sum is not None
 
 

@@ -57,21 +57,6 @@ class Arithmetic:
     unsupported cases.
     """
 
-    __slots__ = (
-        "_combine",
-        "_compiled",
-        "_finish",
-        "_prescale",
-        "_weights",
-        "_wide_prescale",
-        "_widens",
-        "dtype",
-        "num_members",
-        "prescales",
-        "stage",
-        "sum",
-    )
-
     def __init__(
         self,
         reduce: Reduce,
@@ -115,40 +100,26 @@ class Arithmetic:
         else:
             out.copy_(source)
 
-    def reduce(self, operands: Sequence[torch.Tensor], out: torch.Tensor, scratch: torch.Tensor) -> None:
-        """Combine the (prepared) operands of members 0, 1, 2, … into `out`, and finish it.
-
-        `out` may be one of the operands; `scratch` may not, and holds intermediate values.
-        """
+    def reduce(self, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Combine the (prepared) operands of members 0, 1, 2, … into `out`, which may be one of them, and finish it."""
         if self.sum is not None and self._compiled is not None and out.is_cpu:
             self._compiled.reduction(self.sum, operands, out)()
-            return
-        if self._widens:
-            self._reduce_widely(operands, out)
-            return
+        else:
+            _in_pieces(self._reduce_widely if self._widens else self._reduce_plainly, operands, out)
+
+    def _reduce_plainly(self, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         if len(operands) == 1:
             out.copy_(operands[0])
         else:
-            so_far = operands[0]
+            so_far, scratch = operands[0], None
             for operand in operands[1:-1]:
-                self._combine(so_far, operand, out=scratch)
-                so_far = scratch
+                so_far = scratch = self._combine(so_far, operand, out=scratch)
             self._combine(so_far, operands[-1], out=out)
         self.finish(out, out)
 
     def _reduce_widely(self, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Reduce in float32, piece by piece: wide values stay in the cache."""
-        count = out.numel()
-        step = SERIAL_ELEMENTS if out.is_cpu else max(count, 1)
-        total, other = torch.empty(2, min(step, count), dtype=torch.float32, device=out.device)
-        for start in range(0, count, step):
-            piece = slice(start, min(start + step, count))
-            size = piece.stop - start
-            self._reduce_piece([operand[piece] for operand in operands], out[piece], total[:size], other[:size])
-
-    def _reduce_piece(
-        self, operands: Sequence[torch.Tensor], out: torch.Tensor, total: torch.Tensor, other: torch.Tensor
-    ) -> None:
+        """Reduce in float32."""
+        total, other = torch.empty(2, out.numel(), dtype=torch.float32, device=out.device)
         self._widen(operands[0], total, 0)
         for member, operand in enumerate(operands[1:], 1):
             self._widen(operand, other, member)
@@ -215,13 +186,27 @@ class HostwiseArithmetic:
         self.prescales = self._inside[here].prescales
         self.prepare = self._inside[here].prepare
 
-    def reduce(self, operands: Sequence[torch.Tensor], out: torch.Tensor, scratch: torch.Tensor) -> None:
+    def reduce(self, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Combine the (prepared) operands of all members into `out`, and finish it."""
+        _in_pieces(self._reduce_piece, operands, out)
+
+    def _reduce_piece(self, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         parts = [torch.empty_like(out) for _ in self._hosts]
         for host, arithmetic, part in zip(self._hosts, self._inside, parts, strict=True):
-            arithmetic.reduce([operands[member] for member in host], part, scratch)
-        self._between.reduce(parts, out, scratch)
+            arithmetic.reduce([operands[member] for member in host], part)
+        self._between.reduce(parts, out)
         self._end.finish(out, out)
+
+
+def _in_pieces(
+    reduce: Callable[[Sequence[torch.Tensor], torch.Tensor], None], operands: Sequence[torch.Tensor], out: torch.Tensor
+) -> None:
+    """Reduce on the CPU in pieces that stay in the cache between steps, and on one thread; on a GPU all at once."""
+    count = out.numel()
+    step = SERIAL_ELEMENTS if out.is_cpu else max(count, 1)
+    for start in range(0, count, step):
+        piece = slice(start, start + step)
+        reduce([operand[piece] for operand in operands], out[piece])
 
 
 @lru_cache(maxsize=512)

@@ -145,7 +145,7 @@ class LocalTransport:
             if reduce.prescale != 1.0 or reduce.postscale != 1.0:
                 arithmetic = arithmetic_of(reduce, out.dtype, 1)
                 arithmetic.prepare(out, out)
-                arithmetic.reduce([out], out, out)
+                arithmetic.reduce([out], out)
 
     def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         self.allreduce(inputs, outputs, reduce._replace(op=ReduceOp.SUM))

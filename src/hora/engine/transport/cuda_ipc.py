@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from types import SimpleNamespace
 
 import torch
 
@@ -37,7 +38,9 @@ class _DeviceMemory:
 
     def tensor(self) -> torch.Tensor:
         """Return all of it as bytes; valid until `close`."""
-        memory = _Array(self._address.value, self.num_bytes)
+        data = (self._address.value, False)  # writable
+        interface = {"shape": (self.num_bytes,), "typestr": "|u1", "data": data, "version": 3}
+        memory = SimpleNamespace(__cuda_array_interface__=interface)
         return torch.as_tensor(memory, device=torch.device("cuda", self._gpu))
 
     def _let_go(self, how: str) -> None:
@@ -118,14 +121,6 @@ def copy_to_host(tensor: torch.Tensor, host: torch.Tensor, stream: torch.cuda.St
         on,
     )
     _call("cuStreamSynchronize", on)
-
-
-class _Array:
-    """The array interface through which torch views foreign memory."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        data = (address, False)  # writable
-        self.__cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": data, "version": 3}
 
 
 @lru_cache(maxsize=1)

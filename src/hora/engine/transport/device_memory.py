@@ -84,7 +84,7 @@ class DeviceMemoryTransport(CudaStagingTransport):
                 pack(sources, own)
             self._publish("allreduce")
             out = results[0] if len(results) == 1 else self._on_gpu.take("out", sum(sizes), dtype)
-            arithmetic.reduce(slots, out, self._scratch(sum(sizes), dtype))
+            arithmetic.reduce(slots, out)
             if len(results) > 1:
                 unpack(out, results)
 
@@ -147,7 +147,7 @@ class DeviceMemoryTransport(CudaStagingTransport):
             result = output[here]
             count = result.numel()
             mine = [slot[me * cell : me * cell + count] for slot in slots]
-            arithmetic.reduce(mine, result, self._scratch(count, dtype))
+            arithmetic.reduce(mine, result)
 
     def close(self) -> None:
         with suppress(DriverError):  # at process exit the driver may be gone
@@ -191,9 +191,6 @@ class DeviceMemoryTransport(CudaStagingTransport):
         """Wait until every member has written its data to the slots of this step."""
         wait_for(mark(), self._check_alive)
         self._counters.meet(self._step, self._check_alive, what=what)
-
-    def _scratch(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._on_gpu.take("scratch", count if self._num_members > 2 else 0, dtype)
 
 
 class _Slots:

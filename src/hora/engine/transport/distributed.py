@@ -15,7 +15,6 @@ import torch
 
 from hora.engine.request import Reduce
 from hora.engine.transport.arithmetic import (
-    SERIAL_ELEMENTS,
     Arithmetic,
     HostwiseArithmetic,
     adasum,
@@ -108,7 +107,7 @@ class DistributedTransport(FusingTransport):
         yield
         self._group.finish(pending)
         own = received[:mine]
-        self._combine(arithmetic, received.split(max(mine, 1)), own)
+        arithmetic.reduce(received.split(max(mine, 1)), own)
         return own
 
     def start_alltoall(
@@ -172,24 +171,13 @@ class DistributedTransport(FusingTransport):
             pending = self.start_gather(own, received, [count] * self._num_members)
             yield
             self._group.finish(pending)
-            self._combine(arithmetic, received.split(count), out)
+            arithmetic.reduce(received.split(count), out)
         else:  # member m receives slice m of all and combines it; then all receive all slices
             slices = spread(count, self._num_members)
             reduced = yield from self._reduce_slice(own, slices, turn, arithmetic)
             self._gather(reduced, out, slices)
         if several:
             unpack(out, results)
-
-    def _combine(self, arithmetic: AnyArithmetic, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Combine the members' parts into `out`, which may be one of them, and finish it."""
-        count = out.numel()
-        # On the CPU in parts that stay in the cache between steps, and on one thread.
-        step = SERIAL_ELEMENTS if self._device.type == "cpu" else max(count, 1)
-        scratch = self._buffers.take("scratch", min(step, count), arithmetic.dtype)
-        for start in range(0, count, step):
-            stop = min(start + step, count)
-            result = out[start:stop]
-            arithmetic.reduce([operand[start:stop] for operand in operands], result, scratch[: stop - start])
 
     # Moving bytes.
 

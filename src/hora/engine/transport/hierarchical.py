@@ -75,16 +75,7 @@ class HierarchicalTransport(FusingTransport):
             self._between = DistributedTransport(group, weights=self._weights)
             self._leaders = group
             self.name = group.backend if self._apart is not None else f"{local.name}+{group.backend}"
-        self._native = NativeHosts(
-            share,
-            self._leaders,
-            index=self._index,
-            num_local=len(self._here),
-            num_leaders=self._num_leaders,
-            host=self._host,
-            num_hosts=len(self._hosts),
-            check_alive=check_alive,
-        )
+        self._native = NativeHosts(share, self._leaders, self._hosts, self._host, self._index, check_alive)
         self._scaling = lru_cache(maxsize=256)(self._make_scaling)
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce, residuals: Tensors = ()) -> None:

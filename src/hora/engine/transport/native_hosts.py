@@ -140,7 +140,7 @@ class _Job(ctypes.Structure):
 
 
 class NativeHosts:
-    """The allreduces of one member of `num_local` on its host, one after the other.
+    """The allreduces of member number `index` of host number `host`, one after the other. `hosts`: each host's members.
 
     `share` allocates zeroed memory for all members of this host (collective); `group` connects slice leader number
     `index` with those of the other hosts, None for a member that is no slice leader.
@@ -150,15 +150,13 @@ class NativeHosts:
         self,
         share: Callable[[int], Segment],
         group: StreamGroup | None,
-        *,
-        index: int,
-        num_local: int,
-        num_leaders: int,
+        hosts: Sequence[Sequence[int]],
         host: int,
-        num_hosts: int,
+        index: int,
         check_alive: AliveCheck,
     ) -> None:
         self._share, self._group, self._check_alive = share, group, check_alive
+        num_local, num_leaders, num_hosts = len(hosts[host]), min(map(len, hosts)), len(hosts)
         self._num_leaders, self._num_hosts = num_leaders, num_hosts
         compiled = library()
         assert compiled is not None, "without a native part there are no native hosts"

@@ -63,13 +63,7 @@ class Ring:
         self._slots_at = aligned(num_members * MEMBER_BYTES)
         self._results_at = self._slots_at + num_members * DEPTH * slot_bytes
         self._counters = Counters(segment.memory, 0, member, num_members)
-        self._notes = [
-            [
-                ctypes.c_int64.from_buffer(segment.memory, peer * MEMBER_BYTES + LINE_BYTES + 8 * turn)
-                for turn in range(DEPTH)
-            ]
-            for peer in range(num_members)
-        ]
+        self._notes = memoryview(segment.memory).cast("q")
 
     @staticmethod
     def num_bytes(num_members: int, slot_bytes: int) -> int:
@@ -82,11 +76,11 @@ class Ring:
 
     def note(self, step: int, value: int) -> None:
         """Publish a number for the others together with this member's data for `step`."""
-        self._notes[self._member][step % DEPTH].value = value
+        self._notes[_note_at(self._member, step)] = value
 
     def notes(self, step: int) -> list[int]:
         """Return all members' numbers of `step`, once it has been waited for."""
-        return [row[step % DEPTH].value for row in self._notes]
+        return [self._notes[_note_at(member, step)] for member in range(self._num_members)]
 
     def steps(self, num_steps: int, fill: Callable[[int, int], None], drain: Callable[[int, int], None]) -> None:
         """Call `fill(index, step)` for this member's slot and `drain(index, step)` for all, `num_steps` times."""
@@ -172,9 +166,14 @@ class Ring:
 
     def close(self) -> None:
         """Release the memory; the ring is unusable afterwards."""
-        self._notes.clear()
+        self._notes.release()
         self._counters.close()
         self._segment.close()
+
+
+def _note_at(member: int, step: int) -> int:
+    """Return the place of a member's number, which lies behind its counter, in words."""
+    return (member * MEMBER_BYTES + LINE_BYTES) // 8 + step % DEPTH
 
 
 def share_of(slot_bytes: int, num_members: int) -> int:
