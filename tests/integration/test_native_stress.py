@@ -26,7 +26,7 @@ STRUCTURES = {
     stream.RecordsOfOneDirection: ("records", {}),
     native_hosts._Stream: ("stream", {}),
     native_hosts._Hosts: ("hosts", {}),
-    native_hosts._SumStruct: ("numbers", {}),
+    native.Numbers: ("numbers", {}),
     native_hosts._Job: ("hosts_job", {}),
 }
 

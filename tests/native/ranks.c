@@ -97,6 +97,10 @@ static void test_meet(struct member *member) {
     while (!hora_meet(&member->schedule, member->item, &late, SLICE_NS)) continue;
 }
 
+static struct numbers test_numbers(const struct operation *it) {
+    return (struct numbers){it->prescale, it->factor, it->dtype, it->finish};
+}
+
 static void test_allreduce(struct member *member, int64_t number) {
     struct operation it = test_operation_of(number, 0);
     int64_t size = (int64_t)item_bytes[it.dtype], begin = 0;
@@ -112,8 +116,7 @@ static void test_allreduce(struct member *member, int64_t number) {
     int64_t most = SLOT_BYTES / size, pieces = (it.total + most - 1) / most;
     struct job job = {.ring = &member->ring, .inputs = inputs, .outputs = outputs, .counts = it.counts, .total = it.total,
                       .first_step = member->step + 1, .lag = it.direct ? 0 : pieces > AHEAD ? LAG : pieces,
-                      .dtype = it.dtype, .finish = it.finish, .direct = it.direct, .stage = it.stage,
-                      .prescale = it.prescale, .factor = it.factor};
+                      .what = test_numbers(&it), .direct = it.direct, .stage = it.stage};
     while (!hora_collective(&job, SLICE_NS)) continue;
     member->step += pieces + job.lag;
     begin = 0;
@@ -133,7 +136,8 @@ static void test_in_place(struct member *member, int64_t number) {
     test_meet(member);
     int64_t begin, end;
     own_slice(&member->ring, it.total, &begin, &end);
-    hora_reduce_everywhere(it.dtype, num_members, places, begin, end - begin, it.prescale, it.finish, it.factor);
+    struct numbers what = test_numbers(&it);
+    hora_reduce_everywhere(&what, num_members, places, begin, end - begin);
     test_meet(member);
     test_check(member, &it, number, places[member->number]);
     test_meet(member);
@@ -146,9 +150,9 @@ static void test_repeated(struct member *member, int64_t number) {
     void *source = test_room((size_t)(it.total * size));
     void *out = (number & 1) ? source : test_room((size_t)(it.total * size));
     test_draw(source, it.dtype, number, member->number, 0, it.total);
-    struct spec spec = {.job = {.ring = &member->ring, .total = it.total, .dtype = it.dtype, .finish = it.finish,
+    struct spec spec = {.job = {.ring = &member->ring, .total = it.total, .what = test_numbers(&it),
                                 .direct = it.direct, .lag = it.direct ? 0 : pieces > AHEAD ? LAG : pieces,
-                                .stage = it.stage, .prescale = it.prescale, .factor = it.factor},
+                                .stage = it.stage},
                         .digest = {(uint8_t)it.dtype, (uint8_t)it.finish}, .staged = it.direct && pieces == 1};
     struct repeated *call = &member->repeated;
     call->spec = &spec, call->source = source, call->out = out, call->step = member->step + 1;
@@ -172,16 +176,27 @@ static void test_draw_part(void *to, const struct operation *it, int64_t number,
 static void test_moves(struct member *member, int64_t number) {
     struct operation it = test_operation_of(number, 0);
     it.total = it.counts[0], it.stage = it.prescale = it.factor = 1.0, it.finish = NOTHING;
+    enum { ALL_GATHER = 1, BROADCAST, ALL_TO_ALL, REDUCE_SCATTER };
     int kind = 1 + (int)(test_random_of((uint64_t)number) % 4), own = member->number, root = (int)(number % num_members);
     int divided = kind == ALL_TO_ALL || kind == REDUCE_SCATTER, spread = kind == ALL_TO_ALL || kind == ALL_GATHER;
     size_t part = (size_t)it.total * item_bytes[it.dtype];
     char *source = test_room(part * (size_t)(divided ? num_members : 1)), *wanted = test_room(part);
     char *out = kind == BROADCAST ? source : test_room(part * (size_t)(spread ? num_members : 1));
     for (int m = 0; m < (divided ? num_members : 1); m++) test_draw_part(source + m * part, &it, number, own, m);
-    struct spec spec = {.job = {.ring = &member->ring, .total = it.total, .dtype = it.dtype, .direct = 1, .kind = kind,
-                                .root = root, .stage = 1.0, .prescale = 1.0, .factor = 1.0},
+    struct part sent[num_members], received[num_members];
+    for (int m = 0; m < num_members; m++) {
+        int64_t bytes = (int64_t)part;
+        sent[m] = (struct part){divided ? m * bytes : 0, kind == BROADCAST && own != root ? 0 : bytes};
+        received[m] = (struct part){spread ? m * bytes : 0, kind != BROADCAST || (m == root && own != root) ? bytes : 0};
+    }
+    struct spec spec = {.job = {.ring = &member->ring, .total = it.total, .what = test_numbers(&it), .direct = 1,
+                                .divided = divided, .stage = 1.0},
                         .digest = {(uint8_t)it.dtype, (uint8_t)kind}};
-    int64_t pieces = (it.total + most(&spec.job) - 1) / most(&spec.job);
+    if (kind != REDUCE_SCATTER) {
+        spec.job.sent = sent, spec.job.received = received;
+        spec.job.total = (int64_t)part, spec.job.what.dtype = I8;
+    }
+    int64_t pieces = (spec.job.total + most(&spec.job) - 1) / most(&spec.job);
     spec.staged = pieces == 1;
     struct repeated *call = &member->repeated;
     call->spec = &spec, call->source = source, call->out = out, call->step = member->step + 1;

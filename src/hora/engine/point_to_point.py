@@ -107,7 +107,6 @@ class _Ring:
         native = library()
         assert native is not None
         self._native = native
-        self._move = native.pipe_read if receives else native.pipe_write
         self._counters = (written, read) = (
             Counter(segment.memory, offset),
             Counter(segment.memory, offset + 2 * LINE_BYTES),
@@ -126,7 +125,7 @@ class _Ring:
         if not self.busy.acquire(False):
             return 0
         try:
-            return int(self._move(self._pipe_at, address, count))
+            return int(self._native.pipe_move(self._pipe_at, address, count, self._call.receives))
         finally:
             self.busy.release()
 

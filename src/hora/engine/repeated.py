@@ -27,18 +27,17 @@ from hora.engine.negotiation.shared_memory import SharedMemoryNegotiation
 from hora.engine.queue import OperationQueue
 from hora.engine.request import DTYPES, ITEM_BYTES, KINDS, GoOn, Kind, Request, Signature
 from hora.engine.shm.counters import SLICE_NS
-from hora.engine.shm.native import CALL, CALL_AT, DTYPE_NUMBERS, NOTHING, SHORT_BYTES, Repeated, Spec, Sum, library
+from hora.engine.shm.native import CALL, CALL_AT, SHORT_BYTES, Repeated, Spec, Sum, library
 from hora.engine.transport.arithmetic import arithmetic_of, staged
 from hora.engine.transport.cuda import CudaTransport
 from hora.engine.transport.cuda_staging import PinnedStage, copy_to_gpu
-from hora.engine.transport.shm import ShmTransport
+from hora.engine.transport.shm import MOVE, ShmTransport, equal_parts, parts_array
 from hora.telemetry.meters import meter
 
 _WAITING, _DONE, _MOVING = 0, 1, 2  # enum state of repeated.h
 _UNSETTLED = (_WAITING, _MOVING)
 _pack = CALL.pack_into
 _clock = time.perf_counter
-_MOVE = Sum(DTYPE_NUMBERS[torch.uint8], 1.0, NOTHING, 1.0)  # for bytes that are moved, not reduced
 _TOKEN = ("uint8",), ((1,),)  # dtype and shape of the tensor that a barrier reduces
 
 
@@ -60,17 +59,20 @@ class CallPlan:
         short = self.num_bytes <= SHORT_BYTES
         self.call, self.slice_ns = (path.short_call, 0) if short else (path.call, SLICE_NS)
         self.stage = None if signature.device == "cpu" else PinnedStage(count, dtype)
-        self._root = path.member_of(signature.root)
-        self._count = count // size if self.kind in (Kind.ALLTOALL, Kind.REDUCESCATTER) else count
-        self._item_bytes = ITEM_BYTES[name]
+        self._divided = self.kind in (Kind.ALLTOALL, Kind.REDUCESCATTER)
+        self._count, self._item_bytes = count // size if self._divided else count, ITEM_BYTES[name]
         self._what: tuple[Sum, float] | None = None
+        self._parts: list[ctypes.Array[ctypes.c_int64]] = []
         if self.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER) and not is_barrier:
             arithmetic = arithmetic_of(staged(signature.reduce, dtype, size), dtype, size)
             if arithmetic.sum is not None and arithmetic.stage is not None:
                 self._what = arithmetic.sum, arithmetic.stage
         else:
-            self._what = _MOVE, 1.0
+            self._what = MOVE, 1.0
             self._count, self._item_bytes = self._count * self._item_bytes, 1
+            if not is_barrier:
+                parts = equal_parts(self.kind, path.member_of(signature.root), self.slots.member, size, self._count)
+                self._parts = [parts_array(some) for some in parts]
         self._specs: list[Spec] = []
         self.prepare()
 
@@ -84,9 +86,12 @@ class CallPlan:
         num_rings, address, num_steps, is_staged = self.slots.num_rings, 0, 0, False
         if self._what is not None and self._count and transport.has_room(self.num_bytes):
             direct = self.kind is not Kind.ALLREDUCE or transport.is_direct(self.num_bytes)
+            what, stage = self._what
             job, num_steps = self.slots.ring.job(
-                self.kind, self._root, self._count, *self._what, item_bytes=self._item_bytes, direct=direct
+                self._count, self._item_bytes, what, direct=direct, divided=self._divided, stage=stage
             )
+            if self._parts:
+                job.sent, job.received = map(ctypes.addressof, self._parts)
             digest = (ctypes.c_uint8 * 16)(*self.digest)
             spec = Spec(job=job, digest=digest, staged=direct and num_steps == 1)
             self._specs.append(spec)  # the native part may still use the old ring

@@ -157,18 +157,12 @@ class Counters:
 
         `check_alive` raises if waiting is pointless.
         """
-        return self._until(self._native.meet, value, check_alive, what) == _ONE_HAS_JOINED
-
-    def wait(self, value: int, check_alive: Callable[[], None], *, what: str) -> None:
-        """Like `meet`, without publishing."""
-        self._until(self._native.wait, value, check_alive, what)
-
-    def _until(self, come: Callable[..., int], value: int, check_alive: Callable[[], None], what: str) -> int:
-        return wait_until(
-            lambda: come(self._group_at, value, self._late_at, SLICE_NS),
+        found = wait_until(
+            lambda: self._native.meet(self._group_at, value, self._late_at, SLICE_NS),
             check_alive,
             lambda: f"member {', '.join(map(str, self.missing(value)))} in {what}",
         )
+        return found == _ONE_HAS_JOINED
 
     def missing(self, value: int) -> list[int]:
         """Return the members that have not reached this number."""

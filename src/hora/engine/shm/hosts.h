@@ -44,11 +44,6 @@ struct hosts { /* the member's position, and the memory and streams that it uses
     struct spin_policy patience;
 };
 
-struct numbers { /* arithmetic */
-    double prescale, factor;
-    int32_t dtype, finish;
-};
-
 struct hosts_job {
     struct hosts *hosts;
     const char *const *inputs; /* per tensor; for resident data per member */
@@ -275,11 +270,6 @@ static char *combined_place(const struct hosts_job *job, int64_t index, struct s
 
 /* Arithmetic. */
 
-static void add_up(const struct numbers *what, int k, const void *const *operands, void *out, int64_t count) {
-    sum((enum dtype)what->dtype, k, operands, out, 0, (size_t)count, what->prescale, (enum finish)what->finish,
-        what->factor);
-}
-
 /* Half precision, with each host multiplied by its weight. */
 static void add_up_weighted(const struct numbers *what, const float *weights, int k, const void *const *operands, void *out,
                             int64_t count) {
@@ -424,7 +414,7 @@ static int combine_half(struct hosts_job *job, int64_t index) {
         if (job->kind == SCATTER) {
             from = ring_room(hosts, OURS, index) + h * job->most * size;
             stage_operands(job, span, operands);
-            add_up(&job->inside, hosts->num_local, operands, from, span.count);
+            sum(&job->inside, hosts->num_local, operands, from, 0, (size_t)span.count);
         }
         if (h == hosts->host) continue;
         enqueue(&hosts->outgoing[h], from, span.count * size);
@@ -447,7 +437,7 @@ static int combine(struct hosts_job *job, int64_t index) {
         operands[m] = input_of(hosts, job->first + index, m, hosts->member);
     if (own) operands[hosts->member] = own;
     char *ours = combined_place(job, index, span), *coded = ring_room(hosts, CODED, job->first + index);
-    if (ours != own) add_up(&job->inside, hosts->num_local, operands, ours, span.count);
+    if (ours != own) sum(&job->inside, hosts->num_local, operands, ours, 0, (size_t)span.count);
     if (job->code) {
         float *lost = take_lost(job, span);
         for (int h = 0; h < (job->two_steps ? hosts->num_hosts : 1); h++) {
@@ -535,7 +525,7 @@ static void add_up_hosts(const struct hosts_job *job, const void *const *operand
     if (job->weights)
         add_up_weighted(&job->between, job->weights, job->hosts->num_hosts, operands, out, count);
     else
-        add_up(&job->between, job->hosts->num_hosts, operands, out, count);
+        sum(&job->between, job->hosts->num_hosts, operands, out, 0, (size_t)count);
 }
 
 /* Receive and combine the other hosts' data for this host's elements (SCATTER), or receive their elements for all members of
@@ -624,7 +614,7 @@ static int receive_rest(struct hosts_job *job, int64_t index, long slice_ns) {
             float *numbers = (float *)(void *)result + part.begin;
             if (h != hosts->host) decode(job->code, theirs_of(hosts, h), numbers, part.count);
             const void *same = numbers;
-            if (job->last.finish != NOTHING) add_up(&job->last, 1, &same, numbers, part.count);
+            if (job->last.finish != NOTHING) sum(&job->last, 1, &same, numbers, 0, (size_t)part.count);
         }
     }
     complete_slice(job, index, span);

@@ -37,16 +37,14 @@ static int64_t available(const struct pipe *pipe) { return value_of(pipe->writte
 
 static int64_t space(const struct pipe *pipe) { return pipe->num_bytes - available(pipe); }
 
-static void copy_in(const struct pipe *pipe, int64_t at, const char *from, int64_t count) {
-    int64_t begin = at % pipe->num_bytes, first = pipe->num_bytes - begin < count ? pipe->num_bytes - begin : count;
-    memcpy(pipe->bytes + begin, from, (size_t)first);
-    memcpy(pipe->bytes, from + first, (size_t)(count - first));
-}
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static void copy_out(const struct pipe *pipe, int64_t at, char *to, int64_t count) {
-    int64_t begin = at % pipe->num_bytes, first = pipe->num_bytes - begin < count ? pipe->num_bytes - begin : count;
-    memcpy(to, pipe->bytes + begin, (size_t)first);
-    memcpy(to + first, pipe->bytes, (size_t)(count - first));
+/* Copy bytes to the ring, or from it to `memory`. */
+static void copy_bytes(const struct pipe *pipe, int64_t at, char *memory, int64_t count, int out) {
+    int64_t begin = at % pipe->num_bytes, first = least(pipe->num_bytes - begin, count);
+    char *here = pipe->bytes + begin;
+    memcpy(out ? memory : here, out ? here : memory, (size_t)first);
+    memcpy(out ? memory + first : pipe->bytes, out ? pipe->bytes : memory + first, (size_t)(count - first));
 }
 
 static void note_given(const struct pipe *pipe, int64_t at, int64_t count) {
@@ -60,39 +58,28 @@ static void note_taken(const struct pipe *pipe, int64_t at, int64_t count) {
     if (value_of(pipe->written) - at == pipe->num_bytes) ring_bell(pipe);
 }
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-/* Write as many bytes as there is room for; return their number. */
-int64_t hora_pipe_write(const struct pipe *pipe, const char *from, int64_t count) {
+/* Write as many bytes as there is room for, or read the available ones; return their number. */
+int64_t hora_pipe_move(const struct pipe *pipe, char *memory, int64_t count, int receives) {
     int64_t done = 0, some;
-    while ((some = least(least(count - done, space(pipe)), MOST_AT_ONCE)) > 0) {
-        int64_t at = *pipe->written;
-        copy_in(pipe, at, from + done, some);
-        note_given(pipe, at, some);
-        done += some;
-    }
-    return done;
-}
-
-/* Read the available bytes; return their number. */
-int64_t hora_pipe_read(const struct pipe *pipe, char *to, int64_t count) {
-    int64_t done = 0, some;
-    while ((some = least(least(count - done, available(pipe)), MOST_AT_ONCE)) > 0) {
-        int64_t at = *pipe->read;
-        copy_out(pipe, at, to + done, some);
-        note_taken(pipe, at, some);
+    while ((some = least(least(count - done, receives ? available(pipe) : space(pipe)), MOST_AT_ONCE)) > 0) {
+        int64_t at = receives ? *pipe->read : *pipe->written;
+        copy_bytes(pipe, at, memory + done, some, receives);
+        if (receives)
+            note_taken(pipe, at, some);
+        else
+            note_given(pipe, at, some);
         done += some;
     }
     return done;
 }
 
 /* Send a whole message or none of it; return whether it was sent. */
-int hora_try_send(const struct message *it) {
+int hora_try_send(struct message *it) {
     const struct pipe *pipe = it->pipe;
     int64_t at = *pipe->written, num_bytes = it->header.num_bytes;
     if (space(pipe) < HEAD_BYTES + num_bytes) return 0;
-    copy_in(pipe, at, (const char *)&it->header, HEAD_BYTES);
-    copy_in(pipe, at + HEAD_BYTES, it->data, num_bytes);
+    copy_bytes(pipe, at, (char *)&it->header, HEAD_BYTES, 0);
+    copy_bytes(pipe, at + HEAD_BYTES, it->data, num_bytes, 0);
     note_given(pipe, at, HEAD_BYTES + num_bytes);
     return 1;
 }
@@ -101,7 +88,7 @@ int hora_try_send(const struct message *it) {
 static int comes_next(const struct pipe *pipe, const struct header *header) {
     struct header found;
     if (available(pipe) < HEAD_BYTES) return 0;
-    copy_out(pipe, *pipe->read, (char *)&found, HEAD_BYTES);
+    copy_bytes(pipe, *pipe->read, (char *)&found, HEAD_BYTES, 1);
     return memcmp(&found, header, sizeof found) ? -1 : 1;
 }
 
@@ -132,7 +119,7 @@ int hora_try_receive(const struct message *it) {
         return 0;
     }
     if (comes_next(pipe, &it->header) != 1 || available(pipe) < HEAD_BYTES + num_bytes) return 0;
-    copy_out(pipe, at + HEAD_BYTES, it->data, num_bytes);
+    copy_bytes(pipe, at + HEAD_BYTES, it->data, num_bytes, 1);
     note_taken(pipe, at, HEAD_BYTES + num_bytes);
     return 1;
 }
@@ -147,13 +134,11 @@ static int64_t move_some(struct message *it) {
             note_taken(it->pipe, *it->pipe->read, HEAD_BYTES);
             it->moved = HEAD_BYTES;
         } else {
-            it->moved += hora_pipe_write(it->pipe, (const char *)&it->header + it->moved, HEAD_BYTES - it->moved);
+            it->moved += hora_pipe_move(it->pipe, (char *)&it->header + it->moved, HEAD_BYTES - it->moved, 0);
         }
     }
     int64_t done = it->moved - HEAD_BYTES, left = it->header.num_bytes - done;
-    if (done >= 0 && left > 0)
-        it->moved += it->receives ? hora_pipe_read(it->pipe, it->data + done, left)
-                                  : hora_pipe_write(it->pipe, it->data + done, left);
+    if (done >= 0 && left > 0) it->moved += hora_pipe_move(it->pipe, it->data + done, left, it->receives);
     return it->moved - before;
 }
 

@@ -24,9 +24,8 @@
 
 unsigned hora_source_checksum(void) { return SOURCE_CHECKSUM; }
 
-void hora_reduce(int dtype, int k, const void *const *operands, void *out, size_t count, double prescale, int how,
-                 double factor) {
-    sum((enum dtype)dtype, k, operands, out, 0, count, prescale, (enum finish)how, factor);
+void hora_reduce(const struct numbers *what, int k, const void *const *operands, void *out, size_t count) {
+    sum(what, k, operands, out, 0, count);
 }
 
 /* Counters (counters.py): 64 bits with one writer. A wait spins on the word for a while, then sleeps on its low half. */
@@ -177,11 +176,15 @@ int hora_meet(struct group *group, int64_t value, int32_t *late, long slice_ns) 
 /* A collective through the slots of a ring (transport/shm.py defines steps, depth, and the lead that a member may have). The
  * tensors of an allreduce form one row of elements, and one piece of the row at a time goes through a slot. `direct`: each
  * member reduces all slots into its own output. Otherwise member m reduces slice m into a common result, which all members copy
- * out `lag` steps later. The other kinds have one tensor, of which `total` elements go to or come from each member, and are
- * direct.
+ * out `lag` steps later. The other collectives have one tensor and are direct. A reduce-scatter has `total` elements for each
+ * member, in a slot that is `divided` among them. A job with parts only moves bytes: member m gets `sent[m]` in a divided slot,
+ * or all members get `sent` of this member, and member m sends `received[m]`.
  */
 enum { LINE = 64 };
-enum collective { ALL_REDUCE, ALL_GATHER, BROADCAST, ALL_TO_ALL, REDUCE_SCATTER }; /* numbered as in request.py */
+
+struct part { /* of the tensor: bytes */
+    int64_t at, num_bytes;
+};
 
 struct ring {
     char *slots, *results; /* member 0's slot for step 0; the common results */
@@ -195,11 +198,12 @@ struct job {
     const void *const *inputs; /* of each tensor */
     void *const *outputs;
     const int64_t *counts; /* elements of each tensor */
+    const struct part *sent, *received; /* per member; NULL for a reduction */
     int64_t total, first_step, lag;
     int64_t filled, drained; /* steps done so far: an interrupted job continues from here */
-    int32_t dtype, finish, direct, late; /* `late`: the member that the last wait missed */
-    int32_t kind, root;                  /* `root`: the sender of a broadcast */
-    double stage, prescale, factor; /* `stage`: factor applied on the way into a slot */
+    struct numbers what;
+    double stage; /* factor applied on the way into a slot */
+    int32_t direct, divided, late; /* `late`: the member that the last wait missed */
     int64_t put_part, put_offset, take_part, take_offset; /* positions of both ends in the tensors */
 };
 
@@ -207,16 +211,13 @@ static char *slot(const struct ring *ring, int member, int64_t step) {
     return ring->slots + ((int64_t)member * ring->depth + step % ring->depth) * ring->slot_bytes;
 }
 
-/* Return whether a slot is divided because each member receives different data. */
-static int divides(const struct job *job) { return job->kind == ALL_TO_ALL || job->kind == REDUCE_SCATTER; }
-
 static int64_t share_bytes(const struct job *job) {
     const struct ring *ring = job->ring;
-    return divides(job) ? ring->slot_bytes / ring->group.num_members / LINE * LINE : ring->slot_bytes;
+    return job->divided ? ring->slot_bytes / ring->group.num_members / LINE * LINE : ring->slot_bytes;
 }
 
 /* Return the number of elements of every piece but the last. */
-static int64_t most(const struct job *job) { return share_bytes(job) / (int64_t)item_bytes[job->dtype]; }
+static int64_t most(const struct job *job) { return share_bytes(job) / (int64_t)item_bytes[job->what.dtype]; }
 
 static int64_t piece(const struct job *job, int64_t index) {
     int64_t full = most(job), left = job->total - index * full;
@@ -224,11 +225,11 @@ static int64_t piece(const struct job *job, int64_t index) {
 }
 
 static void put(struct job *job, char *to, int64_t count) {
-    int64_t size = (int64_t)item_bytes[job->dtype];
+    int64_t size = (int64_t)item_bytes[job->what.dtype];
     while (count) {
         int64_t n = job->counts[job->put_part] - job->put_offset;
         if (n > count) n = count;
-        stage((enum dtype)job->dtype, (const char *)job->inputs[job->put_part] + job->put_offset * size, to, (size_t)n,
+        stage((enum dtype)job->what.dtype, (const char *)job->inputs[job->put_part] + job->put_offset * size, to, (size_t)n,
               job->stage);
         to += n * size;
         count -= n;
@@ -240,7 +241,7 @@ static void put(struct job *job, char *to, int64_t count) {
 /* Copy the reduction of all members' slots, or the common result, to the outputs. */
 static void take(struct job *job, int64_t step, int64_t count) {
     const struct ring *ring = job->ring;
-    int64_t size = (int64_t)item_bytes[job->dtype], done = 0;
+    int64_t size = (int64_t)item_bytes[job->what.dtype], done = 0;
     const void *operands[ring->group.num_members];
     while (done < count) {
         int64_t n = job->counts[job->take_part] - job->take_offset;
@@ -248,9 +249,8 @@ static void take(struct job *job, int64_t step, int64_t count) {
         char *out = (char *)job->outputs[job->take_part] + job->take_offset * size;
         if (job->direct) {
             for (int m = 0; m < ring->group.num_members; m++) operands[m] = slot(ring, m, step) + done * size;
-            sum_with_own((enum dtype)job->dtype, ring->group.num_members, operands, ring->group.member,
-                         (const char *)job->inputs[job->take_part] + job->take_offset * size, out, (size_t)n, job->stage,
-                         job->prescale, (enum finish)job->finish, job->factor);
+            sum_with_own(&job->what, ring->group.num_members, operands, ring->group.member,
+                         (const char *)job->inputs[job->take_part] + job->take_offset * size, out, (size_t)n, job->stage);
         } else {
             memcpy(out, ring->results + step % ring->depth * ring->slot_bytes + done * size, (size_t)(n * size));
         }
@@ -260,27 +260,32 @@ static void take(struct job *job, int64_t step, int64_t count) {
     }
 }
 
-static const char *input_at(const struct job *job, int64_t element) {
-    return (const char *)job->inputs[0] + element * (int64_t)item_bytes[job->dtype];
+static char *input_at(const struct job *job, int64_t byte) { return (char *)((uintptr_t)job->inputs[0] + (uintptr_t)byte); }
+
+/* Return the number of bytes in a piece of a part. */
+static size_t piece_bytes(const struct job *job, const struct part *part, int64_t index) {
+    int64_t full = share_bytes(job), left = part->num_bytes - index * full;
+    return (size_t)(left < 0 ? 0 : left < full ? left : full);
 }
 
 /* Copy the part of a piece that others read into this member's slot. */
 static void fill_slot(struct job *job, int64_t index) {
     const struct ring *ring = job->ring;
     int own = ring->group.member, num_members = ring->group.num_members;
-    int64_t count = piece(job, index), at = index * most(job), share = share_bytes(job);
+    int64_t count = piece(job, index), size = (int64_t)item_bytes[job->what.dtype], share = share_bytes(job);
     char *to = slot(ring, own, job->first_step + index);
-    if (job->kind == ALL_REDUCE) {
+    if (!job->sent && !job->divided) {
         put(job, to, count);
-    } else if (!divides(job)) {
-        if (job->kind != BROADCAST || own == job->root)
-            memcpy(to, input_at(job, at), (size_t)count * item_bytes[job->dtype]);
-    } else {
-        int all = job->kind == REDUCE_SCATTER &&
-                  !sums_source((enum dtype)job->dtype, num_members, job->stage, (enum finish)job->finish);
-        for (int m = 0; m < num_members; m++)
-            if (m != own || all)
-                stage((enum dtype)job->dtype, input_at(job, m * job->total + at), to + m * share, (size_t)count, job->stage);
+        return;
+    }
+    int staged = job->stage != 1.0 && !sums_staged_source(&job->what, num_members); /* a reduce-scatter reads its own slot */
+    for (int m = 0; m < num_members; m++) {
+        if (job->sent && (m == own) != job->divided)
+            memcpy(to + (job->divided ? m * share : 0), input_at(job, job->sent[m].at + index * share),
+                   piece_bytes(job, &job->sent[m], index));
+        if (!job->sent && (m != own || staged))
+            stage((enum dtype)job->what.dtype, input_at(job, (m * job->total + index * most(job)) * size), to + m * share,
+                  (size_t)count, job->stage);
     }
 }
 
@@ -288,25 +293,21 @@ static void fill_slot(struct job *job, int64_t index) {
 static void empty_slots(struct job *job, int64_t index) {
     const struct ring *ring = job->ring;
     int own = ring->group.member, num_members = ring->group.num_members;
-    int64_t step = job->first_step + index, count = piece(job, index), size = (int64_t)item_bytes[job->dtype];
-    if (job->kind == ALL_REDUCE) {
-        take(job, step, count);
-        return;
-    }
-    int64_t at = index * most(job), own_at = divides(job) ? own * job->total + at : at;
-    int64_t in_slot = divides(job) ? own * share_bytes(job) : 0;
-    char *out = (char *)job->outputs[0] + at * size;
+    int64_t step = job->first_step + index, share = share_bytes(job), size = (int64_t)item_bytes[job->what.dtype];
     const void *from[num_members];
-    for (int m = 0; m < num_members; m++) from[m] = slot(ring, m, step) + in_slot;
-    if (job->kind == REDUCE_SCATTER) {
-        sum_with_own((enum dtype)job->dtype, num_members, from, own, input_at(job, own_at), out, (size_t)count, job->stage,
-                     job->prescale, (enum finish)job->finish, job->factor);
-    } else if (job->kind == BROADCAST) {
-        if (own != job->root) memcpy(out, from[job->root], (size_t)(count * size));
+    for (int m = 0; m < num_members; m++) from[m] = slot(ring, m, step) + (job->divided ? own * share : 0);
+    if (job->sent) {
+        from[own] = input_at(job, job->sent[own].at + index * share);
+        for (int m = 0; m < num_members; m++) {
+            void *out = (void *)((uintptr_t)job->outputs[0] + (uintptr_t)(job->received[m].at + index * share));
+            if (from[m] != out) memcpy(out, from[m], piece_bytes(job, &job->received[m], index));
+        }
+    } else if (job->divided) {
+        int64_t at = index * most(job) * size;
+        sum_with_own(&job->what, num_members, from, own, input_at(job, own * job->total * size + at),
+                     (char *)job->outputs[0] + at, (size_t)piece(job, index), job->stage);
     } else {
-        from[own] = input_at(job, own_at);
-        for (int m = 0; m < num_members; m++, out += job->total * size)
-            if (from[m] != out) memcpy(out, from[m], (size_t)(count * size));
+        take(job, step, piece(job, index));
     }
 }
 
@@ -324,8 +325,8 @@ static void reduce_own_slice(struct job *job, int64_t step, int64_t count) {
     int64_t begin, end;
     own_slice(ring, count, &begin, &end);
     for (int m = 0; m < ring->group.num_members; m++) operands[m] = slot(ring, m, step);
-    sum((enum dtype)job->dtype, ring->group.num_members, operands, ring->results + step % ring->depth * ring->slot_bytes,
-        (size_t)begin, (size_t)(end - begin), job->prescale, (enum finish)job->finish, job->factor);
+    sum(&job->what, ring->group.num_members, operands, ring->results + step % ring->depth * ring->slot_bytes, (size_t)begin,
+        (size_t)(end - begin));
 }
 
 /* Return whether the job is done; 0 after a slice of time: recheck the status and call again. */
@@ -351,13 +352,11 @@ int hora_collective(struct job *job, long slice_ns) {
 }
 
 /* Sum the data at `data[m]` of every member m, from element `begin` on, into all of them. */
-void hora_reduce_everywhere(int dtype, int k, char *const *data, int64_t begin, int64_t count, double prescale, int how,
-                            double factor) {
-    int64_t size = (int64_t)item_bytes[dtype], end = begin + count;
+void hora_reduce_everywhere(const struct numbers *what, int k, char *const *data, int64_t begin, int64_t count) {
+    int64_t size = (int64_t)item_bytes[what->dtype], end = begin + count;
     for (int64_t at = begin; at < end; at += BLOCK) {
         int64_t n = end - at < BLOCK ? end - at : BLOCK;
-        sum((enum dtype)dtype, k, (const void *const *)data, data[0], (size_t)at, (size_t)n, prescale, (enum finish)how,
-            factor);
+        sum(what, k, (const void *const *)data, data[0], (size_t)at, (size_t)n);
         for (int m = 1; m < k; m++) memcpy(data[m] + at * size, data[0] + at * size, (size_t)(n * size));
     }
 }

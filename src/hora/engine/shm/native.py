@@ -102,15 +102,22 @@ class RingStruct(ctypes.Structure):
     )
 
 
+class Numbers(ctypes.Structure):
+    """A `Sum` for native.c: `struct numbers`."""
+
+    _fields_ = (*fields("double prescale factor"), *fields("int32 dtype finish"))
+
+
 class Job(ctypes.Structure):
     """A collective through a ring, and its progress: `struct job`."""
 
     _fields_ = (
         ("ring", ctypes.POINTER(RingStruct)),
-        *fields("pointer inputs outputs counts"),
+        *fields("pointer inputs outputs counts sent received"),
         *fields("int64 total first_step lag filled drained"),
-        *fields("int32 dtype finish direct late kind root"),
-        *fields("double stage prescale factor"),
+        ("what", Numbers),
+        *fields("double stage"),
+        *fields("int32 direct divided late"),
         *fields("int64 put_part put_offset take_part take_offset"),
     )
 
@@ -169,10 +176,10 @@ class Sum(NamedTuple):
     `how` they are finished: 0 not at all, 1 times the factor, 2 divided by it.
     """
 
-    dtype_number: int
     prescale: float
-    how: int
     factor: float
+    dtype_number: int
+    how: int
 
 
 def _source_checksum() -> int:
@@ -189,15 +196,15 @@ class Library:
             raise OSError(f"{path.name} was built from another source: build it anew with `pip install -e .`")
         self.has_float16 = bool(long.hora_has_f16())
         # Functions that wait release the GIL (`long`). What only takes a moment keeps it (`short`).
-        reduce = "int32 int32 pointer pointer int64 double int32 double"
+        reduce = "pointer int32 pointer pointer int64"
         self._long_reduce, self._short_reduce = (_function(kind, "reduce", reduce) for kind in (long, short))
-        self._everywhere = _function(long, "reduce_everywhere", "int32 int32 pointer int64 int64 double int32 double")
+        self._everywhere = _function(long, "reduce_everywhere", "pointer int32 pointer int64 int64")
         # 0 after a slice of time without completion: call again.
         self.collective = _function(long, "collective", "pointer int64", "int32")
         self.between_hosts = _function(long, "between_hosts", "pointer int64", "int32")
         # 1: all members have arrived, 2: and one has joined, 0: a member is missing.
-        self.wait, self.meet, self.wait_change = (
-            _function(long, name, "pointer int64 pointer int64", "int32") for name in ("wait", "meet", "wait_change")
+        self.meet, self.wait_change = (
+            _function(long, name, "pointer int64 pointer int64", "int32") for name in ("meet", "wait_change")
         )
         self.publish, self.wake = _function(short, "publish", "pointer int64"), _function(short, "wake", "pointer")
         self.fence, self.nudge = _function(short, "fence", ""), _function(short, "nudge", "pointer")
@@ -206,9 +213,7 @@ class Library:
         self.repeated, self.short_repeated = (
             _function(kind, "repeated", "pointer int64", "int32") for kind in (long, short)
         )
-        self.pipe_write, self.pipe_read = (
-            _function(long, name, "pointer pointer int64", "int64") for name in ("pipe_write", "pipe_read")
-        )
+        self.pipe_move = _function(long, "pipe_move", "pointer pointer int64 int32", "int64")
         self.message = _function(long, "message", "pointer int64", "int32")
         self.try_send, self.short_try_send = (_function(kind, "try_send", "pointer", "int32") for kind in (long, short))
         self.try_receive = _function(long, "try_receive", "pointer", "int32")
@@ -224,16 +229,14 @@ class Library:
         """
         num_operands, pointers = len(operands), addresses(operands)
         call = self._short_reduce if out.nbytes <= SHORT_BYTES else self._long_reduce
-        number, prescale, how, factor = what
-        return partial(call, number, num_operands, pointers, out.data_ptr(), out.numel(), prescale, how, factor)
+        return partial(call, ctypes.pointer(Numbers(*what)), num_operands, pointers, out.data_ptr(), out.numel())
 
     def reduction_everywhere(
         self, what: Sum, members: Sequence[torch.Tensor], begin: int, end: int
     ) -> Callable[[], None]:
         """Return a function that sums elements `begin` to `end` of all members' flat tensors into all of them."""
         pointers = addresses(members)
-        number, prescale, how, factor = what
-        return partial(self._everywhere, number, len(members), pointers, begin, end - begin, prescale, how, factor)
+        return partial(self._everywhere, ctypes.pointer(Numbers(*what)), len(members), pointers, begin, end - begin)
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:

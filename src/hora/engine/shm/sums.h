@@ -22,6 +22,14 @@ enum finish { NOTHING, MULTIPLY, DIVIDE };
 
 static const size_t item_bytes[] = {4, 8, 2, 2, 1, 2, 4, 8};
 
+/* The arithmetic of a sum: `prescale` for half precision only, and the factor by which the sum is finished. Integers have
+ * neither.
+ */
+struct numbers {
+    double prescale, factor;
+    int32_t dtype, finish;
+};
+
 /* Return whether this processor converts 16-bit floats as torch does. */
 int hora_has_f16(void) {
 #if defined(__x86_64__)
@@ -150,21 +158,20 @@ WIDEST static void divide(float *numbers, size_t count, float by) {
     for (size_t i = 0; i < count; i++) numbers[i] /= by;
 }
 
-static void sum_halves(enum dtype dtype, int k, const void *const *operands, void *to, size_t from, size_t count,
-                       double prescale, enum finish how, double factor) {
-    void (*widen)(const uint16_t *, float *, size_t) = dtype == F16 ? widen_f16 : widen_bf16;
-    void (*to_half)(const float *, uint16_t *, size_t) = dtype == F16 ? round_f16 : round_bf16;
+static void sum_halves(const struct numbers *what, int k, const void *const *operands, void *to, size_t from, size_t count) {
+    void (*widen)(const uint16_t *, float *, size_t) = what->dtype == F16 ? widen_f16 : widen_bf16;
+    void (*to_half)(const float *, uint16_t *, size_t) = what->dtype == F16 ? round_f16 : round_bf16;
     float sums[BLOCK], next[BLOCK];
     for (size_t at = from; at < from + count; at += BLOCK) {
         size_t n = from + count - at < BLOCK ? from + count - at : BLOCK;
         for (int m = 0; m < k; m++) {
             float *wide = m ? next : sums;
             widen((const uint16_t *)operands[m] + at, wide, n);
-            if (prescale != 1.0) scale(wide, n, (float)prescale);
+            if (what->prescale != 1.0) scale(wide, n, (float)what->prescale);
             if (m) add(sums, next, n);
         }
-        if (how == MULTIPLY) scale(sums, n, (float)factor);
-        if (how == DIVIDE) divide(sums, n, (float)factor);
+        if (what->finish == MULTIPLY) scale(sums, n, (float)what->factor);
+        if (what->finish == DIVIDE) divide(sums, n, (float)what->factor);
         to_half(sums, (uint16_t *)to + at, n);
     }
 }
@@ -198,13 +205,14 @@ static void stage(enum dtype dtype, const void *from, void *to, size_t count, do
     else if (dtype == F64)
         scaled_f64(from, to, count, factor);
     else
-        sum_halves(dtype, 1, &from, to, 0, count, factor, NOTHING, 1);
+        sum_halves(&(struct numbers){factor, 1.0, dtype, NOTHING}, 1, &from, to, 0, count);
 }
 
-/* Sum elements [from, from + count) of k operands. Integers have no factors. */
-static void sum(enum dtype dtype, int k, const void *const *operands, void *out, size_t from, size_t count,
-               double prescale, enum finish how, double factor) {
-    switch (dtype) {
+/* Sum elements [from, from + count) of k operands. */
+static void sum(const struct numbers *what, int k, const void *const *operands, void *out, size_t from, size_t count) {
+    enum finish how = (enum finish)what->finish;
+    double factor = what->factor;
+    switch ((enum dtype)what->dtype) {
     case F32:
         if (k == 2)
             pair_f32((const float *)operands[0] + from, (const float *)operands[1] + from, (float *)out + from, count,
@@ -220,7 +228,7 @@ static void sum(enum dtype dtype, int k, const void *const *operands, void *out,
             sum_f64(k, operands, out, from, count, how, factor);
         return;
     case F16:
-    case BF16: sum_halves(dtype, k, operands, out, from, count, prescale, how, factor); return;
+    case BF16: sum_halves(what, k, operands, out, from, count); return;
     case I8: sum_i8(k, operands, out, from, count, NOTHING, 1); return;
     case I16: sum_i16(k, operands, out, from, count, NOTHING, 1); return;
     case I32: sum_i32(k, operands, out, from, count, NOTHING, 1); return;
@@ -228,21 +236,21 @@ static void sum(enum dtype dtype, int k, const void *const *operands, void *out,
     }
 }
 
-/* Return whether `sum_with_own` reads this member's numbers from its source, not from the slot. */
-static int sums_source(enum dtype dtype, int k, double stage, enum finish how) {
-    return stage == 1.0 || (k == 2 && how == NOTHING && (dtype == F32 || dtype == F64));
+/* Return whether `sum_with_own` reads this member's staged numbers from its source, not from the slot. */
+static int sums_staged_source(const struct numbers *what, int k) {
+    return k == 2 && what->finish == NOTHING && (what->dtype == F32 || what->dtype == F64);
 }
 
-/* Sum all members' slots; this member's slot holds a copy of `source`. A `source` that is overwritten must enter the cache
- * anyway, so it is read instead of the slot where possible.
+/* Sum all members' slots; this member's slot holds a copy of `source`, times `stage`. A `source` that is overwritten must enter
+ * the cache anyway, so it is read instead of the slot where possible.
  */
-static void sum_with_own(enum dtype dtype, int k, const void **operands, int own, const void *source, void *out,
-                         size_t count, double stage, double prescale, enum finish how, double factor) {
+static void sum_with_own(const struct numbers *what, int k, const void **operands, int own, const void *source, void *out,
+                         size_t count, double stage) {
     if (stage == 1.0) operands[own] = source;
-    if (stage != 1.0 && k == 2 && how == NOTHING && dtype == F32)
+    if (stage == 1.0 || !sums_staged_source(what, k))
+        sum(what, k, operands, out, 0, count);
+    else if (what->dtype == F32)
         pair_staged_f32(source, operands[1 - own], out, count, stage);
-    else if (stage != 1.0 && k == 2 && how == NOTHING && dtype == F64)
-        pair_staged_f64(source, operands[1 - own], out, count, stage);
     else
-        sum(dtype, k, operands, out, 0, count, prescale, how, factor);
+        pair_staged_f64(source, operands[1 - own], out, count, stage);
 }

@@ -91,7 +91,7 @@ class Arithmetic:
         if compiled is not None and sums and compiled.sums(dtype):
             how, factor = _ending(num_members if op == ReduceOp.AVERAGE else 1, postscale)
             if dtype.is_floating_point or how == NOTHING:
-                self.sum = Sum(DTYPE_NUMBERS[dtype], prescale if self._wide_prescale else 1.0, how, factor)
+                self.sum = Sum(prescale if self._wide_prescale else 1.0, factor, DTYPE_NUMBERS[dtype], how)
 
     def prepare(self, source: torch.Tensor, out: torch.Tensor) -> None:
         """Write the prescaled `source` to `out`, which may be `source`."""

@@ -17,7 +17,7 @@ import torch
 
 from hora.engine.request import Kind
 from hora.engine.shm.counters import LINE_BYTES, SLICE_NS, wait_until
-from hora.engine.shm.native import NOTHING, SpinPolicy, Sum, addresses, fields, library, new_spin_policy
+from hora.engine.shm.native import NOTHING, Numbers, SpinPolicy, Sum, addresses, fields, library, new_spin_policy
 from hora.engine.shm.segment import Segment, aligned
 from hora.engine.transport.base import AliveCheck, Tensors
 from hora.engine.transport.packing import total
@@ -111,12 +111,6 @@ class _Hosts(ctypes.Structure):
     )
 
 
-class _SumStruct(ctypes.Structure):
-    """`struct numbers`."""
-
-    _fields_ = (*fields("double prescale factor"), *fields("int32 dtype finish"))
-
-
 class _Job(ctypes.Structure):
     """`struct hosts_job`."""
 
@@ -126,9 +120,9 @@ class _Job(ctypes.Structure):
         *fields("int64 num_tensors begin end most first num_pieces"),
         *fields("pointer begins counts"),
         *fields("int64 first_owned owned"),
-        ("inside", _SumStruct),
-        ("between", _SumStruct),
-        ("last", _SumStruct),
+        ("inside", Numbers),
+        ("between", Numbers),
+        ("last", Numbers),
         *fields("double stage"),
         *fields("int32 resident code two_steps window kind check greeting"),
         *fields("int64 number"),
@@ -275,9 +269,9 @@ class NativeHosts:
             weights=ctypes.addressof(weights) if numbers.weights else None,
             num_tensors=len(starts) - 1,
             most=cut.most,
-            inside=_sum(numbers.inside),
-            between=_sum(between),
-            last=_sum(last),
+            inside=Numbers(*numbers.inside),
+            between=Numbers(*between),
+            last=Numbers(*last),
             stage=numbers.stage,
             code=_CODE_NUMBERS[numbers.code],
             two_steps=cut.two_steps,
@@ -318,10 +312,6 @@ class NativeHosts:
         """Release the memory."""
         if self._segment is not None:
             self._segment.close()
-
-
-def _sum(what: Sum) -> _SumStruct:
-    return _SumStruct(what.prescale, what.factor, what.dtype_number, what.how)
 
 
 def _integers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:

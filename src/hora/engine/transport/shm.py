@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -27,7 +27,6 @@ from hora.engine.transport.arithmetic import arithmetic_of, staged
 from hora.engine.transport.base import Membership, Tensors
 from hora.engine.transport.distributed import DistributedTransport
 from hora.engine.transport.group import PeerGroup, Work
-from hora.engine.transport.packing import move
 
 # A transport starts with small slots, because most process sets never send much, and gets large ones once. Larger
 # pieces mean fewer synchronizations, until the slots in use no longer fit the second-level cache.
@@ -50,11 +49,14 @@ class Ring:
     member may run AHEAD steps ahead: it fills and publishes s + AHEAD before it waits for s, so that a peer that is
     briefly late does not stop the others. A member that has published s has read all of s - AHEAD - 1, and one that has
     waited for s - 1 may fill s + AHEAD, because all have read its slot's last use: with DEPTH = 2 AHEAD + 2 slots no
-    second counter is needed for "I have read it". `steps` keeps that order for all operations.
+    second counter is needed for "I have read it". `hora_collective` of native.c keeps that order.
     """
 
     def __init__(self, segment: Segment, membership: Membership, slot_bytes: int) -> None:
         self._member, self._num_members, self._check_alive = member, num_members, _ = membership
+        library = native.library()
+        assert library is not None, "ranks share memory only with the native part"
+        self._library = library
         assert slot_bytes % PAGE_BYTES == 0, slot_bytes
         assert segment.num_bytes >= self.num_bytes(num_members, slot_bytes)
         self.slot_bytes = slot_bytes
@@ -70,10 +72,6 @@ class Ring:
         """Return the size of the segment that a ring needs."""
         return aligned(num_members * MEMBER_BYTES) + (num_members + 1) * DEPTH * slot_bytes
 
-    def slot(self, member: int, step: int) -> int:
-        """Return the address of the slot into which `member` writes its data for `step`."""
-        return self._counters.address + self._slots_at + (member * DEPTH + step % DEPTH) * self.slot_bytes
-
     def note(self, step: int, value: int) -> None:
         """Publish a number for the others together with this member's data for `step`."""
         self._notes[_note_at(self._member, step)] = value
@@ -82,69 +80,67 @@ class Ring:
         """Return all members' numbers of `step`, once it has been waited for."""
         return [self._notes[_note_at(member, step)] for member in range(self._num_members)]
 
-    def steps(self, num_steps: int, fill: Callable[[int, int], None], drain: Callable[[int, int], None]) -> None:
-        """Call `fill(index, step)` for this member's slot and `drain(index, step)` for all, `num_steps` times."""
-        first = self.step + 1
-        self.step += num_steps
-        filled = 0
-        for index in range(num_steps):
-            while filled < num_steps and filled <= index + AHEAD:
-                fill(filled, first + filled)
-                self._counters.publish(first + filled)
-                filled += 1
-            self._counters.wait(first + index, self._check_alive, what="shared memory")
-            drain(index, first + index)
-
     def allreduce(
-        self,
-        library: native.Library,
-        inputs: Tensors,
-        outputs: Tensors,
-        count: int,
-        what: native.Sum,
-        stage: float,
-        direct: bool,
+        self, inputs: Tensors, outputs: Tensors, count: int, what: native.Sum, stage: float, direct: bool
     ) -> None:
-        """Reduce tensors of `count` elements together with the native part, scaled by `stage` on the way."""
+        """Reduce tensors of `count` elements together, scaled by `stage` on the way."""
         sources = native.addresses(inputs)
         results = sources if outputs is inputs else native.addresses(outputs)
         counts = (ctypes.c_int64 * len(inputs))(*[tensor.numel() for tensor in inputs])
-        item_bytes = inputs[0].itemsize
-        job, num_steps = self.job(Kind.ALLREDUCE, -1, count, what, stage, item_bytes=item_bytes, direct=direct)
+        job, num_steps = self.job(count, inputs[0].itemsize, what, direct=direct, stage=stage)
         job.inputs, job.outputs = ctypes.addressof(sources), ctypes.addressof(results)
         job.counts = ctypes.addressof(counts)
+        self._run(job, num_steps)
+
+    def move(self, sent: Sequence[Part], received: Sequence[Part], most_bytes: int, *, divided: bool) -> None:
+        """Send `sent[m]` to each member m if slots are `divided`, else this member's part to all; receive likewise.
+
+        All members give the same `most_bytes`; what is longer is moved in part.
+        """
+        nowhere, parts = ctypes.c_void_p(), [parts_array(some) for some in (sent, received)]
+        job, num_steps = self.job(most_bytes, 1, MOVE, divided=divided)
+        job.inputs = job.outputs = ctypes.addressof(nowhere)  # parts begin at addresses
+        job.sent, job.received = map(ctypes.addressof, parts)
+        self._run(job, num_steps)
+
+    def _run(self, job: native.Job, num_steps: int) -> None:
         job.first_step = self.step + 1
         self.step += num_steps
         job_at = ctypes.addressof(job)
         wait_until(
-            lambda: library.collective(job_at, SLICE_NS),
+            lambda: self._library.collective(job_at, SLICE_NS),
             self._check_alive,
             lambda: f"member {job.late} in shared memory",
         )
 
     def job(
-        self, kind: Kind, root: int, count: int, what: native.Sum, stage: float, *, item_bytes: int, direct: bool
+        self,
+        count: int,
+        item_bytes: int,
+        what: native.Sum,
+        *,
+        direct: bool = True,
+        divided: bool = False,
+        stage: float = 1.0,
     ) -> tuple[native.Job, int]:
         """Describe collectives of one kind; returns how many steps of the ring each of them takes, too."""
-        divided = kind in (Kind.ALLTOALL, Kind.REDUCESCATTER)
-        share_bytes = share_of(self.slot_bytes, self._num_members) if divided else self.slot_bytes
-        num_pieces = -(-count // (share_bytes // item_bytes))
+        num_pieces = -(-count // (self.share_bytes(divided) // item_bytes))
         # A member that has published step s + AHEAD + 1 has reduced its slice of step s.
         lag = 0 if direct else AHEAD + 1 if num_pieces > AHEAD else num_pieces
         job = native.Job(
             ring=ctypes.pointer(self.description),
             total=count,
             lag=lag,
-            dtype=what.dtype_number,
-            finish=what.how,
             direct=direct,
-            kind=kind,
-            root=root,
+            divided=divided,
+            what=native.Numbers(*what),
             stage=stage,
-            prescale=what.prescale,
-            factor=what.factor,
         )
         return job, num_pieces + lag
+
+    def share_bytes(self, divided: bool) -> int:
+        """Return each member's share of a slot, which may be divided among them: `share_bytes` of native.c."""
+        return self.slot_bytes // self._num_members // LINE_BYTES * LINE_BYTES if divided else self.slot_bytes
 
     @functools.cached_property
     def description(self) -> native.RingStruct:
@@ -176,9 +172,29 @@ def _note_at(member: int, step: int) -> int:
     return (member * MEMBER_BYTES + LINE_BYTES) // 8 + step % DEPTH
 
 
-def share_of(slot_bytes: int, num_members: int) -> int:
-    """Return each member's share of a slot that is divided among them: `share_bytes` of native.c."""
-    return slot_bytes // num_members // LINE_BYTES * LINE_BYTES
+Part = tuple[int, int]  # where the bytes of a tensor begin, and their number
+NOTHING: Part = (0, 0)
+MOVE = native.Sum(1.0, 1.0, native.DTYPE_NUMBERS[torch.uint8], native.NOTHING)  # for bytes that are not reduced
+
+
+def parts_array(parts: Sequence[Part]) -> ctypes.Array[ctypes.c_int64]:
+    """Return parts as `struct part`s of native.c."""
+    return (ctypes.c_int64 * (2 * len(parts)))(*itertools.chain(*parts))
+
+
+def equal_parts(
+    kind: Kind, root: int, member: int, num_members: int, num_bytes: int, begin: int = 0
+) -> tuple[list[Part], list[Part]]:
+    """Return what a member sends and receives if all parts have `num_bytes`; `begin`: those that each member gets."""
+    each, whole = [(peer * num_bytes, num_bytes) for peer in range(num_members)], (begin, num_bytes)
+    if kind is Kind.ALLTOALL:
+        return each, each
+    if kind is Kind.ALLGATHER:
+        return [whole] * num_members, each
+    nothing = [NOTHING] * num_members
+    if member == root:
+        return [whole] * num_members, nothing
+    return nothing, [whole if peer == root else NOTHING for peer in range(num_members)]
 
 
 class ShmGroup(PeerGroup):
@@ -215,66 +231,29 @@ class ShmGroup(PeerGroup):
 
     def exchange(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Run an alltoall of separate tensors, by member."""
-        sent, received = ([_Span(each.data_ptr(), each.nbytes) for each in some] for some in (sources, targets))
-        move(received[self.member].address, *sent[self.member])
+        sent, received = ([(each.data_ptr(), each.nbytes) for each in some] for some in (sources, targets))
         # No member knows what the others send each other. So the first step carries the beginnings of everything and
         # the size of the largest part, and then all know how many steps are left.
         ring = self.ring
-        done = share_of(ring.slot_bytes, self.num_members)
-        ring.note(ring.step + 1, max(span.num_bytes for span in sent))
-        self._exchange(ring, sent, received, 1)
+        done = ring.share_bytes(divided=True)
+        ring.note(ring.step + 1, max(num_bytes for _, num_bytes in sent))
+        ring.move(sent, received, 1, divided=True)
         left = max(ring.notes(ring.step)) - done
         if left > 0:
-            ring = self.ring_for(left * self.num_members)
-            num_steps = -(-left // share_of(ring.slot_bytes, self.num_members))
-            self._exchange(
-                ring, [span.after(done) for span in sent], [span.after(done) for span in received], num_steps
-            )
-
-    def _exchange(self, ring: Ring, sent: Sequence[_Span], received: Sequence[_Span], num_steps: int) -> None:
-        """Send the first `num_steps` pieces of `sent[m]` to each other member m."""
-        share, others = share_of(ring.slot_bytes, self.num_members), {*range(self.num_members)} - {self.member}
-        sources = {peer * share: sent[peer] for peer in others}
-        results = {(peer, self.member * share): received[peer] for peer in others}
-        self._move(ring, sources, results, share, num_steps)
+            rest, gets = ([(at + done, num_bytes - done) for at, num_bytes in some] for some in (sent, received))
+            self.ring_for(left * self.num_members).move(rest, gets, left, divided=True)
 
     def start_allgather(self, output: torch.Tensor, input: torch.Tensor, counts: Sequence[int]) -> Work:
-        (own,), parts = _spans(input, [input.numel()]), _spans(output, counts)
-        if own.address != parts[self.member].address:
-            move(parts[self.member].address, *own)
-        largest = max(part.num_bytes for part in parts)
-        ring = self.ring_for(largest)
-        results = {(peer, 0): part for peer, part in enumerate(parts) if peer != self.member}
-        self._move(ring, {0: own}, results, ring.slot_bytes, -(-largest // ring.slot_bytes))
+        own, most_bytes = (input.data_ptr(), input.nbytes), max(counts) * input.itemsize
+        received = [(part.data_ptr(), part.nbytes) for part in output.split(list(counts))]
+        self.ring_for(most_bytes).move([own] * self.num_members, received, most_bytes, divided=False)
         return None, "allgather"
 
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Work:
-        (whole,) = _spans(tensor, [tensor.numel()])
-        ring, is_root = self.ring_for(whole.num_bytes), self.member == root
-        sources, results = ({0: whole}, {}) if is_root else ({}, {(root, 0): whole})
-        self._move(ring, sources, results, ring.slot_bytes, -(-whole.num_bytes // ring.slot_bytes))
+        place, num_bytes = tensor.data_ptr(), tensor.nbytes
+        parts = equal_parts(Kind.BROADCAST, root, self.member, self.num_members, num_bytes, place)
+        self.ring_for(num_bytes).move(*parts, num_bytes, divided=False)
         return None, "broadcast"
-
-    def _move(
-        self,
-        ring: Ring,
-        sources: Mapping[int, _Span],
-        results: Mapping[tuple[int, int], _Span],
-        most: int,
-        num_steps: int,
-    ) -> None:
-        """Copy pieces of `most` bytes to this member's slots, by offset, and from others', by member and offset."""
-
-        def fill(index: int, step: int) -> None:
-            for offset, span in sources.items():
-                move(ring.slot(self.member, step) + offset, *span.piece(index, most))
-
-        def drain(index: int, step: int) -> None:
-            for (peer, offset), span in results.items():
-                address, num_bytes = span.piece(index, most)
-                move(address, ring.slot(peer, step) + offset, num_bytes)
-
-        ring.steps(num_steps, fill, drain)
 
     def _wait(self, work: Any, what: str) -> None:
         """Do nothing: what has started is done."""
@@ -285,33 +264,10 @@ class ShmGroup(PeerGroup):
     discard = close
 
 
-class _Span(NamedTuple):
-    """Contiguous memory."""
-
-    address: int
-    num_bytes: int
-
-    def after(self, num_bytes: int) -> _Span:
-        return _Span(self.address + num_bytes, max(self.num_bytes - num_bytes, 0))
-
-    def piece(self, index: int, most: int) -> _Span:
-        """Return piece number `index` of `most` bytes each; empty beyond the end."""
-        return _Span(self.address + index * most, max(min(self.num_bytes - index * most, most), 0))
-
-
-def _spans(tensor: torch.Tensor, counts: Sequence[int]) -> list[_Span]:
-    """Return consecutive parts of a flat tensor with these numbers of elements."""
-    begin, size = tensor.data_ptr(), tensor.itemsize
-    return [_Span(begin + at * size, n * size) for at, n in zip(accumulate(counts, initial=0), counts, strict=False)]
-
-
 class ShmTransport(DistributedTransport):
     """`DistributedTransport` over a `ShmGroup`, except that the native part computes sums of all members at once."""
 
     def __init__(self, segment_provider: Callable[[int], Segment], membership: Membership) -> None:
-        library = native.library()
-        assert library is not None, "ranks share memory only with the native part"
-        self._library = library
         self.slots = ShmGroup(segment_provider, membership)
         super().__init__(self.slots, hosts=[range(membership.num_members)])
 
@@ -323,7 +279,7 @@ class ShmTransport(DistributedTransport):
         if what is not None and stage is not None and count:
             num_bytes = count * dtype.itemsize
             ring, direct = self.slots.ring_for(num_bytes), self.is_direct(num_bytes)
-            ring.allreduce(self._library, inputs, outputs, count, what, stage, direct)
+            ring.allreduce(inputs, outputs, count, what, stage, direct)
         else:
             super().allreduce(inputs, outputs, reduce)
 
