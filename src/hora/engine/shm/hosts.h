@@ -189,22 +189,23 @@ static int64_t size_of(const struct hosts_job *job) { return (int64_t)item_bytes
 
 struct span { int64_t begin, count; }; /* elements; none: count <= 0 */
 
-/* Return the slice of a slice leader in a piece of this job. */
-static struct span slice_of(const struct hosts_job *job, int64_t index, int leader) {
-    int64_t number = job->resident ? index : index * job->hosts->num_leaders + leader;
-    struct span span = {job->begin + number * job->most, job->most};
-    if (span.count > job->end - span.begin) span.count = job->end - span.begin;
+static struct span clipped(int64_t begin, int64_t most, int64_t end) {
+    struct span span = {begin < end ? begin : end, most};
+    if (span.count > end - span.begin) span.count = end - span.begin;
     return span;
 }
 
-/* Return the part of a slice that host h combines. */
-static struct span part_of(const struct hosts_job *job, int64_t count, int h) {
-    if (!job->two_steps) return (struct span){0, count};
+/* Return the slice of a slice leader in a piece of this job; in half an allreduce its parts count from the first element. */
+static struct span slice_of(const struct hosts_job *job, int64_t index, int leader) {
+    int64_t number = job->resident ? index : index * job->hosts->num_leaders + leader;
+    return job->kind ? (struct span){0, 1} : clipped(job->begin + number * job->most, job->most, job->end);
+}
+
+/* Return the part of a slice that host h combines; in half an allreduce, of the elements that host h owns. */
+static struct span part_of(const struct hosts_job *job, int64_t index, int64_t count, int h) {
     int64_t each = (count + job->hosts->num_hosts - 1) / job->hosts->num_hosts;
-    struct span part = {h * each, each};
-    if (part.begin > count) part.begin = count;
-    if (part.count > count - part.begin) part.count = count - part.begin;
-    return part;
+    if (job->kind) return clipped(job->begins[h] + index * job->most, job->most, job->begins[h] + job->counts[h]);
+    return job->two_steps ? clipped(h * each, each, count) : (struct span){0, count};
 }
 
 /* Return the tensor that contains this element. */
@@ -264,8 +265,8 @@ static const char *own_data(const struct hosts_job *job, struct span span) {
 static char *combined_place(const struct hosts_job *job, int64_t index, struct span span) {
     const struct numbers *inside = &job->inside;
     const char *own = own_data(job, span);
-    int as_it_is = job->hosts->num_local == 1 && inside->prescale == 1.0 && inside->finish == NOTHING && !job->code;
-    return own && as_it_is ? (char *)(uintptr_t)own : ring_room(job->hosts, OURS, job->first + index);
+    int as_it_is = !job->kind && job->hosts->num_local == 1 && inside->prescale == 1.0 && inside->finish == NOTHING;
+    return own && as_it_is && !job->code ? (char *)(uintptr_t)own : ring_room(job->hosts, OURS, job->first + index);
 }
 
 /* Arithmetic. */
@@ -378,14 +379,6 @@ static void stage_operands(const struct hosts_job *job, struct span span, const 
     }
 }
 
-/* Return this slice leader's part, in this piece, of the elements that host h owns. */
-static struct span half_of(const struct hosts_job *job, int64_t index, int h) {
-    struct span span = {job->begins[h] + index * job->most, job->counts[h] - index * job->most};
-    if (span.count > job->most) span.count = job->most;
-    if (span.count < 0) span.count = 0;
-    return span;
-}
-
 /* Copy elements that this host owns from or to their owners, if these are other members. */
 static void copy_owned(const struct hosts_job *job, struct span span, int to_owners) {
     const struct hosts *hosts = job->hosts;
@@ -401,47 +394,56 @@ static void copy_owned(const struct hosts_job *job, struct span span, int to_own
     }
 }
 
-/* Start to send each host its elements (SCATTER), or all hosts the elements that this one owns (GATHER). */
-static int combine_half(struct hosts_job *job, int64_t index) {
+/* Send this host's part of the result to all. */
+static int send_part(struct hosts_job *job, int64_t index, char *from, int64_t num_bytes) {
     const struct hosts *hosts = job->hosts;
-    int64_t size = size_of(job);
-    const void *operands[hosts->num_local];
-    struct span own = half_of(job, index, hosts->host);
-    if (job->kind == GATHER) copy_owned(job, own, 0); /* all of it will be overwritten in any case */
     for (int h = 0; h < hosts->num_hosts; h++) {
-        struct span span = job->kind == SCATTER ? half_of(job, index, h) : own;
-        char *from = (char *)(uintptr_t)job->inputs[hosts->member] + span.begin * size;
-        if (job->kind == SCATTER) {
-            from = ring_room(hosts, OURS, index) + h * job->most * size;
-            stage_operands(job, span, operands);
-            sum(&job->inside, hosts->num_local, operands, from, 0, (size_t)span.count);
-        }
         if (h == hosts->host) continue;
-        enqueue(&hosts->outgoing[h], from, span.count * size);
-        job->sent_a[index % QUEUE] = hosts->outgoing[h].num_queued;
+        enqueue(&hosts->outgoing[h], from, num_bytes);
+        job->sent_b[index % QUEUE] = hosts->outgoing[h].num_queued;
     }
     return push_all(job);
 }
 
-/* Combine this slice of all members of this host, and start to send it. */
-static int combine(struct hosts_job *job, int64_t index) {
+/* Return where a host's part is among the combined data. */
+static int64_t offset_of(const struct hosts_job *job, struct span part, int h) {
+    return (job->kind ? h * job->most : part.begin) * size_of(job);
+}
+
+/* Combine the data of all members of this host: a slice, or in half an allreduce each host's part. */
+static void combine_members(const struct hosts_job *job, int64_t index, struct span span, char *ours) {
     const struct hosts *hosts = job->hosts;
-    if (job->kind) return combine_half(job, index);
-    struct span span = slice_of(job, index, hosts->member);
-    int64_t size = size_of(job), at = 0;
-    if (span.count <= 0) return 0;
     const void *operands[hosts->num_local];
+    for (int h = 0; job->kind && h < hosts->num_hosts; h++) {
+        struct span part = part_of(job, index, span.count, h);
+        stage_operands(job, part, operands);
+        sum(&job->inside, hosts->num_local, operands, ours + offset_of(job, part, h), 0, (size_t)part.count);
+    }
+    if (job->kind) return;
     const char *own = own_data(job, span);
     if (job->resident) stage_operands(job, span, operands);
     for (int m = 0; m < hosts->num_local && !job->resident; m++)
         operands[m] = input_of(hosts, job->first + index, m, hosts->member);
     if (own) operands[hosts->member] = own;
-    char *ours = combined_place(job, index, span), *coded = ring_room(hosts, CODED, job->first + index);
     if (ours != own) sum(&job->inside, hosts->num_local, operands, ours, 0, (size_t)span.count);
+}
+
+/* Combine this slice of all members of this host, and start to send it. */
+static int combine(struct hosts_job *job, int64_t index) {
+    const struct hosts *hosts = job->hosts;
+    struct span span = slice_of(job, index, hosts->member), own_part = part_of(job, index, span.count, hosts->host);
+    int64_t size = size_of(job), at = 0;
+    if (span.count <= 0) return 0;
+    if (job->kind == GATHER) {
+        copy_owned(job, own_part, 0); /* all of it will be overwritten in any case */
+        return send_part(job, index, result_place(job, index, span) + own_part.begin * size, own_part.count * size);
+    }
+    char *ours = combined_place(job, index, span), *coded = ring_room(hosts, CODED, job->first + index);
+    combine_members(job, index, span, ours);
     if (job->code) {
         float *lost = take_lost(job, span);
         for (int h = 0; h < (job->two_steps ? hosts->num_hosts : 1); h++) {
-            struct span part = part_of(job, span.count, h);
+            struct span part = part_of(job, index, span.count, h);
             encode(job->code, (float *)(void *)ours + part.begin, lost ? lost + part.begin : NULL, coded + at, part.count);
             at += way_bytes(job, part.count);
         }
@@ -449,36 +451,35 @@ static int combine(struct hosts_job *job, int64_t index) {
     }
     at = 0;
     for (int h = 0; h < hosts->num_hosts; h++) {
-        struct span part = part_of(job, span.count, h);
-        if (h != hosts->host) enqueue(&hosts->outgoing[h], job->code ? coded + at : ours + part.begin * size, way_bytes(job, part.count));
-        if (h != hosts->host) job->sent_a[index % QUEUE] = hosts->outgoing[h].num_queued;
+        struct span part = part_of(job, index, span.count, h);
+        char *from = job->code ? coded + at : ours + offset_of(job, part, h);
         if (job->two_steps) at += way_bytes(job, part.count);
+        if (h == hosts->host) continue;
+        enqueue(&hosts->outgoing[h], from, way_bytes(job, part.count));
+        job->sent_a[index % QUEUE] = hosts->outgoing[h].num_queued;
     }
     return push_all(job);
 }
 
-/* Publish that the slice is done. */
+/* Publish that these elements are done. */
 static void complete_slice(const struct hosts_job *job, int64_t index, struct span span) {
     const struct hosts *hosts = job->hosts;
-    if (!job->resident) {
-        tell(hosts, received_by(hosts, hosts->member), job->first + index + 1);
-        return;
-    }
-    const char *result = result_place(job, index, span);
-    for (int m = 0; m < hosts->num_local; m++)
+    int64_t begin = span.begin * size_of(job);
+    if (!job->resident) tell(hosts, received_by(hosts, hosts->member), job->first + index + 1);
+    for (int m = 0; job->resident && m < hosts->num_local; m++)
         if (m != hosts->member)
-            memcpy((char *)(uintptr_t)job->inputs[m] + span.begin * size_of(job), result,
+            memcpy((char *)(uintptr_t)job->inputs[m] + begin, job->inputs[hosts->member] + begin,
                    (size_t)(span.count * size_of(job)));
 }
 
 /* Request a message from every host, once; `two_steps`' first or second step gives bytes and addresses. */
-static void ask(struct hosts_job *job, struct span span, char *result, int second) {
+static void ask(struct hosts_job *job, int64_t index, struct span span, char *result, int second) {
     const struct hosts *hosts = job->hosts;
     if (job->asked) return;
     job->asked = 1;
     for (int h = 0; h < hosts->num_hosts; h++) {
         if (h == hosts->host) continue;
-        struct span part = part_of(job, span.count, second ? h : hosts->host);
+        struct span part = part_of(job, index, span.count, second ? h : hosts->host);
         char *to = second && !job->code ? result + part.begin * size_of(job) : theirs_of(hosts, h);
         enqueue(&hosts->incoming[h], to, way_bytes(job, part.count));
     }
@@ -528,36 +529,26 @@ static void add_up_hosts(const struct hosts_job *job, const void *const *operand
         sum(&job->between, job->hosts->num_hosts, operands, out, 0, (size_t)count);
 }
 
-/* Receive and combine the other hosts' data for this host's elements (SCATTER), or receive their elements for all members of
- * this host (GATHER).
- */
-static int receive_half(struct hosts_job *job, int64_t index, long slice_ns) {
+/* Receive the other parts of the result. */
+static int receive_rest(struct hosts_job *job, int64_t index, long slice_ns) {
     const struct hosts *hosts = job->hosts;
-    int64_t size = size_of(job);
-    struct span own = half_of(job, index, hosts->host);
-    char *place = (char *)(uintptr_t)job->inputs[hosts->member];
-    const void *operands[hosts->num_hosts];
-    for (int h = 0; h < hosts->num_hosts; h++) {
-        struct span span = job->kind == SCATTER ? own : half_of(job, index, h);
-        char *to = job->kind == SCATTER ? theirs_of(hosts, h) : place + span.begin * size;
-        operands[h] = h == hosts->host ? ring_room(hosts, OURS, index) + h * job->most * size : to;
-        if (h != hosts->host && !job->asked) enqueue(&hosts->incoming[h], to, span.count * size);
+    struct span span = slice_of(job, index, hosts->member);
+    if (span.count > 0) {
+        char *result = result_place(job, index, span);
+        ask(job, index, span, result, 1);
+        int outcome = settle(job, job->sent_b[index % QUEUE], slice_ns);
+        if (outcome != COMPLETE) return outcome;
+        for (int h = 0; h < hosts->num_hosts; h++) {
+            struct span part = part_of(job, index, span.count, h);
+            if (job->kind) complete_slice(job, index, part);
+            if (!job->code) continue;
+            float *numbers = (float *)(void *)result + part.begin;
+            if (h != hosts->host) decode(job->code, theirs_of(hosts, h), numbers, part.count);
+            const void *same = numbers;
+            if (job->last.finish != NOTHING) sum(&job->last, 1, &same, numbers, 0, (size_t)part.count);
+        }
     }
-    job->asked = 1;
-    int outcome = settle(job, job->sent_a[index % QUEUE], slice_ns);
-    if (outcome != COMPLETE) return outcome;
-    if (job->kind == SCATTER) {
-        add_up_hosts(job, operands, place + own.begin * size, own.count);
-        copy_owned(job, own, 1);
-        return COMPLETE;
-    }
-    for (int h = 0; h < hosts->num_hosts; h++) {
-        struct span span = half_of(job, index, h);
-        for (int m = 0; m < hosts->num_local; m++)
-            if (m != hosts->member)
-                memcpy((char *)(uintptr_t)job->inputs[m] + span.begin * size, place + span.begin * size,
-                       (size_t)(span.count * size));
-    }
+    if (!job->kind) complete_slice(job, index, span);
     return COMPLETE;
 }
 
@@ -565,60 +556,36 @@ static int receive_half(struct hosts_job *job, int64_t index, long slice_ns) {
 static int receive(struct hosts_job *job, int64_t index, long slice_ns) {
     const struct hosts *hosts = job->hosts;
     struct span span = slice_of(job, index, hosts->member);
-    if (!job->kind && span.count <= 0) {
+    if (span.count <= 0) {
         if (!job->two_steps) complete_slice(job, index, span);
         return COMPLETE;
     }
     int outcome = job->greeting == SENT ? compare(job, slice_ns) : COMPLETE;
     if (outcome != COMPLETE) return outcome;
-    if (job->kind) return receive_half(job, index, slice_ns);
-    struct span part = part_of(job, span.count, hosts->host);
+    if (job->kind == GATHER) return receive_rest(job, index, slice_ns);
+    struct span part = part_of(job, index, span.count, hosts->host);
     char *result = result_place(job, index, span) + part.begin * size_of(job);
-    ask(job, span, result, 0);
+    ask(job, index, span, result, 0);
     outcome = settle(job, job->sent_a[index % QUEUE], slice_ns);
     if (outcome != COMPLETE) return outcome;
     const void *operands[hosts->num_hosts];
+    char *ours = combined_place(job, index, span);
     for (int h = 0; h < hosts->num_hosts; h++) {
         operands[h] = job->code ? decoded_of(hosts, h) : theirs_of(hosts, h);
         if (h == hosts->host)
-            operands[h] = combined_place(job, index, span) + part.begin * size_of(job);
+            operands[h] = ours + offset_of(job, part, h);
         else if (job->code)
             decode(job->code, theirs_of(hosts, h), (float *)(void *)decoded_of(hosts, h), part.count);
     }
     add_up_hosts(job, operands, result, part.count);
-    if (!job->two_steps) {
+    if (job->kind)
+        copy_owned(job, part, 1);
+    else if (!job->two_steps)
         complete_slice(job, index, span);
-        return COMPLETE;
-    }
+    if (!job->two_steps) return COMPLETE;
     if (job->code) recode(job, index, span, part, (float *)(void *)result);
-    for (int h = 0; h < hosts->num_hosts; h++) {
-        if (h == hosts->host) continue;
-        char *from = job->code ? ring_room(hosts, RECODED, job->first + index) : result;
-        enqueue(&hosts->outgoing[h], from, way_bytes(job, part.count));
-        job->sent_b[index % QUEUE] = hosts->outgoing[h].num_queued;
-    }
-    return push_all(job) < 0 ? BROKEN : COMPLETE;
-}
-
-/* Receive the other parts of the result. */
-static int receive_rest(struct hosts_job *job, int64_t index, long slice_ns) {
-    const struct hosts *hosts = job->hosts;
-    struct span span = slice_of(job, index, hosts->member);
-    if (span.count > 0) {
-        char *result = result_place(job, index, span);
-        ask(job, span, result, 1);
-        int outcome = settle(job, job->sent_b[index % QUEUE], slice_ns);
-        if (outcome != COMPLETE) return outcome;
-        for (int h = 0; job->code && h < hosts->num_hosts; h++) {
-            struct span part = part_of(job, span.count, h);
-            float *numbers = (float *)(void *)result + part.begin;
-            if (h != hosts->host) decode(job->code, theirs_of(hosts, h), numbers, part.count);
-            const void *same = numbers;
-            if (job->last.finish != NOTHING) sum(&job->last, 1, &same, numbers, 0, (size_t)part.count);
-        }
-    }
-    complete_slice(job, index, span);
-    return COMPLETE;
+    char *from = job->code ? ring_room(hosts, RECODED, job->first + index) : result;
+    return send_part(job, index, from, way_bytes(job, part.count)) < 0 ? BROKEN : COMPLETE;
 }
 
 static void read_out(const struct hosts_job *job, int64_t index) {
