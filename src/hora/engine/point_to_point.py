@@ -58,7 +58,8 @@ _LONGEST_IDLE = 250  # idle delays before the background thread sleeps
 class Message(Completion):
     """A message being sent or received. `memory`: the address of its bytes; `keep`: the owner of that memory.
 
-    A completed receive has its `source`. `kind` is the dtype's number, which both ends must agree on.
+    A completed receive has its `source`. `kind` is the dtype's number, which both ends must agree on. One that has
+    arrived before its receive is a message without `sources` in a buffer.
     """
 
     def __init__(
@@ -78,24 +79,13 @@ class Message(Completion):
         if self.on_done is not None:
             self.call_back()
 
+    @property
+    def num_left(self) -> int:
+        return _HEADER.size + self.num_bytes - self.num_moved
+
     def takes(self, peer: int, group: int, tag: int) -> bool:
         """Return whether this receive takes a message of `peer`."""
         return self.group == group and self.tag == tag and peer in self.sources
-
-
-class _Arrival:
-    """An incoming message, for a waiting receive or a later one."""
-
-    def __init__(self, group: int, tag: int, num_bytes: int, kind: int, receive: Message | None) -> None:
-        self.group, self.tag, self.num_bytes, self.kind = group, tag, num_bytes, kind
-        self.receive = receive
-        self.buffer = None if receive is not None else ctypes.create_string_buffer(max(num_bytes, 1))
-        self.address = receive.address if receive is not None else ctypes.addressof(self.buffer)  # type: ignore[arg-type]
-        self.num_moved = 0
-
-    @property
-    def whole(self) -> bool:
-        return self.num_moved == self.num_bytes
 
 
 class _Ring:
@@ -187,7 +177,7 @@ class Messages:
         self._lock = threading.RLock()
         self._sending: dict[int, deque[Message]] = {}  # by destination
         self._receives: list[Message] = []  # waiting receives, in order
-        self._arrivals: dict[int, deque[_Arrival]] = {}  # per source, in order; the last may be incomplete
+        self._arrivals: dict[int, deque[Message]] = {}  # per source, in order; the last may be incomplete
         self._headers: dict[int, tuple[ctypes.Array[ctypes.c_char], list[int]]] = {}
         self._far: dict[tuple[int, bool], _Far] = {}  # by rank, and whether it is outgoing
         self._out: dict[int, _Ring] = {}
@@ -347,9 +337,7 @@ class Messages:
         if state == 1:
             message.finish()
         elif message.num_moved:
-            arrival = _Arrival(message.group, message.tag, message.num_bytes, message.kind, message)
-            arrival.num_moved = message.num_moved - _HEADER.size
-            self._arrivals.setdefault(message.peer, deque()).append(arrival)
+            self._arrivals.setdefault(message.peer, deque()).append(message)
 
     def cancel(self, message: Message, error: HorovodInternalError) -> None:
         """Cancel a message. A started one goes on without its owner, because the stream must reach its end."""
@@ -368,8 +356,8 @@ class Messages:
                 else:
                     sending.remove(message)
             for some in self._arrivals.values():
-                if some and some[-1].receive is message:
-                    some[-1].receive = orphan
+                if some and some[-1] is message:
+                    some[-1] = orphan
             message.finish(error)
 
     def go_on(self) -> None:
@@ -404,7 +392,7 @@ class Messages:
 
     def _is_half_received(self) -> bool:
         """Return whether a part of a message has arrived in the memory of its receive."""
-        return any(some and some[-1].receive is not None for some in self._arrivals.values())
+        return any(some and some[-1].sources for some in self._arrivals.values())
 
     # Progress.
 
@@ -426,7 +414,7 @@ class Messages:
         if moved:
             return
         if mine is None or far or lacking:
-            self._poll(far)
+            poll([end for end in far if end.queue or isinstance(end, Incoming)], _POLL_MS)
             return
         bell, asleep = mine
         self._native.add(asleep.address, 1)
@@ -438,16 +426,13 @@ class Messages:
         finally:
             self._native.add(asleep.address, -1)
 
-    def _poll(self, far: Sequence[Outgoing | Incoming]) -> None:
-        poll([end for end in far if end.queue or isinstance(end, Incoming)], _POLL_MS)
-
     def _progress(self) -> bool:
         """Make progress without waiting. Under the lock."""
         moved = False
         for peer, queue in self._sending.items():
             while queue and self._push(peer, queue[0]):
                 moved = True
-                if queue[0].num_moved == _HEADER.size + queue[0].num_bytes:
+                if not queue[0].num_left:
                     queue.popleft().finish()
         for receive in list(self._receives):
             moved |= self._match_kept(receive)
@@ -461,7 +446,7 @@ class Messages:
         a receive.
         """
         wanted = {source for receive in self._receives for source in receive.sources}
-        unfinished = {peer for peer, some in self._arrivals.items() if some and not some[-1].whole}
+        unfinished = {peer for peer, some in self._arrivals.items() if some and some[-1].num_left}
         return sorted(wanted | unfinished)
 
     def _push(self, peer: int, message: Message) -> bool:
@@ -483,7 +468,7 @@ class Messages:
         arrivals = self._arrivals.setdefault(peer, deque())
         try:
             way = self._way(peer, outwards=False)
-            if not arrivals or arrivals[-1].whole:
+            if not arrivals or not arrivals[-1].num_left:
                 if any(self._match_kept(receive) for receive in list(self._receives)):
                     return True  # before the next message, which may have the same tag
                 if not any(peer in receive.sources for receive in self._receives):
@@ -491,22 +476,19 @@ class Messages:
                 moved = self._pull_header(peer, way, arrivals)
             else:
                 last = arrivals[-1]
-                moved = way.move(last.address + last.num_moved, last.num_bytes - last.num_moved)
+                moved = way.move(last.address + last.num_bytes - last.num_left, last.num_left)
                 last.num_moved += moved
         except TimeoutError:
             return False  # the source has not opened its stream yet
         except OSError as error:
             raise HorovodInternalError(f"rank {peer} cannot be reached: {error}") from error
-        if arrivals and arrivals[-1].whole:
-            receive = arrivals[-1].receive
-            if receive is not None or arrivals[-1].group == _DISCARDED:
-                arrivals.pop()
-            if receive is not None:
-                receive.source = peer
-                receive.finish()
+        if arrivals and not arrivals[-1].num_left and (arrivals[-1].sources or arrivals[-1].group == _DISCARDED):
+            last = arrivals.pop()
+            last.source = peer
+            last.finish()
         return bool(moved)
 
-    def _pull_header(self, peer: int, way: _Ring | _Far, arrivals: deque[_Arrival]) -> int:
+    def _pull_header(self, peer: int, way: _Ring | _Far, arrivals: deque[Message]) -> int:
         room, count = self._headers.setdefault(peer, (ctypes.create_string_buffer(_HEADER.size), [0]))
         moved = way.move(ctypes.addressof(room) + count[0], _HEADER.size - count[0])
         count[0] += moved
@@ -518,7 +500,11 @@ class Messages:
                 self._receives.remove(receive)
                 if not self._fits(receive, peer, num_bytes, kind):
                     receive, group = None, _DISCARDED
-            arrivals.append(_Arrival(group, tag, num_bytes, kind, receive))
+            if receive is None:
+                buffer = ctypes.create_string_buffer(max(num_bytes, 1))
+                receive = Message(peer, group, tag, (ctypes.addressof(buffer), num_bytes), kind, buffer, ())
+            receive.num_moved = _HEADER.size
+            arrivals.append(receive)
         return moved
 
     def _match_kept(self, receive: Message) -> bool:
@@ -526,8 +512,8 @@ class Messages:
         for peer in receive.sources:
             arrivals = self._arrivals.get(peer, deque())
             for arrival in arrivals:
-                if arrival.receive is None and receive.takes(peer, arrival.group, arrival.tag):
-                    if not arrival.whole:
+                if not arrival.sources and receive.takes(peer, arrival.group, arrival.tag):
+                    if arrival.num_left:
                         break
                     arrivals.remove(arrival)
                     self._receives.remove(receive)
@@ -574,7 +560,7 @@ class Messages:
         self._receives.clear()
         self._sending.clear()
         for some in self._arrivals.values():
-            messages += [arrival.receive for arrival in some if arrival.receive is not None]
+            messages += [arrival for arrival in some if arrival.sources]
         self._arrivals.clear()
         for message in messages:
             message.finish(error)

@@ -46,13 +46,11 @@ def make_group(store: Any, rank: int, size: int, timeout: timedelta, global_rank
             raise ValueError(
                 f"the group names the rank(s) {outside}, but the ranks of this job are 0 to {runtime.world.size - 1}"
             )
-    number = (
-        agree_on_number(store, rank, size, runtime.sets.new_group_number(), limit_s=limit_s)
-        if size > 1
-        else (runtime.sets.new_group_number())
-    )
+    number = runtime.sets.new_group_number()
+    if size > 1:
+        number = agree_on_number(store, rank, size, number, limit_s=limit_s)
     queue = runtime.sets.add_group(ranks, number)
-    on_shutdown = _end_engine if owns else _do_nothing
+    on_shutdown = _end_engine if owns else None  # else `hvd` uses the engine, too
     group = HoraProcessGroup(store, rank, size, runtime, queue, timeout, on_shutdown, make_group)
     if not global_ranks:
         # A rank that destroys its group at once would end the engine during the others' init.
@@ -65,10 +63,6 @@ def _end_engine() -> None:
     point = engine.current_runtime().world.rendezvous
     engine.shutdown()
     close_store(point)
-
-
-def _do_nothing() -> None:
-    """Leave the engine running: `hvd` uses it, too."""
 
 
 def _start_engine(store: Any, rank: int, size: int, limit_s: float) -> bool:

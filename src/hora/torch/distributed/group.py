@@ -100,7 +100,7 @@ class HoraProcessGroup(_BASE):
         runtime: Runtime,
         queue: OperationQueue,
         timeout: timedelta,
-        on_shutdown: Callable[[], None],
+        on_shutdown: Callable[[], None] | None,
         make: Callable[..., HoraProcessGroup],
     ) -> None:
         super().__init__(rank, size)
@@ -215,7 +215,8 @@ class HoraProcessGroup(_BASE):
         """Leave the group. The default group of a process that has not called `hvd.init()` ends the engine."""
         if self._runtime.is_current:
             self._runtime.sets.remove_group(self._queue.process_set_id)
-            self._on_shutdown()
+            if self._on_shutdown is not None:
+                self._on_shutdown()
 
     def abort(self) -> None:
         """Fail all operations in flight in this group, on this rank."""
