@@ -168,6 +168,7 @@ class Checker:
         self.allreduce(torch.float64, ReduceOp.PRODUCT, [50, 3], in_place=True)
         self.allreduce(torch.float32, ReduceOp.SUM, [60000, 17, 12 * 5000], in_place=True)
         self.allreduce(torch.float32, ReduceOp.SUM, [600_001])
+        self.allreduce(torch.float32, ReduceOp.MIN, [400_000, 0, 400_000])  # portions overlap
         self.allreduce(torch.int64, ReduceOp.AVERAGE, [200_000, 5, 0], in_place=True)
         self.allreduce(torch.float32, ReduceOp.SUM, [0])
         self.scaling()

@@ -32,7 +32,7 @@ from hora.engine.shm.counters import LINE_BYTES, SLICE_NS, Counter
 from hora.engine.shm.native import SHORT_BYTES, MessageCall, Pipe, library, new_spin_policy
 from hora.engine.shm.segment import Segment
 from hora.engine.status import WorldStatus
-from hora.engine.transport.stream import Incoming, Outgoing, poll, view_of
+from hora.engine.transport.stream import Incoming, Outgoing, poll
 from hora.errors import HorovodInternalError
 from hora.net.wire import Stream
 
@@ -110,7 +110,7 @@ class _Ring:
         self._call_at = ctypes.addressof(self._call)
         self.busy = threading.Lock()  # held by the thread that moves bytes
 
-    def move(self, address: int, count: int) -> int:
+    def move_bytes(self, address: int, count: int) -> int:
         """Write as many bytes as there is room for, or read the available ones; returns their number."""
         if not self.busy.acquire(False):
             return 0
@@ -141,21 +141,6 @@ class _Ring:
             message.num_moved = self._call.moved
 
 
-class _Far:
-    """The stream to or from a rank of another host."""
-
-    def __init__(self, end: Outgoing | Incoming) -> None:
-        self.end = end
-
-    def move(self, address: int, count: int) -> int:
-        """Do the same as `_Ring.move`."""
-        before = self.end.num_moved
-        if not self.end.queue:
-            self.end.add(view_of(address, count))
-        self.end.move()
-        return self.end.num_moved - before
-
-
 class Messages:
     """This rank's messages. `near`: the ranks of this host in a common order, with their segment; `open_stream` and
     `take_stream` return the streams with a name to and from a rank of another host; the latter raises TimeoutError
@@ -179,7 +164,7 @@ class Messages:
         self._receives: list[Message] = []  # waiting receives, in order
         self._arrivals: dict[int, deque[Message]] = {}  # per source, in order; the last may be incomplete
         self._headers: dict[int, tuple[ctypes.Array[ctypes.c_char], list[int]]] = {}
-        self._far: dict[tuple[int, bool], _Far] = {}  # by rank, and whether it is outgoing
+        self._far: dict[tuple[int, bool], Outgoing | Incoming] = {}  # by rank, and whether it is outgoing
         self._out: dict[int, _Ring] = {}
         self._in: dict[int, _Ring] = {}
         self._bells: dict[int, _Bell] = {}
@@ -409,7 +394,7 @@ class Messages:
             except HorovodInternalError as error:
                 self._fail(error)
                 return
-            far = [one.end for one in self._far.values()]
+            far = [*self._far.values()]
             lacking = any(peer not in self._in for peer in self._sources())
         if moved:
             return
@@ -455,10 +440,10 @@ class Messages:
         try:
             way = self._way(peer, outwards=True)
             if before < _HEADER.size:
-                message.num_moved += way.move(ctypes.addressof(message.head) + before, _HEADER.size - before)
+                message.num_moved += way.move_bytes(ctypes.addressof(message.head) + before, _HEADER.size - before)
             done = message.num_moved - _HEADER.size
             if 0 <= done < message.num_bytes:
-                message.num_moved += way.move(message.address + done, message.num_bytes - done)
+                message.num_moved += way.move_bytes(message.address + done, message.num_bytes - done)
         except OSError as error:
             raise HorovodInternalError(f"rank {peer} cannot be reached: {error}") from error
         return message.num_moved > before
@@ -476,7 +461,7 @@ class Messages:
                 moved = self._pull_header(peer, way, arrivals)
             else:
                 last = arrivals[-1]
-                moved = way.move(last.address + last.num_bytes - last.num_left, last.num_left)
+                moved = way.move_bytes(last.address + last.num_bytes - last.num_left, last.num_left)
                 last.num_moved += moved
         except TimeoutError:
             return False  # the source has not opened its stream yet
@@ -488,9 +473,9 @@ class Messages:
             last.finish()
         return bool(moved)
 
-    def _pull_header(self, peer: int, way: _Ring | _Far, arrivals: deque[Message]) -> int:
+    def _pull_header(self, peer: int, way: _Ring | Outgoing | Incoming, arrivals: deque[Message]) -> int:
         room, count = self._headers.setdefault(peer, (ctypes.create_string_buffer(_HEADER.size), [0]))
-        moved = way.move(ctypes.addressof(room) + count[0], _HEADER.size - count[0])
+        moved = way.move_bytes(ctypes.addressof(room) + count[0], _HEADER.size - count[0])
         count[0] += moved
         if count[0] == _HEADER.size:
             count[0] = 0
@@ -536,14 +521,14 @@ class Messages:
         )
         return False
 
-    def _way(self, peer: int, *, outwards: bool) -> _Ring | _Far:
+    def _way(self, peer: int, *, outwards: bool) -> _Ring | Outgoing | Incoming:
         near = (self._out if outwards else self._in).get(peer)
         if near is not None:
             return near
         far = self._far.get((peer, outwards))
         if far is None:
-            end = Outgoing(self._open_stream(peer, _NAME)) if outwards else Incoming(self._take_stream(peer, _NAME))
-            far = self._far[peer, outwards] = _Far(end)
+            far = Outgoing(self._open_stream(peer, _NAME)) if outwards else Incoming(self._take_stream(peer, _NAME))
+            self._far[peer, outwards] = far
         return far
 
     # Shutdown.
@@ -574,7 +559,7 @@ class Messages:
             self._fail(HorovodInternalError(why))
             self._idle.notify_all()
             for far in self._far.values():
-                far.end.close()
+                far.close()
         self.interrupt()
 
 

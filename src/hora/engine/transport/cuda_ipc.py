@@ -31,6 +31,8 @@ class _Handle(ctypes.Structure):
 class _DeviceMemory:
     """Memory of the GPU that was current when it was created."""
 
+    _release = ""
+
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._gpu = torch.cuda.current_device()
@@ -43,15 +45,18 @@ class _DeviceMemory:
         memory = SimpleNamespace(__cuda_array_interface__=interface)
         return torch.as_tensor(memory, device=torch.device("cuda", self._gpu))
 
-    def _let_go(self, how: str) -> None:
+    def close(self) -> None:
+        """Free it, when no process may use it any more, or unmap it."""
         if self._address.value:
             with torch.cuda.device(self._gpu):
-                _call(how, self._address)
+                _call(self._release, self._address)
             self._address.value = 0
 
 
 class Shared(_DeviceMemory):
     """New memory that other processes may map by its `handle`."""
+
+    _release = "cuMemFree_v2"
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(num_bytes)
@@ -64,22 +69,16 @@ class Shared(_DeviceMemory):
             raise
         self.handle = bytes(handle).hex()
 
-    def close(self) -> None:
-        """Free it. No process may use it any more."""
-        self._let_go("cuMemFree_v2")
-
 
 class Mapped(_DeviceMemory):
     """Device memory of another process, mapped here."""
+
+    _release = "cuIpcCloseMemHandle"
 
     def __init__(self, handle: str, num_bytes: int) -> None:
         super().__init__(num_bytes)
         described = _Handle.from_buffer_copy(bytes.fromhex(handle))
         _call("cuIpcOpenMemHandle_v2", ctypes.byref(self._address), described, ctypes.c_uint(_LAZY_PEER_ACCESS))
-
-    def close(self) -> None:
-        """Unmap it."""
-        self._let_go("cuIpcCloseMemHandle")
 
 
 class _Copy2D(ctypes.Structure):

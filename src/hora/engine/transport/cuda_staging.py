@@ -15,7 +15,7 @@ import torch
 from hora.engine.request import Reduce
 from hora.engine.transport.base import AliveCheck, Tensors, Transport
 from hora.engine.transport.cuda_ipc import copy_by_engine, copy_to_host
-from hora.engine.transport.packing import Buffers, portions
+from hora.engine.transport.packing import Buffers, InTwoHalves, overlap, portions
 
 _PORTION_BYTES = 4 * 2**20
 _KEEP_BYTES = 64 * 2**20
@@ -85,21 +85,21 @@ class CudaStagingTransport:
 
     def _in_portions(self, inputs: Tensors, outputs: Tensors, work: Callable[[torch.Tensor], None]) -> None:
         """Copy the next portion in while `work` processes this one."""
-        limit = _PORTION_BYTES // inputs[0].dtype.itemsize
-        todo = [each for each in portions(inputs, outputs, limit) if any(t.numel() for t in each[0])]
-        purposes = ("in", "out")
-        if not todo:
-            return
-        staged = self._stage(purposes[0], todo[0][0])
+        cut = portions(inputs, outputs, _PORTION_BYTES // inputs[0].dtype.itemsize)
+        overlap(
+            self._through_host(("in", "out")[number % 2], sources, results, work)
+            for number, (sources, results) in enumerate(cut)
+        )
+
+    def _through_host(
+        self, purpose: str, sources: Tensors, results: Tensors, work: Callable[[torch.Tensor], None]
+    ) -> InTwoHalves:
+        staged = self._stage(purpose, sources)
         landed = mark()
-        for number, (_, results) in enumerate(todo):
-            current, purpose, ready = staged, purposes[number % 2], landed
-            if number + 1 < len(todo):
-                staged = self._stage(purposes[(number + 1) % 2], todo[number + 1][0])
-                landed = mark()
-            ready.synchronize()
-            work(current)
-            self._return(purpose, list(current.split([result.numel() for result in results])), results)
+        yield
+        landed.synchronize()
+        work(staged)
+        self._return(purpose, staged.split([result.numel() for result in results]), results)
 
     def _pinned(self, purpose: str, like: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a pinned buffer for all of `like`."""

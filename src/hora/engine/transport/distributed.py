@@ -67,7 +67,6 @@ class DistributedTransport(FusingTransport):
         overlap(
             self._reduce(sources, results, number % 2, arithmetic, nccl, reduce.op)
             for number, (sources, results) in enumerate(cut)
-            if any(source.numel() for source in sources)
         )
 
     def _arithmetic(self, reduce: Reduce, dtype: torch.dtype, *, elsewhere: bool = False) -> AnyArithmetic:

@@ -79,9 +79,12 @@ def runs(sizes: Sequence[int], limit: int) -> Iterator[range]:
 
 
 def portions(inputs: Tensors, outputs: Tensors, limit: int) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Yield views of at most `limit` elements in total: small tensors together, large ones split."""
-    for run in runs([tensor.numel() for tensor in inputs], limit):
-        if len(run) == 1 and inputs[run[0]].numel() > limit:
+    """Yield views of at most `limit` elements in total, and not of none: small tensors together, large ones split."""
+    sizes = [tensor.numel() for tensor in inputs]
+    for run in runs(sizes, limit):
+        if not any(sizes[run.start : run.stop]):
+            continue
+        if len(run) == 1 and sizes[run[0]] > limit:
             yield from (
                 ([part], [out])
                 for part, out in zip(inputs[run[0]].split(limit), outputs[run[0]].split(limit), strict=True)

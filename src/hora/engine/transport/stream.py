@@ -283,6 +283,14 @@ class _End:
             if count < len(memory) and (self._records is None or not count):
                 return
 
+    def move_bytes(self, address: int, num_bytes: int) -> int:
+        """Move what can be moved of these bytes, the only ones queued, without waiting; returns their number."""
+        before = self.num_moved
+        if not self.queue:
+            self.add(view_of(address, num_bytes))
+        self.move()
+        return self.num_moved - before
+
     def lend(self, most: int) -> Lent:
         assert not self.queue, "something is under way"
         return self.sock.fileno(), None if self._native is None else self._native.lend(most)

@@ -194,10 +194,8 @@ class HoraProcessGroup(_BASE):
         if self._rank not in ranks:
             return None
         name = group_name or f"{self._name}/split{list(ranks)}"
-        store, global_ranks = (
-            dist.distributed_c10d.PrefixStore(f"{name}/", self._store),
-            [self._ranks[member] for member in ranks],
-        )
+        store = dist.distributed_c10d.PrefixStore(f"{name}/", self._store)
+        global_ranks = [self._ranks[member] for member in ranks]
         part = self._make(store, list(ranks).index(self._rank), len(ranks), timeout or self._timeout, global_ranks)
         part.setGroupName(name)
         part.setGroupDesc(group_desc or "")
