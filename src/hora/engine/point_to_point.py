@@ -52,7 +52,7 @@ _POLL_MS = 1
 _MOST_AT_ONCE = 256 * 2**10  # the receiver reads the beginning of a longer message while the rest is being sent
 _LEAST_LOOKS = 5000  # spins before a thread sleeps, if spinning has paid off: a woken peer takes this long to answer
 _GRACE_S = 0.002  # delay in which a thread may start to wait for a message
-_LONGEST_IDLE = 250  # idle delays before the background thread sleeps
+_LONGEST_IDLE = 250  # idle delays before the background thread ends
 
 
 class Message(Completion):
@@ -170,9 +170,7 @@ class Messages:
         self._bells: dict[int, _Bell] = {}
         self._num_waiting = self._num_direct = 0
         self._closed = ""
-        self._parked = False
-        self._background: threading.Thread | None = None
-        self._idle = threading.Condition(self._lock)
+        self._in_background = False  # a thread makes progress
         self._patience = new_spin_policy(len(near))
         self._patience.many = max(self._patience.many, _LEAST_LOOKS)
         native = library()
@@ -273,8 +271,8 @@ class Messages:
         finally:
             with self._lock:
                 self._num_waiting -= 1
-                if self._parked and self._pending():
-                    self._idle.notify_all()
+                if self._pending():
+                    self.go_on()
         return True
 
     def _move_alone(self, message: Message) -> bool:
@@ -347,30 +345,24 @@ class Messages:
 
     def go_on(self) -> None:
         """Make progress in the background on messages that no thread waits for."""
-        if self._background is None or self._parked:
+        if not self._in_background:
             with self._lock:
-                if self._background is None and not self._closed:
-                    self._background = threading.Thread(target=self._run, name="hora-messages", daemon=True)
-                    self._background.start()
-                self._idle.notify_all()
+                if not self._in_background and not self._closed:
+                    self._in_background = True
+                    threading.Thread(target=self._run, name="hora-messages", daemon=True).start()
 
     def _run(self) -> None:
         idle = 0
         while True:
             time.sleep(_GRACE_S)  # for most messages a thread waits at once
             with self._lock:
-                if self._closed:
+                idle = idle + 1 if self._num_waiting or not self._pending() else 0
+                if self._closed or idle > _LONGEST_IDLE:
+                    self._in_background = False
                     return
-                if self._num_waiting or not self._pending():
-                    idle += 1
-                    if idle > _LONGEST_IDLE:
-                        idle, self._parked = 0, True
-                        self._idle.wait()
-                        self._parked = False
-                    continue
-            idle = 0
-            with contextlib.suppress(HorovodInternalError):
-                self._turn()
+            if not idle:
+                with contextlib.suppress(HorovodInternalError):
+                    self._turn()
 
     def _pending(self) -> bool:
         return bool(self._receives) or any(self._sending.values()) or self._is_half_received()
@@ -557,7 +549,6 @@ class Messages:
                 return
             self._closed = why
             self._fail(HorovodInternalError(why))
-            self._idle.notify_all()
             for far in self._far.values():
                 far.close()
         self.interrupt()

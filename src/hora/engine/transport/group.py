@@ -65,9 +65,9 @@ class PeerGroup(ABC):
     def close(self) -> None:
         """Close in order: no work is in flight."""
 
-    @abstractmethod
     def discard(self) -> None:
-        """Close while work may be in flight, and make the peers notice."""
+        """Close while work may be in flight, and make the peers notice: the kernel tells them of closed connections."""
+        self.close()
 
     @abstractmethod
     def _wait(self, work: Any, what: str) -> None:

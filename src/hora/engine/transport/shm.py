@@ -261,8 +261,6 @@ class ShmGroup(PeerGroup):
     def close(self) -> None:
         self.ring.close()
 
-    discard = close
-
 
 class ShmTransport(DistributedTransport):
     """`DistributedTransport` over a `ShmGroup`, except that the native part computes sums of all members at once."""

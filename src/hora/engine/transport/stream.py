@@ -122,10 +122,6 @@ class _Exchange:
     receives: list[tuple[Incoming, int]] = field(default_factory=list)
     sends: list[tuple[Outgoing, int]] = field(default_factory=list)
 
-    @property
-    def sent(self) -> bool:
-        return all(stream.num_moved >= end for stream, end in self.sends)
-
 
 class StreamGroup(PeerGroup):
     """See `PeerGroup`."""
@@ -203,9 +199,6 @@ class StreamGroup(PeerGroup):
         for stream in (*self._outgoing.values(), *self._incoming.values()):
             stream.close()
 
-    def discard(self) -> None:
-        self.close()  # the same: the kernel notifies the peers, even with work in flight
-
     def abandon(self) -> None:
         """Close the sockets in a forked child."""
         self._open = False
@@ -233,7 +226,7 @@ class StreamGroup(PeerGroup):
 
     def _wait(self, work: Any, what: str) -> None:
         look_around = limited(self._check_alive, f"the peers' part in {what} over {self.backend}")
-        while not work.sent:
+        while any(stream.num_moved < end for stream, end in work.sends):
             self._move(look_around)
         for incoming, end in work.receives:
             # Unsent data must not wait: the peer may not read before it has received it.
