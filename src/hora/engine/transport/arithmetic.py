@@ -298,32 +298,3 @@ def adasum_pair(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     share_b = 1.0 if norm_b < _TINY_SQUARED_NORM else 1.0 - dot / (2.0 * norm_b)
     for piece_a, piece_b, piece_out in pieces:
         piece_out.copy_(piece_a.double() * share_a + piece_b.double() * share_b)
-
-
-def adasum(
-    inputs: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    reduce: Reduce,
-    member: int,
-    num_members: int,
-    *,
-    mine: Sequence[torch.Tensor],
-    theirs: Sequence[torch.Tensor],
-    swap: Callable[[int], None],
-) -> None:
-    """Compute Adasum of all members' tensors, each separately, with the factors of `reduce`.
-
-    `swap(partner)` exchanges two members' `mine`, which may be `outputs`, into each other's `theirs`.
-    """
-    assert num_members & (num_members - 1) == 0, f"Adasum needs a power of two, not {num_members} members"
-    arithmetic = arithmetic_of(reduce._replace(op=ReduceOp.SUM), inputs[0].dtype, num_members, elsewhere=True)
-    for source, part in zip(inputs, mine, strict=True):
-        arithmetic.prepare(source, part)
-    distance = 1
-    while distance < num_members:
-        swap(member ^ distance)
-        for own, other in zip(mine, theirs, strict=True):
-            adasum_pair(*((other, own) if member & distance else (own, other)), own)
-        distance *= 2
-    for part, out in zip(mine, outputs, strict=True):
-        arithmetic.finish(part, out)

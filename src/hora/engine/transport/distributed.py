@@ -9,15 +9,14 @@ for all members. `HierarchicalTransport` and `CudaTransport` build on it.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from functools import partial
 
 import torch
 
-from hora.engine.request import Reduce
+from hora.engine.request import Reduce, ReduceOp
 from hora.engine.transport.arithmetic import (
     Arithmetic,
     HostwiseArithmetic,
-    adasum,
+    adasum_pair,
     arithmetic_of,
     hostwise_arithmetic,
 )
@@ -75,15 +74,29 @@ class DistributedTransport(FusingTransport):
         return arithmetic_of(reduce, dtype, self._num_members, elsewhere=elsewhere, weights=self._weights)
 
     def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
-        dtype, sizes = inputs[0].dtype, [tensor.numel() for tensor in inputs]
+        """Combine pairs of members at doubling distances, each tensor separately."""
+        n, dtype, sizes = self._num_members, inputs[0].dtype, [tensor.numel() for tensor in inputs]
+        assert n & (n - 1) == 0, f"Adasum needs a power of two, not {n} members"
+        arithmetic = arithmetic_of(reduce._replace(op=ReduceOp.SUM), dtype, n, elsewhere=True)
         own, other = (self._buffers.take(purpose, sum(sizes), dtype) for purpose in ("own", "other"))
-        mine, theirs, swap = own.split(sizes), other.split(sizes), partial(self._swap, own, other)
-        adasum(inputs, outputs, reduce, self._member, self._num_members, mine=mine, theirs=theirs, swap=swap)
+        mine, theirs = own.split(sizes), other.split(sizes)
+        for source, part in zip(inputs, mine, strict=True):
+            arithmetic.prepare(source, part)
+        distance = 1
+        while distance < n and any(sizes):
+            counts = [sum(sizes) if m == self._member ^ distance else 0 for m in range(n)]
+            self.alltoall(own, other, counts, counts)
+            for one, two in zip(mine, theirs, strict=True):
+                adasum_pair(*((two, one) if self._member & distance else (one, two)), one)
+            distance *= 2
+        for part, out in zip(mine, outputs, strict=True):
+            arithmetic.finish(part, out)
 
     def alltoall(
         self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> None:
-        self._group.finish(self.start_alltoall(input, output, send_counts, receive_counts))
+        sent = input[: sum(send_counts)]  # rows beyond the counts are not sent
+        self._group.finish(self._group.start_alltoall(output, sent, receive_counts, send_counts))
 
     def start_scatter(
         self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], reduce: Reduce, turn: int = 0
@@ -102,28 +115,17 @@ class DistributedTransport(FusingTransport):
         """Send each member its slice, and return this one's slice of all members, combined."""
         mine = counts[self._member]
         received = self._buffers.take(f"received{turn}", self._num_members * mine, packed.dtype)
-        pending = self.start_alltoall(packed, received, counts, [mine] * self._num_members)
+        pending = self._group.start_alltoall(received, packed, [mine] * self._num_members, counts)
         yield
         self._group.finish(pending)
         own = received[:mine]
         arithmetic.reduce(received.split(max(mine, 1)), own)
         return own
 
-    def start_alltoall(
-        self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
-    ) -> Work:
-        """Start an alltoall, for `finish`."""
-        # Rows beyond the counts are not sent.
-        return self._group.start_alltoall(output, input[: sum(send_counts)], receive_counts, send_counts)
-
     def start_gather(self, own: torch.Tensor, gathered: torch.Tensor, counts: Sequence[int]) -> Work:
         """Start gathering one tensor of all members, for `finish`; `gathered` is contiguous in member order."""
         sizes = [count * own.itemsize for count in counts]
         return self._group.start_allgather(as_bytes(gathered), as_bytes(own), sizes)
-
-    def finish(self, pending: Work) -> None:
-        """Wait for a started operation."""
-        self._group.finish(pending)
 
     def barrier(self) -> None:
         n = self._num_members
@@ -182,11 +184,6 @@ class DistributedTransport(FusingTransport):
 
     def _broadcast(self, tensor: torch.Tensor, root: int) -> None:
         self._group.finish(self._group.start_broadcast(as_bytes(tensor), root))
-
-    def _swap(self, own: torch.Tensor, other: torch.Tensor, partner: int) -> None:
-        counts = [own.numel() if m == partner else 0 for m in range(self._num_members)]
-        if sum(counts):
-            self.alltoall(own, other, counts, counts)
 
     def _gather(self, own: torch.Tensor, gathered: torch.Tensor, counts: Sequence[int]) -> None:
         self._group.finish(self.start_gather(own, gathered, counts))

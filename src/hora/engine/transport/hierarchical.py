@@ -213,8 +213,8 @@ class HierarchicalTransport(FusingTransport):
         if self._between is not None and any(mine):
             pending = self._between.start_gather(block.split(shares[self._host])[self._index], slices, mine)
         yield
-        if self._between is not None and pending is not None:
-            self._between.finish(pending)
+        if self._leaders is not None and pending is not None:
+            self._leaders.finish(pending)
         # Inside the host: the slice leaders' shares together are all hosts' blocks.
         sizes = [sum(of_host) for of_host in shares]
         blocks = self._buffers.take(f"blocks{turn}", sum(sizes), own.dtype).split(sizes)
