@@ -26,7 +26,7 @@ STRUCTURES = {
     stream.RecordsOfOneDirection: ("records", {}),
     native_hosts._Stream: ("stream", {}),
     native_hosts._Hosts: ("hosts", {}),
-    native.Numbers: ("numbers", {}),
+    native.Sum: ("numbers", {}),
     native_hosts._Job: ("hosts_job", {}),
 }
 

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -102,8 +102,11 @@ class RingStruct(ctypes.Structure):
     )
 
 
-class Numbers(ctypes.Structure):
-    """A `Sum` for native.c: `struct numbers`."""
+class Sum(ctypes.Structure):
+    """Arithmetic of a sum: times `prescale` (half precision only), summed, finished: `struct numbers`.
+
+    `finish`: not at all, times the factor, or divided by it.
+    """
 
     _fields_ = (*fields("double prescale factor"), *fields("int32 dtype finish"))
 
@@ -115,7 +118,7 @@ class Job(ctypes.Structure):
         ("ring", ctypes.POINTER(RingStruct)),
         *fields("pointer inputs outputs counts sent received"),
         *fields("int64 total first_step lag filled drained"),
-        ("what", Numbers),
+        ("what", Sum),
         *fields("double stage"),
         *fields("int32 direct divided late"),
         *fields("int64 put_part put_offset take_part take_offset"),
@@ -170,18 +173,6 @@ CALL = struct.Struct("<QQQqqq16xqii")
 CALL_AT = Repeated.spec.offset
 
 
-class Sum(NamedTuple):
-    """Arithmetic of a sum: times `prescale` (half precision only), summed, finished.
-
-    `how` they are finished: 0 not at all, 1 times the factor, 2 divided by it.
-    """
-
-    prescale: float
-    factor: float
-    dtype_number: int
-    how: int
-
-
 def _source_checksum() -> int:
     """Return the checksum of the C sources, as hatch_build.py computes it."""
     return zlib.crc32(b"".join(path.read_bytes() for path in sorted(_PATH.parent.glob("*.[ch]"))))
@@ -229,14 +220,14 @@ class Library:
         """
         num_operands, pointers = len(operands), addresses(operands)
         call = self._short_reduce if out.nbytes <= SHORT_BYTES else self._long_reduce
-        return partial(call, ctypes.pointer(Numbers(*what)), num_operands, pointers, out.data_ptr(), out.numel())
+        return partial(call, ctypes.pointer(what), num_operands, pointers, out.data_ptr(), out.numel())
 
     def reduction_everywhere(
         self, what: Sum, members: Sequence[torch.Tensor], begin: int, end: int
     ) -> Callable[[], None]:
         """Return a function that sums elements `begin` to `end` of all members' flat tensors into all of them."""
         pointers = addresses(members)
-        return partial(self._everywhere, ctypes.pointer(Numbers(*what)), len(members), pointers, begin, end - begin)
+        return partial(self._everywhere, ctypes.pointer(what), len(members), pointers, begin, end - begin)
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:

@@ -16,7 +16,7 @@ import torch
 from hora.engine.request import Kind, Reduce
 from hora.engine.schedule import PersistentReduction, ReductionSchedule
 from hora.engine.shm.counters import LINE_BYTES
-from hora.engine.shm.native import library
+from hora.engine.shm.native import Sum, library
 from hora.engine.shm.segment import aligned
 from hora.engine.transport.arithmetic import HALVES, arithmetic_of
 from hora.errors import HorovodInternalError
@@ -60,7 +60,7 @@ class SharedMemoryReduction(PersistentReduction):
         self._native, self._sum = native, arithmetic.sum
         if arithmetic.prescales:
             assert arithmetic.dtype in HALVES, "the caller scales other numbers on their way"
-            self._sum = arithmetic.sum._replace(prescale=reduce.prescale)
+            self._sum = Sum(reduce.prescale, self._sum.factor, self._sum.dtype, self._sum.finish)
         self._work = [self._prepared(views) for views in places]  # per turn
 
     @property

@@ -17,7 +17,7 @@ import torch
 
 from hora.engine.request import Kind
 from hora.engine.shm.counters import LINE_BYTES, SLICE_NS, wait_until
-from hora.engine.shm.native import NOTHING, Numbers, SpinPolicy, Sum, addresses, fields, library, new_spin_policy
+from hora.engine.shm.native import NOTHING, SpinPolicy, Sum, addresses, fields, library, new_spin_policy
 from hora.engine.shm.segment import Segment, aligned
 from hora.engine.transport.base import AliveCheck, Tensors
 from hora.engine.transport.packing import total
@@ -120,9 +120,9 @@ class _Job(ctypes.Structure):
         *fields("int64 num_tensors begin end most first num_pieces"),
         *fields("pointer begins counts"),
         *fields("int64 first_owned owned"),
-        ("inside", Numbers),
-        ("between", Numbers),
-        ("last", Numbers),
+        ("inside", Sum),
+        ("between", Sum),
+        ("last", Sum),
         *fields("double stage"),
         *fields("int32 resident code two_steps window kind check greeting"),
         *fields("int64 number"),
@@ -258,8 +258,8 @@ class NativeHosts:
         table, weights = _integers(starts), (ctypes.c_float * len(numbers.weights))(*numbers.weights)
         sources, results, lost = addresses(inputs), addresses(outputs), addresses(residuals)
         between, last = numbers.between, numbers.last
-        if last.how != NOTHING and not (numbers.code and cut.two_steps):
-            between = between._replace(how=last.how, factor=last.factor)
+        if last.finish != NOTHING and not (numbers.code and cut.two_steps):
+            between = Sum(between.prescale, last.factor, between.dtype, last.finish)
         job = _Job(
             hosts=ctypes.pointer(self._hosts),
             inputs=ctypes.addressof(sources),
@@ -269,9 +269,9 @@ class NativeHosts:
             weights=ctypes.addressof(weights) if numbers.weights else None,
             num_tensors=len(starts) - 1,
             most=cut.most,
-            inside=Numbers(*numbers.inside),
-            between=Numbers(*between),
-            last=Numbers(*last),
+            inside=numbers.inside,
+            between=between,
+            last=last,
             stage=numbers.stage,
             code=_CODE_NUMBERS[numbers.code],
             two_steps=cut.two_steps,

@@ -133,7 +133,7 @@ class Ring:
             lag=lag,
             direct=direct,
             divided=divided,
-            what=native.Numbers(*what),
+            what=what,
             stage=stage,
         )
         return job, num_pieces + lag
