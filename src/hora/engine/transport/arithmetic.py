@@ -32,7 +32,7 @@ _SUM_ELEMENTS = SERIAL_ELEMENTS // 2
 # Below this squared norm a vector counts as zero for Adasum: dividing by it would overflow.
 _TINY_SQUARED_NORM = math.sqrt(sys.float_info.min)
 
-_COMBINE: dict[int, Callable[..., torch.Tensor]] = {
+COMBINE: dict[int, Callable[..., torch.Tensor]] = {
     ReduceOp.AVERAGE: torch.add,
     ReduceOp.SUM: torch.add,
     ReduceOp.MIN: torch.minimum,
@@ -67,10 +67,10 @@ class Arithmetic:
         compiled: Library | None,
     ) -> None:
         op, prescale, postscale, _ = reduce
-        assert op in _COMBINE, f"{op} is not an element-wise reduction"
+        assert op in COMBINE, f"{op} is not an element-wise reduction"
         self.dtype = dtype
         self.num_members = num_members
-        self._combine = _COMBINE[op]
+        self._combine = COMBINE[op]
         self._prescale = _scaling(prescale, dtype)
         weighted = bool(weights) and op == ReduceOp.AVERAGE and dtype in HALVES
         self._weights = [weight / sum(weights) for weight in weights] if weighted else []

@@ -22,13 +22,7 @@ from hora.engine.transport.group import PeerGroup, Work, connect
 from hora.engine.transport.packing import as_bytes
 from hora.errors import HorovodInternalError
 
-_OPS = {
-    ReduceOp.AVERAGE: dist.ReduceOp.SUM,
-    ReduceOp.SUM: dist.ReduceOp.SUM,
-    ReduceOp.MIN: dist.ReduceOp.MIN,
-    ReduceOp.MAX: dist.ReduceOp.MAX,
-    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
-}
+_OPS = {ReduceOp[name]: getattr(dist.ReduceOp, name) for name in ("SUM", "MIN", "MAX", "PRODUCT")}
 _REDUCED_DTYPES = frozenset(DTYPES.values()) - {torch.int16, torch.bool}
 # torch's watchdog ends the whole process when a peer is lost. The liveness check keeps the process alive.
 _QUIET_WATCHDOG = {
@@ -71,7 +65,7 @@ class NcclGroup(PeerGroup):
     def start_allreduce(self, tensor: torch.Tensor, op: int) -> Work:
         """Reduce in place; Average only sums."""
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(_OPS[ReduceOp(op)])
+        options.reduceOp = dist.ReduceOp(_OPS.get(ReduceOp(op), dist.ReduceOp.SUM))
         return self._start("allreduce", lambda group: group.allreduce([tensor], options))
 
     def start_alltoall(

@@ -16,37 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hora.engine.request import DTYPES, Reduce, ReduceOp
+from hora.engine.transport.arithmetic import COMBINE
 
 _KNOWN = frozenset(DTYPES.values())
 _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ENGINE = {
-    hash(dist.ReduceOp.SUM): ReduceOp.SUM,
-    hash(dist.ReduceOp.AVG): ReduceOp.AVERAGE,
-    hash(dist.ReduceOp.PRODUCT): ReduceOp.PRODUCT,
-    hash(dist.ReduceOp.MIN): ReduceOp.MIN,
-    hash(dist.ReduceOp.MAX): ReduceOp.MAX,
-}
 _Function = Callable[[Tensor, Tensor], Tensor]
-_BITWISE: dict[int, _Function] = {
-    hash(dist.ReduceOp.BAND): torch.bitwise_and,
-    hash(dist.ReduceOp.BOR): torch.bitwise_or,
-    hash(dist.ReduceOp.BXOR): torch.bitwise_xor,
-}
-_NAMES = {
-    hash(getattr(dist.ReduceOp, name)): name
-    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
-}
-_PREMUL_SUM = hash(dist.ReduceOp.PREMUL_SUM)
+_ENGINE = {name: ReduceOp[name] for name in ("SUM", "PRODUCT", "MIN", "MAX")} | {"AVG": ReduceOp.AVERAGE}
+_BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
+_NAMES = {hash(getattr(dist.ReduceOp, name)): name for name in (*_ENGINE, *_BITWISE, "PREMUL_SUM")}
 _BOOL = {"SUM": ReduceOp.MAX, "MAX": ReduceOp.MAX, "BOR": ReduceOp.MAX} | dict.fromkeys(
     ("PRODUCT", "MIN", "BAND"), ReduceOp.MIN
 )
 _SMALL = (torch.uint8, torch.int8, torch.int16)
-_FOLDS: dict[int, _Function] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.PRODUCT: torch.mul,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-}
+_FOLDS = {op: function for op, function in COMBINE.items() if op != ReduceOp.AVERAGE}
 
 
 class Reduction(NamedTuple):
@@ -67,15 +49,14 @@ class Reduction(NamedTuple):
 def reduction_of(opts: Any, dtype: torch.dtype, operation: str) -> Reduction:
     """Return the reduction of a dtype. Raises ValueError if the dtype does not support the operator."""
     op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-    number = hash(op)
-    name = _NAMES.get(number, str(op))
-    if number == _PREMUL_SUM:
+    name = _NAMES.get(hash(op), str(op))
+    if name == "PREMUL_SUM":
         return _premultiplied(op, dtype, operation)
     if dtype is torch.bool and name in _BOOL:
         return Reduction(Reduce(_BOOL[name]), as_bytes=True)
-    if number in _BITWISE:
-        return Reduction(Reduce(), _folding(_BITWISE[number], dtype, operation, name))
-    engine_op = _ENGINE.get(number)
+    if name in _BITWISE:
+        return Reduction(Reduce(), _folding(_BITWISE[name], dtype, operation, name))
+    engine_op = _ENGINE.get(name)
     if engine_op is None or dtype is torch.bool:
         raise _refusal(operation, name, dtype)
     if dtype.is_complex:
