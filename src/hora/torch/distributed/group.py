@@ -27,7 +27,7 @@ from hora.engine.queue import OperationQueue
 from hora.engine.request import DTYPES, CollectiveCall, Kind, Reduce, Request, Signature
 from hora.errors import HorovodInternalError
 from hora.torch.distributed.reductions import Reduction, fold, moved, reduction_of
-from hora.torch.distributed.work import DONE, Operation, Work
+from hora.torch.distributed.work import DONE, Work
 
 _ZERO, _NO_TIMEOUT = timedelta(0), timedelta(milliseconds=-1)
 _KEPT = 4096
@@ -49,43 +49,44 @@ class _Until:
         return self._request.done or time.monotonic() > self._deadline
 
 
-class _Requests(Operation):
+class _Requests(Work):
     """Requests of a group."""
 
-    def __init__(self, group: HoraProcessGroup, steps: Sequence[_Step], limit_s: float) -> None:
-        self._group, self._limit_s = group, limit_s
-        self._requests = [request for request, _ in steps]
-        super().__init__(self._requests, [final for _, final in steps if final is not None])
+    def __init__(self, group: HoraProcessGroup, steps: Sequence[_Step], tensors: Sequence[Any], limit_s: float) -> None:
+        requests = [request for request, _ in steps]
+        super().__init__(tensors, requests, [final for _, final in steps if final is not None])
+        self._group, self._requests, self._limit_s = group, requests, limit_s
 
-    def done(self) -> bool:
-        if super().done():
-            return True
-        self._group.go_on_now()
-        return super().done()
+    def is_completed(self) -> bool:
+        if not super().is_completed():
+            self._group.go_on_now()
+        return super().is_completed()
 
-    def _wait(self, limit_s: float | None) -> None:
+    def _wait_for_parts(self, limit_s: float | None) -> None:
         deadline = time.monotonic() + (limit_s or self._limit_s)
         for request in self._requests:
             self._group.finish(request, deadline, limit_s or self._limit_s)
 
-    def when_done(self, callback: Callable[[], None]) -> None:
-        super().when_done(callback)
+    def _call_on_done(self) -> None:
+        super()._call_on_done()
         self._group.go_on_in_background()
 
 
-class _MessageOperation(Operation):
+class _MessageWork(Work):
     """A message of a group."""
 
-    def __init__(self, group: HoraProcessGroup, message: Message, *finals: Callable[[], object]) -> None:
-        super().__init__([message], finals)
+    def __init__(
+        self, group: HoraProcessGroup, message: Message, tensors: Sequence[Tensor], *finals: Callable[[], object]
+    ) -> None:
+        super().__init__(tensors, [message], finals)
         self._group, self._message = group, message
         if not message.done:
             group.carry_on()
 
-    def _wait(self, limit_s: float | None) -> None:
+    def _wait_for_parts(self, limit_s: float | None) -> None:
         self._group.finish_message(self._message, limit_s)
 
-    def source(self) -> int:
+    def source_rank(self) -> int:
         return self._group.member_of(self._message.source)
 
 
@@ -302,11 +303,11 @@ class HoraProcessGroup(_BASE):
     def _work(self, steps: Sequence[_Step], tensors: Sequence[Any], opts: Any) -> Work:
         timeout = getattr(opts, "timeout", _NO_TIMEOUT)
         limit_s = timeout.total_seconds() if timeout > _ZERO else self._limit_s
-        operation = _Requests(self, steps, limit_s)
+        work = _Requests(self, steps, tensors, limit_s)
         if _waits(opts):
-            operation.finish(None)
+            work.wait()
             return DONE
-        return Work(operation, tensors)
+        return work
 
     # Repeated calls.
 
@@ -328,7 +329,7 @@ class HoraProcessGroup(_BASE):
             if request is None:
                 return None
             self._num_calls += 1
-            return Work(_Requests(self, [(request, None)], self._limit_s), [target])
+            return _Requests(self, [(request, None)], [target], self._limit_s)
         if not plan.path.carry_out(plan, source, target, self._finish_in_time):
             return None
         self._num_calls += 1
@@ -660,15 +661,14 @@ class HoraProcessGroup(_BASE):
         data = moved(tensor.detach()).cpu().resolve_neg().contiguous()
         message = self._message(data, self._ranks[destination], tag, [])
         self._messages.send(message)
-        return Work(_MessageOperation(self, message), tensors)
+        return _MessageWork(self, message, tensors)
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Work:
         self._check_peer("source", source)
         _tell_autograd(tensors[0])  # while the message is on its way
-        work = Work(None, tensors)
-        if not self._move_now(self._messages.receive_now, tensors[0], source, tag):
-            work.operation = self._receive(tensors, [self._ranks[source]], tag)
-        return work
+        done = Work(tensors)
+        arrived = self._move_now(self._messages.receive_now, tensors[0], source, tag)
+        return done if arrived else self._receive(tensors, [self._ranks[source]], tag)
 
     def _move_now(self, move: Callable[..., bool], tensor: Tensor, member: int, tag: int) -> bool:
         """Send or receive a message at once, if the ring has room for it or contains it."""
@@ -680,9 +680,9 @@ class HoraProcessGroup(_BASE):
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
         _tell_autograd(tensors[0])
         others = [rank for member, rank in enumerate(self._ranks) if member != self._rank]
-        return Work(self._receive(tensors, others, tag), tensors)
+        return self._receive(tensors, others, tag)
 
-    def _receive(self, tensors: Sequence[Tensor], sources: Sequence[int], tag: int) -> Operation:
+    def _receive(self, tensors: Sequence[Tensor], sources: Sequence[int], tag: int) -> Work:
         (tensor,) = tensors
         target = moved(tensor if _is_plain(tensor) else tensor.detach())
         direct = target.is_cpu and target.is_contiguous() and not target.is_neg()
@@ -690,7 +690,7 @@ class HoraProcessGroup(_BASE):
         message = self._message(data, sources[0] if len(sources) == 1 else ANY_SOURCE, tag, sources)
         self._messages.receive(message)
         finals = [] if direct else [lambda: target.copy_(data)]
-        return _MessageOperation(self, message, *finals)
+        return _MessageWork(self, message, tensors, *finals)
 
     def _message(self, data: Tensor, peer: int, tag: int, sources: Sequence[int]) -> Message:
         self._check_here()

@@ -20,43 +20,6 @@ from torch.futures import Future
 from hora.engine.request import Completion
 
 
-class Operation:
-    """Base class of the operations behind a `Work`: its parts, and functions to run once when all are done."""
-
-    def __init__(self, parts: Sequence[Completion], finals: Sequence[Callable[[], object]]) -> None:
-        self._parts, self._finals = parts, list(finals)
-        self._lock = threading.Lock()
-
-    def done(self) -> bool:
-        return all(part.done for part in self._parts)
-
-    def finish(self, limit_s: float | None) -> None:
-        """Wait until it is done, at most for the time given or the group's limit; raises its error."""
-        self._wait(limit_s)
-        with self._lock:
-            while self._finals:
-                self._finals.pop(0)()
-
-    def _wait(self, limit_s: float | None) -> None:
-        raise NotImplementedError
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Call a function once it is done, on any thread."""
-        once = threading.Lock()
-
-        def part_is_done() -> None:
-            if all(part.done for part in self._parts) and once.acquire(blocking=False):
-                callback()
-
-        for part in self._parts:
-            part.when_done(part_is_done)
-        part_is_done()
-
-    def source(self) -> int:
-        """Return the sender of a received message; -1 for anything else."""
-        return -1
-
-
 class _Future(Future):  # type: ignore[type-arg]
     """A future that knows whether it has Python callbacks."""
 
@@ -88,33 +51,39 @@ class _Future(Future):  # type: ignore[type-arg]
 
 
 class Work(dist.Work):
-    """An operation in flight with its result tensors. No operation: it is done."""
+    """An operation with its result tensors, its parts, and functions to run once when all are done."""
 
-    _lock = threading.Lock()  # of making futures
     _future: Any = None
     _error: BaseException | None = None
 
-    def __init__(self, operation: Operation | None, tensors: Sequence[Any]) -> None:
+    def __init__(
+        self, tensors: Sequence[Any], parts: Sequence[Completion] = (), finals: Sequence[Callable[[], object]] = ()
+    ) -> None:
         super().__init__()
-        self.operation = operation
-        self._tensors = tensors
+        self._tensors, self._parts, self._finals = tensors, parts, list(finals)
+        self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait for the operation; raises its error. The default timeout is the group's."""
-        if self.operation is not None:
-            limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-            try:
-                self.operation.finish(limit_s if limit_s is not None and limit_s > 0 else None)
-            except BaseException as error:
-                self._error = error
-                raise
+        limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        try:
+            self._wait_for_parts(limit_s if limit_s is not None and limit_s > 0 else None)
+            with self._lock:
+                while self._finals:
+                    self._finals.pop(0)()
+        except BaseException as error:
+            self._error = error
+            raise
         return True
+
+    def _wait_for_parts(self, limit_s: float | None) -> None:
+        """Wait until the parts are done, at most for the time given or the group's limit; raises their error."""
 
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
-        return self.operation is None or self.operation.done()
+        return all(part.done for part in self._parts)
 
     def is_success(self) -> bool:
         if not self.is_completed():
@@ -135,9 +104,10 @@ class Work(dist.Work):
         return list(self._tensors)
 
     def source_rank(self) -> int:
-        return -1 if self.operation is None else self.operation.source()
+        return -1
 
-    _source_rank = source_rank
+    def _source_rank(self) -> int:
+        return self.source_rank()
 
     def get_future(self) -> Any:
         """Return a future of the list of tensors."""
@@ -145,11 +115,23 @@ class Work(dist.Work):
             if self._future is not None:
                 return self._future
             future = self._future = _Future()
-        if self.operation is None or self.operation.done():
+        if self.is_completed():
             self._complete()
         else:
-            self.operation.when_done(self._on_done)
+            self._call_on_done()
         return future
+
+    def _call_on_done(self) -> None:
+        """Complete the future once all parts are done, on any thread."""
+        once = threading.Lock()
+
+        def part_is_done() -> None:
+            if all(part.done for part in self._parts) and once.acquire(blocking=False):
+                self._on_done()
+
+        for part in self._parts:
+            part.when_done(part_is_done)
+        part_is_done()
 
     def _on_done(self) -> None:
         if self._future.complete_here():
@@ -166,4 +148,4 @@ class Work(dist.Work):
             self._future.set_result(list(self._tensors))
 
 
-DONE = Work(None, [])  # for a call whose caller waits: the result is not used
+DONE = Work([])  # for a call whose caller waits: the result is not used
