@@ -55,6 +55,7 @@ int hora_has_f16(void) {
         for (size_t at = 0; at < count; at += BLOCK, out += BLOCK) {                                                   \
             size_t n = count - at < BLOCK ? count - at : BLOCK;                                                        \
             const type *s = (const type *)operands[0] + from + at;                                                     \
+            int two = k == 2 && how != NOTHING; /* the usual case: finished in the same pass */                               \
             for (int m = 1, more; m < k; m += more) {                                                                  \
                 more = k - m >= 7 ? 7 : k - m >= 3 ? 3 : 1;                                                            \
                 type *next = m + more == k ? out : sums;                                                               \
@@ -66,11 +67,16 @@ int hora_has_f16(void) {
                 } else if (more == 3) {                                                                                \
                     const type *b = NEXT(type, 1), *c = NEXT(type, 2);                                                 \
                     EACH next[i] = ((s[i] + a[i]) + b[i]) + c[i];                                                      \
+                } else if (two && how == MULTIPLY) {                                                                   \
+                    EACH out[i] = (s[i] + a[i]) * by;                                                                  \
+                } else if (two) {                                                                                      \
+                    EACH out[i] = (s[i] + a[i]) / by;                                                                  \
                 } else {                                                                                               \
                     EACH next[i] = s[i] + a[i];                                                                        \
                 }                                                                                                      \
                 s = next;                                                                                              \
             }                                                                                                          \
+            if (two) continue;                                                                                         \
             if (how == MULTIPLY) {                                                                                     \
                 EACH out[i] = s[i] * by;                                                                               \
             } else if (how == DIVIDE) {                                                                                \
@@ -87,22 +93,6 @@ SUMMED(uint8_t, sum_i8)
 SUMMED(uint16_t, sum_i16)
 SUMMED(uint32_t, sum_i32)
 SUMMED(uint64_t, sum_i64)
-
-/* Two members, the usual case, need no intermediate buffer. */
-#define PAIRED(type, name)                                                                                             \
-    WIDEST static void name(const type *a, const type *b, type *out, size_t count, enum finish how, double factor) {  \
-        type by = (type)factor;                                                                                        \
-        if (how == MULTIPLY) {                                                                                         \
-            _Pragma("GCC ivdep") for (size_t i = 0; i < count; i++) out[i] = (a[i] + b[i]) * by;                       \
-        } else if (how == DIVIDE) {                                                                                    \
-            _Pragma("GCC ivdep") for (size_t i = 0; i < count; i++) out[i] = (a[i] + b[i]) / by;                       \
-        } else {                                                                                                       \
-            _Pragma("GCC ivdep") for (size_t i = 0; i < count; i++) out[i] = a[i] + b[i];                              \
-        }                                                                                                              \
-    }
-
-PAIRED(float, pair_f32)
-PAIRED(double, pair_f64)
 
 /* Half precision: each operand is converted to float and multiplied by the prescale; the sum is rounded at the end. */
 
@@ -213,20 +203,8 @@ static void sum(const struct numbers *what, int k, const void *const *operands, 
     enum finish how = (enum finish)what->finish;
     double factor = what->factor;
     switch ((enum dtype)what->dtype) {
-    case F32:
-        if (k == 2)
-            pair_f32((const float *)operands[0] + from, (const float *)operands[1] + from, (float *)out + from, count,
-                     how, factor);
-        else
-            sum_f32(k, operands, out, from, count, how, factor);
-        return;
-    case F64:
-        if (k == 2)
-            pair_f64((const double *)operands[0] + from, (const double *)operands[1] + from, (double *)out + from,
-                     count, how, factor);
-        else
-            sum_f64(k, operands, out, from, count, how, factor);
-        return;
+    case F32: sum_f32(k, operands, out, from, count, how, factor); return;
+    case F64: sum_f64(k, operands, out, from, count, how, factor); return;
     case F16:
     case BF16: sum_halves(what, k, operands, out, from, count); return;
     case I8: sum_i8(k, operands, out, from, count, NOTHING, 1); return;
