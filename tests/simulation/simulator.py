@@ -1,7 +1,7 @@
 """A virtual clock, network and set of processes for the control plane's real classes, determined by one seed.
 
 Time passes only while a process waits; then the next event runs. Messages of one connection keep their order, those of
-different connections do not. The real classes are `run_job`, its controller, policies, roster, hosts and blacklist, and
+different connections do not. The real classes are `run_job`, its controller, policies, facts, hosts and blacklist, and
 the rendezvous with its table. The simulation replaces sockets (`VirtualServer` stands for `hora.net.server.Server`),
 the controller's queue, the launcher's processes, and their programs (`simulated_workers`).
 """

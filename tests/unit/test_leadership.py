@@ -17,7 +17,7 @@ from hora.launch.agent.protocol import Exited, Output, Started, Terminate
 from hora.launch.controller.agents import Agents
 from hora.launch.controller.elastic_policy import Limits
 from hora.launch.controller.hosts import ElasticSpec, Hosts
-from hora.launch.controller.policy import Roster, WorkerState
+from hora.launch.controller.policy import Facts, WorkerState
 from hora.launch.ha.following import LeaderLink, Relay, _earlier_process
 from hora.launch.ha.leadership import Leadership, next_step, open_store
 from hora.launch.ha.store import AuthenticatedStore, Contents, LeaderTerm, StoreError
@@ -194,19 +194,20 @@ def test_a_node_unknown_to_the_next_leader_gets_a_new_name():
 
 
 def test_the_next_leader_restores_the_workers():
-    roster = Roster()
+    facts = Facts()
     for slot in range(3):
-        roster.add("a", slot, WorkerState.READY, 1.0)
-    roster.begin(0, {0, 1}, 2.0)
-    roster.joined(0)
-    roster.set(1, WorkerState.FAILED, 3.0)
-    roster.mark(1, written_off=True)
-    taken_over = Roster()
-    taken_over.restore(roster.saved(), 100.0)
-    assert [(w.number, w.host, w.slot, w.state, w.generation) for w in taken_over] == [
-        (w.number, w.host, w.slot, w.state, w.generation) for w in roster
+        facts.add("a", slot, WorkerState.READY, 1.0)
+    facts.begin({0, 1}, 2.0)
+    facts.workers[0].joined = True
+    facts.workers[1].enter(WorkerState.FAILED, 3.0)
+    facts.workers[1].written_off = True
+    taken_over = Facts()
+    taken_over.restore(facts.saved(), 100.0)
+    assert (taken_over.generation, taken_over.num_resets) == (0, 0)
+    assert [(w.number, w.host, w.slot, w.state, w.generation) for w in taken_over.workers] == [
+        (w.number, w.host, w.slot, w.state, w.generation) for w in facts.workers
     ]
-    first, failed, newcomer = taken_over
+    first, failed, newcomer = taken_over.workers
     assert newcomer.lost_at is None, "it has never connected"
     assert first.lost_at == 100.0, "it is cut off until it connects"
     assert (failed.written_off, failed.exited, failed.lost_at) == (True, True, None)

@@ -230,7 +230,7 @@ class Agent:
         self._signal = 0  # that came last, and is still to be handled
         self._leaving_until: float | None = None
         self._paused = False  # the controller is slow, workers' pipes are left unread
-        self._private_files: dict[str, tuple[int, set[int]]] = {}  # content, in hexadecimal -> descriptor, readers
+        self._private_files: dict[int, list[int]] = {}  # worker -> descriptors
         self._forks: WorkerForks | None = None
         self._mpi_world: MpiWorld | None = None
         self._lifelines: dict[int, lifeline.Lifeline] = {}  # of workers that run
@@ -347,12 +347,9 @@ class Agent:
 
     def _private_file(self, data: str, worker: int) -> str:
         """Return a path under which a worker can read this data during its life; it is never on a disk."""
-        if data not in self._private_files:
-            descriptor = os.memfd_create("hora-private", os.MFD_CLOEXEC)
-            os.write(descriptor, bytes.fromhex(data))
-            self._private_files[data] = descriptor, set()
-        descriptor, readers = self._private_files[data]
-        readers.add(worker)
+        descriptor = os.memfd_create("hora-private", os.MFD_CLOEXEC)
+        self._private_files.setdefault(worker, []).append(descriptor)
+        os.write(descriptor, bytes.fromhex(data))
         return f"/proc/{os.getpid()}/fd/{descriptor}"
 
     def _start(self, order: Start) -> None:
@@ -519,11 +516,8 @@ class Agent:
         if (line := self._lifelines.pop(worker, None)) is not None:
             line.close()
         self._requested.pop(worker, None)
-        for data, (descriptor, readers) in list(self._private_files.items()):
-            readers.discard(worker)
-            if not readers:
-                del self._private_files[data]
-                os.close(descriptor)
+        for descriptor in self._private_files.pop(worker, ()):
+            os.close(descriptor)
         self._link.send(Exited(worker, code, reason))
         if self.scratch:
             remove_folder(f"{self.scratch}/{worker}")

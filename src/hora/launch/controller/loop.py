@@ -21,7 +21,6 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec
 
 from hora.errors import JobFailedError, StartTimeoutError
@@ -41,7 +40,6 @@ from hora.launch.controller.policy import (
     Notify,
     Policy,
     Publish,
-    Roster,
     StartWorkers,
     Wait,
     Worker,
@@ -186,13 +184,13 @@ class _Controller(Observation):
     ) -> None:
         super().__init__()
         self._job, self._launcher, self._out, self._leadership = job, launcher, output, leadership
-        self._roster = Roster()
         self._places: dict[int, Slot] = {}  # of the current generation
         self._results: dict[int, bytes] = {}
         self._reports: dict[int, ErrorReport] = {}
         self._gone: set[int] = set()  # workers that the others no longer wait for
         now = time.monotonic()
         self._facts = Facts(begun_at=now, short_since=now)
+        self._workers = self._facts.workers
         self._last_notice = 0
         self._ping_at = 0.0
         self._exits: dict[int, Exited] = {}
@@ -307,11 +305,9 @@ class _Controller(Observation):
             assert self._hosts is not None
             self._leadership.save(
                 {
-                    "generation": self._facts.generation,
-                    "num_resets": self._facts.num_resets,
+                    **self._facts.saved(),
                     "last_notice": self._last_notice,
                     "ranks": sorted(self._places, key=lambda number: self._places[number].rank),
-                    "workers": self._roster.saved(),
                     "hosts": self._hosts.saved(now),
                 }
             )
@@ -322,11 +318,9 @@ class _Controller(Observation):
         if state is not None:
             assert self._hosts is not None
             self._hosts.restore(state["hosts"], now)
-            self._roster.restore(state["workers"], now)
-            self._facts.generation, self._facts.num_resets = int(state["generation"]), int(state["num_resets"])
+            self._facts.restore(state, now)
             self._last_notice = int(state["last_notice"])
-            self._places = assign([self._roster[number] for number in state["ranks"]])
-            self._facts.begun_at = self._facts.short_since = now
+            self._places = assign([self._workers[number] for number in state["ranks"]])
             self._tell_worlds()
             self._adopt(leadership)
             self._log(f"this process leads the job now (term {leadership.term}), generation {self._facts.generation}")
@@ -334,7 +328,7 @@ class _Controller(Observation):
 
     def _adopt(self, leadership: Leadership) -> None:
         alive: dict[str, list[int]] = {}
-        for worker in self._roster:
+        for worker in self._workers:
             if worker.alive:
                 alive.setdefault(worker.host, []).append(worker.number)
             else:
@@ -342,7 +336,7 @@ class _Controller(Observation):
                 self.rendezvous.give_up(worker.number)
         known = leadership.adopt(alive, self)
         never_started: list[tuple[Slot, World]] = []
-        for worker in self._roster:
+        for worker in self._workers:
             if not worker.alive or worker.number in known:
                 continue
             if not leadership.has_host(worker.host):
@@ -363,22 +357,20 @@ class _Controller(Observation):
     def _look(self, now: float) -> Facts:
         """Update the facts that others change."""
         facts = self._facts
-        facts.workers = [self._with_silence(worker, now) for worker in self._roster]
+        for worker in self._workers:
+            heard = self.rendezvous.heard_at(worker.number)
+            since = self._ping_at if heard is None else max(heard, self._ping_at)
+            silent = self._ping_at and heard is not None and now - since >= _ANSWER_S
+            worker.silent_since = since if silent else None
         if self._hosts is not None:
             facts.hosts, facts.barred = self._hosts.usable(now), self._hosts.barred(now)
             facts.may_grow = self._hosts.may_grow(now)
         return facts
 
-    def _with_silence(self, worker: Worker, now: float) -> Worker:
-        heard = self.rendezvous.heard_at(worker.number)
-        if not self._ping_at or heard is None or now - max(heard, self._ping_at) < _ANSWER_S:
-            return worker
-        return replace(worker, silent_since=max(heard, self._ping_at))
-
     def _one_waits_for_another(self) -> bool:
         """Return whether a member still works while another worker has ended or waits for the next generation."""
-        working = any(w.generation == self._facts.generation and w.state is WorkerState.WORKING for w in self._roster)
-        return working and any(w.needs_the_others(self._facts.generation) for w in self._roster)
+        working = any(w.generation == self._facts.generation and w.state is WorkerState.WORKING for w in self._workers)
+        return working and any(w.needs_the_others(self._facts.generation) for w in self._workers)
 
     def _wait(self, until: float | None) -> None:
         now = time.monotonic()
@@ -397,7 +389,7 @@ class _Controller(Observation):
     # ---- actions ------------------------------------------------------------------------------------------
 
     def _begin(self, places: Sequence[HostSlot], now: float) -> None:
-        self._publish([self._roster.add(host, slot, WorkerState.READY, now) for host, slot in places], now)
+        self._publish([self._facts.add(host, slot, WorkerState.READY, now) for host, slot in places], now)
         self._start([(slot, self._world(number, slot, 0)) for number, slot in self._places.items()])
         self._facts.begun_at = time.monotonic()
 
@@ -406,7 +398,7 @@ class _Controller(Observation):
         newcomers: list[tuple[Slot, World]] = []
         for host, number in places:
             slot = provisional(host, number, self._hosts.num_slots(host), num_ranks=len(self._places))
-            worker = self._roster.add(host, number, WorkerState.STARTING, now)
+            worker = self._facts.add(host, number, WorkerState.STARTING, now)
             newcomers.append((slot, self._world(worker, slot, -1)))
         self._save(now)
         self._log(f"starting {len(newcomers)} more on {', '.join(dict.fromkeys(host for host, _ in places))}")
@@ -416,15 +408,10 @@ class _Controller(Observation):
         return slot.world(self._endpoint, worker=number, generation=generation, elastic=self._policy.elastic)
 
     def _publish(self, numbers: Sequence[int], now: float) -> None:
-        facts = self._facts
-        facts.num_resets += facts.generation >= 0
-        facts.generation += 1
-        facts.notified = False
-        facts.failures.clear()  # the job has got over them
-        self._places = assign([self._roster[number] for number in numbers])
-        if facts.generation:
-            self._log(f"generation {facts.generation}: {len(self._places)} workers")
-        self._roster.begin(facts.generation, self._places, now)
+        self._places = assign([self._workers[number] for number in numbers])
+        self._facts.begin(self._places, now)
+        if self._facts.generation:
+            self._log(f"generation {self._facts.generation}: {len(self._places)} workers")
         self._save(now)
         self._tell_worlds()
         if self._hosts is not None:
@@ -467,7 +454,7 @@ class _Controller(Observation):
                 self._bar_the_place_of(number)
                 self._tell_the_others(number, f"was given up: {why}", failed=True)
             else:
-                self._roster.set(number, WorkerState.LEFT, now)
+                self._workers[number].enter(WorkerState.LEFT, now)
                 self._tell_the_others(number, f"is ended: {why}", failed=True)
             self.rendezvous.give_up(number)
         self._save(now)
@@ -477,9 +464,9 @@ class _Controller(Observation):
     def _bar_the_place_of(self, number: int) -> None:
         """Bar the place of a failed worker; the job continues elsewhere."""
         assert self._hosts is not None
-        self._roster.mark(number, written_off=True)
+        self._workers[number].written_off = True
         failure = next(failure for failure in self._facts.failures if failure.worker == number)
-        self._hosts.bar(self._roster[number], failure.at)
+        self._hosts.bar(self._workers[number], failure.at)
         reason = f" ({failure.reason})" if failure.reason else ""
         self._log(f"process {self._name(number)} failed with exit code {failure.code}{reason}")
 
@@ -487,7 +474,7 @@ class _Controller(Observation):
 
     def _finish(self) -> JobResult:
         by_rank = sorted(self._places, key=lambda number: self._places[number].rank)
-        succeeded = [n for n in by_rank if self._roster[n].state is WorkerState.SUCCEEDED]
+        succeeded = [n for n in by_rank if self._workers[n].state is WorkerState.SUCCEEDED]
         lingering = [self._places[number].rank for number in succeeded if number not in self._exits]
         why = f"ranks {lingering} have returned but their processes do not end: ending them" if lingering else ""
         self._end_all(why)
@@ -501,7 +488,7 @@ class _Controller(Observation):
         self._ending = True  # from now on the exit of a worker is not a failure
         self._stop_reason = f"end requested: the ranks commit and leave, within {limit_s:g} s (--leave-timeout)"
         self._log(self._stop_reason)
-        workers = [worker.number for worker in self._roster]
+        workers = [worker.number for worker in self._workers]
         if all(self.rendezvous.heard_at(worker) is None for worker in workers):
             raise SystemExit(_ENDED)  # a command that knows nothing of commits
         alive = [worker for worker in workers if worker not in self._exits]
@@ -520,7 +507,7 @@ class _Controller(Observation):
 
         def end() -> None:
             nonlocal found
-            found = [worker.number for worker in self._roster if worker.host == host]
+            found = [worker.number for worker in self._workers if worker.host == host]
             for number in found:
                 if number not in self._exits:
                     self.remove(number, why)
@@ -532,8 +519,8 @@ class _Controller(Observation):
         if failure is None:
             self._end_all()
             raise JobFailedError(message)
-        worker, slot = self._roster[failure.worker], self._places.get(failure.worker)
-        others = "; ending the others" if len([*self._roster]) > 1 else ""
+        worker, slot = self._workers[failure.worker], self._places.get(failure.worker)
+        others = "; ending the others" if len(self._workers) > 1 else ""
         reason = f" ({failure.reason})" if failure.reason else ""
         line = (
             f"process {self._name(failure.worker)} on host {worker.host} failed with exit code {failure.code}{reason}"
@@ -552,7 +539,7 @@ class _Controller(Observation):
         ) from _cause(report)
 
     def _name(self, number: int) -> str:
-        worker = self._roster[number]
+        worker = self._workers[number]
         return f"{worker.host}[{worker.slot}]" if self._policy.elastic else str(number)
 
     # ---- the processes ------------------------------------------------------------------------------------
@@ -601,7 +588,7 @@ class _Controller(Observation):
     def _end_all(self, why: str = "") -> None:
         """End all workers; return when they have ended, or after the time that SIGKILL needs."""
         self._ending = True
-        left = {worker.number for worker in self._roster} - self._exits.keys()
+        left = {worker.number for worker in self._workers} - self._exits.keys()
         self._launcher.terminate(sorted(left), grace_s=self._job.grace_s)
         if why:  # last: a blocked console must not keep the workers alive
             self._log(why)
@@ -636,15 +623,6 @@ class _Controller(Observation):
         self.tell("exited", ended.worker, ended.code, ended.reason)
         self._or_raise_there(lambda: self._out.end(ended.worker))
         self._on_exit(ended)
-
-    def joined(self, worker: int) -> None:
-        super().joined(worker)
-        self._on_join(worker)
-
-    def raised(self, worker: int, report: ErrorReport) -> None:
-        super().raised(worker, report)
-        if self._runs_a_function(worker):
-            self._on_error(worker, report)
 
     def _runs_a_function(self, worker: int) -> bool:
         """Return whether this worker runs the caller's function: results of other workers are never unpickled."""
@@ -693,43 +671,55 @@ class _Controller(Observation):
 
     @_queued
     def started(self, worker: int) -> None:
-        self._roster.mark(worker, started=True)
+        self._workers[worker].started = True
+
+    def _alive(self, number: int) -> Worker | None:
+        """Return a living worker; None for other numbers, which a message from the network may have."""
+        known = 0 <= number < len(self._workers) and self._workers[number].alive
+        return self._workers[number] if known else None
 
     @_queued
-    def _on_join(self, worker: int) -> None:
-        news = worker in self._roster and not self._roster[worker].joined
-        self._roster.joined(worker)
-        if news:
-            self._save(time.monotonic())
+    def joined(self, number: int) -> None:
+        super().joined(number)
+        if 0 <= number < len(self._workers):
+            worker = self._workers[number]
+            is_new, worker.joined, worker.lost_at = not worker.joined, True, None
+            if is_new:
+                self._save(time.monotonic())
 
     @_queued
-    def waiting(self, worker: int, generation: int) -> None:
-        self._roster.waits(worker, generation, time.monotonic())
+    def waiting(self, number: int, generation: int) -> None:
+        worker = self._alive(number)
+        if worker is not None and worker.generation == generation:  # otherwise an old request
+            worker.enter(WorkerState.READY, time.monotonic())
 
     @_queued
-    def lost(self, worker: int) -> None:
-        self._roster.lost(worker, time.monotonic())
+    def lost(self, number: int) -> None:
+        if worker := self._alive(number):
+            worker.lost_at = time.monotonic()
 
     @_queued
-    def returned(self, worker: int, result: bytes) -> None:
-        if self._runs_a_function(worker):
-            self._results[worker] = result
-            if worker in self._roster and self._roster[worker].alive:
-                self._roster.set(worker, WorkerState.SUCCEEDED, time.monotonic())
+    def returned(self, number: int, result: bytes) -> None:
+        if self._runs_a_function(number):
+            self._results[number] = result
+            if worker := self._alive(number):
+                worker.enter(WorkerState.SUCCEEDED, time.monotonic())
 
     @_queued
-    def _on_error(self, worker: int, report: ErrorReport) -> None:
-        self._reports[worker] = report
-        if worker in self._roster and self._roster[worker].alive and not self._ending:
-            self._note_failure(worker, 1, report.headline, report.headline if report.consequence else "")
+    def raised(self, number: int, report: ErrorReport) -> None:
+        super().raised(number, report)
+        if not self._runs_a_function(number):
+            return
+        self._reports[number] = report
+        if self._alive(number) and not self._ending:
+            self._note_failure(number, 1, report.headline, report.headline if report.consequence else "")
 
     @_queued
     def _on_exit(self, ended: Exited) -> None:
         self._exits[ended.worker] = ended
-        number, before = ended.worker, self._roster[ended.worker]
-        self._roster.mark(number, exited=True)
-        failed = not self._ending and self._judge_exit(before, ended)
-        succeeded = before.state is WorkerState.SUCCEEDED
+        number, worker = ended.worker, self._workers[ended.worker]
+        worker.exited, succeeded = True, worker.state is WorkerState.SUCCEEDED
+        failed = not self._ending and self._judge_exit(worker, ended)
         how = f"ended with exit code {ended.code}"
         self._tell_the_others(number, how, failed=failed or (ended.code != 0 and not succeeded))
         self.rendezvous.give_up(number)
@@ -741,7 +731,7 @@ class _Controller(Observation):
             return False
         if code == 0 and worker.alive:
             if self._job.function is None and worker.generation == self._facts.generation:
-                self._roster.set(worker.number, WorkerState.SUCCEEDED, time.monotonic())
+                worker.enter(WorkerState.SUCCEEDED, time.monotonic())
                 return False
             early = "before it had a place in the job" if worker.generation < 0 else "but the function did not return"
             code, reason = 1, reason or f"it ended with status 0 {early}: did it call exit?"
@@ -750,14 +740,15 @@ class _Controller(Observation):
         # Only the output of a command shows whether it ended because another worker was lost.
         words = self._out.tail(worker.number).rstrip().rpartition("\n")[2]
         complaint = words if "HorovodInternalError" in words else ""
+        was_alive = worker.alive
         self._note_failure(worker.number, code, reason or signal_text(code), complaint)
-        return worker.alive
+        return was_alive
 
     def _note_failure(self, number: int, code: int, reason: str, complaint: str = "") -> None:
         """`complaint`: the worker's error, if that only says that another rank was lost."""
         now = time.monotonic()
-        if self._roster[number].alive:
-            self._roster.set(number, WorkerState.FAILED, now)
+        if self._workers[number].alive:
+            self._workers[number].enter(WorkerState.FAILED, now)
         named = re.search(r"HorovodInternalError.*?\brank (\d+)", complaint)
         blames = next((n for n, slot in self._places.items() if named and slot.rank == int(named[1])), None)
         self._facts.failures.append(

@@ -12,8 +12,8 @@ decides for elastic jobs. A worker's states:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
 
@@ -55,7 +55,7 @@ class WorkerState(Enum):
 _ALIVE = (WorkerState.STARTING, WorkerState.READY, WorkerState.WORKING)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Worker:
     """A process of the job. `generation`: the last one in which it had a place (-1: none so far), `first_generation`:
     the first one.
@@ -89,86 +89,8 @@ class Worker:
     def alive(self) -> bool:
         return self.state in _ALIVE
 
-
-class Roster:
-    """All workers that a job ever had, by number. Reports from the network about unknown numbers are ignored."""
-
-    def __init__(self) -> None:
-        self._workers: dict[int, Worker] = {}
-
-    def __getitem__(self, number: int) -> Worker:
-        return self._workers[number]
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._workers
-
-    def __iter__(self) -> Iterator[Worker]:
-        return iter(list(self._workers.values()))
-
-    def saved(self) -> list[list[Any]]:
-        """Return the workers as data for the next leader."""
-        return [
-            [w.number, w.host, w.slot, w.state.name, w.generation, w.first_generation, w.joined, w.written_off]
-            for w in self
-        ]
-
-    def restore(self, saved: Sequence[Sequence[Any]], now: float) -> None:
-        """Take over the previous leader's workers: those that were connected count as lost until they reconnect."""
-        for number, host, slot, state, generation, first, joined, written_off in saved:
-            alive = WorkerState[state] in _ALIVE
-            self._workers[number] = Worker(
-                number=number,
-                host=host,
-                slot=slot,
-                state=WorkerState[state],
-                generation=generation,
-                first_generation=first,
-                since=now,
-                started=True,
-                joined=joined,
-                written_off=written_off,
-                exited=not alive,
-                lost_at=now if alive and joined else None,
-            )
-
-    def add(self, host: str, slot: int, state: WorkerState, now: float) -> int:
-        """A new worker's number."""
-        number = len(self._workers)
-        self._workers[number] = Worker(number=number, host=host, slot=slot, state=state, since=now)
-        return number
-
-    def set(self, number: int, state: WorkerState, now: float) -> None:
-        self.mark(number, state=state, since=now)
-
-    def mark(self, number: int, **facts: Any) -> None:
-        self._workers[number] = replace(self._workers[number], **facts)
-
-    def joined(self, number: int) -> None:
-        """The worker has connected or reconnected."""
-        if number in self._workers:
-            self.mark(number, joined=True, lost_at=None)
-
-    def lost(self, number: int, now: float) -> None:
-        """Its connection ended without a good-bye."""
-        worker = self._workers.get(number)
-        if worker is not None and worker.alive:
-            self.mark(number, lost_at=now)
-
-    def waits(self, number: int, generation: int, now: float) -> None:
-        """The worker asks for a place after this generation. Old requests are ignored."""
-        worker = self._workers.get(number)
-        if worker is not None and worker.alive and worker.generation == generation:
-            self.set(number, WorkerState.READY, now)
-
-    def begin(self, generation: int, members: Collection[int], now: float) -> None:
-        """Begin a generation: its members work; earlier members without a place in it leave."""
-        for worker in self:
-            if worker.number in members:
-                first = generation if worker.generation < 0 else worker.first_generation
-                self.set(worker.number, WorkerState.WORKING, now)
-                self.mark(worker.number, generation=generation, first_generation=first)
-            elif worker.state is WorkerState.READY and worker.generation >= 0:
-                self.set(worker.number, WorkerState.LEFT, now)
+    def enter(self, state: WorkerState, now: float) -> None:
+        self.state, self.since = state, now
 
 
 def assign(workers: Sequence[Worker]) -> dict[int, Slot]:
@@ -206,8 +128,8 @@ class Failure:
 
 @dataclass(kw_only=True)
 class Facts:
-    """State of a job, which its controller keeps. `workers`: ordered by number. `failures`: of this generation, in the
-    order seen, at most one per worker. `begun_at`: when the first generation was started.
+    """State of a job, which its controller keeps. `workers`: all that it ever had, by number. `failures`: of this
+    generation, in the order seen, at most one per worker. `begun_at`: when the first generation was started.
 
     The rest is for elastic jobs. `hosts`: usable slots by host; `barred`: hosts that are unusable, for a while or
     forever; `may_grow`: discovery may find more slots; `notified`: the workers were told to stop at the next commit;
@@ -215,7 +137,7 @@ class Facts:
     """
 
     generation: int = -1
-    workers: Sequence[Worker] = ()
+    workers: list[Worker] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     begun_at: float = 0.0
     hosts: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -224,6 +146,45 @@ class Facts:
     num_resets: int = 0
     notified: bool = False
     short_since: float = 0.0
+
+    def add(self, host: str, slot: int, state: WorkerState, now: float) -> int:
+        """Add a worker; return its number."""
+        number = len(self.workers)
+        self.workers.append(Worker(number=number, host=host, slot=slot, state=state, since=now))
+        return number
+
+    def begin(self, members: Collection[int], now: float) -> None:
+        """Begin a generation: its members work; earlier members without a place in it leave."""
+        self.num_resets += self.generation >= 0
+        self.generation += 1
+        self.notified = False
+        self.failures.clear()  # the job has got over them
+        for worker in self.workers:
+            if worker.number in members:
+                worker.enter(WorkerState.WORKING, now)
+                worker.first_generation = self.generation if worker.generation < 0 else worker.first_generation
+                worker.generation = self.generation
+            elif worker.state is WorkerState.READY and worker.generation >= 0:
+                worker.enter(WorkerState.LEFT, now)
+
+    def saved(self) -> dict[str, Any]:
+        """Return what the next leader must know."""
+        workers = [
+            [w.number, w.host, w.slot, w.state.name, w.generation, w.first_generation, w.joined, w.written_off]
+            for w in self.workers
+        ]
+        return {"generation": self.generation, "num_resets": self.num_resets, "workers": workers}
+
+    def restore(self, saved: Mapping[str, Any], now: float) -> None:
+        """Take over the previous leader's workers: those that were connected count as lost until they reconnect."""
+        self.generation, self.num_resets = int(saved["generation"]), int(saved["num_resets"])
+        self.begun_at = self.short_since = now
+        for number, host, slot, state, generation, first, joined, written_off in saved["workers"]:
+            worker = Worker(number=number, host=host, slot=slot, state=WorkerState[state], since=now, started=True)
+            worker.generation, worker.first_generation = generation, first
+            worker.joined, worker.written_off, worker.exited = joined, written_off, not worker.alive
+            worker.lost_at = now if worker.alive and joined else None
+            self.workers.append(worker)
 
 
 class Decision:
