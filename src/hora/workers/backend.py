@@ -207,7 +207,7 @@ class LocalBackend(WorkerBackend):
 
     def clear_up(self, number: int) -> None:
         """Terminate the processes that the worker left running, as the end of a container would."""
-        self._launcher.clear_up(number, grace_s=GRACE_S)
+        self._launcher.terminate([number], grace_s=GRACE_S)
 
     def close(self) -> None:
         self._launcher.close()

@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hora import lifeline
 from hora.launch.agent.fork_server import WorkerForks
@@ -300,9 +300,9 @@ class Agent:
             times.append(self._leaving_until)
         return min(max(min(times) - time.monotonic(), _SWEEP_S), _LONGEST_WAIT_S) if times else None
 
-    def _later(self, call: Callable[[], None]) -> None:
+    def _later(self, call: Callable[..., None], *args: Any) -> None:
         """Have the loop make this call. From any thread."""
-        self._calls.append(call)
+        self._calls.append(partial(call, *args))
         self._link.wake()
 
     def _read_or_pause(self) -> None:
@@ -361,7 +361,7 @@ class Agent:
             return
         env = variables() if order.inherit_env else {}
         files = {name: self._private_file(data, worker) for name, data in order.private_files.items()}
-        self._lifelines[worker] = lifeline.Lifeline(lambda: self._on_death(worker))
+        self._lifelines[worker] = lifeline.Lifeline(lambda: self._later(self._report_dying, worker))
         env |= order.env | files | {"HORA_LIFELINE": self._lifelines[worker].path}
         if self.scratch:
             env["HORA_SCRATCH"] = f"{self.scratch}/{worker}"
@@ -413,7 +413,9 @@ class Agent:
             try:
                 # Without this worker's number: descendants of the server must not count as its own.
                 shared = {name: value for name, value in env.items() if name != "HORA_WORKER"}
-                self._forks = WorkerForks(executable, modules, shared, order.cwd, self._on_fork)
+                self._forks = WorkerForks(
+                    executable, modules, shared, order.cwd, lambda *fork: self._later(self._adopt_forked, *fork)
+                )
             except OSError:  # executing the worker fails for the same reason, and reports it
                 return False
             for read_end, stream in ((self._forks.process.stdout, "stdout"), (self._forks.process.stderr, "stderr")):
@@ -423,10 +425,6 @@ class Agent:
         self._requested[worker] = (order, env)
         self._forks.ask(worker, env, order.cwd)
         return True
-
-    def _on_fork(self, worker: int, spawned: Spawned | None) -> None:
-        """In the thread of the fork server's client."""
-        self._later(lambda: self._adopt_forked(worker, spawned))
 
     def _adopt_forked(self, worker: int, spawned: Spawned | None) -> None:
         order = self._requested.pop(worker, None)
@@ -491,10 +489,6 @@ class Agent:
                 self._ended(worker, status)
             elif self._requested:
                 self._strays[pid] = status  # perhaps a worker whose fork is not reported yet
-
-    def _on_death(self, worker: int) -> None:
-        """In a lifeline's thread."""
-        self._later(lambda: self._report_dying(worker))
 
     def _report_dying(self, worker: int) -> None:
         """Report the death of a worker whose memory Linux is still freeing, unless the agent ended it."""

@@ -148,14 +148,11 @@ class AgentHandle:
             self.send(order)
 
     def terminate(self, workers: Iterable[int], *, grace_s: float) -> None:
+        """End these workers, and whatever those that have ended left running. Does not wait."""
         with self._lock:
-            chosen = sorted(self._running.intersection(workers))
-        if chosen:
+            chosen = sorted(self._own.intersection(workers))
+        if chosen and not self.ended:
             self.send(Terminate(chosen, grace_s))
-
-    def clear_up(self, worker: int, *, grace_s: float) -> None:
-        """End what a worker that has ended has left running. Does not wait."""
-        self.send(Terminate([worker], grace_s))
 
     def finish(self, *, grace_s: float) -> None:
         """End every worker and descendant that is left. Does not wait. Idempotent."""
@@ -430,11 +427,6 @@ class HostLauncher:
         chosen = list(workers)
         for host in self._hosts.values():
             host.terminate(chosen, grace_s=grace_s)
-
-    def clear_up(self, worker: int, *, grace_s: float) -> None:
-        """End what a worker that has ended has left running. Does not wait."""
-        for host in self._hosts.values():
-            host.clear_up(worker, grace_s=grace_s)
 
     def close(self) -> None:
         hosts, self._hosts, self._former = [*self._former, *self._hosts.values()], {}, []

@@ -335,22 +335,16 @@ class _Controller(Observation):
                 self._gone.add(worker.number)
                 self.rendezvous.give_up(worker.number)
         known = leadership.adopt(alive, self)
-        never_started: list[tuple[Slot, World]] = []
-        for worker in self._workers:
-            if not worker.alive or worker.number in known:
+        never_started = []  # the previous leader died between its decision and the order
+        for host, numbers in alive.items():
+            if leadership.has_host(host):
+                never_started += [number for number in numbers if number not in known]
                 continue
-            if not leadership.has_host(worker.host):
-                reason = f"its node, {worker.host}, has not come to the new leader"
-                self.exited(Exited(worker=worker.number, code=255, reason=reason))
-                continue
-            # The previous leader died between its decision and the order.
-            newcomer = worker.number not in self._places
-            slot = self._places.get(worker.number) or provisional(
-                worker.host, worker.slot, worker.slot + 1, num_ranks=len(self._places)
-            )
-            never_started.append((slot, self._world(worker.number, slot, -1 if newcomer else self._facts.generation)))
+            for number in numbers:
+                reason = f"its node, {host}, has not come to the new leader"
+                self.exited(Exited(worker=number, code=255, reason=reason))
         if never_started:
-            self._start(never_started)
+            self._start(sorted(never_started))
 
     # ---- facts --------------------------------------------------------------------------------------------
 
@@ -390,16 +384,11 @@ class _Controller(Observation):
 
     def _begin(self, places: Sequence[HostSlot], now: float) -> None:
         self._publish([self._facts.add(host, slot, WorkerState.READY, now) for host, slot in places], now)
-        self._start([(slot, self._world(number, slot, 0)) for number, slot in self._places.items()])
+        self._start(list(self._places))
         self._facts.begun_at = time.monotonic()
 
     def _start_newcomers(self, places: Sequence[HostSlot], now: float) -> None:
-        assert self._hosts is not None
-        newcomers: list[tuple[Slot, World]] = []
-        for host, number in places:
-            slot = provisional(host, number, self._hosts.num_slots(host), num_ranks=len(self._places))
-            worker = self._facts.add(host, number, WorkerState.STARTING, now)
-            newcomers.append((slot, self._world(worker, slot, -1)))
+        newcomers = [self._facts.add(host, slot, WorkerState.STARTING, now) for host, slot in places]
         self._save(now)
         self._log(f"starting {len(newcomers)} more on {', '.join(dict.fromkeys(host for host, _ in places))}")
         self._start(newcomers)
@@ -544,41 +533,49 @@ class _Controller(Observation):
 
     # ---- the processes ------------------------------------------------------------------------------------
 
-    def _start(self, worlds: Sequence[tuple[Slot, World]]) -> None:
+    def _start(self, numbers: Sequence[int]) -> None:
+        """Start these workers. Newcomers, which the generation does not include, get a provisional place."""
         job = self._job
         reporting = REPORTING if job.watching is not None else {}
-        self._choose_master(worlds)
-        workers = [
-            WorkerSpec(
-                worker=world.worker,
+        self._choose_master()
+        specs = []
+        for number in numbers:
+            slot, generation = self._places.get(number), self._facts.generation
+            if slot is None:
+                assert self._hosts is not None
+                host, place = self._workers[number].host, self._workers[number].slot
+                num_slots, generation = self._hosts.num_slots(host), -1
+                slot = provisional(host, place, num_slots, num_ranks=len(self._places))
+            env = {
+                **self._master,
+                **job.env,
+                "PYTHONUNBUFFERED": "1",
+                **reporting,
+                **job.host_env.get(slot.hostname, {}),
+                **self._world(number, slot, generation).to_env(mpi_names=job.mpi_names),
+            }
+            spec = WorkerSpec(
+                worker=number,
                 slot=slot,
                 argv=self._argv,
-                env={
-                    **self._master,
-                    **job.env,
-                    "PYTHONUNBUFFERED": "1",
-                    **reporting,
-                    **job.host_env.get(slot.hostname, {}),
-                    **world.to_env(mpi_names=job.mpi_names),
-                },
+                env=env,
                 cwd=job.cwd,
-                private_files={"HORA_SECRET_FILE": worker_key(self._secret, world.worker)},
+                private_files={"HORA_SECRET_FILE": worker_key(self._secret, number)},
                 grace_s=job.grace_s,
                 preload=self._preload,
             )
-            for slot, world in worlds
-        ]
+            specs.append(spec)
         if job.verbose:
-            self._log(f"starting {len(workers)} processes: {' '.join(self._argv)}")
-        self._launcher.start(workers, self)
+            self._log(f"starting {len(specs)} processes: {' '.join(self._argv)}")
+        self._launcher.start(specs, self)
 
-    def _choose_master(self, worlds: Sequence[tuple[Slot, World]]) -> None:
+    def _choose_master(self) -> None:
         """Choose where rank 0 opens torch's store, should the workers' program ask for one (`env://`)."""
-        hosts = [slot.hostname for slot, world in worlds if world.rank == 0]
+        hosts = [slot.hostname for slot in self._places.values() if slot.rank == 0]
         if not hosts or self._master:
             return
         address, port = hosts[0], _FIRST_PORT + zlib.crc32(self._id.encode()) % _NUM_PORTS
-        if all(is_local(slot.hostname) for slot, _ in worlds):
+        if all(is_local(slot.hostname) for slot in self._places.values()):
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 address, port = probe.getsockname()
