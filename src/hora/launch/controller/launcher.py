@@ -118,11 +118,6 @@ class AgentHandle:
         """Return whether the agent is gone or out of reach; exits may still be reported."""
         return self.status is not None or self._ended is not None
 
-    @property
-    def over(self) -> bool:
-        """Return whether the agent is gone and all its reports have been delivered."""
-        return self._reported.is_set()
-
     def start(self, workers: Sequence[WorkerSpec]) -> None:
         assert self._events is not None
         # A single worker is not worth a fork server, but a new worker of an elastic job may use an existing one.
@@ -346,9 +341,7 @@ class LocalAgent(AgentHandle):
     def wait(self, timeout_s: float) -> None:
         """Wait until all is over; after the time limit, kill the agent, which takes its workers with it."""
         wait_or_kill(self._process, timeout_s)
-        if self._events is not None:
-            self._reported.wait(KILLED_S)
-        self._process.close()
+        self._reported.wait(KILLED_S)
 
     def _deliver(self) -> None:
         frames, joined = Frames(MESSAGES), False
@@ -363,6 +356,7 @@ class LocalAgent(AgentHandle):
             self.blame(error)
         status = self._process.wait()
         self.complaints.add(self._process.complaints())
+        self._process.close()
         self._report_end(status, joined=joined)
 
 
@@ -376,7 +370,7 @@ class HostLauncher:
         self.bind_address = self.advertised_address = listen
         self._agents = agents
         self._hosts: dict[str, AgentHandle] = {}
-        self._former: list[AgentHandle] = []  # they have ended, or are about to
+        self._former: list[AgentHandle] = []  # they have ended, or are about to, and have exits to report
         self._grace_s = 0.0
 
     @property
@@ -393,7 +387,7 @@ class HostLauncher:
         # Open all connections before starting workers, so that the agents start in parallel.
         for name in by_host:
             if name in self._hosts and self._hosts[name].ended:  # it was disconnected or killed and may be back
-                self._retire(self._hosts.pop(name))
+                self._former.append(self._hosts.pop(name))
             if name not in self._hosts:
                 agents = self._agents if name in remote else None
                 self._hosts[name] = LocalAgent(name) if agents is None else agents.agent(name)
@@ -413,15 +407,6 @@ class HostLauncher:
         hosts, self._hosts, self._former = [*self._former, *self._hosts.values()], {}, []
         for host in hosts:
             host.abandon()
-
-    def _retire(self, host: AgentHandle) -> None:
-        """Keep the agent until its workers' exits are reported. Do not wait for it: the caller may block the
-        reports.
-        """
-        for over in [former for former in self._former if former.over]:
-            self._former.remove(over)
-            over.wait(KILLED_S)
-        self._former.append(host)
 
     def terminate(self, workers: Iterable[int], *, grace_s: float) -> None:
         chosen = list(workers)
