@@ -49,6 +49,7 @@ class MpiCommand:
     limit_s: float | None = None
     version: bool = False
     left_out: list[str] = field(default_factory=list)
+    ignored: object = None  # by an option that says nothing about a job of Hora
 
     def placed(self, default_slots: int) -> list[str]:
         """Return the host of every rank, in order. `default_slots`: of this machine, if no host is named."""
@@ -86,14 +87,17 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> MpiCommand:
         flag, name, values = _take_option(words)
         if name in ("mca", "gmca", "prtemca", "pmixmca"):
             parameters[values[0]] = values[1]
-        elif (meaning := _OPTIONS[name][1]) is not None:
-            meaning(parsed, *values)
-        else:
+        elif (meaning := _OPTIONS[name][1]) is None:
             parsed.left_out.append(" ".join([flag, *values]))
+        elif isinstance(meaning, str):
+            setattr(parsed, meaning, values[0] if values else True)
+        else:
+            meaning(parsed, *values)
     if ":" in words:
         raise ValueError("several programs in one line, separated by `:`, cannot be started; start one program")
     parsed.command = tuple(words)
-    _take_parameters(parsed, {**_from_variables(environ), **parameters})
+    set_by_variables = {name[9:]: value for name, value in environ.items() if name[:9] in ("OMPI_MCA_", "PRTE_MCA_")}
+    _take_parameters(parsed, set_by_variables | parameters)
     return parsed
 
 
@@ -114,16 +118,6 @@ def _take_option(words: list[str]) -> tuple[str, str, list[str]]:
     if len(values) != wanted:
         raise ValueError(f"{flag} takes {wanted} value{'s' * (wanted != 1)}, but {len(values)} follow")
     return flag.partition("=")[0], name, values
-
-
-def _from_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    prefixes = ("OMPI_MCA_", "PRTE_MCA_")
-    return {
-        name.removeprefix(prefix): value
-        for prefix in prefixes
-        for name, value in environ.items()
-        if name.startswith(prefix)
-    }
 
 
 def _take_parameters(parsed: MpiCommand, parameters: Mapping[str, str]) -> None:
@@ -195,22 +189,14 @@ def _bind_to(parsed: MpiCommand, text: str) -> None:
         parsed.left_out.append(f"-bind-to {text}")
 
 
-def _says(name: str) -> Callable[..., None]:
-    """An option that sets this attribute: to its value, or True where it has none."""
-    return lambda parsed, *values: setattr(parsed, name, values[0] if values else True)
-
-
 def _counts(name: str, what: str) -> Callable[..., None]:
     """An option that sets this attribute to a whole number."""
     return lambda parsed, text: setattr(parsed, name, _number(text, what))
 
 
-def _nothing(parsed: MpiCommand, *values: str) -> None:
-    """An option that says nothing about a job of Hora."""
-
-
-# The number of values of every option must be known, because the first other word is the program. None: left out.
-_OPTIONS: dict[str, tuple[int, Callable[..., None] | None]] = {
+# The number of values of every option must be known, because the first other word is the program. A name: of the
+# attribute that has the value, or True. None: the option is left out, and named.
+_OPTIONS: dict[str, tuple[int, Callable[..., None] | str | None]] = {
     **_each("np n c", (1, _counts("num_proc", "-np"))),
     **_each("H host hosts", (1, _hosts)),
     **_each("hostfile machinefile default-hostfile f", (1, _hostfile)),
@@ -222,18 +208,18 @@ _OPTIONS: dict[str, tuple[int, Callable[..., None] | None]] = {
     **_each("ppn perhost N npernode", (1, _counts("per_host", "the number of processes of each host"))),
     "bind-to": (1, _bind_to),
     "timeout": (1, _counts("limit_s", "--timeout")),
-    **_each("wdir wd", (1, _says("directory"))),
-    "output-filename": (1, _says("output_directory")),
-    "iface": (1, _says("interface")),
-    "bootstrap-exec-args": (1, _says("ssh_options")),
-    **_each("tag-output l prepend-rank", (0, _says("tagged"))),
-    "timestamp-output": (0, _says("timestamped")),
-    "merge-stderr-to-stdout": (0, _says("merged")),
-    "oversubscribe": (0, _says("oversubscribe")),
-    **_each("report-bindings display-map display-allocation v verbose", (0, _says("verbose"))),
-    **_each("version V", (0, _says("version"))),
+    **_each("wdir wd", (1, "directory")),
+    "output-filename": (1, "output_directory"),
+    "iface": (1, "interface"),
+    "bootstrap-exec-args": (1, "ssh_options"),
+    **_each("tag-output l prepend-rank", (0, "tagged")),
+    "timestamp-output": (0, "timestamped"),
+    "merge-stderr-to-stdout": (0, "merged"),
+    "oversubscribe": (0, "oversubscribe"),
+    **_each("report-bindings display-map display-allocation v verbose", (0, "verbose")),
+    **_each("version V", (0, "version")),
     **_each("mca gmca prtemca pmixmca", (2, None)),  # parameters, see above
-    **_each("prefix path launcher bootstrap", (1, _nothing)),
-    **_each("allow-run-as-root noprefix nooversubscribe genvall envall quiet q", (0, _nothing)),
+    **_each("prefix path launcher bootstrap", (1, "ignored")),
+    **_each("allow-run-as-root noprefix nooversubscribe genvall envall quiet q", (0, "ignored")),
     **_each("outfile-pattern errfile-pattern cpu-bind depth d", (1, None)),
 }
