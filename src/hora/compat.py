@@ -18,7 +18,7 @@ import types
 from pathlib import Path
 
 from hora import workers
-from hora.launch.processes import put_first_on_path, set_missing, variables
+from hora.launch.processes import put_first_on_path, set_variables, variables
 from hora.workers.backend import new_id, session_variables
 from hora.workers.gateway import new_name
 
@@ -39,7 +39,7 @@ def install() -> list[str]:
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, sys.modules[name])
-    set_missing(_session_variables())
+    set_variables(_session_variables() | variables())
     return installed
 
 
@@ -87,7 +87,7 @@ def _prepare_path() -> None:
     put_first_on_path(os.path.dirname(sys.executable))
     if shutil.which("mpirun") is None:
         put_first_on_path(str(Path(__file__).with_name("bin")))
-        set_missing({"HORA_PYTHON": sys.executable, "HORA_COMPAT_PID": str(os.getpid())})
+        set_variables({"HORA_PYTHON": sys.executable, "HORA_COMPAT_PID": str(os.getpid())} | variables())
 
 
 if __name__ == "__main__":

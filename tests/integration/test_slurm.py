@@ -17,7 +17,7 @@ from job_process import BIN, JobProcess
 from slurm_cluster import SlurmCluster, missing
 from test_ssh import SPY
 
-from hora.launch.processes import environment_value
+from hora.launch.processes import first_variables
 from waiting import wait_until
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(600)]
@@ -268,10 +268,10 @@ def test_the_other_node_continues_after_the_first_node_of_a_job_with_a_store_die
 
         wait_until("some steps of two ranks", lambda: last(0)[1:] >= [10, 2], 240)
         wait_until("both take part", lambda: last(1)[1] >= 10, 60)
-        (first,) = {worker for worker in (0, 1) if environment_value(last(worker)[0], "SLURMD_NODENAME") == "n1"}
+        (first,) = {worker for worker in (0, 1) if first_variables(last(worker)[0]).get("SLURMD_NODENAME") == "n1"}
         other = 1 - first
         for process in job.processes():
-            if environment_value(process.pid, "SLURMD_NODENAME") == "n1":
+            if first_variables(process.pid).get("SLURMD_NODENAME") == "n1":
                 with suppress(ProcessLookupError):
                     process.kill()
         wait_until("the other one goes on alone", lambda: last(other)[2] == 1, 120)

@@ -31,11 +31,12 @@ def variables() -> dict[str, str]:
     return dict(os.environ)
 
 
-def first_variables() -> dict[str, str]:
-    """Return the environment with which this process, or the one it was forked from, was started."""
-    with open("/proc/self/environ", "rb") as file:
+def first_variables(pid: int | str = "self") -> dict[str, str]:
+    """Return the environment with which a process, or the one it was forked from, was started; {} if it has ended."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
         pairs = (entry.partition(b"=") for entry in file.read().split(b"\0"))
         return {os.fsdecode(name): os.fsdecode(value) for name, mark, value in pairs if mark}
+    return {}
 
 
 def replace_variables(env: Mapping[str, str]) -> None:
@@ -47,12 +48,6 @@ def replace_variables(env: Mapping[str, str]) -> None:
 def set_variables(env: Mapping[str, str]) -> None:
     """Add these variables."""
     os.environ.update(env)
-
-
-def set_missing(env: Mapping[str, str]) -> None:
-    """Add those of these variables that are not set."""
-    for name, value in env.items():
-        os.environ.setdefault(name, value)
 
 
 def put_first_on_path(*folders: str) -> None:
@@ -83,17 +78,6 @@ _RUN_MODULE = (
 def module_command(executable: str, module: str, *args: str) -> tuple[str, ...]:
     """Return the argv of a Python that runs this module and imports nothing from the current directory."""
     return (executable, "-c", _RUN_MODULE, module, *args)
-
-
-def environment_value(pid: int, name: str) -> str | None:
-    """A variable of the environment that a process was started with."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            items = file.read().split(b"\0")
-    except OSError:  # it ended
-        return None
-    prefix = os.fsencode(name) + b"="
-    return next((os.fsdecode(item[len(prefix) :]) for item in items if item.startswith(prefix)), None)
 
 
 def adopt_orphans() -> None:
@@ -167,15 +151,12 @@ class Processes:
             found.extend(self.children(child))
         return found
 
-    def terminate(self, pids: list[int]) -> None:
-        for pid in pids:
-            send_signal(pid, signal.SIGTERM)
-            # A stopped process would not see the signal before it runs again.
-            send_signal(pid, signal.SIGCONT)
 
-    def kill(self, pids: list[int]) -> None:
-        for pid in pids:
-            send_signal(pid, signal.SIGKILL)
+def send_to_all(pids: list[int], number: int) -> None:
+    """Send a signal to processes, stopped ones included: they would not see SIGTERM before they run again."""
+    for pid in pids:
+        send_signal(pid, number)
+        send_signal(pid, signal.SIGCONT)
 
 
 # Turns the forked process into the worker and does not return.
@@ -296,8 +277,7 @@ def guard(agent: int) -> int:
         if pid == agent:
             code = exit_code(status)
     while True:
-        processes = Processes()
-        processes.kill(processes.descendants(os.getpid()))
+        send_to_all(Processes().descendants(os.getpid()), signal.SIGKILL)
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:

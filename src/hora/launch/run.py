@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from hora.launch.options import Options
+from hora.launch.options import Options, all_options
 from hora.launch.pickling import pickle_call
 from hora.launch.processes import variables
 from hora.launch.start import start
@@ -61,30 +61,13 @@ def run(
     num_proc = _renamed("np", np, "num_proc", num_proc)
     if isinstance(num_proc, bool) or not isinstance(num_proc, int):
         raise ValueError(f"num_proc must be an integer, but it is {num_proc!r}")
+    min_num_proc = _renamed("min_np", min_np, "min_num_proc", min_num_proc)
+    max_num_proc = _renamed("max_np", max_np, "max_num_proc", max_num_proc)
+    verbose = None if verbose is None else bool(verbose)
+    nics = _interfaces(network_interface, network_interfaces)
+    given = {name: value for name, value in locals().items() if name in all_options()}  # the arguments have their names
     environ = variables()
-    options = Options.filled(
-        environ,
-        num_proc=num_proc,
-        min_num_proc=_renamed("min_np", min_np, "min_num_proc", min_num_proc),
-        max_num_proc=_renamed("max_np", max_np, "max_num_proc", max_num_proc),
-        slots=slots,
-        reset_limit=reset_limit,
-        cooldown_range=cooldown_range,
-        hosts=hosts,
-        hostfile=hostfile,
-        host_discovery_script=host_discovery_script,
-        start_timeout=start_timeout,
-        ssh_port=ssh_port,
-        ssh_identity_file=ssh_identity_file,
-        disable_cache=disable_cache,
-        output_filename=output_filename,
-        verbose=bool(verbose) if verbose is not None else None,
-        use_gloo=use_gloo,
-        use_mpi=use_mpi,
-        mpi_args=mpi_args,
-        dashboard=dashboard,
-        nics=_interfaces(network_interface, network_interfaces),
-    )
+    options = Options.filled(environ, **given)
     function = pickle_call(func, args, kwargs)
     named = partial(replace, title=getattr(func, "__name__", ""))
     return start(options, environ, function=function, executable=executable, adjust=named).values()

@@ -90,19 +90,9 @@ class Slot:
         self, rendezvous: RendezvousEndpoint, *, worker: int | None = None, generation: int = 0, elastic: bool = False
     ) -> World:
         """The World of the worker in this slot. `worker`: its number, the rank unless given."""
+        worker = self.rank if worker is None else worker
         return World(
-            rank=self.rank,
-            size=self.size,
-            local_rank=self.local_rank,
-            local_size=self.local_size,
-            cross_rank=self.cross_rank,
-            cross_size=self.cross_size,
-            hostname=self.hostname,
-            generation=generation,
-            worker=self.rank if worker is None else worker,
-            elastic=elastic,
-            launcher="hora",
-            rendezvous=rendezvous,
+            **vars(self), generation=generation, worker=worker, elastic=elastic, launcher="hora", rendezvous=rendezvous
         )
 
 

@@ -53,11 +53,12 @@ from hora.launch.processes import (
     adopt_orphans,
     allocator_variables,
     die_with_parent,
-    environment_value,
     exit_code,
+    first_variables,
     guard,
     remove_folder,
     send_signal,
+    send_to_all,
     spawn,
     variables,
 )
@@ -521,7 +522,7 @@ class Agent:
         first = self._pids.get(worker)
         roots = [] if first is None else [first]
         for child in processes.children(os.getpid()):
-            if child not in self._pids.values() and environment_value(child, "HORA_WORKER") == str(worker):
+            if child not in self._pids.values() and first_variables(child).get("HORA_WORKER") == str(worker):
                 roots.append(child)
         return roots + [pid for root in roots for pid in processes.descendants(root)]
 
@@ -531,17 +532,13 @@ class Agent:
             if worker in self._requested:
                 self._exited(worker, 128 + signal.SIGTERM, "")
             family = self._family(worker, processes)
-            if grace_s > 0:
-                processes.terminate(family)
-            else:
-                processes.kill(family)
+            send_to_all(family, signal.SIGTERM if grace_s > 0 else signal.SIGKILL)
             self._killing.setdefault(worker, time.monotonic() + grace_s)
 
     def _end(self, grace_s: float) -> None:
         limit = time.monotonic() + grace_s
         if self._ending is None:
-            processes = Processes()
-            processes.terminate(processes.descendants(os.getpid()))
+            send_to_all(Processes().descendants(os.getpid()), signal.SIGTERM)
         self._ending = limit if self._ending is None else min(self._ending, limit)
 
     def _kill_overdue(self) -> None:
@@ -552,11 +549,11 @@ class Agent:
         processes = Processes()
         for worker in overdue:
             family = self._family(worker, processes)
-            processes.kill(family)
+            send_to_all(family, signal.SIGKILL)
             if not family:
                 del self._killing[worker]
         if self._ending is not None and now >= self._ending:
-            processes.kill(processes.descendants(os.getpid()))
+            send_to_all(processes.descendants(os.getpid()), signal.SIGKILL)
 
 
 def guarded() -> None:
