@@ -424,7 +424,7 @@ class Agent:
         if not self._forks.suits(executable, modules, env):
             return False
         self._requested[worker] = (order, env)
-        self._forks.ask(worker, env, order.cwd)
+        self._forks.fork(worker, env, order.cwd)
         return True
 
     def _adopt_forked(self, worker: int, spawned: Spawned | None) -> None:

@@ -145,7 +145,7 @@ class ForkServer:
 OWN = ("HOROVOD_", "HORA_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class WorkerForks:
+class WorkerForks(ForkServer):
     """An agent's fork server. `process` is the server's.
 
     `forked` is called, in a thread, with each requested worker and its process; None: it must be executed.
@@ -164,8 +164,8 @@ class WorkerForks:
         def start(stdin: int) -> None:
             self.process = spawn(argv, env, cwd, stdin=stdin)
 
-        self._server, self._forked = ForkServer(start), forked
-        self._env, self._program = dict(env), (executable, *modules)
+        super().__init__(start)
+        self._forked, self._env, self._program = forked, dict(env), (executable, *modules)
         self._requests: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
         threading.Thread(target=self._fork_all, name="hora-agent-forks", daemon=True).start()
 
@@ -173,8 +173,8 @@ class WorkerForks:
         """Return whether a worker with this environment can be forked here."""
         return (executable, *modules) == self._program and differ_only_in(env, self._env, OWN)
 
-    def ask(self, worker: int, env: Mapping[str, str], cwd: str | None) -> None:
-        """Ask for a worker."""
+    def fork(self, worker: int, env: Mapping[str, str], cwd: str | None) -> None:
+        """Have this worker forked."""
         request = {
             "env": {name: value for name, value in env.items() if self._env.get(name) != value},
             "unset": [name for name in self._env if name not in env],
@@ -195,8 +195,8 @@ class WorkerForks:
         with contextlib.suppress(OSError):  # no descriptor is left, or the server is gone
             for _ in range(2):
                 pipes.append(os.pipe2(os.O_CLOEXEC))
-            self._server.ask(request, [write_end for _, write_end in pipes])
-            pid = int(self._server.socket.recv(64) or 0)  # 0 at its end: the server is gone
+            self.ask(request, [write_end for _, write_end in pipes])
+            pid = int(self.socket.recv(64) or 0)  # 0 at its end: the server is gone
         for read_end, write_end in pipes:
             os.close(write_end)
             if pid:

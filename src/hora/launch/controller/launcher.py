@@ -104,7 +104,7 @@ class AgentHandle:
         self._ended: str | None = None  # why nothing can be started here any more
         self._finished = threading.Event()
         self._reported = threading.Event()
-        self._num_heard = self._num_seen = self._unanswered = 0
+        self._unanswered = 0  # heartbeats since the last report
 
     # ---- orders ---------------------------------------------------------------------------------------------
 
@@ -183,16 +183,17 @@ class AgentHandle:
         """Send a heartbeat; drop an agent that has answered none within the limit. Heartbeats are counted, not seconds:
         time in which this process was stopped does not count as the agent's silence.
         """
-        answered = self._num_heard != self._num_seen or self.peer is None or self._events is None
-        self._unanswered, self._num_seen = 0 if answered else self._unanswered + 1, self._num_heard
-        if self._unanswered > BEATS and self._ended is None:
-            self._ended = (
-                f"host {self.name} has not answered for {silence_limit_s:g} s and was given up; raise "
-                "--silence-timeout (HORA_SILENCE_TIMEOUT) if it may be so busy"
-            )
-            self.kill()
-        elif self.peer is not None and self._events is not None:
+        if self.peer is None or self._events is None or self._ended is not None:
+            return
+        self._unanswered += 1
+        if self._unanswered <= BEATS + 1:
             self.send(Ping())
+            return
+        self._ended = (
+            f"host {self.name} has not answered for {silence_limit_s:g} s and was given up; raise "
+            "--silence-timeout (HORA_SILENCE_TIMEOUT) if it may be so busy"
+        )
+        self.kill()
 
     # ---- as `Agents` see it -----------------------------------------------------------------------------------
 
@@ -205,7 +206,7 @@ class AgentHandle:
 
     def take(self, message: Message) -> None:
         """Queue a report of the agent."""
-        self._num_heard += 1
+        self._unanswered = 0
         self._inbox.put(message)
 
     def lost(self, status: int) -> None:

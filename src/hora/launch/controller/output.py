@@ -233,7 +233,7 @@ class _Console:
     def __init__(self, stream: IO[Any] | None) -> None:
         # None: a process that was started without a console.
         self._stream: IO[Any] = stream if stream is not None else io.BytesIO()
-        self._binary = _is_binary(self._stream)
+        self._binary = next((one for one in (stream, getattr(stream, "buffer", None)) if _is_binary(one)), None)
         self._decoders: dict[object, codecs.IncrementalDecoder] = {}
         self._unfinished: object = None
         self._interrupted: set[object] = set()
@@ -251,24 +251,16 @@ class _Console:
         if self._broken:
             return
         try:
-            if self._binary:
-                self._stream.write(data)
+            if self._binary is None:
+                decoder = self._decoders.setdefault(key, codecs.getincrementaldecoder("utf-8")("replace"))
+                self._stream.write(decoder.decode(data))
             else:
-                self._write_text(data, key)
+                self._stream.flush()
+                self._binary.write(data)
             self._stream.flush()
         except (OSError, ValueError) as error:  # a closed pipe or stream does not end the training
             self._broken = True
             _log.warning("the workers' output cannot be shown any more: %s", error)
-
-    def _write_text(self, data: bytes, key: object) -> None:
-        buffer = getattr(self._stream, "buffer", None)
-        if isinstance(buffer, (io.RawIOBase, io.BufferedIOBase)):
-            self._stream.flush()
-            buffer.write(data)
-            return
-        if key not in self._decoders:
-            self._decoders[key] = codecs.getincrementaldecoder("utf-8")("replace")
-        self._stream.write(self._decoders[key].decode(data))
 
 
 def _is_file(stream: IO[Any]) -> bool:
@@ -279,7 +271,5 @@ def _is_file(stream: IO[Any]) -> bool:
         return False
 
 
-def _is_binary(stream: IO[Any]) -> bool:
-    if isinstance(stream, (io.RawIOBase, io.BufferedIOBase)):
-        return True
-    return "b" in str(getattr(stream, "mode", ""))
+def _is_binary(stream: IO[Any] | None) -> bool:
+    return isinstance(stream, (io.RawIOBase, io.BufferedIOBase)) or "b" in str(getattr(stream, "mode", ""))
