@@ -258,7 +258,6 @@ class WorkerSpec:
     env: Mapping[str, str] = field(repr=False)
     cwd: str | None = None
     private_files: Mapping[str, bytes] = field(repr=False)
-    grace_s: float = GRACE_S
     preload: tuple[str, ...] | None = None
 
 

@@ -382,7 +382,6 @@ def execute(
         argv=argv,
         env=variables() if env is None else env,
         private_files={},
-        grace_s=GRACEFUL_TERMINATION_TIME_S,
     )
     try:
         launcher.start([worker], running)

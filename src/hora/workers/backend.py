@@ -167,7 +167,7 @@ def worker_spec(
 ) -> WorkerSpec:
     """Return what starts a worker's process."""
     argv = module_command(sys.executable, "hora.workers.main")
-    return WorkerSpec(worker=number, slot=_ALONE, argv=argv, env=env, cwd=cwd, private_files=files, grace_s=GRACE_S)
+    return WorkerSpec(worker=number, slot=_ALONE, argv=argv, env=env, cwd=cwd, private_files=files)
 
 
 class LocalBackend(WorkerBackend):

@@ -167,7 +167,7 @@ class Agents:
             self._changed.wait_for(lambda: {node.name for node in self._nodes.values()} >= set(names), limit_s)
 
     def workers_at(self, hostname: str) -> Collection[int]:
-        """Return the workers that a node had before it joined, including those that have ended."""
+        """Return the workers of a node, including those that have ended."""
         with self._changed:
             return next((node.workers for node in self._nodes.values() if node.name == hostname), ())
 

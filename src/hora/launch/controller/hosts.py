@@ -177,8 +177,8 @@ class Hosts:
         self._spec, self._chance = spec, chance or random.random
         self._num_slots = slots_by_host(spec.hosts)
         self._failures: dict[str, int] = {}  # host -> how many
-        self._times: dict[_Barred, int] = {}  # how often a place was barred
-        self._until: dict[_Barred, float | None] = {}  # when it is usable again; None: never
+        # How often a place was barred, and when it is usable again; None: never.
+        self._barred: dict[_Barred, tuple[int, float | None]] = {}
 
     def change(self, hosts: Sequence[HostInfo]) -> list[str]:
         """Replace the hosts; return a message for the user."""
@@ -194,19 +194,19 @@ class Hosts:
 
     def saved(self, now: float) -> dict[str, Any]:
         """Return what another launcher must know: failures, and the barred places, how often and for how long."""
-        left = {place: None if until is None else until - now for place, until in self._until.items()}
-        barred = [[*place, self._times[place], left_s] for place, left_s in left.items()]
+        barred = [
+            [*place, times, None if until is None else until - now] for place, (times, until) in self._barred.items()
+        ]
         return {"barred": barred, "failures": self._failures}
 
     def restore(self, saved: Mapping[str, Any], now: float) -> None:
         self._failures = dict(saved["failures"])
         for host, slot, times, left_s in saved["barred"]:
-            self._times[host, slot] = times
-            self._until[host, slot] = None if left_s is None else now + left_s
+            self._barred[host, slot] = times, None if left_s is None else now + left_s
 
     def is_barred(self, host: str, slot: int | None, now: float) -> bool:
         """Return whether this slot (None: the whole host) is barred now."""
-        untils = [self._until[place] for place in {(host, None), (host, slot)} if place in self._until]
+        untils = [self._barred[place][1] for place in {(host, None), (host, slot)} if place in self._barred]
         return any(until is None or now < until for until in untils)
 
     def usable(self, now: float) -> dict[str, tuple[int, ...]]:
@@ -225,7 +225,7 @@ class Hosts:
 
     def next_return(self, now: float) -> float | None:
         """Return when the next barred place becomes usable again; None: never."""
-        return min((until for until in self._until.values() if until is not None and until > now), default=None)
+        return min((until for _, until in self._barred.values() if until is not None and until > now), default=None)
 
     def num_slots(self, hostname: str) -> int:
         return self._num_slots.get(hostname, 1)
@@ -246,11 +246,11 @@ class Hosts:
 
     def bar_place(self, place: _Barred, now: float) -> float | None:
         """Bar a place; return until when (None: forever). Each cooldown is about twice as long as the last."""
-        times = self._times[place] = self._times.get(place, 0) + 1
+        times = self._barred.get(place, (0, None))[0] + 1
         until = None
         if self._spec.cooldown_range is not None:
             shortest, longest = self._spec.cooldown_range
             doubled = shortest * 2.0 ** min(times, 64)
             until = now + min(max(doubled + self._chance() * shortest, shortest), longest)
-        self._until[place] = until
+        self._barred[place] = times, until
         return until

@@ -39,7 +39,7 @@ from hora.launch.agent.protocol import (
 )
 from hora.launch.controller.output import Tail
 from hora.launch.job import LaunchEvents, WorkerSpec
-from hora.launch.limits import KILLED_S
+from hora.launch.limits import GRACE_S, KILLED_S
 from hora.launch.processes import variables
 from hora.net.messages import Frames, frame, pack
 from hora.net.session import SessionPeer
@@ -81,14 +81,15 @@ def wait_or_kill(process: Child, limit_s: float) -> int:
 class AgentHandle:
     """One agent. States: expected (orders are queued) -> joined -> over.
 
-    `workers`: those that it had before it joined. `inherit_env`: workers inherit the agent's environment.
+    `workers`: those that were ever started there: reports about others are invalid. `inherit_env`: they inherit the
+    agent's environment.
     """
 
     inherit_env = True
     lost_exit_code = 255  # of workers whose agent is gone
 
     def __init__(self, name: str, slots: int = 1, workers: Collection[int] = ()) -> None:
-        self.name, self.slots, self.workers = name, slots, frozenset(workers)
+        self.name, self.slots, self.workers = name, slots, set(workers)
         self.leaving = False
         self.complaints = Tail(_TAIL_BYTES)
         self.peer: SessionPeer | None = None
@@ -97,7 +98,6 @@ class AgentHandle:
         self._events: LaunchEvents | None = None
         self._lock = threading.Lock()
         self._running: set[int] = set()
-        self._own = set(workers)  # workers that were ever started here: reports about others are invalid
         self._unsent: list[Message] = []
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._has_fork_server = False
@@ -126,7 +126,7 @@ class AgentHandle:
             ended = self._ended
             if ended is None:
                 self._running |= {spec.worker for spec in workers}
-                self._own |= self._running
+                self.workers |= self._running
         for spec in workers:
             if ended is not None:
                 self._events.exited(Exited(worker=spec.worker, code=self.lost_exit_code, reason=ended))
@@ -145,13 +145,13 @@ class AgentHandle:
     def terminate(self, workers: Iterable[int], *, grace_s: float) -> None:
         """End these workers, and whatever those that have ended left running. Does not wait."""
         with self._lock:
-            chosen = sorted(self._own.intersection(workers))
+            chosen = sorted(self.workers.intersection(workers))
         if chosen and not self.ended:
             self.send(Terminate(chosen, grace_s))
 
-    def finish(self, *, grace_s: float) -> None:
+    def finish(self) -> None:
         """End every worker and descendant that is left. Does not wait. Idempotent."""
-        self.send(Finish(grace_s))
+        self.send(Finish(GRACE_S))
 
     def abandon(self) -> None:
         """Stop reporting: another controller supervises this node."""
@@ -238,7 +238,7 @@ class AgentHandle:
         events = self._events
         if events is None:  # another controller supervises this node
             return
-        if isinstance(message, Started | Output | Exited) and message.worker not in self._own:
+        if isinstance(message, Started | Output | Exited) and message.worker not in self.workers:
             raise ValueError(f"a message about worker {message.worker}, which is not there")
         match message:
             case Started(worker):
@@ -332,8 +332,8 @@ class LocalAgent(AgentHandle):
         with contextlib.suppress(OSError), self._sending:
             self._process.sock.sendall(frame(message))
 
-    def finish(self, *, grace_s: float) -> None:
-        super().finish(grace_s=grace_s)
+    def finish(self) -> None:
+        super().finish()
         self.send(Bye(0))
 
     def kill(self) -> None:
@@ -372,7 +372,6 @@ class HostLauncher:
         self._agents = agents
         self._hosts: dict[str, AgentHandle] = {}
         self._former: list[AgentHandle] = []  # they have ended, or are about to, and have exits to report
-        self._grace_s = 0.0
 
     @property
     def local_only(self) -> bool:
@@ -380,7 +379,6 @@ class HostLauncher:
         return self._agents is None
 
     def start(self, workers: Sequence[WorkerSpec], events: LaunchEvents) -> None:
-        self._grace_s = max([self._grace_s, *(spec.grace_s for spec in workers)])
         by_host: dict[str, list[WorkerSpec]] = {}
         for spec in workers:
             by_host.setdefault("localhost" if self.local_only else self._node_of(spec), []).append(spec)
@@ -417,8 +415,8 @@ class HostLauncher:
     def close(self) -> None:
         hosts, self._hosts, self._former = [*self._former, *self._hosts.values()], {}, []
         for host in hosts:
-            host.finish(grace_s=self._grace_s)
-        limit = time.monotonic() + self._grace_s + KILLED_S
+            host.finish()
+        limit = time.monotonic() + GRACE_S + KILLED_S
         for host in hosts:
             host.wait(max(limit - time.monotonic(), 0.1))
 

@@ -561,7 +561,6 @@ class _Controller(Observation):
                 env=env,
                 cwd=job.cwd,
                 private_files={"HORA_SECRET_FILE": worker_key(self._secret, number)},
-                grace_s=job.grace_s,
                 preload=self._preload,
             )
             specs.append(spec)
