@@ -274,8 +274,7 @@ class Agent:
             key.data()
         self._read_or_pause()
         if os.getppid() != self._guardian_pid:
-            self._status = 128 + signal.SIGTERM if self._status is None else self._status
-            self._end(GRACE_S)
+            self._end(GRACE_S, 128 + signal.SIGTERM)
         elif self._signal:
             number, self._signal = self._signal, 0
             self._on_request(number)
@@ -284,8 +283,7 @@ class Agent:
             self._link.gone = True
             self._end(GRACE_S)
         if self._leaving_until is not None and (now > self._leaving_until or not (self._pids or self._requested)):
-            self._status = LEFT if self._status is None else self._status
-            self._end(GRACE_S)
+            self._end(GRACE_S, LEFT)
         while self._calls:
             self._calls.popleft()()
         self._reap()
@@ -322,8 +320,7 @@ class Agent:
             self._leaving_until = time.monotonic() + _LEAVE_LIMIT_S
             self._link.send(Leaving())
         elif self._ending is None:
-            self._status = 128 + number
-            self._end(GRACE_S)
+            self._end(GRACE_S, 128 + number)
 
     # ---- orders -------------------------------------------------------------------------------------------
 
@@ -343,8 +340,7 @@ class Agent:
                 case Ping():
                     self._link.send(Pong())
                 case Bye(status):
-                    self._status = status if self._status is None else self._status
-                    self._end(GRACE_S)
+                    self._end(GRACE_S, status)
 
     def _private_file(self, data: str, worker: int) -> str:
         """Return a path under which a worker can read this data during its life; it is never on a disk."""
@@ -401,8 +397,7 @@ class Agent:
 
     def _adopt(self, worker: int, spawned: Spawned) -> None:
         self._pids[worker] = spawned.pid
-        for read_end, stream in ((spawned.stdout, "stdout"), (spawned.stderr, "stderr")):
-            self._listen_to(read_end, worker, stream)
+        self._listen_to(spawned, worker)
         self._link.send(Started(worker, spawned.pid))
 
     # ---- forked workers --------------------------------------------------------------------------
@@ -419,8 +414,7 @@ class Agent:
                 )
             except OSError:  # executing the worker fails for the same reason, and reports it
                 return False
-            for read_end, stream in ((self._forks.process.stdout, "stdout"), (self._forks.process.stderr, "stderr")):
-                self._listen_to(read_end, worker, stream)
+            self._listen_to(self._forks.process, worker)
         if not self._forks.suits(executable, modules, env):
             return False
         self._requested[worker] = (order, env)
@@ -446,10 +440,11 @@ class Agent:
 
     # ---- output -------------------------------------------------------------------------------------------
 
-    def _listen_to(self, descriptor: int, worker: int, stream: str) -> None:
-        self._pipes[descriptor] = (worker, stream)
-        if not self._paused:
-            self._selector.register(descriptor, selectors.EVENT_READ, partial(self._forward, descriptor))
+    def _listen_to(self, process: Spawned, worker: int) -> None:
+        for descriptor, stream in ((process.stdout, "stdout"), (process.stderr, "stderr")):
+            self._pipes[descriptor] = (worker, stream)
+            if not self._paused:
+                self._selector.register(descriptor, selectors.EVENT_READ, partial(self._forward, descriptor))
 
     def _forward(self, descriptor: int) -> bool:
         """Forward available output; return False at end of file or if the pipe is empty."""
@@ -535,7 +530,9 @@ class Agent:
             send_to_all(family, signal.SIGTERM if grace_s > 0 else signal.SIGKILL)
             self._killing.setdefault(worker, time.monotonic() + grace_s)
 
-    def _end(self, grace_s: float) -> None:
+    def _end(self, grace_s: float, status: int | None = None) -> None:
+        """End all workers, and then this agent if it has a status."""
+        self._status = status if self._status is None else self._status
         limit = time.monotonic() + grace_s
         if self._ending is None:
             send_to_all(Processes().descendants(os.getpid()), signal.SIGTERM)

@@ -114,24 +114,22 @@ class MpiWorld:
 
     def _obey(self, rank: socket.socket, line: str) -> None:
         fields = dict(_FIELD.findall(line))
+        answers = {
+            "init": "response_to_init pmi_version=1 pmi_subversion=1 rc=0",
+            "get_maxes": "maxes kvsname_max=256 keylen_max=64 vallen_max=1024",
+            "get_appnum": "appnum appnum=0",
+            "get_my_kvsname": f"my_kvsname kvsname={self._name}",
+            "get_universe_size": f"universe_size size={self.size}",
+            "finalize": "finalize_ack rc=0",
+        }
         match fields["cmd"]:
-            case "init":
-                answer = "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0"
-            case "get_maxes":
-                answer = "cmd=maxes kvsname_max=256 keylen_max=64 vallen_max=1024"
-            case "get_appnum":
-                answer = "cmd=appnum appnum=0"
-            case "get_my_kvsname":
-                answer = f"cmd=my_kvsname kvsname={self._name}"
-            case "get_universe_size":
-                answer = f"cmd=universe_size size={self.size}"
             case "put":
                 self._values[fields["key"]] = line.partition("value=")[2]
-                answer = "cmd=put_result rc=0 msg=success"
+                answer = "put_result rc=0 msg=success"
             case "get":
                 value = self._values.get(fields["key"])
                 found = "rc=0 msg=success" if value is not None else "rc=-1 msg=key_not_found"
-                answer = f"cmd=get_result {found} value={value}"
+                answer = f"get_result {found} value={value}"
             case "barrier_in":
                 self._in_barrier.append(rank)
                 if len(self._in_barrier) == self.size:
@@ -140,11 +138,9 @@ class MpiWorld:
                             member.sendall(b"cmd=barrier_out rc=0\n")
                     self._in_barrier.clear()
                 return
-            case "finalize":
-                answer = "cmd=finalize_ack rc=0"
             case other:
-                answer = f"cmd={other} rc=-1 msg=unknown_command"
-        rank.sendall(f"{answer}\n".encode())
+                answer = answers.get(other, f"{other} rc=-1 msg=unknown_command")
+        rank.sendall(f"cmd={answer}\n".encode())
 
 
 def _pmix_server(size: int, folder: str) -> ctypes.CDLL:

@@ -174,7 +174,7 @@ class Hosts:
     """
 
     def __init__(self, spec: ElasticSpec, chance: Callable[[], float] | None = None) -> None:
-        self._spec, self._chance = spec, chance or random.random
+        self.spec, self._chance = spec, chance or random.random
         self._num_slots = slots_by_host(spec.hosts)
         self._failures: dict[str, int] = {}  # host -> how many
         # How often a place was barred, and when it is usable again; None: never.
@@ -182,7 +182,7 @@ class Hosts:
 
     def change(self, hosts: Sequence[HostInfo]) -> list[str]:
         """Replace the hosts; return a message for the user."""
-        reachable = [host for host in hosts if not self._spec.local_only or sockets.is_local(host.hostname)]
+        reachable = [host for host in hosts if not self.spec.local_only or sockets.is_local(host.hostname)]
         messages = [
             f"host {host.hostname} cannot be used: the job began on this machine alone and listens nowhere "
             "else. Name the network with --network-interfaces, or begin with another host"
@@ -221,7 +221,7 @@ class Hosts:
 
     def may_grow(self, now: float) -> bool:
         """Return whether discovery may find more slots."""
-        return self._spec.script is not None or self.next_return(now) is not None
+        return self.spec.script is not None or self.next_return(now) is not None
 
     def next_return(self, now: float) -> float | None:
         """Return when the next barred place becomes usable again; None: never."""
@@ -230,15 +230,10 @@ class Hosts:
     def num_slots(self, hostname: str) -> int:
         return self._num_slots.get(hostname, 1)
 
-    def tell(self, places: Mapping[int, Slot]) -> None:
-        """A generation begins."""
-        if self._spec.on_places is not None:
-            self._spec.on_places(dict(places))
-
     def bar(self, worker: Worker, now: float) -> None:
         """Bar the place where this worker failed, unless its host is forgiven once more."""
         failures = self._failures[worker.host] = self._failures.get(worker.host, 0) + 1
-        if failures <= self._spec.forgiven:
+        if failures <= self.spec.forgiven:
             return
         # Barring the only host would end the job, so bar the slot. One worker's failure says nothing about other slots.
         whole = len(self._num_slots) > 1 and worker.generation >= 0
@@ -248,8 +243,8 @@ class Hosts:
         """Bar a place; return until when (None: forever). Each cooldown is about twice as long as the last."""
         times = self._barred.get(place, (0, None))[0] + 1
         until = None
-        if self._spec.cooldown_range is not None:
-            shortest, longest = self._spec.cooldown_range
+        if self.spec.cooldown_range is not None:
+            shortest, longest = self.spec.cooldown_range
             doubled = shortest * 2.0 ** min(times, 64)
             until = now + min(max(doubled + self._chance() * shortest, shortest), longest)
         self._barred[place] = times, until

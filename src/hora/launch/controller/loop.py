@@ -403,8 +403,8 @@ class _Controller(Observation):
             self._log(f"generation {self._facts.generation}: {len(self._places)} workers")
         self._save(now)
         self._tell_worlds()
-        if self._hosts is not None:
-            self._hosts.tell(self._places)
+        if self._hosts is not None and self._hosts.spec.on_places is not None:
+            self._hosts.spec.on_places(dict(self._places))
 
     def _tell_worlds(self) -> None:
         generation = self._facts.generation
