@@ -509,10 +509,10 @@ def _add_option(group: Any, dest: str, option: Option) -> None:
         group.add_argument(*option.flags, dest=dest, action=_Union, metavar=option.metavar, help=text)
         group.add_argument("--network-interface", dest=dest, action=_Union, single=True, help=argparse.SUPPRESS)
     else:
+        # Converts the type only, for argparse's own message and status; `Options` checks ranges.
+        kind = str.upper if option.choices else option.kind
         metavar = option.metavar or "N"
-        group.add_argument(
-            *option.flags, dest=dest, type=_typed(option), nargs=option.count, metavar=metavar, help=text
-        )
+        group.add_argument(*option.flags, dest=dest, type=kind, nargs=option.count, metavar=metavar, help=text)
 
 
 def _help_text(option: Option) -> str:
@@ -528,18 +528,6 @@ def _help_text(option: Option) -> str:
     elif option.default is not None:
         text += f" (default: {option.default})"
     return text.replace("%", "%%")
-
-
-def _typed(option: Option) -> Callable[[str], Any]:
-    """Convert the type only, for argparse's own message and status; `Options` checks ranges."""
-    if option.kind is str:
-        return str.upper if option.choices else str
-
-    def convert(text: str) -> Any:
-        return option.kind(text)
-
-    convert.__name__ = option.kind.__name__
-    return convert
 
 
 class _Print(argparse.Action):

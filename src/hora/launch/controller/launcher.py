@@ -20,7 +20,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hora.launch.agent.protocol import (
     MESSAGES,
@@ -61,15 +61,17 @@ sys.exit(serve_locally())
 """
 
 
-class Child(Protocol):
-    """A process that can be waited for: `subprocess.Popen`, or something like it."""
+class AgentProcess(Protocol):
+    """An agent's process on this machine, and the socket that is its standard input."""
+
+    sock: socket.socket
 
     def wait(self, timeout: float | None = None) -> int: ...
 
     def kill(self) -> None: ...
 
 
-def wait_or_kill(process: Child, limit_s: float) -> int:
+def wait_or_kill(process: subprocess.Popen[Any] | AgentProcess, limit_s: float) -> int:
     """Return the exit status of a process that is about to end. Kill it after the time limit."""
     try:
         return process.wait(limit_s)
@@ -270,12 +272,6 @@ class AgentHandle:
         complaints = bytes(self.complaints).decode(errors="replace").strip()
         happened = "ended unexpectedly" if joined else "did not start"
         return f"the agent on host {self.name} {happened} (exit status {status})" + f": {complaints}" * bool(complaints)
-
-
-class AgentProcess(Child, Protocol):
-    """An agent's process on this machine, and the socket that is its standard input."""
-
-    sock: socket.socket
 
 
 class LocalProcess:

@@ -38,7 +38,6 @@ from hora.launch.controller.policy import (
     GiveUp,
     HostSlot,
     Notify,
-    Policy,
     Publish,
     StartWorkers,
     Wait,
@@ -70,6 +69,7 @@ from hora.net.wire import new_secret, worker_key
 from hora.world import RendezvousEndpoint, World
 
 if TYPE_CHECKING:
+    from hora.launch.controller.elastic_policy import ElasticPolicy
     from hora.launch.controller.hosts import ElasticSpec, Hosts  # jobs that never change size start faster without
     from hora.launch.ha.leadership import Leadership
 
@@ -210,7 +210,7 @@ class _Controller(Observation):
         )
         self._argv = self._lay_out()
 
-    def _choose_policy(self, spec: ElasticSpec | None) -> Policy:
+    def _choose_policy(self, spec: ElasticSpec | None) -> FixedSize | ElasticPolicy:
         needs_results = self._job.function is not None
         if spec is None:
             return FixedSize(

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Any
 
 from hora.launch.slots import Slot, place_ranks
 
@@ -273,18 +273,11 @@ class Publish(Decision):
     workers: tuple[int, ...]
 
 
-class Policy(Protocol):
-    """Decides the next step of a job. `watches_silence`: workers are polled for signs of life."""
-
-    elastic: bool
-    watches_silence: bool
-
-    def decide(self, facts: Facts, now: float) -> Decision:
-        """The next step of the job."""
-
-
 class FixedSize:
-    """One failure ends the job. `needs_results`: workers must connect, within `start_timeout_s`, and return a value."""
+    """Policy of a job of fixed size: one failure ends it.
+
+    `needs_results`: workers must connect, within `start_timeout_s`, and return a value.
+    """
 
     elastic = False
     watches_silence = False
