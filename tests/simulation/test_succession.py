@@ -25,6 +25,7 @@ from hora.launch.controller.elastic_policy import Limits
 from hora.launch.controller.hosts import ElasticSpec
 from hora.launch.controller.loop import run_job
 from hora.launch.job import Job, LaunchEvents, LeadershipLostError, OutputOptions, WorkerSpec
+from hora.launch.limits import KILLED_S
 from hora.launch.slots import get_host_assignments
 
 LEASE_S = 3.0
@@ -38,6 +39,7 @@ class Keepers:
         self._simulation, self._begin = simulation, begin
         self.processes: dict[int, Worker] = {}
         self.exits: dict[int, int] = {}
+        self.told_at = 0.0  # when the last exit was reported
         self.events: LaunchEvents | None = None  # of the current leader
         self.term = 0
 
@@ -57,7 +59,7 @@ class Keepers:
         self._simulation.after(self._simulation.rng.expovariate(5.0), lambda: self._tell(number, code))
 
     def _tell(self, number: int, code: int) -> None:
-        self.exits[number] = code
+        self.exits[number], self.told_at = code, self._simulation.now
         if self.events is not None:
             self.events.exited(Exited(worker=number, code=code))
 
@@ -197,9 +199,13 @@ class Run(JobRun):
             secret=b"s" * 32,
         )
         spec = ElasticSpec(limits=limits, hosts=tuple(self.hosts), script=self.discovery)
+        began = self.simulation.now
         try:
             run_job(job, leader, spec, leader)
             self.outcome = "done"
+            if self.keepers.exits.keys() == self.keepers.processes.keys():
+                waited_s = self.simulation.now - max(self.keepers.told_at, began)
+                assert waited_s < KILLED_S, "the last leader waited for workers that had ended before it led"
         except LeadershipLostError:
             self.simulation.log(f"leader {leader.term} does not lead any more")
             assert leader.abandoned, "a leader of the past has ended the workers"

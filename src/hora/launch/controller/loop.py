@@ -193,7 +193,6 @@ class _Controller(Observation):
         self._workers = self._facts.workers
         self._last_notice = 0
         self._ping_at = 0.0
-        self._exits: dict[int, Exited] = {}
         self._ending = False
         self._stop_reason = ""
         self._reasons: dict[int, str] = {}  # reasons for exits that the job itself causes
@@ -307,7 +306,7 @@ class _Controller(Observation):
                 {
                     **self._facts.saved(),
                     "last_notice": self._last_notice,
-                    "ranks": sorted(self._places, key=lambda number: self._places[number].rank),
+                    "ranks": list(self._places),
                     "hosts": self._hosts.saved(now),
                 }
             )
@@ -431,7 +430,7 @@ class _Controller(Observation):
             self._bar_the_place_of(number)
         self._save(time.monotonic())
         for number in numbers:
-            if number not in self._exits:
+            if not self._workers[number].exited:
                 # The function has ended on this worker, even if a thread or child keeps the process alive.
                 self._tell_the_others(number, f"raised {self._reports[number].headline}", failed=True)
                 self._launcher.terminate([number], grace_s=self._job.grace_s)
@@ -462,12 +461,11 @@ class _Controller(Observation):
     # ---- endings ------------------------------------------------------------------------------------------
 
     def _finish(self) -> JobResult:
-        by_rank = sorted(self._places, key=lambda number: self._places[number].rank)
-        succeeded = [n for n in by_rank if self._workers[n].state is WorkerState.SUCCEEDED]
-        lingering = [self._places[number].rank for number in succeeded if number not in self._exits]
+        members = [self._workers[number] for number in self._places]
+        lingering = [r for r, w in enumerate(members) if w.state is WorkerState.SUCCEEDED and not w.exited]
         why = f"ranks {lingering} have returned but their processes do not end: ending them" if lingering else ""
         self._end_all(why)
-        return JobResult(results=tuple(self._results.get(number) for number in by_rank))
+        return JobResult(results=tuple(self._results.get(number) for number in self._places))
 
     @_queued
     def leave(self, limit_s: float) -> None:
@@ -477,32 +475,29 @@ class _Controller(Observation):
         self._ending = True  # from now on the exit of a worker is not a failure
         self._stop_reason = f"end requested: the ranks commit and leave, within {limit_s:g} s (--leave-timeout)"
         self._log(self._stop_reason)
-        workers = [worker.number for worker in self._workers]
-        if all(self.rendezvous.heard_at(worker) is None for worker in workers):
+        if all(self.rendezvous.heard_at(worker.number) is None for worker in self._workers):
             raise SystemExit(_ENDED)  # a command that knows nothing of commits
-        alive = [worker for worker in workers if worker not in self._exits]
+        alive = [worker for worker in self._workers if not worker.exited]
         self._notify(_LEAVE)
-        limit = time.monotonic() + limit_s
-        while time.monotonic() < limit and any(worker not in self._exits for worker in alive):
-            self._wait_for_events(limit)
-        if {self._exits[worker].code if worker in self._exits else -1 for worker in alive} <= {0, LEFT}:
+        self._wait_for_exits(alive, limit_s)
+        if {worker.code for worker in alive} <= {0, LEFT}:
             self._log(f"all ranks have committed and left: start the job again to go on (exit status {LEFT})")
             raise SystemExit(LEFT)
         raise SystemExit(_ENDED)
 
     def end_host(self, host: str, why: str) -> Callable[[], bool]:
         """End the processes on a removed host; return a check of whether they have ended. Thread-safe."""
-        found: list[int] | None = None
+        found: list[Worker] | None = None
 
         def end() -> None:
             nonlocal found
-            found = [worker.number for worker in self._workers if worker.host == host]
-            for number in found:
-                if number not in self._exits:
-                    self.remove(number, why)
+            found = [worker for worker in self._workers if worker.host == host]
+            for worker in found:
+                if not worker.exited:
+                    self.remove(worker.number, why)
 
         self.events.put(end)
-        return lambda: found is not None and self._exits.keys() >= set(found)
+        return lambda: found is not None and all(worker.exited for worker in found)
 
     def _fail(self, failure: Failure | None, message: str) -> NoReturn:
         if failure is None:
@@ -584,12 +579,15 @@ class _Controller(Observation):
     def _end_all(self, why: str = "") -> None:
         """End all workers; return when they have ended, or after the time that SIGKILL needs."""
         self._ending = True
-        left = {worker.number for worker in self._workers} - self._exits.keys()
-        self._launcher.terminate(sorted(left), grace_s=self._job.grace_s)
+        left = [worker for worker in self._workers if not worker.exited]
+        self._launcher.terminate([worker.number for worker in left], grace_s=self._job.grace_s)
         if why:  # last: a blocked console must not keep the workers alive
             self._log(why)
-        limit = time.monotonic() + self._job.grace_s + KILLED_S
-        while left - self._exits.keys() and time.monotonic() < limit:
+        self._wait_for_exits(left, self._job.grace_s + KILLED_S)
+
+    def _wait_for_exits(self, workers: Sequence[Worker], limit_s: float) -> None:
+        limit = time.monotonic() + limit_s
+        while time.monotonic() < limit and not all(worker.exited for worker in workers):
             self._wait_for_events(limit)
 
     def _wait_for_events(self, until: float | None) -> None:
@@ -712,9 +710,8 @@ class _Controller(Observation):
 
     @_queued
     def _on_exit(self, ended: Exited) -> None:
-        self._exits[ended.worker] = ended
         number, worker = ended.worker, self._workers[ended.worker]
-        worker.exited, succeeded = True, worker.state is WorkerState.SUCCEEDED
+        worker.exited, worker.code, succeeded = True, ended.code, worker.state is WorkerState.SUCCEEDED
         failed = not self._ending and self._judge_exit(worker, ended)
         how = f"ended with exit code {ended.code}"
         self._tell_the_others(number, how, failed=failed or (ended.code != 0 and not succeeded))

@@ -60,7 +60,8 @@ class Worker:
     """A process of the job. `generation`: the last one in which it had a place (-1: none so far), `first_generation`:
     the first one.
 
-    `since`: when it entered its state. `started`, `joined`, `exited`: its process runs, has connected, has ended.
+    `since`: when it entered its state. `started`, `joined`, `exited`: its process runs, has connected, has ended
+    (with this `code`).
     `written_off`: it failed, and the job goes on without it. `lost_at`: when its connection ended without a good-bye.
     `silent_since`: since when it does not answer (None: it does).
     """
@@ -75,6 +76,7 @@ class Worker:
     started: bool = False
     joined: bool = False
     exited: bool = False
+    code: int = -1
     written_off: bool = False
     lost_at: float | None = None
     silent_since: float | None = None
