@@ -93,10 +93,11 @@ class Agents:
         term: int = 0,
         names: Iterable[str] = (),
     ) -> None:
-        self.nonce, self._term, self._meeting = nonce or new_secret().hex(), term, 0
+        self.nonce = nonce or new_secret().hex()
+        # But for its name, and the port of the rendezvous.
+        self._welcome = Welcome("", self.nonce, sys.executable, silence_limit_s, return_s, elastic, term)
         self._secret, self.job_secret = secret, derived_secret(secret, f"hora job {self.nonce}")
         self._num_nodes, self._own = num_nodes, own
-        self._elastic, self._silence_limit_s, self._return_s = elastic, silence_limit_s, return_s
         self._first_index = 0 if own is None else 1
         self._nodes: dict[int, AgentHandle] = {}
         self._names = set(names)  # of all nodes that have ever joined
@@ -174,7 +175,7 @@ class Agents:
     def meet_at(self, port: int) -> None:
         """Send the port of the rendezvous to all nodes, including those that join later."""
         with self._changed:
-            self._meeting = port
+            self._welcome = self._welcome._replace(meeting=port)
             nodes = list(self._nodes.values())
         for node in nodes:
             node.send(MeetAt(port))
@@ -203,8 +204,8 @@ class Agents:
         with self._changed:
             nodes = list(self._nodes.values())
         for node in nodes:
-            node.beat(self._silence_limit_s)
-        self._server.call_at(time.monotonic() + self._silence_limit_s / BEATS, self._beat)
+            node.beat(self._welcome.silence_s)
+        self._server.call_at(time.monotonic() + self._welcome.silence_s / BEATS, self._beat)
 
     # ---- hosts of an elastic job (`discovery.HostWatch`) --------------------------------------------------
 
@@ -269,17 +270,7 @@ class Agents:
             node = self._nodes[index] = self._admitted(index, name, joining)
             peer.number = index
             self._own_address = self._own_address or str(peer.sock.getsockname()[0])
-            meeting = self._meeting
-        welcome = Welcome(
-            name=node.name,
-            run=self.nonce,
-            executable=sys.executable,
-            silence_s=self._silence_limit_s,
-            return_s=self._return_s,
-            elastic=self._elastic,
-            term=self._term,
-            meeting=meeting,
-        )
+            welcome = self._welcome._replace(name=node.name)
         peer.send(*pack(welcome))
         with self._changed:
             node.join(peer)
