@@ -96,14 +96,14 @@ def _run(options: Options, extra: Mapping[str, str] | None = None) -> None:
     message = foreign_message()
     if message is not None:
         logging.getLogger("hora").warning(message)
+    environ = {**variables(), **(extra or {})}
     if options.joins:
         from hora.launch.providers.join import serve_node
 
-        environ = {**variables(), **(extra or {})}
         status = serve_node(options, environ, lambda term: start(options, environ, adjust=on_workers, leadership=term))
         if status is not None:
             raise SystemExit(status)
-    start(options, {**variables(), **(extra or {})}, adjust=on_workers)
+    start(options, environ, adjust=on_workers)
 
 
 def on_workers(job: Job) -> Job:

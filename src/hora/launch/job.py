@@ -311,15 +311,14 @@ class LaunchEvents(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts processes, forwards their output and ends them. Results take another way."""
+    """Starts processes, forwards their output and ends them. Results take another way.
 
-    @property
-    def bind_address(self) -> str:
-        """The local address on which the rendezvous listens for the workers (loopback if all are local)."""
+    `bind_address`: where the rendezvous listens for the workers (loopback if all are local). `advertised_address`:
+    where they reach it, usually the same.
+    """
 
-    @property
-    def advertised_address(self) -> str:
-        """The address under which the workers reach it. Usually the same."""
+    bind_address: str
+    advertised_address: str
 
     def start(self, workers: Sequence[WorkerSpec], events: LaunchEvents) -> None:
         """Start these processes; return without waiting for them. May be called again with others."""

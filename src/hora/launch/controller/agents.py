@@ -226,10 +226,8 @@ class Agents:
             nodes = list(self._nodes.values())
         for node in nodes:
             node.send(Bye(status))
-        deadline = time.monotonic() + END_S
         with self._changed:
-            while self._nodes and time.monotonic() < deadline:
-                self._changed.wait(0.2)
+            self._changed.wait_for(lambda: not self._nodes, END_S)
         self._server.close()
         for node in nodes:
             node.lost(255)

@@ -329,7 +329,6 @@ class LocalAgent(AgentHandle):
             self._process.sock.sendall(frame(message))
 
     def finish(self) -> None:
-        super().finish()
         self.send(Bye(0))
 
     def kill(self) -> None:
