@@ -50,7 +50,11 @@ def start(
     for sentence in options.without_effect():
         _log.warning("%s", sentence)
     with contextlib.ExitStack() as stack:
-        nodes = stack.enter_context(_nodes_of(options, environ, leadership))
+        nodes: Agents | None = None  # whose agents connect by themselves
+        if options.joins or environ.get("SLURM_JOB_ID"):
+            from hora.launch.providers.join import open_nodes  # imported only here: other jobs start faster without it
+
+            nodes = stack.enter_context(open_nodes(options, environ, leadership))
         elastic = elastic_spec(options, environ, nodes) if options.elastic else None
         job = adjust(make_job(options, environ, elastic, nodes, function=function, executable=executable))
         hostnames = [slot.hostname for slot in job.slots]
@@ -64,17 +68,6 @@ def start(
         result = run_job(job, launcher, replace(elastic, local_only=launcher.local_only), leadership)
         values = [value for value in result.results if value is not None]
         return replace(result, results=tuple(values[: elastic.limits.min_num_proc]))
-
-
-def _nodes_of(
-    options: Options, environ: Mapping[str, str], leadership: Leadership | None
-) -> contextlib.AbstractContextManager[Agents | None]:
-    """Return the nodes whose agents connect by themselves, if the job has such nodes."""
-    if not options.joins and not environ.get("SLURM_JOB_ID"):
-        return contextlib.nullcontext()
-    from hora.launch.providers.join import open_nodes  # imported only here: other jobs start faster without it
-
-    return open_nodes(options, environ, leadership)
 
 
 def find_hosts(options: Options, environ: Mapping[str, str], nodes: Agents | None = None) -> list[HostInfo]:
