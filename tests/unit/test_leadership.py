@@ -81,7 +81,7 @@ def test_an_agent_reports_its_state_to_the_next_leader_and_obeys_it():
     leader.agent("a").terminate([1, 2], grace_s=1.0)
     orders: list[object] = []
     wait_until("the order has come", lambda: orders.extend(followed.receive()) or any(map(is_order, orders)))
-    assert [order for order in orders if is_order(order)] == [Terminate([1], 1.0)]
+    assert [order for order in orders if is_order(order)] == [Terminate([1, 2], 1.0)]
     followed.close()
     leader.dismiss(0)
 
