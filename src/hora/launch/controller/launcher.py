@@ -20,7 +20,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from hora.launch.agent.protocol import (
     MESSAGES,
@@ -43,9 +43,6 @@ from hora.launch.limits import GRACE_S, KILLED_S
 from hora.launch.processes import variables
 from hora.net.messages import Frames, frame, pack
 from hora.net.session import SessionPeer
-
-if TYPE_CHECKING:
-    from hora.launch.controller.agents import Agents
 
 BEATS = 6  # heartbeats within the time after which a silent node is dropped
 _READ_BYTES, _TAIL_BYTES = 256 * 1024, 4096
@@ -356,13 +353,25 @@ class LocalAgent(AgentHandle):
         self._report_end(status, joined=joined)
 
 
+class RemoteAgents(Protocol):
+    """The agents of other nodes. `brings_environment`: their workers start with the environment of their agent."""
+
+    brings_environment: bool
+
+    def is_own(self, hostname: str) -> bool:
+        """Return whether this host is the machine where we run, which has no agent."""
+
+    def agent(self, hostname: str) -> AgentHandle:
+        """The agent of a node. One that is gone has ended already."""
+
+
 class HostLauncher:
     """Starts workers on this machine, or on all hosts of `agents`, this machine included.
 
     `listen`: the address at which all of them reach this process.
     """
 
-    def __init__(self, *, agents: Agents | None = None, listen: str = "127.0.0.1") -> None:
+    def __init__(self, *, agents: RemoteAgents | None = None, listen: str = "127.0.0.1") -> None:
         self.bind_address = self.advertised_address = listen
         self._agents = agents
         self._hosts: dict[str, AgentHandle] = {}
