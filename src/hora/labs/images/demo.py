@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,14 +19,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     from hora.labs.images.options import ImageOptions
 
     parser = make_parser()
-    namespace = parser.parse_args(argv)
-    if namespace.np < 1:
-        parser.error(f"-np must be at least 1, but it is {namespace.np}")
+    given = parser.parse_args(argv)
+    if given.np < 1:
+        parser.error(f"-np must be at least 1, but it is {given.np}")
+    given.log_dir = str(Path(given.log_dir).resolve())
     try:
-        options = ImageOptions.from_namespace(namespace)
+        options = ImageOptions.from_namespace(given)
     except ValueError as error:
         parser.error(str(error))
-    return _run(replace(options, log_dir=str(Path(options.log_dir).resolve())), namespace.np, namespace.dashboard)
+    from hora.labs.images.training import measure, train
+    from sparkdl import HorovodRunner
+
+    runner = HorovodRunner(np=-given.np, driver_log_verbosity="all", dashboard=given.dashboard or None)
+    if options.synthetic:
+        runner.run(measure, options=options)
+        return 0
+    trained: ImageRun = runner.run(train, options=options)
+    folder = Path(options.log_dir)
+    print(f"\ntest accuracy {trained.accuracy:.2%} on {trained.num_ranks} ranks in {trained.seconds:.0f} s")
+    _draw(options, trained).savefig(folder / "images.png", dpi=150)
+    for what, name in (("figure", "images.png"), ("model", "model"), ("logs", "tensorboard")):
+        print(f"{what:<8} {folder / name}")
+    return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -42,23 +55,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dashboard", action="store_true", help="serve a live page of the job, and print its address")
     ImageOptions.add_flags(parser)
     return parser
-
-
-def _run(options: ImageOptions, np: int, dashboard: bool) -> int:
-    from hora.labs.images.training import measure, train
-    from sparkdl import HorovodRunner
-
-    runner = HorovodRunner(np=-np, driver_log_verbosity="all", dashboard=dashboard or None)
-    if options.synthetic:
-        runner.run(measure, options=options)
-        return 0
-    trained: ImageRun = runner.run(train, options=options)
-    folder = Path(options.log_dir)
-    print(f"\ntest accuracy {trained.accuracy:.2%} on {trained.num_ranks} ranks in {trained.seconds:.0f} s")
-    _draw(options, trained).savefig(folder / "images.png", dpi=150)
-    for what, name in (("figure", "images.png"), ("model", "model"), ("logs", "tensorboard")):
-        print(f"{what:<8} {folder / name}")
-    return 0
 
 
 def _draw(options: ImageOptions, trained: ImageRun) -> Figure:

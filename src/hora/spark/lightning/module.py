@@ -144,30 +144,19 @@ def old_hooks(package: Package, callbacks: Sequence[Any]) -> list[Any]:
         DeprecationWarning,
         stacklevel=2,
     )
-    made = type("_OldHooks", (_OldHooks, package.part("callbacks").Callback), {})()
-    made.callbacks = old
-    return [made]
 
-
-class _OldHooks:
-    """Calls hooks that Lightning no longer calls."""
-
-    callbacks: list[Any]
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._call("on_init_start", trainer)
-        self._call("on_init_end", trainer)
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._call("on_epoch_end", trainer, pl_module)
-
-    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._call("on_epoch_end", trainer, pl_module)
-
-    def _call(self, hook: str, *args: Any) -> None:
-        for callback in self.callbacks:
+    def call(hook: str, *args: Any) -> None:
+        for callback in old:
             if callable(getattr(callback, hook, None)):
                 getattr(callback, hook)(*args)
+
+    def set_up(trainer: Any, pl_module: Any, stage: str) -> None:
+        call("on_init_start", trainer)
+        call("on_init_end", trainer)
+
+    at_the_end = functools.partial(call, "on_epoch_end")
+    hooks = {"setup": set_up, "on_train_epoch_end": at_the_end, "on_validation_epoch_end": at_the_end}
+    return [package.part("callbacks").LambdaCallback(**hooks)]
 
 
 def _bridge(module: Any, old: str, step: str, new: str) -> None:
