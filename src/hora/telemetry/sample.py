@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -57,17 +58,11 @@ class Sample(NamedTuple):
     @property
     def parts_s(self) -> tuple[float, ...]:
         """Return the times in the order of `PARTS`."""
-        return (
-            self.data_s,
-            self.forward_s,
-            self.backward_s,
-            self.between_s,
-            self.wait_s,
-            self.reduce_s,
-            self.optimizer_s,
-        )
+        times: tuple[float, ...] = _parts_s(self)
+        return times
 
 
+_parts_s = operator.attrgetter(*(f"{part}_s" for part in PARTS))
 _SAMPLE = struct.Struct("<BQI14f")
 _VERSION = 2
 
@@ -89,17 +84,8 @@ class Report:
 
     def encode(self) -> bytes:
         head = _SAMPLE.pack(_VERSION, *self.sample)
-        rest = {
-            key: value
-            for key, value in (
-                ("w", self.waiting),
-                ("m", dict(self.metrics)),
-                ("e", self.events),
-                ("h", dict(self.host)),
-                ("t", self.total_steps),
-            )
-            if value
-        }
+        more = {"w": self.waiting, "m": self.metrics, "e": self.events, "h": self.host, "t": self.total_steps}
+        rest = {key: value for key, value in more.items() if value}
         return head + (json.dumps(rest, separators=(",", ":")).encode() if rest else b"")
 
     @classmethod
