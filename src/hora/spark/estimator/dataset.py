@@ -193,36 +193,28 @@ def _write(rows: DataFrame, store: Store, path: str) -> None:
     place = store.get_localized_path(path)
     if store.fs.exists(place):
         store.fs.rm(place, recursive=True)
-    rows.mapInArrow(_PartWriter(store, place), "rows long").collect()
 
-
-@dataclass(frozen=True)
-class _PartWriter:
-    """Task that writes its rows to a Parquet file. A task that Spark retries writes the same file."""
-
-    store: Store
-    place: str
-
-    def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def write_part(batches: Iterable[Any]) -> Iterator[Any]:
+        """Write a task's rows to a Parquet file. A task that Spark retries writes the same file."""
         import pyarrow
         from pyarrow import parquet
         from pyspark import TaskContext
 
         context = TaskContext.get()
         assert context is not None, "a Spark task without its context"
-        files, num_rows = self.store.fs, 0
-        files.makedirs(self.place, exist_ok=True)
+        files, num_rows = store.fs, 0
+        files.makedirs(place, exist_ok=True)
         with contextlib.ExitStack() as stack:
             writer = None
             for batch in batches:
                 if writer is None:
-                    file = stack.enter_context(
-                        files.open(f"{self.place}/part-{context.partitionId():05d}.parquet", "wb")
-                    )
-                    writer = stack.enter_context(parquet.ParquetWriter(file, batch.schema))
+                    file = files.open(f"{place}/part-{context.partitionId():05d}.parquet", "wb")
+                    writer = stack.enter_context(parquet.ParquetWriter(stack.enter_context(file), batch.schema))
                 writer.write_batch(batch)
                 num_rows += batch.num_rows
         yield pyarrow.RecordBatch.from_pydict({"rows": [num_rows]})
+
+    rows.mapInArrow(write_part, "rows long").collect()
 
 
 def _count(store: Store, path: str) -> int:
