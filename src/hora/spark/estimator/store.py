@@ -223,7 +223,7 @@ class HDFSStore(Store):
         found = self._parse(str(prefix_path))
         self._host = host or found["host"] or "default"
         self._port = int(port or found["port"] or 0)
-        self._user, self._ticket, self._conf = user, kerb_ticket, dict(extra_conf or {})
+        self._options = {"user": user, "kerb_ticket": kerb_ticket, "extra_conf": dict(extra_conf or {})}
         super().__init__(prefix_path, *args, **kwargs)
 
     @classmethod
@@ -242,15 +242,7 @@ class HDFSStore(Store):
     def fs(self) -> Any:
         import fsspec
 
-        return fsspec.filesystem(
-            "hdfs",
-            host=self._host,
-            port=self._port,
-            user=self._user,
-            kerb_ticket=self._ticket,
-            extra_conf=self._conf,
-            **self.storage_options,
-        )
+        return fsspec.filesystem("hdfs", host=self._host, port=self._port, **self._options, **self.storage_options)
 
     @classmethod
     def _parse(cls, path: str) -> re.Match[str]:
