@@ -85,20 +85,19 @@ def test_content_of_a_status_report():
 def test_reports_go_only_to_the_trusted_controller_and_a_failure_is_logged_once(tmp_path: Path, said: list[str]):
     run = a_run()
     with controller(tmp_path) as kubeflows:
-        found = kubeflow.Controller.of(kubeflows.variables)
+        found = kubeflow.Reports.of(kubeflows.variables)
         assert found is not None
         found.post({"trainerStatus": {"progressPercentage": 1}})
         with pytest.raises(OSError, match="certificate verify failed"):  # not signed by the controller's authority
-            kubeflow.Controller.of({**kubeflows.variables, "KUBEFLOW_TRAINER_SERVER_CA_CERT": ""}).post({})
+            kubeflow.Reports.of({**kubeflows.variables, "KUBEFLOW_TRAINER_SERVER_CA_CERT": ""}).post({})
         kubeflows.answer = 307  # redirects are not followed
-        reports = kubeflow.Reports(found)
-        reports._send(kubeflow.status(run))
-        reports._send(kubeflow.status(run))
+        found._send(kubeflow.status(run))
+        found._send(kubeflow.status(run))
         assert len([line for line in said if "it responded 307" in line]) == 1
-        reports.close(run)
+        found.close(run)
     assert [told["progressPercentage"] for told in kubeflows.statuses] == [1]
     with_http = {**kubeflows.variables, "KUBEFLOW_TRAINER_SERVER_URL": "http://127.0.0.1:1/status"}
-    assert kubeflow.Controller.of(with_http) is None
-    assert kubeflow.Controller.of({}) is None
+    assert kubeflow.Reports.of(with_http) is None
+    assert kubeflow.Reports.of({}) is None
     assert "must begin with https://" in said[-1]
     assert TOKEN not in "".join(said)

@@ -26,7 +26,7 @@ from hora.world import World
 
 if TYPE_CHECKING:
     from hora.watch import live
-    from hora.watch.kubeflow import Controller
+    from hora.watch.kubeflow import Reports
 
 # Variables for the workers of an observed job: they report once a second.
 REPORTING = {"HORA_TELEMETRY_S": "1.0"}
@@ -58,14 +58,14 @@ class OutputOptions:
 class Watching:
     """`page`: live, at `listen` (host:port; loopback and a free port unless given). `record`: a file for `hora view`.
 
-    `controller`: Kubeflow's, which gets the job's progress. `browser`: open the page in a browser. `demo`: the page can
+    `reports`: of the job's progress to Kubeflow. `browser`: open the page in a browser. `demo`: the page can
     kill ranks.
     """
 
     page: bool = False
     listen: str = ""
     record: str | None = None
-    controller: Controller | None = None
+    reports: Reports | None = None
     browser: bool = False
     demo: bool = False
 
@@ -87,14 +87,14 @@ class Watching:
         if not listen and setting not in ("", "0", "1"):
             listen = setting
         record = record or environ.get("HORA_RECORD") or None
-        controller = None
+        reports = None
         if "KUBEFLOW_TRAINER_SERVER_URL" in environ:
-            from hora.watch.kubeflow import Controller
+            from hora.watch.kubeflow import Reports
 
-            controller = Controller.of(environ)
-        if not page and not record and controller is None:
+            reports = Reports.of(environ)
+        if not page and not record and reports is None:
             return None
-        return cls(page=page, listen=listen or "", record=record, controller=controller)
+        return cls(page=page, listen=listen or "", record=record, reports=reports)
 
     def open(self, facts: Mapping[str, Any], job: live.JobControl) -> live.Dashboard:
         """Start observing a job. `facts` describe it; `job` controls it. Raises OSError if the address is taken."""
@@ -106,7 +106,7 @@ class Watching:
             listen=self.listen,
             record=self.record,
             page=self.page,
-            controller=self.controller,
+            reports=self.reports,
         )
         if self.browser and dashboard.page is not None:
             import webbrowser

@@ -15,7 +15,6 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -28,47 +27,6 @@ _LIMIT_S = 5.0
 _MAX_METRICS = 256
 
 _log = logging.getLogger("hora.watch")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Controller:
-    """Address of the reports, and the files that authenticate both ends."""
-
-    host: str
-    port: int
-    path: str
-    token_file: str
-    authority_file: str | None
-
-    @classmethod
-    def of(cls, environ: Mapping[str, str]) -> Controller | None:
-        """Return the controller named by the variables; None outside a TrainJob, or if it wants no reports."""
-        url, token_file = environ.get("KUBEFLOW_TRAINER_SERVER_URL"), environ.get("KUBEFLOW_TRAINER_SERVER_TOKEN")
-        if not url or not token_file:
-            return None
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme != "https" or not parts.hostname:
-            _log.warning("no progress for Kubeflow: its address must begin with https://, but it is %s", url)
-            return None
-        path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
-        authority = environ.get("KUBEFLOW_TRAINER_SERVER_CA_CERT") or None
-        return cls(
-            host=parts.hostname, port=parts.port or 443, path=path, token_file=token_file, authority_file=authority
-        )
-
-    def post(self, message: Mapping[str, Any]) -> None:
-        """Send a message; raises OSError or HTTPException if it was not accepted."""
-        context = ssl.create_default_context(cafile=self.authority_file)
-        connection = http.client.HTTPSConnection(self.host, self.port, timeout=_LIMIT_S, context=context)
-        token = Path(self.token_file).read_text(encoding="ascii").strip()
-        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        try:
-            connection.request("POST", self.path, json.dumps(message), headers)
-            answer = connection.getresponse()
-            if not 200 <= answer.status < 300:
-                raise OSError(f"it responded {answer.status} {answer.reason}")
-        finally:
-            connection.close()
 
 
 def status(run: Run) -> dict[str, Any]:
@@ -95,13 +53,25 @@ def status(run: Run) -> dict[str, Any]:
 
 
 class Reports:
-    """Sends the run's status periodically, one at a time, and once more at the end."""
+    """Reports of a run's status to the controller: periodic ones, one at a time, and one at the end."""
 
-    def __init__(self, controller: Controller) -> None:
-        self._controller = controller
+    def __init__(self, url: urllib.parse.SplitResult, token_file: str, authority_file: str | None) -> None:
+        self._url, self._token_file, self._authority_file = url, token_file, authority_file
         self._next_at = 0.0
         self._failed = False
         self._thread: threading.Thread | None = None
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Reports | None:
+        """Return the reports that the variables request; None outside a TrainJob, or if it wants none."""
+        url, token_file = environ.get("KUBEFLOW_TRAINER_SERVER_URL"), environ.get("KUBEFLOW_TRAINER_SERVER_TOKEN")
+        if not url or not token_file:
+            return None
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme != "https" or not parts.hostname:
+            _log.warning("no progress for Kubeflow: its address must begin with https://, but it is %s", url)
+            return None
+        return cls(parts, token_file, environ.get("KUBEFLOW_TRAINER_SERVER_CA_CERT") or None)
 
     def tick(self, run: Run) -> None:
         """Send a report if one is due; called every second."""
@@ -118,13 +88,28 @@ class Reports:
         if not self._failed:
             self._send(status(run))
 
+    def post(self, message: Mapping[str, Any]) -> None:
+        """Send a message; raises OSError or HTTPException if it was not accepted."""
+        url, context = self._url, ssl.create_default_context(cafile=self._authority_file)
+        connection = http.client.HTTPSConnection(str(url.hostname), url.port or 443, timeout=_LIMIT_S, context=context)
+        token = Path(self._token_file).read_text(encoding="ascii").strip()
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        path = urllib.parse.urlunsplit(("", "", url.path or "/", url.query, ""))
+        try:
+            connection.request("POST", path, json.dumps(message), headers)
+            answer = connection.getresponse()
+            if not 200 <= answer.status < 300:
+                raise OSError(f"it responded {answer.status} {answer.reason}")
+        finally:
+            connection.close()
+
     def _send(self, found: Mapping[str, Any]) -> None:
         try:
-            self._controller.post({"trainerStatus": found})
+            self.post({"trainerStatus": found})
             self._failed = False
         except (OSError, ValueError, http.client.HTTPException) as error:
             if not self._failed:
-                where = f"{self._controller.host}:{self._controller.port}"
+                where = f"{self._url.hostname}:{self._url.port or 443}"
                 _log.warning(
                     "Kubeflow's controller at %s refused the progress (%s); retrying in %g s",
                     where,

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TextIO
 from hora.config import in_notebook
 from hora.watch import address, view
 from hora.watch.http import Access
-from hora.watch.kubeflow import Controller, Reports
+from hora.watch.kubeflow import Reports
 from hora.watch.model import MAX_LINE_CHARS, Entry, Run
 from hora.watch.recording import Recorder
 from hora.watch.server import PageServer
@@ -48,7 +48,7 @@ class JobControl(Protocol):
 class Dashboard:
     """The observer of a job (`launch.job.Observation`), whose methods the page calls. Thread-safe.
 
-    `listen`: host:port. `record`: a file for `hora view`. `page=False`: no page. `controller`: Kubeflow's.
+    `listen`: host:port. `record`: a file for `hora view`. `page=False`: no page. `reports`: to Kubeflow.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Dashboard:
         listen: str = "",
         record: str | None = None,
         page: bool = True,
-        controller: Controller | None = None,
+        reports: Reports | None = None,
     ) -> None:
         self._job = job
-        self._reports = None if controller is None else Reports(controller)
+        self._reports = reports
         self._recorder = Recorder(record, facts)
         self._output = _Output()
         self._run = Run(facts)
