@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hora.cli.convert import convert
+from hora.cli.convert import Converted
 from hora.cli.init import main
 
 SCRIPT = '''\
@@ -82,7 +82,7 @@ if __name__ == "__main__":
 
 
 def test_a_script_with_a_main_function():
-    converted = convert(SCRIPT)
+    converted = Converted(SCRIPT)
     assert converted.text == CONVERTED
     notes = "\n".join(converted.notes)
     assert "line 19: clips gradients" in notes
@@ -95,7 +95,7 @@ def test_a_script_without_functions_starts_after_its_imports():
     text += "loader = DataLoader(rows, shuffle=True if big else False)\n"
     text += 'net.to("cuda:1")\noptimizer = torch.optim.Adam([{"params": net.parameters()}])\n'
     text += "while True: torch.save(net, 'x')"
-    converted = convert(text)
+    converted = Converted(text)
     lines = converted.text.splitlines()
     assert lines[6] == "hvd.init()  # learns this process's place in the job; alone it is rank 0 of 1"
     assert "rank=hvd.rank(), shuffle=True if big else False))" in converted.text
@@ -109,7 +109,7 @@ def test_a_script_without_functions_starts_after_its_imports():
 def test_loaders_that_cannot_be_sharded_are_noted():
     text = "import torch\noptimizer = torch.optim.SGD(net.parameters())\n"
     text += "loader = torch.utils.data.DataLoader(rows, **options)\n"
-    assert "line 3: every rank reads all rows of loader" in "\n".join(convert(text).notes)
+    assert "line 3: every rank reads all rows of loader" in "\n".join(Converted(text).notes)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_loaders_that_cannot_be_sharded_are_noted():
 )
 def test_scripts_that_cannot_be_converted(text, words):
     with pytest.raises(ValueError, match=words):
-        convert(text)
+        Converted(text)
 
 
 def test_the_command(tmp_path, capsys):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 _INIT = ["hvd.init()  # learns this process's place in the job; alone it is rank 0 of 1"]
 _GPU = [
@@ -17,29 +16,19 @@ _GPU = [
 ]
 
 
-@dataclass
 class Converted:
-    """The text of the distributed script, and what its author should check, one line each."""
+    """A script for several ranks: its `text`, and `notes` of what its author should check, one line each.
 
-    text: str
-    notes: list[str] = field(default_factory=list)
+    Raises ValueError where there is no optimizer to distribute.
+    """
 
-
-def convert(text: str) -> Converted:
-    """Return the script for several ranks; ValueError where there is no optimizer to distribute."""
-    return _Script(text).converted()
-
-
-class _Script:
     def __init__(self, text: str) -> None:
         self._lines = text.splitlines(keepends=True)
         self._tree = ast.parse(text)
         self._names = dict(_imports(self._tree))
-        self._notes: list[str] = []
+        self.notes: list[str] = []
         self._edits: list[tuple[int, int, int, int, str]] = []  # from line and byte to line and byte, and the new text
         self._needs_sampler = False
-
-    def converted(self) -> Converted:
         if any(name.startswith(("horovod", "hora", "torch.distributed")) for name in self._names.values()):
             raise ValueError("the script is distributed already: it imports horovod or torch.distributed")
         functions = (node for node in ast.walk(self._tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
@@ -52,18 +41,17 @@ class _Script:
                 "docs/migration.md has the steps to take by hand"
             )
         if not any("manual_seed" in line for line in self._lines):
-            self._notes.append(
+            self.notes.append(
                 "no torch.manual_seed: rows that torch draws (random_split, made-up data) differ between the ranks; "
                 "call torch.manual_seed(0) before them"
             )
-        self._notes.append(
+        self.notes.append(
             "learning rate: the ranks together take hvd.size() times the batch; "
             "multiply the rate by hvd.size() unless your optimizer adapts it"
         )
         self._start()
-        text = self._edited()
-        compile(text, "script", "exec")
-        return Converted(text, self._notes)
+        self.text = self._edited()
+        compile(self.text, "script", "exec")
 
     def _look_at(self, statement: ast.stmt, scope: ast.AST) -> None:
         value = getattr(statement, "value", None)
@@ -158,7 +146,7 @@ class _Script:
         return ".".join(part for part in (self._names.get(head, head), rest) if part)
 
     def _note(self, node: ast.stmt | ast.expr, words: str) -> None:
-        self._notes.append(f"line {node.lineno}: {words}")
+        self.notes.append(f"line {node.lineno}: {words}")
 
     def _indent(self, statement: ast.stmt) -> str | None:
         """Return the blanks before a statement, or None if it shares its line with another one."""

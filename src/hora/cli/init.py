@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hora.cli.convert import convert
+from hora.cli.convert import Converted
 
 _START = '''"""A distributed training. Run it:
 
@@ -180,7 +180,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--from writes a plain distributed script: leave --elastic and --sharded out")
     else:
         try:
-            converted = convert(arguments.source.read_text())
+            converted = Converted(arguments.source.read_text())
         except (OSError, ValueError, SyntaxError) as error:
             print(f"hora init: {arguments.source}: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
             return 1
