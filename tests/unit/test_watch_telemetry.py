@@ -7,7 +7,7 @@ import time
 import pytest
 
 from hora import telemetry
-from hora.telemetry import Meter, Reading, Report, Sample
+from hora.telemetry import Meter, Report, Sample
 from hora.telemetry.sample import MAX_REPORT_BYTES
 
 
@@ -43,15 +43,14 @@ def test_invalid_reports_are_rejected(data):
 
 def test_a_sample_holds_whole_steps_only():
     meter = Meter()
-    reading = Reading(meter)
     meter.data_s += 0.5
     meter.step_done()
     meter.data_s += 100.0  # of an unfinished step
-    sample = reading.sample()
+    sample = meter.take_sample()
     assert (sample.step, sample.num_steps, sample.data_s) == (1, 1, 0.5)
     meter.step_done()
-    assert reading.sample().data_s == 100.0
-    assert reading.sample().num_steps == 0
+    assert meter.take_sample().data_s == 100.0
+    assert meter.take_sample().num_steps == 0
 
 
 def test_a_script_reports_its_total_number_of_steps(monkeypatch):
@@ -74,9 +73,8 @@ def test_blocked_time_is_divided_into_waiting_and_reducing():
 
 def test_collectives_without_steps_are_counted_too():
     meter = Meter()
-    reading = Reading(meter)
     meter.wait_s += 0.5
-    assert reading.sample().wait_s == 0.5
+    assert meter.take_sample().wait_s == 0.5
 
 
 def test_metrics_are_the_latest_and_invalid_ones_are_omitted():

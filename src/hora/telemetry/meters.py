@@ -8,7 +8,9 @@ compared: a late rank waits little while the others wait for it, so the waits al
 
 from __future__ import annotations
 
+import contextlib
 import operator
+import resource
 import threading
 import time
 from collections import deque
@@ -63,6 +65,7 @@ class Meter:
         self._longest_s = 0.0
         self._last_end = time.perf_counter()
         self.completed: tuple[float, ...] = _totals(self)  # of the whole steps
+        self._sampled = (self._last_end, _cpu_s(), *self.completed)
         self._metrics: dict[str, SupportsFloat] = {}
         self._events: deque[tuple[str, str]] = deque(maxlen=MAX_EVENTS)
         self._interrupted: tuple[float, int] | None = None  # end of the last step before a new world, and its size
@@ -133,10 +136,18 @@ class Meter:
                 flush()
             self.on_commit()
 
-    def longest_s(self) -> float:
-        """Return the longest step since the last call."""
-        longest, self._longest_s = self._longest_s, 0.0
-        return longest
+    def take_sample(self) -> Sample:
+        """Return the sums over the steps since the last call."""
+        totals = self.completed
+        if not totals[0]:  # no steps at all: a script of bare collectives; still report its waits
+            totals = _totals(self)
+        before, self._sampled = self._sampled, (time.perf_counter(), _cpu_s(), *totals)
+        window_s, cpu_s, *added = (new - old for new, old in zip(self._sampled, before, strict=True))
+        since: dict[str, Any] = dict(zip(_TOTALS, added, strict=True), window_s=window_s, cpu_s=cpu_s)
+        hidden_s = max(since.pop("transport_s") - since["reduce_s"], 0.0)
+        longest_s, self._longest_s = self._longest_s, 0.0
+        memory_bytes = _memory_bytes()
+        return Sample(int(totals[0]), longest_s=longest_s, hidden_s=hidden_s, memory_bytes=memory_bytes, **since)
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call; tensors are converted here, not on the training thread."""
@@ -160,25 +171,15 @@ class Meter:
         self._events.extendleft(reversed(events))
 
 
-class Reading:
-    """Converts a meter's totals to samples, each for the time since the last one."""
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
 
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-        self._before = meter.completed
-        self._at = time.perf_counter()
 
-    def sample(self, *, cpu_s: float = 0.0, memory_bytes: float = 0.0) -> Sample:
-        now, totals = time.perf_counter(), self._meter.completed
-        if not totals[0]:  # no steps at all: a script of bare collectives; still report its waits
-            totals = _totals(self._meter)
-        added = [new - old for new, old in zip(totals, self._before, strict=True)]
-        since: dict[str, Any] = dict(
-            zip(_TOTALS, added, strict=True), window_s=now - self._at, longest_s=self._meter.longest_s()
-        )
-        hidden_s = max(since.pop("transport_s") - since["reduce_s"], 0.0)
-        self._at, self._before = now, totals
-        return Sample(step=int(totals[0]), hidden_s=hidden_s, cpu_s=cpu_s, memory_bytes=memory_bytes, **since)
+def _memory_bytes() -> float:
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/self/statm") as file:
+        return float(int(file.read().split()[1]) * resource.getpagesize())
+    return 0.0
 
 
 meter = Meter()

@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import resource
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from hora.telemetry import stacks
-from hora.telemetry.meters import Meter, Reading
+from hora.telemetry.meters import Meter
 from hora.telemetry.sample import Report
 
 _MACHINE_S = 2.0
@@ -140,10 +139,9 @@ class Reporter:
 
     def __init__(self, meter: Meter, send: Send, *, machine: bool) -> None:
         self._meter, self._send = meter, send
-        self._reading = Reading(meter)
+        meter.take_sample()  # the first report begins here
         self._machine = Machine() if machine else None
         self._machine_at = 0.0
-        self._cpu_s = _cpu_s()
         self._interval_s = 1.0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hora-telemetry", daemon=True)
@@ -161,8 +159,6 @@ class Reporter:
 
     def report(self) -> Report:
         """Return the current report."""
-        cpu_s, before = _cpu_s(), self._cpu_s
-        self._cpu_s = cpu_s
         host: Mapping[str, Any] = {}
         if self._machine is not None and time.monotonic() - self._machine_at >= _MACHINE_S:
             self._machine_at = time.monotonic()
@@ -170,7 +166,7 @@ class Reporter:
             if self._meter.link_bytes_per_s:
                 host = {**host, "link": round(self._meter.link_bytes_per_s)}
         return Report(
-            self._reading.sample(cpu_s=cpu_s - before, memory_bytes=_memory_bytes()),
+            self._meter.take_sample(),
             self._waiting(),
             self._meter.take_metrics(),
             self._meter.take_events(),
@@ -226,14 +222,3 @@ class Reporter:
         except (ConnectionError, TimeoutError):
             self._meter.put_back(report.events)  # for the reporter of the next connection
             raise
-
-
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
-def _memory_bytes() -> float:
-    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/self/statm") as file:
-        return float(int(file.read().split()[1]) * resource.getpagesize())
-    return 0.0
