@@ -13,7 +13,6 @@ import json
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -214,20 +213,12 @@ class _QueryWorker(_Worker):
         super().__init__(worker, events, f"hora-worker-{worker.number}")
 
     def _run(self) -> Exited:
-        worker, number = self._record, self._record.number
+        number = self._record.number
         log = LiveLog(
             server_host(self._session), lambda stream, data: self._events.output(number, stream, data), self._called
         )
-        here = log.invitation.address or "unknown"
-        masters = {"CDSW_MASTER_IP": here, "CML_MASTER_IP": here}
-        task = WorkerTask(
-            number=number,
-            env={**forwarded_variables(), **worker.variables, **masters},
-            own_env=dict(worker.request["env"]),
-            files=self._files(),
-            log=log.invitation,
-        )
         with log:
+            task = self._task(log.invitation)
             query = Query(self._session, task, num_tasks=1, name="hora-workers", barrier=False)
             found = query.run(self._raise_if_stopped)
             log.show(found)
@@ -244,44 +235,38 @@ class _QueryWorker(_Worker):
         if self._stopped.is_set():
             raise InterruptedError
 
+    def _task(self, log: Invitation) -> Callable[[Iterable[Any]], Iterator[Any]]:
+        """Return the body of the query: it starts the worker's process, supervises it and returns its exit code."""
+        number, files, own_env = self._record.number, self._files(), dict(self._record.request["env"])
+        masters = dict.fromkeys(("CDSW_MASTER_IP", "CML_MASTER_IP"), log.address or "unknown")
+        env = {**forwarded_variables(), **self._record.variables, **masters}
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerTask:
-    """Body of the query: starts the worker's process, supervises it and returns its exit code."""
+        def run(batches: Iterable[Any]) -> Iterator[Any]:
+            from pyspark import TaskContext
 
-    number: int
-    env: Mapping[str, str] = field(repr=False)
-    own_env: Mapping[str, str] = field(repr=False)
-    files: Mapping[str, bytes] = field(repr=False)
-    log: Invitation = field(repr=False)
+            for _ in batches:
+                pass
+            context = TaskContext.get()
+            assert context is not None, "a Spark task without its context"
+            if context.attemptNumber():  # Spark tries again; a worker runs once
+                lost = (_LOST, "its Spark task ended: the executor was lost or the task was killed")
+                yield from rows("exit", json.dumps(lost).encode())
+                return
+            here = {
+                "CDSW_IP_ADDRESS": source_address(log.address or "127.0.0.1"),
+                "CUDA_VISIBLE_DEVICES": ",".join(gpu_addresses()),
+                "PYTHONPATH": python_path(),
+            }
+            home = ClientLogSink(log)
+            process = _Process(lambda worker, stream, data: home.write(stream, data))
+            launcher = HostLauncher()
+            try:
+                launcher.start([worker_spec(number, {**variables(), **env, **here, **own_env}, files)], process)
+                ended = process.wait()
+            finally:
+                launcher.close()
+            yield from rows("exit", json.dumps((ended.code, ended.reason)).encode())
+            for kind, data in home.close().items():
+                yield from rows(kind, data)
 
-    def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
-        from pyspark import TaskContext
-
-        for _ in batches:
-            pass
-        context = TaskContext.get()
-        assert context is not None, "a Spark task without its context"
-        if context.attemptNumber():  # Spark tries again; a worker runs once
-            lost = (_LOST, "its Spark task ended: the executor was lost or the task was killed")
-            yield from rows("exit", json.dumps(lost).encode())
-            return
-        home = ClientLogSink(self.log)
-        process = _Process(lambda worker, stream, data: home.write(stream, data))
-        launcher = HostLauncher()
-        try:
-            launcher.start([self._spec()], process)
-            ended = process.wait()
-        finally:
-            launcher.close()
-        yield from rows("exit", json.dumps((ended.code, ended.reason)).encode())
-        for kind, data in home.close().items():
-            yield from rows(kind, data)
-
-    def _spec(self) -> WorkerSpec:
-        own = {
-            "CDSW_IP_ADDRESS": source_address(self.log.address or "127.0.0.1"),
-            "CUDA_VISIBLE_DEVICES": ",".join(gpu_addresses()),
-            "PYTHONPATH": python_path(),
-        }
-        return worker_spec(self.number, {**variables(), **self.env, **own, **self.own_env}, self.files)
+        return run
