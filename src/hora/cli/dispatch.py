@@ -117,9 +117,12 @@ def _dispatch(arguments: list[str]) -> int:
 
         print(check_build())
         return 0
-    if name not in COMMANDS:
-        return _unknown(name)
-    return COMMANDS[name](rest)
+    if name in COMMANDS:
+        return COMMANDS[name](rest)
+    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean `hora {close[0]}`?" if close else f"the commands are {', '.join(COMMANDS)}"
+    print(f"hora: there is no command {name!r}; {hint}", file=sys.stderr)
+    return 2
 
 
 def _help() -> str:
@@ -140,10 +143,3 @@ hora --check-build what works on this machine."""
 def _listed(commands: Mapping[str, Command]) -> str:
     width = max(map(len, commands))
     return "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in commands.items())
-
-
-def _unknown(name: str) -> int:
-    close = difflib.get_close_matches(name, COMMANDS, n=1)
-    hint = f"did you mean `hora {close[0]}`?" if close else f"the commands are {', '.join(COMMANDS)}"
-    print(f"hora: there is no command {name!r}; {hint}", file=sys.stderr)
-    return 2

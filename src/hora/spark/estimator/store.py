@@ -27,7 +27,7 @@ LocalDirectory = contextlib.AbstractContextManager[str]
 class Store:
     """Paths under a prefix, and the file operations that an estimator needs.
 
-    A subclass defines its prefixes (`matches`), the form of a full path, and its file system.
+    A subclass may have other prefixes (`matches`), forms of a full path, and file systems than fsspec's URLs.
     """
 
     CHECKPOINT: ClassVar[str] = "checkpoint"
@@ -109,17 +109,25 @@ class Store:
 
     def get_full_path(self, path: str) -> str:
         """Return a URL that Spark and every rank understand."""
-        raise NotImplementedError
+        if "://" in path:
+            return path.rstrip("/")
+        if path.startswith("file:/"):
+            path = path.removeprefix("file:")
+        return "file://" + os.path.abspath(path)
 
     def get_localized_path(self, path: str) -> str:
         """Return the same location as a path of `fs`."""
-        raise NotImplementedError
+        import fsspec
+
+        return str(fsspec.core.url_to_fs(self.get_full_path(path), **self.storage_options)[1])
 
     # ---- files ---------------------------------------------------------------------------------------------
 
     @property
     def fs(self) -> Any:
-        raise NotImplementedError
+        import fsspec
+
+        return fsspec.core.url_to_fs(self.prefix_path, **self.storage_options)[0]
 
     def exists(self, path: str) -> bool:
         return bool(self.fs.exists(self.get_localized_path(path)))
@@ -178,24 +186,6 @@ class Store:
 
 class FilesystemStore(Store):
     """Any URL that fsspec understands (`s3://`, `gs://`, `abfs://`, `file://`); a plain path is local."""
-
-    def get_full_path(self, path: str) -> str:
-        if "://" in path:
-            return path.rstrip("/")
-        if path.startswith("file:/"):
-            path = path.removeprefix("file:")
-        return "file://" + os.path.abspath(path)
-
-    def get_localized_path(self, path: str) -> str:
-        import fsspec
-
-        return str(fsspec.core.url_to_fs(self.get_full_path(path), **self.storage_options)[1])
-
-    @property
-    def fs(self) -> Any:
-        import fsspec
-
-        return fsspec.core.url_to_fs(self.prefix_path, **self.storage_options)[0]
 
 
 LocalStore = FilesystemStore

@@ -22,6 +22,7 @@ from hora.spark.estimator.training import losses_of
 from hora.spark.lightning.module import to_lightning_module
 from hora.spark.lightning.package import default_package, package_of
 from hora.spark.lightning.training import train
+from hora.version import require
 
 _HYPERPARAMETERS = (
     "hparams_name",
@@ -68,7 +69,7 @@ class TorchEstimator(HorovodEstimator):
     def _check_values(self, values: Mapping[str, Any]) -> None:
         check_values(values)
         package = package_of(values["model"])
-        (package or default_package()).check_version()
+        require("lightning", str((package or default_package()).module.__version__))
         if package is None:
             check_torch_values(values)
             if values["loss_weights"]:

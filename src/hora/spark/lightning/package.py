@@ -12,8 +12,6 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
-from hora.version import require
-
 MIN_PL_VERSION = "1.3.8"  # Horovod's oldest; Hora is tested with 2.x
 _NAMES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
@@ -31,10 +29,6 @@ class Package:
     def part(self, path: str) -> Any:
         """Return a submodule, such as `strategies.parallel`."""
         return importlib.import_module(f"{_NAMES[self.name]}.{path}")
-
-    def check_version(self) -> None:
-        """Raise ImportError if the package is too old."""
-        require("lightning", str(self.module.__version__))
 
 
 @functools.cache
