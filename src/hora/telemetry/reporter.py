@@ -191,23 +191,22 @@ class Reporter:
         Runs on the connection's thread: must be quick.
         """
         if question.get("question") == "stack":
-            with contextlib.suppress(ConnectionError, TimeoutError):
-                self._send("stack", stacks.current_stacks())
+            self._respond("stack", stacks.current_stacks())
         elif question.get("question") == "profile":
             seconds = min(max(float(question.get("seconds", 1.0)), 0.1), 60.0)
-            threading.Thread(target=self._profile, args=(seconds,), name="hora-profile", daemon=True).start()
-
+            threading.Thread(
+                target=lambda: self._respond("profile", stacks.profile(seconds)), name="hora-profile", daemon=True
+            ).start()
         elif question.get("question") == "commit":
             self._meter.on_commit = self._committed
 
     def _committed(self) -> None:
         self._meter.on_commit = None
-        with contextlib.suppress(ConnectionError, TimeoutError):
-            self._send("committed", b"")
+        self._respond("committed", b"")
 
-    def _profile(self, seconds: float) -> None:
+    def _respond(self, kind: str, data: bytes) -> None:
         with contextlib.suppress(ConnectionError, TimeoutError):
-            self._send("profile", stacks.profile(seconds))
+            self._send(kind, data)
 
     def _run(self) -> None:
         with contextlib.suppress(ConnectionError, TimeoutError):
