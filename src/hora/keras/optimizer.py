@@ -226,11 +226,6 @@ def register_local_layers(optimizer: Any, layers: Any) -> None:
             optimizer.register_local_var(variable)
 
 
-def is_distributed(optimizer: object) -> bool:
-    """Return whether this optimizer reduces its gradients over the ranks."""
-    return isinstance(optimizer, _Distributed)
-
-
 def keras_backend() -> str:
     """Return the backend of Keras 3 in this process. Raises ValueError for an unsupported one."""
     import keras
@@ -301,7 +296,7 @@ def let_keras_know() -> None:
     def check_finite(self: Any, grads: Any) -> Any:
         """Return whether the gradients are finite on all ranks: either all make the step or none does."""
         finite = finite_here(self, grads)
-        if not is_distributed(self.inner_optimizer):
+        if not isinstance(self.inner_optimizer, _Distributed):
             return finite
         from keras import ops
 
@@ -316,7 +311,7 @@ def let_keras_know() -> None:
         """Return False for a model whose gradients are reduced: XLA cannot compile that operation."""
         optimizer = getattr(self, "optimizer", None)
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        return False if is_distributed(inner) else bool(compiles(self))
+        return False if isinstance(inner, _Distributed) else bool(compiles(self))
 
     LossScaleOptimizer.check_finite = check_finite
     Trainer._resolve_auto_jit_compile = resolve_auto_jit_compile

@@ -36,18 +36,14 @@ _NEVER = {
 def check_build(verbose: bool = False) -> str:
     """Return the text of `horovodrun --check-build`; with `verbose` also the reasons of failures."""
     problems = probe_build()
-    text = format_build(f"{horovod_version()}, {describe_native(problems)}", problems)
+    native = f"without the native part: {problems['native']}" if "native" in problems else "with the native part"
+    text = format_build(f"{horovod_version()}, {native}", problems)
     return "\n".join([text, *(f"{name}: {problem}" for name, problem in problems.items() if verbose)])
 
 
 def print_build(verbose: bool = False) -> None:
     """Print it, like `horovod.runner.launch.check_build`."""
     print(check_build(verbose))
-
-
-def describe_native(problems: Mapping[str, str]) -> str:
-    """Describe whether the native part is in use."""
-    return f"without the native part: {problems['native']}" if "native" in problems else "with the native part"
 
 
 def format_build(version: str, problems: Mapping[str, str]) -> str:

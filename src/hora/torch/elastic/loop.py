@@ -17,7 +17,7 @@ from typing import Any
 
 from hora import engine
 from hora.errors import HorovodInternalError, HostsUpdatedInterrupt
-from hora.torch import basics
+from hora.torch.basics import restart
 from hora.torch.elastic.state import State, notification_manager
 
 log = logging.getLogger("hora")
@@ -25,6 +25,8 @@ log = logging.getLogger("hora")
 Training = Callable[..., Any]
 
 _NUM_ATTEMPTS = 3  # without progress, in a world that does not change
+
+reset = restart
 
 
 def run(func: Training) -> Training:
@@ -35,11 +37,6 @@ def run(func: Training) -> Training:
 def is_elastic() -> bool:
     """Return whether ranks may join and leave: the job was started with a minimum number of ranks."""
     return engine.is_initialized() and engine.has_elastic_launcher()
-
-
-def reset() -> None:
-    """Leave the world and join the next one, with as many attempts as needed."""
-    basics.restart()
 
 
 def run_fn(func: Training, reset: Callable[[], None]) -> Training:

@@ -131,8 +131,5 @@ class PowerSGDMemory:
 def _taken(
     tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
 ) -> dict[torch.Tensor, torch.Tensor]:
-    known: Iterable[str] = (name for name in tensors if name in parameters)
-    return {
-        parameters[name]: tensors[name].detach().to(parameters[name].device, working_dtype(parameters[name]), copy=True)
-        for name in known
-    }
+    pairs = [(parameters[name], tensor) for name, tensor in tensors.items() if name in parameters]
+    return {p: tensor.detach().to(p.device, working_dtype(p), copy=True) for p, tensor in pairs}

@@ -172,31 +172,25 @@ class ShardState:
         flats = self.flats if self._shards.shared else self._gathered()
         for index, bucket in enumerate(self._shards.buckets):
             for offset, parameter in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True):
-                mine = self._inner_state(self.parameter_kinds.of[parameter])
-                if mine is None:
-                    continue
-                state = self._optimizer.state[parameter]
+                _, mine = self._inner_state(self.parameter_kinds.of[parameter])
                 for key, value in mine.items():
                     flat = flats[index].get(key)
-                    if flat is not None:
-                        state[key] = view_like(flat, offset, parameter)
-                    else:  # one copy each: a plain optimizer counts the steps of every parameter separately
-                        state[key] = copied(value)
+                    # One copy each: a plain optimizer counts the steps of every parameter separately.
+                    whole = copied(value) if flat is None else view_like(flat, offset, parameter)
+                    self._optimizer.state[parameter][key] = whole
 
-    def _inner_state(self, kind: int) -> dict[str, Any] | None:
-        for parameter in self._inner.param_groups[kind]["params"]:
-            state: dict[str, Any] | None = self._inner.state.get(parameter)
-            if state:
-                return state
-        return None
+    def _inner_state(self, kind: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Return one of this rank's shards of this kind, and its state; empty before the first step."""
+        shards = self._inner.param_groups[kind]["params"]
+        shard = next((shard for shard in shards if self._inner.state.get(shard)), shards[0])
+        return shard, self._inner.state.get(shard, {})
 
     def kinds(self) -> list[dict[str, Any]]:
         """Return the state of each kind's parameters: values common to all elements, and ... for sharded entries."""
         found: list[dict[str, Any]] = []
-        for group in self._inner.param_groups:
-            states = ((p, self._inner.state.get(p)) for p in group["params"])
-            parameter, state = next(((p, state) for p, state in states if state), (None, {}))
-            divided = set(_elementwise_keys({parameter: state}, [parameter])) if parameter is not None else set()
+        for kind in range(len(self._inner.param_groups)):
+            shard, state = self._inner_state(kind)
+            divided = _elementwise_keys({shard: state}, [shard])
             found.append({key: ... if key in divided else copied(value) for key, value in state.items()})
         return found
 
