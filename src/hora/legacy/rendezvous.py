@@ -22,16 +22,8 @@ from hora.world import PLAN_JOB, PLAN_KEY, RendezvousEndpoint
 
 def create_slot_env_vars(slot_info: Slot) -> dict[str, str]:
     """Return the variables of a rank's place."""
-    found = {
-        "HOROVOD_HOSTNAME": slot_info.hostname,
-        "HOROVOD_RANK": slot_info.rank,
-        "HOROVOD_SIZE": slot_info.size,
-        "HOROVOD_LOCAL_RANK": slot_info.local_rank,
-        "HOROVOD_LOCAL_SIZE": slot_info.local_size,
-        "HOROVOD_CROSS_RANK": slot_info.cross_rank,
-        "HOROVOD_CROSS_SIZE": slot_info.cross_size,
-    }
-    return {name: str(value) for name, value in found.items()}
+    names = ("hostname", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+    return {f"HOROVOD_{name.upper()}": str(getattr(slot_info, name)) for name in names}
 
 
 def create_run_env_vars(server_ip: str, nics: Collection[str], port: int, elastic: bool = False) -> dict[str, str]:

@@ -60,7 +60,7 @@ class ShardBucket:
         # Of this rank's slice.
         self.gradient = torch.zeros_like(values[self.begin : self.end]) if out is None else out
         self.before: ShardBucket | None = None  # uses the same place of gradients earlier in this step
-        self.held: list[tuple[int, torch.Tensor | None]] = []  # gradients that arrived while the place was in use
+        self.held: list[tuple[int, torch.Tensor | None]] = []  # gradients that arrived and are not in the place yet
         self.num_ready = 0
         self._views = spec.views(gradients)
         self._is_small = [view.nbytes < SMALL_BYTES for view in self._views]
@@ -161,7 +161,7 @@ class Shards(Reducer):
         }
         reductions = [*(bucket.reduction for bucket in self.buckets), *self._gathers]
         self._finalizer = weakref.finalize(self, release_all, reductions)
-        self._holding: list[ShardBucket] = []  # buckets whose place was in use when their gradients arrived
+        self._holding: list[ShardBucket] = []  # buckets with `held` gradients
         # Parameters become views of the buckets. In shared memory the first member's values apply.
         if not self.shared or self.member == 0:
             for parameter, view in self.values():
@@ -258,17 +258,11 @@ class Shards(Reducer):
         if gradient is not None and gradient.is_sparse:
             raise ValueError("sharded=True does not support sparse gradients; use sparse=False, or sharded=False")
         parameter.grad = None
-        if self._holding:
-            self._put_held()
         bucket.num_ready += 1
-        if bucket.held or not bucket.is_free():
-            # Never wait here: the others may need a later gradient of this rank.
-            if not bucket.held:
-                self._holding.append(bucket)
-            bucket.held.append((index, gradient))
-            return
-        bucket.put(index, gradient)
-        self._start_if_complete(bucket)
+        if not bucket.held:
+            self._holding.append(bucket)
+        bucket.held.append((index, gradient))
+        self._put_held()  # never waits: the others may need a later gradient of this rank
 
     def finish(self) -> None:
         """Reduce the rest and wait, so that every shard has its reduced gradient. All parameters were `ready`."""
@@ -296,18 +290,15 @@ class Shards(Reducer):
                 bucket.gradient.copy_(result)
 
     def _put_held(self) -> None:
-        """Copy held gradients into their bucket if its place is free now."""
+        """Copy held gradients into their buckets, as far as the places are free now, and start complete buckets."""
         for bucket in list(self._holding):
             if bucket.is_free():
                 self._holding.remove(bucket)
                 for index, gradient in bucket.held:
                     bucket.put(index, gradient)
                 bucket.held.clear()
-                self._start_if_complete(bucket)
-
-    def _start_if_complete(self, bucket: ShardBucket) -> None:
-        if bucket.num_ready == len(bucket.spec.parameters) and bucket is not self.buckets[-1]:
-            bucket.start()
+                if bucket.num_ready == len(bucket.spec.parameters) and bucket is not self.buckets[-1]:
+                    bucket.start()
 
     def materialise(self) -> None:
         """Write the whole reduced gradient of every parameter, on all ranks (collective)."""
