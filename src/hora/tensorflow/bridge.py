@@ -207,19 +207,10 @@ def _submit(collective: Collective, execution: Execution) -> None:
 
 
 def _with_splits(collective: Collective, tensors: Sequence[torch.Tensor]) -> tuple[Collective, Sequence[torch.Tensor]]:
-    """Return an alltoall and its tensor with the splits, equal ones by default; others unchanged."""
-    if collective.kind is not Kind.ALLTOALL:
-        return collective, tensors
-    if len(tensors) > 1:
+    """Return an alltoall with its splits, if they are given, and its tensor; others unchanged."""
+    if collective.kind is Kind.ALLTOALL and len(tensors) > 1:
         return collective._replace(splits=tensors[1]), tensors[:1]
-    members, tensor = collective.process_set.size() or 1, tensors[0]
-    if tensor.dim() == 0 or len(tensor) % members:
-        raise ValueError(
-            f"alltoall without splits needs a first dimension that is a multiple of the {members} members, but "
-            f"the shape is {tuple(tensor.shape)} on rank {rank()}"
-        )
-    splits = torch.full((members,), len(tensor) // members, dtype=torch.int32, device="cpu")
-    return collective._replace(splits=splits), tensors
+    return collective, tensors
 
 
 def _add(work: Work, tensors: Sequence[Any], dtypes: Sequence[Any], shapes: Sequence[Any], name: str) -> list[Any]:
