@@ -35,9 +35,6 @@ class ElasticSampler(Sampler[int]):
         self.processed_num = 0
         self.num_replicas = 1
         self.rank = 0
-        self.remaining_indices: list[int] = []
-        self.num_samples = 0
-        self.total_size = 0
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:

@@ -38,13 +38,6 @@ class DeltaOptimizer(_DistributedOptimizer, Reducer):
     _deltas: dict[torch.Tensor, tuple[Request, Any]]
     _states_before: dict[torch.Tensor, dict[str, Any]]  # of this step, in case it is rolled back
 
-    def _register_hooks(self) -> None:
-        self._deltas, self._states_before = {}, {}
-        super()._register_hooks()
-        for parameter in self._hooked:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
     def _start_over(self) -> None:
         super()._start_over()
         self._deltas, self._states_before = {}, {}

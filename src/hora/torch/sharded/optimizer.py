@@ -203,7 +203,6 @@ class ShardedOptimizer(_DistributedOptimizer):
     _shards: Shards | None = None
     _shard_state: ShardState
     _inner: Any = None
-    _inner_origin: Sequence[int] = ()  # the user's parameter group of each group of the inner optimizer
     _copies: SliceCopies | None = None  # with a step watcher, like the next
     _before: _Whole | None = None  # until the first step has ended
     # A parameter, its gradient of the first step and that gradient's version, to detect passes that add to it.
@@ -351,7 +350,7 @@ class ShardedOptimizer(_DistributedOptimizer):
     def _inner_step(self) -> None:
         shards, inner = self._shards, self._inner
         assert shards is not None
-        for mine, origin in zip(inner.param_groups, self._inner_origin, strict=True):
+        for mine, origin in zip(inner.param_groups, self._shard_state.parameter_kinds.groups, strict=True):
             members = mine["params"]
             mine.update(self.param_groups[origin])  # changes by schedulers and users
             mine["params"] = members
@@ -413,7 +412,6 @@ class ShardedOptimizer(_DistributedOptimizer):
         state.divide(shards, inner, memory)
         self._copies = None if self._watcher is None else SliceCopies(shards, state, memory)
         self._shards, self._shard_state, self._inner, self._reducer = shards, state, inner, shards
-        self._inner_origin = kinds.groups
         return True
 
     def _trial(self, groups: list[dict[str, Any]]) -> Any:
