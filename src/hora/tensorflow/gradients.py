@@ -335,12 +335,54 @@ class GradientReduction:
         buckets = _buckets([tensor for tensor, _ in pairs])
         flat = len(buckets) == 1 and _fit_side_by_side(buckets[0], self.op)
         shapes = [tuple(tensor.shape.as_list()) for tensor in buckets[0]] if flat else []
-        with tf.control_dependencies([_begin(first, shapes, present, variables, self.process_set)]):
+        with tf.control_dependencies([self._begin(first, shapes, present, variables)]):
             outputs = _side_by_side(collective, buckets[0]) if flat else []
             for bucket in [] if flat else buckets:
                 outputs += _reduced(collective, bucket)
         results = [self.compression.decompress(output, ctx) for output, (_, ctx) in zip(outputs, pairs, strict=True)]
         return results, lambda *upstream: self._grouped_allreduce(upstream)
+
+    def _begin(
+        self, first: First | None, shapes: Sequence[tuple[int, ...]], present: Sequence[int], variables: Sequence[Any]
+    ) -> Any:
+        """Add an operation that precedes a reduction: what is due `first`, and once a comparison of gradients."""
+
+        def work(name: str) -> Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]]:
+            meter.step_done()
+            answer = [torch.zeros((), dtype=torch.int32, device="cpu")]
+            compared = _compared.setdefault(engine.current_runtime(), set())
+            due, key = None if first is None else first(), (name, tuple(present), tuple(shapes))
+            if due is None and key in compared:
+                return answer
+
+            def wait() -> Sequence[torch.Tensor]:
+                if due is not None:
+                    due()
+                if key not in compared:
+                    self._compare(shapes, present, variables, name)
+                    compared.add(key)
+                return answer
+
+            return wait
+
+        return call(work, [], [tf.int32], [[]], name="HorovodStep")[0]
+
+    def _compare(
+        self, shapes: Sequence[tuple[int, ...]], present: Sequence[int], variables: Sequence[Any], name: str
+    ) -> None:
+        """HorovodInternalError if the gradients of a member have other shapes, or are for other variables."""
+        gathered = hvd.allgather_object((list(shapes), list(present)), name=name, process_set=self.process_set)
+        found = [theirs for theirs, _ in gathered]
+        odd = set().union(*({*theirs} ^ {*present} for _, theirs in gathered))
+        if odd and max(odd) < len(variables) and all(len(theirs) == len(found[0]) for theirs in found):
+            raise HorovodInternalError(_missing_text(sorted(odd), present, variables))
+        ranks = self.process_set.ranks or []
+        for member, theirs in zip(ranks, found, strict=True):
+            if theirs != found[0]:
+                raise HorovodInternalError(
+                    f"the gradients on rank {member} have the shapes {theirs}, but on rank {ranks[0]} {found[0]}; "
+                    "build the same model on all ranks"
+                )
 
 
 def _missing_text(odd: Collection[int], present: Collection[int], variables: Sequence[Any]) -> str:
@@ -350,57 +392,6 @@ def _missing_text(odd: Collection[int], present: Collection[int], variables: Seq
     said = [f"rank {hvd.rank()} has no gradient for {', '.join(lacking)}, but others have"] if lacking else []
     said += [f"rank {hvd.rank()} has a gradient for {', '.join(having)}, but others have no gradient"] if having else []
     return "; ".join(said) + ": use the same variables in the same step on all ranks, say by adding 0 times their sum"
-
-
-def _begin(
-    first: First | None,
-    shapes: Sequence[tuple[int, ...]],
-    present: Sequence[int],
-    variables: Sequence[Any],
-    process_set: ProcessSet,
-) -> Any:
-    """Add an operation that precedes a reduction: what is due `first`, and once a comparison of gradients."""
-
-    def work(name: str) -> Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]]:
-        meter.step_done()
-        answer = [torch.zeros((), dtype=torch.int32, device="cpu")]
-        compared = _compared.setdefault(engine.current_runtime(), set())
-        due, key = None if first is None else first(), (name, tuple(present), tuple(shapes))
-        if due is None and key in compared:
-            return answer
-
-        def wait() -> Sequence[torch.Tensor]:
-            if due is not None:
-                due()
-            if key not in compared:
-                _compare(shapes, present, variables, name, process_set)
-                compared.add(key)
-            return answer
-
-        return wait
-
-    return call(work, [], [tf.int32], [[]], name="HorovodStep")[0]
-
-
-def _compare(
-    shapes: Sequence[tuple[int, ...]],
-    present: Sequence[int],
-    variables: Sequence[Any],
-    name: str,
-    process_set: ProcessSet,
-) -> None:
-    """HorovodInternalError if the gradients of a member have other shapes, or are for other variables."""
-    gathered = hvd.allgather_object((list(shapes), list(present)), name=name, process_set=process_set)
-    found = [theirs for theirs, _ in gathered]
-    odd = set().union(*({*theirs} ^ {*present} for _, theirs in gathered))
-    if odd and max(odd) < len(variables) and all(len(theirs) == len(found[0]) for theirs in found):
-        raise HorovodInternalError(_missing_text(sorted(odd), present, variables))
-    for member, theirs in zip(process_set.ranks or (), found, strict=True):
-        if theirs != found[0]:
-            raise HorovodInternalError(
-                f"the gradients on rank {member} have the shapes {theirs}, but on rank {(process_set.ranks or [0])[0]} "
-                f"{found[0]}; build the same model on all ranks"
-            )
 
 
 def _reduced(collective: Collective, tensors: Sequence[Any]) -> list[Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -19,12 +18,8 @@ BUCKET_BYTES = 4 * 2**20
 _ALIGNMENT = 16
 
 
-class _Format(NamedTuple):
-    """Properties shared by the gradients of a bucket."""
-
-    wire_dtype: torch.dtype
-    dtype: torch.dtype
-    device: torch.device
+# Of the gradients of a bucket: dtype in the bucket, dtype, device.
+_Format = tuple[torch.dtype, torch.dtype, torch.device]
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,30 +81,25 @@ def plan_buckets(
         members = filling.pop(format)
         if group_of is not None:
             members.sort(key=group_of)
-        specs.append(_spec(f"{label}.bucket.{len(specs)}", members, names, format, granularity))
+        offsets, position = [], 0
+        for parameter in members:
+            offsets.append(position)
+            position += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
+        what = names[members[0]] if len(members) == 1 else f"{names[members[0]]} .. {names[members[-1]]}"
+        name = f"{label}.bucket.{len(specs)} ({what}: {len(members)})"
+        num_elements = -(-(position + _ALIGNMENT) // granularity) * granularity
+        wire, _, device = format
+        specs.append(BucketSpec(name, tuple(members), tuple(offsets), num_elements, wire, device))
 
     for index, parameter in enumerate(parameters):
         if index in breaks:
             for format in list(filling):
                 close(format)
-        format = _Format(wire_dtype or parameter.dtype, parameter.dtype, parameter.device)
+        format = (wire_dtype or parameter.dtype, parameter.dtype, parameter.device)
         members = filling.setdefault(format, [])
         members.append(parameter)
-        if sum(p.numel() for p in members) * format.wire_dtype.itemsize >= bucket_bytes:
+        if sum(p.numel() for p in members) * format[0].itemsize >= bucket_bytes:
             close(format)
     for format in list(filling):
         close(format)
     return specs
-
-
-def _spec(
-    label: str, members: list[torch.Tensor], names: dict[torch.Tensor, str], format: _Format, granularity: int
-) -> BucketSpec:
-    offsets, position = [], 0
-    for parameter in members:
-        offsets.append(position)
-        position += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
-    what = names[members[0]] if len(members) == 1 else f"{names[members[0]]} .. {names[members[-1]]}"
-    name = f"{label} ({what}: {len(members)})"
-    num_elements = -(-(position + _ALIGNMENT) // granularity) * granularity
-    return BucketSpec(name, tuple(members), tuple(offsets), num_elements, format.wire_dtype, format.device)

@@ -198,22 +198,18 @@ def make_reductions(
 
     On CPUs of several hosts they need no announcement.
     """
-    set_id, member = options.process_set_id, options.member
-    found = _host_memory(runtime, options, layouts)
+    set_id, found = options.process_set_id, _host_memory(runtime, options, layouts)
+    flats, made = list[torch.Tensor](), list[Reduction]()
     if found is None:
-        flats = [torch.zeros(one.num_elements, dtype=one.dtype, device=one.device) for one in layouts]
-        sent = [
-            flat.chunk(options.num_members)[member] if one.kind is Kind.ALLGATHER else flat
-            for one, flat in zip(layouts, flats, strict=True)
-        ]
-        return flats, [
-            RequestedReduction(options, one.kind, tensor, name=one.name, reduce=one.reduce)
-            for one, tensor in zip(layouts, sent, strict=True)
-        ]
+        for name, count, dtype, device, reduce, kind in layouts:
+            flat = torch.zeros(count, dtype=dtype, device=device)
+            sent = flat.chunk(options.num_members)[options.member] if kind is Kind.ALLGATHER else flat
+            flats.append(flat)
+            made.append(RequestedReduction(options, kind, sent, name=name, reduce=reduce))
+        return flats, made
     memory, near = found
     schedule = runtime.sets.schedule(memory, set_id, near)
     link = runtime.sets.host_link(schedule)
-    flats, made = [], list[Reduction]()
     for name, count, dtype, _, reduce, kind in layouts:
         places = [memory.take(count, dtype, copied=m == schedule.member) for m in range(len(schedule.ranks))]
         flats.append(places[schedule.member])
