@@ -137,9 +137,7 @@ def wire_dtype(compression: type[Compressor] | Compressor) -> torch.dtype | None
     """Return the dtype that a casting compressor sends; None for other compressors."""
     if isinstance(compression, ErrorFeedback):
         compression = compression.compression
-    if compression is FP16Compressor:
-        return torch.float16
-    return torch.bfloat16 if compression is BF16Compressor else None
+    return next((known.dtype for known in (FP16Compressor, BF16Compressor) if known is compression), None)
 
 
 def code_for(compression: type[Compressor] | Compressor, tensors: Sequence[torch.Tensor], *, op: int) -> str:

@@ -406,42 +406,31 @@ class LocalOptimizer(_DistributedOptimizer):
 
     def _make_fragments(self) -> None:
         """Divide the parameters into fragments. Their values, equal before the first step, are the first anchors."""
-        settings, parameters = self._settings, parameters_of(self)
+        settings, parameters, made = self._settings, parameters_of(self), list[_Fragment]()
         self._make_anchors(parameters)
-        made, begin = list[_Fragment](), 0
+        alone = not self._active or self._options.process_set_id == 0
+
+        def add(
+            name: str, some: Sequence[torch.Tensor], anchors: Sequence[torch.Tensor], values: Any, **when: Any
+        ) -> None:
+            for dtype in dict.fromkeys(anchor.dtype for anchor in anchors):
+                pairs = [pair for pair in zip(some, anchors, strict=True) if pair[1].dtype is dtype]
+                of, alike = partial(values, [p for p, _ in pairs]), [anchor for _, anchor in pairs]
+                label = "" if alone else f"{self._label}.{settings.method} {name}, {dtype}"
+                made.append(_Fragment(settings, label, of, alike, **when))
+
+        begin = 0
         for number, end in enumerate(_near_even([p.numel() for p in parameters], settings.fragments)):
-            some, anchors = parameters[begin:end], self._anchors[begin:end]
             name, offset = f"fragment {number} of {settings.fragments}", number * settings.every // settings.fragments
-            made += self._by_dtype(name, some, anchors, list, every=settings.every, offset=offset, outer=self.outer)
+            when = {"every": settings.every, "offset": offset, "outer": self.outer}
+            add(name, parameters[begin:end], self._anchors[begin:end], list, **when)
             begin = end
         # Frozen before the first step, say, and thawed later: what was trained once may be again.
         trained = [p for p in parameters if p.requires_grad or p in self._requires_update or self.state.get(p)]
         for name, every in settings.moments.items():
             anchors = [torch.zeros(p.shape, dtype=working_dtype(p), device="cpu") for p in trained]
-            values = partial(self._moments, name)
-            made += self._by_dtype(f"moment {name}", trained, anchors, values, every=every, offset=0, outer=None)
+            add(f"moment {name}", trained, anchors, partial(self._moments, name), every=every, offset=0, outer=None)
         self._fragments = made
-
-    def _by_dtype(
-        self,
-        name: str,
-        parameters: Sequence[torch.Tensor],
-        anchors: Sequence[torch.Tensor],
-        values: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]],
-        *,
-        every: int,
-        offset: int,
-        outer: torch.optim.Optimizer | None,
-    ) -> list[_Fragment]:
-        """Return fragments with these anchors, one per dtype."""
-        settings, made = self._settings, []
-        alone = not self._active or self._options.process_set_id == 0
-        for dtype in dict.fromkeys(anchor.dtype for anchor in anchors):
-            pairs = [pair for pair in zip(parameters, anchors, strict=True) if pair[1].dtype is dtype]
-            of, alike = partial(values, [p for p, _ in pairs]), [anchor for _, anchor in pairs]
-            label = "" if alone else f"{self._label}.{settings.method} {name}, {dtype}"
-            made.append(_Fragment(settings, label, of, alike, every=every, offset=offset, outer=outer))
-        return made
 
     def _make_anchors(self, parameters: Sequence[torch.Tensor]) -> None:
         """Create an anchor for each parameter that has none: at first for all, later for an added group."""
