@@ -112,6 +112,10 @@ class StateHandler:
         """The last snapshot, for durable commits: tensors, numbers, strings, and lists and dictionaries of them."""
         raise TypeError(f"{type(self).__name__} must define `committed` to be part of a durable commit")
 
+    @committed.setter
+    def committed(self, saved: Any) -> None:
+        raise TypeError(f"{type(self).__name__} must define `committed` to be part of a durable commit")
+
 
 class SnapshotHandler(StateHandler):
     """Handler that keeps a state dict in `_saved`; None if there is none."""
