@@ -19,8 +19,9 @@ class TensorFlowAggregation:
     def __init__(self, options: dict[str, Any], passes: int, average: bool, scale_local: bool) -> None:
         check_options(options["op"], options["gradient_predivide_factor"], passes)
         self._reduce = GradientReduction(**options, scale_local_gradients=scale_local)
-        self.adding = None if passes == 1 else LocalAggregation(self._reduce_sums, passes, average)
         self.local: dict[int, Any] = {}
+        sums = functools.partial(self._reduce, local=self.local)
+        self.adding = None if passes == 1 else LocalAggregation(sums, passes, average)
         self.process_set = self._reduce.process_set
         self._check = StartCheck()
 
@@ -55,12 +56,9 @@ class TensorFlowAggregation:
     def reduced(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """Return the gradients of one call, reduced."""
         if not tf.compat.v1.executing_eagerly_outside_functions():  # variables have no values outside the session
-            return self._reduce_sums(gradients, variables)
+            return self._reduce(gradients, variables, self.local)
         shared = [variable for variable in variables if id(variable) not in self.local]
         return self._reduce(gradients, variables, self.local, functools.partial(self._check, shared))
-
-    def _reduce_sums(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        return self._reduce(gradients, variables, self.local)
 
 
 def _build(optimizer: Any, variables: list[Any]) -> None:

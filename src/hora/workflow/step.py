@@ -70,20 +70,14 @@ class Supervised:
         return ["loss", *self._metrics]
 
     def score(self, model: torch.nn.Module, batch: Any) -> Scored:
-        inputs, target = _unpack(batch, self._device)
+        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+            raise ValueError(f"a loader must yield (inputs…, target), but it yielded a {type(batch).__name__}")
+        *inputs, target = (part.to(self._device, non_blocking=True) for part in batch)
         outputs = model(*inputs)
         return Scored(outputs, target, self._loss(outputs, target), len(target))
 
     def metrics(self, scored: Scored) -> Sequence[torch.Tensor]:
         return [metric(scored.outputs, scored.targets) for metric in self._metrics.values()]
-
-
-def _unpack(batch: Any, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return the model's arguments and the target of a batch, on the device."""
-    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
-        raise ValueError(f"a loader must yield (inputs…, target), but it yielded a {type(batch).__name__}")
-    *inputs, target = (part.to(device, non_blocking=True) for part in batch)
-    return inputs, target
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,19 +14,10 @@ of batch normalization), the state's plain values, and torch's random generators
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
-
-_IMMUTABLE = frozenset((int, float, bool, str, bytes, type(None)))
-
-
-def copied(value: Any) -> Any:
-    """Return a deep copy; immutable values are returned as they are."""
-    return value if type(value) in _IMMUTABLE else copy.deepcopy(value)
 
 
 class LastStep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import logging
@@ -25,7 +26,7 @@ from hora.torch.elastic.handlers import (
     StateHandler,
     handler_for,
 )
-from hora.torch.elastic.last_step import LastStep, copied
+from hora.torch.elastic.last_step import LastStep
 from hora.torch.elastic.state import ObjectState
 from hora.torch.functions import allgather_object, broadcast_object
 from hora.torch.ops import allgather, allreduce_, barrier
@@ -96,7 +97,7 @@ class TorchState(ObjectState):
         last = self._last
         if last is not None and not last.begun:
             last.begun = True
-            self._saved_state = {name: copied(getattr(self, name)) for name in self._saved_state}
+            self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
             for handler in self._copied:
                 handler.save()
 

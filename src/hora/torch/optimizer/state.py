@@ -25,7 +25,6 @@ __all__ = ["broadcast_optimizer_state"]
 class _TensorSpec:
     """Placeholder for a tensor in the description of a state."""
 
-    index: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     device_type: str
@@ -51,7 +50,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: torch
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         # By parameter number; other keys stay.
         states = {number.get(id(key), key): values for key, values in optimizer.state.items()}
-        description = _describe({"state": states, "groups": groups}, tensors)
+        description = _describe({"groups": groups, "state": states}, tensors)
     description = broadcast_object(description, root_rank, "broadcast_optimizer_state")
     if not on_root:
         tensors = _build(optimizer, description)
@@ -95,7 +94,7 @@ def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Replace every tensor with a spec; the tensors are appended to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        return _TensorSpec(len(tensors) - 1, tuple(value.shape), value.dtype, value.device.type)
+        return _TensorSpec(tuple(value.shape), value.dtype, value.device.type)
     if type(value) is dict:
         return {k: _describe(v, tensors) for k, v in value.items()}
     if type(value) in (list, tuple):
@@ -105,7 +104,7 @@ def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 def _build(optimizer: Optimizer, description: dict[str, Any]) -> list[torch.Tensor]:
     """Give this optimizer the described state and options; returns the tensors to receive, in order."""
-    received: dict[int, torch.Tensor] = {}
+    received: list[torch.Tensor] = []
     params = parameters_of(optimizer)
     home = params[0].device if params else torch.device("cpu")
     for group, options in zip(optimizer.param_groups, description["groups"], strict=True):
@@ -117,16 +116,16 @@ def _build(optimizer: Optimizer, description: dict[str, Any]) -> list[torch.Tens
         owner = params[key] if isinstance(key, int) else key
         device = params[key].device if isinstance(key, int) else home
         optimizer.state[owner] = _fill(values, mine.get(owner), device, received)
-    return [received[i] for i in range(len(received))]
+    return received
 
 
-def _fill(value: Any, old: Any, device: torch.device, received: dict[int, torch.Tensor]) -> Any:
-    """Replace specs with tensors: the old one where it fits, else a new one."""
+def _fill(value: Any, old: Any, device: torch.device, received: list[torch.Tensor]) -> Any:
+    """Replace specs with tensors, the old one where it fits, else a new one; they are appended to `received`."""
     if isinstance(value, _TensorSpec):
         fits = isinstance(old, torch.Tensor) and tuple(old.shape) == value.shape and old.dtype == value.dtype
         where = device if value.device_type == device.type else torch.device("cpu")
-        received[value.index] = old if fits else torch.empty(value.shape, dtype=value.dtype, device=where)
-        return received[value.index]
+        received.append(old if fits else torch.empty(value.shape, dtype=value.dtype, device=where))
+        return received[-1]
     if type(value) is dict:
         old = old if isinstance(old, dict) else {}
         return {k: _fill(v, old.get(k), device, received) for k, v in value.items()}
