@@ -31,11 +31,10 @@ from hora.torch.optimizer.bucket_plan import plan_buckets, view_like
 from hora.torch.optimizer.order import agree_on_order
 from hora.torch.optimizer.reducer import ReduceOptions
 from hora.torch.sharded.shards import Shards
-from hora.torch.sharded.state import VALUES, ShardState, kinds_of
+from hora.torch.sharded.state import VALUES, Place, ShardState, kinds_of
 
-# Of one member: (bucket, entry) -> its elements. Of several: (member, number of steps) -> those.
-_Slice = dict[tuple[int, str], torch.Tensor]
-Slices = dict[tuple[int, int], _Slice]
+# (member, number of steps) -> its elements
+Slices = dict[tuple[int, int], dict[Place, torch.Tensor]]
 # The tests compare each with its unsharded counterpart.
 ELEMENTWISE = (
     "ASGD",
@@ -60,12 +59,12 @@ class SliceCopies:
         self._begun = self._ended = 0
         self._kinds: list[dict[str, Any]] | None = None  # of the state, before the current step
         self._apart: Slices = {}
-        self._copies: list[dict[str, torch.Tensor]] = []
+        self._copies: dict[Place, torch.Tensor] = {}
         self._all_begun: torch.Tensor | None = None
         if memory is not None:
             self._all_begun = memory.take(shards.num_members, torch.int64)
-            for spec, entries in zip(state.specs, state.entries, strict=True):
-                self._copies.append({key: memory.take(spec.num_elements, entries[key]) for key in sorted(entries)})
+            for place, dtype in state.entries.items():
+                self._copies[place] = memory.take(state.specs[place[0]].num_elements, dtype)
 
     @staticmethod
     def num_bytes(state: ShardState, num_members: int) -> int:
@@ -86,9 +85,9 @@ class SliceCopies:
             if self._all_begun is None:
                 self._apart[self._shards.member, self._ended] = self._mine()
             else:
-                for (index, key), part in self._views().items():
-                    bucket = self._shards.buckets[index]
-                    self._copies[index][key][bucket.begin : bucket.end] = part
+                for place, part in self._state.slices.items():
+                    bucket = self._shards.buckets[place[0]]
+                    self._copies[place][bucket.begin : bucket.end] = part
         self._begun += 1
         if self._all_begun is not None:
             self._all_begun[self._shards.member] = self._begun
@@ -97,7 +96,7 @@ class SliceCopies:
         """Send this rank's slices to another rank unless they are shared (collective)."""
         if self._all_begun is not None or self._shards.num_members == 1:
             return
-        shards, mine = self._shards, self._views()
+        shards, mine = self._shards, self._state.slices
         payload = torch.cat([part.contiguous().view(torch.uint8) for part in mine.values()])
         size, most = shards.num_members, max(len(host) for host in shards.runtime.hosts)
         away = most if most < size else 1  # to a rank on another host, if there are several
@@ -134,7 +133,7 @@ class SliceCopies:
         values: dict[torch.Tensor, torch.Tensor] = {}
         state: dict[torch.Tensor, dict[str, Any]] = {}
         for index, spec in enumerate(self._state.specs):
-            flats = {key: self._whole(index, key, slices) for key in self._state.entries[index]}
+            flats = {key: self._whole((i, key), slices) for i, key in self._state.entries if i == index}
             for offset, parameter in zip(spec.offsets, spec.parameters, strict=True):
                 views = {key: view_like(flat, offset, parameter).clone() for key, flat in flats.items()}
                 values[parameter] = views.pop(VALUES)
@@ -142,11 +141,11 @@ class SliceCopies:
                 state[parameter] = {key: views[key] if value is ... else copied(value) for key, value in its.items()}
         return values, state
 
-    def _whole(self, index: int, key: str, slices: Slices) -> torch.Tensor:
-        size, bucket = self._shards.num_members, self._shards.buckets[index]
+    def _whole(self, place: Place, slices: Slices) -> torch.Tensor:
+        size, bucket = self._shards.num_members, self._shards.buckets[place[0]]
         if self._all_begun is not None:
-            whole = self._state.flats[index][key].clone()
-            parts = whole.chunk(size), self._copies[index][key].chunk(size)
+            whole = self._state.flats[place].clone()
+            parts = whole.chunk(size), self._copies[place].chunk(size)
             # Read after the copy: a rank that was given up may have begun to write in between.
             for begun, part, copy in zip(self._all_begun.tolist(), *parts, strict=True):
                 if begun > self._ended:
@@ -159,16 +158,11 @@ class SliceCopies:
                 "died as well. Start the job again; with state.persist() and per_step=False it continues from the last "
                 "commit on disk"
             )
-        found = [slices[member, self._ended][index, key] for member in range(size)]
+        found = [slices[member, self._ended][place] for member in range(size)]
         return torch.cat(found).to(bucket.values.device)
 
-    def _views(self) -> _Slice:
-        """Return views of this rank's slices."""
-        slices = enumerate(self._state.slices)
-        return {(index, key): part for index, its in slices for key, part in its.items()}
-
-    def _mine(self) -> _Slice:
-        return {place: part.clone() for place, part in self._views().items()}
+    def _mine(self) -> dict[Place, torch.Tensor]:
+        return {place: part.clone() for place, part in self._state.slices.items()}
 
 
 def check_shardable(

@@ -20,6 +20,7 @@ from hora.torch.optimizer.bucket_plan import BucketSpec, view_like
 from hora.torch.sharded.shards import Shard, Shards
 
 VALUES = ""  # the parameters themselves, among the entries of the state
+Place = tuple[int, str]  # bucket and entry
 
 
 @dataclass(frozen=True)
@@ -54,39 +55,32 @@ class ShardState:
         self._optimizer = optimizer
         self.specs = specs
         self.parameter_kinds = kinds
-        # Per bucket: what exists for every element, the parameters included.
-        self.entries: list[dict[str, torch.dtype]] = []
-        for spec in specs:
+        self.entries: dict[Place, torch.dtype] = {}  # what exists for every element, the parameters included
+        for index, spec in enumerate(specs):
             keys = {VALUES: spec.parameters[0].dtype}
             for group in sorted({kinds.groups[kinds.of[p]] for p in spec.parameters}):
                 keys.update(_elementwise_state(optimizer, group, spec.parameters[0]))
-            self.entries.append(keys)
-        # Per bucket: what this rank has whole (in shared memory, and the parameters), and its slice of every entry.
-        self.flats: list[dict[str, torch.Tensor]] = [{} for _ in specs]
-        self.slices: list[dict[str, torch.Tensor]] = [{} for _ in specs]
+            self.entries.update({(index, key): keys[key] for key in sorted(keys)})
+        # What this rank has whole (in shared memory, and the parameters), and its slice of every entry.
+        self.flats: dict[Place, torch.Tensor] = {}
+        self.slices: dict[Place, torch.Tensor] = {}
         self._adopted = False
 
     def num_bytes(self) -> int:
         """Return the size of parameters and state in shared memory."""
-        return sum(
-            SharedMemory.space(spec.num_elements, dtype)
-            for spec, keys in zip(self.specs, self.entries, strict=True)
-            for dtype in keys.values()
-        )
+        return sum(SharedMemory.space(self.specs[i].num_elements, dtype) for (i, _), dtype in self.entries.items())
 
     def divide(self, shards: Shards, inner: Any, memory: SharedMemory | None) -> None:
         """Shard the current state of the whole parameters."""
         self._shards, self._inner = shards, inner
-        for index, bucket in enumerate(shards.buckets):
-            flats, slices = self.flats[index], self.slices[index]
-            flats[VALUES] = bucket.values
-            for key, dtype in sorted(self.entries[index].items()):
-                if memory is not None and key != VALUES:
-                    flats[key] = memory.take(bucket.spec.num_elements, dtype)
-                if key in flats:
-                    slices[key] = flats[key][bucket.begin : bucket.end]
-                else:
-                    slices[key] = torch.zeros(bucket.end - bucket.begin, dtype=dtype, device=bucket.values.device)
+        for place, dtype in self.entries.items():
+            bucket = shards.buckets[place[0]]
+            if place[1] == VALUES:
+                self.flats[place] = bucket.values
+            elif memory is not None:
+                self.flats[place] = memory.take(bucket.spec.num_elements, dtype)
+            mine, whole = slice(bucket.begin, bucket.end), self.flats.get(place)
+            self.slices[place] = torch.zeros_like(bucket.values[mine], dtype=dtype) if whole is None else whole[mine]
         self.load(own_slices_only=True)
 
     def load(self, *, own_slices_only: bool = False) -> None:
@@ -102,17 +96,16 @@ class ShardState:
         for index, bucket in enumerate(self._shards.buckets):
             for key in _elementwise_keys(whole, bucket.spec.parameters):
                 # A copy: the whole state may be views of what is overwritten.
-                flat = torch.zeros(
-                    bucket.spec.num_elements, dtype=self.entries[index][key], device=bucket.values.device
-                )
+                dtype, device = self.entries[index, key], bucket.values.device
+                flat = torch.zeros(bucket.spec.num_elements, dtype=dtype, device=device)
                 for parameter, view in zip(bucket.spec.parameters, bucket.spec.views(flat), strict=True):
                     value = whole.get(parameter, {}).get(key)
                     if isinstance(value, torch.Tensor):
                         view.copy_(value)
                 if self._shards.shared and not own_slices_only:
-                    self.flats[index][key].copy_(flat)
+                    self.flats[index, key].copy_(flat)
                 else:
-                    self.slices[index][key].copy_(flat[bucket.begin : bucket.end])
+                    self.slices[index, key].copy_(flat[bucket.begin : bucket.end])
         for shard in self._shards.owned:
             members = [parameter for parameter in self._shards.parameters_in(shard) if whole.get(parameter)]
             if members:
@@ -132,11 +125,9 @@ class ShardState:
         """Return whether the whole state in `optimizer.state` fits the current layout."""
         wanted = kinds_of(self._optimizer, list(self.parameter_kinds.of))
         pairs = {(self.parameter_kinds.of[p], wanted.of[p]) for p in wanted.of}
-        keys = all(
-            set(_elementwise_keys(dict(self._optimizer.state), spec.parameters)) <= set(keys)
-            for spec, keys in zip(self.specs, self.entries, strict=True)
-        )
-        return keys and len(pairs) == len({mine for mine, _ in pairs})
+        keys = [_elementwise_keys(dict(self._optimizer.state), spec.parameters) for spec in self.specs]
+        known = all((index, key) in self.entries for index, its in enumerate(keys) for key in its)
+        return known and len(pairs) == len({mine for mine, _ in pairs})
 
     def _members(self, kind: int) -> list[torch.Tensor]:
         return [parameter for parameter, its in self.parameter_kinds.of.items() if its == kind]
@@ -158,14 +149,14 @@ class ShardState:
             state = self._inner.state.get(shard.parameter, {})
             for key, value in state.items():
                 is_whole = isinstance(value, torch.Tensor) and value.shape == shard.parameter.shape
-                if is_whole and key in self.slices[shard.bucket]:
+                if is_whole and (shard.bucket, key) in self.slices:
                     state[key] = self._home(shard, key).copy_(value)
         if self._shards.shared:
             self.present()
 
     def _home(self, shard: Shard, key: str) -> torch.Tensor:
         begin = self._shards.buckets[shard.bucket].begin
-        return self.slices[shard.bucket][key][shard.begin - begin : shard.end - begin]
+        return self.slices[shard.bucket, key][shard.begin - begin : shard.end - begin]
 
     def present(self) -> None:
         """Put the whole state into `optimizer.state`: views of shared memory, or gathered (then collective)."""
@@ -174,7 +165,7 @@ class ShardState:
             for offset, parameter in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True):
                 _, mine = self._inner_state(self.parameter_kinds.of[parameter])
                 for key, value in mine.items():
-                    flat = flats[index].get(key)
+                    flat = flats.get((index, key))
                     # One copy each: a plain optimizer counts the steps of every parameter separately.
                     whole = copied(value) if flat is None else view_like(flat, offset, parameter)
                     self._optimizer.state[parameter][key] = whole
@@ -194,18 +185,15 @@ class ShardState:
             found.append({key: ... if key in divided else copied(value) for key, value in state.items()})
         return found
 
-    def _gathered(self) -> list[dict[str, torch.Tensor]]:
-        runtime = self._shards.runtime
+    def _gathered(self) -> dict[Place, torch.Tensor]:
         set_id = self._optimizer.process_set.process_set_id
-        result: list[dict[str, torch.Tensor]] = []
-        for index, bucket in enumerate(self._shards.buckets):
-            whole = {}
-            for key in sorted(self.entries[index].keys() - {VALUES}):
-                name = f"state.{key}.{bucket.spec.name}"
-                request = runtime.submit(Kind.ALLGATHER, [self.slices[index][key]], name=name, process_set_id=set_id)
-                (whole[key],) = request.result()
-            result.append(whole)
-        return result
+        whole: dict[Place, torch.Tensor] = {}
+        for (index, key), part in self.slices.items():
+            if key != VALUES:
+                name = f"state.{key}.{self.specs[index].name}"
+                request = self._shards.runtime.submit(Kind.ALLGATHER, [part], name=name, process_set_id=set_id)
+                (whole[index, key],) = request.result()
+        return whole
 
     def unite(self) -> None:
         """Copy the whole state to private memory, in `optimizer.state`."""
