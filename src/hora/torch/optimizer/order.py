@@ -21,7 +21,7 @@ from hora.errors import HorovodInternalError
 from hora.torch.compression import Int8Compressor, NoneCompressor, PowerSGD, described, wire_dtype
 from hora.torch.functions import allgather_object
 from hora.torch.optimizer.autotune import DEFAULT, Autotuner
-from hora.torch.optimizer.bucket_plan import BucketSpec, is_channels_last, plan_buckets
+from hora.torch.optimizer.bucket_plan import is_channels_last, plan_buckets
 from hora.torch.optimizer.buckets import Buckets, make_buckets
 from hora.torch.optimizer.low_rank import LowRankReducer
 from hora.torch.optimizer.per_parameter import PerParameterReducer
@@ -147,16 +147,6 @@ class BucketOrder:
         # joined again, and the others retry.
         return self._agree(self._order.parameters[: self._order.num_everywhere], current)
 
-    def _start_tuning(self, specs: Sequence[BucketSpec]) -> None:
-        runtime = engine.current_runtime()
-        config = runtime.config
-        if not config.autotune or self._tuner is not None:
-            return
-        self._num_joins = runtime.num_joins
-        tells, num_members = runtime.world.rank == 0, self._options.num_members
-        num_bytes = sum(spec.num_elements * spec.dtype.itemsize for spec in specs)
-        self._tuner = Autotuner(config, tells=tells, num_bytes=num_bytes, num_members=num_members)
-
     def _reducer_for(self, order: AgreedOrder, current: Reducer) -> Reducer:
         self._order = order
         others = None
@@ -180,7 +170,11 @@ class BucketOrder:
             label=order.label,
             bucket_bytes=setting.bucket_bytes,
         )
-        self._start_tuning(specs)
+        if runtime.config.autotune and self._tuner is None:
+            self._num_joins = runtime.num_joins
+            tells, num_members = runtime.world.rank == 0, self._options.num_members
+            num_bytes = sum(spec.num_elements * spec.dtype.itemsize for spec in specs)
+            self._tuner = Autotuner(runtime.config, tells=tells, num_bytes=num_bytes, num_members=num_members)
         if not specs:
             return current
         if isinstance(current, Buckets):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -228,13 +229,12 @@ class Shards(Reducer):
 
     def _divide(self, index: int, kind_of: Callable[[torch.Tensor], int]) -> list[Shard]:
         """Divide this rank's slice of a bucket where the kind changes."""
-        bucket = self.buckets[index]
-        starts = [(offset, kind_of(p)) for offset, p in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True)]
-        edges = [start for k, start in enumerate(starts) if k == 0 or start[1] != starts[k - 1][1]]
-        shards = []
-        for k, (offset, kind) in enumerate(edges):
-            stop = edges[k + 1][0] if k + 1 < len(edges) else bucket.spec.num_elements
-            begin, end = max(offset, bucket.begin), min(stop, bucket.end)
+        bucket, shards = self.buckets[index], []
+        edges = [*bucket.spec.offsets, bucket.spec.num_elements]
+        spans = zip(pairwise(edges), bucket.spec.parameters, strict=True)
+        for kind, run in groupby(spans, key=lambda span: kind_of(span[1])):
+            its = [span for span, _ in run]
+            begin, end = max(its[0][0], bucket.begin), min(its[-1][1], bucket.end)
             if begin < end:
                 parameter = torch.nn.Parameter(bucket.values[begin:end], requires_grad=False)
                 parameter.grad = bucket.gradient[begin - bucket.begin : end - bucket.begin]
