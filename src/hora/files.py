@@ -10,7 +10,7 @@ from typing import IO
 
 
 @contextmanager
-def replaced(path: Path, *, unfinished: str) -> Iterator[IO[bytes]]:
+def replaced(path: Path, *, unfinished: str, mode: int = 0o666) -> Iterator[IO[bytes]]:
     """Yield a new file that replaces `path` atomically once it is complete and on disk.
 
     `unfinished` is its name until then: a fixed name, so that the leftovers of a killed writer are replaced and do not
@@ -18,7 +18,7 @@ def replaced(path: Path, *, unfinished: str) -> Iterator[IO[bytes]]:
     """
     partial = path.with_name(unfinished)
     partial.unlink(missing_ok=True)
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file

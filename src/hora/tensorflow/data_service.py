@@ -25,6 +25,7 @@ import tensorflow as tf
 import hora.torch as hvd
 from hora import engine
 from hora.errors import AuthenticationError
+from hora.files import replaced
 from hora.net.client import ControlClient
 from hora.net.rendezvous import KeyValueStore
 from hora.net.sockets import source_address
@@ -75,10 +76,8 @@ class TfDataServiceConfig:
     def write(self, filename: str) -> None:
         """Write the file atomically, readable only by this user: it holds the key."""
         path = Path(filename)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(self.to_dict(), file)
-        temporary.rename(path)
+        with replaced(path, unfinished=f".{path.name}.{os.getpid()}", mode=0o600) as file:
+            file.write(json.dumps(self.to_dict()).encode())
 
     @staticmethod
     def read(filename: str, wait_for_file_creation: bool = False, timeout: float = 600.0) -> TfDataServiceConfig:

@@ -73,7 +73,10 @@ def fit(
     kind = _ElasticRun if peers.is_elastic() else _Run
     run = kind(stepper, Loaders(*loaders), plain, epochs, folder, early_stopping, loggers, progress)
     try:
-        return run.train(resume)
+        run.train(resume)
+        if early_stopping is not None:
+            early_stopping.finish(plain)
+        return run.history
     finally:
         run.progress.close()
         for logger in loggers:
@@ -106,7 +109,7 @@ class _Run:
         self.midway: dict[str, Any] | None = None
         _check_sharded(self.loaders.train)
 
-    def train(self, resume: bool) -> History:
+    def train(self, resume: bool) -> None:
         """Train the remaining epochs."""
         peers.broadcast_start(self.model, self.stepper.optimizer)
         self._show()
@@ -118,9 +121,6 @@ class _Run:
                 break
             self._epoch(epoch)
             self._save(epoch + 1, 0, capture_rng())
-        if self.early_stopping is not None:
-            self.early_stopping.finish(self.model)
-        return self.history
 
     def _show(self) -> None:
         self.progress = Progress(self.epochs, self.num_steps, visible=self.visible and peers.is_chief())
@@ -302,12 +302,9 @@ class _ElasticRun(_Run):
             **{name: value for name, value in more.items() if value is not None},
         )
 
-    def train(self, resume: bool) -> History:
+    def train(self, resume: bool) -> None:
         """Train the remaining epochs, on any number of ranks."""
         elastic.run(self._train)(self.state, resume)
-        if self.early_stopping is not None:
-            self.early_stopping.finish(self.model)
-        return self.history
 
     def _train(self, state: Any, resume: bool) -> None:
         """Continue in the first world or a new one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import io
 import logging
@@ -97,7 +96,7 @@ class TorchState(ObjectState):
         last = self._last
         if last is not None and not last.begun:
             last.begun = True
-            self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
+            super().save()
             for handler in self._copied:
                 handler.save()
 

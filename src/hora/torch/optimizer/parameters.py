@@ -70,15 +70,11 @@ def parameter_groups(
             raise ValueError(f"groups should be a positive integer or a list of lists of tensors, but it is {groups}")
         parts = torch.arange(len(parameters), device="cpu").tensor_split(groups)
         return [[parameters[index] for index in part.tolist()] for part in parts if len(part)]
-    listed: list[torch.Tensor] = []
-    for group in groups:
-        members = list(group) if isinstance(group, (list, tuple)) else [group]
-        for tensor in members:
-            if not isinstance(tensor, torch.Tensor):
-                raise ValueError(
-                    f"groups must consist of tensors only, but contain a {type(tensor).__name__}: {tensor!r}"
-                )
-        listed.extend(members)
+    found = [list(group) if isinstance(group, (list, tuple)) else [group] for group in groups]
+    listed = [tensor for group in found for tensor in group]
+    for tensor in listed:
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"groups must consist of tensors only, but contain a {type(tensor).__name__}: {tensor!r}")
     if len({id(tensor) for tensor in listed}) < len(listed):
         raise ValueError("a tensor can only appear once in groups, but at least one appears more than once")
-    return [list(group) if isinstance(group, (list, tuple)) else [group] for group in groups]
+    return found
