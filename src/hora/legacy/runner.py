@@ -201,10 +201,8 @@ def on_event(
     """Start a thread that calls `func(*args)` once the event is set, unless `stop` is set before."""
 
     def wait() -> None:
-        if stop is None:
-            event.wait()
-        while stop is not None and not event.wait(check_stop_interval_s):
-            if stop.is_set():
+        while not event.wait(None if stop is None else check_stop_interval_s):
+            if stop is not None and stop.is_set():
                 return
         if stop is None or not stop.is_set():
             func(*args)

@@ -35,6 +35,8 @@ from hora.torch.sharded.state import VALUES, Place, ShardState, kinds_of
 
 # (member, number of steps) -> its elements
 Slices = dict[tuple[int, int], dict[Place, torch.Tensor]]
+# Values and state of whole parameters.
+_Whole = tuple[dict[torch.Tensor, torch.Tensor], dict[torch.Tensor, dict[str, Any]]]
 # The tests compare each with its unsharded counterpart.
 ELEMENTWISE = (
     "ASGD",
@@ -124,7 +126,7 @@ class SliceCopies:
         everything = {**self._apart, (self._shards.member, self._begun): self._mine()}
         return {which: {place: part.cpu() for place, part in its.items()} for which, its in everything.items()}
 
-    def united(self, slices: Slices) -> tuple[dict[torch.Tensor, torch.Tensor], dict[torch.Tensor, dict[str, Any]]]:
+    def united(self, slices: Slices) -> _Whole:
         """Return the whole parameters and their state after the last step that ended here. `slices`: of all ranks.
 
         With shared memory, call this only once the survivors have met again: by then they no longer write to it.
@@ -186,9 +188,6 @@ def check_shardable(
         raise ValueError("sharded=True arranges gradients by itself; leave groups and num_groups out")
 
 
-_Whole = tuple[list[tuple[torch.Tensor, torch.Tensor]], dict[torch.Tensor, dict[str, Any]]]
-
-
 class ShardedOptimizer(_DistributedOptimizer):
     """Mixin before the user's optimizer class, like its base class."""
 
@@ -223,29 +222,19 @@ class ShardedOptimizer(_DistributedOptimizer):
         super()._start_over()
 
     def _hand_over(self, parameter: torch.Tensor) -> None:
-        if self._left is not None and self._left[0] is parameter:
-            self._watch_clearing(*self._left)
-            if self._left is None:
-                give_back_freed_memory()  # it may have been large
-        super()._hand_over(parameter)
-
-    def _watch_clearing(self, parameter: torch.Tensor, left: torch.Tensor, version: int) -> None:
-        """Detect a user who does not clear gradients.
+        """Take a gradient, and detect a user who does not clear gradients.
 
         Steps keep no whole gradients to add to, except for a single gradient of the first step, which reveals it.
         """
-        if parameter.grad is left and left._version == version + self.backward_passes_per_step:
-            self._left, self._uncleared = (parameter, left, left._version), self._parameter_names[parameter]
-        else:
-            self._left, self._uncleared = None, ""
-
-    def _check_cleared(self) -> None:
-        if self._uncleared:
-            raise ValueError(
-                f"the gradient of {self._uncleared} was added to that of the step before; "
-                "sharded=True keeps no whole gradients that the next backward pass could add to. Call "
-                "optimizer.zero_grad() before each step's first backward pass, or use sharded=False"
-            )
+        if self._left is not None and self._left[0] is parameter:
+            _, left, version = self._left
+            if parameter.grad is left and left._version == version + self.backward_passes_per_step:
+                self._left, self._uncleared = (parameter, left, left._version), self._parameter_names[parameter]
+            else:
+                self._left, self._uncleared = None, ""
+                del left
+                give_back_freed_memory()  # it may have been large
+        super()._hand_over(parameter)
 
     def _reduce_slices(self) -> None:
         """Reduce the remaining gradients and wait for this rank's slices."""
@@ -292,7 +281,12 @@ class ShardedOptimizer(_DistributedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_cleared()
+        if self._uncleared:
+            raise ValueError(
+                f"the gradient of {self._uncleared} was added to that of the step before; "
+                "sharded=True keeps no whole gradients that the next backward pass could add to. Call "
+                "optimizer.zero_grad() before each step's first backward pass, or use sharded=False"
+            )
         if engine.current_runtime() is not self._runtime:
             self._start_over()
         self._reduce_for_step()
@@ -300,7 +294,7 @@ class ShardedOptimizer(_DistributedOptimizer):
         self._step = StepState()
         is_first = self._shards is None
         if is_first and self._watcher is not None:
-            self._before = [(p, p.data) for p in self._hooked], dict(self.state)
+            self._before = {p: p.data for p in self._hooked}, dict(self.state)
         if is_first and not self._shard():
             self._base_step()  # a rank has joined: step unsharded now, and try again in the next step
             self._step_ended()
@@ -449,14 +443,13 @@ class ShardedOptimizer(_DistributedOptimizer):
         if self._before is not None:  # nothing was sharded yet
             values, state = self._before
         elif self._copies is not None:
-            united, state = self._copies.united(slices)
-            values = list(united.items())
+            values, state = self._copies.united(slices)
         else:
             return
         if self._shards is not None:
             self._shards.release()
         self._shards = self._inner = self._copies = self._before = None
-        for parameter, value in values:
+        for parameter, value in values.items():
             parameter.data = value
             self.state.pop(parameter, None)
         self.state.update({parameter: its for parameter, its in state.items() if its})
