@@ -251,9 +251,8 @@ class GradientReduction:
             else:
                 results[i] = tf.convert_to_tensor(gradient)
                 dense.append(i)
-        for members, reduced in self._reduced(dense, results, variables, first):
-            for i, gradient in zip(members, reduced, strict=True):
-                results[i] = gradient
+        for i, gradient in self._reduced(dense, results, variables, first):
+            results[i] = gradient
         if tf.executing_eagerly() and dense:
             meter.step_done()
         return results
@@ -267,7 +266,7 @@ class GradientReduction:
 
     def _reduced(
         self, dense: list[int], gradients: list[Any], variables: Sequence[Any], first: First | None
-    ) -> Iterator[tuple[list[int], list[Any]]]:
+    ) -> Iterator[tuple[int, Any]]:
         """Yield positions of dense gradients and their reduced values."""
         if not dense:
             return
@@ -278,14 +277,14 @@ class GradientReduction:
             if tf.executing_eagerly() and len(dense) < len(gradients):
                 self._check_present(dense, variables)
             for members in self._grouped(dense, variables):
-                yield members, self._grouped_allreduce([gradients[i] for i in members])
+                yield from zip(members, self._grouped_allreduce([gradients[i] for i in members]), strict=True)
             return
         present, dense = dense, dense[::-1]  # backward computes the gradients of the last layers first
 
         def overlapped(*tensors: Any) -> Any:
             return self._overlapped(tensors, first, present, variables)
 
-        yield dense, list(tf.custom_gradient(overlapped)(*[gradients[i] for i in dense]))
+        yield from zip(dense, tf.custom_gradient(overlapped)(*[gradients[i] for i in dense]), strict=True)
 
     def _grouped_allreduce(self, gradients: Sequence[Any]) -> list[Any]:
         factor = self.gradient_predivide_factor

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -188,7 +188,8 @@ def grouped_allgather(
         mine = [tf.shape(tensor)[0] for tensor in tensors]
         rows = _gradient_name(collective.name, "rows")
         counts = allgather(tf.stack(mine)[tf.newaxis], rows, True, process_set)
-        starts = tf.reduce_sum(counts[: _member(process_set)], axis=0)
+        before = _number(lambda: process_set.rank() or 0, "HorovodRank")
+        starts = tf.reduce_sum(counts[:before], axis=0)
         return [total[starts[i] : starts[i] + mine[i]] for i, total in enumerate(averages)]
 
     return _collective(collective, tensors, [_any_rows(tensor) for tensor in tensors], gradient, ignore_name_scope)
@@ -354,10 +355,6 @@ def _members(process_set: ProcessSet) -> Any:
     return _number(lambda: process_set.size() or 1, "HorovodSize")
 
 
-def _member(process_set: ProcessSet) -> Any:
-    return _number(lambda: process_set.rank() or 0, "HorovodRank")
-
-
 def _number(question: Callable[[], int], name: str, *, waits: bool = False) -> Any:
     def answer() -> Sequence[torch.Tensor]:
         return [torch.tensor(question(), dtype=torch.int32, device="cpu")]
@@ -383,7 +380,9 @@ def _collective(
         collective = collective._replace(name=_safe(f"Horovod{kind}_{tensors[0].name}"))
 
     def forward(*inputs: Any) -> tuple[Any, Gradient]:
-        with _scope(ignore_name_scope):
+        leaves_scopes = ignore_name_scope and not tf.executing_eagerly()
+        graph = tf.compat.v1.get_default_graph() if leaves_scopes else None
+        with contextlib.nullcontext() if graph is None else graph.name_scope(None):
             outputs = carry_out(collective, inputs, dtypes or [tensor.dtype for tensor in tensors], shapes)
         if kept is not None:
             kept[:] = outputs[1:]
@@ -393,16 +392,6 @@ def _collective(
         outputs, _ = forward(*tensors)
         return list(outputs)
     return list(tf.custom_gradient(forward)(*tensors))
-
-
-@contextlib.contextmanager
-def _scope(ignored: bool) -> Iterator[None]:
-    """Leave the name scopes of the graph, if they are ignored."""
-    if not ignored or tf.executing_eagerly():
-        yield
-        return
-    with tf.compat.v1.get_default_graph().name_scope(None):
-        yield
 
 
 def _any_rows(tensor: Any) -> Any:
