@@ -14,6 +14,16 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+_ESTIMATOR = (
+    "hora.spark.estimator.base: EstimatorParams",
+    "hora.spark.estimator.persistence: TorchEstimatorParamsReadable=ParamsReadable "
+    "TorchEstimatorParamsReader=ParamsReader TorchEstimatorParamsWritable=ParamsWritable "
+    "TorchEstimatorParamsWriter=ParamsWriter _torch_param_serialize=serialize_param",
+)
+_PACKING = (
+    "hora.spark.estimator.packing: deserialize_fn is_module_available is_module_available_fn "
+    "save_into_bio save_into_bio_fn serialize_fn",
+)
 _MODULES: dict[str, tuple[str, ...] | str] = {
     "horovod.common": (),
     "horovod.common.basics": ("hora.legacy.mpi_ops: HorovodBasics MPI", "hora.torch.basics: *"),
@@ -150,19 +160,13 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
     ),
     "horovod.spark.keras.util": ("hora.spark.keras.packing: TFKerasUtil",),
     "horovod.spark.lightning.estimator": (
-        "hora.spark.estimator.base: EstimatorParams",
-        "hora.spark.estimator.persistence: TorchEstimatorParamsReadable=ParamsReadable "
-        "TorchEstimatorParamsReader=ParamsReader TorchEstimatorParamsWritable=ParamsWritable "
-        "TorchEstimatorParamsWriter=ParamsWriter _torch_param_serialize=serialize_param",
+        *_ESTIMATOR,
         "hora.spark.lightning.estimator: TorchEstimator TorchModel",
         "hora.spark.lightning.package: MIN_PL_VERSION",
     ),
     "horovod.spark.lightning.legacy": ("hora.spark.lightning.module: to_lightning_module",),
     "horovod.spark.lightning.remote": ("hora.spark.estimator.metadata: _prepare_data_fn=dense_rows_fn",),
-    "horovod.spark.lightning.util": (
-        "hora.spark.estimator.packing: deserialize_fn is_module_available is_module_available_fn "
-        "save_into_bio save_into_bio_fn serialize_fn",
-    ),
+    "horovod.spark.lightning.util": _PACKING,
     "horovod.spark.runner": ("hora.spark.run: run run_elastic",),
     "horovod.spark.task": ("hora.launch.providers.spark.cluster: get_available_devices=assigned_gpus",),
     "horovod.spark.task.task_info": ("hora.launch.providers.spark.cluster: get_available_devices=assigned_gpus",),
@@ -170,10 +174,7 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
         "hora.spark.estimator.data_module: NVTabularDataModule ParquetDataModule PetastormDataModule=ParquetDataModule",
     ),
     "horovod.spark.torch.estimator": (
-        "hora.spark.estimator.base: EstimatorParams",
-        "hora.spark.estimator.persistence: TorchEstimatorParamsReadable=ParamsReadable "
-        "TorchEstimatorParamsReader=ParamsReader TorchEstimatorParamsWritable=ParamsWritable "
-        "TorchEstimatorParamsWriter=ParamsWriter _torch_param_serialize=serialize_param",
+        *_ESTIMATOR,
         "hora.spark.estimator.torch_estimator: TorchEstimator",
         "hora.spark.estimator.torch_model: TorchModel",
     ),
@@ -181,10 +182,7 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
         "hora.spark.estimator.metadata: _prepare_data_fn=dense_rows_fn",
         "hora.spark.estimator.objective: _calculate_loss_fn=weighted_loss_fn",
     ),
-    "horovod.spark.torch.util": (
-        "hora.spark.estimator.packing: deserialize_fn is_module_available is_module_available_fn "
-        "save_into_bio save_into_bio_fn serialize_fn",
-    ),
+    "horovod.spark.torch.util": _PACKING,
     "horovod.tensorflow.compression": ("hora.tensorflow.compression: *",),
     "horovod.tensorflow.functions": ("hora.tensorflow.functions: *",),
     "horovod.tensorflow.mpi_ops": (

@@ -71,8 +71,9 @@ class Tally:
 
     def add(self, values: Sequence[torch.Tensor | float], weight: int) -> None:
         """Add a batch of this weight with these means."""
-        row = torch.stack([*(self._number(value) for value in values), self.sums.new_ones(())])
-        self.sums += row * weight
+        dtype, device = self.sums.dtype, self.sums.device
+        row = [torch.as_tensor(value, dtype=dtype, device=device).detach().reshape(()) for value in values]
+        self.sums += torch.stack([*row, self.sums.new_ones(())]) * weight
 
     def averages(self) -> list[float] | None:
         """Return the means over all ranks, in the order of the names; None if no rank has added a batch. Collective."""
@@ -97,6 +98,3 @@ class Tally:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load the state from such a checkpoint."""
         self.sums.copy_(state["sums"])
-
-    def _number(self, value: torch.Tensor | float) -> torch.Tensor:
-        return torch.as_tensor(value, dtype=self.sums.dtype, device=self.sums.device).detach().reshape(())
