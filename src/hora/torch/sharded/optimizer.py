@@ -63,20 +63,11 @@ class SliceCopies:
         self._apart: Slices = {}
         self._copies: dict[Place, torch.Tensor] = {}
         self._all_begun: torch.Tensor | None = None
+        self.is_shared = memory is not None  # every rank can read all copies by itself
         if memory is not None:
             self._all_begun = memory.take(shards.num_members, torch.int64)
             for place, dtype in state.entries.items():
                 self._copies[place] = memory.take(state.specs[place[0]].num_elements, dtype)
-
-    @staticmethod
-    def num_bytes(state: ShardState, num_members: int) -> int:
-        """Return the size of the copies in shared memory."""
-        return state.num_bytes() + SharedMemory.space(num_members, torch.int64)
-
-    @property
-    def is_shared(self) -> bool:
-        """Return whether every rank can read all copies by itself."""
-        return self._all_begun is not None
 
     # --- while all goes well --------------------------------------------------------------------------------------
 
@@ -391,7 +382,7 @@ class ShardedOptimizer(_DistributedOptimizer):
         if all(p.device.type == "cpu" for p in hooked):
             num_bytes = Shards.num_bytes(specs, size) + state.num_bytes()
             if self._watcher is not None:
-                num_bytes += SliceCopies.num_bytes(state, size)
+                num_bytes += state.num_bytes() + SharedMemory.space(size, torch.int64)  # of `SliceCopies`
             memory = self._runtime.sets.shared_memory(self._options.process_set_id, num_bytes)
         shards = Shards(self._runtime, self._options, specs, kinds.of.__getitem__, memory)
         inner = bare_copy(self, self._base_class)
