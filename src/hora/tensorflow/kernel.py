@@ -104,7 +104,9 @@ def add_operation(
     _register()
     token, kept = next(_tokens), _Kept(work)
     _works[token] = kept
-    graph = _outermost(tf.compat.v1.get_default_graph())
+    graph = tf.compat.v1.get_default_graph()
+    while getattr(graph, "outer_graph", None) is not None:  # the one around all functions lives longest
+        graph = graph.outer_graph
     if not hasattr(graph, "_hora_work"):
         graph._hora_work = []
     graph._hora_work.append(kept)
@@ -113,13 +115,6 @@ def add_operation(
     )
     kept.name = name_among_ranks(operation)
     return list(operation.outputs)
-
-
-def _outermost(graph: Any) -> Any:
-    """Return the graph around all functions: it lives as long as any of them can run."""
-    while getattr(graph, "outer_graph", None) is not None:
-        graph = graph.outer_graph
-    return graph
 
 
 class Execution:

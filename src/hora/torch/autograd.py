@@ -8,7 +8,7 @@ works. Nodes save no tensors, so a graph can run backward repeatedly. Horovod's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,58 +39,27 @@ class _DifferentiableCollective(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, *_GRADIENTS[ctx.collective.kind](ctx, grads)
-
-
-def _of_allreduce(ctx: Any, grads: Tensors) -> Sequence[Tensor]:
-    """Apply the same collective to the gradients."""
-    return differentiable(ctx.collective._replace(name=None), grads)
-
-
-def _of_allgather(ctx: Any, grads: Tensors) -> Sequence[Tensor]:
-    """Average over all ranks and return this rank's rows."""
-    gathered, process_set, num_rows = _average(ctx, grads), ctx.collective.process_set, [s[0] for s in ctx.shapes]
-    mine = torch.tensor([num_rows], dtype=torch.int64, device="cpu")
-    (counts,) = run(Collective(Kind.ALLGATHER, None, process_set), [mine])
-    starts = counts[: process_set.rank()].sum(dim=0).tolist()
-    return [t.narrow(0, first, n) for t, first, n in zip(gathered, starts, num_rows, strict=True)]
-
-
-def _of_broadcast(ctx: Any, grads: Tensors) -> Sequence[Tensor]:
-    """Average over all ranks; zero on every rank but the root."""
-    (average,) = _average(ctx, grads)
-    ranks, mine = ctx.collective.process_set.ranks, ctx.collective.process_set.rank()
-    on_root = ranks is not None and ranks[mine] == ctx.collective.root_rank
-    return [average if on_root else average * 0]
-
-
-def _of_alltoall(ctx: Any, grads: Tensors) -> Sequence[Tensor]:
-    """Send the rows back to the ranks that sent them."""
-    back = ctx.collective._replace(name=None, splits=ctx.received.tolist())
-    returned, _ = differentiable(back, grads[:1])
-    # Rows beyond the sum of the splits were not sent; their gradient is zero.
-    unsent = returned.new_zeros(ctx.shapes[0][0] - returned.shape[0], *returned.shape[1:])
-    return [torch.cat([returned, unsent]) if len(unsent) else returned]
-
-
-def _of_reducescatter(ctx: Any, grads: Tensors) -> Sequence[Tensor]:
-    """Gather the gradients of all ranks and scale them."""
-    collective: Collective = ctx.collective
-    num_members = collective.process_set.size() or 1
-    factor = collective.prescale * collective.postscale * (num_members if collective.op == ReduceOp.SUM else 1)
-    gather = Collective(Kind.ALLGATHER, process_set=collective.process_set, grouped=collective.grouped)
-    return differentiable(gather, [grad * factor for grad in grads])
-
-
-_GRADIENTS: dict[Kind, Callable[[Any, Tensors], Sequence[Tensor]]] = {
-    Kind.ALLREDUCE: _of_allreduce,
-    Kind.ALLGATHER: _of_allgather,
-    Kind.BROADCAST: _of_broadcast,
-    Kind.ALLTOALL: _of_alltoall,
-    Kind.REDUCESCATTER: _of_reducescatter,
-}
-
-
-def _average(ctx: Any, grads: Tensors) -> Tensors:
-    of: Collective = ctx.collective
-    return differentiable(Collective(Kind.ALLREDUCE, None, of.process_set, ReduceOp.AVERAGE, grouped=of.grouped), grads)
+        of: Collective = ctx.collective
+        num_members, members = of.process_set.size() or 1, of.process_set.ranks
+        if of.kind is Kind.ALLREDUCE:
+            return None, *differentiable(of._replace(name=None), grads)
+        if of.kind is Kind.REDUCESCATTER:
+            factor = of.prescale * of.postscale * (num_members if of.op == ReduceOp.SUM else 1)
+            gather = Collective(Kind.ALLGATHER, process_set=of.process_set, grouped=of.grouped)
+            return None, *differentiable(gather, [grad * factor for grad in grads])
+        if of.kind is Kind.ALLTOALL:  # send the rows back to the ranks that sent them
+            returned, _ = differentiable(of._replace(name=None, splits=ctx.received.tolist()), grads[:1])
+            # Rows beyond the sum of the splits were not sent; their gradient is zero.
+            unsent = returned.new_zeros(ctx.shapes[0][0] - returned.shape[0], *returned.shape[1:])
+            return None, torch.cat([returned, unsent]) if len(unsent) else returned
+        average = Collective(Kind.ALLREDUCE, None, of.process_set, ReduceOp.AVERAGE, grouped=of.grouped)
+        averages, mine = differentiable(average, grads), of.process_set.rank()
+        if of.kind is Kind.BROADCAST:  # zero on every rank but the root
+            on_root = members is not None and mine is not None and members[mine] == of.root_rank
+            return None, averages[0] if on_root else averages[0] * 0
+        # Of an allgather: this rank's rows.
+        num_rows = [shape[0] for shape in ctx.shapes]
+        rows = torch.tensor([num_rows], dtype=torch.int64, device="cpu")
+        (counts,) = run(Collective(Kind.ALLGATHER, None, of.process_set), [rows])
+        starts = counts[:mine].sum(dim=0).tolist()
+        return None, *(t.narrow(0, first, n) for t, first, n in zip(averages, starts, num_rows, strict=True))

@@ -73,21 +73,15 @@ def _check_same_groups(optimizer: Optimizer) -> None:
 
 def _fill_missing_gradients(optimizer: Optimizer, model: torch.nn.Module | None) -> None:
     """Set missing gradients to zero, as Horovod does."""
-    sparse = _sparse_parameters(optimizer, model)
-    for p in parameters_of(optimizer):
-        if not p.requires_grad or p.grad is not None:
-            continue
-        p.grad = no_rows(p) if id(p) in sparse else torch.zeros_like(p)
-
-
-def _sparse_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> set[int]:
-    """Return the ids of the parameters with sparse gradients."""
+    sparse: set[int] = set()
     if isinstance(optimizer, SparseAdam):
-        return {id(p) for p in parameters_of(optimizer)}
-    if isinstance(optimizer, SGD) and model is not None:
+        sparse = {id(p) for p in parameters_of(optimizer)}
+    elif isinstance(optimizer, SGD) and model is not None:
         embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-        return {id(m.weight) for m in model.modules() if isinstance(m, embeddings) and m.sparse}
-    return set()
+        sparse = {id(m.weight) for m in model.modules() if isinstance(m, embeddings) and m.sparse}
+    for p in parameters_of(optimizer):
+        if p.requires_grad and p.grad is None:
+            p.grad = no_rows(p) if id(p) in sparse else torch.zeros_like(p)
 
 
 def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
