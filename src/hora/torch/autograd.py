@@ -40,10 +40,10 @@ class _DifferentiableCollective(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         of: Collective = ctx.collective
-        num_members, members = of.process_set.size() or 1, of.process_set.ranks
         if of.kind is Kind.ALLREDUCE:
             return None, *differentiable(of._replace(name=None), grads)
         if of.kind is Kind.REDUCESCATTER:
+            num_members = of.process_set.size() or 1
             factor = of.prescale * of.postscale * (num_members if of.op == ReduceOp.SUM else 1)
             gather = Collective(Kind.ALLGATHER, process_set=of.process_set, grouped=of.grouped)
             return None, *differentiable(gather, [grad * factor for grad in grads])
@@ -55,6 +55,7 @@ class _DifferentiableCollective(torch.autograd.Function):
         average = Collective(Kind.ALLREDUCE, None, of.process_set, ReduceOp.AVERAGE, grouped=of.grouped)
         averages, mine = differentiable(average, grads), of.process_set.rank()
         if of.kind is Kind.BROADCAST:  # zero on every rank but the root
+            members = of.process_set.ranks
             on_root = members is not None and mine is not None and members[mine] == of.root_rank
             return None, averages[0] if on_root else averages[0] * 0
         # Of an allgather: this rank's rows.
