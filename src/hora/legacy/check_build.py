@@ -77,75 +77,62 @@ def probe_build() -> dict[str, str]:
         return _NEVER | dict.fromkeys(_TRIALS, f"the trial ended with status {child.returncode}: {last}")
 
 
-def _try_front(framework: str) -> None:
+def _try_front(framework: str) -> str | None:
+    if framework == "tensorflow" and importlib.util.find_spec(framework) is None:
+        return "TensorFlow is not installed: pip install tensorflow-cpu"
     hvd = importlib.import_module(f"horovod.{framework}")
     hvd.init()
     try:
         result = hvd.allreduce(importlib.import_module(framework).ones(3), op=hvd.Sum).numpy().tolist()
-        if result != [hvd.size()] * 3:
-            raise RuntimeError(f"an allreduce of ones returned {result}")
+        return None if result == [hvd.size()] * 3 else f"an allreduce of ones returned {result}"
     finally:
         hvd.shutdown()
 
 
-def _try_tensorflow() -> None:
-    if importlib.util.find_spec("tensorflow") is None:
-        raise _AbsentError("TensorFlow is not installed: pip install tensorflow-cpu")
-    _try_front("tensorflow")
-
-
-def _try_backend(name: str, device: str) -> None:
+def _try_backend(name: str, device: str) -> str | None:
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
 
     if device == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError("no GPU is visible here")
+        return "no GPU is visible here"
     if not dist.is_available() or not dist.is_backend_available(name):
-        raise RuntimeError(f"this torch ({torch.__version__}) was built without {name}")
+        return f"this torch ({torch.__version__}) was built without {name}"
     dist.init_process_group(name, store=HashStore(), rank=0, world_size=1)
     try:
         ones = torch.ones(3, device=device)
         dist.all_reduce(ones)
-        if ones.tolist() != [1.0] * 3:
-            raise RuntimeError(f"an allreduce of ones returned {ones.tolist()}")
+        return None if ones.tolist() == [1.0] * 3 else f"an allreduce of ones returned {ones.tolist()}"
     finally:
         dist.destroy_process_group()
 
 
-def _try_native() -> None:
+def _try_native() -> str | None:
     from hora.engine.shm.native import absence
 
-    missing = absence()
-    if missing is not None:
-        raise _AbsentError(missing)
+    return absence()
 
 
-class _AbsentError(Exception):
-    """Raised if something optional is missing, which is no failure."""
-
-
-_TRIALS: dict[str, Callable[[], None]] = {
+# Each returns why it does not work, or raises an error that tells.
+_TRIALS: dict[str, Callable[[], str | None]] = {
     "native": _try_native,
     "PyTorch": lambda: _try_front("torch"),
-    "TensorFlow": _try_tensorflow,
+    "TensorFlow": lambda: _try_front("tensorflow"),
     "Gloo": lambda: _try_backend("gloo", "cpu"),
     "NCCL": lambda: _try_backend("nccl", "cuda"),
 }
 
 
 def _main() -> None:
-    problems: dict[str, str] = {}
+    problems: dict[str, str | None] = {}
     for name, trial in _TRIALS.items():
         try:
-            trial()
-        except _AbsentError as error:
-            problems[name] = str(error)
+            problems[name] = trial()
         except Exception as error:  # any error is the answer
             problems[name] = traceback.format_exception_only(error)[-1].strip()
             if "--traceback" in sys.argv:
                 traceback.print_exc()
-    print(json.dumps(problems), flush=True)
+    print(json.dumps({name: problem for name, problem in problems.items() if problem}), flush=True)
 
 
 if __name__ == "__main__":
