@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -62,32 +61,27 @@ class ElasticDriver:
     """An elastic job seen from outside: the current assignment of slots."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._places: dict[tuple[str, int], Slot] = {}
+        self._places: dict[tuple[str, int], Slot] = {}  # replaced as a whole, by another thread than that which reads
         self._finished = False
 
     def places(self, of_workers: Mapping[int, Slot]) -> None:
         """Set the slots of a new generation of the job."""
-        with self._lock:
-            self._places = {(slot.hostname, slot.local_rank): slot for slot in of_workers.values()}
+        self._places = {(slot.hostname, slot.local_rank): slot for slot in of_workers.values()}
 
     def get_slot_info(self, host: str, local_rank: int) -> Slot:
         """Return the slot of this process; rank -1 if the current generation has no such process."""
-        with self._lock:
-            return self._places.get((host, local_rank), INVALID_SLOT_INFO)
+        return self._places.get((host, local_rank), INVALID_SLOT_INFO)
 
     def get_worker_client(self, slot: Slot) -> Slot | None:
         """Return a true value if the process is a member of the current generation and is notified of changes."""
-        with self._lock:
-            return self._places.get((slot.hostname, slot.local_rank))
+        return self._places.get((slot.hostname, slot.local_rank))
 
     def finished(self) -> bool:
         return self._finished
 
     def stop(self) -> None:
         """Mark the job as finished."""
-        with self._lock:
-            self._finished, self._places = True, {}
+        self._finished, self._places = True, {}
 
 
 def create_rendezvous_handler(driver: Any) -> NoReturn:
