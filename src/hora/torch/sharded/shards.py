@@ -70,12 +70,12 @@ class ShardBucket:
         self._scale = scale  # differs from 1.0 only if gradients are not cast
         self.gaps = spec.gaps(gradients)  # values there would count in a norm
         self.reduction = reduction
-        self._reduced: torch.Tensor | None = None
+        self._is_reduced = False
 
     def is_free(self) -> bool:
         """Return whether all members are done with the bucket that uses the place earlier in this step."""
         before = self.before
-        return before is None or before._reduced is not None or before.reduction.done
+        return before is None or before._is_reduced or before.reduction.done
 
     def put(self, index: int, gradient: torch.Tensor | None) -> None:
         """Copy a gradient into the bucket; None for a missing one."""
@@ -96,18 +96,19 @@ class ShardBucket:
 
     def wait(self) -> None:
         """Wait for this rank's reduced slice; reduces it here if it was not started."""
-        if self._reduced is None:
+        if not self._is_reduced:
             if not self.reduction.in_flight:
                 self._complete()
-            self._reduced = self.reduction.wait()
+            result = self.reduction.wait()
+            if result is not self.gradient:
+                self.gradient.copy_(result)
+            self._is_reduced = True
 
-    def take(self) -> torch.Tensor | None:
-        """Return the reduced slice (None if the reduction failed) and empty the bucket."""
-        reduced, self._reduced = self._reduced, None
-        self.num_ready = 0
+    def clear(self) -> None:
+        """Empty the bucket for the next step."""
+        self._is_reduced, self.num_ready = False, 0
         self.held.clear()
         self._small.clear()
-        return reduced
 
     def _complete(self) -> None:
         if self._small:
@@ -280,14 +281,11 @@ class Shards(Reducer):
                     bucket.wait()
             except Exception as error:
                 first_error = first_error or error
-        results = [bucket.take() for bucket in self.buckets]
+        for bucket in self.buckets:
+            bucket.clear()
         self._holding.clear()
         if first_error is not None:
             raise first_error
-        for bucket, result in zip(self.buckets, results, strict=True):
-            assert result is not None, bucket.spec.name
-            if result is not bucket.gradient:
-                bucket.gradient.copy_(result)
 
     def _put_held(self) -> None:
         """Copy held gradients into their buckets, as far as the places are free now, and start complete buckets."""
