@@ -115,19 +115,22 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     weights = encode({name: tensor.detach().cpu().contiguous().clone() for name, tensor in plain.state_dict().items()})
     digest = hashlib.sha256(weights).hexdigest()
+    name = f"weights-{digest[:16]}.safetensors"
     card = {
         "format": _FORMAT,
         "architecture": getattr(plain, "architecture", None),
         "features": [asdict(feature) for feature in features],
         "classes": list(classes),
         "notes": dict(notes or {}),
-        "weights": {"file": f"weights-{digest[:16]}.safetensors", "num_bytes": len(weights), "sha256": digest},
+        "weights": {"file": name, "num_bytes": len(weights), "sha256": digest},
     }
     # The card names the weights by their content: until the new card is in place, the old one finds its own.
-    _write(folder / f"weights-{digest[:16]}.safetensors", weights)
-    _write(folder / _CARD, json.dumps({**card, "sha256": _card_digest(card)}, indent=1).encode())
+    described = json.dumps({**card, "sha256": _card_digest(card)}, indent=1).encode()
+    for path, content in ((folder / name, weights), (folder / _CARD, described)):
+        with replaced(path, unfinished=f"{path.name}.partial") as file:
+            file.write(content)
     for old in folder.iterdir():
-        if old.suffix == ".partial" or (_WEIGHTS.match(old.name) and old.name != f"weights-{digest[:16]}.safetensors"):
+        if old.suffix == ".partial" or (_WEIGHTS.match(old.name) and old.name != name):
             old.unlink()
     return folder
 
@@ -154,11 +157,6 @@ def load(path: str | Path, model: torch.nn.Module | None = None) -> ModelFile:
         features=tuple(_feature(folder, entry) for entry in card["features"]),
         notes=card["notes"],
     )
-
-
-def _write(path: Path, content: bytes) -> None:
-    with replaced(path, unfinished=f"{path.name}.partial") as file:
-        file.write(content)
 
 
 def _card_digest(card: Mapping[str, Any]) -> str:
