@@ -197,7 +197,8 @@ class _Run:
         schedule = self.stepper.recipe.schedule
         if schedule is not None:
             factor = schedule.factor(epoch, epochs=self.epochs, size=peers.size())
-            self.stepper.set_learning_rate([rate * factor for rate in self.base_rates])
+            for group, rate in zip(self.stepper.optimizer.param_groups, self.base_rates, strict=True):
+                group["lr"] = rate * factor
 
     def _save(self, epoch: int, step: int, rng_at_start: dict[str, Any], seconds: float = 0.0) -> None:
         """Write a checkpoint at (epoch, step). Collective: it includes every rank's generators and sums."""

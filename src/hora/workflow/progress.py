@@ -130,7 +130,16 @@ class MLflowLog:
     def log(self, record: Mapping[str, float], epoch: int) -> None:
         """Log all values as metrics of one step."""
         if self._mlflow is None:
-            self._start()
+            try:
+                import mlflow
+            except ImportError as error:
+                raise ValueError("MLflowLog needs mlflow: pip install mlflow") from error
+            self._mlflow = mlflow
+            if mlflow.active_run() is None:
+                if self._experiment is not None:
+                    mlflow.set_experiment(self._experiment)
+                mlflow.start_run(run_name=self._run_name)
+                self._owns_run = True
         self._mlflow.log_metrics(dict(record), step=epoch)
 
     def close(self) -> None:
@@ -138,15 +147,3 @@ class MLflowLog:
         if self._owns_run:
             self._mlflow.end_run()
         self._mlflow, self._owns_run = None, False
-
-    def _start(self) -> None:
-        try:
-            import mlflow
-        except ImportError as error:
-            raise ValueError("MLflowLog needs mlflow: pip install mlflow") from error
-        self._mlflow = mlflow
-        if mlflow.active_run() is None:
-            if self._experiment is not None:
-                mlflow.set_experiment(self._experiment)
-            mlflow.start_run(run_name=self._run_name)
-            self._owns_run = True

@@ -161,11 +161,6 @@ class Stepper:
             self.scaler.step(self.optimizer)
             self.scaler.update()
 
-    def set_learning_rate(self, rates: Sequence[float]) -> None:
-        """Set one rate per parameter group."""
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-
 
 def score_all(
     model: torch.nn.Module, batches: Iterable[Any], objective: Objective, *, recipe: Recipe, device: torch.device
