@@ -104,14 +104,9 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
     """Raise ImportError unless the extension (`horovod.torch` or a path that ends so) is available."""
     base_name = ext_name.rsplit(".", 1)[-1]
     if not extension_available(base_name):
-        raise ImportError(
-            f"{ext_name} is not available: "
-            + (
-                f"{base_name} is not installed"
-                if base_name in _SUPPORTED
-                else "Hora has fronts for PyTorch and TensorFlow"
-            )
-        )
+        known = base_name in _SUPPORTED
+        reason = f"{base_name} is not installed" if known else "Hora has fronts for PyTorch and TensorFlow"
+        raise ImportError(f"{ext_name} is not available: {reason}")
 
 
 def check_installed_version(name: str, version: str, exception: Exception | None = None) -> None:

@@ -91,8 +91,7 @@ class StepPrediction:
     line: str
 
 
-# --- reckoning: pure
-# ---------------------------------------------------------------------------------------------------
+# --- reckoning: pure ----------------------------------------------------------------------------------------------
 
 _SAME = "as plain"
 _LOW_RANK = "as plain at rank 2 to 4 (1905.13727)"
@@ -175,8 +174,7 @@ def advice(predictions: Sequence[StepPrediction]) -> str:
     return f"plan: a step takes {1e3 * first.step_s:.0f} ms sent as it is, {', '.join(told)}"
 
 
-# --- measuring: collective
-# ---------------------------------------------------------------------------------------------
+# --- measuring: collective ----------------------------------------------------------------------------------------
 
 
 def measure_link() -> NetworkLink:

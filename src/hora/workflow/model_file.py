@@ -208,11 +208,7 @@ def _read_weights(folder: Path, entry: Mapping[str, Any]) -> dict[str, torch.Ten
         raise ModelFileError(f"{path} has been modified since it was written: its checksum is wrong")
     try:
         return decode(content)
-    except (
-        SafetensorError,
-        ValueError,
-        KeyError,
-    ) as error:  # KeyError: a dtype that safetensors does not support for torch
+    except (SafetensorError, ValueError, KeyError) as error:  # KeyError: a dtype that torch does not have
         raise ModelFileError(f"{path} is not a safetensors file for torch ({error})") from error
 
 

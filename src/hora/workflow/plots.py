@@ -87,9 +87,8 @@ def plot_weights(
         image = axes.imshow(table.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
         polish(axes, f"layer {number}: {layer.in_features} → {layer.out_features}")
         axes.grid(visible=False)
-        inputs = (
-            list(feature_names) if number == 1 and feature_names else [str(i + 1) for i in range(layer.in_features)]
-        )
+        numbers = [str(i + 1) for i in range(layer.in_features)]
+        inputs = list(feature_names) if number == 1 and feature_names else numbers
         axes.set_xticks([*range(layer.in_features), layer.in_features + 1], [*inputs, "bias"], rotation=90)
         outputs = list(class_names) if number == len(layers) and class_names else range(1, layer.out_features + 1)
         axes.set_yticks(range(layer.out_features), [str(name) for name in outputs])
