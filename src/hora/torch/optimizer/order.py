@@ -63,18 +63,11 @@ class BucketOrder:
         self._setting = DEFAULT
         self._step_ended = 0.0
         self._num_joins = 0
-        self.possible = (
-            wanted
-            and options.num_members > 1
-            and options.op in (ReduceOp.AVERAGE, ReduceOp.SUM)
-            and (
-                options.compression in (NoneCompressor, Int8Compressor)
-                or isinstance(options.compression, PowerSGD)
-                or wire_dtype(options.compression) is not None
-            )
-            and bool(parameters)
-            and all(p.is_floating_point() for p in parameters)
-        )
+        known = options.compression in (NoneCompressor, Int8Compressor) or isinstance(options.compression, PowerSGD)
+        known = known or wire_dtype(options.compression) is not None
+        sums = options.op in (ReduceOp.AVERAGE, ReduceOp.SUM) and options.num_members > 1
+        floating = bool(parameters) and all(p.is_floating_point() for p in parameters)
+        self.possible = wanted and known and sums and floating
 
     @property
     def agreed(self) -> AgreedOrder | None:

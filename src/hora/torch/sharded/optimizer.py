@@ -25,7 +25,7 @@ from hora.engine.request import Kind, ReduceOp
 from hora.engine.shm.segment import SharedMemory
 from hora.memory import give_back_freed_memory
 from hora.telemetry.meters import meter
-from hora.torch.compression import ErrorFeedback, NoneCompressor, wire_dtype
+from hora.torch.compression import Compression, wire_dtype
 from hora.torch.optimizer.base import StepState, _DistributedOptimizer, bare_copy, copied
 from hora.torch.optimizer.bucket_plan import plan_buckets, view_like
 from hora.torch.optimizer.order import agree_on_order
@@ -38,19 +38,7 @@ Slices = dict[tuple[int, int], dict[Place, torch.Tensor]]
 # Values and state of whole parameters.
 _Whole = tuple[dict[torch.Tensor, torch.Tensor], dict[torch.Tensor, dict[str, Any]]]
 # The tests compare each with its unsharded counterpart.
-ELEMENTWISE = (
-    "ASGD",
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-)
+ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 
 
 class SliceCopies:
@@ -171,9 +159,7 @@ def check_shardable(
         )
     if options.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ValueError(f"sharded=True reduces with Average or Sum, but op is {ReduceOp(options.op).name}")
-    if isinstance(options.compression, ErrorFeedback) or not (
-        options.compression is NoneCompressor or wire_dtype(options.compression) is not None
-    ):
+    if options.compression not in (Compression.none, Compression.fp16, Compression.bf16):
         raise ValueError("sharded=True supports Compression.none, fp16 and bf16; use one of them, or sharded=False")
     if groups:
         raise ValueError("sharded=True arranges gradients by itself; leave groups and num_groups out")
