@@ -45,20 +45,13 @@ HorovodGroupedReducescatter = _function(ops.grouped_reducescatter, "name", "op",
 
 
 class HorovodBasics:
-    """The functions of `hora.torch.basics` as methods; all objects share one runtime."""
-
-    Average = reduce_op.Average
-    Sum = reduce_op.Sum
-    Adasum = reduce_op.Adasum
-    Min = reduce_op.Min
-    Max = reduce_op.Max
-    Product = reduce_op.Product
+    """The functions of `hora.torch.basics`, and the reduce ops, as attributes; all objects share one runtime."""
 
     def __init__(self, pkg_path: str = "", *args: str) -> None:
         """Ignore the arguments, which locate Horovod's native library."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(basics, name)
+        return getattr(basics if hasattr(basics, name) else reduce_op, name)
 
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
         """Return the ranks of every registered process set."""

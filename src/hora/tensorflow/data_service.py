@@ -243,7 +243,8 @@ def serve(configfile: str, dispatchers: int = 1, dispatcher_side: str = "compute
     try:
         if rank == 0:
             key = new_secret()
-            table = KeyValueStore((_listening(), 0), Credentials(key, _PURPOSE), name="hora-data-service")
+            listening = "127.0.0.1" if engine.current_runtime().num_hosts == 1 else "0.0.0.0"
+            table = KeyValueStore((listening, 0), Credentials(key, _PURPOSE), name="hora-data-service")
             places = {"all": [(_own_address(), table.port)]}
             config = TfDataServiceConfig(dispatchers, size // dispatchers, dispatcher_side, places, key, timeout)
             config.write(configfile)
@@ -261,10 +262,6 @@ def _own_address() -> str:
     if runtime.num_hosts == 1 or not address:
         return "127.0.0.1"
     return source_address(address)
-
-
-def _listening() -> str:
-    return "127.0.0.1" if engine.current_runtime().num_hosts == 1 else "0.0.0.0"
 
 
 def _reachable(target: str) -> str:

@@ -34,17 +34,13 @@ def _sorted_ranks(ranks: Any) -> list[int]:
 class ProcessSet:
     """A set of global ranks. It is usable once `init` or `add_process_set` has registered it."""
 
-    process_set_id: int | None
-    ranks: list[int] | None
-    mpi_comm: None
-
     def __init__(self, ranks_or_comm: Iterable[int]) -> None:
         if is_mpi_communicator(ranks_or_comm):
             raise ValueError(
                 "a process set from an MPI communicator needs MPI, which is not built; pass a list of ranks"
             )
-        self.process_set_id = None
-        self.ranks = _sorted_ranks(ranks_or_comm)
+        self.process_set_id: int | None = None
+        self.ranks: list[int] | None = _sorted_ranks(ranks_or_comm)
         self.mpi_comm = None
 
     def size(self) -> int | None:

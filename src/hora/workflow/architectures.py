@@ -48,13 +48,10 @@ class _Block(nn.Module):
         super().__init__()
         outputs = width * 4 if bottleneck else width
         if bottleneck:
-            parts = [
-                _convolution(inputs, width, 1),
-                _convolution(width, width, 3, stride),
-                _convolution(width, outputs, 1),
-            ]
+            sizes: list[tuple[int, ...]] = [(inputs, width, 1), (width, width, 3, stride), (width, outputs, 1)]
         else:
-            parts = [_convolution(inputs, width, 3, stride), _convolution(width, outputs, 3)]
+            sizes = [(inputs, width, 3, stride), (width, outputs, 3)]
+        parts = [_convolution(*size) for size in sizes]
         # The last normalization starts at zero: every block starts as its shortcut, which trains better.
         nn.init.zeros_(parts[-1][1].weight)  # type: ignore[arg-type]
         self.parts = nn.ModuleList(parts)

@@ -4,16 +4,9 @@ import keras
 
 from hora.keras import elastic as _methods
 from hora.keras.callbacks import with_base as _with_base
-from hora.keras.elastic import KerasState, TensorFlowKerasState, run
-
-__all__ = [
-    "CommitStateCallback",
-    "KerasState",
-    "TensorFlowKerasState",
-    "UpdateBatchStateCallback",
-    "UpdateEpochStateCallback",
-    "run",
-]
+from hora.keras.elastic import KerasState as KerasState
+from hora.keras.elastic import TensorFlowKerasState as TensorFlowKerasState
+from hora.keras.elastic import run as run
 
 _callbacks = keras.callbacks
 CommitStateCallback = _with_base(_methods.CommitStateCallback, _callbacks.Callback, __name__)

@@ -232,10 +232,6 @@ def snapshot(value: Any, into: Any) -> Any:
 
 
 def _fits(into: Any, source: torch.Tensor) -> bool:
-    return (
-        isinstance(into, torch.Tensor)
-        and into.shape == source.shape
-        and into.dtype == source.dtype
-        and into.device == source.device
-        and into.layout == source.layout == torch.strided
-    )
+    if not isinstance(into, torch.Tensor) or source.layout is not torch.strided:
+        return False
+    return all(getattr(into, name) == getattr(source, name) for name in ("shape", "dtype", "device", "layout"))

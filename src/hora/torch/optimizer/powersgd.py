@@ -57,14 +57,10 @@ class PowerSGDMemory:
         shapes = {p: (p.numel() // p.shape[0], self.rank_of(p)) for p in parameters}
         if any(p not in self._factors or self._factors[p].shape != shapes[p] for p in parameters):
             generator = torch.Generator("cpu").manual_seed(self.settings.seed)
-            by_shape: dict[torch.Size, list[torch.Tensor]] = {}
-            for parameter in parameters:
-                by_shape.setdefault(parameter.shape, []).append(parameter)
-            for parameter in (p for alike in by_shape.values() for p in alike):
-                drawn = torch.randn(
-                    shapes[parameter], generator=generator, dtype=working_dtype(parameter), device="cpu"
-                )
-                self._factors[parameter] = drawn.to(parameter.device)
+            order = list(dict.fromkeys(p.shape for p in parameters))
+            for p in sorted(parameters, key=lambda p: order.index(p.shape)):
+                drawn = torch.randn(shapes[p], generator=generator, dtype=working_dtype(p), device="cpu")
+                self._factors[p] = drawn.to(p.device)
         return [self._factors[parameter] for parameter in parameters]
 
     def error(self, parameter: torch.Tensor) -> torch.Tensor:
