@@ -40,8 +40,11 @@ class TensorFlowAggregation:
         """Call `update`, or only count the call if it does not complete a step."""
         if self.adding is None:
             return update()
-        with tf.init_scope():
-            _build(optimizer, variables)
+        with tf.init_scope():  # create the optimizer's variables, which a branch of a function could not do
+            if not getattr(optimizer, "built", False) and hasattr(optimizer, "build"):
+                optimizer.build(variables)
+            elif hasattr(optimizer, "_create_all_weights"):  # optimizers of tf_keras.optimizers.legacy
+                optimizer._create_all_weights(variables)
         return self.adding.apply_gradients(update, lambda: optimizer.iterations.assign_add(1))
 
     def check_one_pass(self) -> None:
@@ -59,11 +62,3 @@ class TensorFlowAggregation:
             return self._reduce(gradients, variables, self.local)
         shared = [variable for variable in variables if id(variable) not in self.local]
         return self._reduce(gradients, variables, self.local, functools.partial(self._check, shared))
-
-
-def _build(optimizer: Any, variables: list[Any]) -> None:
-    """Create the variables of an optimizer, which a branch of a function could not do."""
-    if not getattr(optimizer, "built", False) and hasattr(optimizer, "build"):
-        optimizer.build(variables)
-    elif hasattr(optimizer, "_create_all_weights"):  # optimizers of tf_keras.optimizers.legacy
-        optimizer._create_all_weights(variables)

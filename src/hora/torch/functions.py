@@ -110,16 +110,14 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     """Return the objects of all ranks, in rank order."""
     name = "allgather_object" if name is None else name
     header, payload, failure = _pickle(obj)
-    handles = [
-        allgather_async(header, f"{name}.size", process_set),
-        allgather_async(payload, f"{name}.data", process_set),
-    ]
+    parts = {"size": header, "data": payload}
+    handles = [allgather_async(part, f"{name}.{what}", process_set) for what, part in parts.items()]
     sizes, data = [synchronize(handle) for handle in handles]
     if failure is not None:
         raise failure
-    parts = data.split([abs(n) for n in sizes.tolist()])
-    ranks = process_set.ranks or range(len(parts))
-    return [_unpickle(part, n < 0, r) for part, n, r in zip(parts, sizes.tolist(), ranks, strict=True)]
+    found = data.split([abs(n) for n in sizes.tolist()])
+    ranks = process_set.ranks or range(len(found))
+    return [_unpickle(part, n < 0, r) for part, n, r in zip(found, sizes.tolist(), ranks, strict=True)]
 
 
 def _pickle(obj: Any) -> tuple[torch.Tensor, torch.Tensor, Exception | None]:

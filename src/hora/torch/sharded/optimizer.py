@@ -379,13 +379,6 @@ class ShardedOptimizer(_DistributedOptimizer):
         self._shards, self._shard_state, self._inner, self._reducer = shards, state, inner, shards
         return True
 
-    def _trial(self, groups: list[dict[str, Any]]) -> Any:
-        """Return a plain optimizer like the user's, with these groups, without hooks or state."""
-        trial = bare_copy(self, self._base_class)
-        trial.param_groups, trial.state = groups, defaultdict(dict)
-        trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = {}, {}
-        return trial
-
     def leave_world(self) -> None:
         """Go back to private whole parameters, to be loaded again: other ranks' slices are gone."""
         shards = self._shards

@@ -7,6 +7,7 @@ elements of a group, and every rank keeps its own. `ShardedOptimizer` uses this 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from hora.engine.request import Kind
 from hora.engine.shm.segment import SharedMemory
-from hora.torch.optimizer.base import copied
+from hora.torch.optimizer.base import bare_copy, copied
 from hora.torch.optimizer.bucket_plan import BucketSpec, view_like
 from hora.torch.sharded.shards import Shard, Shards
 
@@ -232,7 +233,9 @@ def _elementwise_state(optimizer: Any, group: int, like: torch.Tensor) -> dict[s
         return {key: next(s[key].dtype for s in state.values() if key in s) for key in keys}
     dummy = torch.nn.Parameter(torch.zeros(2, dtype=like.dtype, device=like.device), requires_grad=False)
     dummy.grad = torch.zeros_like(dummy)
-    trial = optimizer._trial([{**optimizer.param_groups[group], "params": [dummy]}])
+    trial = bare_copy(optimizer, optimizer._base_class)  # without hooks or state
+    trial.param_groups, trial.state = [{**optimizer.param_groups[group], "params": [dummy]}], defaultdict(dict)
+    trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = {}, {}
     trial.step()
     return {
         key: value.dtype
