@@ -12,6 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
@@ -108,23 +109,20 @@ def limited(check_alive: AliveCheck, what: str) -> AliveCheck:
 
 def connect(make: Callable[[], T], what: str, check_alive: AliveCheck) -> T:
     """Run `make`, which blocks until all members are ready, on a thread; the liveness check can end the wait."""
-    result: list[T] = []
-    failure: list[BaseException] = []
+    made: Future[T] = Future()
 
     def run() -> None:
         try:
-            result.append(make())
+            made.set_result(make())
         except BaseException as error:  # re-raised on the waiting thread
-            failure.append(error)
+            made.set_exception(error)
 
-    thread = threading.Thread(target=run, name="hora-connect", daemon=True)
-    thread.start()
+    threading.Thread(target=run, name="hora-connect", daemon=True).start()
     look_around = limited(check_alive, what)
-    while thread.is_alive():
-        thread.join(SLICE.total_seconds())
-        if thread.is_alive():
-            look_around()
-    if failure:
+    while not wait([made], SLICE.total_seconds()).done:
+        look_around()
+    failure = made.exception()
+    if failure is not None:
         check_alive()
-        raise HorovodInternalError(f"failed to get {what}: {failure[0]}") from failure[0]
-    return result[0]
+        raise HorovodInternalError(f"failed to get {what}: {failure}") from failure
+    return made.result()

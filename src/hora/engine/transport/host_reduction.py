@@ -105,11 +105,8 @@ class HostLink:
 
     def _look_around(self) -> None:
         """Run the liveness checks while this member waits for another host."""
-        self._schedule.look_beyond(self._late)
-
-    def _late(self, key: Key) -> list[int]:
-        """Return the members without which an item cannot continue."""
-        return [] if self._transport is None else self._lacking(key, self._transport.late_members)
+        late = [] if self._transport is None else self._transport.late_members
+        self._schedule.look_beyond(lambda key: self._lacking(key, late))
 
 
 class HostReduction(PersistentReduction):
