@@ -26,7 +26,7 @@ from hora.launch.providers.spark.cluster import (
     start_timeout_s,
 )
 from hora.launch.providers.spark.connect import run_on_cluster
-from hora.launch.providers.spark.launcher import SparkJob
+from hora.launch.providers.spark.launcher import SparkJob, slots_of
 from hora.spark.runner import pickle_for_rank_0, run_local, value_of_rank_0
 from hora.world import World
 
@@ -74,8 +74,8 @@ class TorchDistributor(distributor.TorchDistributor):
         require_slots(cluster, self.num_processes)
         job = SparkJob(
             function=pickle_for_rank_0(functools.partial(_run_on_node, function, self.use_gpu), args, kwargs),
-            num_proc=self.num_processes,
-            group="TorchDistributor",
+            slots=slots_of(self.num_processes),
+            title="TorchDistributor",
             env=forwarded_variables(),
             start_timeout_s=start_timeout_s(),
             wait_for_slots=True,

@@ -24,7 +24,7 @@ from hora.launch.providers.spark.cluster import (
     start_timeout_s,
 )
 from hora.launch.providers.spark.connect import run_on_cluster
-from hora.launch.providers.spark.launcher import SparkJob
+from hora.launch.providers.spark.launcher import SparkJob, slots_of
 
 
 def run(
@@ -56,7 +56,7 @@ def run(
     num_proc = default_num_proc(cluster) if num_proc is None else num_proc
     if isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1:
         raise ValueError(f"num_proc must be an integer of at least 1, but it is {num_proc!r}")
-    job = _job(given, num_proc=num_proc, group="horovod.spark.run", executable=executable)
+    job = _job(given, num_proc=num_proc, title="horovod.spark.run", python=executable)
     try:
         require_slots(cluster, num_proc, limit_s=job.start_timeout_s)
     except ValueError as error:  # the text starts like Horovod's, which callers look for
@@ -107,7 +107,7 @@ def run_elastic(
             f"min_num_proc={least}, num_proc={num_proc}, max_num_proc={most}"
         )
     timeout_s = seconds_of("HOROVOD_ELASTIC_TIMEOUT") if elastic_timeout is None else float(elastic_timeout)
-    job = _job(given, num_proc=num_proc, group="horovod.spark.run_elastic")
+    job = _job(given, num_proc=num_proc, title="horovod.spark.run_elastic")
     limits: dict[str, Any] = {"min_num_proc": least, "max_num_proc": most, "reset_limit": reset_limit}
     return run_elastic_on_spark(context, job, **limits, elastic_timeout_s=timeout_s).values()
 
@@ -122,13 +122,14 @@ def _cluster(fn: Callable[..., Any], find: Callable[[], Any], caller: str) -> An
     return cluster
 
 
-def _job(given: Mapping[str, Any], **more: Any) -> SparkJob:
+def _job(given: Mapping[str, Any], num_proc: int, **more: Any) -> SparkJob:
     """Return the job of a call with these arguments."""
     env = {str(name): str(value) for name, value in (given["env"] or {}).items()}
     if given["nics"] is not None:
         env["HOROVOD_GLOO_IFACE"] = ",".join(given["nics"])
     timeout, timestamp = given["start_timeout"], given["prefix_output_with_timestamp"]
     return SparkJob(
+        slots=slots_of(num_proc),
         function=pickle_call(given["fn"], given["args"], given["kwargs"]),
         env=env,
         output=OutputOptions(timestamp=timestamp, stdout=given["stdout"], stderr=given["stderr"]),

@@ -33,7 +33,7 @@ from hora.launch.providers.spark.cluster import (
     start_timeout_s,
 )
 from hora.launch.providers.spark.connect import run_on_cluster
-from hora.launch.providers.spark.launcher import SparkJob
+from hora.launch.providers.spark.launcher import SparkJob, slots_of
 from hora.launch.start import start
 from hora.world import World
 
@@ -170,8 +170,8 @@ def _run_on_spark(
     num_slots = require_slots(cluster, num_proc)
     job = SparkJob(
         function=function,
-        num_proc=num_proc or num_slots,
-        group="HorovodRunner",
+        slots=slots_of(num_proc or num_slots),
+        title="HorovodRunner",
         env=({"HORA_ELASTIC_PER_STEP": "1"} if elastic else {}) | forwarded_variables(),
         output=OutputOptions(console=stream_output),
         stream_output=stream_output,

@@ -25,7 +25,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import IO, Any
 
 import cloudpickle
@@ -82,33 +82,27 @@ class ConnectTasks:
             pass
         context = BarrierTaskContext.get()
         number = int(context.partitionId())
-        if self.preload is not None and not self.wanted.executable:
+        if self.preload is not None and not self.wanted.python:
             warm_pool.begin(self.preload, self.wanted.env, python_path())
         if number:
-            self._task(next(text for text in context.allGather("") if text))(number)
+            SparkTask(**json.loads(next(text for text in context.allGather("") if text)))(number)
             return
         bind, address = listening_address(context.getTaskInfos()[0].address.rpartition(":")[0].strip("[]"))
         with TaskAgents(self.wanted.num_proc, bind_address=bind, address=address) as driver:
-            facts = json.dumps({"address": address, "port": driver.port, "secret": driver.secret.hex()})
-            context.allGather(facts)
-            own = threading.Thread(target=self._task(facts), args=(0,), name="hora-task-0", daemon=True)
+            task = SparkTask(
+                address=address,
+                port=driver.port,
+                secret=driver.secret.hex(),
+                stream_output=self.wanted.stream_output,
+                keep_output=self.keep_output,
+            )
+            context.allGather(json.dumps(asdict(task)))
+            own = threading.Thread(target=task, args=(0,), name="hora-task-0", daemon=True)
             own.start()
             answer = self._lead(driver)
         own.join(SPARK_END_S)
         for kind, data in answer:
             yield from rows(kind, data)
-
-    def _task(self, facts: str) -> SparkTask:
-        """Return the body of each task. `facts`: where task 0 listens, as JSON."""
-        where = json.loads(facts)
-        return SparkTask(
-            address=where["address"],
-            port=where["port"],
-            secret=bytes.fromhex(where["secret"]),
-            secret_file="",
-            stream_output=self.wanted.stream_output,
-            keep_output=self.keep_output,
-        )
 
     def _lead(self, driver: TaskAgents) -> list[tuple[str, bytes]]:
         """Run the job, in task 0. Return the rows for the client: the result, or the error with its cause, and unseen
@@ -218,7 +212,7 @@ def run_on_cluster(cluster: Any, wanted: SparkJob) -> JobResult:
     check_protection(cluster)
     if is_connect(cluster):
         return _run_on_connect(cluster, wanted)
-    with StageDriver(cluster, wanted.num_proc, group=wanted.group, stream_output=wanted.stream_output) as driver:
+    with StageDriver(cluster, wanted.num_proc, group=wanted.title, stream_output=wanted.stream_output) as driver:
         return run_in_tasks(driver, wanted)
 
 
@@ -237,7 +231,7 @@ def _run_on_connect(session: Any, wanted: SparkJob) -> JobResult:
             keep_output=not is_local(session),
             log=log.invitation,
         )
-        query = Query(session, tasks, num_tasks=wanted.num_proc, name=wanted.group, barrier=True)
+        query = Query(session, tasks, num_tasks=wanted.num_proc, name=wanted.title, barrier=True)
         limit_s = min(wanted.start_timeout_s, SILENCE_S)
         found = query.run(_Watch(log, query.tag, wanted.num_proc, limit_s))
         log.show(found)

@@ -351,12 +351,11 @@ class StageDriver(TaskAgents):
             task = SparkTask(
                 address=address,
                 port=self.port,
-                secret=b"" if held else self.secret,
+                secret="" if held else self.secret.hex(),
                 secret_file=held.path if held else "",
                 stream_output=stream_output,
                 # In local mode the executor's log is the driver's terminal, which already shows the output.
                 keep_output=not is_local(context),
-                return_s=return_s,
             )
             self.stage = SparkStage(context, num_tasks, task, group=group, barrier=barrier)
             # In the caller's thread, whose local properties (its scheduler pool) the stage inherits.

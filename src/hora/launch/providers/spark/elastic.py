@@ -54,13 +54,12 @@ def run_elastic_on_spark(
         stuck_s=max(elastic_timeout_s / 2, 1.0),
         lost_s=seconds_of("HORA_LAUNCHER_TIMEOUT", default_s=30.0),
     )
-    stage = {"group": wanted.group, "stream_output": wanted.stream_output, "return_s": limits.lost_s}
+    stage = {"group": wanted.title, "stream_output": wanted.stream_output, "return_s": limits.lost_s}
     with _Attempts(context, max_num_proc, least=min_num_proc, **stage) as driver:
         driver.meet_in_time(limits.num_proc, wanted.start_timeout_s, least=min_num_proc)
         hosts = driver.hosts()
-        job = replace(wanted, env={**wanted.env, **limits.worker_env()}).job(
-            place_ranks([host.hostname for host in hosts])
-        )
+        slots = tuple(place_ranks([host.hostname for host in hosts]))
+        job = replace(wanted, slots=slots, env={**wanted.env, **limits.worker_env()})
         spec = ElasticSpec(limits=limits, hosts=tuple(hosts), script=driver)
         with _leaving_watched(driver) if decommissions(context) else contextlib.nullcontext():
             result = run_job(job, _ElasticLauncher(driver, bind_gpus=wanted.bind_gpus), spec)

@@ -53,28 +53,26 @@ _UNSENT_BYTES = 4 * 1024 * 1024  # of output while disconnected; more is dropped
 class SparkTask:
     """The closure that Spark ships to a task: the driver's address and the secret.
 
-    `secret_file`: where to read the secret instead, if the driver is on this machine: Spark shows its closures around.
-    `stream_output`: send the rank's output to the driver as it comes, instead of only its end when it has failed.
-    `keep_output`: have all of it in the executor's own log as well (the stderr page of Spark's UI). `return_s`: the
-    rank runs on for so long when the connection to the driver breaks.
+    `secret`: in hexadecimal. `secret_file`: where to read it instead, if the driver is on this machine: Spark shows its
+    closures around. `stream_output`: send the rank's output to the driver as it comes, instead of only its end when it
+    has failed. `keep_output`: have all of it in the executor's own log as well (the stderr page of Spark's UI).
     """
 
     address: str
     port: int
-    secret: bytes = field(repr=False)
-    secret_file: str
     stream_output: bool
     keep_output: bool
-    return_s: float = 0.0
+    secret: str = field(default="", repr=False)
+    secret_file: str = ""
 
     def __call__(self, task: int) -> None:
-        key = credentials(read_held_secret(self.secret_file) if self.secret_file else self.secret)
+        key = credentials(read_held_secret(self.secret_file) if self.secret_file else bytes.fromhex(self.secret))
 
         def reach(limit_s: float) -> Connection:
             return connect((self.address, self.port), key, timeout_s=limit_s)
 
         try:
-            session = ClientSession(reach(CONNECT_S), reach, limit_s=self.return_s)
+            session = ClientSession(reach(CONNECT_S), reach)
         except OSError as error:
             raise RuntimeError(
                 f"task {task} on {socket.gethostname()} cannot reach the driver at "
@@ -101,8 +99,8 @@ class _Bridge:
         try:
             self._session.send(*pack(Join(task, host_hash(), 1, version(), [], gpu_addresses())))
             match self._receive():
-                case Welcome():
-                    pass
+                case Welcome() as welcome:
+                    self._session.limit_s = welcome.return_s
                 case Refused(why):
                     raise RuntimeError(f"the driver refused task {task}: {why}")
                 case _:
