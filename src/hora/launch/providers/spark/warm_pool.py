@@ -5,14 +5,13 @@ clean process, which imports the modules of ranks and waits (`agent.fork_server`
 and their workers, are forks, which start in hundredths of a second. User code runs only in forks, which end with their
 job. The process ends with the worker, which Spark keeps for a minute without work.
 
-`begin` makes it load early, before the tasks meet; `agent` requests an agent and passes the agent's link and a socket.
-The socket reports the agent's exit status; a byte sent into it kills the agent.
+`begin` makes it load early, before the tasks meet; `agent` requests an agent and passes the agent's link and a socket,
+which the agent holds until it ends.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import io
 import os
 import select
@@ -20,21 +19,19 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from hora.launch.agent.agent import serve_locally
-from hora.launch.agent.fork_server import OWN, ForkServer, differ_only_in, fork, run_forked, serve
+from hora.launch.agent.fork_server import OWN, ForkServer, differ_only_in, run_forked, serve
 from hora.launch.controller.launcher import AgentProcess
 from hora.launch.limits import END_S
-from hora.launch.processes import exit_code, first_variables, module_command, name_process
+from hora.launch.processes import first_variables, module_command, name_process, send_signal
 from hora.launch.worker import work
 
 # Variables that may differ in a rank, because no preloaded module has read them.
 _LATE = (*OWN, "NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED")
-_NO_STATUS = 255
 
 
 def begin(modules: Sequence[str], env: Mapping[str, str], python_path: str) -> None:
@@ -97,69 +94,46 @@ _beside: _WarmProcess | None = None
 
 
 class _WarmAgent:
-    """A requested agent. See `launcher.AgentProcess`."""
+    """A requested agent. See `launcher.AgentProcess`. It holds the other end of `_life`, and sends its pid there."""
 
     def __init__(self, server: _WarmProcess, modules: Sequence[str]) -> None:
-        (self.sock, link), (self._control, control) = socket.socketpair(), socket.socketpair()
-        given = [link.detach(), control.detach()]
-        try:
-            server.ask({}, given, modules)
-        finally:
-            for descriptor in given:
-                os.close(descriptor)
-        self._hearing = threading.Lock()
-        self._code: int | None = None
+        (self.sock, link), (self._life, theirs) = socket.socketpair(), socket.socketpair()
+        with link, theirs:
+            server.ask({}, [link.fileno(), theirs.fileno()], modules)
+        self._pid = 0
 
     def wait(self, timeout: float | None = None) -> int:
-        with self._hearing:
-            if self._code is None:
-                ready, _, _ = select.select([self._control], [], [], timeout)
-                if not ready:
-                    raise subprocess.TimeoutExpired("agent", timeout or 0.0)
-                status = b""
-                with self._control, contextlib.suppress(OSError):
-                    status = self._control.recv(1)
-                self._code = status[0] if status else _NO_STATUS
-            return self._code
+        while select.select([self._life], [], [], timeout)[0]:
+            said = self._life.recv(64)
+            if not said:
+                return 0
+            self._pid = int(said)
+        raise subprocess.TimeoutExpired("agent", timeout or 0.0)
 
     def kill(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended
-            self._control.send(b"k")
+        try:
+            self.wait(0)
+        except subprocess.TimeoutExpired:
+            if self._pid:  # otherwise it is still to be forked, and ends by the end of its link
+                send_signal(self._pid, signal.SIGKILL)
 
 
 # In the process.
 
 
-def _look_after_agent(request: dict[str, Any], descriptors: list[int], worker: socket.socket) -> NoReturn:
-    """In a fork: start an agent as a child, kill it on request, and report its exit status."""
-    worker.close()
-    link, control = descriptors
-    pid = fork()
-    if pid == 0:
-        _be_agent(link)
-    os.close(link)
-    ended, heard = os.pidfd_open(pid), [control]
-    while True:
-        ready, _, _ = select.select([ended, *heard], [], [])
-        if ended in ready:
-            with contextlib.suppress(OSError):  # the worker is gone
-                os.write(control, bytes([exit_code(os.waitpid(pid, 0)[1])]))
-            os._exit(0)
-        if os.read(control, 1):
-            signal.pidfd_send_signal(ended, signal.SIGKILL)
-        else:
-            heard = []  # the worker is gone, and the agent knows it by its own pipe
-
-
-def _be_agent(link: int) -> NoReturn:
+def _be_agent(_: dict[str, Any], descriptors: list[int], worker: socket.socket) -> NoReturn:
     """In a fork: run an agent with this link, whose workers are forks too."""
     status = 1
     try:
+        worker.close()
+        link, life = descriptors
+        os.write(life, str(os.getpid()).encode())
         os.setsid()
         name_process("hora-agent")
         os.dup2(link, 0)
         os.dup2(2, 1)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        os.dup2(life, 3, inheritable=False)
+        os.closerange(4, os.sysconf("SC_OPEN_MAX"))
         status = serve_locally(execute=_be_worker)
     except BaseException:  # this process has no caller to tell, only the executor's log
         os.write(2, traceback.format_exc().encode())
@@ -186,4 +160,4 @@ def _text_stream(descriptor: int) -> io.TextIOWrapper:
 
 
 if __name__ == "__main__":
-    serve("hora-warm", (), _look_after_agent)
+    serve("hora-warm", (), _be_agent)
