@@ -25,7 +25,7 @@ from hora.launch.pickling import pickle_call
 from hora.launch.processes import variables
 from hora.launch.providers.ray.actor import Call, perform
 from hora.launch.providers.ray.launcher import RayLauncher
-from hora.launch.providers.ray.reservations import RayHosts, Reservations
+from hora.launch.providers.ray.reservations import RayHosts
 from hora.launch.slots import HostInfo, place_ranks
 from hora.legacy import elastic as elastic_driver
 from hora.legacy.elastic import ElasticDriver, HostDiscovery
@@ -176,20 +176,19 @@ class ElasticAdapter(Adapter):
         if params.override_discovery:
             settings.discovery = RayHostDiscovery(params.use_gpu, params.cpus_per_worker, params.gpus_per_worker or 1)
         self.driver = ElasticDriver()
-        self._reservations: Reservations | None = None
         self._hosts: RayHosts | None = None
         self._begin_with: list[HostInfo] = []
         self._make_executable: Callable[[], Any] | None = None
         self._env: dict[str, str] = {}
 
     def start(self, make_executable: Callable[[], Any] | None, env: Mapping[str, str]) -> None:
-        if self._reservations is not None:
+        if self._hosts is not None:
             raise RuntimeError("the executor is already running: call shutdown() first")
         self._make_executable, self._env = make_executable, dict(env)
         resources = {"CPU": self.params.cpus_per_worker, "GPU": self.params.gpus_per_worker or 0}
-        self._reservations = Reservations(resources, self.limits.max_num_proc)
         interval_s = lambda: float(elastic_driver.DISCOVER_HOSTS_FREQUENCY_SECS)  # noqa: E731
-        self._hosts = RayHosts(self.settings.discovery, self._reservations, interval_s)
+        most = self.limits.max_num_proc
+        self._hosts = RayHosts(self.settings.discovery, interval_s, resources=resources, most=most)
         try:
             self._begin_with = self._hosts.wait_for(self.limits.num_proc, self.limits.elastic_timeout_s)
         except BaseException:
@@ -204,12 +203,12 @@ class ElasticAdapter(Adapter):
 
     def execute(self, fn: Callable[[Any], Any], queue: Any = None) -> list[Any]:
         """Return the values of the last generation's workers, in rank order."""
-        if self._reservations is None or self._hosts is None:
+        if self._hosts is None:
             raise RuntimeError("the executor is not running: call start() first")
         prepare = None if queue is None else partial(ray_logger.configure, queue)
         call = Call(function=fn, prepare=prepare, make_executable=self._make_executable)
         launcher = RayLauncher(
-            self._reservations,
+            self._hosts,
             address=driver_address(self.settings.nics),
             call=ray.put(call),
             options=self._actor_options(),
@@ -244,11 +243,10 @@ class ElasticAdapter(Adapter):
         return options | ({"runtime_env": {"env_vars": self._env}} if self._env else {})
 
     def shutdown(self) -> None:
-        if self._hosts is not None:
-            self._hosts.close()
-        if self._reservations is not None:
-            self._reservations.close()
-        self._hosts = self._reservations = None
+        hosts, self._hosts = self._hosts, None
+        if hosts is not None:
+            hosts.close()
+            hosts.release()
 
 
 class ElasticRayExecutor:

@@ -95,17 +95,16 @@ def create_placement_group(
 class BaseStrategy:
     """`create_workers` creates the actors; `shutdown` releases their resources."""
 
-    def __init__(self, *, settings: Any, use_gpu: bool, cpus_per_worker: int, gpus_per_worker: int | None) -> None:
-        self.settings, self.use_gpu, self.cpus_per_worker = settings, use_gpu, cpus_per_worker
+    def __init__(
+        self, num_workers: int, *, settings: Any, use_gpu: bool, cpus_per_worker: int, gpus_per_worker: int | None
+    ) -> None:
+        self.num_workers, self.settings = num_workers, settings
+        self.use_gpu, self.cpus_per_worker = use_gpu, cpus_per_worker
         self.gpus_per_worker = (gpus_per_worker or 1) if use_gpu else 0
         self.placement_group: Any = None
         self.workers: list[Any] = []
         self.places: list[ActorProcess] = []
         self._created_placement_group = False
-
-    @property
-    def num_workers(self) -> int:
-        raise NotImplementedError
 
     def create_workers(self, env_vars: Mapping[str, str] | None = None) -> tuple[list[Any], list[Any]]:
         """Return the actors in rank order, and one per host. `env_vars`: set from the start of their processes on."""
@@ -175,14 +174,9 @@ class PGStrategy(BaseStrategy):
     def __init__(
         self, *, num_workers: int, placement_group: Any = None, force_create_placement_group: bool = False, **rest: Any
     ) -> None:
-        super().__init__(**rest)
-        self._num_workers = num_workers
+        super().__init__(num_workers, **rest)
         if not force_create_placement_group:
             self.placement_group = placement_group or get_current_placement_group()
-
-    @property
-    def num_workers(self) -> int:
-        return self._num_workers
 
     def _reserve(self) -> list[int]:
         if self.placement_group is None:
@@ -203,12 +197,8 @@ class ColocatedStrategy(BaseStrategy):
     """The same number of workers on each of several hosts; the ranks of a host are consecutive."""
 
     def __init__(self, *, num_hosts: int, num_workers_per_host: int, **rest: Any) -> None:
-        super().__init__(**rest)
+        super().__init__(num_hosts * num_workers_per_host, **rest)
         self.num_hosts, self.num_workers_per_host = num_hosts, num_workers_per_host
-
-    @property
-    def num_workers(self) -> int:
-        return self.num_hosts * self.num_workers_per_host
 
     def _reserve(self) -> list[int]:
         self._create_group(self._per_worker(self.num_workers_per_host), self.num_hosts, "STRICT_SPREAD")

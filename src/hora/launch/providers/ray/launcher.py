@@ -21,7 +21,7 @@ from hora.launch.agent.protocol import Exited
 from hora.launch.job import LaunchEvents, WorkerSpec
 from hora.launch.limits import CONNECT_S, END_S
 from hora.launch.providers.ray.actor import ActorProcess, RayWorker
-from hora.launch.providers.ray.reservations import Reservation, Reservations
+from hora.launch.providers.ray.reservations import RayHosts, Reservation
 from hora.launch.slots import visible_gpus
 
 _KILLED = 137
@@ -45,11 +45,9 @@ class RayLauncher:
     `address`: this process's, where every node reaches it. `use_gpu`: workers see the GPUs that Ray gave them.
     """
 
-    def __init__(
-        self, reservations: Reservations, *, address: str, call: Any, options: Mapping[str, Any], use_gpu: bool
-    ) -> None:
+    def __init__(self, hosts: RayHosts, *, address: str, call: Any, options: Mapping[str, Any], use_gpu: bool) -> None:
         self.bind_address = self.advertised_address = address
-        self._reservations, self._call, self._use_gpu = reservations, call, use_gpu
+        self._hosts, self._call, self._use_gpu = hosts, call, use_gpu
         self._actor_class, self._options = ray.remote(RayWorker), dict(options)
         self._changed = threading.Condition()
         self._members: dict[int, _Member] = {}
@@ -58,7 +56,7 @@ class RayLauncher:
         by_host: dict[str, list[_Member]] = {}
         for spec in workers:
             # A new worker's local rank is its slot's number, as at the start of the job.
-            reservation = self._reservations.get(spec.slot.hostname, spec.slot.local_rank)
+            reservation = self._hosts.get(spec.slot.hostname, spec.slot.local_rank)
             if reservation is None:
                 reason = f"slot {spec.slot.local_rank} of {spec.slot.hostname} is gone"
                 events.exited(Exited(worker=spec.worker, code=_KILLED, reason=reason))
@@ -66,7 +64,7 @@ class RayLauncher:
             peers = by_host.setdefault(spec.slot.hostname, [])
             member = _Member(spec=spec, actor=self._create(reservation), reservation=reservation, peers=peers)
             peers.append(member)
-            self._reservations.enter(reservation)
+            self._hosts.enter(reservation)
             with self._changed:
                 self._members[spec.worker] = member
         for member in (member for peers in by_host.values() for member in peers):
@@ -118,7 +116,7 @@ class RayLauncher:
         with self._changed:
             member.ended = True
             self._changed.notify_all()
-        self._reservations.leave(member.reservation)
+        self._hosts.leave(member.reservation)
         ray.kill(member.actor)
         events.exited(Exited(worker=member.spec.worker, code=code, reason=reason))
 

@@ -38,11 +38,42 @@ class Discovery(Protocol):
     def find_available_hosts_and_slots(self) -> Mapping[str, int]: ...
 
 
-class RayHosts:
-    """`interval_s`: the pause between two polls, read each time."""
+@dataclass(eq=False)
+class Reservation:
+    """A requested slot. `workers`: the number of the job's processes in it, usually 0 or 1."""
 
-    def __init__(self, discovery: Discovery, reservations: Reservations, interval_s: Callable[[], float]) -> None:
-        self._discovery, self._reservations, self._interval_s = discovery, reservations, interval_s
+    group: Any
+    asked_at: float = field(default_factory=time.monotonic)
+    workers: int = 0
+
+    def is_granted(self, wait_s: float) -> bool:
+        return bool(self.group.wait(wait_s)) if wait_s > 0 else _state(self.group) == "CREATED"
+
+
+def _state(group: Any) -> str:
+    return str(placement_group_table(group).get("state"))
+
+
+class RayHosts:
+    """The hosts of a discovery with the slots that Ray grants there.
+
+    `resources`: those of one worker. `most`: how many slots to hold at most. `interval_s`: the pause between two polls,
+    read each time.
+    """
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        interval_s: Callable[[], float],
+        *,
+        resources: Mapping[str, float],
+        most: int | None,
+    ) -> None:
+        self._discovery, self._interval_s, self._resources, self._most = discovery, interval_s, dict(resources), most
+        self._lock = threading.Lock()
+        self._granted: dict[str, list[Reservation]] = {}  # host -> its slots, in their order
+        self._requested: dict[str, list[Reservation]] = {}
+        self._refused_at: dict[str, float] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._failing = False
@@ -90,6 +121,7 @@ class RayHosts:
                 changed(granted)
 
     def _ask(self, wait_s: float = 0.0) -> list[HostInfo]:
+        """Poll the discovery and return the granted slots. `wait_s`: how long to wait for one more."""
         try:
             self._found = dict(self._discovery.find_available_hosts_and_slots())
             self._failing = False
@@ -97,43 +129,12 @@ class RayHosts:
             if not self._failing:
                 _log.warning("the host discovery failed (%r); it is polled again every %g s", error, self._interval_s())
             self._failing = True
-        return self._reservations.update(self._found, wait_s=wait_s)
-
-
-@dataclass(eq=False)
-class Reservation:
-    """A requested slot. `workers`: the number of the job's processes in it, usually 0 or 1."""
-
-    group: Any
-    asked_at: float = field(default_factory=time.monotonic)
-    workers: int = 0
-
-    def is_granted(self, wait_s: float) -> bool:
-        return bool(self.group.wait(wait_s)) if wait_s > 0 else _state(self.group) == "CREATED"
-
-
-def _state(group: Any) -> str:
-    return str(placement_group_table(group).get("state"))
-
-
-class Reservations:
-    """`resources`: those of one worker. `most`: how many slots to hold at most."""
-
-    def __init__(self, resources: Mapping[str, float], most: int | None) -> None:
-        self._resources, self._most = dict(resources), most
-        self._lock = threading.Lock()
-        self._granted: dict[str, list[Reservation]] = {}  # host -> its slots, in their order
-        self._requested: dict[str, list[Reservation]] = {}
-        self._refused_at: dict[str, float] = {}
-
-    def update(self, found: Mapping[str, int], *, wait_s: float = 0.0) -> list[HostInfo]:
-        """Set the hosts and their slots; return what is granted. `wait_s`: how long to wait for one more."""
         with self._lock:
-            self._drop(found)
+            self._drop(self._found)
             self._take(wait_s)
-            self._ask(found)
-            counted = {host: min(len(held), found.get(host, 0)) for host, held in self._granted.items()}
-        return [HostInfo(host, counted[host]) for host in found if counted.get(host)]
+            self._request(self._found)
+            counted = {host: min(len(held), self._found.get(host, 0)) for host, held in self._granted.items()}
+        return [HostInfo(host, counted[host]) for host in self._found if counted.get(host)]
 
     def get(self, host: str, slot: int) -> Reservation | None:
         with self._lock:
@@ -150,7 +151,7 @@ class Reservations:
         with self._lock:
             reservation.workers -= 1
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Release all slots."""
         with self._lock:
             groups = [one for held in (*self._granted.values(), *self._requested.values()) for one in held]
@@ -189,7 +190,7 @@ class Reservations:
                 else:
                     wait_s = 0.0
 
-    def _ask(self, found: Mapping[str, int]) -> None:
+    def _request(self, found: Mapping[str, int]) -> None:
         num_requested = sum(len(requested) for requested in self._requested.values())
         for host in sorted(found, key=lambda name: self._refused_at.get(name, 0.0)):
             requested, held = self._requested.setdefault(host, []), self._granted.get(host, [])
