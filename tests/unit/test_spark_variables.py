@@ -5,26 +5,31 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hora.launch.providers.spark.cluster import assigned_gpus, forwarded_variables, start_timeout_s
+from hora.launch.providers.spark.cluster import assigned_gpus, forwarded_variables, seconds_of
 
 
-def test_only_the_runtimes_settings_are_forwarded():
-    environ = {"HOROVOD_TIMELINE": "t", "NCCL_DEBUG": "INFO", "PATH": "p", "HOROVOD_RANK": "3", "HORA_SECRET_FILE": "f"}
-    assert forwarded_variables(environ) == {"HOROVOD_TIMELINE": "t", "NCCL_DEBUG": "INFO"}
+def test_only_the_runtimes_settings_are_forwarded(monkeypatch):
+    before = forwarded_variables()
+    settings = {"HOROVOD_TIMELINE": "t", "NCCL_DEBUG": "INFO"}
+    for name, value in {**settings, "PATH": "p", "HOROVOD_RANK": "3", "HORA_SECRET_FILE": "f"}.items():
+        monkeypatch.setenv(name, value)
+    assert forwarded_variables() == {**before, **settings}
 
 
-def test_start_timeout():
-    assert start_timeout_s({}) == 600
-    assert start_timeout_s({"HOROVOD_SPARK_START_TIMEOUT": "5"}) == 5
+def test_start_timeout(monkeypatch):
+    assert seconds_of("HOROVOD_SPARK_START_TIMEOUT") == 600
+    monkeypatch.setenv("HOROVOD_SPARK_START_TIMEOUT", "5")
+    assert seconds_of("HOROVOD_SPARK_START_TIMEOUT") == 5
     for nonsense in ("soon", "0", "-1"):
+        monkeypatch.setenv("HOROVOD_SPARK_START_TIMEOUT", nonsense)
         with pytest.raises(ValueError, match=f"HOROVOD_SPARK_START_TIMEOUT.*{nonsense}"):
-            start_timeout_s({"HOROVOD_SPARK_START_TIMEOUT": nonsense})
+            seconds_of("HOROVOD_SPARK_START_TIMEOUT")
 
 
-def test_assigned_gpus():
-    assert assigned_gpus({}) == []
-    assert assigned_gpus({"HORA_SPARK_GPUS": ""}) == []
-    assert assigned_gpus({"HORA_SPARK_GPUS": "2,0"}) == ["2", "0"]
+def test_assigned_gpus(monkeypatch):
+    assert assigned_gpus() == []
+    monkeypatch.setenv("HORA_SPARK_GPUS", "2,0")
+    assert assigned_gpus() == ["2", "0"]
 
 
 @pytest.mark.parametrize(("gpus", "own", "number"), [("1,3", "0", 1), ("1,3", "1", 2), ("", "0", 2), ("MIG-1", "0", 2)])

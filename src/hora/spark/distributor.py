@@ -23,7 +23,7 @@ from hora.launch.providers.spark.cluster import (
     connect_session,
     forwarded_variables,
     require_slots,
-    start_timeout_s,
+    seconds_of,
 )
 from hora.launch.providers.spark.connect import run_on_cluster
 from hora.launch.providers.spark.launcher import SparkJob, slots_of
@@ -77,7 +77,7 @@ class TorchDistributor(distributor.TorchDistributor):
             slots=slots_of(self.num_processes),
             title="TorchDistributor",
             env=forwarded_variables(),
-            start_timeout_s=start_timeout_s(),
+            start_timeout_s=seconds_of("HOROVOD_SPARK_START_TIMEOUT"),
             wait_for_slots=True,
             bind_gpus=False,
         )

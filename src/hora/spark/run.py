@@ -21,7 +21,6 @@ from hora.launch.providers.spark.cluster import (
     dynamic_limits,
     require_slots,
     seconds_of,
-    start_timeout_s,
 )
 from hora.launch.providers.spark.connect import run_on_cluster
 from hora.launch.providers.spark.launcher import SparkJob, slots_of
@@ -133,7 +132,7 @@ def _job(given: Mapping[str, Any], num_proc: int, **more: Any) -> SparkJob:
         function=pickle_call(given["fn"], given["args"], given["kwargs"]),
         env=env,
         output=OutputOptions(timestamp=timestamp, stdout=given["stdout"], stderr=given["stderr"]),
-        start_timeout_s=start_timeout_s() if timeout is None else float(timeout),
+        start_timeout_s=seconds_of("HOROVOD_SPARK_START_TIMEOUT") if timeout is None else float(timeout),
         bind_gpus=False,
         verbose=given["verbose"] >= 2,
         watching=Watching.wanted(variables()),

@@ -30,7 +30,6 @@ from hora.launch.providers.spark.cluster import (
     is_connect,
     require_slots,
     seconds_of,
-    start_timeout_s,
 )
 from hora.launch.providers.spark.connect import run_on_cluster
 from hora.launch.providers.spark.launcher import SparkJob, slots_of
@@ -174,8 +173,7 @@ def _run_on_spark(
         title="HorovodRunner",
         env=({"HORA_ELASTIC_PER_STEP": "1"} if elastic else {}) | forwarded_variables(),
         output=OutputOptions(console=stream_output),
-        stream_output=stream_output,
-        start_timeout_s=start_timeout_s(),
+        start_timeout_s=seconds_of("HOROVOD_SPARK_START_TIMEOUT"),
         wait_for_slots=True,
         watching=Watching.wanted(variables(), page=dashboard),
     )

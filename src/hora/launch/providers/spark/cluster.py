@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -354,7 +354,6 @@ def place_tasks(tasks: Sequence[TaskPlace]) -> list[TaskPlace]:
 
 
 GPU_VARIABLE = "HORA_SPARK_GPUS"
-_DEFAULT_TIMEOUT_S = 600.0
 _FORWARDED = ("HOROVOD_", "HORA_", "NCCL_", "GLOO_")
 # If the driver runs inside a job, its own place there must not reach its ranks.
 _OWN = (
@@ -368,20 +367,14 @@ _OWN = (
 )
 
 
-def forwarded_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def forwarded_variables() -> dict[str, str]:
     """Return the driver's runtime settings (such as `HOROVOD_TIMELINE`) for its ranks."""
-    env = variables() if environ is None else environ
-    return {name: value for name, value in env.items() if name.startswith(_FORWARDED) and name not in _OWN}
+    return {name: value for name, value in variables().items() if name.startswith(_FORWARDED) and name not in _OWN}
 
 
-def start_timeout_s(environ: Mapping[str, str] | None = None) -> float:
-    """`HOROVOD_SPARK_START_TIMEOUT`, or ten minutes."""
-    return seconds_of("HOROVOD_SPARK_START_TIMEOUT", environ)
-
-
-def seconds_of(name: str, environ: Mapping[str, str] | None = None, *, default_s: float = _DEFAULT_TIMEOUT_S) -> float:
+def seconds_of(name: str, *, default_s: float = 600.0) -> float:
     """Return a positive number of seconds from a variable. Raises ValueError if it is anything else."""
-    text = (variables() if environ is None else environ).get(name, "")
+    text = variables().get(name, "")
     try:
         seconds = float(text) if text else default_s
     except ValueError:
@@ -391,7 +384,7 @@ def seconds_of(name: str, environ: Mapping[str, str] | None = None, *, default_s
     return seconds
 
 
-def assigned_gpus(environ: Mapping[str, str] | None = None) -> list[str]:
+def assigned_gpus() -> list[str]:
     """The addresses of the GPUs that Spark assigned to this rank's task."""
-    text = (variables() if environ is None else environ).get(GPU_VARIABLE, "")
+    text = variables().get(GPU_VARIABLE, "")
     return text.split(",") if text else []

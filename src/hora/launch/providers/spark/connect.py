@@ -93,7 +93,7 @@ class ConnectTasks:
                 address=address,
                 port=driver.port,
                 secret=driver.secret.hex(),
-                stream_output=self.wanted.stream_output,
+                stream_output=self.wanted.output.console,
                 keep_output=self.keep_output,
             )
             context.allGather(json.dumps(asdict(task)))
@@ -212,7 +212,7 @@ def run_on_cluster(cluster: Any, wanted: SparkJob) -> JobResult:
     check_protection(cluster)
     if is_connect(cluster):
         return _run_on_connect(cluster, wanted)
-    with StageDriver(cluster, wanted.num_proc, group=wanted.title, stream_output=wanted.stream_output) as driver:
+    with StageDriver(cluster, wanted.num_proc, group=wanted.title, stream_output=wanted.output.console) as driver:
         return run_in_tasks(driver, wanted)
 
 

@@ -22,14 +22,13 @@ from hora.launch.slots import Slot, place_ranks, visible_gpus
 class SparkJob(Job):
     """A job on a Spark cluster. Its slots get their hosts when its tasks have arrived; its title names Spark's jobs.
 
-    `stream_output`: show the ranks' output, not only the end of a failed one's. `wait_for_slots`: wait for other Spark
-    jobs without a limit; the start timeout begins when Spark starts the stage. `bind_gpus`: make Spark's GPUs the
-    visible ones, indexed by local rank. `python`: of the processes, if it is not the one of Spark's Python workers.
+    `wait_for_slots`: wait for other Spark jobs without a limit; the start timeout begins when Spark starts the stage.
+    `bind_gpus`: make Spark's GPUs the visible ones, indexed by local rank. `python`: of the processes, if it is not the
+    one of Spark's Python workers.
     """
 
     function: bytes = field(repr=False)
     start_timeout_s: float = 600.0
-    stream_output: bool = True
     wait_for_slots: bool = False
     bind_gpus: bool = True
     python: str | None = None
