@@ -22,7 +22,6 @@ from hora.launch.controller.launcher import HostLauncher
 from hora.launch.job import LaunchEvents, WorkerSpec
 from hora.launch.processes import variables
 from hora.launch.providers.spark.cluster import (
-    TaskPlace,
     active_cluster,
     check_protection,
     count_slots,
@@ -33,7 +32,7 @@ from hora.launch.providers.spark.cluster import (
     server_host,
 )
 from hora.launch.providers.spark.connect import ClientLogSink, Invitation, LiveLog, Query, rows
-from hora.launch.providers.spark.driver import StageDriver
+from hora.launch.providers.spark.driver import StageDriver, TaskAgent
 from hora.launch.providers.spark.launcher import SparkLauncher
 from hora.launch.providers.spark.task import gpu_addresses, python_path
 from hora.net.sockets import source_address
@@ -180,26 +179,26 @@ class _StageWorker(_Worker):
 
     def _run(self) -> Exited:
         with self._driver:
-            places = self._driver.meet(1, lambda: not self._stopped.is_set())
+            tasks = self._driver.meet(1, lambda: not self._stopped.is_set())
             if self._stopped.is_set():
                 raise InterruptedError("it was stopped before it started")
-            if places is None:
+            if tasks is None:
                 raise JobFailedError(self._driver.stage.failure_text())
             process = _Process(self._events.output, self._events.started)
-            self._launcher = SparkLauncher(self._driver, places, bind_gpus=False)
-            self._launcher.start([self._spec(places[0])], process)
+            self._launcher = SparkLauncher(self._driver, tasks, bind_gpus=False)
+            self._launcher.start([self._spec(tasks[0])], process)
             if self._stopped.is_set():  # meanwhile
                 self.stop()
             return process.wait()
 
-    def _spec(self, place: TaskPlace) -> WorkerSpec:
+    def _spec(self, task: TaskAgent) -> WorkerSpec:
         worker = self._record
-        worker.ip_address = self._driver.host_of(place.task)
+        worker.ip_address = task.address
         own = {
             "CDSW_IP_ADDRESS": worker.ip_address,
             "CDSW_MASTER_IP": self._driver.address,
             "CML_MASTER_IP": self._driver.address,
-            "CUDA_VISIBLE_DEVICES": ",".join(place.gpus),
+            "CUDA_VISIBLE_DEVICES": ",".join(task.gpus),
         }
         env = {**forwarded_variables(), **worker.variables, **own, **worker.request["env"]}
         return worker_spec(worker.number, env, self._files())

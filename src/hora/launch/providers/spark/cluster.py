@@ -1,5 +1,4 @@
-"""The running Spark cluster: its context, its task slots, the driver's address for executors, and the placement of
-ranks.
+"""The running Spark cluster: its context, its task slots, and the driver's address for executors.
 
 Nothing is started or reserved, except for a session that `cluster_or_new` starts. Spark Connect has no SparkContext:
 functions that take a `cluster` also take the client's session. Slots are counted before anything is submitted, so that
@@ -16,8 +15,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from hora.config import accept_risk
@@ -322,35 +319,6 @@ def _can_bind(address: str) -> bool:
         except OSError:
             return False
         return True
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskPlace:
-    """Location of a Spark task: its partition, the hash of its host, the addresses of the GPUs Spark gave it."""
-
-    task: int
-    host: str
-    gpus: tuple[str, ...] = ()
-
-    @property
-    def agent(self) -> str:
-        """The name of the task's agent."""
-        return f"{self.host}/{self.task}"
-
-
-def place_tasks(tasks: Sequence[TaskPlace]) -> list[TaskPlace]:
-    """Return the tasks in the order of their ranks.
-
-    Ranks are consecutive within a host, so that ranks beside one another share memory. Hosts are ordered by their hash
-    and rotated until the host of task 0 comes first; within a host the order of the tasks is kept.
-    """
-    by_host: dict[str, list[TaskPlace]] = {}
-    for place in sorted(tasks, key=lambda place: place.task):
-        by_host.setdefault(place.host, []).append(place)
-    first = next(iter(by_host))
-    names = sorted(by_host)
-    names = names[names.index(first) :] + names[: names.index(first)]
-    return [place for name in names for place in by_host[name]]
 
 
 GPU_VARIABLE = "HORA_SPARK_GPUS"

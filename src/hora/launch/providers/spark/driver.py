@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from hora.errors import JobFailedError, StartTimeoutError
@@ -22,13 +22,7 @@ from hora.launch.agent.protocol import Bye, Join
 from hora.launch.controller.agents import Agents
 from hora.launch.controller.launcher import AgentHandle
 from hora.launch.limits import SILENCE_S, SPARK_END_S
-from hora.launch.providers.spark.cluster import (
-    TaskPlace,
-    allocates_dynamically,
-    count_slots,
-    driver_addresses,
-    is_local,
-)
+from hora.launch.providers.spark.cluster import allocates_dynamically, count_slots, driver_addresses, is_local
 from hora.launch.providers.spark.task import SparkTask
 from hora.net.keys import HeldSecret
 from hora.net.messages import pack
@@ -41,7 +35,6 @@ T = TypeVar("T", bound="TaskAgents")
 _POLL_S = 0.25
 _NOTICE_AFTER_S = 5.0
 _LEAVE_LIMIT_S = 10.0
-_LOST_EXIT_CODE = 137
 
 _log = logging.getLogger("hora.launch")
 
@@ -156,17 +149,31 @@ def _call_for_each(body: Callable[[int], None], partition: Iterable[int]) -> Ite
 
 
 class TaskAgent(AgentHandle):
-    """The agent of a Spark task, which starts one worker."""
+    """The agent of a Spark task, which starts one worker.
 
-    lost_exit_code = _LOST_EXIT_CODE
+    `task`: its partition. `host`: the hash of its host. `gpus`: the addresses of the GPUs that Spark gave it.
+    """
 
-    def __init__(self, name: str) -> None:
+    lost_exit_code = 137
+
+    def __init__(self, name: str, *, task: int, host: str, gpus: Sequence[str] = ()) -> None:
         super().__init__(name)
+        self.task, self.host, self.gpus = task, host, tuple(gpus)
+        self.dismissed = False
         self._has_fork_server = True  # the task may have a warm process beside it
 
+    @property
+    def address(self) -> str:
+        """The address from which the task has connected."""
+        return "unknown" if self.peer is None else self.peer.host
+
+    def dismiss(self, status: int) -> None:
+        """Tell the task to end its process, if it still runs, and to return to Spark; a non-zero status fails it."""
+        self.dismissed = True
+        self.send(Bye(status))
+
     def _why_ended(self, status: int, *, joined: bool) -> str:
-        task = self.name.rpartition("/")[2]
-        return f"its Spark task ({task}) ended: the executor was lost or the task was killed"
+        return f"its Spark task ({self.task}) ended: the executor was lost or the task was killed"
 
 
 class TaskAgents(Agents):
@@ -177,8 +184,7 @@ class TaskAgents(Agents):
 
     def __init__(self, num_tasks: int, *, bind_address: str, address: str, return_s: float = 0.0) -> None:
         self._num_tasks, self._address = num_tasks, address
-        self._places: dict[int, TaskPlace] = {}
-        self._dismissed: set[int] = set()
+        self._arrived: dict[str, TaskAgent] = {}  # all agents so far, by name
         self._lost_one = False  # a task ended before its end was requested
         self._begun = False  # placement is done: a task that ends is not replaced
         self.bind_address = bind_address
@@ -205,24 +211,36 @@ class TaskAgents(Agents):
         with self._closing:
             self.release()
 
-    def meet(self, num_tasks: int, go_on: Callable[[], bool]) -> list[TaskPlace] | None:
-        """Wait until this many tasks have arrived; return the places of all that have.
+    def tasks(self) -> list[TaskAgent]:
+        """Return the agents that are connected, in the order of their arrival."""
+        with self._changed:
+            return [self._arrived[agent.name] for agent in self._nodes.values() if agent.peer is not None]
+
+    def agent(self, hostname: str) -> TaskAgent:
+        agent = self._arrived[hostname]
+        if agent.ended:  # nothing can be started there
+            agent = TaskAgent(hostname, task=agent.task, host=agent.host)
+            agent.lost(agent.lost_exit_code)
+        return agent
+
+    def meet(self, num_tasks: int, go_on: Callable[[], bool]) -> list[TaskAgent] | None:
+        """Wait until this many tasks have arrived; return all that have.
 
         None if the stage ends first, or if `go_on`, which is polled several times a second, returns False.
         """
         while True:
             with self._changed:
                 # In slices: on some platforms Ctrl-C cannot interrupt a wait without a limit.
-                if self._changed.wait_for(lambda: len(self._places) >= num_tasks, _POLL_S):
+                if self._changed.wait_for(lambda: len(self.tasks()) >= num_tasks, _POLL_S):
                     self._begun = True
-                    return list(self._places.values())
+                    return self.tasks()
             if (self.stage is not None and self.stage.ended.is_set()) or not go_on():
                 return None
 
     def meet_in_time(
         self, num_tasks: int, limit_s: float, *, least: int | None = None, wait_for_slots: bool = False
-    ) -> list[TaskPlace]:
-        """Wait until this many tasks have arrived, or `least` at the end of the time limit; return the places of all.
+    ) -> list[TaskAgent]:
+        """Wait until this many tasks have arrived, or `least` at the end of the time limit; return all that have.
 
         `wait_for_slots`: the limit begins when Spark starts the stage. Raises JobFailedError if the stage ends first,
         StartTimeoutError if too few tasks arrive.
@@ -241,16 +259,15 @@ class TaskAgents(Agents):
                 _log.warning("waiting for %d free Spark task slots (job group %s)", num_tasks, self.stage.group)
             return True
 
-        places = self.meet(num_tasks, go_on)
-        if places is not None:
-            return places
+        tasks = self.meet(num_tasks, go_on)
+        if tasks is not None:
+            return tasks
         if self.stage is not None and self.stage.ended.is_set():
             raise JobFailedError(
                 f"Spark job has failed before its {num_tasks} processes started: {self.stage.failure_text()}"
             )
-        with self._changed:
-            if least is not None and len(self._places) >= least:
-                return list(self._places.values())
+        if least is not None and len(arrived := self.tasks()) >= least:
+            return arrived
         needs = "" if least is None else f", and the job needs {least} tasks"
         raise StartTimeoutError(
             f"Timed out waiting for Spark tasks to start. Tasks {self.missing()} of {num_tasks} had not reached "
@@ -261,69 +278,43 @@ class TaskAgents(Agents):
 
     def _others_have_the_slots(self, num_tasks: int) -> bool:
         """Return whether there are enough slots and other jobs hold them."""
-        if self.stage is None or self._places or not self.stage.is_waiting():
+        if self.stage is None or self._nodes or not self.stage.is_waiting():
             return False
         return count_slots(self.stage.context) >= num_tasks
 
-    def host_of(self, task: int) -> str:
-        """Return the address from which a task has connected."""
-        agent = self._nodes.get(task)
-        return "unknown" if agent is None or agent.peer is None else agent.peer.host
-
     def missing(self) -> list[int]:
         with self._changed:
-            return [task for task in range(self._num_tasks) if task not in self._places]
-
-    def dismiss_task(self, task: int, status: int = 0) -> None:
-        """Tell a task to end its process, if it still runs, and to return to Spark; a non-zero status fails the
-        task.
-        """
-        with self._changed:
-            self._dismissed.add(task)
-            agent = self._nodes.get(task)
-        if agent is not None:
-            agent.send(Bye(status))
+            return [task for task in range(self._num_tasks) if task not in self._nodes]
 
     def release(self) -> None:
         """Free the slots: tasks normally end on their own, and Spark kills the others. Idempotent."""
-        with self._changed:
-            tasks = list(self._nodes)
-        for task in tasks:
-            self.dismiss_task(task)
-        if self.stage is None:
-            return
+        incomplete = bool(self.missing())
+        for agent in self.tasks():
+            agent.dismiss(0)
         # After the loss of a task Spark would repeat the stage for nothing.
-        if self.missing() or self._lost_one or not self.stage.ended.wait(_LEAVE_LIMIT_S):
+        if self.stage is not None and (incomplete or self._lost_one or not self.stage.ended.wait(_LEAVE_LIMIT_S)):
             self.stage.cancel()
-
-    def _absent(self, hostname: str) -> AgentHandle:
-        agent = TaskAgent(hostname)
-        agent.lost(_LOST_EXIT_CODE)
-        return agent
 
     # ---- in the server's thread -------------------------------------------------------------------------
 
     def _join(self, peer: SessionPeer, joining: Join) -> None:
-        if joining.node in self._places:
+        if self._begun or joining.node in self._nodes:
             # Spark repeats a stage that lost an executor. This job is over, so end the repetition.
             peer.send(*pack(Bye(0)))
             return
         super()._join(peer, joining)
 
     def _admitted(self, index: int, name: str, joining: Join) -> AgentHandle:
-        self._places[index] = TaskPlace(task=index, host=name, gpus=tuple(joining.gpus))
-        return TaskAgent(self._places[index].agent)
+        agent = TaskAgent(self._new_name(name, index), task=index, host=name, gpus=joining.gpus)
+        self._names.add(agent.name)
+        self._arrived[agent.name] = agent
+        return agent
 
     def closed(self, peer: SessionPeer) -> None:
         with self._changed:
-            if peer.number in self._nodes and self._nodes[peer.number].peer is peer:
-                self._lost(peer.number)
+            lost = [agent for agent in self.tasks() if agent.peer is peer and not agent.dismissed]
+            self._lost_one = self._lost_one or bool(lost)
         super().closed(peer)
-
-    def _lost(self, task: int) -> None:
-        if not self._begun:  # nothing runs yet: Spark repeats the stage, and the task reconnects
-            del self._places[task]
-        self._lost_one = self._lost_one or task not in self._dismissed
 
 
 class StageDriver(TaskAgents):

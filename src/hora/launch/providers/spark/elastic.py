@@ -9,7 +9,6 @@ failure would end all tasks.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,12 +18,11 @@ from typing import Any
 from hora.launch.agent.protocol import Exited, Join
 from hora.launch.controller.elastic_policy import Limits
 from hora.launch.controller.hosts import ElasticSpec
-from hora.launch.controller.launcher import AgentHandle
 from hora.launch.controller.loop import run_job
 from hora.launch.job import JobResult, LaunchEvents, WorkerSpec
 from hora.launch.limits import SPARK_END_S
-from hora.launch.providers.spark.cluster import TaskPlace, check_protection, decommissions, seconds_of
-from hora.launch.providers.spark.driver import StageDriver
+from hora.launch.providers.spark.cluster import check_protection, decommissions, seconds_of
+from hora.launch.providers.spark.driver import StageDriver, TaskAgent
 from hora.launch.providers.spark.launcher import SparkJob, SparkLauncher
 from hora.launch.slots import HostInfo, place_ranks
 from hora.net.session import SessionPeer
@@ -87,31 +85,28 @@ def _leaving_watched(driver: _Attempts) -> Iterator[None]:
 class _Attempts(StageDriver):
     """The current attempts of the tasks. `changed` is called with each new list of hosts.
 
-    `leaving`: attempts on executors that are about to end. They are no longer hosts, and their ranks end at the next
+    Those on executors that are about to end are leaving: they are no longer hosts, and their ranks end at the next
     commit. If all are leaving, the `least` that the job needs stay until Spark has started the others' tasks elsewhere,
     which copy the state.
     """
 
     def __init__(self, context: Any, num_tasks: int, *, least: int, **rest: Any) -> None:
-        self._least, self._numbers = least, itertools.count()
-        self.leaving: set[int] = set()
+        self._least = least
         self._left: set[tuple[int, int]] = set()  # attempts that were notified
-        self.attempts: dict[str, TaskPlace] = {}  # all so far, by host
         super().__init__(context, num_tasks, barrier=False, **rest)
 
     def hosts(self) -> list[HostInfo]:
-        with self._changed:
-            staying = [place for place in self._places.values() if place.task not in self.leaving]
-            return [HostInfo(place.host, 1) for place in staying or list(self._places.values())[: self._least]]
+        return super().hosts() or [HostInfo(agent.name, 1) for agent in self.tasks()[: self._least]]
 
     def leave(self, attempts: Mapping[int, int]) -> None:
         """These are on executors that are about to go."""
         with self._changed:
             new = set(attempts.items()) - self._left
             self._left |= new
-            self.leaving |= {task for task, _ in new}
-        if new:
             tasks = sorted(task for task, _ in new)
+            for task in self._nodes.keys() & tasks:
+                self._nodes[task].leaving = True
+        if new:
             _log.warning("Spark decommissions executors: the ranks of tasks %s commit and leave", tasks)
             self._tell()
 
@@ -119,22 +114,11 @@ class _Attempts(StageDriver):
 
     def _join(self, peer: SessionPeer, joining: Join) -> None:
         with self._changed:
-            self._places.pop(joining.node, None)
-            self.leaving.discard(joining.node)
             before = self._nodes.pop(joining.node, None)
+            self._lost_one = self._begun = False  # Spark replaces lost tasks
         if before is not None:
             before.lost(255)
-        # One host per attempt: the controller may bar this one, but not its successor.
-        name = f"{joining.name}-task{joining.node}-{next(self._numbers)}"
-        super()._join(peer, joining._replace(name=name))
-
-    def _admitted(self, index: int, name: str, joining: Join) -> AgentHandle:
-        agent = super()._admitted(index, name, joining)
-        self.attempts[name] = self._places[index]
-        return agent
-
-    def _lost(self, task: int) -> None:
-        del self._places[task]
+        super()._join(peer, joining)
 
 
 class _ElasticLauncher(SparkLauncher):
@@ -145,22 +129,19 @@ class _ElasticLauncher(SparkLauncher):
     def __init__(self, driver: _Attempts, *, bind_gpus: bool) -> None:
         super().__init__(driver, bind_gpus=bind_gpus)
         self._closing = False
-        self._tasks: dict[int, int] = {}  # of the workers
+        self._agents_of: dict[int, TaskAgent] = {}  # by worker
 
     def start(self, workers: Sequence[WorkerSpec], events: LaunchEvents) -> None:
         self.output, self.started, self._exited = events.output, events.started, events.exited
-        self._tasks |= {worker.worker: self._place(worker).task for worker in workers}
+        self._agents_of |= {worker.worker: self._driver.agent(worker.slot.hostname) for worker in workers}
         super().start(workers, self)
-
-    def _place(self, worker: WorkerSpec) -> TaskPlace:
-        return self._driver.attempts[worker.slot.hostname]
 
     def exited(self, ended: Exited) -> None:
         self._exited(ended)
-        task = self._tasks[ended.worker]
+        agent = self._agents_of[ended.worker]
         # A task that left normally fails too, so that Spark starts it elsewhere.
-        if (ended.code or task in self._driver.leaving) and not self._closing:
-            self._driver.dismiss_task(task, ended.code or 1)
+        if (ended.code or agent.leaving) and not self._closing:
+            agent.dismiss(ended.code or 1)
 
     def close(self) -> None:
         self._closing = True

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from hora.launch.controller.launcher import HostLauncher
 from hora.launch.controller.loop import run_job
 from hora.launch.job import Job, JobResult, WorkerSpec
-from hora.launch.providers.spark.cluster import GPU_VARIABLE, TaskPlace, place_tasks
-from hora.launch.providers.spark.driver import TaskAgents
+from hora.launch.providers.spark.cluster import GPU_VARIABLE
+from hora.launch.providers.spark.driver import TaskAgent, TaskAgents
 from hora.launch.slots import Slot, place_ranks, visible_gpus
 
 
@@ -39,16 +39,31 @@ def slots_of(num_proc: int) -> tuple[Slot, ...]:
     return tuple(place_ranks([""] * num_proc))
 
 
+def place_tasks(tasks: Sequence[TaskAgent]) -> list[TaskAgent]:
+    """Return the tasks in the order of their ranks.
+
+    Ranks are consecutive within a host, so that ranks beside one another share memory. Hosts are ordered by their hash
+    and rotated until the host of task 0 comes first; within a host the order of the tasks is kept.
+    """
+    by_host: dict[str, list[TaskAgent]] = {}
+    for place in sorted(tasks, key=lambda place: place.task):
+        by_host.setdefault(place.host, []).append(place)
+    first = next(iter(by_host))
+    names = sorted(by_host)
+    names = names[names.index(first) :] + names[: names.index(first)]
+    return [place for name in names for place in by_host[name]]
+
+
 def run_in_tasks(driver: TaskAgents, wanted: SparkJob) -> JobResult:
     """Run the job in these tasks, as soon as they have arrived."""
-    tasks = driver.meet_in_time(wanted.num_proc, wanted.start_timeout_s, wait_for_slots=wanted.wait_for_slots)
-    places = place_tasks(tasks)
-    launcher = SparkLauncher(driver, places, bind_gpus=wanted.bind_gpus, python=wanted.python)
-    return run_job(replace(wanted, slots=tuple(place_ranks([place.host for place in places]))), launcher)
+    arrived = driver.meet_in_time(wanted.num_proc, wanted.start_timeout_s, wait_for_slots=wanted.wait_for_slots)
+    tasks = place_tasks(arrived)
+    launcher = SparkLauncher(driver, tasks, bind_gpus=wanted.bind_gpus, python=wanted.python)
+    return run_job(replace(wanted, slots=tuple(place_ranks([task.host for task in tasks]))), launcher)
 
 
 class SparkLauncher(HostLauncher):
-    """Starts each worker in the Spark task that was placed for its rank.
+    """Starts each worker in the Spark task of its rank; without `tasks`, in the one that its slot's host names.
 
     `bind_gpus`: make Spark's GPUs the visible ones. `python`: the workers', if it is not that of Spark's own.
     """
@@ -56,7 +71,7 @@ class SparkLauncher(HostLauncher):
     def __init__(
         self,
         driver: TaskAgents,
-        places: Sequence[TaskPlace] = (),
+        tasks: Sequence[TaskAgent] = (),
         *,
         bind_gpus: bool,
         python: str | None = None,
@@ -64,23 +79,20 @@ class SparkLauncher(HostLauncher):
         super().__init__(agents=driver, listen=driver.address)
         self.bind_address = driver.bind_address
         self._driver, self._bind_gpus, self._python = driver, bind_gpus, python
-        self._places = places  # by rank
+        self._tasks = tasks  # by rank
         # Slots have hashes for names, not addresses. In an elastic job rank 0 has no lasting place.
-        self._master = {"MASTER_ADDR": driver.host_of(places[0].task)} if places else {}
+        self._master = {"MASTER_ADDR": tasks[0].address} if tasks else {}
 
     def close(self) -> None:
         self._driver.release()
 
-    def _place(self, worker: WorkerSpec) -> TaskPlace:
-        return self._places[worker.slot.rank]
-
     def _node_of(self, spec: WorkerSpec) -> str:
-        return self._place(spec).agent
+        return self._tasks[spec.slot.rank].name if self._tasks else spec.slot.hostname
 
     def _for_elsewhere(self, spec: WorkerSpec) -> WorkerSpec:
-        own = self._place(spec)
+        own = self._driver.agent(self._node_of(spec))
         env = {**spec.env, **self._master, GPU_VARIABLE: ",".join(own.gpus)}
-        visible = visible_gpus(own.gpus, [place.gpus for place in self._places or [own] if place.host == own.host])
+        visible = visible_gpus(own.gpus, [task.gpus for task in self._tasks or [own] if task.host == own.host])
         if visible and self._bind_gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
         # No program: the Python of the task.
