@@ -214,7 +214,7 @@ def test_the_pods_run_agents_that_find_the_first_pod(kind, first):
     assert options.command == REQUEST.command
     assert (options.num_proc, options.min_num_proc, options.slots) == (6, 4, 2)
     machine = NodeFacts(hostname="h", num_cores=1, num_gpus=0)
-    place = find_place({}, machine, num_nodes=options.num_nodes, index=options.node_rank, meet=options.meet)
+    place = find_place(options, {}, machine)
     assert (place.num_nodes, place.index, place.host, place.port) == (3, 1, first, 29500)
     assert spec["terminationGracePeriodSeconds"] > 25
     if kind == "job":

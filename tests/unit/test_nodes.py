@@ -58,21 +58,21 @@ OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM
     ],
 )
 def test_a_platforms_variables_identify_this_node(environ, place):
-    found = find_place(environ, MACHINE)
+    found = find_place(Options(), environ, MACHINE)
     assert (found.num_nodes, found.index, found.slots, found.host, found.port) == place
 
 
 def test_pbs_provides_a_file(tmp_path):
     nodes = tmp_path / "nodes"
     nodes.write_text("node3.cluster\nnode3.cluster\nnode7.cluster\nnode7.cluster\nnode7.cluster\n")
-    found = find_place({"PBS_NODEFILE": str(nodes)}, MACHINE)
+    found = find_place(Options(), {"PBS_NODEFILE": str(nodes)}, MACHINE)
     assert (found.num_nodes, found.index, found.slots, found.host) == (2, 1, 3, "node3.cluster")
 
 
 def test_flags_take_precedence():
-    found = find_place(KUBEFLOW, MACHINE, num_nodes=5, index=4, meet="other:1234", slots=2)
+    found = find_place(Options(num_nodes=5, node_rank=4, meet="other:1234", slots=2), KUBEFLOW, MACHINE)
     assert (found.num_nodes, found.index, found.slots, found.host, found.port) == (5, 4, 2, "other", 1234)
-    assert find_place({"MASTER_ADDR": "a", "MASTER_PORT": "77"}, MACHINE, num_nodes=2, index=0).port == 77
+    assert find_place(Options(num_nodes=2, node_rank=0), {"MASTER_ADDR": "a", "MASTER_PORT": "77"}, MACHINE).port == 77
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,9 @@ def test_flags_take_precedence():
     [
         ({}, {}, "--nnodes is missing"),
         ({}, {"num_nodes": 2}, "--node-rank is missing"),
-        ({}, {"num_nodes": 2, "index": 1}, "--meet HOST:PORT is missing"),
-        ({}, {"num_nodes": 2, "index": 2, "meet": "a:1"}, "node 2 of 2"),
-        ({}, {"num_nodes": 2, "index": 1, "meet": "a:x"}, "--meet takes HOST:PORT, but it is 'a:x'"),
+        ({}, {"num_nodes": 2, "node_rank": 1}, "--meet HOST:PORT is missing"),
+        ({}, {"num_nodes": 2, "node_rank": 2, "meet": "a:1"}, "node 2 of 2"),
+        ({}, {"num_nodes": 2, "node_rank": 1, "meet": "a:x"}, "--meet takes HOST:PORT, but it is 'a:x'"),
         (
             {**KUBEFLOW, "PET_MASTER_ADDR": ""},
             {},
@@ -100,7 +100,7 @@ def test_flags_take_precedence():
 )
 def test_an_incomplete_specification_names_the_missing_part(environ, flags, words):
     with pytest.raises(ValueError, match=words):
-        find_place(environ, MACHINE, **flags)
+        find_place(Options(**flags), environ, MACHINE)
 
 
 def joining(agents, *, secret=SECRET, **header):

@@ -41,17 +41,9 @@ class NodeFacts:
     num_gpus: int
 
 
-def find_place(
-    environ: Mapping[str, str],
-    machine: NodeFacts,
-    *,
-    num_nodes: int | None = None,
-    index: int | None = None,
-    meet: str | None = None,
-    slots: int | None = None,
-) -> NodeSpec:
+def find_place(options: Options, environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
     """Return this node's place. Raises ValueError if it is unknown or incomplete."""
-    found = None
+    num_nodes, index, meet, found = options.num_nodes, options.node_rank, options.meet, None
     if num_nodes is None or index is None:
         found = next((read(environ, machine) for name, read in _PLATFORMS.items() if name in environ), None)
     if found is None:
@@ -63,15 +55,12 @@ def find_place(
             )
         found = NodeSpec(num_nodes=num_nodes, index=index, host="")
     host, port = _host_and_port(meet, found, environ)
-    return replace(
-        found,
-        num_nodes=found.num_nodes if num_nodes is None else num_nodes,
-        index=found.index if index is None else index,
-        host=host,
-        port=port,
-        slots=slots or found.slots,
-        name=found.name or machine.hostname,
-    )
+    num_nodes = found.num_nodes if num_nodes is None else num_nodes
+    slots = options.slots or found.slots
+    if slots is None and options.num_proc is not None:  # equal parts
+        slots = -(-options.num_proc // num_nodes)
+    index, name = found.index if index is None else index, found.name or machine.hostname
+    return replace(found, num_nodes=num_nodes, index=index, host=host, port=port, slots=slots, name=name)
 
 
 def _host_and_port(meet: str | None, found: NodeSpec, environ: Mapping[str, str]) -> tuple[str, int]:
@@ -310,17 +299,9 @@ def serve_node(
 
 
 def find_node(options: Options, environ: Mapping[str, str]) -> NodeSpec:
-    place = find_place(
-        environ,
-        NodeFacts(hostname=socket.gethostname(), num_cores=len(os.sched_getaffinity(0)), num_gpus=_count_gpus(environ)),
-        num_nodes=options.num_nodes,
-        index=options.node_rank,
-        meet=options.meet,
-        slots=options.slots,
-    )
-    if place.slots is None and options.num_proc is not None:  # equal parts
-        return replace(place, slots=-(-options.num_proc // place.num_nodes))
-    return place
+    """Return the place of this machine."""
+    facts = {"num_cores": len(os.sched_getaffinity(0)), "num_gpus": _count_gpus(environ)}
+    return find_place(options, environ, NodeFacts(hostname=socket.gethostname(), **facts))
 
 
 def _count_gpus(environ: Mapping[str, str]) -> int:

@@ -66,12 +66,11 @@ _log = logging.getLogger("hora.launch")
 class ConnectTasks:
     """The body of the stage. `artifact`: the file with the function, if that is large.
 
-    `preload`: modules to load before ranks are forked; None: execute them. `keep_output`: see `SparkTask`.
+    `keep_output`: see `SparkTask`.
     """
 
     wanted: SparkJob
     artifact: str
-    preload: tuple[str, ...] | None
     keep_output: bool
     log: Invitation = field(repr=False)
 
@@ -82,8 +81,9 @@ class ConnectTasks:
             pass
         context = BarrierTaskContext.get()
         number = int(context.partitionId())
-        if self.preload is not None and not self.wanted.python:
-            warm_pool.begin(self.preload, self.wanted.env, python_path())
+        preload = modules_to_preload(self._function())
+        if preload is not None and not self.wanted.python:
+            warm_pool.begin(preload, self.wanted.env, python_path())
         if number:
             SparkTask(**json.loads(next(text for text in context.allGather("") if text)))(number)
             return
@@ -226,7 +226,6 @@ def _run_on_connect(session: Any, wanted: SparkJob) -> JobResult:
         tasks = ConnectTasks(
             wanted=replace(wanted, function=function, output=output, watching=None),
             artifact=artifact,
-            preload=modules_to_preload(wanted.function),
             # Where the server runs in this process, its executor's log is this terminal, which has its say already.
             keep_output=not is_local(session),
             log=log.invitation,
