@@ -13,6 +13,7 @@ import json
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from hora.launch.controller.launcher import HostLauncher
 from hora.launch.job import LaunchEvents, WorkerSpec
 from hora.launch.processes import variables
 from hora.launch.providers.spark.cluster import (
+    GPU_VARIABLE,
     active_cluster,
     check_protection,
     count_slots,
@@ -33,7 +35,6 @@ from hora.launch.providers.spark.cluster import (
 )
 from hora.launch.providers.spark.connect import ClientLogSink, Invitation, LiveLog, Query, rows
 from hora.launch.providers.spark.driver import StageDriver, TaskAgent
-from hora.launch.providers.spark.launcher import SparkLauncher
 from hora.launch.providers.spark.task import gpu_addresses, python_path
 from hora.net.sockets import source_address
 from hora.workers.backend import GRACE_S, Record, WorkerBackend, order_file, worker_spec
@@ -169,13 +170,13 @@ class _StageWorker(_Worker):
     def __init__(self, context: Any, worker: Record, events: LaunchEvents) -> None:
         # In the caller's thread, whose local properties (its scheduler pool) the stage inherits.
         self._driver = StageDriver(context, 1, group="hora-workers")
-        self._launcher: SparkLauncher | None = None
+        self._task: TaskAgent | None = None
         super().__init__(worker, events, self._driver.stage.group)
 
     def stop(self) -> None:
         super().stop()
-        if self._launcher is not None:
-            self._launcher.terminate([self._record.number], grace_s=GRACE_S)
+        if self._task is not None:
+            self._task.terminate([self._record.number], grace_s=GRACE_S)
 
     def _run(self) -> Exited:
         with self._driver:
@@ -185,8 +186,9 @@ class _StageWorker(_Worker):
             if tasks is None:
                 raise JobFailedError(self._driver.stage.failure_text())
             process = _Process(self._events.output, self._events.started)
-            self._launcher = SparkLauncher(self._driver, tasks, bind_gpus=False)
-            self._launcher.start([self._spec(tasks[0])], process)
+            self._task = tasks[0]
+            self._task.look_after(process)
+            self._task.start([self._spec(self._task)])
             if self._stopped.is_set():  # meanwhile
                 self.stop()
             return process.wait()
@@ -195,13 +197,15 @@ class _StageWorker(_Worker):
         worker = self._record
         worker.ip_address = task.address
         own = {
-            "CDSW_IP_ADDRESS": worker.ip_address,
+            "CDSW_IP_ADDRESS": task.address,
             "CDSW_MASTER_IP": self._driver.address,
             "CML_MASTER_IP": self._driver.address,
             "CUDA_VISIBLE_DEVICES": ",".join(task.gpus),
         }
         env = {**forwarded_variables(), **worker.variables, **own, **worker.request["env"]}
-        return worker_spec(worker.number, env, self._files())
+        env |= {"MASTER_ADDR": task.address, GPU_VARIABLE: ",".join(task.gpus)}
+        spec = worker_spec(worker.number, env, self._files())
+        return replace(spec, argv=("", *spec.argv[1:]))  # no program: the Python of the task
 
 
 class _QueryWorker(_Worker):

@@ -60,7 +60,7 @@ def run_elastic_on_spark(
         job = replace(wanted, slots=slots, env={**wanted.env, **limits.worker_env()})
         spec = ElasticSpec(limits=limits, hosts=tuple(hosts), script=driver)
         with _leaving_watched(driver) if decommissions(context) else contextlib.nullcontext():
-            result = run_job(job, _ElasticLauncher(driver, bind_gpus=wanted.bind_gpus), spec)
+            result = run_job(job, _ElasticLauncher(driver, job), spec)
         return replace(result, results=tuple(value for value in result.results if value is not None))
 
 
@@ -126,8 +126,8 @@ class _ElasticLauncher(SparkLauncher):
 
     _driver: _Attempts
 
-    def __init__(self, driver: _Attempts, *, bind_gpus: bool) -> None:
-        super().__init__(driver, bind_gpus=bind_gpus)
+    def __init__(self, driver: _Attempts, job: SparkJob) -> None:
+        super().__init__(driver, job)
         self._closing = False
         self._agents_of: dict[int, TaskAgent] = {}  # by worker
 

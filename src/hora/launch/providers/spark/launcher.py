@@ -45,41 +45,25 @@ def place_tasks(tasks: Sequence[TaskAgent]) -> list[TaskAgent]:
     Ranks are consecutive within a host, so that ranks beside one another share memory. Hosts are ordered by their hash
     and rotated until the host of task 0 comes first; within a host the order of the tasks is kept.
     """
-    by_host: dict[str, list[TaskAgent]] = {}
-    for place in sorted(tasks, key=lambda place: place.task):
-        by_host.setdefault(place.host, []).append(place)
-    first = next(iter(by_host))
-    names = sorted(by_host)
-    names = names[names.index(first) :] + names[: names.index(first)]
-    return [place for name in names for place in by_host[name]]
+    first = min(tasks, key=lambda agent: agent.task).host
+    return sorted(tasks, key=lambda agent: (agent.host < first, agent.host, agent.task))
 
 
 def run_in_tasks(driver: TaskAgents, wanted: SparkJob) -> JobResult:
     """Run the job in these tasks, as soon as they have arrived."""
     arrived = driver.meet_in_time(wanted.num_proc, wanted.start_timeout_s, wait_for_slots=wanted.wait_for_slots)
     tasks = place_tasks(arrived)
-    launcher = SparkLauncher(driver, tasks, bind_gpus=wanted.bind_gpus, python=wanted.python)
-    return run_job(replace(wanted, slots=tuple(place_ranks([task.host for task in tasks]))), launcher)
+    job = replace(wanted, slots=tuple(place_ranks([task.host for task in tasks])))
+    return run_job(job, SparkLauncher(driver, job, tasks))
 
 
 class SparkLauncher(HostLauncher):
-    """Starts each worker in the Spark task of its rank; without `tasks`, in the one that its slot's host names.
+    """Starts each worker in the Spark task of its rank; without `tasks`, in the one that its slot's host names."""
 
-    `bind_gpus`: make Spark's GPUs the visible ones. `python`: the workers', if it is not that of Spark's own.
-    """
-
-    def __init__(
-        self,
-        driver: TaskAgents,
-        tasks: Sequence[TaskAgent] = (),
-        *,
-        bind_gpus: bool,
-        python: str | None = None,
-    ) -> None:
+    def __init__(self, driver: TaskAgents, job: SparkJob, tasks: Sequence[TaskAgent] = ()) -> None:
         super().__init__(agents=driver, listen=driver.address)
         self.bind_address = driver.bind_address
-        self._driver, self._bind_gpus, self._python = driver, bind_gpus, python
-        self._tasks = tasks  # by rank
+        self._driver, self._job, self._tasks = driver, job, tasks
         # Slots have hashes for names, not addresses. In an elastic job rank 0 has no lasting place.
         self._master = {"MASTER_ADDR": tasks[0].address} if tasks else {}
 
@@ -93,7 +77,7 @@ class SparkLauncher(HostLauncher):
         own = self._driver.agent(self._node_of(spec))
         env = {**spec.env, **self._master, GPU_VARIABLE: ",".join(own.gpus)}
         visible = visible_gpus(own.gpus, [task.gpus for task in self._tasks or [own] if task.host == own.host])
-        if visible and self._bind_gpus:
+        if visible and self._job.bind_gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
         # No program: the Python of the task.
-        return replace(spec, env=env, argv=(self._python or "", *spec.argv[1:]), cwd=None)
+        return replace(spec, env=env, argv=(self._job.python or "", *spec.argv[1:]))
