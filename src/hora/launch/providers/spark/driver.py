@@ -183,7 +183,7 @@ class TaskAgents(Agents):
     """
 
     def __init__(self, num_tasks: int, *, bind_address: str, address: str, return_s: float = 0.0) -> None:
-        self._num_tasks, self._address = num_tasks, address
+        self._address = address
         self._arrived: dict[str, TaskAgent] = {}  # all agents so far, by name
         self._lost_one = False  # a task ended before its end was requested
         self._begun = False  # placement is done: a task that ends is not replaced
@@ -284,7 +284,7 @@ class TaskAgents(Agents):
 
     def missing(self) -> list[int]:
         with self._changed:
-            return [task for task in range(self._num_tasks) if task not in self._nodes]
+            return [task for task in range(self._num_nodes) if task not in self._nodes]
 
     def release(self) -> None:
         """Free the slots: tasks normally end on their own, and Spark kills the others. Idempotent."""
