@@ -73,15 +73,13 @@ class Relay:
         self.name = f"hora-relay-{secrets.token_hex(16)}"
         self._listener = sockets.listen(self.name)
         self._target: tuple[str, int] | None = None
-        self._has_target = asyncio.Event()
-        self._connected: set[socket.socket] = set()  # to the target, or about to be
         self._loop = asyncio.new_event_loop()
         self._acceptor = TaskAcceptor(self._loop, self._connect)
         self._thread = threading.Thread(target=self._run, name="hora-relay", daemon=True)
         self._thread.start()
 
     def set_target(self, target: tuple[str, int] | None) -> None:
-        """Connect to this address from now on (None: wait), and close the connections to any other."""
+        """Connect to this address from now on (None: to nothing), and close all connections: the workers retry."""
         with contextlib.suppress(RuntimeError):  # closed
             self._loop.call_soon_threadsafe(self._set_target, target)
 
@@ -103,24 +101,17 @@ class Relay:
             self._loop.close()
 
     def _set_target(self, target: tuple[str, int] | None) -> None:
-        if target == self._target:
-            return
-        self._target = target
-        for sock in self._connected:
-            self._acceptor.end(sock)
-        if target is None:
-            self._has_target.clear()
-        else:
-            self._has_target.set()
+        if target != self._target:
+            self._target = target
+            for sock in self._acceptor.connections:
+                self._acceptor.end(sock)
 
     async def _connect(self, sock: socket.socket) -> None:
         # After an error the worker retries.
         with contextlib.suppress(OSError, TimeoutError, asyncio.TimeoutError), contextlib.ExitStack() as stack:
-            await asyncio.wait_for(self._has_target.wait(), _WAIT_S)
             if self._target is None:
+                await asyncio.sleep(_WAIT_S)  # or until there is a leader: that ends this connection
                 return
-            self._connected.add(sock)
-            stack.callback(self._connected.discard, sock)
             leader = await asyncio.wait_for(asyncio.open_connection(*self._target, limit=_COPY_BYTES), _WAIT_S)
             stack.callback(leader[1].transport.abort)
             sockets.tune(leader[1].get_extra_info("socket"), silence_limit_s=CUT_S)
