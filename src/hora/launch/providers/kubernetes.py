@@ -115,6 +115,10 @@ def manifests(kind: str, request: ManifestRequest) -> list[Manifest]:
     return made
 
 
+def _object(api_version: str, kind: str, name: str, **content: Any) -> Manifest:
+    return {"apiVersion": api_version, "kind": kind, "metadata": {"name": name}, **content}
+
+
 def _state(request: ManifestRequest) -> list[Manifest]:
     """Return the empty Lease and Secret, and an account that may read and change only these two."""
     rules = [
@@ -123,14 +127,13 @@ def _state(request: ManifestRequest) -> list[Manifest]:
     ]
     account = {"kind": "ServiceAccount", "name": request.state}
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": request.state}
-    made: list[Manifest] = [
-        {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"},
-        {"apiVersion": "v1", "kind": "Secret"},
-        {"apiVersion": "v1", "kind": "ServiceAccount"},
-        {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "rules": rules},
-        {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "RoleBinding", "subjects": [account], "roleRef": role},
+    return [
+        _object("coordination.k8s.io/v1", "Lease", request.state),
+        _object("v1", "Secret", request.state),
+        _object("v1", "ServiceAccount", request.state),
+        _object("rbac.authorization.k8s.io/v1", "Role", request.state, rules=rules),
+        _object("rbac.authorization.k8s.io/v1", "RoleBinding", request.state, subjects=[account], roleRef=role),
     ]
-    return [{**manifest, "metadata": {"name": request.state}} for manifest in made]
 
 
 def _variables(request: ManifestRequest) -> list[Manifest]:
@@ -196,32 +199,24 @@ def _job(request: ManifestRequest) -> list[Manifest]:
     spec = _pods(request, _agent_command(request, f"{request.name}-0.{request.name}"))
     spec["template"]["spec"]["subdomain"] = request.name
     service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": request.name},
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {"app.kubernetes.io/name": request.name},
-            "ports": [{"name": "hora", "port": DEFAULT_PORT}],
-        },
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {"app.kubernetes.io/name": request.name},
+        "ports": [{"name": "hora", "port": DEFAULT_PORT}],
     }
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": request.name}, "spec": spec}
-    return [service, job]
+    return [
+        _object("v1", "Service", request.name, spec=service),
+        _object("batch/v1", "Job", request.name, spec=spec),
+    ]
 
 
 def _job_set(request: ManifestRequest) -> list[Manifest]:
     spec = _pods(request, _agent_command(request, f"{request.name}-node-0-0.{request.name}"))
     job_set = {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {"name": request.name},
-        "spec": {
-            "network": {"enableDNSHostnames": True, "subdomain": request.name},
-            "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": spec}}],
-        },
+        "network": {"enableDNSHostnames": True, "subdomain": request.name},
+        "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": spec}}],
     }
-    return [job_set]
+    return [_object("jobset.x-k8s.io/v1alpha2", "JobSet", request.name, spec=job_set)]
 
 
 def _train_job(request: ManifestRequest) -> list[Manifest]:
@@ -237,21 +232,16 @@ def _train_job(request: ManifestRequest) -> list[Manifest]:
     if request.resources:
         trainer["resourcesPerNode"] = request.resources
     # A patch of the runtime's pods cannot leave the token out, but an account can.
-    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": request.secret}}
-    made = [] if request.any_leader else [{**account, "automountServiceAccountToken": False}]
+    account = _object("v1", "ServiceAccount", request.secret, automountServiceAccountToken=False)
     pods = _pod(request, {"serviceAccountName": request.state if request.any_leader else request.secret}, {})
     replicated = {"name": "node", "template": {"spec": {"template": {"spec": pods}}}}
     patch = {
         "manager": "hora.example/manifest",
         "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}},
     }
-    job = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": {"name": request.name},
-        "spec": {"runtimeRef": {"name": request.runtime}, "trainer": trainer, "runtimePatches": [patch]},
-    }
-    return [*made, job]
+    spec = {"runtimeRef": {"name": request.runtime}, "trainer": trainer, "runtimePatches": [patch]}
+    job = _object("trainer.kubeflow.org/v1alpha1", "TrainJob", request.name, spec=spec)
+    return [job] if request.any_leader else [account, job]
 
 
 def _mpi_job(request: ManifestRequest) -> list[Manifest]:
@@ -276,13 +266,8 @@ def _mpi_job(request: ManifestRequest) -> list[Manifest]:
         return {"replicas": count, "restartPolicy": "Never", "template": {"spec": spec}}
 
     job = {
-        "apiVersion": "kubeflow.org/v2beta1",
-        "kind": "MPIJob",
-        "metadata": {"name": request.name},
-        "spec": {
-            "slotsPerWorker": request.slots,
-            "runPolicy": {"cleanPodPolicy": "Running"},
-            "mpiReplicaSpecs": {"Launcher": replicas(launcher, 1), "Worker": replicas(worker, request.num_nodes)},
-        },
+        "slotsPerWorker": request.slots,
+        "runPolicy": {"cleanPodPolicy": "Running"},
+        "mpiReplicaSpecs": {"Launcher": replicas(launcher, 1), "Worker": replicas(worker, request.num_nodes)},
     }
-    return [job]
+    return [_object("kubeflow.org/v2beta1", "MPIJob", request.name, spec=job)]
