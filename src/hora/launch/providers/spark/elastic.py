@@ -9,6 +9,7 @@ failure would end all tasks.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -91,7 +92,7 @@ class _Attempts(StageDriver):
     """
 
     def __init__(self, context: Any, num_tasks: int, *, least: int, **rest: Any) -> None:
-        self._least = least
+        self._least, self._numbers = least, itertools.count()
         self._left: set[tuple[int, int]] = set()  # attempts that were notified
         super().__init__(context, num_tasks, barrier=False, **rest)
 
@@ -118,7 +119,9 @@ class _Attempts(StageDriver):
             self._lost_one = self._begun = False  # Spark replaces lost tasks
         if before is not None:
             before.lost(255)
-        super()._join(peer, joining)
+        # One host per attempt: the controller may bar this one, but not its successor.
+        name = f"{joining.name}-task{joining.node}-{next(self._numbers)}"
+        super()._join(peer, joining._replace(name=name))
 
 
 class _ElasticLauncher(SparkLauncher):
