@@ -177,7 +177,7 @@ def test_forged_entries_of_the_store_are_named_and_ignored(forged, caplog):
     for raw.version in ("2", "2", "3"):  # no leader has restored its own entry yet
         with pytest.raises(StoreError, match=r"the entry 'leader' in the store .* remove it"):
             store.read()
-    raw.ttl_s = 0
+    store.ttl_s = 0
     assert store.read().term == 0
     assert raw.evicted == ["3"]
 

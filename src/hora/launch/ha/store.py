@@ -52,15 +52,13 @@ class Contents:
 
 
 class JobStore(Protocol):
-    """Interface of stores. All methods raise StoreError, and may be called from several threads."""
+    """Interface of stores. All methods raise StoreError, and may be called from several threads.
 
-    @property
-    def members(self) -> tuple[tuple[str, int], ...]:
-        """The addresses of its servers."""
+    `members`: the addresses of its servers. `ttl_s`: a leader that does not renew its lease for so long is replaced.
+    """
 
-    @property
-    def ttl_s(self) -> int:
-        """Seconds after which a leader that does not renew its lease is replaced."""
+    members: tuple[tuple[str, int], ...]
+    ttl_s: int
 
     def read(self) -> Contents:
         """Return the leader's term, and values that are at least as recent."""
@@ -138,15 +136,11 @@ class AuthenticatedStore:
     """
 
     def __init__(self, store: JobStore, secret: bytes) -> None:
-        self._store, self.members = store, store.members
+        self._store, self.members, self.ttl_s = store, store.members, store.ttl_s
         self.delete, self.renew, self.resign, self.evict = store.delete, store.renew, store.resign, store.evict
         self._key = derived_secret(secret, "values of the store")
         self._complained: set[str] = set()
         self._forged_leader: tuple[str, float] | None = None  # the version of the entry, and since when it is known
-
-    @property
-    def ttl_s(self) -> int:
-        return self._store.ttl_s
 
     def read(self) -> Contents:
         found, values = self._store.read(), {}
