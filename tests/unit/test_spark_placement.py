@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from queue import SimpleQueue
 from unittest.mock import Mock
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from hora.launch.agent.protocol import Exited
 from hora.launch.job import WorkerSpec
-from hora.launch.providers.spark.driver import TaskAgent, TaskAgents
+from hora.launch.providers.spark.driver import SparkStage, TaskAgent, TaskAgents
 from hora.launch.providers.spark.elastic import _ElasticLauncher
 from hora.launch.providers.spark.launcher import place_tasks
 from hora.launch.slots import place_ranks, visible_gpus
@@ -80,3 +81,40 @@ def test_the_end_of_a_lost_attempts_worker_fails_no_later_attempt() -> None:
     assert ends.get(timeout=30).code == 137
     wait_until("its own task was failed", lambda: lost.dismissed)
     assert not later.dismissed
+
+
+def test_stages_that_start_together_leave_sparks_environment_unchanged() -> None:
+    """Otherwise UDFs would run in the Python workers that have a warm process."""
+    second_inside, first_over = threading.Event(), threading.Event()
+    context = Mock(environment={"A": "1"})
+
+    class Tasks:
+        def __init__(self, before: threading.Event, inside: threading.Event) -> None:
+            self.before, self.inside, self.collect = before, inside, Mock()
+
+        @property
+        def _jrdd(self) -> None:
+            assert context.environment["HORA_SPARK_WORKER"] == "1"
+            self.inside.set()
+            self.before.wait(0.5)
+
+    first_inside = threading.Event()
+    stages = []
+    for tasks in (Tasks(second_inside, first_inside), Tasks(first_over, second_inside)):
+        own = Mock(parallelize=Mock(return_value=Mock(mapPartitions=Mock(return_value=tasks))))
+        own.getConf().get.return_value = "false"
+        stage = SparkStage(own, 1, print, group="g", barrier=False)
+        stage.context = Mock(wraps=context, parallelize=own.parallelize)
+        type(stage.context).environment = property(
+            lambda _: context.environment, lambda _, value: setattr(context, "environment", value)
+        )
+        stages.append(stage)
+    threads = [threading.Thread(target=stage._run) for stage in stages]
+    threads[0].start()
+    assert first_inside.wait(30)
+    threads[1].start()
+    threads[0].join(30)
+    first_over.set()
+    threads[1].join(30)
+    assert [stage.error for stage in stages] == [None, None]
+    assert context.environment == {"A": "1"}

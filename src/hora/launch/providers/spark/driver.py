@@ -30,6 +30,7 @@ from hora.net.session import SessionPeer
 from hora.net.wire import new_secret
 
 _numbers = itertools.count()
+_changing_environment = threading.Lock()  # the SparkContext's, which stages that start together share
 T = TypeVar("T", bound="TaskAgents")
 
 _POLL_S = 0.25
@@ -128,12 +129,13 @@ class SparkStage:
             tasks = stage.mapPartitions(functools.partial(_call_for_each, self._body))
             # Spark keeps a set of Python workers per requested environment. So the next job gets workers with a warm
             # process beside them (`warm_pool`), however many other workers UDFs have used.
-            environment = self.context.environment
-            self.context.environment = {**environment, "HORA_SPARK_WORKER": "1"}
-            try:
-                tasks._jrdd  # noqa: B018 - computed once, and with it the kind of Python worker
-            finally:
-                self.context.environment = environment
+            with _changing_environment:
+                environment = self.context.environment
+                self.context.environment = {**environment, "HORA_SPARK_WORKER": "1"}
+                try:
+                    tasks._jrdd  # noqa: B018 - computed once, and with it the kind of Python worker
+                finally:
+                    self.context.environment = environment
             tasks.collect()
         except BaseException as error:  # whatever it is belongs to the thread that waits for the job
             self.error = error
