@@ -130,7 +130,7 @@ def test_few_files_for_a_death_in_an_elastic_job(tmp_path):
     assert job.wait(150) == 0, job.text()
     end = float(job.text().split("goes on ")[1].split()[0])
     # The agent of this machine starts without site-packages and therefore records nothing.
-    agents = {"launch/agent/agent.py", "launch/agent/protocol.py", "launch/processes.py", "lifeline.py"}
+    agents = {"launch/agent/agent.py", "launch/processes.py", "lifeline.py", "net/messages.py"}
     files = walk.files(begin, end) | agents
     assert "launch/controller/elastic_policy.py" in files
     assert len(files) <= MOST_FILES_OF_A_DEATH, sorted(files)
