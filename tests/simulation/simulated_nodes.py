@@ -28,7 +28,6 @@ from hora.launch.agent.protocol import (
     Join,
     Leaving,
     Ping,
-    Pong,
     Start,
     Started,
     Terminate,
@@ -37,7 +36,7 @@ from hora.launch.agent.protocol import (
     Message as Report,
 )
 from hora.launch.slots import NodeSpec
-from hora.net.messages import Frames, frame
+from hora.net.messages import Frames, Pong, frame
 from hora.net.wire import Credentials
 from hora.world import World
 

@@ -10,13 +10,13 @@ import threading
 
 import pytest
 
-from hora.launch.agent.protocol import MESSAGES, Join, Output, Ping, Pong, Start, Taken, Welcome
+from hora.launch.agent.protocol import MESSAGES, Join, Output, Ping, Start, Taken, Welcome
 from hora.launch.controller import agents
 from hora.launch.controller.agents import Agents, credentials
 from hora.launch.controller.launcher import HostLauncher
 from hora.launch.job import WorkerSpec
 from hora.launch.slots import Slot
-from hora.net.messages import pack, unpack
+from hora.net.messages import Pong, pack, unpack
 from hora.net.session import ClientSession
 from hora.net.wire import connect, new_secret
 from hora.version import version

@@ -24,6 +24,7 @@ from typing import Any
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net import requests
 from hora.net.keys import read_held_secret
+from hora.net.messages import Pong
 from hora.net.requests import Request
 from hora.net.wire import RECONNECT_PAUSE_S, Connection, Credentials, Header, connect, cut_parts
 from hora.world import RendezvousEndpoint, World
@@ -94,7 +95,7 @@ class ControlClient:
         self._notices: list[Notice] = []
         self._why_closed: str | None = None
         self._reopen: Callable[[float], Connection] | None = None  # set once it speaks for a worker
-        self._hello: requests.Hello | None = None
+        self._hello = requests.Hello(name)
         self._term = 0  # of the latest leader, in a job whose leaders change
         self._reader = threading.Thread(target=self._read, name=f"hora-control {name}", daemon=True)
         self._reader.start()
@@ -328,7 +329,7 @@ class ControlClient:
             header, payload = self._connection.receive()
             self._check_term(header)
             if header.get("notice") == "ping":
-                self._send(requests.Pong())
+                self._send(Pong())
             elif "notice" in header:
                 self._tell(header)
             else:
@@ -342,7 +343,6 @@ class ControlClient:
             while (reopen := self._reopen) is not None and (left_s := deadline - time.monotonic()) > 0:
                 try:
                     connection = reopen(left_s)
-                    assert self._hello is not None
                     connection.send(_header(self._hello, 0))
                     answer, _ = connection.receive(limit_s=left_s)
                     connection.sock.settimeout(None)

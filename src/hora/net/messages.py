@@ -8,6 +8,7 @@ Local agents import this module at start, so it uses only modules that Python ha
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 from collections.abc import Callable, Mapping
@@ -17,6 +18,10 @@ _LENGTHS = struct.Struct(">II")
 _MAX_HEADER_BYTES, _MAX_PAYLOAD_BYTES = 60 * 1024, 16 * 1024 * 1024
 
 M = TypeVar("M")
+
+
+class Pong(NamedTuple):
+    """The answer to a heartbeat, of an agent or a worker."""
 
 
 def _all(kind: type) -> Callable[[Any], bool]:
@@ -37,15 +42,19 @@ _HAS_TYPE: dict[str, Callable[[Any], bool]] = {
 }
 
 
+@functools.cache
+def _types(kind: type) -> dict[str, str]:
+    """Return the names of the fields' types."""
+    return {name: str(getattr(one, "__forward_arg__", one)) for name, one in kind.__annotations__.items()}
+
+
 def checked(kind: type[M], fields: Mapping[str, Any]) -> M:
     """Return a message with these fields; other fields are ignored. Raises ValueError if a field is invalid."""
-    given = {}
-    for name, annotation in kind.__annotations__.items():
-        if name in fields:
-            type_name = str(getattr(annotation, "__forward_arg__", annotation))
-            if not _HAS_TYPE[type_name](fields[name]):
-                raise ValueError(f"{kind.__name__}.{name} is no {type_name}: {str(fields[name])[:100]!r}")
-            given[name] = fields[name]
+    types = _types(kind)  # type: ignore[arg-type]  # mypy does not see that a class is hashable
+    given = {name: fields[name] for name in types if name in fields}
+    for name, value in given.items():
+        if not _HAS_TYPE[types[name]](value):
+            raise ValueError(f"{kind.__name__}.{name} is no {types[name]}: {str(value)[:100]!r}")
     try:
         return kind(**given)
     except TypeError as error:  # a field is missing

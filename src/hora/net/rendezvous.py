@@ -25,7 +25,7 @@ from weakref import WeakValueDictionary
 
 from hora.net import requests
 from hora.net.keys import rank_keys, world_secret
-from hora.net.messages import checked
+from hora.net.messages import Pong, checked
 from hora.net.server import Peer, Server, Timer
 from hora.net.wire import Credentials, CredentialsOf, Header, join_parts, worker_key
 from hora.world import World
@@ -38,7 +38,7 @@ _KEYS_BYTES = 256 * 1024
 _LAUNCHERS_KEYS = "hora/"  # only the launcher sets keys with this prefix
 _READING = (requests.Get, requests.Check, requests.Keys)
 _WRITING = (requests.Set, requests.Add, requests.Delete, requests.Gather)
-_UNANSWERED = (requests.Pong, requests.LogLine, requests.Telemetry)
+_UNANSWERED = (Pong, requests.LogLine, requests.Telemetry)
 
 
 @dataclass
@@ -132,7 +132,7 @@ class KeyValueStore:
         """Handle the request with this number, which its answer repeats, by the method of its name."""
         getattr(self, f"_on_{requests.NAMES[type(request)]}")(peer, number, request, payload)
 
-    def _on_pong(self, peer: Peer, number: int, request: requests.Pong, payload: bytes) -> None:
+    def _on_pong(self, peer: Peer, number: int, request: Pong, payload: bytes) -> None:
         """Do nothing: the server has noted the activity."""
 
     def closed(self, peer: Peer) -> None:

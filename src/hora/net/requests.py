@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from hora.net.messages import Pong
+
 
 class Hello(NamedTuple):
     """Introduces a connection. `worker`: the connection belongs to this worker, which is lost if it ends."""
@@ -15,10 +17,6 @@ class Hello(NamedTuple):
 
 class Bye(NamedTuple):
     """The connection ends in order."""
-
-
-class Pong(NamedTuple):
-    """The answer to a heartbeat."""
 
 
 class Set(NamedTuple):

@@ -32,7 +32,7 @@ _TELL_MESSAGES, _TELL_BYTES = 64, 256 * 1024  # acknowledge after this much
 _CLOSED_S, _RESET_S = 0.5, 2.0
 
 
-class _End:
+class _SessionEnd:
     """One end: sequence numbers of the sent messages that the other end may lack, and of what was received.
 
     `connected`: messages can be sent now; otherwise they are kept until the client reconnects.
@@ -86,7 +86,7 @@ class _End:
             return True
 
 
-class ClientSession(_End):
+class ClientSession(_SessionEnd):
     """The client's end. One receiver; any thread may send without waiting for a broken connection.
 
     `reopen(limit_s)` reconnects. `limit_s`: how long to try; 0: not at all. If the server's process has ended, it
@@ -165,7 +165,7 @@ class ClientSession(_End):
         self.connection.close()
 
 
-class SessionPeer(_End):
+class SessionPeer(_SessionEnd):
     """The server's end of a session for handlers: a `Peer` that outlives its connection."""
 
     def __init__(self, sessions: Sessions, name: str, peer: Peer) -> None:

@@ -40,7 +40,6 @@ from hora.launch.agent.protocol import (
     Message,
     Output,
     Ping,
-    Pong,
     Start,
     Started,
     Terminate,
@@ -62,7 +61,7 @@ from hora.launch.processes import (
     spawn,
     variables,
 )
-from hora.net.messages import Frames, frame
+from hora.net.messages import Frames, Pong, frame
 
 if TYPE_CHECKING:
     import socket

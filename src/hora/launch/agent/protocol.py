@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from hora.net.messages import Pong
+
 VERSION = 4
 
 
@@ -97,10 +99,6 @@ class Taken(NamedTuple):
 
 class Ping(NamedTuple):
     """A heartbeat of the controller."""
-
-
-class Pong(NamedTuple):
-    """The answer to a heartbeat."""
 
 
 class Started(NamedTuple):

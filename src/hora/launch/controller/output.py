@@ -66,7 +66,7 @@ class OutputWriter:
         self._ranks = dict(ranks)
         self._names: dict[int, str] = {}
         self._lock = threading.Lock()
-        self._streams: dict[tuple[int, str], _Stream] = {}
+        self._streams: dict[tuple[int, str], _WorkerStream] = {}
         self._tails: dict[int, Tail] = {}
         self._consoles = {
             "stdout": _Console(options.stdout if options.stdout is not None else sys.stdout),
@@ -134,7 +134,7 @@ class OutputWriter:
             when = time.asctime() if self._options.timestamp else ""
             name = self._names.get(worker) or self._ranks.get(worker, worker)
             prefix = f"{when}[{self._options.tag}{name}]<{stream}>:".encode()
-        shown, kept = self._streams.setdefault(key, _Stream()).feed(data, prefix, last=last)
+        shown, kept = self._streams.setdefault(key, _WorkerStream()).feed(data, prefix, last=last)
         if console.is_file:
             shown = kept
         if self._options.console and shown:
@@ -144,7 +144,7 @@ class OutputWriter:
             file.write(kept)
 
 
-class _Stream:
+class _WorkerStream:
     """One stream of a worker as lines with a prefix: on the console, and in a file."""
 
     def __init__(self) -> None:

@@ -24,7 +24,6 @@ from hora.launch.agent.protocol import (
     Message,
     Output,
     Ping,
-    Pong,
     Refused,
     Start,
     Started,
@@ -39,7 +38,7 @@ from hora.launch.limits import CONNECT_S, END_S, GRACE_S
 from hora.launch.processes import first_variables, variables
 from hora.launch.providers.spark import warm_pool
 from hora.net.keys import read_held_secret
-from hora.net.messages import Frames, frame, pack, unpack
+from hora.net.messages import Frames, Pong, frame, pack, unpack
 from hora.net.session import ClientSession
 from hora.net.wire import Connection, connect
 from hora.version import version
