@@ -91,7 +91,7 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
     "horovod.runner.common.util.timeout": ("hora.legacy.runner: Timeout TimeoutException",),
     "horovod.runner.common.util.tiny_shell_exec": ("hora.legacy.runner: execute=execute_quietly",),
     "horovod.runner.elastic": (),
-    "horovod.runner.elastic.constants": ("hora.launch.controller.elastic_policy: RESET_LIMIT_EXCEEDED_MESSAGE",),
+    "horovod.runner.elastic.constants": ("hora.launch.controller.policy: RESET_LIMIT_EXCEEDED_MESSAGE",),
     "horovod.runner.elastic.discovery": ("hora.legacy.elastic: FixedHosts HostDiscovery HostDiscoveryScript",),
     "horovod.runner.elastic.driver": "hora.legacy.elastic",
     "horovod.runner.elastic.rendezvous": (

@@ -132,6 +132,6 @@ def test_few_files_for_a_death_in_an_elastic_job(tmp_path):
     # The agent of this machine starts without site-packages and therefore records nothing.
     agents = {"launch/agent/agent.py", "launch/processes.py", "lifeline.py", "net/messages.py"}
     files = walk.files(begin, end) | agents
-    assert "launch/controller/elastic_policy.py" in files
+    assert "launch/controller/policy.py" in files
     assert len(files) <= MOST_FILES_OF_A_DEATH, sorted(files)
     assert not psutil.pid_exists(victim)

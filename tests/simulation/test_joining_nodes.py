@@ -39,10 +39,10 @@ from hora.launch.agent import agent
 from hora.launch.agent import session as agent_session
 from hora.launch.controller import agents, launcher
 from hora.launch.controller.agents import Agents
-from hora.launch.controller.elastic_policy import Limits
 from hora.launch.controller.hosts import ElasticSpec
 from hora.launch.controller.launcher import HostLauncher
 from hora.launch.controller.loop import run_job
+from hora.launch.controller.policy import Limits
 from hora.launch.job import Job, OutputOptions
 from hora.launch.slots import get_host_assignments
 from hora.net import session

@@ -24,9 +24,9 @@ from simulator import LONGEST_RUN_S, Discovery, Network, Simulation, StuckError,
 from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch.controller import hosts as elastic
 from hora.launch.controller import loop
-from hora.launch.controller.elastic_policy import Limits
 from hora.launch.controller.hosts import ElasticSpec
 from hora.launch.controller.loop import run_job
+from hora.launch.controller.policy import Limits
 from hora.launch.job import Job, OutputOptions
 from hora.launch.slots import HostInfo, get_host_assignments
 from hora.net.rendezvous import Rendezvous

@@ -21,9 +21,9 @@ from test_simulation import Run as JobRun
 
 from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch.agent.protocol import Exited
-from hora.launch.controller.elastic_policy import Limits
 from hora.launch.controller.hosts import ElasticSpec
 from hora.launch.controller.loop import run_job
+from hora.launch.controller.policy import Limits
 from hora.launch.job import Job, LaunchEvents, LeadershipLostError, OutputOptions, WorkerSpec
 from hora.launch.limits import KILLED_S
 from hora.launch.slots import get_host_assignments

@@ -7,24 +7,22 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from hora.launch.controller.elastic_policy import (
-    ADDED,
-    NEWCOMER_BATCH_WAIT_S,
-    REMOVED,
-    ElasticPolicy,
-    Limits,
-)
 from hora.launch.controller.hosts import ElasticSpec, Hosts, parse_discovered
 from hora.launch.controller.policy import (
+    ADDED,
     LINGER_LIMIT_S,
+    NEWCOMER_BATCH_WAIT_S,
+    REMOVED,
     Begin,
     Decision,
+    ElasticPolicy,
     End,
     EndJob,
     Facts,
     Fail,
     Failure,
     GiveUp,
+    Limits,
     Notify,
     Publish,
     StartWorkers,

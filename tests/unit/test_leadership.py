@@ -15,9 +15,8 @@ import pytest
 
 from hora.launch.agent.protocol import Exited, Output, Started, Terminate
 from hora.launch.controller.agents import Agents
-from hora.launch.controller.elastic_policy import Limits
 from hora.launch.controller.hosts import ElasticSpec, Hosts
-from hora.launch.controller.policy import Facts, WorkerState
+from hora.launch.controller.policy import Facts, Limits, WorkerState
 from hora.launch.ha.following import LeaderLink, Relay, _earlier_process
 from hora.launch.ha.leadership import Leadership, next_step, open_store
 from hora.launch.ha.store import AuthenticatedStore, Contents, LeaderTerm, StoreError

@@ -13,9 +13,8 @@ pytest.importorskip("ray")
 
 import ray
 
-from hora.launch.controller.elastic_policy import Limits
 from hora.launch.controller.hosts import ElasticSpec, Hosts
-from hora.launch.controller.policy import Worker, WorkerState
+from hora.launch.controller.policy import Limits, Worker, WorkerState
 from hora.launch.slots import HostInfo
 from hora.net.client import ControlClient
 from hora.world import World

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from hora.launch.controller.launcher import HostLauncher
 from hora.launch.controller.loop import run_job
+from hora.launch.controller.policy import Limits
 from hora.launch.job import Job, JobResult, OutputOptions, Watching
 from hora.launch.options import Options
 from hora.launch.slots import HostInfo, get_host_assignments, parse_host_files, parse_hosts
@@ -87,7 +88,6 @@ def find_hosts(options: Options, environ: Mapping[str, str], nodes: Agents | Non
 
 def elastic_spec(options: Options, environ: Mapping[str, str], nodes: Agents | None = None) -> ElasticSpec:
     """Return an elastic job's limits. Raises ValueError if the job could never recover from a failure."""
-    from hora.launch.controller.elastic_policy import Limits
     from hora.launch.controller.hosts import DiscoveryScript, ElasticSpec
 
     script = None

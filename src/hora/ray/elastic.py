@@ -17,9 +17,9 @@ from typing import Any
 
 import ray
 
-from hora.launch.controller.elastic_policy import Limits
 from hora.launch.controller.hosts import ElasticSpec
 from hora.launch.controller.loop import run_job
+from hora.launch.controller.policy import Limits
 from hora.launch.job import Job, Watching
 from hora.launch.pickling import pickle_call
 from hora.launch.processes import variables

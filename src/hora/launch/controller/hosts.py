@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from hora.config import EngineConfig
-from hora.launch.controller.elastic_policy import Limits
-from hora.launch.controller.policy import Worker
+from hora.launch.controller.policy import Limits, Worker
 from hora.launch.slots import HostInfo, Slot, slots_by_host
 from hora.net import sockets
 

@@ -1,6 +1,6 @@
 """The controller runs a job: it polls events, asks the policy and acts, until the job is over.
 
-All jobs use it: the policy (`policy`, `elastic_policy`) handles fixed and changing sizes. A `Launcher` starts the
+All jobs use it: the policy (`policy`) handles fixed and changing sizes. A `Launcher` starts the
 processes. It and the rendezvous report events from their own threads: an event goes to the observer, such as the live
 page, at once, and into a queue, which the controller handles in its own thread. SIGTERM and SIGHUP become exceptions,
 so that every `finally` runs.
@@ -29,6 +29,7 @@ from hora.launch.agent.protocol import Exited
 from hora.launch.controller.output import OutputWriter
 from hora.launch.controller.policy import (
     Begin,
+    ElasticPolicy,
     End,
     EndJob,
     Facts,
@@ -69,7 +70,6 @@ from hora.net.wire import new_secret, worker_key
 from hora.world import RendezvousEndpoint, World
 
 if TYPE_CHECKING:
-    from hora.launch.controller.elastic_policy import ElasticPolicy
     from hora.launch.controller.hosts import ElasticSpec, Hosts  # jobs that never change size start faster without
     from hora.launch.ha.leadership import Leadership
 
@@ -217,7 +217,6 @@ class _Controller(Observation):
                 needs_results=needs_results,
                 start_timeout_s=self._job.start_timeout_s + (_LOADING_LIMIT_S if self._preload else 0.0),
             )
-        from hora.launch.controller.elastic_policy import ElasticPolicy
         from hora.launch.controller.hosts import Hosts
 
         self._hosts = Hosts(spec)

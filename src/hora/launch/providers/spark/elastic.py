@@ -17,9 +17,9 @@ from dataclasses import replace
 from typing import Any
 
 from hora.launch.agent.protocol import Exited, Join
-from hora.launch.controller.elastic_policy import Limits
 from hora.launch.controller.hosts import ElasticSpec
 from hora.launch.controller.loop import run_job
+from hora.launch.controller.policy import Limits
 from hora.launch.job import JobResult, LaunchEvents, WorkerSpec
 from hora.launch.limits import SPARK_END_S
 from hora.launch.providers.spark.cluster import check_protection, decommissions, seconds_of
