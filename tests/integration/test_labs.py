@@ -29,14 +29,14 @@ def test_spark_and_pandas_agree_row_for_row(spark, tmp_path):
     """Covers gaps, text that stands for a gap, spaces and repeated rows. The lab itself compares the package's rows."""
     import pandas as pd
 
-    from hora.labs.penguins import data, spark_steps
+    from hora.labs.penguins import data
 
     rows = [f"{i % 3},{i % 2},4{i % 10}.{i},1{i % 5}, 18{i % 10} ,3{i % 10}00" for i in range(40)]
     rows += ["1,0,,17,180,3000", "1,0,40,NA,180,3000", rows[0], rows[1]]
     csv = tmp_path / "penguins.csv"
     csv.write_text(CSV.format(rows="\n".join(rows)))
     ours = data.prepare(data.read(csv))
-    theirs = spark_steps.prepare(spark_steps.read(spark, csv))
+    theirs = data.prepare_in_spark(data.read_in_spark(spark, csv))
     for left, right in zip(ours[:2], theirs[:2], strict=True):
         pd.testing.assert_frame_equal(left, right.toPandas())
     assert ours[2:] == theirs[2:]

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from hora.labs.penguins.data import load_penguins, read
-from hora.labs.penguins.steps import COLUMNS, by_frequency, species_names
+from hora.labs.penguins.data import COLUMNS, by_frequency, load_penguins, read, species_names
 
 HEADER = "Island,CulmenLength,CulmenDepth,FlipperLength,BodyMass,Species\n"
 
@@ -39,7 +38,7 @@ def test_no_test_row_is_in_the_training_set():
 
 def test_the_seed_determines_the_split(monkeypatch):
     first, again = load_penguins(), load_penguins()
-    monkeypatch.setattr("hora.labs.penguins.steps.SEED", 1)
+    monkeypatch.setattr("hora.labs.penguins.data.SEED", 1)
     other = load_penguins()
     assert np.array_equal(first.train.features, again.train.features)
     assert not np.array_equal(first.train.features, other.train.features)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from hora.labs.penguins.steps import Penguins
+    from hora.labs.penguins.data import Penguins
     from hora.labs.penguins.training import PenguinRun
     from hora.workflow import ModelFile
 
@@ -162,8 +162,8 @@ def _train(
 def _show(data: Penguins, runs: Mapping[str, PenguinRun], folder: Path) -> None:
     import matplotlib
 
+    from hora.labs.penguins.data import FEATURES
     from hora.labs.penguins.figure import draw
-    from hora.labs.penguins.steps import FEATURES
     from hora.workflow import load, plot_weights
 
     _step("5. Look at it")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hora.labs.penguins.steps import DIVISORS, FEATURES, Penguins
+from hora.labs.penguins.data import DIVISORS, FEATURES, Penguins
 from hora.labs.penguins.training import PenguinRun
 from hora.workflow import ModelFile
 from hora.workflow.plots import COLOURS, INK, draw_curves, polish

@@ -9,13 +9,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import numpy as np
 import torch
 
 import hora.torch as hvd
-from hora.labs.penguins.steps import FEATURES, Penguins
-from hora.labs.penguins.training import BATCH_SIZE, LEARNING_RATE, SEED, PenguinRun, features_of
-from hora.workflow import History, save, seed_everything
+from hora.labs.penguins.data import FEATURES, Penguins
+from hora.labs.penguins.training import BATCH_SIZE, LEARNING_RATE, SEED, PenguinRun, finished
+from hora.workflow import History, seed_everything
 from hora.workflow.architectures import MLP
 
 
@@ -32,12 +31,11 @@ def train(data: Penguins, *, epochs: int = 50, model_path: str | None = None) ->
     dense = [keras.layers.Dense(size, activation="relu") for size in sizes[1:-1]]
     model = keras.Sequential([keras.layers.Input((sizes[0],)), *dense, keras.layers.Dense(sizes[-1])])
     network = MLP(sizes)
-    parameters: list[tuple[Any, Any]] = [(layer.weight, layer.bias) for layer in network.layers]
-    model.set_weights(
-        [value for weight, bias in parameters for value in (weight.T.detach().numpy(), bias.detach().numpy())]
-    )
+    pairs: list[tuple[Any, Any]] = list(zip(network.layers, model.layers, strict=True))
+    for ours, theirs in pairs:
+        theirs.set_weights([ours.weight.T.detach().numpy(), ours.bias.detach().numpy()])
     mine = slice(hvd.rank(), len(data.train) // hvd.size() * hvd.size(), hvd.size())
-    features, labels = data.train.features[mine].astype("float32"), data.train.labels[mine]
+    features, labels = data.train.features[mine], data.train.labels[mine]
     rate = LEARNING_RATE * hvd.size()
     steps = max(1, -(-len(labels) // BATCH_SIZE)) * epochs
     model.compile(
@@ -54,22 +52,19 @@ def train(data: Penguins, *, epochs: int = 50, model_path: str | None = None) ->
         batch_size=BATCH_SIZE,
         epochs=epochs,
         verbose=0,
-        validation_data=(data.test.features.astype("float32"), data.test.labels),
+        validation_data=(data.test.features, data.test.labels),
         callbacks=[
             hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0),
             hvd_keras.callbacks.MetricAverageCallback(),
             _recorder(keras, history, hvd.rank() == 0),
         ],
     )
-    trained = iter(model.get_weights())
     with torch.no_grad():
-        for weight, bias in parameters:
-            weight.copy_(torch.from_numpy(np.array(next(trained)).T.copy()))
-            bias.copy_(torch.from_numpy(np.array(next(trained))))
-    if model_path is not None and hvd.rank() == 0:
-        notes = {"epochs": epochs, "ranks": hvd.size(), "test accuracy": history.last("valid_accuracy")}
-        save(model_path, network, classes=data.species, features=features_of(data), notes=notes)
-    return PenguinRun(history=history, num_ranks=hvd.size(), weights=network.state_dict())
+        for ours, theirs in pairs:
+            kernel, bias = theirs.get_weights()
+            ours.weight.copy_(torch.tensor(kernel.T))
+            ours.bias.copy_(torch.tensor(bias))
+    return finished(network, data, history, model_path)
 
 
 def _recorder(keras: Any, history: History, progress: bool) -> Any:

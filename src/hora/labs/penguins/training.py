@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import hora.torch as hvd
-from hora.labs.penguins.steps import DIVISORS, FEATURES, Examples, Penguins
+from hora.labs.penguins.data import DIVISORS, FEATURES, Examples, Penguins
 from hora.workflow import Feature, History, Recipe, Schedule, accuracy, fit, make_loaders, save, seed_everything
 from hora.workflow.architectures import MLP
 
@@ -46,10 +46,16 @@ def train(data: Penguins, *, epochs: int = 50, model_path: str | None = None) ->
         metrics={"accuracy": accuracy},
         recipe=Recipe(schedule=Schedule(decay="cosine")),  # scaled with the number of ranks, then down to 0
     )
+    return finished(model, data, history, model_path)
+
+
+def finished(model: MLP, data: Penguins, history: History, model_path: str | None) -> PenguinRun:
+    """Return a run's result; rank 0 saves the model."""
+    run = PenguinRun(history=history, num_ranks=hvd.size(), weights=model.state_dict())
     if model_path is not None and hvd.rank() == 0:
-        notes = {"epochs": epochs, "ranks": hvd.size(), "test accuracy": history.last("valid_accuracy")}
+        notes = {"epochs": len(history), "ranks": run.num_ranks, "test accuracy": run.accuracy}
         save(model_path, model, classes=data.species, features=features_of(data), notes=notes)
-    return PenguinRun(history=history, num_ranks=hvd.size(), weights=model.state_dict())
+    return run
 
 
 def features_of(data: Penguins) -> tuple[Feature, ...]:
