@@ -290,7 +290,7 @@ def test_an_address_is_parsed():
 
 @needs_etcd
 def test_the_doctor_examines_the_store(etcd: Etcd):
-    from hora.cli.doctor.examine import _store
+    from hora.cli.doctor import _store
 
     assert _store(etcd.url).level == "ok"
     missing = _store("etcd://127.0.0.1:1")

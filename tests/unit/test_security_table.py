@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hora.cli.doctor import findings
+from hora.cli import doctor
 from hora.engine import process
 from hora.version import advisories
 
@@ -131,8 +131,9 @@ def test_every_reader_of_bytes_is_in_the_table_of_readers():
 def test_an_old_torch_is_named_with_its_advisories_and_rejected_in_strict_mode(installed, known, monkeypatch):
     found = advisories(installed)
     assert len(found) == known
-    note = findings._torch_advisories({"torch": installed})
-    assert (note is None) if not known else all(name in note.text for name in found)
+    notes = list(doctor.torch_advisories(installed))
+    assert len(notes) == bool(known)
+    assert all(name in notes[0].text for name in found)
     monkeypatch.setattr(torch, "__version__", installed)
     process._refuse_vulnerable_torch()
     monkeypatch.setenv("HORA_STRICT", "1")
