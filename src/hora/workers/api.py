@@ -38,45 +38,27 @@ class StopResponse:
         return self.status_code < 400
 
 
-@dataclass(frozen=True)
-class RemoteSession:
-    """Proxy of a session in another process."""
+Session = WorkerSession | tuple[str, str]  # of this process, or the name and key of one in another
 
-    name: str
-    key: str
 
-    def launch(self, n: int, request: Mapping[str, Any]) -> Any:
-        return self._ask("launch", request["wait_s"] + 60.0, n=n, request=request)
-
-    def workers(self) -> Any:
-        return self._ask("workers")
-
-    def wait(self, ids: list[str], *, for_completion: bool, timeout_s: float) -> Any:
-        limit_s = timeout_s + 30.0 if timeout_s else None  # 0: no limit
-        return self._ask("wait", limit_s, ids=ids, for_completion=for_completion, timeout_s=timeout_s)
-
-    def stop(self, ids: list[str]) -> Any:
-        return self._ask("stop", ids=ids)
-
-    def tail(self, worker: str) -> Any:
-        return self._ask("tail", worker=worker)
-
-    def _ask(self, call: str, limit_s: float | None = 60.0, **request: Any) -> Any:
-        return ask(self.name, self.key, call=call, limit_s=limit_s, **request)
+def _call(session: Session, call: str, *, limit_s: float | None = 60.0, **request: Any) -> Any:
+    if isinstance(session, WorkerSession):
+        return getattr(session, call)(**request)
+    return ask(*session, call=call, limit_s=limit_s, **request)
 
 
 _lock = threading.Lock()
 _own: tuple[int, Gateway] | None = None  # with the process it belongs to: a forked child has none
 
 
-def _session(*, launching: bool = False) -> WorkerSession | RemoteSession:
+def _session(*, launching: bool = False) -> Session:
     given = _given_name()
     if given is not None and (variables().get("CDSW_MASTER_ID") or (_own is None and runs(given[0]))):
-        return RemoteSession(*given)
+        return given
     found = find(os.getcwd())
     if found is None and not launching and (_own is None or _own[0] != os.getpid()):
         found = find(os.getcwd(), "script")
-    return _own_session(launching=launching) if found is None else RemoteSession(*found)
+    return found or _own_session(launching=launching)
 
 
 def _given_name() -> tuple[str, str] | None:
@@ -86,7 +68,7 @@ def _given_name() -> tuple[str, str] | None:
     return (url.removeprefix("unix:"), key) if url.startswith("unix:hora-") else None
 
 
-def _own_session(*, launching: bool) -> WorkerSession | RemoteSession:
+def _own_session(*, launching: bool) -> Session:
     global _own
     with _lock:
         if _own is None or _own[0] != os.getpid():
@@ -96,7 +78,7 @@ def _own_session(*, launching: bool) -> WorkerSession | RemoteSession:
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
-                return RemoteSession(name, key)  # of the process that started this one
+                return name, key  # of the process that started this one
             atexit.register(_close, os.getpid())
             _own = os.getpid(), gateway
         gateway = _own[1]
@@ -177,7 +159,7 @@ def launch_workers(
         "log_dir": os.path.abspath(log_dir) if log_dir else "",
         "backend": backend,
     }
-    answers = _session(launching=True).launch(n, request)
+    answers = _call(_session(launching=True), "launch", limit_s=wait_seconds + 60.0, n=n, request=request)
     refused = [answer["message"] for answer in answers if "id" not in answer]
     notes = [answer["message"] for answer in answers if "id" in answer and answer["message"]]
     if notes:
@@ -192,29 +174,28 @@ def launch_workers(
 
 def list_workers() -> list[dict[str, Any]]:
     """Return all workers of the session, in any state, in launch order."""
-    workers: list[dict[str, Any]] = _session().workers()
-    return workers
+    return _call(_session(), "workers")
 
 
 def await_workers(
     ids: Any, wait_for_completion: bool = True, timeout_seconds: float = 60
 ) -> dict[str, list[dict[str, Any]]]:
     """Wait until the workers have completed, or until they run. 0 seconds: no limit. A failed worker does not raise."""
-    return _session().wait(
-        _ids(ids), for_completion=bool(wait_for_completion), timeout_s=max(float(timeout_seconds), 0.0)
-    )
+    timeout_s = max(float(timeout_seconds), 0.0)
+    request = {"ids": _ids(ids), "for_completion": bool(wait_for_completion), "timeout_s": timeout_s}
+    return _call(_session(), "wait", limit_s=timeout_s + 30.0 if timeout_s else None, **request)
 
 
 def stop_workers(*ids: Any) -> list[StopResponse] | None:
     """Stop these workers, or all of the session, and wait for their end. Returns None if there was nothing to stop."""
     session = _session()
     if not ids:
-        chosen = [worker["id"] for worker in session.workers() if worker["finished_at"] is None]
+        chosen = [worker["id"] for worker in _call(session, "workers") if worker["finished_at"] is None]
         if not chosen:
             return None
     else:
         chosen = [worker for item in ids for worker in _ids(item)]
-    return [StopResponse(worker, status) for worker, status in session.stop(chosen)]
+    return [StopResponse(worker, status) for worker, status in _call(session, "stop", ids=chosen)]
 
 
 def keep_session() -> None:
@@ -234,7 +215,7 @@ def end_session() -> bool:
 def worker_output(worker: Any) -> str:
     """Return the tail of a worker's output."""
     (chosen,) = _ids(worker)
-    return _session().tail(chosen)
+    return _call(_session(), "tail", worker=chosen)
 
 
 def _ids(given: Any) -> list[str]:

@@ -116,10 +116,7 @@ class Record:
 
 
 class WorkerBackend:
-    """Base: runs workers and reports their exits as `LaunchEvents`; the session then calls `release` and `clear_up`.
-
-    Calls are serialised by the session.
-    """
+    """Base: runs workers and reports their exits as `LaunchEvents`. The session serialises its calls."""
 
     def settle(self, n: int) -> None:
         """Wait until the backend knows whether `n` more workers fit. Call it without the session's lock."""
@@ -134,14 +131,11 @@ class WorkerBackend:
     def start(self, workers: Sequence[Record]) -> None:
         """Start reserved workers without waiting for them."""
 
-    def terminate(self, numbers: Iterable[int], *, grace_s: float) -> None:
-        """Send SIGTERM to these workers, and SIGKILL after the grace period. Does not wait."""
+    def terminate(self, numbers: Iterable[int]) -> None:
+        """Send SIGTERM to these workers and to what ended ones left behind, SIGKILL after GRACE_S. Does not wait."""
 
     def release(self, worker: str) -> None:
         """Free a worker's reservation."""
-
-    def clear_up(self, number: int) -> None:
-        """Terminate processes that an ended worker left behind. Does not wait."""
 
     def close(self) -> None:
         """End everything."""
@@ -198,16 +192,12 @@ class LocalBackend(WorkerBackend):
     def start(self, workers: Sequence[Record]) -> None:
         self._launcher.start([self._spec(worker) for worker in workers], self._events)
 
-    def terminate(self, numbers: Iterable[int], *, grace_s: float) -> None:
-        self._launcher.terminate(numbers, grace_s=grace_s)
+    def terminate(self, numbers: Iterable[int]) -> None:
+        self._launcher.terminate(numbers, grace_s=GRACE_S)
 
     def release(self, worker: str) -> None:
         self._capacity = self._capacity.release(worker)
         self._claims.keep(self._capacity.used_gpus())
-
-    def clear_up(self, number: int) -> None:
-        """Terminate the processes that the worker left running, as the end of a container would."""
-        self._launcher.terminate([number], grace_s=GRACE_S)
 
     def close(self) -> None:
         self._launcher.close()

@@ -182,7 +182,7 @@ class WorkerSession:
             for record in running:
                 record.stopping = True
             for backend in {id(record.backend): record.backend for record in running}.values():
-                backend.terminate([record.number for record in running], grace_s=GRACE_S)
+                backend.terminate([record.number for record in running])
             self._changed.notify_all()
 
             def all_ended() -> bool:
@@ -229,7 +229,7 @@ class WorkerSession:
             record.exit_code, record.finished_at = ended.code, time.time()
             record.message = ended.reason or record.message
             record.backend.release(record.id)
-            record.backend.clear_up(ended.worker)
+            record.backend.terminate([ended.worker])  # what it left running, as the end of a container would
             self._changed.notify_all()
 
     # Inside.
@@ -267,7 +267,15 @@ class WorkerSession:
             ip_address=f"127.{number // 62500}.{1 + number // 250 % 250}.{1 + number % 250}",
             message=request.get("note", ""),
         )
-        record.variables = self._variables(record)
+        record.variables = {
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": str(max(1, int(request["cpu"]))),
+            "CDSW_MASTER_ID": self.id,
+            "CDSW_MASTER_IP": _MASTER_IP,
+            "CML_MASTER_IP": _MASTER_IP,
+            "CDSW_ENGINE_ID": engine,
+            **session_variables(record.ip_address, record.app_port, self._user, self._address, self._key),
+        }
         self._records[engine] = self._by_number[number] = record
         self._output.set_name(number, engine)
         return record
@@ -290,17 +298,6 @@ class WorkerSession:
             else:
                 found["workers" if record.status == good else "failures"].append(record.to_dict(now))
         return found
-
-    def _variables(self, record: Record) -> dict[str, str]:
-        return {
-            "PYTHONUNBUFFERED": "1",
-            "OMP_NUM_THREADS": str(max(1, int(record.request["cpu"]))),
-            "CDSW_MASTER_ID": self.id,
-            "CDSW_MASTER_IP": _MASTER_IP,
-            "CML_MASTER_IP": _MASTER_IP,
-            "CDSW_ENGINE_ID": record.id,
-            **session_variables(record.ip_address, record.app_port, self._user, self._address, self._key),
-        }
 
 
 def _none_launched(answers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

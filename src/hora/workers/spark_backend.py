@@ -97,7 +97,7 @@ class SparkBackend(WorkerBackend):
             except OSError as error:  # no descriptor is left, say
                 self._events.exited(Exited(worker.number, _FAILED, str(error)))
 
-    def terminate(self, numbers: Iterable[int], *, grace_s: float) -> None:
+    def terminate(self, numbers: Iterable[int]) -> None:
         for number in self._workers.keys() & set(numbers):
             self._workers[number].stop()
 
@@ -105,7 +105,7 @@ class SparkBackend(WorkerBackend):
         self._held.discard(worker)
 
     def close(self) -> None:
-        self.terminate(self._workers, grace_s=GRACE_S)
+        self.terminate(self._workers)
         for worker in self._workers.values():
             worker.join()
 
