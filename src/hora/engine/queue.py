@@ -272,7 +272,7 @@ class OperationQueue(ProgressEngine):
         self.planner = planner
         self.validator = Validator(ranks)
         self.bound: dict[str, ExecuteBound] = {}  # by the name of the reduction
-        self.schedules: weakref.WeakSet[ProgressEngine] = weakref.WeakSet()  # work without negotiation (`schedule`)
+        self.schedules: weakref.WeakSet[Any] = weakref.WeakSet()  # work without negotiation (`ReductionSchedule`)
         self.lock = threading.Lock()  # of submission
         self.numbers: dict[str, int] = {}  # the next running number of unnamed requests, by operation
         self._lane: deque[Request] = deque()  # repeated calls that no thread waits in

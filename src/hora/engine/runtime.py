@@ -20,7 +20,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,41 +64,24 @@ class _Set(NamedTuple):
 
 
 class ProcessSets:
-    """The sets of one world. `on_idle` is called when nothing is in flight any more while the world is closing."""
+    """The sets of a runtime's world."""
 
-    def __init__(
-        self, world: World, status: WorldStatus, recorder: TimelineRecorder, on_idle: Callable[[], None]
-    ) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self.known_allreduces: dict[object, Any] = {}  # state of repeated allreduces, kept by the interfaces, by call
-        self._world, self._status, self._recorder, self._on_idle = world, status, recorder, on_idle
-        self._bootstrap: Bootstrap | None = None  # None in a world of one
+        self._runtime, self._world = runtime, runtime.world
         self._sets: dict[int, _Set] = {}
-        self._num_registered = 0
-        self._num_links: dict[str, int] = {}  # created links, by label of the set
+        self._serials: set[int] = set()  # of all sets that were ever registered
+        self._num_registered = 0  # by all ranks
+        self._num_links: dict[int, int] = {}  # created links, by serial number of the set
         self._early: dict[int, list[tuple[int, Header, bytes]]] = {}  # messages for future sets, by serial number
         self._num_groups = 0  # that this rank has numbered
-        self._removed_groups: set[int] = set()
         self._lock = threading.RLock()  # of messages
-
-    def start(self, config: EngineConfig, bootstrap: Bootstrap | None, sets: Sequence[tuple[int, ...]]) -> None:
-        """Register the set of all ranks and these (collective)."""
-        self._config, self._bootstrap = config, bootstrap
-        limits = StallLimits.of(config) if bootstrap is not None and self._world.rank == 0 else None
-        if limits is not None and limits.shutdown_s < config.stall_shutdown_s:
-            log.warning(
-                "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=%g is below HOROVOD_STALL_CHECK_TIME_SECONDS=%g: ignored",
-                config.stall_shutdown_s,
-                config.stall_warning_s,
-            )
-        for ranks in (tuple(range(self._world.size)), *(ranks for ranks in sets if len(ranks) < self._world.size)):
-            self.register(ranks)
 
     def close(self) -> None:
         """End all queues. The sets' ranks stay known."""
         for queue in self.queues():
             queue.close()
         self._sets = {number: _Set(one.ranks, one.serial) for number, one in self._sets.items()}
-        self._bootstrap = None
         self.known_allreduces.clear()
 
     def process_sets(self) -> dict[int, list[int]]:
@@ -137,7 +120,7 @@ class ProcessSets:
 
     def set_of_this_host(self) -> int:
         """Return the number of this host's set, registering the sets of all hosts if needed (collective)."""
-        hosts = [(0,)] if self._bootstrap is None else [tuple(host) for host in self._bootstrap.sharing]
+        hosts = [tuple(host) for host in self._runtime.sharing]
         for host in hosts:
             if host not in [known.ranks for known in self._sets.values()]:
                 self._request(0, Kind.ADD_PROCESS_SET, *host)
@@ -153,12 +136,12 @@ class ProcessSets:
         return True
 
     def _check_dynamic(self, what: str) -> None:
-        if not self._config.dynamic_process_sets:
+        if not self._runtime.config.dynamic_process_sets:
             raise ValueError(
                 f"{what} needs dynamic process sets: set HOROVOD_DYNAMIC_PROCESS_SETS=1 before hvd.init(), "
                 'or call hvd.init(process_sets="dynamic")'
             )
-        self._status.check_open()
+        self._runtime.status.check_open()
 
     def _request(self, number: int, kind: Kind, *values: int) -> Request:
         request = _request_without_tensors(kind, values)
@@ -172,19 +155,18 @@ class ProcessSets:
         if batch.kind is Kind.ADD_PROCESS_SET:
             return self.register(values)
         if batch.kind is Kind.SHARED_MEMORY:
-            assert self._bootstrap is not None
             number, num_bytes, for_each = values
-            near = self._bootstrap.beside(self.ranks(number))
-            return self._bootstrap.share_or_none(
-                f"{self._label(number)}/memory", near, num_bytes * (len(near) if for_each else 1)
-            )
+            peers, key = self._runtime.peers, f"set{self.serial(number)}/memory"
+            near = peers.beside(self.ranks(number))
+            return peers.share_or_none(key, near, num_bytes * (len(near) if for_each else 1))
         self._remove(*values)
         return None
 
     def register(self, ranks: tuple[int, ...]) -> int:
         """Add a set under the lowest free number (collective)."""
         number = next(candidate for candidate in itertools.count() if candidate not in self._sets)
-        self._add(number, ranks, self._num_registered + 1)  # on every rank, whether a member or not
+        self._num_registered += 1  # on every rank, whether a member or not
+        self._add(number, ranks, self._num_registered)
         return number
 
     def _add(self, number: int, ranks: tuple[int, ...], serial: int) -> None:
@@ -195,8 +177,7 @@ class ProcessSets:
                 repeated = RepeatedCalls(queue, queue.negotiation)
         # The control tree's thread must neither drop a message now nor deliver one before early ones.
         with self._lock:
-            if serial < _FIRST_GROUP:
-                self._num_registered = serial
+            self._serials.add(serial)
             self._sets[number] = _Set(ranks, serial, queue, repeated)
             for message in self._early.pop(serial, []):
                 self.deliver(serial, *message)
@@ -208,10 +189,9 @@ class ProcessSets:
 
     def add_group(self, ranks: Sequence[int], number: int) -> OperationQueue:
         """Register a set among its members only (collective), under a number that one of them assigned."""
-        self._status.check_open()
-        members = tuple(ranks)
-        _checked_ranks(members, self._world.size)
-        self._add(number, members, number)
+        self._runtime.status.check_open()
+        _checked_ranks(ranks, self._world.size)
+        self._add(number, tuple(ranks), number)
         return self.queue(number)
 
     def remove_group(self, number: int) -> None:
@@ -222,7 +202,6 @@ class ProcessSets:
         removed.queue.drain()
         removed.queue.close()
         with self._lock:
-            self._removed_groups.add(number)
             self._sets.pop(number, None)
 
     def _remove(self, number: int) -> None:
@@ -240,45 +219,41 @@ class ProcessSets:
         """Return the serial number of a set, which is never reused: leftovers of an earlier set must not be found."""
         return self._sets[number].serial
 
-    def _label(self, number: int) -> str:
-        return f"set{number}.{self.serial(number)}"
-
     def _make_queue(self, number: int, ranks: tuple[int, ...], serial: int) -> OperationQueue:
-        member, config, label = ranks.index(self._world.rank), self._config, f"set{number}.{serial}"
-        world = QueueWorld(self._world.rank, self._status, self._recorder, self._execute, self._on_idle, self._core())
+        runtime, rank = self._runtime, self._world.rank
         return OperationQueue(
             number,
             ranks,
-            world,
-            negotiation=self._make_agreement(label, serial, ranks, member),
+            QueueWorld(rank, runtime.status, runtime.recorder, self._execute, runtime.leave_if_idle, self._core()),
+            negotiation=self._make_negotiation(serial, ranks),
             planner=BatchPlanner(
                 ranks,
-                fusion_threshold_bytes=config.fusion_threshold_bytes,
-                group_fusion=not config.disable_group_fusion,
+                fusion_threshold_bytes=runtime.config.fusion_threshold_bytes,
+                group_fusion=not runtime.config.disable_group_fusion,
             ),
             # The first member watches for stalls.
-            stall=StallLimits.of(config) if member == 0 and len(ranks) > 1 else None,
-            make_transport=functools.partial(self._make_transport, number, label, ranks),
+            stall=StallLimits.of(runtime.config) if ranks[0] == rank and len(ranks) > 1 else None,
+            make_transport=functools.partial(self._make_transport, number),
         )
 
-    def _make_agreement(self, label: str, serial: int, ranks: tuple[int, ...], member: int) -> Negotiation:
+    def _make_negotiation(self, serial: int, ranks: tuple[int, ...]) -> Negotiation:
         if len(ranks) == 1:
             return LocalNegotiation()
-        peers, capacity = self._bootstrap, self._config.cache_capacity
-        assert peers is not None
+        peers, capacity = self._runtime.peers, self._runtime.config.cache_capacity
         if peers.can_share(ranks):
-            segment = peers.share(f"{label}/control", ranks, SharedMemoryNegotiation.num_bytes(len(ranks)))
-            return SharedMemoryNegotiation(segment, member, len(ranks), cache_capacity=capacity)
+            segment = peers.share(f"set{serial}/control", ranks, SharedMemoryNegotiation.num_bytes(len(ranks)))
+            return SharedMemoryNegotiation(segment, ranks.index(self._world.rank), len(ranks), cache_capacity=capacity)
         return TreeNegotiation(peers.control_tree, serial, peers.set_tree(ranks), ranks, cache_capacity=capacity)
 
-    def _make_transport(self, number: int, label: str, ranks: tuple[int, ...], device: str) -> Transport:
-        if self._bootstrap is None or len(ranks) == 1:
+    def _make_transport(self, number: int, device: str) -> Transport:
+        ranks, runtime = self.ranks(number), self._runtime
+        if len(ranks) == 1:
             return LocalTransport()
-        topology = self._bootstrap.topology(label, device, ranks, self._status.check_alive)
-        return make_transport(topology, device, lambda other: self.queue(number).transport(other))
+        topology = runtime.peers.topology(f"set{self.serial(number)}", device, ranks, runtime.status.check_alive)
+        return make_transport(topology, device, self.queue(number).transport)
 
     def _core(self) -> int | None:
-        cores, local_rank = self._config.thread_affinity, self._world.local_rank
+        cores, local_rank = self._runtime.config.thread_affinity, self._world.local_rank
         if not cores:
             return None
         if local_rank >= len(cores) or cores[local_rank] not in os.sched_getaffinity(0):
@@ -295,8 +270,8 @@ class ProcessSets:
 
     def shared_memory(self, number: int, num_bytes: int) -> SharedMemory | None:
         """Allocate zeroed memory shared by all members (collective); None if they share no host or memory is short."""
-        queue, peers = self.queue(number), self._bootstrap
-        if peers is None or len(queue.ranks) == 1 or not peers.can_share(queue.ranks):
+        ranks = self.queue(number).ranks
+        if len(ranks) == 1 or not self._runtime.peers.can_share(ranks):
             return None
         return self._request_memory(number, num_bytes, False)
 
@@ -305,10 +280,10 @@ class ProcessSets:
 
         Also returns the members on this host. None if all share one host, and on hosts with too little memory.
         """
-        queue, peers = self.queue(number), self._bootstrap
-        if peers is None or not peers.spans_hosts(queue.ranks):
+        ranks = self.queue(number).ranks
+        if not self._runtime.spans_hosts(number):
             return None, []
-        near = [queue.ranks.index(rank) for rank in peers.beside(queue.ranks)]
+        near = [ranks.index(rank) for rank in self._runtime.peers.beside(ranks)]
         return self._request_memory(number, num_bytes, True), near
 
     def _request_memory(self, number: int, num_bytes: int, for_each: bool) -> SharedMemory | None:
@@ -321,17 +296,15 @@ class ProcessSets:
         """Return a schedule of the members, or of this host's (`near`), in their shared memory (collective)."""
         queue = self.queue(process_set_id)
         offset = memory.reserve(ReductionSchedule.num_bytes(len(queue.ranks if near is None else near)))
-        return ReductionSchedule(queue, memory.segment, offset, limits=StallLimits.of(self._config), near=near)
+        return ReductionSchedule(queue, memory.segment, offset, limits=StallLimits.of(self._runtime.config), near=near)
 
     def host_link(self, schedule: ReductionSchedule) -> HostLink:
         """Connect a schedule of this host's members with the other hosts (collective, in the same order on all)."""
-        queue, peers = schedule.queue, self._bootstrap
-        assert peers is not None
-        ranks, negotiation = queue.ranks, queue.negotiation
+        peers, ranks, negotiation = self._runtime.peers, schedule.queue.ranks, schedule.queue.negotiation
         assert isinstance(negotiation, TreeNegotiation), negotiation
-        label = self._label(queue.process_set_id)
-        self._num_links[label] = self._num_links.get(label, 0) + 1
-        label = f"{label}/lane{self._num_links[label]}"
+        serial = self.serial(schedule.queue.process_set_id)
+        self._num_links[serial] = self._num_links.get(serial, 0) + 1
+        label = f"set{serial}/lane{self._num_links[serial]}"
 
         def connect(times: int, check_alive: AliveCheck) -> HierarchicalTransport:
             return between_hosts(peers.topology(f"{label}.{times}", "cpu", ranks, check_alive), LocalTransport())
@@ -344,16 +317,15 @@ class ProcessSets:
     def deliver(self, serial: int, rank: int, header: Header, payload: bytes) -> None:
         """Handle a message of a neighbour in the tree of a set. Late messages of a removed set are dropped."""
         with self._lock:
-            known = serial in self._sets or serial in self._removed_groups if serial >= _FIRST_GROUP else False
-            if serial > self._num_registered and not known:
+            if serial not in self._serials:
                 self._early.setdefault(serial, []).append((rank, header, payload))
             elif (negotiation := self.trees().get(serial)) is not None:
                 negotiation.receive(rank, header, payload)
 
     def trees(self) -> dict[int, TreeNegotiation]:
         """Return the negotiations of the sets that span hosts, by serial number."""
-        sets = [(one.serial, one.queue.negotiation) for one in self._sets.copy().values() if one.queue is not None]
-        return {serial: negotiation for serial, negotiation in sets if isinstance(negotiation, TreeNegotiation)}
+        found = [one.queue.negotiation for one in self._sets.copy().values() if one.queue is not None]
+        return {tree.serial: tree for tree in found if isinstance(tree, TreeNegotiation)}
 
     def whereabouts(self, serial: int) -> Whereabouts:
         """Return what this rank waits for in a set."""
@@ -371,7 +343,7 @@ class Runtime:
         self.is_current = True  # `process` has no other, and this process started it
         self.recorder = TimelineRecorder(world.rank)
         self.status = WorldStatus(world.rank, tell=self._report_fault, wake=self._wake)
-        self.sets = ProcessSets(world, self.status, self.recorder, self._say_goodbye_if_idle)
+        self.sets = ProcessSets(self)
         self._epoch = f"{world.generation}.{epoch}"
         self._bootstrap: Bootstrap | None = None  # None in a world of one
         self._solo_secret = new_secret()  # of a world of one
@@ -394,12 +366,14 @@ class Runtime:
                 self._bootstrap = Bootstrap(self.world, self.config, self._epoch, events, self.status.check_alive)
                 wanted = self._bootstrap.meet(wanted)
                 self.config = self._bootstrap.config
+                self._check_stall_limits()
             try:
                 sets = [_checked_ranks(ranks, size) for ranks in wanted]  # the same on all ranks
             except ValueError as error:
                 raise ValueError(f"Horovod initialization failed: {error}") from None
             with contextlib.nullcontext() if self._bootstrap is None else self._bootstrap.peers_may_go():
-                self.sets.start(self.config, self._bootstrap, sets)
+                for ranks in (tuple(range(size)), *(ranks for ranks in sets if len(ranks) < size)):
+                    self.sets.register(ranks)
                 if self._bootstrap is not None:
                     if self._bootstrap.can_share(range(size)):
                         self.sets.queue(0).transport()  # now, so that the first step is like any other
@@ -415,6 +389,22 @@ class Runtime:
         """Return a secret that only the ranks of this world share."""
         return derived_secret(self._solo_secret if self._bootstrap is None else self._bootstrap.keys.shared, purpose)
 
+    def _check_stall_limits(self) -> None:
+        config = self.config
+        limits = StallLimits.of(config) if self.world.rank == 0 else None
+        if limits is not None and limits.shutdown_s < config.stall_shutdown_s:
+            log.warning(
+                "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=%g is below HOROVOD_STALL_CHECK_TIME_SECONDS=%g: ignored",
+                config.stall_shutdown_s,
+                config.stall_warning_s,
+            )
+
+    @property
+    def peers(self) -> Bootstrap:
+        """The other ranks of a world of several."""
+        assert self._bootstrap is not None
+        return self._bootstrap
+
     @property
     def _control_tree(self) -> ControlTree | None:
         return None if self._bootstrap is None else self._bootstrap.control_tree
@@ -425,9 +415,9 @@ class Runtime:
         return [[0]] if self._bootstrap is None else self._bootstrap.hosts
 
     @property
-    def num_hosts(self) -> int:
-        """The number of hosts between which data uses a network; a rank that may not share memory counts as one."""
-        return 1 if self._bootstrap is None else len(self._bootstrap.sharing)
+    def sharing(self) -> list[list[int]]:
+        """The hosts between which data uses a network; a rank that may not share memory counts as one."""
+        return [[0]] if self._bootstrap is None else self._bootstrap.sharing
 
     def spans_hosts(self, process_set_id: int, *, in_order: bool = False) -> bool:
         """Return whether a set's members are on several hosts, so that `submit` takes an encoding for CPU reductions.
@@ -491,9 +481,7 @@ class Runtime:
         if torch.cuda.is_initialized():
             for queue in queues:  # the driving thread may have another current GPU
                 queue.validator.settle(torch.device("cuda", torch.cuda.current_device()))
-        schedules = [
-            schedule for queue in queues for schedule in queue.schedules if isinstance(schedule, ReductionSchedule)
-        ]
+        schedules: list[ReductionSchedule] = [schedule for queue in queues for schedule in queue.schedules]
         for schedule in schedules:
             schedule.leave()
         for schedule in schedules:
@@ -526,8 +514,8 @@ class Runtime:
             near, segment, ways, bootstrap = [0], None, (_no_stream, _no_stream), self._bootstrap
             if bootstrap is not None:
                 near, ways = bootstrap.beside(range(self.world.size)), (bootstrap.open_stream, bootstrap.take_stream)
-            if bootstrap is not None and len(near) > 1:
-                segment = bootstrap.share("messages", near, Messages.num_bytes(len(near)))
+            if len(near) > 1:
+                segment = self.peers.share("messages", near, Messages.num_bytes(len(near)))
             self._messages = Messages(self.world.rank, near, segment, self.status, *ways)
         return self._messages
 
@@ -583,7 +571,7 @@ class Runtime:
         if self._messages is not None:
             self._messages.interrupt()
 
-    def _say_goodbye_if_idle(self) -> None:
+    def leave_if_idle(self) -> None:
         """Tell the leaving rank that it is no longer needed."""
         control_tree = self._control_tree
         if control_tree is not None and not any(queue.num_in_flight for queue in self.sets.queues()):
@@ -602,7 +590,7 @@ class Runtime:
 
     def _on_leaving(self, why: str) -> None:
         self.status.close(why)
-        self._say_goodbye_if_idle()
+        self.leave_if_idle()
 
     def _on_tick(self) -> None:
         """Look for stalls."""

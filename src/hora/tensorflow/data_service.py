@@ -243,7 +243,7 @@ def serve(configfile: str, dispatchers: int = 1, dispatcher_side: str = "compute
     try:
         if rank == 0:
             key = new_secret()
-            listening = "127.0.0.1" if engine.current_runtime().num_hosts == 1 else "0.0.0.0"
+            listening = "127.0.0.1" if len(engine.current_runtime().sharing) == 1 else "0.0.0.0"
             table = KeyValueStore((listening, 0), Credentials(key, _PURPOSE), name="hora-data-service")
             places = {"all": [(_own_address(), table.port)]}
             config = TfDataServiceConfig(dispatchers, size // dispatchers, dispatcher_side, places, key, timeout)
@@ -259,7 +259,7 @@ def _own_address() -> str:
     """Return the address at which other hosts reach this one; loopback if there are none."""
     runtime = engine.current_runtime()
     address = runtime.world.rendezvous.address
-    if runtime.num_hosts == 1 or not address:
+    if len(runtime.sharing) == 1 or not address:
         return "127.0.0.1"
     return source_address(address)
 

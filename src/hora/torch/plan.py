@@ -194,7 +194,7 @@ def measure_link() -> NetworkLink:
     sums = torch.tensor([float(sent), float(again)], device="cpu")
     runtime.allreduce_(sums, "plan.segments", Reduce(ReduceOp.SUM))
     return NetworkLink(
-        num_hosts=runtime.num_hosts,
+        num_hosts=len(runtime.sharing),
         latency_s=latency_s,
         byte_s=byte_s[""],
         bf16_byte_s=byte_s["bf16"],

@@ -247,7 +247,7 @@ class TreeNegotiation(Negotiation):
     def __init__(
         self, control_tree: ControlTree, serial: int, tree: Tree, ranks: Sequence[int], *, cache_capacity: int
     ) -> None:
-        self._control_tree, self._serial, self._rank = control_tree, serial, control_tree.rank
+        self._control_tree, self.serial, self._rank = control_tree, serial, control_tree.rank
         self._tree = tree
         self._members = {rank: member for member, rank in enumerate(ranks)}
         self._parent, self._children = tree.parent(control_tree.rank), tree.children(control_tree.rank)
@@ -383,10 +383,10 @@ class TreeNegotiation(Negotiation):
 
     def _send_up(self, parts: Sequence[tuple[int, bytes]]) -> None:
         assert self._parent is not None
-        self._control_tree.send(self._parent, {"t": "up", "set": self._serial, "parts": len(parts)}, join_parts(parts))
+        self._control_tree.send(self._parent, {"t": "up", "set": self.serial, "parts": len(parts)}, join_parts(parts))
 
     def _take_round(self, num_joined: int, parts: list[tuple[int, bytes]], payload: bytes) -> None:
-        header = {"t": "round", "set": self._serial, "joined": num_joined, "parts": len(parts)}
+        header = {"t": "round", "set": self.serial, "joined": num_joined, "parts": len(parts)}
         for child in self._children:
             self._control_tree.send(child, header, payload)
         if num_joined == len(self._members):
@@ -425,14 +425,14 @@ class TreeNegotiation(Negotiation):
 
     def _ask(self, ranks: Sequence[int]) -> None:
         try:
-            self._answers = self._control_tree.whereabouts(ranks, self._serial)
+            self._answers = self._control_tree.whereabouts(ranks, self.serial)
             self._asked_at = time.monotonic()
         finally:
             self._asking = False
 
     def lacking(self, key: Key, ranks: Sequence[int]) -> list[int]:
         """Return the ranks that do not wait for this, or do not answer. Thread-safe; takes seconds."""
-        answers = self._control_tree.whereabouts(ranks, self._serial)
+        answers = self._control_tree.whereabouts(ranks, self.serial)
         return [rank for rank, answer in answers.items() if key not in answer.keys]
 
 
