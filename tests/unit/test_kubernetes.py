@@ -9,7 +9,7 @@ import yaml
 
 from hora.cli import kubernetes as command
 from hora.launch.options import Options, build_parser
-from hora.launch.providers.join import NodeFacts, find_place
+from hora.launch.providers.join import find_place
 from hora.launch.providers.kubernetes import KINDS, ManifestRequest, manifests, secret_command
 
 models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
@@ -213,8 +213,7 @@ def test_the_pods_run_agents_that_find_the_first_pod(kind, first):
     options = read_line(container["command"])
     assert options.command == REQUEST.command
     assert (options.num_proc, options.min_num_proc, options.slots) == (6, 4, 2)
-    machine = NodeFacts(hostname="h", num_cores=1, num_gpus=0)
-    place = find_place(options, {}, machine)
+    place = find_place(options, {}, "h")
     assert (place.num_nodes, place.index, place.host, place.port) == (3, 1, first, 29500)
     assert spec["terminationGracePeriodSeconds"] > 25
     if kind == "job":

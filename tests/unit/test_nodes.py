@@ -14,7 +14,7 @@ from hora.launch.agent.protocol import MESSAGES, Join, Output, Refused, Welcome
 from hora.launch.agent.session import join
 from hora.launch.controller.agents import Agents, credentials
 from hora.launch.options import Options
-from hora.launch.providers.join import NodeFacts, find_place
+from hora.launch.providers.join import find_place
 from hora.launch.providers.slurm import allocation
 from hora.launch.slots import HostInfo, NodeSpec
 from hora.net.messages import pack, unpack
@@ -23,7 +23,7 @@ from hora.net.wire import connect, new_secret
 from hora.version import version
 from waiting import wait_until
 
-MACHINE = NodeFacts(hostname="node7.cluster", num_cores=8, num_gpus=0)
+MACHINE = "node7.cluster"
 SECRET = new_secret()
 JOIN = Join(1, "b", 2, version(), [], [])
 
@@ -48,7 +48,10 @@ OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM
     ("environ", "place"),
     [
         (KUBEFLOW, (3, 2, 4, "job-node-0-0.job", 29500)),
-        ({**KUBEFLOW, "PET_NPROC_PER_NODE": "auto"}, (3, 2, 8, "job-node-0-0.job", 29500)),
+        (
+            {**KUBEFLOW, "PET_NPROC_PER_NODE": "auto", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"},
+            (3, 2, 8, "job-node-0-0.job", 29500),
+        ),
         (SKYPILOT, (2, 1, 8, "10.0.0.4", 29500)),
         ({**SKYPILOT, "SKYPILOT_NUM_GPUS_PER_NODE": "0"}, (2, 1, None, "10.0.0.4", 29500)),
         (SLURM, (3, 1, 4, "tux01", 21234)),

@@ -220,18 +220,10 @@ def _become(
     """In the forked child: execute the worker, or report why that failed."""
     parent = os.getppid()
     try:
-        os.setsid()
-        if not die_with_parent(parent, signal.SIGKILL):
-            os._exit(128 + signal.SIGKILL)
         signal.set_wakeup_fd(-1)
         for name in _RESET:
             signal.signal(getattr(signal, name), signal.SIG_DFL)
-        stdin, stdout, stderr = streams
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((nothing if stdin is None else stdin, 0), (stdout, 1), (stderr, 2)):
-            os.dup2(source, target)
-        if cwd is not None:
-            os.chdir(cwd)
+        enter(parent, streams, cwd)
         execute(argv[0], list(argv), env)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
@@ -242,6 +234,19 @@ def _become(
         os.write(trouble, problem.encode(errors="replace"))
     finally:
         os._exit(127)
+
+
+def enter(parent: int, streams: Sequence[int | None], cwd: str | None) -> None:
+    """In the forked process of a worker: lead a session that dies with the parent, with these standard streams (None:
+    /dev/null) and this directory.
+    """
+    os.setsid()
+    if not die_with_parent(parent, signal.SIGKILL):
+        os._exit(128 + signal.SIGKILL)
+    for target, source in enumerate(streams):
+        os.dup2(os.open(os.devnull, os.O_RDONLY) if source is None else source, target)
+    if cwd is not None:
+        os.chdir(cwd)
 
 
 def _advice(program: str) -> str:

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -42,6 +42,7 @@ from hora.launch.agent.protocol import (
     Ping,
     Start,
     Started,
+    Taken,
     Terminate,
 )
 from hora.launch.limits import GRACE_S, THREAD_END_S
@@ -140,17 +141,17 @@ class ControllerLink:
 
 
 class ThreadedLink(ControllerLink):
-    """A link to one controller, with a thread that receives and one that sends."""
+    """A link to one controller, with a thread that receives its `messages` and one that sends by `pass_on`."""
 
-    def __init__(self) -> None:
+    def __init__(self, messages: Iterable[Message], pass_on: Callable[[Message], None]) -> None:
         super().__init__()
         self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=target, name=f"hora-agent-{name}", daemon=True)
-            for name, target in (("receive", self._receive_all), ("send", self._send_all))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._receiver = threading.Thread(
+            target=self._receive, args=(messages,), name="hora-agent-receive", daemon=True
+        )
+        self._sender = threading.Thread(target=self._send, args=(pass_on,), name="hora-agent-send", daemon=True)
+        self._receiver.start()
+        self._sender.start()
 
     def send(self, message: Message) -> None:
         if isinstance(message, Output):
@@ -160,44 +161,39 @@ class ThreadedLink(ControllerLink):
     def close(self) -> None:
         """Send what is left."""
         self._outbox.put(None)
-        self._threads[1].join(THREAD_END_S)
+        self._sender.join(THREAD_END_S)
 
-    def _receive_all(self) -> None:
+    def _receive(self, messages: Iterable[Message]) -> None:
         try:
-            self._receive()
+            for message in messages:
+                if isinstance(message, Taken):
+                    self._count(-message.num_bytes)
+                else:
+                    self._put(message)
         finally:
             with self._lock:
                 self._ahead = 0
             self._put(None)
 
-    def _send_all(self) -> None:
+    def _send(self, pass_on: Callable[[Message], None]) -> None:
         while (message := self._outbox.get()) is not None:
-            self._pass_on(message)
-
-    def _receive(self) -> None:
-        """Pass on all orders; return when the controller is gone."""
-        raise NotImplementedError
-
-    def _pass_on(self, message: Message) -> None:
-        raise NotImplementedError
+            pass_on(message)
 
 
 class LocalLink(ThreadedLink):
     """The link to a controller on this machine: standard input, a socket. At its end the controller is gone."""
 
     def __init__(self, controller_pid: int) -> None:
-        self._controller_pid = controller_pid
-        super().__init__()
+        super().__init__(self._received(controller_pid), self._pass_on)
 
-    def _receive(self) -> None:
+    def _received(self, controller_pid: int) -> Iterator[Message]:
         frames, watched = Frames(MESSAGES), [0]
         with contextlib.suppress(OSError, AttributeError):
             # A process that the controller forked may keep the socket open.
-            watched.append(os.pidfd_open(self._controller_pid))
+            watched.append(os.pidfd_open(controller_pid))
         with contextlib.suppress(OSError):
             while 0 in select.select(watched, [], [])[0] and (data := os.read(0, _READ_BYTES)):
-                for message in frames.feed(data):
-                    self._put(message)
+                yield from frames.feed(data)
 
     def _pass_on(self, message: Message) -> None:
         data = memoryview(frame(message))
@@ -221,19 +217,18 @@ class Agent:
     def __init__(self, link: ControllerLink, *, execute: Execute = os.execvpe) -> None:
         self._link = link
         self._selector = selectors.DefaultSelector()
+        self._pipes = selectors.EpollSelector()  # of the workers' output
         self._pids: dict[int, int] = {}  # worker -> pid of its first process, until that is reaped
-        self._pipes: dict[int, tuple[int, str]] = {}  # descriptor -> worker, stream
         self._killing: dict[int, float] = {}  # worker -> when SIGTERM turns into SIGKILL
         self._ending: float | None = None  # when everything left gets SIGKILL
         self._finished = False  # no process was left when everything was ended
         self._status: int | None = None  # of the job, or why this agent ends before it
         self._signal = 0  # that came last, and is still to be handled
         self._leaving_until: float | None = None
-        self._paused = False  # the controller is slow, workers' pipes are left unread
-        self._private_files: dict[int, list[int]] = {}  # worker -> descriptors
+        self._paused = True  # the workers' pipes are left unread: not begun yet, or the controller is slow
         self._forks: WorkerForks | None = None
         self._mpi_world: MpiWorld | None = None
-        self._lifelines: dict[int, lifeline.Lifeline] = {}  # of workers that run
+        self._held: dict[int, contextlib.ExitStack] = {}  # worker -> what goes with it, until its end is reported
         self._calls: deque[Callable[[], None]] = deque()  # from other threads
         self._requested: dict[int, tuple[Start, dict[str, str]]] = {}  # worker -> order, environment
         self._strays: dict[int, int] = {}  # pid -> status
@@ -307,11 +302,10 @@ class Agent:
         """Read the workers' pipes unless the controller is far behind."""
         if self._paused != (self._link.backlog >= BACKLOG_BYTES):
             self._paused = not self._paused
-            for descriptor in self._pipes:
-                if self._paused:
-                    self._selector.unregister(descriptor)
-                else:
-                    self._selector.register(descriptor, selectors.EVENT_READ, partial(self._forward, descriptor))
+            if self._paused:
+                self._selector.unregister(self._pipes)
+            else:
+                self._selector.register(self._pipes, selectors.EVENT_READ, self._forward_all)
 
     def _on_request(self, number: int) -> None:
         """Handle a request to end: elastic workers may leave first; a second request ends them at once."""
@@ -341,13 +335,6 @@ class Agent:
                 case Bye(status):
                     self._end(GRACE_S, status)
 
-    def _private_file(self, data: str, worker: int) -> str:
-        """Return a path under which a worker can read this data during its life; it is never on a disk."""
-        descriptor = os.memfd_create("hora-private", os.MFD_CLOEXEC)
-        self._private_files.setdefault(worker, []).append(descriptor)
-        os.write(descriptor, bytes.fromhex(data))
-        return f"/proc/{os.getpid()}/fd/{descriptor}"
-
     def _start(self, order: Start) -> None:
         worker = order.worker
         if self._finished and self._status is None and not self._link.gone:  # the next leader of the job goes on
@@ -356,11 +343,14 @@ class Agent:
             self._exited(worker, 128 + signal.SIGTERM, "the job was ending already")
             return
         env = variables() if order.inherit_env else {}
-        files = {name: self._private_file(data, worker) for name, data in order.private_files.items()}
-        self._lifelines[worker] = lifeline.Lifeline(lambda: self._later(self._report_dying, worker))
-        env |= order.env | files | {"HORA_LIFELINE": self._lifelines[worker].path}
+        held = self._held[worker] = contextlib.ExitStack()
+        line = lifeline.Lifeline(lambda: self._later(self._report_dying, worker))
+        held.callback(line.close)
+        files = {name: _private_file(data, held) for name, data in order.private_files.items()}
+        env |= order.env | files | {"HORA_LIFELINE": line.path}
         if self.scratch:
             env["HORA_SCRATCH"] = f"{self.scratch}/{worker}"
+            held.callback(remove_folder, env["HORA_SCRATCH"])
         # N ranks with one thread per core each would compete for the cores.
         share = len(os.sched_getaffinity(0)) // int(env.get("HOROVOD_LOCAL_SIZE", "1"))
         env.setdefault("OMP_NUM_THREADS", str(max(share, 1)))
@@ -440,32 +430,32 @@ class Agent:
     # ---- output -------------------------------------------------------------------------------------------
 
     def _listen_to(self, process: Spawned, worker: int) -> None:
-        for descriptor, stream in ((process.stdout, "stdout"), (process.stderr, "stderr")):
-            self._pipes[descriptor] = (worker, stream)
-            if not self._paused:
-                self._selector.register(descriptor, selectors.EVENT_READ, partial(self._forward, descriptor))
+        self._pipes.register(process.stdout, selectors.EVENT_READ, (worker, "stdout"))
+        self._pipes.register(process.stderr, selectors.EVENT_READ, (worker, "stderr"))
 
-    def _forward(self, descriptor: int) -> bool:
+    def _forward_all(self) -> None:
+        for key, _ in self._pipes.select(0):
+            self._forward(key)
+
+    def _forward(self, pipe: selectors.SelectorKey) -> bool:
         """Forward available output; return False at end of file or if the pipe is empty."""
-        worker, stream = self._pipes[descriptor]
+        worker, stream = pipe.data
         try:
-            data = os.read(descriptor, _READ_BYTES)
+            data = os.read(pipe.fd, _READ_BYTES)
         except BlockingIOError:
             return False
         if data:
             self._link.send(Output(worker, stream, data))
             return True
-        if not self._paused:
-            self._selector.unregister(descriptor)
-        del self._pipes[descriptor]
-        os.close(descriptor)
+        self._pipes.unregister(pipe.fd)
+        os.close(pipe.fd)
         return False
 
     def _drain_pipes(self, worker: int | None = None) -> None:
-        for descriptor, (owner, _) in list(self._pipes.items()):
+        for pipe in list(self._pipes.get_map().values()):
             # A pipe holds 64 KiB by default; a process that keeps writing must not block the loop.
             for _ in range(32):
-                if (worker is None or owner == worker) and not self._forward(descriptor):
+                if worker not in (None, pipe.data[0]) or not self._forward(pipe):
                     break
 
     # ---- endings ------------------------------------------------------------------------------------------
@@ -497,19 +487,14 @@ class Agent:
 
     def _ended(self, worker: int, status: int) -> None:
         del self._pids[worker]
-        if worker in self._lifelines:
+        if worker in self._held:
             self._drain_pipes(worker)
             self._exited(worker, exit_code(status), "")
 
     def _exited(self, worker: int, code: int, reason: str) -> None:
-        if (line := self._lifelines.pop(worker, None)) is not None:
-            line.close()
         self._requested.pop(worker, None)
-        for descriptor in self._private_files.pop(worker, ()):
-            os.close(descriptor)
         self._link.send(Exited(worker, code, reason))
-        if self.scratch:
-            remove_folder(f"{self.scratch}/{worker}")
+        self._held.pop(worker, contextlib.ExitStack()).close()
 
     def _family(self, worker: int, processes: Processes) -> list[int]:
         """Return the worker's processes, including orphans that this process inherited."""
@@ -550,6 +535,14 @@ class Agent:
                 del self._killing[worker]
         if self._ending is not None and now >= self._ending:
             send_to_all(processes.descendants(os.getpid()), signal.SIGKILL)
+
+
+def _private_file(data: str, held: contextlib.ExitStack) -> str:
+    """Return a path under which a worker can read this data (in hexadecimal) during its life; it is never on a disk."""
+    descriptor = os.memfd_create("hora-private", os.MFD_CLOEXEC)
+    held.callback(os.close, descriptor)
+    os.write(descriptor, bytes.fromhex(data))
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def guarded() -> None:

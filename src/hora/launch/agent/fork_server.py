@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 from hora.launch.processes import (
     Spawned,
-    die_with_parent,
+    enter,
     module_command,
     name_process,
     replace_variables,
@@ -40,6 +40,7 @@ from hora.launch.processes import (
 
 _MAX_REQUEST_BYTES = 256 * 1024
 _MAX_DESCRIPTORS = 4
+_ALWAYS = ("hora.launch.pickling", "hora.net.noise")  # every worker of a function connects to its launcher
 
 # Runs in a fork with the request, the descriptors, and the socket for an answer.
 Role = Callable[[dict[str, Any], list[int], socket.socket], NoReturn]
@@ -73,7 +74,13 @@ def serve(name: str, modules: Iterable[str], role: Role) -> None:
 
 def _load_and_share(name: str, modules: Iterable[str]) -> None:
     name_process(name)
-    load(modules)  # on failure, the worker's own error is clearer
+    for module in (*_ALWAYS, *modules):
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # whatever a broken installation raises; the worker's own error is clearer
+            print(f"hora: {module} could not be loaded in advance: {error!r}", file=sys.stderr)
+    if "hora.net.noise" in sys.modules:
+        sys.modules["hora.net.noise"].warm_up()
     name_process(name)  # torch 2.3 renames the process at import
     gc.collect()
     gc.freeze()  # keep loaded objects in pages that the forks share
@@ -109,15 +116,9 @@ def _be_worker(
     while os.getppid() == middle:  # it has nothing left to do
         os.sched_yield()
     agent.close()
-    os.setsid()
-    if not die_with_parent(request["agent"], signal.SIGKILL):
-        os._exit(128 + signal.SIGKILL)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in zip((nothing, *descriptors), (0, 1, 2), strict=True):
-        os.dup2(source, target)
-        os.close(source)
-    if request["cwd"] is not None:
-        os.chdir(request["cwd"])
+    enter(request["agent"], (None, *descriptors), request["cwd"])
+    for descriptor in descriptors:
+        os.close(descriptor)
     inherited = {name: value for name, value in variables().items() if name not in request["unset"]}
     run_forked(inherited | request["env"], work)
 
@@ -204,23 +205,6 @@ class WorkerForks(ForkServer):
             else:
                 os.close(read_end)
         return Spawned(pid, pipes[0][0], pipes[1][0]) if pid else None
-
-
-_ALWAYS = ("hora.launch.pickling", "hora.net.noise")  # every worker of a function connects to its launcher
-
-
-def load(modules: Iterable[str]) -> bool:
-    """Load a worker's own imports and these modules. Return False on failure; the worker's own error is clearer."""
-    loaded = True
-    for name in (*_ALWAYS, *modules):
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # whatever a broken installation raises
-            print(f"hora: {name} could not be loaded in advance: {error!r}", file=sys.stderr)
-            loaded = False
-    if loaded:
-        sys.modules["hora.net.noise"].warm_up()
-    return loaded
 
 
 def differ_only_in(one: Mapping[str, str], other: Mapping[str, str], prefixes: tuple[str, ...]) -> bool:

@@ -13,10 +13,11 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Iterator
 
 from hora.errors import AuthenticationError
 from hora.launch.agent.agent import Agent, ThreadedLink, guarded
-from hora.launch.agent.protocol import MESSAGES, Join, Message, Refused, Start, Taken, Welcome
+from hora.launch.agent.protocol import MESSAGES, Join, Message, Refused, Start, Welcome
 from hora.launch.limits import CONNECT_S, THREAD_END_S
 from hora.launch.processes import variables
 from hora.launch.slots import NodeSpec
@@ -34,32 +35,23 @@ class SessionLink(ThreadedLink):
     """The link of an agent whose controller is reached through a session."""
 
     def __init__(self, session: ClientSession, welcome: Welcome) -> None:
-        self.silence_limit_s = welcome.silence_s
-        self.elastic = welcome.elastic
+        self.silence_limit_s, self.elastic = welcome.silence_s, welcome.elastic
         self.controller = str(session.connection.sock.getpeername()[0])
         self._session, self._executable = session, welcome.executable
-        super().__init__()
+        super().__init__(self._received(), lambda message: session.send(*pack(message)))
 
     def close(self) -> None:
         """Send what is left, then close the session for good."""
         super().close()
         self._session.shutdown()
-        self._threads[0].join(THREAD_END_S)
+        self._receiver.join(THREAD_END_S)
 
-    def _receive(self) -> None:
+    def _received(self) -> Iterator[Message]:
         meeting = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": self.controller}
         with contextlib.suppress(*MALFORMED):
             while True:
-                match message := unpack(MESSAGES, *self._session.receive()):
-                    case Taken(num_bytes):
-                        self._count(-num_bytes)
-                    case Start():
-                        self._put(on_this_node(message, meeting, self._executable))
-                    case _:
-                        self._put(message)
-
-    def _pass_on(self, message: Message) -> None:
-        self._session.send(*pack(message))
+                message = unpack(MESSAGES, *self._session.receive())
+                yield on_this_node(message, meeting, self._executable) if isinstance(message, Start) else message
 
 
 def on_this_node(order: Start, meeting: dict[str, str], controllers_python: str) -> Start:

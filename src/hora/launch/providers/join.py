@@ -12,7 +12,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hora.errors import AuthenticationError
@@ -32,20 +32,14 @@ if TYPE_CHECKING:
 _RETURN_LIMIT_S = 10.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeFacts:
-    """Facts about this machine that a platform may not provide."""
-
-    hostname: str
-    num_cores: int
-    num_gpus: int
-
-
-def find_place(options: Options, environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
-    """Return this node's place. Raises ValueError if it is unknown or incomplete."""
+def find_place(options: Options, environ: Mapping[str, str], hostname: str = "") -> NodeSpec:
+    """Return this node's place. Raises ValueError if it is unknown or incomplete. `hostname`: this machine's own unless
+    given.
+    """
+    hostname = hostname or socket.gethostname()
     num_nodes, index, meet, found = options.num_nodes, options.node_rank, options.meet, None
     if num_nodes is None or index is None:
-        found = next((read(environ, machine) for name, read in _PLATFORMS.items() if name in environ), None)
+        found = next((read(environ, hostname) for name, read in _PLATFORMS.items() if name in environ), None)
     if found is None:
         if num_nodes is None or index is None or (meet or environ.get("MASTER_ADDR")) is None:
             missing = "--nnodes" if num_nodes is None else "--node-rank" if index is None else "--meet HOST:PORT"
@@ -59,7 +53,7 @@ def find_place(options: Options, environ: Mapping[str, str], machine: NodeFacts)
     slots = options.slots or found.slots
     if slots is None and options.num_proc is not None:  # equal parts
         slots = -(-options.num_proc // num_nodes)
-    index, name = found.index if index is None else index, found.name or machine.hostname
+    index, name = found.index if index is None else index, found.name or hostname
     return replace(found, num_nodes=num_nodes, index=index, host=host, port=port, slots=slots, name=name)
 
 
@@ -100,9 +94,10 @@ def _gpus(environ: Mapping[str, str], name: str) -> int | None:
     return int(text) or None if text.isdecimal() else None
 
 
-def _kubeflow(environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
+def _kubeflow(environ: Mapping[str, str], hostname: str) -> NodeSpec:
     wanted = environ.get("PET_NPROC_PER_NODE", "auto")
-    by_word = {"cpu": machine.num_cores, "gpu": machine.num_gpus, "auto": machine.num_gpus or machine.num_cores}
+    num_cores, num_gpus = len(os.sched_getaffinity(0)), _count_gpus(environ)
+    by_word = {"cpu": num_cores, "gpu": num_gpus, "auto": num_gpus or num_cores}
     if wanted not in by_word and not wanted.isdecimal():
         raise ValueError(f"PET_NPROC_PER_NODE must be a number, auto, gpu or cpu, but it is {wanted!r}")
     return NodeSpec(
@@ -115,7 +110,7 @@ def _kubeflow(environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
     )
 
 
-def _skypilot(environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
+def _skypilot(environ: Mapping[str, str], hostname: str) -> NodeSpec:
     return NodeSpec(
         num_nodes=_number(environ, "SKYPILOT_NUM_NODES", "SkyPilot"),
         index=_number(environ, "SKYPILOT_NODE_RANK", "SkyPilot"),
@@ -125,7 +120,7 @@ def _skypilot(environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
     )
 
 
-def _slurm(environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
+def _slurm(environ: Mapping[str, str], hostname: str) -> NodeSpec:
     if "SLURM_NODEID" not in environ:
         raise ValueError(
             "--join inside a Slurm job is for `srun --ntasks-per-node=1 hora run --join …`; leave --join out"
@@ -155,34 +150,34 @@ def _listed(names: list[str], own: str, platform: str) -> NodeSpec:
     )
 
 
-def _lsf(environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
+def _lsf(environ: Mapping[str, str], hostname: str) -> NodeSpec:
     words = _text(environ, "LSB_MCPU_HOSTS", "LSF").split()
     pairs = list(zip(words[::2], map(int, words[1::2]), strict=False))
     launch_node = len(pairs) > 1 and pairs[0][1] == 1 and all(slots > 1 for _, slots in pairs[1:])
     names = [name for name, slots in pairs[launch_node or "CSM_ALLOCATION_ID" in environ :] for _ in range(slots)]
-    return _listed(names, machine.hostname, "LSF")
+    return _listed(names, hostname, "LSF")
 
 
-def _pbs(environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
+def _pbs(environ: Mapping[str, str], hostname: str) -> NodeSpec:
     path = _text(environ, "PBS_NODEFILE", "PBS")
     try:
         with open(path, encoding="utf-8") as file:
             names = file.read().split()
     except OSError as error:
         raise ValueError(f"cannot read PBS_NODEFILE={path}: {error.strerror}") from None
-    return _listed(names, machine.hostname, "PBS")
+    return _listed(names, hostname, "PBS")
 
 
-def _sagemaker(environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
+def _sagemaker(environ: Mapping[str, str], hostname: str) -> NodeSpec:
     hosts = json.loads(_text(environ, "SM_HOSTS", "SageMaker"))
     place = _listed(hosts, _text(environ, "SM_CURRENT_HOST", "SageMaker"), "SageMaker")
     return replace(place, slots=_gpus(environ, "SM_NUM_GPUS"))
 
 
-def _mpi(rank: str, size: str, local: str, platform: str) -> Callable[[Mapping[str, str], NodeFacts], NodeSpec]:
+def _mpi(rank: str, size: str, local: str, platform: str) -> Callable[[Mapping[str, str], str], NodeSpec]:
     """Return a reader for an MPI launcher with one process per node. It knows the address only on a single machine."""
 
-    def read(environ: Mapping[str, str], machine: NodeFacts) -> NodeSpec:
+    def read(environ: Mapping[str, str], hostname: str) -> NodeSpec:
         num_nodes = _number(environ, size, platform)
         here = environ.get(local) == str(num_nodes)
         index = _number(environ, rank, platform)
@@ -191,7 +186,7 @@ def _mpi(rank: str, size: str, local: str, platform: str) -> Callable[[Mapping[s
     return read
 
 
-_PLATFORMS: dict[str, Callable[[Mapping[str, str], NodeFacts], NodeSpec]] = {
+_PLATFORMS: dict[str, Callable[[Mapping[str, str], str], NodeSpec]] = {
     "PET_NNODES": _kubeflow,
     "SKYPILOT_NODE_RANK": _skypilot,
     "OMPI_COMM_WORLD_SIZE": _mpi(
@@ -218,12 +213,12 @@ def open_nodes(
     if leadership is not None:
         from hora.launch.ha.leadership import own_address
 
-        where, num_nodes = (own_address(leadership.store.members), 0), find_node(options, environ).num_nodes
+        where, num_nodes = (own_address(leadership.store.members), 0), find_place(options, environ).num_nodes
         names = [str(host) for _, host, *_ in (leadership.state or {}).get("workers", ())]
         leading: dict[str, Any] = {"elastic": True, "nonce": leadership.run, "term": leadership.term, "names": names}
         opened = Agents(where, read_secret(options), num_nodes=num_nodes, **limits, **leading)
     elif options.joins:
-        place = find_node(options, environ)
+        place = find_place(options, environ)
         own, others = HostInfo(place.name, place.slots or 1), place.num_nodes - 1
         where, secret = _meeting_address(place), read_secret(options)
         opened = Agents(where, secret, num_nodes=others, own=own, elastic=options.elastic, **limits)
@@ -282,7 +277,7 @@ def serve_node(
 
     With a store (`HORA_STORE`) every node may `lead` the job.
     """
-    place = find_node(options, environ)
+    place = find_place(options, environ)
     if environ.get("HORA_STORE") and lead is not None:
         from hora.launch.ha.leadership import ElectionLoop
 
@@ -296,12 +291,6 @@ def serve_node(
 
     guarded()
     return serve(place, credentials(read_secret(options)), limit_s=float(options.effective("start_timeout")))
-
-
-def find_node(options: Options, environ: Mapping[str, str]) -> NodeSpec:
-    """Return the place of this machine."""
-    facts = {"num_cores": len(os.sched_getaffinity(0)), "num_gpus": _count_gpus(environ)}
-    return find_place(options, environ, NodeFacts(hostname=socket.gethostname(), **facts))
 
 
 def _count_gpus(environ: Mapping[str, str]) -> int:
