@@ -167,8 +167,8 @@ def test_invariants_hold_under_random_faults(request: pytest.FixtureRequest):
 def test_a_broken_invariant_is_detected(rule: str, monkeypatch: pytest.MonkeyPatch):
     """Shows that the simulation can fail."""
 
-    def at_once(rendezvous, peer, number, request, payload) -> None:
-        rendezvous._give_world(rendezvous._park(peer, number, request.timeout_s, str), peer.number)
+    def at_once(rendezvous, call) -> None:
+        rendezvous._give_world(call, call.peer.number)
 
     if rule == "an old world is given":
         monkeypatch.setattr(Rendezvous, "_on_next_world", at_once)

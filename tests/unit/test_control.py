@@ -189,7 +189,7 @@ def test_results_errors_and_lines_reach_the_controller(place: Place):
     assert place.events.next() == ("on_log_line", 3, "hello")
     client.send_error(type_name="E", message="m" * 10**6, traceback="t" * 10**6, consequence=True, pickled=b"p")
     name, worker, report = place.events.next()
-    assert (name, worker, report.type_name, report.consequence, report.pickled) == (
+    assert (name, worker, report.type, report.consequence, report.data) == (
         "raised",
         3,
         "E",

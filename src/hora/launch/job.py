@@ -20,7 +20,8 @@ from hora.errors import JobFailedError
 from hora.launch.agent.protocol import Exited
 from hora.launch.limits import GRACE_S
 from hora.launch.slots import Slot
-from hora.net.rendezvous import ErrorReport, Rendezvous, RendezvousEvents
+from hora.net.rendezvous import Rendezvous, RendezvousEvents
+from hora.net.requests import Raised
 from hora.telemetry.stacks import stack_text
 from hora.world import World
 
@@ -161,7 +162,7 @@ class Observation(RendezvousEvents):
     def joined(self, worker: int) -> None:
         self.tell("joined", worker)
 
-    def raised(self, worker: int, report: ErrorReport) -> None:
+    def raised(self, worker: int, report: Raised) -> None:
         if not report.consequence:
             self.tell("raised", worker, report.headline)
 

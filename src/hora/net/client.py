@@ -68,18 +68,24 @@ def _fitted(text: str, limit_bytes: int) -> str:
     return fitted
 
 
-def _header(request: Request, number: int) -> Header:
-    return {"op": requests.NAMES[type(request)], "id": number, **request._asdict()}
+def _message(request: Request, number: int) -> tuple[Header, bytes]:
+    fields = request._asdict()
+    data = fields.pop("data", b"")
+    return {"op": requests.NAMES[type(request)], "id": number, **fields}, data
 
 
 class _Pending:
     """A request that waits for its answer."""
 
-    def __init__(self, number: int, request: Request, attachment: bytes) -> None:
-        self.number, self.request, self.attachment = number, request, attachment
+    def __init__(self, request: Request) -> None:
+        self.request = request
         self.done = threading.Event()
         self.header: Header = {}
         self.payload = b""
+
+    def answer(self, header: Header, payload: bytes = b"") -> None:
+        self.header, self.payload = header, payload
+        self.done.set()
 
 
 class ControlClient:
@@ -159,15 +165,15 @@ class ControlClient:
         form a tree with that many children each. TimeoutError names the missing ranks; HorovodInternalError reports a
         lost one.
         """
-        request = requests.Gather(key, rank, size, timeout_s, group, fanout)
-        header, payload = self._ask(request, value, waiting_for=f"all-gather {key!r}", limit_s=timeout_s)
+        request = requests.Gather(key, rank, size, timeout_s, value, group, fanout)
+        header, payload = self._ask(request, waiting_for=f"all-gather {key!r}", limit_s=timeout_s)
         values = cut_parts(payload, int(header["values"]))
         num_members = int(header["members"])
         above = values[num_members] if num_members < len(values) else None
         return RankGroup(dict(values[:num_members]), int(header["index"]), int(header["groups"]), above)
 
     def set(self, key: str, value: bytes) -> None:
-        self._ask(requests.Set(key), value)
+        self._ask(requests.Set(key, value))
 
     def get(self, key: str, *, timeout_s: float) -> bytes:
         """Return the value of the key, as soon as a worker or the launcher has set it."""
@@ -190,32 +196,31 @@ class ControlClient:
 
         Raises HorovodInternalError if this process has no such rank in the launcher's current generation.
         """
-        request = requests.Keys(world.rank, world.generation, epoch)
         ranks = struct.pack(f">{len(towards)}I", *towards)
-        return self._ask(request, ranks, waiting_for="the keys of this world", limit_s=timeout_s)[1]
+        request = requests.Keys(world.rank, world.generation, epoch, ranks)
+        return self._ask(request, waiting_for="the keys of this world", limit_s=timeout_s)[1]
 
     # ---- reporting home -----------------------------------------------------------------------------------
 
     def send_result(self, result: bytes) -> None:
         """Send this worker's result; returns once the launcher has it."""
-        self._ask(requests.Returned(), result, limit_s=max(_QUICK_S, len(result) / 1e6))
+        self._ask(requests.Returned(result), limit_s=max(_QUICK_S, len(result) / 1e6))
 
     def send_error(
         self, *, type_name: str, message: str, traceback: str, consequence: bool, pickled: bytes = b""
     ) -> None:
         """Send this worker's exception. `consequence`: it only reports that another rank was lost."""
-        request = requests.Raised(
-            type_name[:200], _fitted(message, _MESSAGE_BYTES), _fitted(traceback, _TRACEBACK_BYTES), consequence
-        )
-        self._ask(request, pickled, limit_s=max(_QUICK_S, len(pickled) / 1e6))
+        message, traceback = _fitted(message, _MESSAGE_BYTES), _fitted(traceback, _TRACEBACK_BYTES)
+        request = requests.Raised(type_name[:200], message, traceback, consequence, pickled)
+        self._ask(request, limit_s=max(_QUICK_S, len(pickled) / 1e6))
 
     def say(self, text: str) -> None:
         """Print a line where the job was started. Does not wait."""
-        self._send(requests.LogLine(), text.encode(errors="replace"))
+        self._send(requests.LogLine(text.encode(errors="replace")))
 
     def tell(self, kind: str, data: bytes, *, worker: int) -> None:
         """Send this worker's telemetry (`hora.telemetry`) to the launcher. Does not wait."""
-        self._send(requests.Telemetry(kind, worker), data)
+        self._send(requests.Telemetry(kind, worker, data))
 
     # ---- worlds that change -------------------------------------------------------------------------------
 
@@ -260,14 +265,13 @@ class ControlClient:
     # ---- the wire -----------------------------------------------------------------------------------------
 
     def _ask(
-        self, request: Request, payload: bytes = b"", *, waiting_for: str = "the launcher", limit_s: float = _QUICK_S
+        self, request: Request, *, waiting_for: str = "the launcher", limit_s: float = _QUICK_S
     ) -> tuple[Header, bytes]:
-        number = next(self._ids)
-        pending = _Pending(number, request, payload)
+        number, pending = next(self._ids), _Pending(request)
         with self._state_lock:
             self._requests[number] = pending
         try:
-            self._send(request, payload, number)
+            self._send(request, number)
             if not pending.done.wait(limit_s + _SLACK_S):
                 raise TimeoutError(
                     f"{self._name}: no answer from the launcher at {self._endpoint.endpoint} while waiting "
@@ -296,11 +300,11 @@ class ControlClient:
                     f"({header['message']})"
                 )
 
-    def _send(self, request: Request, payload: bytes = b"", number: int = 0) -> None:
+    def _send(self, request: Request, number: int = 0) -> None:
         try:
             with self._send_lock:
                 if self._why_closed is None:
-                    self._connection.send(_header(request, number), payload)
+                    self._connection.send(*_message(request, number))
         except OSError as error:
             # The reader notices too, and answers all waiting threads or resends their requests.
             self._connection.shutdown()
@@ -343,7 +347,7 @@ class ControlClient:
             while (reopen := self._reopen) is not None and (left_s := deadline - time.monotonic()) > 0:
                 try:
                     connection = reopen(left_s)
-                    connection.send(_header(self._hello, 0))
+                    connection.send(*_message(self._hello, 0))
                     answer, _ = connection.receive(limit_s=left_s)
                     connection.sock.settimeout(None)
                     self._connection = connection
@@ -369,20 +373,18 @@ class ControlClient:
 
     def _ask_again(self) -> None:
         with self._state_lock:
-            waiting = list(self._requests.values())
-        for pending in waiting:
+            waiting = list(self._requests.items())
+        for number, pending in waiting:
             if isinstance(pending.request, _ONCE):
-                pending.header = {"error": "lost", "message": "the connection to the launcher broke and was restored"}
-                pending.done.set()
+                pending.answer({"error": "lost", "message": "the connection to the launcher broke and was restored"})
             else:
-                self._connection.send(_header(pending.request, pending.number), pending.attachment)
+                self._connection.send(*_message(pending.request, number))
 
     def _settle(self, header: Header, payload: bytes) -> None:
         with self._state_lock:
-            request = self._requests.get(header["re"])
-        if request is not None:  # None: the caller has timed out
-            request.header, request.payload = header, payload
-            request.done.set()
+            pending = self._requests.get(header["re"])
+        if pending is not None:  # None: the caller has timed out
+            pending.answer(header, payload)
 
     def _tell(self, notice: Notice) -> None:
         with self._state_lock:
@@ -397,7 +399,6 @@ class ControlClient:
         with self._state_lock:
             self._why_closed = self._why_closed or why
             waiting = list(self._requests.values())
-        for request in waiting:
-            request.header = {"error": "closed", "message": self._why_closed}
-            request.done.set()
+        for pending in waiting:
+            pending.answer({"error": "closed", "message": self._why_closed})
         self._tell({"notice": "closed", "why": why, "at": time.time()})

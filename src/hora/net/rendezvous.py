@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from hora.net import requests
@@ -40,33 +41,32 @@ _READING = (requests.Get, requests.Check, requests.Keys)
 _WRITING = (requests.Set, requests.Add, requests.Delete, requests.Gather)
 _UNANSWERED = (Pong, requests.LogLine, requests.Telemetry)
 
+R = TypeVar("R", bound=requests.Request)
 
-@dataclass
-class Parked:
-    """A request that waits for its answer."""
+
+@dataclass(eq=False)
+class Call(Generic[R]):
+    """A request of a peer, which may wait for its answer. `number`: the answer repeats it."""
 
     peer: Peer
     number: int
-    describe: Callable[[], str]
-    payload: bytes = b""
+    request: R
     timer: Timer | None = None
     answered: bool = False
 
-    def answer(self, header: Header, payload: bytes = b"") -> None:
+    def answer(self, data: bytes = b"", **header: Any) -> None:
         """Answer once; later attempts (such as an expired time limit) do nothing."""
         if not self.answered:
             self.answered = True
             if self.timer is not None:
                 self.timer.cancel()
-            self.peer.send({"re": self.number} | header, payload)
+            self.peer.send({"re": self.number, **header}, data)
 
 
 @dataclass
 class _Gather:
     size: int
-    parked: dict[int, Parked] = field(default_factory=dict)  # by rank
-    groups: dict[int, str] = field(default_factory=dict)  # by rank: the name of its group
-    fanout: int = 0  # children of a group; 0: none
+    parked: dict[int, Call[requests.Gather]] = field(default_factory=dict)  # by rank
 
     @property
     def complete(self) -> bool:
@@ -89,7 +89,7 @@ class KeyValueStore:
     def __init__(self, where: tuple[str, int], credentials: Credentials | CredentialsOf, *, name: str) -> None:
         self.generation = -1  # of the ranks that meet
         self._table: dict[str, bytes] = {}
-        self._gets: dict[str, list[Parked]] = {}
+        self._gets: dict[str, list[Call[requests.Get]]] = {}
         self._gathers: dict[str, _Gather] = {}
         self._gone: dict[int, str] = {}  # rank of the current generation -> how it ended
         self._failed = False  # one of them failed
@@ -121,18 +121,18 @@ class KeyValueStore:
         kind = requests.REQUESTS.get(str(header["op"]))
         if kind is None or not hasattr(self, f"_on_{header['op']}"):
             raise ValueError(f"unknown operation {header['op']!r}")
-        number, request = -1 if kind in _UNANSWERED else header["id"], checked(kind, header)
+        number, request = -1 if kind in _UNANSWERED else header["id"], checked(kind, {**header, "data": payload})
         if type(number) is not int:
             raise ValueError(f"the number of a request is {str(number)[:100]!r}")
         if len(getattr(request, "key", "")) > _KEY_CHARACTERS:
             raise ValueError(f"a key has at most {_KEY_CHARACTERS} characters")
-        self._carry_out(peer, number, request, payload)
+        self._carry_out(Call(peer, number, request))
 
-    def _carry_out(self, peer: Peer, number: int, request: requests.Request, payload: bytes) -> None:
-        """Handle the request with this number, which its answer repeats, by the method of its name."""
-        getattr(self, f"_on_{requests.NAMES[type(request)]}")(peer, number, request, payload)
+    def _carry_out(self, call: Call[Any]) -> None:
+        """Handle the request by the method of its name."""
+        getattr(self, f"_on_{requests.NAMES[type(call.request)]}")(call)
 
-    def _on_pong(self, peer: Peer, number: int, request: Pong, payload: bytes) -> None:
+    def _on_pong(self, call: Call[Pong]) -> None:
         """Do nothing: the server has noted the activity."""
 
     def closed(self, peer: Peer) -> None:
@@ -146,83 +146,80 @@ class KeyValueStore:
             elif any(one.peer is peer for one in gather.parked.values()):
                 self._fail_gather(key, f"{peer.name} closed its connection without a goodbye")
 
-    def _on_hello(self, peer: Peer, number: int, request: requests.Hello, payload: bytes) -> None:
-        peer.name = request.name[:_NAME_CHARACTERS]
-        self._answer(peer, number)
+    def _on_hello(self, call: Call[requests.Hello]) -> None:
+        call.peer.name = call.request.name[:_NAME_CHARACTERS]
+        call.answer()
 
-    def _on_bye(self, peer: Peer, number: int, request: requests.Bye, payload: bytes) -> None:
+    def _on_bye(self, call: Call[requests.Bye]) -> None:
         # A goodbye is no loss: forget the rank, so that the end of its connection is not reported.
-        peer.number = -1
-        self._ranks.pop(peer, None)
-        self._answer(peer, number)
+        call.peer.number = -1
+        self._ranks.pop(call.peer, None)
+        call.answer()
 
-    def _on_set(self, peer: Peer, number: int, request: requests.Set, payload: bytes) -> None:
-        self._store(request.key, payload)
-        self._answer(peer, number)
+    def _on_set(self, call: Call[requests.Set]) -> None:
+        self._store(call.request.key, call.request.data)
+        call.answer()
 
-    def _on_get(self, peer: Peer, number: int, request: requests.Get, payload: bytes) -> None:
-        key = request.key
+    def _on_get(self, call: Call[requests.Get]) -> None:
+        key = call.request.key
         if key in self._table:
-            self._answer(peer, number, self._table[key])
-            return
-        parked = self._park(peer, number, request.timeout_s, lambda: f"no process has set {key!r}")
-        if self._failed:
-            parked.answer({"error": "lost", "message": self._lost_ranks_message()})
+            call.answer(self._table[key])
+        elif self._failed:
+            call.answer(error="lost", message=self._lost_ranks_message())
         else:
-            self._gets.setdefault(key, []).append(parked)
+            self._park(call, lambda: f"no process has set {key!r}")
+            self._gets.setdefault(key, []).append(call)
 
-    def _on_add(self, peer: Peer, number: int, request: requests.Add, payload: bytes) -> None:
-        total = int(self._table.get(request.key, b"0")) + request.amount
-        self._store(request.key, str(total).encode())
-        self._answer(peer, number, str(total).encode())
+    def _on_add(self, call: Call[requests.Add]) -> None:
+        total = str(int(self._table.get(call.request.key, b"0")) + call.request.amount).encode()
+        self._store(call.request.key, total)
+        call.answer(total)
 
-    def _on_delete(self, peer: Peer, number: int, request: requests.Delete, payload: bytes) -> None:
-        existed = self._table.pop(request.key, None) is not None
-        self._answer(peer, number, b"1" if existed else b"0")
+    def _on_delete(self, call: Call[requests.Delete]) -> None:
+        call.answer(b"0" if self._table.pop(call.request.key, None) is None else b"1")
 
-    def _on_check(self, peer: Peer, number: int, request: requests.Check, payload: bytes) -> None:
-        present = all(key in self._table for key in request.keys)
-        self._answer(peer, number, b"1" if present else b"0")
+    def _on_check(self, call: Call[requests.Check]) -> None:
+        call.answer(b"1" if all(key in self._table for key in call.request.keys) else b"0")
 
-    def _on_gather(self, peer: Peer, number: int, request: requests.Gather, payload: bytes) -> None:
-        key, rank, size = request.key, request.rank, request.size
+    def _on_gather(self, call: Call[requests.Gather]) -> None:
+        key, rank, size = call.request.key, call.request.rank, call.request.size
         gather = self._gathers.setdefault(key, _Gather(size))
         if gather.size != size or not 0 <= rank < size or rank in gather.parked:
             # The waiting ranks would wait forever: report the mismatch to all of them.
             why = f"rank {rank} of {size} does not fit: it meets ranks {sorted(gather.parked)} of {gather.size}"
-            peer.send({"re": number, "error": "mismatch", "message": f"all-gather {key!r}: {why}"})
+            call.answer(error="mismatch", message=f"all-gather {key!r}: {why}")
             self._fail_gather(key, why)
             return
-        self._ranks[peer] = (self.generation, rank)
-        gather.parked[rank] = self._park(peer, number, request.timeout_s, gather.missing, payload)
-        gather.groups[rank], gather.fanout = request.group, request.fanout
+        self._ranks[call.peer] = (self.generation, rank)
+        self._park(call, gather.missing)
+        gather.parked[rank] = call
         if gather.complete:
             del self._gathers[key]
-            self._complete(gather)
+            self._complete(gather, fanout=call.request.fanout)
         elif any(gather.lacks(gone) for gone in self._gone):
             self._fail_gather(key, self._lost_ranks_message())
 
-    def _complete(self, gather: _Gather) -> None:
+    def _complete(self, gather: _Gather, *, fanout: int) -> None:
         """Answer each rank with the values of its group and of the first rank of the parent group.
 
         The total size grows with the number of ranks, not its square, as long as groups do not grow.
         """
         groups: dict[str, list[int]] = {}
         for rank in range(gather.size):
-            groups.setdefault(gather.groups[rank], []).append(rank)
+            groups.setdefault(gather.parked[rank].request.group, []).append(rank)
         firsts = [ranks[0] for ranks in groups.values()]
         for index, ranks in enumerate(groups.values()):
-            above = [firsts[(index - 1) // gather.fanout]] if index and gather.fanout else []
-            values = [(rank, gather.parked[rank].payload) for rank in (*ranks, *above)]
+            above = [firsts[(index - 1) // fanout]] if index and fanout else []
+            values = [(rank, gather.parked[rank].request.data) for rank in (*ranks, *above)]
             header = {"members": len(ranks), "values": len(values), "index": index, "groups": len(groups)}
             joined = join_parts(values)
             for rank in ranks:
-                gather.parked[rank].answer(header, joined)
+                gather.parked[rank].answer(joined, **header)
 
     def _store(self, key: str, value: bytes) -> None:
         self._table[key] = value
-        for parked in self._gets.pop(key, []):
-            parked.answer({}, value)
+        for call in self._gets.pop(key, []):
+            call.answer(value)
 
     def _lost_ranks_message(self) -> str:
         """Describe how ranks ended, limited to a few because a message's header is small."""
@@ -230,47 +227,23 @@ class KeyValueStore:
         return "; ".join([*causes[:_SHOWN], f"and {len(causes) - _SHOWN} others"] if len(causes) > _SHOWN else causes)
 
     def _fail_gather(self, key: str, why: str) -> None:
-        for parked in self._gathers.pop(key).parked.values():
-            parked.answer({"error": "lost", "message": why})
+        for call in self._gathers.pop(key).parked.values():
+            call.answer(error="lost", message=why)
 
-    def _park(
-        self, peer: Peer, number: int, limit_s: float, describe: Callable[[], str], payload: bytes = b""
-    ) -> Parked:
-        parked = Parked(peer, number, describe, payload)
-        parked.timer = self._server.call_at(time.monotonic() + limit_s, lambda: self._expire(parked))
-        return parked
+    def _park(self, call: Call[Any], missing: Callable[[], str]) -> None:
+        """Limit the wait for an answer; `missing` describes what the peer waits for."""
+        call.timer = self._server.call_at(
+            time.monotonic() + call.request.timeout_s, lambda: self._expire(call, missing())
+        )
 
-    def _expire(self, parked: Parked) -> None:
-        parked.answer({"error": "timeout", "message": parked.describe()})
+    def _expire(self, call: Call[Any], why: str) -> None:
+        call.answer(error="timeout", message=why)
         for key, gather in list(self._gathers.items()):
-            for rank, one in list(gather.parked.items()):
-                if one is parked:
-                    del gather.parked[rank], gather.groups[rank]
+            gather.parked = {rank: one for rank, one in gather.parked.items() if one is not call}
             if not gather.parked:
                 del self._gathers[key]
         for waiting in self._gets.values():
-            waiting[:] = [one for one in waiting if one is not parked]
-
-    def _answer(self, peer: Peer, number: int, payload: bytes = b"") -> None:
-        peer.send({"re": number}, payload)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ErrorReport:
-    """An exception as described by its worker. `consequence`: it only reports that another rank was lost.
-
-    `pickled` is the cloudpickled exception (empty where it could not be pickled).
-    """
-
-    type_name: str
-    message: str
-    traceback: str
-    consequence: bool = False
-    pickled: bytes = field(default=b"", repr=False)
-
-    @property
-    def headline(self) -> str:
-        return f"{self.type_name}: {self.message}".partition("\n")[0][:200]
+            waiting[:] = [one for one in waiting if one is not call]
 
 
 class RendezvousEvents:
@@ -285,7 +258,7 @@ class RendezvousEvents:
     def returned(self, worker: int, result: bytes) -> None:
         """The function returned on this worker."""
 
-    def raised(self, worker: int, report: ErrorReport) -> None:
+    def raised(self, worker: int, report: requests.Raised) -> None:
         """The function raised on this worker."""
 
     def on_log_line(self, worker: int, text: str) -> None:
@@ -309,9 +282,9 @@ class Rendezvous(KeyValueStore):
 
     def __init__(self, bind_address: str, *, secret: bytes, job: str, events: RendezvousEvents, term: int = 0) -> None:
         self._events = events
-        self._stamp = {"term": term} if term else {}
+        self._stamp: Header = {"term": term} if term else {}
         self._secret = secret
-        self._next_worlds: dict[int, tuple[Parked, int]] = {}
+        self._next_worlds: dict[int, Call[requests.NextWorld]] = {}
         self._worlds: dict[int, World] = {}  # of this generation, by worker
         self._heard: dict[int, float] = {}  # worker -> when
         self._named: WeakValueDictionary[tuple[int, str], Peer] = WeakValueDictionary()  # by worker and its own name
@@ -354,19 +327,17 @@ class Rendezvous(KeyValueStore):
 
     # ---- in the server's thread -------------------------------------------------------------------------
 
-    def _carry_out(self, peer: Peer, number: int, request: requests.Request, payload: bytes) -> None:
-        why = self._objection(peer, request)
+    def _carry_out(self, call: Call[Any]) -> None:
+        why = self._objection(call.peer, call.request)
         if why:
-            self._refuse(peer, number, why)
+            call.answer(error="refused", message=why)
             return
-        super()._carry_out(peer, number, request, payload)
-        if peer.number >= 0:
-            self._heard[peer.number] = time.monotonic()
+        super()._carry_out(call)
+        if call.peer.number >= 0:
+            self._heard[call.peer.number] = time.monotonic()
 
     def closed(self, peer: Peer) -> None:
-        for worker, (one, _) in list(self._next_worlds.items()):
-            if one.peer is peer:
-                del self._next_worlds[worker]
+        self._next_worlds = {worker: call for worker, call in self._next_worlds.items() if call.peer is not peer}
         super().closed(peer)
         self._reporting = {worker: other for worker, other in self._reporting.items() if other is not peer}
         if peer.number >= 0:
@@ -393,88 +364,77 @@ class Rendezvous(KeyValueStore):
             return worker
         return self._worlds[worker].rank if worker in self._worlds else None
 
-    def _refuse(self, peer: Peer, number: int, why: str) -> None:
-        peer.send({"re": number, "error": "refused", "message": why})
-
-    def _on_hello(self, peer: Peer, number: int, request: requests.Hello, payload: bytes) -> None:
-        worker = request.worker
+    def _on_hello(self, call: Call[requests.Hello]) -> None:
+        peer, worker = call.peer, call.request.worker
         if peer.speaker >= 0 and worker not in (-1, peer.speaker):
             raise ValueError(f"worker {peer.speaker} wants to speak for worker {worker}")
         if worker in self._given_up or peer.speaker in self._given_up:
             known = worker if peer.speaker < 0 else peer.speaker
-            self._refuse(peer, number, f"worker {known} was given up by the launcher: another worker has its place")
+            why = f"worker {known} was given up by the launcher: another worker has its place"
+            call.answer(error="refused", message=why)
             return
-        name = request.name[:_NAME_CHARACTERS]
+        name = call.request.name[:_NAME_CHARACTERS]
         if worker >= 0:
             other = self._named.get((worker, name))
             if other is not None and other is not peer:
                 other.number = -1  # it reconnected before the loss was noticed
             self._named[worker, name] = peer
         peer.name, peer.number = name, worker
-        peer.send({"re": number, **self._stamp})
-        if peer.number >= 0:
-            self._events.joined(peer.number)
+        call.answer(**self._stamp)
+        if worker >= 0:
+            self._events.joined(worker)
             for notice in self._notices:  # which it may have missed
                 peer.send(notice)
 
-    def _on_keys(self, peer: Peer, number: int, request: requests.Keys, payload: bytes) -> None:
+    def _on_keys(self, call: Call[requests.Keys]) -> None:
         """Send a rank the keys of its world over its own encrypted connection."""
-        rank, generation, epoch = request
-        if generation != self.generation or (peer.speaker >= 0 and rank != self._rank_of(peer.speaker)):
+        rank, generation, epoch, data = call.request
+        speaker = call.peer.speaker
+        if generation != self.generation or (speaker >= 0 and rank != self._rank_of(speaker)):
             place = f"rank {rank} of generation {generation}"
-            self._refuse(peer, number, f"this worker is not {place}: it is generation {self.generation} now")
+            call.answer(error="refused", message=f"this worker is not {place}: it is generation {self.generation} now")
             return
-        if len(payload) > _KEYS_BYTES:
-            raise ValueError(f"keys towards {len(payload) // 4} ranks were requested at once")
-        towards = struct.unpack(f">{len(payload) // 4}I", payload)
-        world = world_secret(self._secret, f"{generation} {epoch}")
-        peer.send({"re": number}, rank_keys(world, rank, towards))
+        if len(data) > _KEYS_BYTES:
+            raise ValueError(f"keys towards {len(data) // 4} ranks were requested at once")
+        towards = struct.unpack(f">{len(data) // 4}I", data)
+        call.answer(rank_keys(world_secret(self._secret, f"{generation} {epoch}"), rank, towards))
 
-    def _on_returned(self, peer: Peer, number: int, request: requests.Returned, payload: bytes) -> None:
-        self._events.returned(peer.number, payload)
-        self._answer(peer, number)
+    def _on_returned(self, call: Call[requests.Returned]) -> None:
+        self._events.returned(call.peer.number, call.request.data)
+        call.answer()
 
-    def _on_raised(self, peer: Peer, number: int, request: requests.Raised, payload: bytes) -> None:
-        report = ErrorReport(
-            type_name=request.type,
-            message=request.message,
-            traceback=request.traceback,
-            consequence=request.consequence,
-            pickled=payload,
-        )
-        self._events.raised(peer.number, report)
-        self._answer(peer, number)
+    def _on_raised(self, call: Call[requests.Raised]) -> None:
+        self._events.raised(call.peer.number, call.request)
+        call.answer()
 
-    def _on_log_line(self, peer: Peer, number: int, request: requests.LogLine, payload: bytes) -> None:
-        self._events.on_log_line(peer.number, payload[:_LINE_BYTES].decode(errors="replace"))
+    def _on_log_line(self, call: Call[requests.LogLine]) -> None:
+        self._events.on_log_line(call.peer.number, call.request.data[:_LINE_BYTES].decode(errors="replace"))
 
-    def _on_telemetry(self, peer: Peer, number: int, request: requests.Telemetry, payload: bytes) -> None:
-        worker = peer.speaker if peer.speaker >= 0 else request.worker
+    def _on_telemetry(self, call: Call[requests.Telemetry]) -> None:
+        worker = call.peer.speaker if call.peer.speaker >= 0 else call.request.worker
         if worker in self._given_up:
             return
-        self._reporting[worker] = peer
-        if len(payload) <= _TELEMETRY_BYTES:
-            self._events.on_telemetry(worker, request.kind, payload)
+        self._reporting[worker] = call.peer
+        if len(call.request.data) <= _TELEMETRY_BYTES:
+            self._events.on_telemetry(worker, call.request.kind, call.request.data)
 
     def _ask(self, question: Header, worker: int | None) -> None:
         for number, peer in self._reporting.items():
             if worker is None or number == worker:
                 peer.send({"notice": "question", **question})
 
-    def _on_next_world(self, peer: Peer, number: int, request: requests.NextWorld, payload: bytes) -> None:
-        generation = request.generation
-        missing = f"no world after generation {generation} was announced"
-        parked = self._park(peer, number, request.timeout_s, lambda: missing)
-        worker = peer.number
+    def _on_next_world(self, call: Call[requests.NextWorld]) -> None:
+        worker, generation = call.peer.number, call.request.generation
+        self._park(call, lambda: f"no world after generation {generation} was announced")
         # A new worker (its generation is negative) waits until there is a place for it.
         known = generation >= 0 or worker in self._worlds or worker in self._given_up
         if self.generation > generation and known:
-            self._give_world(parked, peer.number)
+            self._give_world(call, worker)
         else:
-            self._next_worlds[peer.number] = (parked, generation)
+            self._next_worlds[worker] = call
             if generation == self.generation and worker in self._worlds:  # it takes part in no barrier any more
                 self._release(self._worlds[worker].rank, "waits for the next world")
-            self._events.waiting(peer.number, generation)
+            self._events.waiting(worker, generation)
 
     def _release(self, rank: int, how: str) -> None:
         """Release the ranks that wait for this one in a barrier."""
@@ -488,24 +448,24 @@ class Rendezvous(KeyValueStore):
         self._gone.clear()
         self._notices.clear()
         self._failed = False
-        for worker, (parked, after) in list(self._next_worlds.items()):
+        for worker, call in list(self._next_worlds.items()):
+            after = call.request.generation
             if generation > after and (after >= 0 or worker in worlds):
                 del self._next_worlds[worker]
-                self._give_world(parked, worker)
+                self._give_world(call, worker)
 
     def _dismiss(self, worker: int) -> None:
         self._given_up.add(worker)
-        parked, _ = self._next_worlds.pop(worker, (None, -1))
-        if parked is not None:
-            self._give_world(parked, worker)
+        call = self._next_worlds.pop(worker, None)
+        if call is not None:
+            self._give_world(call, worker)
 
-    def _give_world(self, parked: Parked, worker: int) -> None:
+    def _give_world(self, call: Call[requests.NextWorld], worker: int) -> None:
         world = None if worker in self._given_up else self._worlds.get(worker)
         if world is None:
-            message = f"generation {self.generation} has no place for this worker"
-            parked.answer({"error": "removed", "message": message})
+            call.answer(error="removed", message=f"generation {self.generation} has no place for this worker")
         else:
-            parked.answer({"world": world.to_env(), **self._stamp})
+            call.answer(world=world.to_env(), **self._stamp)
 
     def _broadcast(self, notice: Header) -> None:
         notice = {**notice, **self._stamp}
@@ -522,8 +482,7 @@ class Rendezvous(KeyValueStore):
         self._failed = self._failed or failed
         self._release(rank, how)
         if failed:
-            waiting = [one for parked in self._gets.values() for one in parked]
+            for call in itertools.chain(*self._gets.values()):
+                call.answer(error="lost", message=self._lost_ranks_message())
             self._gets.clear()
-            for one in waiting:
-                one.answer({"error": "lost", "message": self._lost_ranks_message()})
             self._broadcast({"notice": "lost", "rank": rank, "generation": self.generation, "how": how})

@@ -1,4 +1,7 @@
-"""Requests of a worker to the rendezvous, by their names on the wire. Their fields are the header beside `id`."""
+"""Requests of a worker to the rendezvous, by their names on the wire.
+
+`data` is a message's payload; the other fields are its header, beside `id`.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,10 @@ class Bye(NamedTuple):
 
 
 class Set(NamedTuple):
-    """Set a key to the payload."""
+    """Set a key."""
 
     key: str
+    data: bytes
 
 
 class Get(NamedTuple):
@@ -52,46 +56,61 @@ class Check(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """Contribute the payload to an all-gather. `fanout`: children of a group in the tree of groups; 0: no tree."""
+    """Contribute to an all-gather. `fanout`: children of a group in the tree of groups; 0: no tree."""
 
     key: str
     rank: int
     size: int
     timeout_s: float
+    data: bytes
     group: str = ""
     fanout: int = 0
 
 
 class Keys(NamedTuple):
-    """Return this rank's keys towards the ranks in the payload."""
+    """Return this rank's keys towards the ranks in `data`."""
 
     rank: int
     generation: int
     epoch: str
+    data: bytes
 
 
 class Returned(NamedTuple):
-    """The worker's function returned the payload."""
+    """The worker's function returned."""
+
+    data: bytes
 
 
 class Raised(NamedTuple):
-    """The worker's function raised; the payload is the pickled exception."""
+    """The worker's function raised. `consequence`: the error only reports that another rank was lost.
+
+    `data` is the cloudpickled exception (empty where it could not be pickled).
+    """
 
     type: str
     message: str
     traceback: str
     consequence: bool
+    data: bytes
+
+    @property
+    def headline(self) -> str:
+        return f"{self.type}: {self.message}".partition("\n")[0][:200]
 
 
 class LogLine(NamedTuple):
-    """Print the payload where the job was started."""
+    """Print a line where the job was started."""
+
+    data: bytes
 
 
 class Telemetry(NamedTuple):
-    """The payload is telemetry of this kind."""
+    """A worker's telemetry (`hora.telemetry`), or its answer to a question."""
 
     kind: str
     worker: int
+    data: bytes
 
 
 class NextWorld(NamedTuple):

@@ -64,7 +64,8 @@ from hora.launch.limits import KILLED_S
 from hora.launch.processes import ended_by_signals, module_command
 from hora.launch.slots import HostInfo, Slot
 from hora.net.client import FUNCTION_KEY, PATH_KEY
-from hora.net.rendezvous import ErrorReport, Rendezvous
+from hora.net.rendezvous import Rendezvous
+from hora.net.requests import Raised
 from hora.net.sockets import is_local
 from hora.net.wire import new_secret, worker_key
 from hora.world import RendezvousEndpoint, World
@@ -96,7 +97,7 @@ def signal_text(code: int) -> str:
     return f"killed by {name}{hint}"
 
 
-def _message(name: str, failure: Failure, report: ErrorReport | None, tail: list[str]) -> str:
+def _message(name: str, failure: Failure, report: Raised | None, tail: list[str]) -> str:
     """Compose the message about the process that failed first."""
     parts = [
         "Horovod detected that one or more processes exited with non-zero status. The first one to fail was:",
@@ -113,16 +114,16 @@ def _message(name: str, failure: Failure, report: ErrorReport | None, tail: list
     return "\n".join(parts) + "\n"
 
 
-def _cause(report: ErrorReport | None) -> BaseException | None:
+def _cause(report: Raised | None) -> BaseException | None:
     """Return the worker's own exception. The caller sent the function and trusts it; commands report no exception."""
-    if report is None or not report.pickled:
+    if report is None or not report.data:
         return None
     import cloudpickle
 
     try:
-        found = cloudpickle.loads(report.pickled)
+        found = cloudpickle.loads(report.data)
     except Exception as error:  # the class is the user's: its constructor may do anything
-        found = RuntimeError(f"{report.type_name}: {report.message} (it cannot be rebuilt here: {error})")
+        found = RuntimeError(f"{report.type}: {report.message} (it cannot be rebuilt here: {error})")
     return found if isinstance(found, BaseException) else None
 
 
@@ -186,7 +187,7 @@ class _Controller(Observation):
         self._job, self._launcher, self._out, self._leadership = job, launcher, output, leadership
         self._places: dict[int, Slot] = {}  # of the current generation
         self._results: dict[int, bytes] = {}
-        self._reports: dict[int, ErrorReport] = {}
+        self._reports: dict[int, Raised] = {}
         self._gone: set[int] = set()  # workers that the others no longer wait for
         now = time.monotonic()
         self._facts = Facts(begun_at=now, short_since=now)
@@ -699,7 +700,7 @@ class _Controller(Observation):
                 worker.enter(WorkerState.SUCCEEDED, time.monotonic())
 
     @_queued
-    def raised(self, number: int, report: ErrorReport) -> None:
+    def raised(self, number: int, report: Raised) -> None:
         super().raised(number, report)
         if not self._runs_a_function(number):
             return
