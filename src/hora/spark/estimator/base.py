@@ -10,17 +10,19 @@ tests also use `TorchEstimator._load_checkpoint`.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyspark.ml import Estimator, Model
-from pyspark.ml.param import Params
+from pyspark.ml.param import Param, Params
 
 from hora.spark.estimator.dataset import Column, Dataset, describe, open_dataset, prepared
 from hora.spark.estimator.packing import RankSpec, TrainingResult
-from hora.spark.estimator.params import ESTIMATOR, MODEL, ParamTable, check_columns, with_params
+from hora.spark.estimator.params import ESTIMATOR, MODEL, ParamTable, check_columns, check_values
 from hora.spark.estimator.persistence import ParamsReadable, ParamsWritable
 
 if TYPE_CHECKING:
@@ -88,9 +90,28 @@ def default_num_proc() -> int:
 
 
 class TableParams(Params):
-    """Parameters that a table defines; the constructor takes them as keywords."""
+    """Parameters that a table defines, with `setX` and `getX` for each; the constructor takes them as keywords.
 
-    table: ClassVar[ParamTable]
+    A class adds its `own`. Its constructor's signature lists all except `unlisted`, which have no meaning there.
+    """
+
+    table: ClassVar[ParamTable] = {}
+
+    def __init_subclass__(cls, own: ParamTable | None = None, unlisted: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if own is None:
+            return
+        cls.table = {**cls.table, **own}
+        kind = inspect.Parameter.KEYWORD_ONLY
+        listed = {name: value for name, (value, _) in cls.table.items() if name not in unlisted}
+        signature = inspect.Signature([inspect.Parameter(n, kind, default=v) for n, v in listed.items()])
+        cls.__signature__ = signature  # type: ignore[attr-defined]
+        for name, (_, doc) in own.items():
+            setattr(cls, name, Param(Params._dummy(), name, doc))
+            getter, setter = _accessors(name)
+            for camel in {_camel(name), _OTHER_NAMES.get(name, _camel(name))}:
+                setattr(cls, f"get{camel}", getter)
+                setattr(cls, f"set{camel}", setter)
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
@@ -105,7 +126,7 @@ class TableParams(Params):
             raise TypeError(f"{kind} has no parameter {', '.join(unknown)}; it has {', '.join(self.table)}")
         for name, value in kwargs.items():
             if value is not None:
-                getattr(self, "set" + "".join(part.capitalize() for part in name.split("_")))(value)
+                getattr(self, f"set{_camel(name)}")(value)
         return self
 
     def values(self) -> dict[str, Any]:
@@ -113,14 +134,43 @@ class TableParams(Params):
         return {name: self.getOrDefault(name) for name in self.table}
 
 
-@with_params(ESTIMATOR)
-class EstimatorParams(TableParams):
-    """The parameters of an estimator (`table`, including a subclass's), with `setX` and `getX` for each."""
+# Horovod's accessors that do not follow from the parameter's name. One is misspelt, and programs use it.
+_OTHER_NAMES = {
+    "shuffle_buffer_size": "ShufflingBufferSize",
+    "train_reader_num_workers": "TrainReaderNumWorker",
+    "val_reader_num_workers": "ValReaderNumWorker",
+    "inmemory_cache_all": "InMemoryCacheAll",
+    "num_gpus": "NumGPUs",
+    "label_columns": "LabelColoumns",
+    "outputCols": "OutputCols",
+}
 
 
-# Horovod misspelt this setter, and programs use it.
-@with_params(MODEL, {"label_columns": "LabelColoumns", "_metadata": "Metadata", "outputCols": "OutputCols"})
-class ModelParams(TableParams):
+def _camel(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("_"))
+
+
+def _accessors(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def get(self: Params) -> Any:
+        return self.getOrDefault(name)
+
+    def set_(self: Params, value: Any) -> Params:
+        if name == "shuffle_buffer_size" and value is not None:
+            warnings.warn(
+                "shuffle_buffer_size is deprecated: use shuffle=True or False", DeprecationWarning, stacklevel=2
+            )
+        return self._set(**{name: value})
+
+    get.__doc__ = f"The parameter `{name}`."
+    set_.__doc__ = f"Set the parameter `{name}`; returns this object."
+    return get, set_
+
+
+class EstimatorParams(TableParams, own=ESTIMATOR):
+    """The parameters of an estimator."""
+
+
+class ModelParams(TableParams, own=MODEL):
     """The parameters of a trained model."""
 
     def _get_metadata(self) -> Any:
@@ -265,7 +315,7 @@ class HorovodEstimator(Estimator[Any], EstimatorParams, ParamsWritable, ParamsRe
 
     def _check_values(self, values: Mapping[str, Any]) -> None:
         """Raise ValueError for parameters that are invalid for any data."""
-        raise NotImplementedError
+        check_values(values)
 
     @staticmethod
     def train(spec: RankSpec) -> Any:

@@ -16,6 +16,7 @@ from hora.spark.estimator.store import Store
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+    from pyspark.sql.types import DataType
 
 _DESCRIPTION = "_hora_dataset.json"  # Spark and Arrow skip names that start with an underscore
 _ROWS_OF_A_FILE = 1000  # with fewer rows, another file costs a task that takes longer than its rows
@@ -49,28 +50,34 @@ def describe(frame: DataFrame, names: Sequence[str], *, any_type: bool = False) 
 
     With `any_type`, a transformation handles such a column while reading, and it becomes an "object".
     """
-    from pyspark.ml.linalg import VectorUDT
     from pyspark.sql import types
 
     found = {}
     for name in names:
         if name not in frame.columns:
             raise ValueError(f"there is no column {name!r}; the DataFrame has {', '.join(frame.columns)}")
-        kind, of = "scalar", frame.schema[name].dataType
-        if isinstance(of, VectorUDT) or _is_sparse(of):
-            kind, of = "vector", types.DoubleType()
-        elif isinstance(of, types.ArrayType):
-            kind, of = "array", of.elementType
-        if not isinstance(of, types.NumericType | types.BooleanType) and any_type:
-            kind, of = "object", frame.schema[name].dataType
-        elif not isinstance(of, types.NumericType | types.BooleanType):
-            raise ValueError(
-                f"column {name!r} has type {frame.schema[name].dataType.simpleString()}; "
-                "only numbers, booleans, arrays of them and vectors are supported"
-            )
+        whole = frame.schema[name].dataType
+        kind, of = kind_of(whole)
+        if not isinstance(of, types.NumericType | types.BooleanType):
+            if not any_type:
+                raise ValueError(
+                    f"column {name!r} has type {whole.simpleString()}; "
+                    "only numbers, booleans, arrays of them and vectors are supported"
+                )
+            kind, of = "object", whole
         size = 0 if kind in ("vector", "array") else 1
         found[name] = Column(name=name, kind=kind, type=of.simpleString(), size=size)
     return found
+
+
+def kind_of(of: DataType) -> tuple[str, DataType]:
+    """Return the kind of a column of this type (scalar, array or vector), and the type of its elements."""
+    from pyspark.ml.linalg import VectorUDT
+    from pyspark.sql import types
+
+    if isinstance(of, VectorUDT) or _is_sparse(of):
+        return "vector", types.DoubleType()
+    return ("array", of.elementType) if isinstance(of, types.ArrayType) else ("scalar", of)
 
 
 def materialise(
@@ -143,9 +150,6 @@ def open_dataset(
         train_rows=_count(store, path),
         val_rows=_count(store, store.get_val_data_path(index)) if with_validation else 0,
     )
-    for rows, part in ((dataset.train_rows, path), (dataset.val_rows, store.get_val_data_path(index))):
-        if not rows and (part == path or with_validation):
-            raise ValueError(f"there are no rows at {part}")
     store.write_text(description, json.dumps(asdict(dataset)))
     return dataset
 
@@ -220,7 +224,10 @@ def _write(rows: DataFrame, store: Store, path: str) -> None:
 def _count(store: Store, path: str) -> int:
     if not store.is_parquet_dataset(path):
         raise ValueError(f"there is no Parquet dataset at {path}")
-    return sum(fragment.metadata.num_rows for fragment in store.get_parquet_dataset(path).fragments)
+    num_rows = sum(fragment.metadata.num_rows for fragment in store.get_parquet_dataset(path).fragments)
+    if not num_rows:
+        raise ValueError(f"there are no rows at {path}")
+    return num_rows
 
 
 def _measured(frame: DataFrame, columns: Mapping[str, Column], where: str) -> tuple[dict[str, Column], int]:

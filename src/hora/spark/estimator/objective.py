@@ -33,8 +33,7 @@ class LabelColumns:
     """
 
     def __init__(self, values: Mapping[str, Any], losses: Sequence[Loss], device: torch.device) -> None:
-        self._device = device
-        self._losses = [_on(loss, device) for loss in losses]
+        self._losses = [loss.to(device) if isinstance(loss, torch.nn.Module) else loss for loss in losses]
         self._labels: list[str] = list(values["label_cols"])
         self._keep_shapes = bool(values["label_shapes"])
         self._loss_weights = values["loss_weights"] or [1.0 / len(self._labels)] * len(self._labels)
@@ -135,7 +134,3 @@ def _row_by_row(loss: Loss, output: torch.Tensor, label: torch.Tensor) -> torch.
         finally:
             loss.reduction = reduction  # type: ignore[assignment, unused-ignore]
     return loss(output, label, reduction="none")
-
-
-def _on(loss: Loss, device: torch.device) -> Loss:
-    return loss.to(device) if isinstance(loss, torch.nn.Module) else loss

@@ -1,21 +1,16 @@
-"""An estimator's parameters: one table that defines the constructor's keywords, `setX`, `getX` and the checks.
+"""The tables of the parameters of estimators and models, and the checks of their values.
 
-It also defines the `Param` objects of pyspark.ml, so that `fit(df, {estimator.epochs: 3})` and pipelines work.
+`base.TableParams` makes constructors, accessors and pyspark's `Param` objects of them; ranks need no pyspark.ml.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 import multiprocessing
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hora.spark.estimator.dataset import Column
-
-if TYPE_CHECKING:
-    from pyspark.ml.param import Params
 
 ParamTable = Mapping[str, tuple[Any, str]]  # name -> default, meaning
 
@@ -81,57 +76,6 @@ MODEL: dict[str, tuple[Any, str]] = {
     "loss": (None, "the minimized loss"),
     "loss_constructors": (None, "functions that created the losses"),
 }
-
-# Horovod's accessors that do not follow from the parameter's name.
-_OTHER_NAMES = {
-    "shuffle_buffer_size": "ShufflingBufferSize",
-    "train_reader_num_workers": "TrainReaderNumWorker",
-    "val_reader_num_workers": "ValReaderNumWorker",
-    "inmemory_cache_all": "InMemoryCacheAll",
-}
-
-
-def with_params(
-    own: ParamTable, other_names: Mapping[str, str] | None = None, *, unlisted: Sequence[str] = ()
-) -> Callable[[Any], Any]:
-    """Add parameters to the `table` of a class, each with a setter and a getter.
-
-    The constructor's signature lists the whole table except `unlisted`, which have no meaning for the class.
-    """
-
-    from pyspark.ml.param import Param, Params  # ranks use the table without pyspark.ml
-
-    def decorate(cls: Any) -> Any:
-        cls.table = {**getattr(cls, "table", {}), **own}
-        kind = inspect.Parameter.KEYWORD_ONLY
-        listed = {name: value for name, (value, _) in cls.table.items() if name not in unlisted}
-        cls.__signature__ = inspect.Signature([inspect.Parameter(n, kind, default=v) for n, v in listed.items()])
-        for name, (_, doc) in own.items():
-            setattr(cls, name, Param(Params._dummy(), name, doc))
-            getter, setter = _accessors(name)
-            regular = "".join(part.capitalize() for part in name.split("_"))
-            for camel in {regular, {**_OTHER_NAMES, **(other_names or {})}.get(name, regular)}:
-                setattr(cls, f"get{camel}", getter)
-                setattr(cls, f"set{camel}", setter)
-        return cls
-
-    return decorate
-
-
-def _accessors(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    def get(self: Params) -> Any:
-        return self.getOrDefault(name)
-
-    def set_(self: Params, value: Any) -> Params:
-        if name == "shuffle_buffer_size" and value is not None:
-            warnings.warn(
-                "shuffle_buffer_size is deprecated: use shuffle=True or False", DeprecationWarning, stacklevel=2
-            )
-        return self._set(**{name: value})
-
-    get.__doc__ = f"The parameter `{name}`."
-    set_.__doc__ = f"Set the parameter `{name}`; returns this object."
-    return get, set_
 
 
 def check_values(values: Mapping[str, Any]) -> None:

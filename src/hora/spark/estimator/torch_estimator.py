@@ -10,7 +10,7 @@ from typing import Any
 
 from hora.spark.estimator.base import HorovodEstimator
 from hora.spark.estimator.packing import ModelAndOptimizer, TrainingResult
-from hora.spark.estimator.params import check_torch_values, check_values
+from hora.spark.estimator.params import check_torch_values
 from hora.spark.estimator.persistence import load_checkpoint
 from hora.spark.estimator.torch_model import TorchModel
 from hora.spark.estimator.training import train
@@ -23,7 +23,7 @@ class TorchEstimator(HorovodEstimator):
     train = staticmethod(train)
 
     def _check_values(self, values: Mapping[str, Any]) -> None:
-        check_values(values)
+        super()._check_values(values)
         check_torch_values(values)
         if values["callbacks"]:
             raise ValueError(

@@ -16,20 +16,20 @@ import numpy as np
 import torch
 
 from hora.spark.estimator.base import HorovodModel
+from hora.spark.estimator.dataset import kind_of
 from hora.spark.estimator.packing import pack_model, unpack_model
-from hora.spark.estimator.params import with_params
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
     from pyspark.sql.types import StructType
 
 PredictRow = Callable[[torch.nn.Module, Any], Any]
-Predict = Callable[[Sequence[Sequence[Any]]], list["np.ndarray[Any, Any]"]]  # columns of rows -> values of each output
+Outputs = list["np.ndarray[Any, Any]"]
+Predict = Callable[[Sequence[Sequence[Any]]], Outputs]  # columns of rows -> values of each output
 _INTEGERS = ("tinyint", "smallint", "int", "bigint")
 
 
-@with_params({}, unlisted=("outputCols",))
-class TorchModel(HorovodModel):
+class TorchModel(HorovodModel, own={}, unlisted=("outputCols",)):
     """A trained torch model. `transform(df)` adds a column of predictions for each label.
 
     If a subclass overrides `get_prediction_fn`, rows are predicted one by one.
@@ -71,7 +71,7 @@ class TorchModel(HorovodModel):
             outputs = _evaluated(load, dataset, features, len(labels))
             sizes = self._sizes(lambda row: load()([[row[name]] for name in features]), dataset, len(labels))
         else:  # a subclass's function gets whole rows and may use any column
-            by_rows = _PredictRow(self._packed(), self.get_prediction_fn())
+            by_rows = functools.partial(_predict_row, self._packed(), self.get_prediction_fn())
             outputs = _evaluated_by_rows(by_rows, dataset, len(labels))
             sizes = self._sizes(by_rows, dataset, len(labels))
         predicted = [
@@ -91,9 +91,7 @@ class TorchModel(HorovodModel):
             raise ValueError("there is no model: TorchModel(model=…)")
         return pack_model(copy.deepcopy(model).cpu().eval())
 
-    def _sizes(
-        self, predict: Callable[[Any], list[np.ndarray[Any, Any]]], frame: DataFrame, num_labels: int
-    ) -> list[int]:
+    def _sizes(self, predict: Callable[[Any], Outputs], frame: DataFrame, num_labels: int) -> list[int]:
         """Return the number of values per prediction: from the training, else from the first row."""
         sizes = list((self.getOrDefault("_metadata") or {}).get("output_sizes", ()))
         if len(sizes) == num_labels:
@@ -107,8 +105,7 @@ class TorchModel(HorovodModel):
 
     def _label(self, frame: DataFrame, label: str) -> tuple[str, str]:
         """Return a label's kind and Spark type name: from the training, else from this DataFrame, else a float."""
-        from pyspark.ml.linalg import VectorUDT
-        from pyspark.sql import types
+        from pyspark.sql.types import DataType
 
         metadata = self.getOrDefault("_metadata") or {}
         known = metadata.get("columns", {}).get(label)
@@ -116,22 +113,18 @@ class TorchModel(HorovodModel):
             return str(known["kind"]), str(known["type"])
         horovods = metadata.get(label, {}).get("spark_data_type")  # a class: DoubleType, DenseVector
         if isinstance(horovods, type):
-            is_type = issubclass(horovods, types.DataType)
+            is_type = issubclass(horovods, DataType)
             return ("scalar", horovods().simpleString()) if is_type else ("vector", "double")
         if label not in frame.columns:
             return "scalar", "float"
-        of = frame.schema[label].dataType
-        if isinstance(of, VectorUDT):
-            return "vector", "double"
-        if isinstance(of, types.ArrayType):
-            return "array", of.elementType.simpleString()
-        return "scalar", of.simpleString()
+        kind, of = kind_of(frame.schema[label].dataType)
+        return kind, of.simpleString()
 
 
 def _load(model: bytes, input_shapes: Sequence[Sequence[int]]) -> Predict:
     module = unpack_model(model)
 
-    def predict(columns: Sequence[Sequence[Any]]) -> list[np.ndarray[Any, Any]]:
+    def predict(columns: Sequence[Sequence[Any]]) -> Outputs:
         inputs = [
             torch.tensor(np.array([as_values(value) for value in column]), dtype=torch.float32) for column in columns
         ]
@@ -144,25 +137,17 @@ def _load(model: bytes, input_shapes: Sequence[Sequence[int]]) -> Predict:
     return predict
 
 
-class _PredictRow:
-    """The user's function with the model, which is unpacked at the first call: a row in, an array per output."""
-
-    def __init__(self, model: bytes, function: PredictRow) -> None:
-        self._packed, self._function = model, function
-        self._model: torch.nn.Module | None = None
-
-    def __call__(self, row: Any) -> list[np.ndarray[Any, Any]]:
-        if self._model is None:
-            self._model = unpack_model(self._packed)
-        with torch.no_grad():
-            outputs = _as_list(self._function(self._model, row))
-        return [np.asarray(output.detach().cpu().float()).reshape(-1) for output in outputs]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_model": None}
+_unpacked = functools.lru_cache(maxsize=1)(unpack_model)  # for all rows of a Python worker
 
 
-def _evaluated_by_rows(predict: _PredictRow, frame: DataFrame, num_labels: int) -> Column:
+def _predict_row(model: bytes, function: PredictRow, row: Any) -> Outputs:
+    """Return an array per output of the user's function for a row."""
+    with torch.no_grad():
+        outputs = _as_list(function(_unpacked(model), row))
+    return [np.asarray(output.detach().cpu().float()).reshape(-1) for output in outputs]
+
+
+def _evaluated_by_rows(predict: Callable[[Any], Outputs], frame: DataFrame, num_labels: int) -> Column:
     """Return the same column for a function of whole rows, with the DataFrame's vectors and structs."""
     import pyspark
     from pyspark.sql import functions as sql
@@ -190,7 +175,7 @@ def _evaluated(load: Callable[[], Predict], frame: DataFrame, read: Sequence[str
             if not len(series[0]):
                 yield pandas.DataFrame({f"o{number}": [] for number in range(num_labels)}, dtype=object)
                 continue
-            outputs = function([_cells(one) for one in series])
+            outputs = function([list(one.to_numpy()) for one in series])
             _check_outputs(outputs, num_labels)
             yield pandas.DataFrame(
                 {f"o{number}": list(output.astype(float)) for number, output in enumerate(outputs)}, copy=False
@@ -213,16 +198,6 @@ def _outputs_type(num_labels: int) -> StructType:
 def _check_outputs(outputs: Sequence[Any], num_labels: int) -> None:
     if len(outputs) != num_labels:
         raise ValueError(f"the model has {len(outputs)} outputs, but there are {num_labels} label columns")
-
-
-def _cells(column: Any) -> list[Any]:
-    """Return the values of a pandas column: a Series, or a DataFrame for structs."""
-    import pandas
-    from pyspark.sql import Row
-
-    if isinstance(column, pandas.DataFrame):
-        return [Row(**record) for record in column.to_dict("records")]
-    return list(column)
 
 
 def _plain(frame: DataFrame, name: str) -> Column:

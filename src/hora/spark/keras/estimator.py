@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from hora.spark.estimator.base import HorovodEstimator
 from hora.spark.estimator.packing import TrainingResult
-from hora.spark.estimator.params import check_values, with_params
 from hora.spark.keras.model import KerasModel
 from hora.spark.keras.packing import keras_of, pack, pack_model, unpack_model
 from hora.spark.keras.training import train
@@ -31,8 +30,7 @@ _NOT_KERAS = (
 )
 
 
-@with_params(_OWN, unlisted=_NOT_KERAS)
-class KerasEstimator(HorovodEstimator):
+class KerasEstimator(HorovodEstimator, own=_OWN, unlisted=_NOT_KERAS):
     """Fits a Keras model on a DataFrame. The keywords are the parameters of `table`, but those of torch models."""
 
     run_prefix: ClassVar[str] = "keras"
@@ -41,7 +39,7 @@ class KerasEstimator(HorovodEstimator):
     train = staticmethod(train)
 
     def _check_values(self, values: Mapping[str, Any]) -> None:
-        check_values(values)
+        super()._check_values(values)
         keras_of(values["model"])
         if values["optimizer"] is None or not values["loss"]:
             raise ValueError("KerasEstimator needs an optimizer and a loss: KerasEstimator(optimizer=…, loss='mse')")

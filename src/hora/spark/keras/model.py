@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from hora.spark.estimator.params import with_params
 from hora.spark.estimator.torch_model import Predict, TorchModel, as_values
 from hora.spark.keras.packing import as_inputs, keras_of, pack_model, unpack_model
 
@@ -21,8 +20,10 @@ _OWN: dict[str, tuple[Any, str]] = {
 }
 
 
-@with_params(_OWN, unlisted=("input_shapes", "optimizer", "loss", "loss_constructors", "outputCols"))
-class KerasModel(TorchModel):
+_NOT_KERAS = ("input_shapes", "optimizer", "loss", "loss_constructors", "outputCols")
+
+
+class KerasModel(TorchModel, own=_OWN, unlisted=_NOT_KERAS):
     """A trained Keras model. `transform(df)` adds a column of predictions for each label."""
 
     def keras(self) -> Any:

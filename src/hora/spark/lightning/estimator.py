@@ -15,7 +15,7 @@ import torch
 from hora.config import trusts_files
 from hora.spark.estimator.base import HorovodEstimator
 from hora.spark.estimator.packing import TrainingResult, pack_model, unpack_model
-from hora.spark.estimator.params import check_torch_values, check_values, with_params
+from hora.spark.estimator.params import check_torch_values
 from hora.spark.estimator.persistence import load_checkpoint
 from hora.spark.estimator.torch_model import TorchModel as _TorchModel
 from hora.spark.estimator.training import losses_of
@@ -54,12 +54,7 @@ class TorchModel(_TorchModel):
 
 
 # Lightning accumulates gradients itself (`trainer_args={"accumulate_grad_batches": 4}`).
-@with_params(
-    _OWN,
-    {"num_gpus": "NumGPUs", "log_every_n_steps": "LogEveryNSteps"},
-    unlisted=("backward_passes_per_step",),
-)
-class TorchEstimator(HorovodEstimator):
+class TorchEstimator(HorovodEstimator, own=_OWN, unlisted=("backward_passes_per_step",)):
     """Fits a LightningModule, or a plain module with optimizer and loss, on a DataFrame. Keywords: those of `table`."""
 
     validates_on_all_ranks = True
@@ -67,7 +62,7 @@ class TorchEstimator(HorovodEstimator):
     train = staticmethod(train)
 
     def _check_values(self, values: Mapping[str, Any]) -> None:
-        check_values(values)
+        super()._check_values(values)
         package = package_of(values["model"])
         require("lightning", str((package or default_package()).module.__version__))
         if package is None:
