@@ -333,7 +333,7 @@ def test_hora_init_overwrites_nothing(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("mine")
     code, _, err = run_command("hora", "init", str(script))
-    assert (code, script.read_text()) == (1, "mine")
+    assert (code, script.read_text()) == (2, "mine")
     assert "is not overwritten" in err
 
 

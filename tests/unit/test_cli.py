@@ -294,4 +294,4 @@ def test_top_without_rich_asks_for_it(capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "hora.watch.terminal", raising=False)
     assert dispatch.main(["top", "--url", "http://127.0.0.1:1/#token=x"]) == 0
     assert dispatch.main(["top", "http://127.0.0.1:1/#token=x"]) == 1
-    assert "hora top draws with rich: pip install rich" in capsys.readouterr().err
+    assert "hora top: it draws with rich: pip install rich" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hora.cli.convert import Converted
-from hora.cli.init import main
+from hora.cli.dispatch import main
 
 SCRIPT = '''\
 """Ümlaute before the edits: positions are bytes."""
@@ -127,15 +127,15 @@ def test_scripts_that_cannot_be_converted(text, words):
 def test_the_command(tmp_path, capsys):
     plain, distributed = tmp_path / "plain.py", tmp_path / "distributed.py"
     plain.write_text(SCRIPT)
-    assert main(["--from", str(plain), str(distributed)]) == 0
+    assert main(["init", "--from", str(plain), str(distributed)]) == 0
     assert distributed.read_text() == CONVERTED
     out = capsys.readouterr().out
     assert f"run it: hora run -np 2 python {distributed}" in out
     assert f"{plain}, line 19: clips gradients" in out
-    assert main(["--from", str(tmp_path / "absent.py"), str(tmp_path / "new.py")]) == 1
+    assert main(["init", "--from", str(tmp_path / "absent.py"), str(tmp_path / "new.py")]) == 2
     plain.write_text("import (")
-    assert main(["--from", str(plain), str(tmp_path / "new.py")]) == 1
+    assert main(["init", "--from", str(plain), str(tmp_path / "new.py")]) == 2
     assert "invalid syntax" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["--from", str(plain), "--elastic", str(tmp_path / "new.py")])
+        main(["init", "--from", str(plain), "--elastic", str(tmp_path / "new.py")])
     assert "leave --elastic and --sharded out" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from hora.cli import kubernetes as command
+from hora.cli.dispatch import main
 from hora.launch.options import Options, build_parser
 from hora.launch.providers.join import find_place
 from hora.launch.providers.kubernetes import KINDS, ManifestRequest, manifests, secret_command
@@ -247,8 +247,21 @@ def test_the_secret_appears_only_as_a_file_of_a_secret(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_command_prints_manifests_that_can_be_applied(kind, capsys):
-    line = ["manifest", kind, "--name", "train", "--image", "i", "--nodes", "4", "--", "python", "train.py"]
-    assert command.main(line) == 0
+    line = [
+        "kubernetes",
+        "manifest",
+        kind,
+        "--name",
+        "train",
+        "--image",
+        "i",
+        "--nodes",
+        "4",
+        "--",
+        "python",
+        "train.py",
+    ]
+    assert main(line) == 0
     made = list(yaml.safe_load_all(capsys.readouterr().out))
     assert made == manifests(
         kind, ManifestRequest(name="train", image="i", num_nodes=4, command=("python", "train.py"))
@@ -268,7 +281,7 @@ def test_the_command_prints_manifests_that_can_be_applied(kind, capsys):
 def test_invalid_requests_are_explained(changes, words, capsys):
     with pytest.raises(ValueError, match=words):
         ManifestRequest(**{**REQUEST.__dict__, **changes})
-    assert command.main(["manifest", "job", "--name", "Train", "--image", "i", "--", "x"]) == 2
+    assert main(["kubernetes", "manifest", "job", "--name", "Train", "--image", "i", "--", "x"]) == 2
     assert "small letters" in capsys.readouterr().err
     with pytest.raises(ValueError, match="an MPIJob has a launcher"):
         manifests("mpijob", ManifestRequest(**{**REQUEST.__dict__, "any_leader": True}))

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from hora.launch.mpirun import parse
+from hora.cli.mpirun import parse
 
 CLOUDERA = (
     "-np 2 -H 100.66.0.1:1,100.66.0.2:1 -bind-to none -map-by slot -mca pml ob1 -mca btl ^openib -mca plm_rsh_args "

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hora.cli.watch import view as hora_view
+from hora.cli.dispatch import main
 from hora.watch import view
 from hora.watch.recording import read_run
 from hora.watch.replay import read_timeline
@@ -76,8 +76,8 @@ def test_a_run_with_an_invalid_start_time_is_rejected(tmp_path, began, capsys):
     path = tmp_path / "r.hora"
     write_recording(path, b'{"began": ' + began.encode() + b"}", recorded()[1])
     assert not shown(path)
-    assert hora_view([str(path)]) == 1
-    assert capsys.readouterr().err.startswith(f"hora view: {path} is damaged: ")
+    assert main(["view", str(path)]) == 2
+    assert capsys.readouterr().err.startswith(f"hora view: error: {path} is damaged: ")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_odd_facts_are_shown_or_omitted(tmp_path, facts):
 def test_control_characters_of_a_title_are_replaced(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("hora.watch.server.PageServer.join", lambda server: server.close())
     write_recording(tmp_path / "r", b'{"title": "a\\ud800\\u001b[2J\\nb"}', [])
-    assert hora_view([str(tmp_path / "r")]) == 0
+    assert main(["view", str(tmp_path / "r")]) == 0
     assert capsys.readouterr().out.startswith("a??[2J?b: http://")
 
 
@@ -190,8 +190,8 @@ TIMELINES = {
 def test_hostile_timelines_are_rejected_with_an_explanation(tmp_path, what, capsys):
     path = tmp_path / "timeline.json"
     path.write_text(TIMELINES[what])
-    assert hora_view([str(path)]) == 1
-    assert capsys.readouterr().err.startswith(f"hora view: {path} is neither a recorded run nor a timeline")
+    assert main(["view", str(path)]) == 2
+    assert capsys.readouterr().err.startswith(f"hora view: error: {path} is neither a recorded run nor a timeline")
 
 
 def test_a_timeline_with_a_superscript_as_rank_is_shown(tmp_path):

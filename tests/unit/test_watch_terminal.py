@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hora.cli.watch import top, view
+from hora.cli.dispatch import main
 from hora.watch import address
 from hora.watch.address import Page
 from hora.watch.model import Entry
@@ -98,22 +98,22 @@ def test_the_terminal_view_ends_with_the_job(slow):
 
 def test_the_commands(slow, tmp_path, monkeypatch, capsys):
     _, page = slow
-    assert top([page.full_url, "--once"]) == 0
+    assert main(["top", page.full_url, "--once"]) == 0
     assert "rank 1 on alpha" in capsys.readouterr().out.replace("\n", " ")
-    assert top([page.full_url, "--url"]) == 0
+    assert main(["top", page.full_url, "--url"]) == 0
     assert capsys.readouterr().out.strip() == page.full_url
-    assert top([page.full_url[:-4] + "AAAA", "--once"]) == 1
+    assert main(["top", page.full_url[:-4] + "AAAA", "--once"]) == 2
     assert "the token is missing or wrong" in capsys.readouterr().err
     monkeypatch.setattr(address, "find_pages", list)
-    assert top([]) == 1
+    assert main(["top"]) == 2
     assert "no job of yours with a dashboard runs on this machine" in capsys.readouterr().err
 
     def interrupted(server):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(PageServer, "join", interrupted)
-    assert view([str(tmp_path / "run.hora")]) == 0
+    assert main(["view", str(tmp_path / "run.hora")]) == 0
     assert capsys.readouterr().out.startswith("train.py: http://127.0.0.1:")
     (tmp_path / "other").write_text("no run")
-    assert view([str(tmp_path / "other")]) == 1
+    assert main(["view", str(tmp_path / "other")]) == 2
     assert "is not a recorded run" in capsys.readouterr().err

@@ -1,7 +1,8 @@
 """The command `hora`: a table of subcommands, each imported only when it is called.
 
 This module only dispatches, so `hora --help` needs neither torch nor pyspark. To add a subcommand, or a lab of `hora
-demo`, add a line to its table: its function takes the remaining arguments and returns an exit status (None is 0).
+demo`, add a line to its table: its function takes the remaining arguments and returns an exit status (None is 0) or
+raises an error that `status_of` knows.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hora.errors import JobFailedError
@@ -29,9 +30,10 @@ class Command:
     summary: str
     parser: str = "make_parser"
 
-    def __call__(self, argv: Sequence[str]) -> int:
+    def __call__(self, argv: Sequence[str]) -> int | None:
         module, _, function = self.target.partition(":")
-        return int(getattr(importlib.import_module(module), function)(argv) or 0)
+        status: int | None = getattr(importlib.import_module(module), function)(argv)
+        return status
 
     def make_parser(self) -> argparse.ArgumentParser | None:
         """Return the command's parser; None if it takes another program's options or only selects a lab."""
@@ -74,7 +76,7 @@ LABS = {
 }
 
 
-def demo(argv: Sequence[str]) -> int:
+def demo(argv: Sequence[str]) -> int | None:
     """Run a lab; without one, list the labs."""
     name, *rest = argv or ["--help"]
     if name not in LABS:
@@ -84,25 +86,40 @@ def demo(argv: Sequence[str]) -> int:
             return 0
         print(f"hora: there is no lab {name!r}", file=sys.stderr)
         return 2
+    return LABS[name](rest)
+
+
+def status_of(prog: str, command: Callable[[], int | None], *, failed: int | None = None) -> int:
+    """Call a command and return its exit status, with errors on stderr. `failed`: the status of a failed job, if fixed.
+
+    2: an invalid request; 1: it could not be met.
+    """
     try:
-        return LABS[name](rest)
+        return command() or 0
+    except ValueError as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 2
     except JobFailedError as error:
-        print(f"hora demo: {error}", file=sys.stderr)
-        return error.exit_code or 1
+        print(f"{prog}: {error}", file=sys.stderr)
+        return failed or error.exit_code or 1
+    except BrokenPipeError:  # the reader of our output (`| head`) is gone; discard the rest of the buffer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except (RuntimeError, OSError) as error:  # unreachable hosts, a start timeout, a full disk
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # a job has already been ended
+        return 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the console script."""
-    try:
-        return _dispatch(list(sys.argv[1:] if argv is None else argv))
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader of our output (`| head`) is gone; discard the rest of the buffer
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    prog = f"hora {arguments[0]}" if arguments and arguments[0] in COMMANDS else "hora"
+    return status_of(prog, lambda: _dispatch(arguments))
 
 
-def _dispatch(arguments: list[str]) -> int:
+def _dispatch(arguments: list[str]) -> int | None:
     if not arguments or arguments[0] in ("-h", "--help", "--help-all", "help"):
         print(_help())
         return 0

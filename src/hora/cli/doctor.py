@@ -472,16 +472,12 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run `hora doctor`."""
     args = make_parser().parse_args(argv)
+    names = _names(args)
+    ssh = Ssh.from_environ(variables(), port=args.ssh_port, identity_file=args.ssh_identity_file)
     try:
-        names = _names(args)
-        ssh = Ssh.from_environ(variables(), port=args.ssh_port, identity_file=args.ssh_identity_file)
         return _examine(names, ssh)
-    except ValueError as error:
-        print(f"hora doctor: error: {error}", file=sys.stderr)
-        return 2
     except (FileNotFoundError, PermissionError) as error:  # ssh is not installed
-        print(f"hora doctor: cannot run {error.filename!r}: {error.strerror}; is it installed?", file=sys.stderr)
-        return 1
+        raise RuntimeError(f"cannot run {error.filename!r}: {error.strerror}; is it installed?") from None
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -169,7 +168,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> None:
     """Write a script to a file that does not exist yet."""
     parser = make_parser()
     arguments = parser.parse_args(argv)
@@ -182,19 +181,14 @@ def main(argv: Sequence[str]) -> int:
         try:
             converted = Converted(arguments.source.read_text())
         except (OSError, ValueError, SyntaxError) as error:
-            print(f"hora init: {arguments.source}: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
-            return 1
+            raise ValueError(f"{arguments.source}: {getattr(error, 'strerror', None) or error}") from None
         text, notes = converted.text, converted.notes
     try:
         with arguments.file.open("x") as file:
             file.write(text)
-    except OSError as error:
-        there = isinstance(error, FileExistsError)
-        reason = "it exists and is not overwritten" if there else error.strerror
-        print(f"hora init: {arguments.file}: {reason}", file=sys.stderr)
-        return 1
+    except FileExistsError:
+        raise ValueError(f"{arguments.file}: it exists and is not overwritten") from None
     command = f"hora run -np 2 {'--min-np 1 ' if arguments.elastic else ''}python {arguments.file}"
     print(f"wrote {arguments.file}; run it: {command}")
     for note in notes:
         print(f"  {arguments.source}, {note}")
-    return 0

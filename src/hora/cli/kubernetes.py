@@ -7,28 +7,22 @@ apply -f -
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from hora.launch.providers.kubernetes import KINDS, ManifestRequest, manifests, secret_command
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> None:
     end = argv.index("--") if "--" in argv else len(argv)
     arguments = vars(make_parser().parse_args(list(argv[:end])))
     kind = arguments.pop("kind")
-    try:
-        request = ManifestRequest(**arguments, command=tuple(argv[end + 1 :]))
-        made = manifests(kind, request)
-    except ValueError as error:
-        print(f"hora kubernetes: error: {error}", file=sys.stderr)
-        return 2
+    request = ManifestRequest(**arguments, command=tuple(argv[end + 1 :]))
+    made = manifests(kind, request)
     import yaml
 
     if kind != "mpijob":
         print(f"# The nodes' secret, once, before this is applied:\n#   {secret_command(request)}")
     print(yaml.safe_dump_all(made, sort_keys=False), end="")
-    return 0
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -1,6 +1,6 @@
-"""The commands `horovodrun` and `hora run`: from flags to an exit status.
+"""The commands `horovodrun`, `hora run` and `hora plan`: from flags to a job.
 
-Both run the same job and print errors; they differ in their exit status. `horovodrun` fails like Horovod's, with status
+The first two run the same job; they differ in their exit status. `horovodrun` fails like Horovod's, with status
 1; `hora run` and `hora mpirun` exit with the first failing rank's own status.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hora.errors import JobFailedError
+from hora.cli.dispatch import status_of
 from hora.launch.options import Options, all_options, build_parser, parse
 from hora.launch.processes import variables
 from hora.version import foreign_message, horovod_version, version
@@ -128,20 +128,16 @@ def horovodrun() -> int:
     return status_of("horovodrun", lambda: _run(parse(parser, sys.argv[1:], variables())[1]), failed=1)
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> None:
     """Run `hora run`."""
-    return status_of("hora run", lambda: _run(parse(make_parser(), argv, variables())[1]))
+    _run(parse(make_parser(), argv, variables())[1])
 
 
-def plan(argv: Sequence[str]) -> int:
+def plan(argv: Sequence[str]) -> None:
     """Run `hora plan`: a job whose optimizer measures instead of training, and ends with a table."""
-
-    def measure() -> None:
-        options = parse(make_plan_parser(), argv, variables())[1]
-        _check_hosts(options)
-        _run(options, {"HORA_PLAN": "1"})
-
-    return status_of("hora plan", measure)
+    options = parse(make_plan_parser(), argv, variables())[1]
+    _check_hosts(options)
+    _run(options, {"HORA_PLAN": "1"})
 
 
 def _check_hosts(options: Options) -> None:
@@ -158,24 +154,6 @@ def _check_hosts(options: Options) -> None:
             f"there is nothing to plan: all ranks are on one host ({names.pop()}), but a plan is "
             "for links between hosts; name two or more, for example -H a:4,b:4"
         )
-
-
-def status_of(prog: str, run_job: Callable[[], None], *, failed: int | None = None) -> int:
-    """Run a job and return its exit status, with errors on stderr. `failed`: the status of a failed job, if fixed."""
-    try:
-        run_job()
-    except ValueError as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return 2
-    except JobFailedError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return failed or error.exit_code or 1
-    except (RuntimeError, OSError) as error:  # unreachable hosts, a start timeout, a full disk
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:  # the job has already been ended
-        return 130
-    return 0
 
 
 def set_up_log(options: Options) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 
@@ -22,16 +21,12 @@ def make_view_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def view(argv: Sequence[str]) -> int:
+def view(argv: Sequence[str]) -> None:
     """Run `hora view FILE`."""
     arguments = make_view_parser().parse_args(argv)
     from hora.watch.replay import open_recording
 
-    try:
-        server, page = open_recording(arguments.file, listen=arguments.listen)
-    except (OSError, ValueError) as error:
-        print(f"hora view: {error}", file=sys.stderr)
-        return 1
+    server, page = open_recording(arguments.file, listen=arguments.listen)
     print(f"{page.title}: {page.full_url}\nCtrl-C ends it.", flush=True)
     if arguments.open:
         import webbrowser
@@ -41,7 +36,6 @@ def view(argv: Sequence[str]) -> int:
         server.join()
     except KeyboardInterrupt:
         server.close()
-    return 0
 
 
 def make_top_parser() -> argparse.ArgumentParser:
@@ -55,25 +49,20 @@ def make_top_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def top(argv: Sequence[str]) -> int:
+def top(argv: Sequence[str]) -> None:
     """Run `hora top`."""
     arguments = make_top_parser().parse_args(argv)
     from hora.watch.address import choose_page
 
+    page = choose_page(arguments.url)
+    if arguments.print_url:
+        print(page.full_url)
+        return
     try:
-        page = choose_page(arguments.url)
-        if arguments.print_url:
-            print(page.full_url)
-            return 0
         from hora.watch.terminal import show
 
         show(page, once=arguments.once)
     except ModuleNotFoundError as error:
-        print(f"hora top draws with rich: pip install {error.name}", file=sys.stderr)
-        return 1
+        raise RuntimeError(f"it draws with rich: pip install {error.name}") from None
     except KeyboardInterrupt:
-        return 0
-    except (OSError, ValueError) as error:
-        print(f"hora top: {error}", file=sys.stderr)
-        return 1
-    return 0
+        return

@@ -23,11 +23,7 @@ from hora.workers import api, daemon, gateway
 
 def main(argv: Sequence[str]) -> int:
     options = make_parser().parse_args(list(argv))
-    try:
-        status: int = options.act(options)
-    except ValueError as error:
-        print(f"hora workers: {error}", file=sys.stderr)
-        return 2
+    status: int = options.act(options)
     return status
 
 
