@@ -168,9 +168,6 @@ def serve_launcher(pipe: Pipe, secret: bytes, size: int) -> None:
 class SimulatedHosts:
     """A transport between hosts whose other hosts have always reached the same bucket."""
 
-    def num_records(self, count: int, itemsize: int) -> int:
-        return 1
-
     def reduce_resident(self, *_: object) -> bool:
         return True
 

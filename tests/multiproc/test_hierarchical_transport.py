@@ -197,13 +197,13 @@ def halves(place, hosts, transport, number, dtype, reduce, count):
     mine = places[host.index(place.rank)]
     mine.copy_(data(number, place.rank, size, dtype))
     transport.barrier()
-    assert transport.reduce_resident(Kind.REDUCESCATTER, places, reduce, None, HEADER, 1000)
+    assert transport.reduce_resident(Kind.REDUCESCATTER, places, reduce, None, HEADER)
     transport.barrier()
     own = mine.split(count)[place.rank].clone()
     mine.zero_()
     mine.split(count)[place.rank].copy_(own)
     transport.barrier()
-    assert transport.reduce_resident(Kind.ALLGATHER, places, Reduce(), None, HEADER, 1000)
+    assert transport.reduce_resident(Kind.ALLGATHER, places, Reduce(), None, HEADER)
     transport.barrier()
     return mine.clone()
 
@@ -245,14 +245,14 @@ def test_hosts_with_different_headers_change_no_data(place):
             mine = places[place.rank % 2]
             mine.fill_(place.rank)
             transport.barrier()
-            assert transport.reduce_resident(Kind.ALLREDUCE, places, Reduce(), None, HEADER, 1000)
+            assert transport.reduce_resident(Kind.ALLREDUCE, places, Reduce(), None, HEADER)
             transport.barrier()
             assert set(mine.tolist()) == {6.0}
             if place.rank >= 2 and refuses:
-                transport.refuse(1000)
+                transport.refuse()
             else:
                 header = HEADER if place.rank < 2 else HEADER[::-1]
-                assert not transport.reduce_resident(Kind.ALLREDUCE, places, Reduce(), None, header, 1000)
+                assert not transport.reduce_resident(Kind.ALLREDUCE, places, Reduce(), None, header)
             assert set(mine.tolist()) == {6.0}
             place.gather(number)
 
@@ -274,7 +274,7 @@ def test_data_modified_between_hosts_is_an_error_on_both(place, altered, monkeyp
         transport.allreduce([tensor], [tensor], Reduce(ReduceOp.SUM))
         assert torch.equal(tensor, torch.full_like(tensor, 4.0))
         if place.rank == 0:
-            records = transport._leaders._outgoing[1]._records
+            records = transport._between.group._outgoing[1]._records
             if altered == "a record":
                 records._key, records._number = bytes(32), records._number
                 records._begin()

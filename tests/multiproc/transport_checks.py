@@ -153,7 +153,7 @@ class Checker:
         orthogonal[self.member] = self.member + 1.0
         parallel = torch.full((7,), 2.0, dtype=dtype, device=self.device)
         outputs = [torch.empty_like(orthogonal), torch.empty_like(parallel)]
-        self.transport.adasum([orthogonal, parallel], outputs, Reduce())
+        self.transport.allreduce([orthogonal, parallel], outputs, Reduce(ReduceOp.ADASUM))
         self.equal(self.keep(outputs[0]), torch.arange(1, self.size + 1).to(dtype), "Adasum, orthogonal")
         self.equal(self.keep(outputs[1]), torch.full((7,), 2.0, dtype=dtype), "Adasum, parallel")
 

@@ -153,9 +153,7 @@ def _allreduce(batch: Batch, requests: Requests, transport: Transport) -> None:
             for part, tensor in zip(batch.parts, inputs, strict=True)
         ]
         reduce = reduce._replace(prescale=1.0)
-    if signature.op == ReduceOp.ADASUM:
-        transport.adasum(inputs, outputs, reduce)
-    elif reduce.code:
+    if reduce.code:
         assert isinstance(transport, HierarchicalTransport), transport
         transport.allreduce(inputs, outputs, reduce, residuals)
     else:

@@ -167,12 +167,12 @@ class Records:
         except InvalidTag:
             raise AuthenticationError("data from a peer was modified in transit") from None
 
-    def lend(self, most: int) -> tuple[bytes, int]:
-        """Return the key and the number of the next record, for a caller that processes up to `most` records itself.
+    def lend(self) -> tuple[bytes, int]:
+        """Return the key and the number of the next record, for a caller that processes an operation's records itself.
 
-        Both ends lend alike: if this key does not last for that many records, both switch to the next one.
+        Both ends lend alike: if less than half of this key's records are left, both switch to the next one.
         """
-        if self._number + most > _RECORDS_OF_A_KEY:
+        if self._number > _RECORDS_OF_A_KEY // 2:
             self._rekey()
         return self._key[:_KEY_BYTES], self._number
 

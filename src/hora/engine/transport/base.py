@@ -39,13 +39,10 @@ class Transport(Protocol):
     name: str
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
-        """Reduce several tensors as one, not by Adasum. `outputs[i]` may be `inputs[i]`.
+        """Reduce several tensors as one, Adasum each by itself. `outputs[i]` may be `inputs[i]`.
 
         Average divides by the number of members. `arithmetic.py` defines the computation.
         """
-
-    def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
-        """Compute Adasum, each tensor separately, with the factors of `reduce`."""
 
     def allgather(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]]) -> None:
         """Gather all members' `inputs[i]` into `outputs[i]` in member order, `counts[i][m]` elements of member m."""
@@ -139,6 +136,8 @@ class LocalTransport:
     name = "local"
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
+        if reduce.op == ReduceOp.ADASUM:
+            reduce = reduce._replace(op=ReduceOp.SUM)
         for source, out in zip(inputs, outputs, strict=True):
             if source.data_ptr() != out.data_ptr():
                 out.copy_(source)
@@ -146,9 +145,6 @@ class LocalTransport:
                 arithmetic = arithmetic_of(reduce, out.dtype, 1)
                 arithmetic.prepare(out, out)
                 arithmetic.reduce([out], out)
-
-    def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
-        self.allreduce(inputs, outputs, reduce._replace(op=ReduceOp.SUM))
 
     def allgather(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]]) -> None:
         for source, out in zip(inputs, outputs, strict=True):

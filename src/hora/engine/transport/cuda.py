@@ -56,9 +56,6 @@ class CudaTransport:
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         self._choose(inputs[0].device).allreduce(inputs, outputs, reduce)
 
-    def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
-        self._choose(inputs[0].device).adasum(inputs, outputs, reduce)
-
     def allgather(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]]) -> None:
         self._choose(inputs[0].device).allgather(inputs, outputs, counts)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hora.engine.request import Reduce
+from hora.engine.request import Reduce, ReduceOp
 from hora.engine.transport.base import AliveCheck, Tensors, Transport
 from hora.engine.transport.cuda_ipc import copy_by_engine, copy_to_host
 from hora.engine.transport.packing import Buffers, InTwoHalves, overlap, portions
@@ -46,10 +46,10 @@ class CudaStagingTransport:
         return True
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
-        self._in_portions(inputs, outputs, lambda portion: self._cpu.allreduce([portion], [portion], reduce))
-
-    def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
-        self._at_once(inputs, outputs, lambda staged, results: self._cpu.adasum(staged, results, reduce))
+        if reduce.op == ReduceOp.ADASUM:
+            self._at_once(inputs, outputs, lambda staged, results: self._cpu.allreduce(staged, results, reduce))
+        else:
+            self._in_portions(inputs, outputs, lambda portion: self._cpu.allreduce([portion], [portion], reduce))
 
     def allgather(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]]) -> None:
         self._at_once(inputs, outputs, lambda staged, results: self._cpu.allgather(staged, results, counts))

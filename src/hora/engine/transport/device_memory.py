@@ -18,7 +18,7 @@ from contextlib import suppress
 
 import torch
 
-from hora.engine.request import Reduce
+from hora.engine.request import Reduce, ReduceOp
 from hora.engine.shm.counters import MEMBER_BYTES, Counters
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.arithmetic import arithmetic_of
@@ -70,7 +70,7 @@ class DeviceMemoryTransport(CudaStagingTransport):
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         dtype = inputs[0].dtype
         count = sum(tensor.numel() for tensor in inputs)
-        if self.stages(count * dtype.itemsize):
+        if reduce.op == ReduceOp.ADASUM or self.stages(count * dtype.itemsize):
             super().allreduce(inputs, outputs, reduce)
             return
         arithmetic = arithmetic_of(reduce, dtype, self._num_members)

@@ -52,15 +52,18 @@ class DistributedTransport(FusingTransport):
         self._device = torch.device(device)
         portion_bytes = _CUDA_PORTION_BYTES if self._device.type == "cuda" else _PORTION_BYTES
         super().__init__(group.member, self._device, portion_bytes)
-        self._group = group
+        self.group = group
         self._weights = weights
         self._hosts = tuple(tuple(host) for host in hosts)
         self._num_members = group.num_members
         self.name = group.backend
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
+        if reduce.op == ReduceOp.ADASUM:
+            self._adasum(inputs, outputs, reduce)
+            return
         dtype = inputs[0].dtype
-        nccl = self._group if isinstance(self._group, NcclGroup) and self._group.reduces(dtype) else None
+        nccl = self.group if isinstance(self.group, NcclGroup) and self.group.reduces(dtype) else None
         arithmetic = self._arithmetic(reduce, dtype, elsewhere=nccl is not None)
         cut = portions(inputs, outputs, self._fused_bytes // dtype.itemsize)
         overlap(
@@ -73,7 +76,7 @@ class DistributedTransport(FusingTransport):
             return hostwise_arithmetic(reduce._replace(code=""), dtype, self._hosts, self._member)
         return arithmetic_of(reduce, dtype, self._num_members, elsewhere=elsewhere, weights=self._weights)
 
-    def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
+    def _adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         """Combine pairs of members at doubling distances, each tensor separately."""
         n, dtype, sizes = self._num_members, inputs[0].dtype, [tensor.numel() for tensor in inputs]
         assert n & (n - 1) == 0, f"Adasum needs a power of two, not {n} members"
@@ -96,7 +99,7 @@ class DistributedTransport(FusingTransport):
         self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> None:
         sent = input[: sum(send_counts)]  # rows beyond the counts are not sent
-        self._group.finish(self._group.start_alltoall(output, sent, receive_counts, send_counts))
+        self.group.finish(self.group.start_alltoall(output, sent, receive_counts, send_counts))
 
     def start_scatter(
         self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], reduce: Reduce, turn: int = 0
@@ -115,9 +118,9 @@ class DistributedTransport(FusingTransport):
         """Send each member its slice, and return this one's slice of all members, combined."""
         mine = counts[self._member]
         received = self._buffers.take(f"received{turn}", self._num_members * mine, packed.dtype)
-        pending = self._group.start_alltoall(received, packed, [mine] * self._num_members, counts)
+        pending = self.group.start_alltoall(received, packed, [mine] * self._num_members, counts)
         yield
-        self._group.finish(pending)
+        self.group.finish(pending)
         own = received[:mine]
         arithmetic.reduce(received.split(max(mine, 1)), own)
         return own
@@ -125,20 +128,20 @@ class DistributedTransport(FusingTransport):
     def start_gather(self, own: torch.Tensor, gathered: torch.Tensor, counts: Sequence[int]) -> Work:
         """Start gathering one tensor of all members, for `finish`; `gathered` is contiguous in member order."""
         sizes = [count * own.itemsize for count in counts]
-        return self._group.start_allgather(as_bytes(gathered), as_bytes(own), sizes)
+        return self.group.start_allgather(as_bytes(gathered), as_bytes(own), sizes)
 
     def barrier(self) -> None:
         n = self._num_members
         bells = self._buffers.take("bells", 2 * n, torch.uint8)
-        self._group.finish(self._group.start_alltoall(bells[:n], bells[n:], [1] * n, [1] * n))
+        self.group.finish(self.group.start_alltoall(bells[:n], bells[n:], [1] * n, [1] * n))
 
     def close(self) -> None:
-        self._group.close()
+        self.group.close()
         self._buffers.clear()
 
     def abort(self) -> None:
         """Discard work in flight; every later call fails."""
-        self._group.discard()
+        self.group.discard()
 
     def _reduce(
         self,
@@ -165,13 +168,13 @@ class DistributedTransport(FusingTransport):
             assert isinstance(arithmetic, Arithmetic)
             pending = nccl.start_allreduce(out, op)
             yield
-            self._group.finish(pending)
+            self.group.finish(pending)
             arithmetic.finish(out, out)
         elif in_one_step:  # every member receives everything and combines it
             received = self._buffers.take(f"received{turn}", self._num_members * count, dtype)
             pending = self.start_gather(own, received, [count] * self._num_members)
             yield
-            self._group.finish(pending)
+            self.group.finish(pending)
             arithmetic.reduce(received.split(count), out)
         else:  # member m receives slice m of all and combines it; then all receive all slices
             slices = spread(count, self._num_members)
@@ -183,10 +186,10 @@ class DistributedTransport(FusingTransport):
     # Moving bytes.
 
     def _broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        self._group.finish(self._group.start_broadcast(as_bytes(tensor), root))
+        self.group.finish(self.group.start_broadcast(as_bytes(tensor), root))
 
     def _gather(self, own: torch.Tensor, gathered: torch.Tensor, counts: Sequence[int]) -> None:
-        self._group.finish(self.start_gather(own, gathered, counts))
+        self.group.finish(self.start_gather(own, gathered, counts))
 
     def _scatter(self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], reduce: Reduce) -> None:
         for _ in self.start_scatter(source, output, counts, reduce):

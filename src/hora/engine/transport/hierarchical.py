@@ -65,17 +65,14 @@ class HierarchicalTransport(FusingTransport):
         sizes = [len(host) for host in self._hosts]
         self._weights = () if min(sizes) == max(sizes) else tuple(sizes)
         self._connect = connect
-        self._leaders: StreamGroup | None = None
-        self._between: DistributedTransport | None = None
-        self._everyone: StreamGroup | None = None  # a group of all members, and its transport
-        self._flat: DistributedTransport | None = None
-        self.name = local.name
+        self._between: DistributedTransport | None = None  # the slice leaders with this one's number
+        self._flat: DistributedTransport | None = None  # all members
+        self.name, group = local.name, None
         if self._index < self._num_leaders:
             group = connect(f"leader{self._index}", [host[self._index] for host in self._hosts])
             self._between = DistributedTransport(group, weights=self._weights)
-            self._leaders = group
             self.name = group.backend if self._apart is not None else f"{local.name}+{group.backend}"
-        self._native = NativeHosts(share, self._leaders, self._hosts, self._host, self._index, check_alive)
+        self._native = NativeHosts(share, group, self._hosts, self._host, self._index, check_alive)
         self._scaling = lru_cache(maxsize=256)(self._make_scaling)
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce, residuals: Tensors = ()) -> None:
@@ -86,7 +83,7 @@ class HierarchicalTransport(FusingTransport):
         """
         if not total(inputs):
             return
-        scaling = self._scaling(reduce, inputs[0].dtype)
+        scaling = None if reduce.op == ReduceOp.ADASUM else self._scaling(reduce, inputs[0].dtype)
         if scaling is None:
             self._between_all().allreduce(inputs, outputs, reduce)
         else:
@@ -99,7 +96,6 @@ class HierarchicalTransport(FusingTransport):
         reduce: Reduce,
         residual: torch.Tensor | None,
         header: bytes = b"",
-        most_records: int = 0,
     ) -> bool:
         """Run this member's part of an allreduce of data in this host's memory, or of half of one, without negotiation
         and without waiting for this host's members.
@@ -109,8 +105,7 @@ class HierarchicalTransport(FusingTransport):
         to all places. Members are numbered host by host and own slices of equal length in that order.
 
         Only a header of `HEADER_BYTES` precedes the data. Returns False if the hosts have different headers, on all of
-        them alike: nothing was changed, and this transport is unusable. `most_records`: the same in every call, see
-        `num_records`.
+        them alike: nothing was changed, and this transport is unusable.
         """
         count, scaling = places[0].numel(), self._scaling(reduce, places[0].dtype)
         assert scaling is not None, f"{reduce} of {places[0].dtype} is not of a bucket"
@@ -123,7 +118,7 @@ class HierarchicalTransport(FusingTransport):
             return True
         at = self._here[0] * owned
         owners = range(at, at + owned)
-        return self._native.reduce_resident(kind, places, spans, owners, scaling, residual, header, most_records)
+        return self._native.reduce_resident(kind, places, spans, owners, scaling, residual, header)
 
     def _own_span(self, begin: int, count: int) -> range:
         """Return this member's share of these elements."""
@@ -131,20 +126,14 @@ class HierarchicalTransport(FusingTransport):
         begin += sum(shares[: self._index])
         return range(begin, begin + shares[self._index])
 
-    def refuse(self, most_records: int) -> None:
+    def refuse(self) -> None:
         """Send the other hosts an invalid header instead of the next `reduce_resident` here."""
-        group = self._leaders
-        if group is None:
-            return
-        with group.lent(most_records):  # both ends continue with the same key, whichever part makes the records
-            pass
-        group.finish(group.start_broadcast(torch.zeros(HEADER_BYTES, dtype=torch.uint8, device="cpu"), self._host))
-
-    def num_records(self, count: int, itemsize: int) -> int:
-        """Return the maximum number of records of this member's part of a reduction of `count` resident elements."""
-        # Half an allreduce takes as many as if all hosts owned as much as the one with most members.
-        count = -(-count // self._num_members) * max(map(len, self._hosts)) * len(self._hosts)
-        return self._native.num_records(self._carried(count)[0], itemsize)
+        if self._between is not None:
+            group = self._between.group
+            assert isinstance(group, StreamGroup), group
+            with group.lent():  # both ends continue with the same key, whichever part makes the records
+                pass
+            self._between.broadcast([torch.zeros(HEADER_BYTES, dtype=torch.uint8, device="cpu")], self._host)
 
     @property
     def late_members(self) -> list[int]:
@@ -188,9 +177,6 @@ class HierarchicalTransport(FusingTransport):
         """Return the group of all members, if each is on its own host."""
         return self._between if len(self._hosts) == self._num_members else None
 
-    def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
-        self._between_all().adasum(inputs, outputs, reduce)
-
     def _gather(self, own: torch.Tensor, gathered: torch.Tensor, counts: Sequence[int]) -> None:
         if self._apart is not None:
             self._apart.allgather([own], [gathered], [counts])
@@ -213,8 +199,8 @@ class HierarchicalTransport(FusingTransport):
         if self._between is not None and any(mine):
             pending = self._between.start_gather(block.split(shares[self._host])[self._index], slices, mine)
         yield
-        if self._leaders is not None and pending is not None:
-            self._leaders.finish(pending)
+        if self._between is not None and pending is not None:
+            self._between.group.finish(pending)
         # Inside the host: the slice leaders' shares together are all hosts' blocks.
         sizes = [sum(of_host) for of_host in shares]
         blocks = self._buffers.take(f"blocks{turn}", sum(sizes), own.dtype).split(sizes)
@@ -247,11 +233,11 @@ class HierarchicalTransport(FusingTransport):
             return
         sent, received = input[: sum(send_counts)].split(list(send_counts)), output.split(list(receive_counts))
         beyond = ([part[:0] if m in self._here else part for m, part in enumerate(all_)] for all_ in (received, sent))
-        self._between_all()
-        assert self._everyone is not None
-        pending = self._everyone.start_exchange(*beyond)
+        group = self._between_all().group
+        assert isinstance(group, StreamGroup), group
+        pending = group.start_exchange(*beyond)
         self._local.exchange([received[m] for m in self._here], [sent[m] for m in self._here])
-        self._everyone.finish(pending)
+        group.finish(pending)
 
     def _scatter(self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], reduce: Reduce) -> None:
         if self._apart is not None:
@@ -305,7 +291,6 @@ class HierarchicalTransport(FusingTransport):
             return self._apart
         if self._flat is None:
             group = self._connect("members", range(self._num_members))
-            self._everyone = group
             self._flat = DistributedTransport(group, hosts=self._hosts)
         return self._flat
 

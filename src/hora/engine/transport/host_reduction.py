@@ -53,15 +53,12 @@ class HostLink:
         self._apart = True
         self._num_connected = 0
         self._since = 0  # the item after which they were connected
-        self._sizes: list[tuple[int, int]] = []
-        self._most_records = 0
         self._digest = b""
         schedule.link = self
 
-    def add(self, reduction: HostReduction, count: int, itemsize: int) -> None:
+    def add(self, reduction: HostReduction) -> None:
         """Add the next bucket, before the first step."""
         self._digest = hashlib.blake2b(self._digest + reduction.signature.encode(), digest_size=16).digest()
-        self._sizes.append((count, itemsize))
 
     @property
     def connected(self) -> bool:
@@ -71,8 +68,7 @@ class HostLink:
         """Connect the hosts after an item that all members have taken part in."""
         self.close()
         self._num_connected += 1
-        self._transport = transport = self._connect(self._num_connected, self._look_around)
-        self._most_records = max(transport.num_records(*size) for size in self._sizes)
+        self._transport = self._connect(self._num_connected, self._look_around)
         self._since, self._apart = item, False
 
     def execute(
@@ -85,16 +81,15 @@ class HostLink:
         residual: torch.Tensor | None,
     ) -> bool:
         """Run this member's part of the item. Returns False if it is void."""
-        transport, most = self._transport, self._most_records
-        assert transport is not None
+        assert self._transport is not None
         header = _HEADER.pack(item - self._since, index, self._digest)
-        return transport.reduce_resident(kind, places, reduce, residual, header, most)
+        return self._transport.reduce_resident(kind, places, reduce, residual, header)
 
     def leave(self, *, tell: bool) -> None:
         """Announce items from here on. `tell`: the other hosts do not know yet."""
         if tell and not self._apart and self._transport is not None:
             with contextlib.suppress(HorovodInternalError):  # a host that has released the schedule need not know
-                self._transport.refuse(self._most_records)
+                self._transport.refuse()
         self._apart = True
 
     def close(self) -> None:
@@ -133,7 +128,7 @@ class HostReduction(PersistentReduction):
         self._kind, self._link, self._places, self._reduce = kind, link, places, reduce
         # For all of it, although a rank touches only its slice: the system allocates only touched memory.
         self._residual = torch.zeros_like(places[0]) if reduce.code.endswith("+") else None
-        link.add(self, places[0].numel(), places[0].itemsize)
+        link.add(self)
         schedule.queue.bound[name] = self._execute
 
     def execute_scheduled(self, number: int, absent: Sequence[int]) -> bool:

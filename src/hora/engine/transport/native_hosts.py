@@ -209,7 +209,6 @@ class NativeHosts:
         numbers: Scaling,
         residual: torch.Tensor | None,
         header: bytes,
-        most_records: int,
     ) -> bool:
         """Run an allreduce, a reducescatter or an allgather of data in the memory of this host's members.
 
@@ -217,7 +216,6 @@ class NativeHosts:
         each host's elements. `owners`: the elements that the first member of this host owns; the others own as many.
 
         Returns False if the hosts have different headers: then nothing was changed, and the streams are unusable.
-        `most_records`: see `lent`; as many as needed, unless it is more.
         """
         itemsize, whole = places[0].itemsize, spans[0]
         cut = Cut(max(_longest(self._num_hosts) // (self._num_hosts * itemsize), 1), two_steps=False)
@@ -237,11 +235,7 @@ class NativeHosts:
             "num_pieces": -(-max(map(len, spans)) // cut.most),
         }
         residuals, starts = () if residual is None else (residual,), [0, places[0].numel()]
-        return self._run(numbers, cut, places, (), residuals, starts, fields, header, most_records)
-
-    def num_records(self, count: int, itemsize: int) -> int:
-        """Return the maximum number of records of a checked reduction of `count` resident elements, per direction."""
-        return 2 * -(-count * itemsize // _longest(self._num_hosts)) + 3
+        return self._run(numbers, cut, places, (), residuals, starts, fields, header)
 
     def _run(
         self,
@@ -253,7 +247,6 @@ class NativeHosts:
         starts: Sequence[int],
         fields: Mapping[str, int],
         header: bytes = b"",
-        most_records: int = 0,
     ) -> bool:
         table, weights = _integers(starts), (ctypes.c_float * len(numbers.weights))(*numbers.weights)
         sources, results, lost = addresses(inputs), addresses(outputs), addresses(residuals)
@@ -282,7 +275,7 @@ class NativeHosts:
             job.header[:] = header
         if self._group is None:
             return self._run_to_its_end(job)
-        with self._group.lent(max(2 * job.num_pieces, most_records)) as ends:
+        with self._group.lent() as ends:
             for streams, lent in zip(self._streams, ends, strict=True):
                 for host, end_of_stream in lent.items():
                     sock, records = end_of_stream

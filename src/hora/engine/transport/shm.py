@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hora.engine.request import Kind, Reduce
+from hora.engine.request import Kind, Reduce, ReduceOp
 from hora.engine.shm import native
 from hora.engine.shm.counters import LINE_BYTES, MEMBER_BYTES, SLICE_NS, Counters, wait_until
 from hora.engine.shm.segment import PAGE_BYTES, Segment, aligned
@@ -270,6 +270,9 @@ class ShmTransport(DistributedTransport):
         super().__init__(self.slots, hosts=[range(membership.num_members)])
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
+        if reduce.op == ReduceOp.ADASUM:
+            super().allreduce(inputs, outputs, reduce)
+            return
         dtype, num_members = inputs[0].dtype, self._num_members
         arithmetic = arithmetic_of(staged(reduce, dtype, num_members), dtype, num_members)
         count = sum([tensor.numel() for tensor in inputs])

@@ -86,9 +86,9 @@ class _NativeRecords:
         functions = [ctypes.cast(getattr(library, name), ctypes.c_void_p) for name in _FUNCTIONS]
         self._description = RecordsOfOneDirection(context, *functions, ctypes.addressof(self._room), 0)
 
-    def lend(self, most: int) -> RecordsOfOneDirection:
-        """Lend at most `most` records. Both ends of a connection lend alike."""
-        key, number = self._records.lend(most)
+    def lend(self) -> RecordsOfOneDirection:
+        """Lend the records to the native part. Both ends of a connection lend alike."""
+        key, number = self._records.lend()
         if key != self._key:
             library, context = _libcrypto(), self._description.context
             if library.EVP_CipherInit_ex(context, library.EVP_aes_128_gcm(), None, key, None, int(self._seals)) != 1:
@@ -175,18 +175,17 @@ class StreamGroup(PeerGroup):
         return self._start("broadcast", _only(root, memoryview(b""), to_all), parts, tensor)
 
     @contextlib.contextmanager
-    def lent(self, most: int) -> Iterator[tuple[dict[int, Lent], dict[int, Lent]]]:
+    def lent(self) -> Iterator[tuple[dict[int, Lent], dict[int, Lent]]]:
         """Yield the outgoing and the incoming streams, by member: raw sockets for a caller that does its own I/O.
 
-        It may use at most `most` records on each, while nothing else is in flight. Its errors are treated as this
-        group's own.
+        Nothing else is in flight meanwhile. The caller's errors are treated as this group's own.
         """
         if not self._open:
             raise HorovodInternalError(self._lost or f"the {self.backend} group has been shut down")
         try:
             yield (
-                {peer: end.lend(most) for peer, end in self._outgoing.items()},
-                {peer: end.lend(most) for peer, end in self._incoming.items()},
+                {peer: end.lend() for peer, end in self._outgoing.items()},
+                {peer: end.lend() for peer, end in self._incoming.items()},
             )
             for end in (*self._outgoing.values(), *self._incoming.values()):
                 end.take_back()
@@ -284,9 +283,9 @@ class _End:
         self.move()
         return self.num_moved - before
 
-    def lend(self, most: int) -> Lent:
+    def lend(self) -> Lent:
         assert not self.queue, "something is under way"
-        return self.sock.fileno(), None if self._native is None else self._native.lend(most)
+        return self.sock.fileno(), None if self._native is None else self._native.lend()
 
     def take_back(self) -> None:
         if self._native is not None:
