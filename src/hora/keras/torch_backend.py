@@ -84,8 +84,7 @@ class TorchAggregation:
     def _hook(self, variables: list[Any], parameters: list[torch.Tensor], *, during_backward: bool) -> None:
         """Create the torch optimizer whose hooks reduce; Keras makes the update itself."""
         if self._hooked is not None:
-            for hook in self._hooked._hooks:
-                hook.remove()
+            self._hooked.remove_hooks()
         names = [(variable.path, parameter) for variable, parameter in zip(variables, parameters, strict=True)]
         options = dict(self._options)
         if isinstance(options["groups"], (list, tuple)):
@@ -93,8 +92,7 @@ class TorchAggregation:
         self._parameters = parameters
         self._hooked = hvd.DistributedOptimizer(_NoUpdate(parameters), named_parameters=names, **options)
         if not during_backward:
-            for hook in self._hooked._hooks:
-                hook.remove()
+            self._hooked.remove_hooks()
 
 
 class _NoUpdate(torch.optim.Optimizer):

@@ -75,19 +75,14 @@ def _start_engine(store: Any, rank: int, size: int, limit_s: float) -> bool:
                 f"{world.rank} of {world.size}: give both the same place, or call hvd.shutdown() first"
             )
         return False
-    world = World.from_env() if _has_launcher() else World()
+    try:
+        world = World.from_env()
+    except ValueError:  # another launcher may set some of the variables
+        world = World()
     if world.rendezvous.kind != "hora" or (world.rank, world.size) != (rank, size):
         world = world_of_store(store, rank, size, config=EngineConfig.from_env(), limit_s=limit_s)
     engine.init(world=world)
     return True
-
-
-def _has_launcher() -> bool:
-    """Return whether Hora's launcher started this process; other launchers may set some of the variables."""
-    try:
-        return World.from_env().rendezvous.kind == "hora"
-    except ValueError:
-        return False
 
 
 def _check_alone(config: Any) -> None:

@@ -49,47 +49,6 @@ class _Until:
         return self._request.done or time.monotonic() > self._deadline
 
 
-class _Requests(Work):
-    """Requests of a group."""
-
-    def __init__(self, group: HoraProcessGroup, steps: Sequence[_Step], tensors: Sequence[Any], limit_s: float) -> None:
-        requests = [request for request, _ in steps]
-        super().__init__(tensors, requests, [final for _, final in steps if final is not None])
-        self._group, self._requests, self._limit_s = group, requests, limit_s
-
-    def is_completed(self) -> bool:
-        if not super().is_completed():
-            self._group.go_on_now()
-        return super().is_completed()
-
-    def _wait_for_parts(self, limit_s: float | None) -> None:
-        deadline = time.monotonic() + (limit_s or self._limit_s)
-        for request in self._requests:
-            self._group.finish(request, deadline, limit_s or self._limit_s)
-
-    def _call_on_done(self) -> None:
-        super()._call_on_done()
-        self._group.go_on_in_background()
-
-
-class _MessageWork(Work):
-    """A message of a group."""
-
-    def __init__(
-        self, group: HoraProcessGroup, message: Message, tensors: Sequence[Tensor], *finals: Callable[[], object]
-    ) -> None:
-        super().__init__(tensors, [message], finals)
-        self._group, self._message = group, message
-        if not message.done:
-            group.carry_on()
-
-    def _wait_for_parts(self, limit_s: float | None) -> None:
-        self._group.finish_message(self._message, limit_s)
-
-    def source_rank(self) -> int:
-        return self._group.member_of(self._message.source)
-
-
 class HoraProcessGroup(_BASE):
     """This rank's end of a process group."""
 
@@ -224,14 +183,20 @@ class HoraProcessGroup(_BASE):
 
     # Waiting.
 
-    def finish(self, request: Request, deadline: float, limit_s: float) -> None:
-        """Wait for a request of this group until the deadline."""
+    def finish(self, part: Any, deadline: float, limit_s: float) -> None:
+        """Wait for a request or a message of this group until the deadline; raises its error."""
+        if isinstance(part, Message):
+            if not part.done and not self._messages.wait(part, deadline):
+                self._messages.cancel(part, self._late_message(part, limit_s))
+            if part.error is not None:
+                raise HorovodInternalError(*part.error.args)
+            return
         queue = self._queue
-        if not request.done:
-            queue.wait(_Until(request, deadline))
-            if not request.done:
-                raise self._timed_out(request, limit_s)
-        queue.result(request)
+        if not part.done:
+            queue.wait(_Until(part, deadline))
+            if not part.done:
+                raise self._timed_out(part, limit_s)
+        queue.result(part)
 
     def _finish_in_time(self, request: Request) -> None:
         self.finish(request, time.monotonic() + self._limit_s, self._limit_s)
@@ -303,7 +268,8 @@ class HoraProcessGroup(_BASE):
     def _work(self, steps: Sequence[_Step], tensors: Sequence[Any], opts: Any) -> Work:
         timeout = getattr(opts, "timeout", _NO_TIMEOUT)
         limit_s = timeout.total_seconds() if timeout > _ZERO else self._limit_s
-        work = _Requests(self, steps, tensors, limit_s)
+        finals = [final for _, final in steps if final is not None]
+        work = Work(tensors, [request for request, _ in steps], finals, self, limit_s)
         if _waits(opts):
             work.wait()
             return DONE
@@ -329,7 +295,7 @@ class HoraProcessGroup(_BASE):
             if request is None:
                 return None
             self._num_calls += 1
-            return _Requests(self, [(request, None)], [target], self._limit_s)
+            return Work([target], [request], (), self, self._limit_s)
         if not plan.path.carry_out(plan, source, target, self._finish_in_time):
             return None
         self._num_calls += 1
@@ -661,7 +627,7 @@ class HoraProcessGroup(_BASE):
         data = moved(tensor.detach()).cpu().resolve_neg().contiguous()
         message = self._message(data, self._ranks[destination], tag, [])
         self._messages.send(message)
-        return _MessageWork(self, message, tensors)
+        return self._message_work(message, tensors)
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Work:
         self._check_peer("source", source)
@@ -690,7 +656,7 @@ class HoraProcessGroup(_BASE):
         message = self._message(data, sources[0] if len(sources) == 1 else ANY_SOURCE, tag, sources)
         self._messages.receive(message)
         finals = [] if direct else [lambda: target.copy_(data)]
-        return _MessageWork(self, message, tensors, *finals)
+        return self._message_work(message, tensors, finals)
 
     def _message(self, data: Tensor, peer: int, tag: int, sources: Sequence[int]) -> Message:
         self._check_here()
@@ -698,24 +664,19 @@ class HoraProcessGroup(_BASE):
         number = self._queue.process_set_id
         return Message(peer, number, tag, memory, DTYPE_CODES[data.dtype], data, sources)
 
+    def _message_work(
+        self, message: Message, tensors: Sequence[Tensor], finals: Sequence[Callable[[], object]] = ()
+    ) -> Work:
+        if not message.done:
+            self._messages.go_on()  # in the background, while no thread waits for a message
+        return Work(tensors, [message], finals, self, self._limit_s)
+
     def _check_peer(self, what: str, member: int) -> None:
         if not 0 <= member < self._size or member == self._rank:
             raise ValueError(
                 f"rank {self._own_rank}: the {what} must be another member of the group, 0 to "
                 f"{self._size - 1}, but it is {member}"
             )
-
-    def finish_message(self, message: Message, limit_s: float | None) -> None:
-        """Wait for a message; raises its error."""
-        limit_s = limit_s or self._limit_s
-        if not message.done and not self._messages.wait(message, time.monotonic() + limit_s):
-            self._messages.cancel(message, self._late_message(message, limit_s))
-        if message.error is not None:
-            raise HorovodInternalError(*message.error.args)
-
-    def carry_on(self) -> None:
-        """Advance messages in the background while no thread waits for one."""
-        self._messages.go_on()
 
     def member_of(self, rank: int) -> int:
         return self._ranks.index(rank)

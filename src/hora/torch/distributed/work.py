@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -51,23 +52,35 @@ class _Future(Future):  # type: ignore[type-arg]
 
 
 class Work(dist.Work):
-    """An operation with its result tensors, its parts, and functions to run once when all are done."""
+    """An operation with its result tensors, its parts (requests or a message), and functions to run once when all are
+    done. Its group waits for the parts, for `limit_s` by default.
+    """
 
     _future: Any = None
     _error: BaseException | None = None
 
     def __init__(
-        self, tensors: Sequence[Any], parts: Sequence[Completion] = (), finals: Sequence[Callable[[], object]] = ()
+        self,
+        tensors: Sequence[Any],
+        parts: Sequence[Completion] = (),
+        finals: Sequence[Callable[[], object]] = (),
+        group: Any = None,
+        limit_s: float = 0.0,
     ) -> None:
         super().__init__()
         self._tensors, self._parts, self._finals = tensors, parts, list(finals)
+        self._group, self._limit_s = group, limit_s
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait for the operation; raises its error. The default timeout is the group's."""
         limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if limit_s is None or limit_s <= 0:
+            limit_s = self._limit_s
+        deadline = time.monotonic() + limit_s
         try:
-            self._wait_for_parts(limit_s if limit_s is not None and limit_s > 0 else None)
+            for part in self._parts:
+                self._group.finish(part, deadline, limit_s)
             with self._lock:
                 while self._finals:
                     self._finals.pop(0)()
@@ -76,13 +89,15 @@ class Work(dist.Work):
             raise
         return True
 
-    def _wait_for_parts(self, limit_s: float | None) -> None:
-        """Wait until the parts are done, at most for the time given or the group's limit; raises their error."""
-
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
+        if not self._parts_done():
+            self._group.go_on_now()
+        return self._parts_done()
+
+    def _parts_done(self) -> bool:
         return all(part.done for part in self._parts)
 
     def is_success(self) -> bool:
@@ -104,10 +119,11 @@ class Work(dist.Work):
         return list(self._tensors)
 
     def source_rank(self) -> int:
-        return -1
+        """Return the member that sent a received message; -1 for anything else."""
+        source = getattr(self._parts[0], "source", None) if self._parts else None
+        return -1 if source is None else self._group.member_of(source)
 
-    def _source_rank(self) -> int:
-        return self.source_rank()
+    _source_rank = source_rank
 
     def get_future(self) -> Any:
         """Return a future of the list of tensors."""
@@ -119,6 +135,7 @@ class Work(dist.Work):
             self._complete()
         else:
             self._call_on_done()
+            self._group.go_on_in_background()
         return future
 
     def _call_on_done(self) -> None:
@@ -126,18 +143,16 @@ class Work(dist.Work):
         once = threading.Lock()
 
         def part_is_done() -> None:
-            if all(part.done for part in self._parts) and once.acquire(blocking=False):
-                self._on_done()
+            if not self._parts_done() or not once.acquire(blocking=False):
+                return
+            if self._future.complete_here():
+                self._complete()
+            else:
+                threading.Thread(target=self._complete, name="hora-callbacks", daemon=True).start()
 
         for part in self._parts:
             part.when_done(part_is_done)
         part_is_done()
-
-    def _on_done(self) -> None:
-        if self._future.complete_here():
-            self._complete()
-        else:
-            threading.Thread(target=self._complete, name="hora-callbacks", daemon=True).start()
 
     def _complete(self) -> None:
         try:

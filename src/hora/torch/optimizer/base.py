@@ -98,12 +98,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._options = options
         self._groups = groups
         self._parameter_names = options.names
-        self._requires_update: set[torch.Tensor] = set()
         self._hooked: list[torch.Tensor] = []
         self._known: list[torch.Tensor] = []  # when hooks were registered
         self._last_arrivals: list[torch.Tensor] = []
         self._planner = CompressionPlanner()  # for `hora plan`
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._hooks_of: dict[int, tuple[dict[int, Any], int]] = {}  # all hooks of a parameter, and the key of ours
         self.op = options.op
         self.gradient_predivide_factor = options.gradient_predivide_factor
@@ -122,11 +120,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def _register_hooks(self) -> None:
         self._known = parameters_of(self)
         for gone in self._requires_update.difference(self._known):
-            self._requires_update.remove(gone)
             del self._parameter_names[gone]
             hooks, mine = self._hooks_of.pop(id(gone))
             hooks.pop(mine, None)
-        self._hooked = [parameter for parameter in self._hooked if parameter in self._requires_update]
+        self._hooked = [parameter for parameter in self._hooked if id(parameter) in self._hooks_of]
         # Weak, so that a dropped optimizer stops reducing although its parameters keep the hooks alive.
         myself = weakref.ref(self)
 
@@ -136,12 +133,15 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 optimizer._gradient_accumulated(parameter)
 
         for parameter in self._thawed():
-            self._requires_update.add(parameter)
             self._hooked.append(parameter)
             handle = parameter.register_post_accumulate_grad_hook(hook)
-            self._hooks.append(handle)
             self._hooks_of[id(parameter)] = handle.hooks_dict_ref() or {}, handle.id
         self._start_over()
+
+    def remove_hooks(self) -> None:
+        """Reduce no gradients during backward any more, only in `synchronize`."""
+        for hooks, mine in self._hooks_of.values():
+            hooks.pop(mine, None)
 
     def _start_over(self) -> None:
         """Forget reductions and agreements after a change of the world or of the parameters."""
@@ -160,6 +160,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Reduce in buckets from the first step of this world on; every rank has this order (collective)."""
         self._start_over()
         self._reducer = self._bucket_order.buckets_in(order, self._reducer)
+
+    @property
+    def _requires_update(self) -> set[torch.Tensor]:
+        """Parameters whose gradients are reduced."""
+        return set(self._hooked)
 
     @property
     def _allreduce_delay(self) -> dict[torch.Tensor, int]:
@@ -319,7 +324,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def _thawed(self) -> list[torch.Tensor]:
         """Parameters without a hook that require gradients: frozen or not there when hooks were registered."""
-        return [p for p in parameters_of(self) if p.requires_grad and p not in self._requires_update]
+        return [p for p in parameters_of(self) if p.requires_grad and id(p) not in self._hooks_of]
 
     def _take_in_thawed(self) -> None:
         """Reduce the gradients of thawed and new parameters once without hooks; register hooks for later steps."""
@@ -444,16 +449,13 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         state: dict[str, Any] = super().state_dict(*args, **kwargs)
         memory = self._options.memory if self._active else None
         if memory is not None:
-            state["powersgd"] = memory.state_dict(self._place())
+            state["powersgd"] = memory.state_dict(self._runtime.world)
         return state
 
     def after_broadcast(self) -> None:
         """Start over with `Compression.powersgd`: the ranks agree on steps and factors again."""
         if self._active and self._options.memory is not None:
             self._start_over()
-
-    def _place(self) -> tuple[int, int]:
-        return self._runtime.world.rank, self._runtime.world.size
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Load a state and forget reductions in flight."""
@@ -463,7 +465,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._start_over()
         memory, kept = (self._options.memory if self._active else None), state_dict.get("powersgd")
         if memory is not None and kept is not None:
-            memory.load_state_dict(kept, self._place())
+            memory.load_state_dict(kept, self._runtime.world)
         super().load_state_dict(state_dict, *args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -481,7 +483,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[_DistributedOptimizer]:
     """Return the distributed optimizers that reduce a gradient of these parameters."""
     wanted = set(parameters)
-    return [optimizer for optimizer in _live.values() if not wanted.isdisjoint(optimizer._requires_update)]
+    return [optimizer for optimizer in _live.values() if not wanted.isdisjoint(optimizer._hooked)]
 
 
 def takes_part(process_set: ProcessSet) -> bool:

@@ -24,8 +24,7 @@ from hora.engine.shm.segment import SharedMemory
 from hora.engine.transport.host_reduction import HostReduction
 from hora.torch.compression import ErrorFeedback
 from hora.torch.optimizer.bucket_plan import BucketSpec
-from hora.torch.optimizer.per_parameter import PerParameterReducer
-from hora.torch.optimizer.reducer import ReduceOptions, Reducer, Reduction, RequestedReduction, summed
+from hora.torch.optimizer.reducer import ReduceOptions, Reducer, Reduction, RequestedReduction, summed, wait_for_all
 
 # Smaller gradients are copied together when the bucket is complete: a call costs more than the bytes.
 SMALL_BYTES = 16 * 1024
@@ -273,7 +272,7 @@ class Buckets(Reducer):
         self,
         specs: Sequence[BucketSpec],
         buckets: Sequence[Bucket],
-        others: PerParameterReducer | None,
+        others: Reducer,
         *,
         overlap: bool = True,
     ) -> None:
@@ -296,7 +295,6 @@ class Buckets(Reducer):
     def ready(self, parameter: torch.Tensor) -> None:
         where = self._where.get(id(parameter))
         if where is None:
-            assert self._others is not None
             self._others.ready(parameter)
             return
         bucket, number, index, is_small = where
@@ -327,17 +325,8 @@ class Buckets(Reducer):
         for bucket in self._buckets:
             if not bucket.reduction.in_flight:
                 bucket.reduction.start(background=False)
-        first_error: Exception | None = None
-        for bucket in self._buckets:
             bucket.num_ready = 0
-            try:
-                bucket.reduction.wait()
-            except Exception as error:  # every reduction must be waited for, even if another fails
-                first_error = first_error or error
-        if self._others is not None:
-            self._others.finish()
-        if first_error is not None:
-            raise first_error
+        wait_for_all([*(bucket.reduction.wait for bucket in self._buckets), self._others.finish])
         self.change_wanted = self._control.item() != 0.0
         for bucket in self._buckets:
             if bucket.converts:

@@ -231,7 +231,8 @@ def clip_grad_norm_(
         if shards is not None:
             norms.append(shards.gradient_norm(norm_type))
             scalers.append(shards.scale_gradients)
-            plain = [p for p in plain if p not in owner._requires_update]
+            sharded = owner._requires_update
+            plain = [p for p in plain if p not in sharded]
     gradients = [p.grad.detach() for p in plain if p.grad is not None]
     if gradients or not norms:
         norms.append(total_norm(gradients, norm_type))

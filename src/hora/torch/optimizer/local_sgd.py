@@ -426,7 +426,8 @@ class LocalOptimizer(_DistributedOptimizer):
             add(name, parameters[begin:end], self._anchors[begin:end], list, **when)
             begin = end
         # Frozen before the first step, say, and thawed later: what was trained once may be again.
-        trained = [p for p in parameters if p.requires_grad or p in self._requires_update or self.state.get(p)]
+        hooked = self._requires_update
+        trained = [p for p in parameters if p.requires_grad or p in hooked or self.state.get(p)]
         for name, every in settings.moments.items():
             anchors = [torch.zeros(p.shape, dtype=working_dtype(p), device="cpu") for p in trained]
             add(f"moment {name}", trained, anchors, partial(self._moments, name), every=every, offset=0, outer=None)

@@ -23,7 +23,6 @@ import torch
 from hora import engine
 from hora.engine.request import ReduceOp
 from hora.torch.optimizer.buckets import Layout, make_reductions, release_all
-from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.powersgd import PowerSGDMemory, orthonormalise_, working_dtype
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer, Reduction
 
@@ -151,7 +150,7 @@ class LowRankReducer(Reducer):
         options: ReduceOptions,
         parameters: Sequence[torch.Tensor],
         memory: PowerSGDMemory,
-        others: PerParameterReducer | None,
+        others: Reducer,
         *,
         label: str,
     ) -> None:
@@ -185,7 +184,6 @@ class LowRankReducer(Reducer):
             self._begin_step()
         bucket = self._of.get(id(parameter))
         if bucket is None:
-            assert self._others is not None
             self._others.ready(parameter)
         else:
             bucket.fill(parameter)
@@ -221,8 +219,7 @@ class LowRankReducer(Reducer):
                 self._wait(reduction)
             for bucket in self._buckets:
                 bucket.write_back()
-            if self._others is not None:
-                self._others.finish()
+            self._others.finish()
             self._memory.amid = False
         except BaseException:
             for bucket in self._buckets:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hora.torch.compression import PowerSGD
+from hora.world import World
 
 
 def working_dtype(parameter: torch.Tensor) -> torch.dtype:
@@ -103,21 +104,21 @@ class PowerSGDMemory:
             content.update(self._factors[parameter].cpu().numpy().tobytes())
         return int.from_bytes(content.digest()[:5], "little")
 
-    def state_dict(self, place: tuple[int, int]) -> dict[str, Any]:
+    def state_dict(self, world: World) -> dict[str, Any]:
         """Return step count, factors, and this rank's residuals with its rank and world size, which they depend on."""
         return {
             "num_steps": self.num_steps,
             "factors": {self._names[p]: factor for p, factor in self._factors.items()},
             "errors": {self._names[p]: error for p, error in self._errors.items()},
-            "place": list(place),
+            "place": [world.rank, world.size],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], place: tuple[int, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], world: World) -> None:
         """Load a state; residuals only if they are this rank's own, from a world of the same size."""
         self.num_steps = int(state["num_steps"])
         parameters = {name: parameter for parameter, name in self._names.items()}
         self._factors = _taken(state["factors"], parameters)
-        errors = _taken(state["errors"], parameters) if tuple(state["place"]) == place else {}
+        errors = _taken(state["errors"], parameters) if list(state["place"]) == [world.rank, world.size] else {}
         for parameter, error in self._errors.items():  # in place: a reducer may hold it
             found = errors.pop(parameter, None)
             error.zero_() if found is None or found.shape != error.shape else error.copy_(found)

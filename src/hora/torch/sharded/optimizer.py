@@ -244,7 +244,7 @@ class ShardedOptimizer(_DistributedOptimizer):
             return None
         self._reduce_slices()
         self._step.synchronized = False
-        if self._step.reduced == "slices" and not self._requires_update <= set(parameters):
+        if self._step.reduced == "slices" and not set(parameters).issuperset(self._hooked):
             self._materialise()  # only some are clipped: use whole gradients
         return self._shards if self._step.reduced == "slices" else None
 
