@@ -39,17 +39,9 @@ def install() -> list[str]:
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, sys.modules[name])
-    set_variables(_session_variables() | variables())
+    session = session_variables("127.0.0.1", 8080, variables().get("USER", "user"), *new_name())
+    set_variables({"CDSW_ENGINE_ID": new_id(), "CDSW_MASTER_ID": ""} | session | variables())  # a worker has them
     return installed
-
-
-def _session_variables() -> dict[str, str]:
-    """Return the variables that scripts read in a session's environment. A worker already has them."""
-    return {
-        "CDSW_ENGINE_ID": new_id(),
-        "CDSW_MASTER_ID": "",
-        **session_variables("127.0.0.1", 8080, variables().get("USER", "user"), *new_name()),
-    }
 
 
 def _exists(name: str) -> bool:

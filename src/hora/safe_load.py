@@ -501,8 +501,6 @@ class _Machine(_Unpickler):
     def _bytearray(self) -> None:
         self.append(bytearray(self.read(int.from_bytes(self.read(8), "little"))))
 
-    dispatch[_code("BYTEARRAY8")] = _bytearray
-
     # ---- names, and what a file does with them --------------------------------------------------------------
 
     def find_class(self, module: str, name: str) -> Any:
@@ -525,8 +523,6 @@ class _Machine(_Unpickler):
             raise ValueError("arguments are not a tuple")
         self.append(self._called(function, args))
 
-    dispatch[_code("REDUCE")] = _reduce
-
     def _called(self, function: Any, args: tuple[Any, ...]) -> Any:
         if any(isinstance(one, Foreign) for one in (function, *args)):
             whole = function if isinstance(function, Foreign) else Foreign("", "")
@@ -548,14 +544,10 @@ class _Machine(_Unpickler):
         else:
             self.append(self._called(cls, args))
 
-    dispatch[_code("NEWOBJ")] = _newobj
-
     def _newobj_ex(self) -> None:
         if self.stack.pop() != {}:
             raise ValueError("an instance is created with keyword arguments, which data does not need")
         self._newobj()
-
-    dispatch[_code("NEWOBJ_EX")] = _newobj_ex
 
     def _build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
@@ -583,7 +575,8 @@ class _Machine(_Unpickler):
         else:
             raise ValueError(f"a {type(target).__qualname__} has a state, which data does not need")
 
-    dispatch[_code("BUILD")] = _build
+    dispatch |= {_code("BYTEARRAY8"): _bytearray, _code("REDUCE"): _reduce, _code("BUILD"): _build}
+    dispatch |= {_code("NEWOBJ"): _newobj, _code("NEWOBJ_EX"): _newobj_ex}
 
 
 def _is(value: Any, known: Callable[[str, str], Any]) -> bool:

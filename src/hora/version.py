@@ -27,7 +27,6 @@ _TORCH_ADVISORIES = {"CVE-2025-32434": "2.6", "CVE-2026-24747": "2.10"}
 
 
 def version() -> str:
-    """Return Hora's version."""
     import importlib.metadata  # here: it costs 15 ms, which `hora --help` can save
 
     try:

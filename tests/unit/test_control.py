@@ -421,7 +421,7 @@ def test_an_answer_to_a_ping_updates_the_last_contact(place: Place):
     client.set("key", b"value")
     before = place.server.heard_at(5)
     assert before is not None
-    place.server.ping()
+    place.server.notify({"notice": "ping"})
     client.set("after", b"the ping")  # the reader answers the ping before it sees the reply to this
     client.set("after", b"the pong")
     later = place.server.heard_at(5)

@@ -32,6 +32,7 @@ from hora.engine.transport.stream import Streams, encrypts_natively
 from hora.errors import HorovodInternalError
 from hora.net.client import RankGroup
 from hora.net.keys import RankKeys
+from hora.net.rendezvous import grouped
 from hora.net.sockets import Where, interface_address, source_address
 from hora.net.wire import Stream
 from hora.world import World
@@ -109,7 +110,7 @@ class Bootstrap:
             )
             gathered = self.gather("introduction", json.dumps(mine).encode())
             self._introductions = [_Introduction(*json.loads(data)) for data in gathered]
-        self.hosts = _grouped([peer.leader for peer in self._introductions])
+        self.hosts = grouped([peer.leader for peer in self._introductions])
         self.control_tree.know(Tree(self.hosts), self.where)
         self._check_agreement_on_sets()
         self._check_encryption()
@@ -349,11 +350,3 @@ def _lacks_native() -> str:
     if compiled is None:
         return absence() or ""
     return "" if compiled.has_float16 else "this processor has no instructions for half precision"
-
-
-def _grouped(labels: Sequence[int]) -> list[list[int]]:
-    """Group ranks by equal labels, in rank order; groups are ordered by their first rank."""
-    groups: dict[int, list[int]] = {}
-    for rank, label in enumerate(labels):
-        groups.setdefault(label, []).append(rank)
-    return list(groups.values())

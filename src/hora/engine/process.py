@@ -189,9 +189,7 @@ def _start_reporting(place: World, config: EngineConfig) -> None:
 
 def _next_place(place: World, config: EngineConfig) -> World:
     """Return this worker's world in the next generation. Exits if it has no place there."""
-    open_rendezvous(place, limit_s=config.init_timeout_s)
-    client = control_client(place)
-    assert client is not None
+    client = open_rendezvous(place, limit_s=config.init_timeout_s).client
     renewed = client.next_world(place, timeout_s=_LAUNCHER_DECIDES_S)
     if renewed is None:
         log.info("this worker has no place in the new world and ends")
@@ -221,7 +219,6 @@ def is_initialized() -> bool:
 
 
 def current_runtime() -> Runtime:
-    """Return the running runtime."""
     runtime = _runtime
     if runtime is None:
         if _inherited is not None:

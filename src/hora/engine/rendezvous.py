@@ -37,7 +37,7 @@ from hora.engine.rank_tree import FANOUT
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.client import ControlClient, RankGroup
 from hora.net.keys import RankKeys, read_secret_file, world_secret
-from hora.net.rendezvous import KeyValueStore
+from hora.net.rendezvous import KeyValueStore, grouped
 from hora.net.sockets import interface_address, listening_address
 from hora.net.wire import Credentials, derived_secret
 from hora.world import RendezvousEndpoint, World, master_address, user_secret_file
@@ -296,9 +296,7 @@ def _open_place(ours: Store, store: Store, size: int, config: EngineConfig, limi
                 f"waited {limit_s:g} s for rank(s) {missing} to call init_process_group (limit: its timeout)"
             ) from error
         found.append(ours.get(f"host/{rank}").decode())
-    hosts: dict[str, list[int]] = {}
-    for rank, host in enumerate(found):
-        hosts.setdefault(host, []).append(rank)
+    hosts = grouped(found)
     secret, job = secrets.token_bytes(32), secrets.token_hex(16)
     address = "127.0.0.1" if len(hosts) == 1 else _address(store, config)
     where = listening_address(address, one_host=len(hosts) == 1), 0
@@ -310,7 +308,7 @@ def _open_place(ours: Store, store: Store, size: int, config: EngineConfig, limi
         "secret": secret.hex(),
         "job": job,
         "number": secrets.randbits(31),
-        "hosts": list(hosts.values()),
+        "hosts": hosts,
     }
     ours.set("place", json.dumps(place))
     return place
@@ -384,7 +382,6 @@ class ControlStore(Store):
         return self._client.check([self._key(key) for key in keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until every key is set."""
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout).total_seconds()
         for key in keys:
             self._get(key, max(deadline - time.monotonic(), 0.001))

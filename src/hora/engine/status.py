@@ -231,7 +231,6 @@ class TimelineRecorder:
         self.timeline = Timeline(path, mark_cycles=mark_cycles)
 
     def stop(self) -> None:
-        """Finish the trace, if one is being written."""
         timeline, self.timeline = self.timeline, None
         if timeline is not None:
             timeline.close()

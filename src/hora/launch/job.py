@@ -131,12 +131,12 @@ class Observation(RendezvousEvents):
         self._asked_at: dict[int, float] = {}  # worker -> when its stack was requested
         self._stacks_to_show: set[int] = set()
 
-    def tell(self, event: str, *arguments: object) -> None:
+    def tell(self, event: str, *arguments: object, **news: object) -> None:
         """Call this method of the observer."""
         if self.observer is None:
             return
         try:
-            getattr(self.observer, event)(*arguments)
+            getattr(self.observer, event)(*arguments, **news)
         except Exception:  # an observer's error must not end the training
             _log.exception("the job is not observed any more")
             self.observer = None
@@ -149,7 +149,7 @@ class Observation(RendezvousEvents):
         """The job has formed a world."""
         self._worlds = worlds
         places = [(worker, world.rank, world.hostname) for worker, world in sorted(worlds.items())]
-        self.tell("world", generation, places)
+        self.tell("note", "world", -1, generation=generation, places=places)
 
     def show_line(self, text: str) -> None:
         """Show a line of a worker."""
@@ -160,11 +160,11 @@ class Observation(RendezvousEvents):
         print(f"hora: {text}", file=sys.stderr, flush=True)
 
     def joined(self, worker: int) -> None:
-        self.tell("joined", worker)
+        self.tell("note", "joined", worker)
 
     def raised(self, worker: int, report: Raised) -> None:
         if not report.consequence:
-            self.tell("raised", worker, report.headline)
+            self.tell("note", "failed", worker, headline=report.headline)
 
     def on_log_line(self, worker: int, text: str) -> None:
         self.tell_line(worker, "stdout", text)

@@ -112,7 +112,6 @@ class Acceptor(Generic[Stranger]):
         self._loop.add_reader(listener.fileno(), self._accept, listener)
 
     def close(self) -> None:
-        """Close the listening sockets."""
         for listener in self._listeners:
             self._loop.remove_reader(listener.fileno())
             listener.close()
@@ -214,7 +213,6 @@ class TaskAcceptor(Acceptor[socket.socket]):
         self._create_task, self._handle = loop.create_task, handle
 
     def serve(self, listener: socket.socket) -> None:
-        """Handle connections at this listening socket."""
         self.watch(listener, self._arrived)
 
     def end(self, sock: socket.socket) -> None:

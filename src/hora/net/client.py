@@ -47,10 +47,8 @@ Notice = dict[str, Any]
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks that met in one group.
-
-    `members` maps ranks to values in ascending order; `index` is the group's position among all groups; `above` is the
-    first rank of the parent group with its value.
+    """`members` maps the ranks that met to their values, in ascending order; `index` is the group's position among all
+    groups; `above` is the first rank of the parent group with its value.
     """
 
     members: dict[int, bytes]
@@ -116,10 +114,8 @@ class ControlClient:
         worker: int = -1,
         credentials: Credentials | None = None,
     ) -> ControlClient:
-        """Connect to the rendezvous at this endpoint.
-
-        `name` appears in messages. `worker`: this connection belongs to that worker (this process); if it ends without
-        `close`, the worker counts as lost. `credentials`: other than those from the launcher.
+        """`name` appears in messages. `worker`: this connection belongs to that worker (this process); if it ends
+        without `close`, the worker counts as lost. `credentials`: other than those from the launcher.
         """
         proof = credentials or Credentials(read_held_secret(endpoint.secret_file), endpoint.job, endpoint.worker)
         deadline, left_s = time.monotonic() + timeout_s, timeout_s
@@ -184,7 +180,7 @@ class ControlClient:
         return int(self._ask(requests.Add(key, amount))[1])
 
     def delete(self, key: str) -> bool:
-        """Delete a key; returns whether it existed."""
+        """Return whether the key existed."""
         return self._ask(requests.Delete(key))[1] == b"1"
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -209,7 +205,7 @@ class ControlClient:
     def send_error(
         self, *, type_name: str, message: str, traceback: str, consequence: bool, pickled: bytes = b""
     ) -> None:
-        """Send this worker's exception. `consequence`: it only reports that another rank was lost."""
+        """See `requests.Raised`."""
         message, traceback = _fitted(message, _MESSAGE_BYTES), _fitted(traceback, _TRACEBACK_BYTES)
         request = requests.Raised(type_name[:200], message, traceback, consequence, pickled)
         self._ask(request, limit_s=max(_QUICK_S, len(pickled) / 1e6))
@@ -248,7 +244,6 @@ class ControlClient:
 
     @property
     def closed(self) -> bool:
-        """Return whether the connection has ended."""
         return self._why_closed is not None
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 from hora.errors import AuthenticationError
 from hora.net.wire import SECRET_BYTES, Credentials, derived_secret
@@ -54,11 +55,9 @@ class RankKeys:
     """A rank's keys in one world. `get` fetches or derives them."""
 
     def __init__(self, rank: int, get: GetKeys, *, at_once: Sequence[int] = ()) -> None:
-        self.rank = rank
-        self._get = get
-        self._towards: dict[int, bytes] = {}
+        self.rank, self._get = rank, get
         self.shared, self._accepting, *keys = _cut(get(at_once))
-        self._towards.update(zip(at_once, keys, strict=True))
+        self._towards = dict(zip(at_once, keys, strict=True))
 
     @classmethod
     def derived(cls, world: bytes, rank: int) -> RankKeys:
@@ -106,20 +105,13 @@ def find_held(label: str, pids: Iterable[int] | None = None) -> Iterator[tuple[i
     Other users cannot find them, nor can containers that share only the network.
     """
     for pid in _own_processes() if pids is None else pids:
-        folder = f"/proc/{pid}/fd"
+        numbers: list[str] = []
         with contextlib.suppress(OSError):  # it ended just now, or is not for us to see
-            for number in os.listdir(folder):
-                secret = _held_at(f"{folder}/{number}", label)
-                if secret:
+            numbers = os.listdir(f"/proc/{pid}/fd")
+        for path in (f"/proc/{pid}/fd/{number}" for number in numbers):
+            with contextlib.suppress(OSError):  # closed just now
+                if os.readlink(path) == f"/memfd:{label} (deleted)" and (secret := Path(path).read_bytes()):
                     yield pid, secret
-
-
-def _held_at(path: str, label: str) -> bytes:
-    with contextlib.suppress(OSError):  # closed just now
-        if os.readlink(path) == f"/memfd:{label} (deleted)":
-            with open(path, "rb") as file:
-                return file.read()
-    return b""
 
 
 def _own_processes() -> Iterator[int]:
@@ -132,8 +124,7 @@ def _own_processes() -> Iterator[int]:
 def read_held_secret(path: str) -> bytes:
     """Read the job's secret from the memory of the process that holds it, usually a worker's agent."""
     try:
-        with open(path, "rb") as file:
-            return file.read()
+        return Path(path).read_bytes()
     except OSError as error:
         raise AuthenticationError(
             f"cannot read the job's secret from {path} ({error.strerror}): the process "

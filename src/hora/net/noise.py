@@ -28,7 +28,6 @@ _MESSAGES_OF_A_KEY = 2**16
 
 
 def hkdf(chaining_key: bytes, material: bytes, num_outputs: int) -> list[bytes]:
-    """Compute Noise's HKDF."""
     temporary, outputs = hmac.digest(chaining_key, material, "sha256"), [b""]
     for number in range(1, num_outputs + 1):
         outputs.append(hmac.digest(temporary, outputs[-1] + bytes([number]), "sha256"))
@@ -85,7 +84,6 @@ class Handshake:
         self._mix_hash(mixed)
 
     def write(self, payload: bytes = b"") -> bytes:
-        """Return this end's message."""
         try:
             private = self._ephemeral = self._ephemeral or X25519PrivateKey.generate()
             public = private.public_key().public_bytes_raw()

@@ -19,7 +19,7 @@ import itertools
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
@@ -81,6 +81,14 @@ class _Gather:
         first = list(itertools.islice(missing, _SHOWN))
         rest = self.size - len(self.parked) - len(first)
         return f"ranks {first} are missing" + (f", and {rest} others" if rest else "")
+
+
+def grouped(labels: Sequence[object]) -> list[list[int]]:
+    """Group ranks by equal labels, in rank order; groups are ordered by their first rank."""
+    groups: dict[object, list[int]] = {}
+    for rank, label in enumerate(labels):
+        groups.setdefault(label, []).append(rank)
+    return list(groups.values())
 
 
 class KeyValueStore:
@@ -204,11 +212,9 @@ class KeyValueStore:
 
         The total size grows with the number of ranks, not its square, as long as groups do not grow.
         """
-        groups: dict[str, list[int]] = {}
-        for rank in range(gather.size):
-            groups.setdefault(gather.parked[rank].request.group, []).append(rank)
-        firsts = [ranks[0] for ranks in groups.values()]
-        for index, ranks in enumerate(groups.values()):
+        groups = grouped([gather.parked[rank].request.group for rank in range(gather.size)])
+        firsts = [ranks[0] for ranks in groups]
+        for index, ranks in enumerate(groups):
             above = [firsts[(index - 1) // fanout]] if index and fanout else []
             values = [(rank, gather.parked[rank].request.data) for rank in (*ranks, *above)]
             header = {"members": len(ranks), "values": len(values), "index": index, "groups": len(groups)}
@@ -298,16 +304,12 @@ class Rendezvous(KeyValueStore):
         super().__init__((bind_address, 0), credentials, name="hora-rendezvous")
 
     def notify(self, notice: Header) -> None:
-        """Push a notice to every connected worker."""
+        """Push a notice to every connected worker; each answers a `ping`, see `heard_at`."""
         self._server.call(lambda: self._broadcast(notice))
 
     def worker_exited(self, worker: int, how: str, *, failed: bool) -> None:
         """A worker's process has ended: release the ranks that wait for it."""
         self._server.call(lambda: self._worker_gone(worker, how, failed))
-
-    def ping(self) -> None:
-        """Send a heartbeat to every connected worker; see `heard_at`."""
-        self._server.call(lambda: self._broadcast({"notice": "ping"}))
 
     def heard_at(self, worker: int) -> float | None:
         """Return when this worker last sent a message."""

@@ -120,7 +120,7 @@ class Coordinator:
     def lost(self, rank: int, how: str) -> None:
         """Report a lost rank, so that the other ranks stop waiting for it."""
         if self.rendezvous is not None:
-            self._observation.tell("exited", rank, 1, how)
+            self._observation.tell("note", "exited", rank, code=1, reason=how)
             self.rendezvous.worker_exited(rank, how, failed=True)
 
     def close(self, outcome: str = "done", text: str = "") -> None:

@@ -34,31 +34,27 @@ class Machine:
         self._gpus = _Gpus()
 
     def facts(self) -> dict[str, Any]:
-        now, before = time.monotonic(), self._at
-        passed_s, self._at = max(now - before, 1e-3), now
+        earlier, self._at = self._at, time.monotonic()
+        passed_s = max(self._at - earlier, 1e-3)
         facts: dict[str, Any] = {"num_cpus": os.cpu_count() or 1}
         with contextlib.suppress(OSError, ValueError, IndexError):
-            cpu, self._cpu, old = _cpu_times(), _cpu_times(), self._cpu
-            total = cpu[1] - old[1]
+            before, self._cpu = self._cpu, _cpu_times()
+            busy, total = (new - old for new, old in zip(self._cpu, before, strict=True))
             if total > 0:
-                facts["cpu"] = round((cpu[0] - old[0]) / total, 3)
+                facts["cpu"] = round(busy / total, 3)
         with contextlib.suppress(OSError, ValueError, IndexError):
-            net, old_net = _net_bytes(), self._net
-            self._net = net
-            facts["net_in"], facts["net_out"] = (
-                round((new - old) / passed_s) for new, old in zip(net, old_net, strict=True)
-            )
+            before, self._net = self._net, _net_bytes()
+            received, sent = (round((new - old) / passed_s) for new, old in zip(self._net, before, strict=True))
+            facts |= {"net_in": received, "net_out": sent}
         with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
             memory = _memory()
-            facts["memory_total"] = memory["MemTotal"]
-            facts["memory"] = memory["MemTotal"] - memory["MemAvailable"]
-            facts["shm"] = memory["Shmem"]
+            used = memory["MemTotal"] - memory["MemAvailable"]
+            facts |= {"memory_total": memory["MemTotal"], "memory": used, "shm": memory["Shmem"]}
             shm = os.statvfs("/dev/shm")
             facts["shm_total"] = shm.f_blocks * shm.f_frsize
         with contextlib.suppress(OSError):
             facts["load"] = round(os.getloadavg()[0], 2)
-        gpus = self._gpus.facts()
-        if gpus:
+        if gpus := self._gpus.facts():
             facts["gpus"] = gpus
         return facts
 
@@ -147,7 +143,6 @@ class Reporter:
         self._thread = threading.Thread(target=self._run, name="hora-telemetry", daemon=True)
 
     def start(self, interval_s: float) -> None:
-        """Report periodically."""
         self._interval_s = interval_s
         self._thread.start()
 
@@ -158,7 +153,6 @@ class Reporter:
             self._thread.join(2.0)
 
     def report(self) -> Report:
-        """Return the current report."""
         host: Mapping[str, Any] = {}
         if self._machine is not None and time.monotonic() - self._machine_at >= _MACHINE_S:
             self._machine_at = time.monotonic()

@@ -132,7 +132,6 @@ async def finish(writer: asyncio.StreamWriter) -> None:
 
 @functools.cache
 def site_files() -> dict[str, Answer]:
-    """Return the page's files by path."""
     html = _site("index.html").replace("<style></style>", f"<style>{_style()}</style>")
     script = '"use strict";\n' + "\n".join(map(_site, _SCRIPTS))
     return {

@@ -7,6 +7,7 @@ without following redirects. A failed report is dropped.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import logging
@@ -31,21 +32,16 @@ _log = logging.getLogger("hora.watch")
 
 def status(run: Run) -> dict[str, Any]:
     """Return Kubeflow's trainer status; it includes progress if the number of steps is known."""
-    metrics = run.latest_metrics()
     step, total = run.progress()
-    part = step / total if total else None
-    if run.outcome == "done":
-        part = 1.0
+    part = 1.0 if run.outcome == "done" else step / total if total else None
     left_s = run.time_left_s()
-    found: dict[str, Any] = {
-        "lastUpdatedTime": datetime.fromtimestamp(run.now or time.time(), timezone.utc).isoformat()
-    }
+    metrics = ({"step": float(step)} if step else {}) | run.latest_metrics()
+    updated = datetime.fromtimestamp(run.now or time.time(), timezone.utc)
+    found: dict[str, Any] = {"lastUpdatedTime": updated.isoformat()}
     if part is not None:
         found["progressPercentage"] = int(100 * min(max(part, 0.0), 1.0))
     if left_s is not None:
         found["estimatedRemainingSeconds"] = int(left_s)
-    if step:
-        metrics = {"step": float(step), **metrics}
     if metrics:
         shown = list(metrics.items())[:_MAX_METRICS]
         found["metrics"] = [{"name": name, "value": f"{value:g}"} for name, value in shown]
@@ -95,13 +91,11 @@ class Reports:
         token = Path(self._token_file).read_text(encoding="ascii").strip()
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         path = urllib.parse.urlunsplit(("", "", url.path or "/", url.query, ""))
-        try:
+        with contextlib.closing(connection):
             connection.request("POST", path, json.dumps(message), headers)
             answer = connection.getresponse()
             if not 200 <= answer.status < 300:
                 raise OSError(f"it responded {answer.status} {answer.reason}")
-        finally:
-            connection.close()
 
     def _send(self, found: Mapping[str, Any]) -> None:
         try:
@@ -111,10 +105,7 @@ class Reports:
             if not self._failed:
                 where = f"{self._url.hostname}:{self._url.port or 443}"
                 _log.warning(
-                    "Kubeflow's controller at %s refused the progress (%s); retrying in %g s",
-                    where,
-                    error,
-                    _AGAIN_S,
+                    "Kubeflow's controller at %s refused the progress (%s); retrying in %g s", where, error, _AGAIN_S
                 )
             self._failed = True
             self._next_at = time.monotonic() + _AGAIN_S

@@ -14,7 +14,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Mapping
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from hora.config import in_notebook
 from hora.watch import address, view
@@ -81,16 +81,13 @@ class Dashboard:
         self._server.start(sockets)
         if self.page is not None:
             self._published = address.publish_page(self.page)
-            _announce(self.page, address.parse_address(listen)[0], notebook, sys.stderr)
+            _announce(self.page, address.parse_address(listen)[0], notebook)
 
     # ---- the job ------------------------------------------------------------------------------------------
 
-    def world(self, generation: int, places: list[tuple[int, int, str]]) -> None:
-        """Take (worker, rank, host) of every worker."""
-        self._say("world", -1, {"generation": generation, "places": places})
-
-    def joined(self, worker: int) -> None:
-        self._server.feed(Entry(time.time(), "joined", worker, b""))
+    def note(self, kind: str, worker: int, /, **news: Any) -> None:
+        """Take what `Run` takes under this kind."""
+        self._server.feed(Entry(time.time(), kind, worker, json.dumps(news).encode()))
 
     def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
         """Take a worker's telemetry or its response to a question."""
@@ -99,12 +96,6 @@ class Dashboard:
         elif kind in ("report", "stack", "profile"):
             self._server.feed(Entry(time.time(), kind, worker, data))
 
-    def raised(self, worker: int, headline: str) -> None:
-        self._say("failed", worker, {"headline": headline})
-
-    def exited(self, worker: int, code: int, reason: str) -> None:
-        self._say("exited", worker, {"code": code, "reason": reason})
-
     def output(self, worker: int, stream: str, data: bytes) -> None:
         now = time.time()
         for line in self._output.lines(worker, stream, data, now):
@@ -112,16 +103,13 @@ class Dashboard:
 
     def ended(self, outcome: str, text: str) -> None:
         """Handle the end of the job (done, failed or stopped): inform the viewers and close everything."""
-        self._say("end", -1, {"outcome": outcome, "text": text})
-        self._server.close(linger_s=1.0)
+        self.note("end", -1, outcome=outcome, text=text)
+        self._server.close()
         if self.page is not None:
             self._published.close()
         if self._reports is not None:
             self._reports.close(self._run)
         self._recorder.close()
-
-    def _say(self, kind: str, worker: int, news: Mapping[str, Any]) -> None:
-        self._server.feed(Entry(time.time(), kind, worker, json.dumps(news).encode()))
 
     # ---- the page's wishes, in the server's thread --------------------------------------------------------
 
@@ -141,7 +129,7 @@ class Dashboard:
         if commit:
             self._job.ask({"question": "commit"})
             self._stop_at_commit = True
-            self._say("event", -1, {"kind": "note", "text": "stops after the next commit"})
+            self.note("event", -1, kind="note", text="stops after the next commit")
         else:
             self._job.stop("a user stopped it on its page")
 
@@ -209,7 +197,7 @@ class _Output:
             return lines
 
 
-def _announce(page: address.Page, host: str, notebook: bool, stream: TextIO) -> None:
+def _announce(page: address.Page, host: str, notebook: bool) -> None:
     if host not in ("127.0.0.1", "localhost", "::1"):
         _log.warning("the dashboard listens on %s without encryption: anyone on the network can read it", host)
     if notebook:
@@ -219,9 +207,9 @@ def _announce(page: address.Page, host: str, notebook: bool, stream: TextIO) -> 
         display(HTML(f'<a href="{url}" target="_blank" rel="noopener">see the job live</a>'), IFrame(url, "100%", 720))
         return
     shown = page.full_url
-    if not address.is_private(stream):  # other people may read this output
+    if not address.is_private(sys.stderr):  # other people may read this output
         shown = (
             f"{page.url} (`hora top --url` prints the address with its token, to you alone; "
             "`hora top` shows the job here)"
         )
-    print(f"hora: see it live: {shown}", file=stream, flush=True)
+    print(f"hora: see it live: {shown}", file=sys.stderr, flush=True)

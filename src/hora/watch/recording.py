@@ -68,7 +68,6 @@ class Recorder:
                 self._file.close()
 
     def contents(self) -> bytes:
-        """Return the recording so far."""
         self.flush()
         if self._file.closed:
             return b""

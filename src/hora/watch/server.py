@@ -38,6 +38,7 @@ from hora.watch.model import Entry, Run
 MAX_VIEWERS = 32
 _TICK_S = 1.0
 _HEARTBEAT_S = 15.0
+_LINGER_S = 1.0
 _MAX_BACKLOG = 16  # messages a viewer may be behind
 _MAX_WAITING_ENTRIES = 50_000
 
@@ -89,7 +90,6 @@ class PageServer:
     # ---- from other threads -------------------------------------------------------------------------------
 
     def start(self, sockets: Iterable[socket.socket]) -> None:
-        """Serve on these listening sockets."""
         ready = threading.Event()
         self._loop.call_soon(ready.set)
         self._sockets = list(sockets)
@@ -107,14 +107,14 @@ class PageServer:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(function)
 
-    def close(self, *, linger_s: float = 0.0) -> None:
+    def close(self) -> None:
         """Send the last state to the viewers, then stop."""
 
         async def finish() -> None:
             self._tick()
             for viewer in list(self._viewers):
                 _put(viewer, None)
-            limit = time.monotonic() + max(linger_s, 1.0)
+            limit = time.monotonic() + _LINGER_S
             while self._acceptor.connections and time.monotonic() < limit:
                 await asyncio.sleep(0.02)
             self._loop.stop()
@@ -122,7 +122,7 @@ class PageServer:
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
                 asyncio.run_coroutine_threadsafe(finish(), self._loop)
-            self._thread.join(linger_s + 5.0)
+            self._thread.join(_LINGER_S + 5.0)
 
     def join(self) -> None:
         """Wait until the server ends: `hora view` runs until it is interrupted."""
@@ -314,9 +314,9 @@ class _Sent:
             news["columns"] = view.columns(run, first)
         self._bins, self._names = (grid.epoch, grid.num_used), names
         if run.num_lines > self._line:
-            news["lines"] = view.lines(run, self._line)
+            news["lines"] = view.later(run.lines, self._line)
         if run.num_events > self._event:
-            news["events"] = view.events(run, self._event)
+            news["events"] = view.later(run.events, self._event)
         self._line, self._event = run.num_lines, run.num_events
         return news
 

@@ -40,7 +40,6 @@ def snapshots(page: Page) -> Iterator[dict[str, Any]]:
 
 
 def post(page: Page, path: str, arguments: dict[str, Any]) -> None:
-    """Send an action to the job."""
     _request(page, "POST", path, json.dumps(arguments).encode())[0].close()
 
 

@@ -1,7 +1,7 @@
 """Views of a run: JSON for the page, the full state once and then changes, and `/metrics` for Prometheus.
 
-`head` is the current state (small, resent when it changes), `columns` are bins of the grid, `lines` and `events` only
-grow. Nothing here is or becomes HTML: the page inserts all text as text.
+`head` is the current state (small, resent when it changes), `columns` are bins of the grid, lines and events only grow.
+Nothing here is or becomes HTML: the page inserts all text as text.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hora.telemetry import PARTS, Sample
 from hora.watch.lateness import Verdict, added, lateness
-from hora.watch.model import RankState, Run
+from hora.watch.model import Event, Line, RankState, Run
 
 _RECENT_S = 15.0
 _FIRST_LINES = 1500
@@ -38,13 +38,12 @@ def _finite(value: Any) -> Any:
 
 
 def everything(run: Run) -> dict[str, Any]:
-    """Return the full state, for a new page."""
     return {
         "facts": {**run.facts, "generation": run.generation},
         "head": head(run),
         "columns": columns(run, 0),
-        "events": events(run, 0),
-        "lines": lines(run, max(run.num_lines - _FIRST_LINES, 0)),
+        "events": later(run.events, 0),
+        "lines": later(run.lines, max(run.num_lines - _FIRST_LINES, 0)),
         "stacks": stacks(run),
     }
 
@@ -114,12 +113,9 @@ def columns(run: Run, first: int) -> dict[str, Any]:
     return result
 
 
-def events(run: Run, after: int) -> list[Any]:
-    return [list(event) for event in run.events if event.number > after]
-
-
-def lines(run: Run, after: int) -> list[Any]:
-    return [list(line) for line in run.lines if line.number > after]
+def later(items: Iterable[Event | Line], number: int) -> list[Any]:
+    """Return the items after the one with this number."""
+    return [list(one) for one in items if one.number > number]
 
 
 def stacks(run: Run) -> dict[str, Any]:

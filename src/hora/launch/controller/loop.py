@@ -370,7 +370,7 @@ class _Controller(Observation):
         times = [until, None if self._hosts is None else self._hosts.next_return(now)]
         if self._policy.watches_silence or self._one_waits_for_another():
             self._ping_at = self._ping_at or now
-            self.rendezvous.ping()
+            self.rendezvous.notify({"notice": "ping"})
             times.append(now + _PING_S)
         else:
             self._ping_at = 0.0
@@ -614,7 +614,7 @@ class _Controller(Observation):
 
     def exited(self, ended: Exited) -> None:
         ended = ended._replace(reason=self._reasons.get(ended.worker, ended.reason))
-        self.tell("exited", ended.worker, ended.code, ended.reason)
+        self.tell("note", "exited", ended.worker, code=ended.code, reason=ended.reason)
         self._or_raise_there(lambda: self._out.end(ended.worker))
         self._on_exit(ended)
 

@@ -84,7 +84,6 @@ class Relay:
             self._loop.call_soon_threadsafe(self._set_target, target)
 
     def close(self) -> None:
-        """End all connections and the thread."""
         with contextlib.suppress(RuntimeError):  # closed before
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(THREAD_END_S)
@@ -177,7 +176,6 @@ class LeaderLink(ControllerLink):
         self._thread = threading.Thread(target=self._follow, name="hora-agent-leaders", daemon=True)
 
     def start(self) -> None:
-        """Start the thread that follows the leader."""
         self._thread.start()
 
     # ---- in the agent's thread ------------------------------------------------------------------------------

@@ -134,7 +134,6 @@ class Leadership:
         return any(host.hostname == name for host in self.agents.hosts())
 
     def meet_at(self, port: int) -> None:
-        """Announce the port of the workers' rendezvous."""
         self.agents.meet_at(port)
 
     def abandon(self) -> None:

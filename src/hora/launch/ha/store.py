@@ -9,6 +9,7 @@ own within the lease time.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import http.client
@@ -111,20 +112,17 @@ def exchange(
     """Send one request; return status and answer. Raises OSError, HTTPException or ValueError without a valid
     answer.
     """
-    connection: http.client.HTTPConnection
     limit_s = min(_ANSWER_S, ttl_s / 3)
     if tls is None:
         connection = http.client.HTTPConnection(*where, timeout=limit_s)
     else:
         connection = http.client.HTTPSConnection(*where, timeout=limit_s, context=tls)
-    try:
+    with contextlib.closing(connection):
         body = None if content is None else json.dumps(content)
         connection.request(method, path, body, {"Content-Type": "application/json", **headers})
         response = connection.getresponse()
         answer = json.loads(response.read())
         return response.status, answer if isinstance(answer, dict) else {}
-    finally:
-        connection.close()
 
 
 _log = logging.getLogger("hora.launch")
