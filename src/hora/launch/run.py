@@ -58,11 +58,11 @@ def run(
     """
     if not callable(func):
         raise ValueError(f"func must be callable, but it is {func!r}")
-    num_proc = _renamed("np", np, "num_proc", num_proc)
+    num_proc = renamed("np", np, "num_proc", num_proc)
     if isinstance(num_proc, bool) or not isinstance(num_proc, int):
         raise ValueError(f"num_proc must be an integer, but it is {num_proc!r}")
-    min_num_proc = _renamed("min_np", min_np, "min_num_proc", min_num_proc)
-    max_num_proc = _renamed("max_np", max_np, "max_num_proc", max_num_proc)
+    min_num_proc = renamed("min_np", min_np, "min_num_proc", min_num_proc)
+    max_num_proc = renamed("max_np", max_np, "max_num_proc", max_num_proc)
     verbose = None if verbose is None else bool(verbose)
     nics = _interfaces(network_interface, network_interfaces)
     given = {name: value for name, value in locals().items() if name in all_options()}  # the arguments have their names
@@ -73,7 +73,8 @@ def run(
     return start(options, environ, function=function, executable=executable, adjust=named).values()
 
 
-def _renamed(old: str, old_value: Any, new: str, new_value: Any) -> Any:
+def renamed(old: str, old_value: Any, new: str, new_value: Any) -> Any:
+    """Return the value of an argument that may have been given by its old name."""
     if old_value is None:
         return new_value
     warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=3)

@@ -18,13 +18,7 @@ from pyspark.ml.torch import distributor
 from hora.errors import BadCallError
 from hora.launch.job import JobResult
 from hora.launch.processes import set_variables, variables
-from hora.launch.providers.spark.cluster import (
-    assigned_gpus,
-    connect_session,
-    forwarded_variables,
-    require_slots,
-    seconds_of,
-)
+from hora.launch.providers.spark.cluster import assigned_gpus, connect_session, forwarded_variables, require_slots
 from hora.launch.providers.spark.connect import run_on_cluster
 from hora.launch.providers.spark.launcher import SparkJob, slots_of
 from hora.spark.runner import pickle_for_rank_0, run_local, value_of_rank_0
@@ -77,7 +71,6 @@ class TorchDistributor(distributor.TorchDistributor):
             slots=slots_of(self.num_processes),
             title="TorchDistributor",
             env=forwarded_variables(),
-            start_timeout_s=seconds_of("HOROVOD_SPARK_START_TIMEOUT"),
             wait_for_slots=True,
             bind_gpus=False,
         )

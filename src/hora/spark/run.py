@@ -6,7 +6,6 @@ starts the job. `horovod.spark` re-exports them.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any
 
@@ -20,10 +19,10 @@ from hora.launch.providers.spark.cluster import (
     default_num_proc,
     dynamic_limits,
     require_slots,
-    seconds_of,
 )
 from hora.launch.providers.spark.connect import run_on_cluster
 from hora.launch.providers.spark.launcher import SparkJob, slots_of
+from hora.launch.run import renamed
 
 
 def run(
@@ -98,16 +97,16 @@ def run_elastic(
     context = _cluster(fn, active_context, "run_elastic")
     num_proc = context.defaultParallelism if num_proc is None else num_proc
     fewest, greatest = dynamic_limits(context)
-    least = _renamed("min_np", min_np, "min_num_proc", min_num_proc) or min(fewest or num_proc, num_proc)
-    most = _renamed("max_np", max_np, "max_num_proc", max_num_proc) or max(greatest or num_proc, num_proc)
+    least = renamed("min_np", min_np, "min_num_proc", min_num_proc) or min(fewest or num_proc, num_proc)
+    most = renamed("max_np", max_np, "max_num_proc", max_num_proc) or max(greatest or num_proc, num_proc)
     if not 1 <= least <= num_proc <= most:
         raise ValueError(
             "1 <= min_num_proc <= num_proc <= max_num_proc must hold, but they are "
             f"min_num_proc={least}, num_proc={num_proc}, max_num_proc={most}"
         )
-    timeout_s = seconds_of("HOROVOD_ELASTIC_TIMEOUT") if elastic_timeout is None else float(elastic_timeout)
     job = _job(given, num_proc=num_proc, title="horovod.spark.run_elastic")
     limits: dict[str, Any] = {"min_num_proc": least, "max_num_proc": most, "reset_limit": reset_limit}
+    timeout_s = None if elastic_timeout is None else float(elastic_timeout)
     return run_elastic_on_spark(context, job, **limits, elastic_timeout_s=timeout_s).values()
 
 
@@ -126,22 +125,16 @@ def _job(given: Mapping[str, Any], num_proc: int, **more: Any) -> SparkJob:
     env = {str(name): str(value) for name, value in (given["env"] or {}).items()}
     if given["nics"] is not None:
         env["HOROVOD_GLOO_IFACE"] = ",".join(given["nics"])
-    timeout, timestamp = given["start_timeout"], given["prefix_output_with_timestamp"]
+    if given["start_timeout"] is not None:
+        more["start_timeout_s"] = float(given["start_timeout"])
+    timestamp = given["prefix_output_with_timestamp"]
     return SparkJob(
         slots=slots_of(num_proc),
         function=pickle_call(given["fn"], given["args"], given["kwargs"]),
         env=env,
         output=OutputOptions(timestamp=timestamp, stdout=given["stdout"], stderr=given["stderr"]),
-        start_timeout_s=seconds_of("HOROVOD_SPARK_START_TIMEOUT") if timeout is None else float(timeout),
         bind_gpus=False,
         verbose=given["verbose"] >= 2,
         watching=Watching.wanted(variables()),
         **more,
     )
-
-
-def _renamed(old: str, old_value: int | None, new: str, new_value: int | None) -> int | None:
-    if old_value is None:
-        return new_value
-    warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=3)
-    return old_value

@@ -24,13 +24,7 @@ from hora.launch.job import JobResult, OutputOptions, Watching
 from hora.launch.options import Options
 from hora.launch.pickling import pickle_call
 from hora.launch.processes import variables
-from hora.launch.providers.spark.cluster import (
-    cluster_or_new,
-    forwarded_variables,
-    is_connect,
-    require_slots,
-    seconds_of,
-)
+from hora.launch.providers.spark.cluster import cluster_or_new, forwarded_variables, is_connect, require_slots
 from hora.launch.providers.spark.connect import run_on_cluster
 from hora.launch.providers.spark.launcher import SparkJob, slots_of
 from hora.launch.start import start
@@ -173,7 +167,6 @@ def _run_on_spark(
         title="HorovodRunner",
         env=({"HORA_ELASTIC_PER_STEP": "1"} if elastic else {}) | forwarded_variables(),
         output=OutputOptions(console=stream_output),
-        start_timeout_s=seconds_of("HOROVOD_SPARK_START_TIMEOUT"),
         wait_for_slots=True,
         watching=Watching.wanted(variables(), page=dashboard),
     )
@@ -181,9 +174,7 @@ def _run_on_spark(
         # The job continues on the live tasks while Spark replaces the others.
         from hora.launch.providers.spark.elastic import run_elastic_on_spark
 
-        timeout_s = seconds_of("HOROVOD_ELASTIC_TIMEOUT")
-        limits = {"min_num_proc": 1, "max_num_proc": job.num_proc}
-        return value_of_rank_0(run_elastic_on_spark(cluster, job, **limits, elastic_timeout_s=timeout_s))
+        return value_of_rank_0(run_elastic_on_spark(cluster, job, min_num_proc=1, max_num_proc=job.num_proc))
     return value_of_rank_0(run_on_cluster(cluster, job))
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from hora.config import accept_risk
 from hora.launch.processes import variables
+from hora.net import sockets
 from hora.version import require
 
 _POLL_S = 0.1
@@ -307,18 +308,11 @@ def listening_address(host: str, *, bind: str = "") -> tuple[str, str]:
     if ipaddress.ip_address(resolved).is_loopback:
         return str(resolved), str(resolved)
     bind = bind or str(resolved)
-    return (bind if _can_bind(bind) else "0.0.0.0"), host
-
-
-def _can_bind(address: str) -> bool:
-    # In a pod the driver's host is often a service's address, which is not an address of this machine.
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-        return True
+    try:
+        sockets.listen((bind, 0)).close()
+    except OSError:  # in a pod the driver's host is often a service's address, which is not one of this machine
+        bind = "0.0.0.0"
+    return bind, host
 
 
 GPU_VARIABLE = "HORA_SPARK_GPUS"

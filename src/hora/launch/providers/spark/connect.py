@@ -13,35 +13,30 @@ with the query, and shows it without interpreting it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import itertools
 import json
 import logging
 import os
 import secrets
-import sys
 import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import IO, Any
+from typing import Any
 
 import cloudpickle
 
 from hora.errors import JobFailedError
+from hora.launch.controller.output import OutputWriter
 from hora.launch.controller.policy import modules_to_preload
-from hora.launch.job import JobResult, OutputOptions
+from hora.launch.job import JobResult
 from hora.launch.limits import SILENCE_S, SPARK_END_S
 from hora.launch.providers.spark import warm_pool
-from hora.launch.providers.spark.cluster import (
-    check_protection,
-    is_connect,
-    is_local,
-    listening_address,
-    server_host,
-)
+from hora.launch.providers.spark.cluster import check_protection, is_connect, is_local, listening_address, server_host
 from hora.launch.providers.spark.driver import StageDriver, TaskAgents
 from hora.launch.providers.spark.launcher import SparkJob, run_in_tasks
 from hora.launch.providers.spark.task import SparkTask, python_path
@@ -109,10 +104,9 @@ class ConnectTasks:
         log lines.
         """
         sink = ClientLogSink(self.log)
-        stdout, stderr = (io.BufferedWriter(LogStream(sink, name)) for name in ("stdout", "stderr"))
-        output = replace(self.wanted.output, stdout=stdout, stderr=stderr)
+        streams: dict[str, Any] = {name: LogStream(sink, name) for name in ("stdout", "stderr")}
         try:
-            wanted = replace(self.wanted, function=self._function(), output=output)
+            wanted = replace(self.wanted, function=self._function(), output=replace(self.wanted.output, **streams))
             found = ("result", cloudpickle.dumps(run_in_tasks(driver, wanted)))
         except BaseException as error:  # it belongs to the client; a task that fails would be repeated
             found = ("error", _pickled(error))
@@ -220,7 +214,9 @@ def _run_on_connect(session: Any, wanted: SparkJob) -> JobResult:
     if wanted.watching is not None:
         _log.warning("there is no live page through Spark Connect")
     function, artifact = _call(session, wanted.function)
-    with LiveLog(server_host(session), to_streams(wanted.output)) as log:
+    # The lines come with their prefixes; those that the job shows in any case come without its console, too.
+    writer = OutputWriter(replace(wanted.output, prefix=False, console=True), {})
+    with LiveLog(server_host(session), functools.partial(writer.feed, 0)) as log:
         # A plan takes the description of the job, but no streams.
         output = replace(wanted.output, stdout=None, stderr=None)
         tasks = ConnectTasks(
@@ -339,23 +335,6 @@ class LiveLog:
         return None
 
 
-def to_streams(output: OutputOptions) -> Callable[[str, bytes], None]:
-    """Return a function that writes bytes of `stdout` and `stderr` to these streams."""
-    streams: dict[str, IO[Any]] = {
-        "stdout": output.stdout if output.stdout is not None else sys.stdout,
-        "stderr": output.stderr if output.stderr is not None else sys.stderr,
-    }
-
-    def write(name: str, data: bytes) -> None:
-        stream = streams[name]
-        with contextlib.suppress(OSError, ValueError):  # a closed stream does not end the training
-            binary = isinstance(stream, io.RawIOBase | io.BufferedIOBase)
-            stream.write(data if binary else data.decode(errors="replace"))
-            stream.flush()
-
-    return write
-
-
 class ClientLogSink:
     """The first task's side: sends lines to the client, or keeps them."""
 
@@ -365,10 +344,8 @@ class ClientLogSink:
         self._connection: Connection | None = None
         if invitation.address:
             with contextlib.suppress(OSError):
-                where = (invitation.address, invitation.port)
-                self._connection = connect(
-                    where, Credentials(invitation.key, invitation.job), timeout_s=_CONNECT_LIMIT_S
-                )
+                key = Credentials(invitation.key, invitation.job)
+                self._connection = connect((invitation.address, invitation.port), key, timeout_s=_CONNECT_LIMIT_S)
                 self._connection.send({"kind": "here"})
 
     def write(self, stream: str, data: bytes) -> None:
@@ -394,7 +371,6 @@ class LogStream(io.RawIOBase):
     """One of its streams, as a file."""
 
     def __init__(self, sink: ClientLogSink, name: str) -> None:
-        super().__init__()
         self._sink, self._name = sink, name
 
     def writable(self) -> bool:

@@ -185,26 +185,17 @@ class TaskAgents(Agents):
     """
 
     def __init__(self, num_tasks: int, *, bind_address: str, address: str, return_s: float = 0.0) -> None:
-        self._address = address
         self._arrived: dict[str, TaskAgent] = {}  # all agents so far, by name
         self._lost_one = False  # a task ended before its end was requested
         self._begun = False  # placement is done: a task that ends is not replaced
         self.bind_address = bind_address
         self.secret = new_secret()
         self.stage: SparkStage | None = None  # in a task: it cannot see its own
-        super().__init__(
-            (bind_address, 0),
-            self.secret,
-            num_nodes=num_tasks,
-            silence_limit_s=SILENCE_S,
-            return_s=return_s,
-        )
+        where = (bind_address, 0)
+        super().__init__(where, self.secret, num_nodes=num_tasks, silence_limit_s=SILENCE_S, return_s=return_s)
+        self._own_address = address
         self._closing = contextlib.ExitStack()
         self._closing.callback(self.dismiss, 0)
-
-    @property
-    def address(self) -> str:
-        return self._address
 
     def __enter__(self: T) -> T:
         return self

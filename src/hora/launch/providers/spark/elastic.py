@@ -39,11 +39,13 @@ def run_elastic_on_spark(
     *,
     min_num_proc: int,
     max_num_proc: int,
-    elastic_timeout_s: float,
+    elastic_timeout_s: float | None = None,
     reset_limit: int | None = None,
 ) -> JobResult:
     """Run the job on up to `max_num_proc` tasks of this SparkContext's cluster, on no fewer than `min_num_proc`."""
     check_protection(context)
+    if elastic_timeout_s is None:
+        elastic_timeout_s = seconds_of("HOROVOD_ELASTIC_TIMEOUT")
     limits = Limits(
         num_proc=wanted.num_proc,
         min_num_proc=min_num_proc,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from hora.launch.controller.launcher import HostLauncher
 from hora.launch.controller.loop import run_job
 from hora.launch.job import Job, JobResult, WorkerSpec
-from hora.launch.providers.spark.cluster import GPU_VARIABLE
+from hora.launch.providers.spark.cluster import GPU_VARIABLE, seconds_of
 from hora.launch.providers.spark.driver import TaskAgent, TaskAgents
 from hora.launch.slots import Slot, place_ranks, visible_gpus
 
@@ -28,7 +28,7 @@ class SparkJob(Job):
     """
 
     function: bytes = field(repr=False)
-    start_timeout_s: float = 600.0
+    start_timeout_s: float = field(default_factory=lambda: seconds_of("HOROVOD_SPARK_START_TIMEOUT"))
     wait_for_slots: bool = False
     bind_gpus: bool = True
     python: str | None = None
