@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hora.engine.plan import BatchPlanner
-from hora.engine.request import Kind, ReduceOp, Signature, Validator
+from hora.engine.request import Kind, Reduce, ReduceOp, Signature, Validator
 
 
-def allreduce(name, *, dtype="float32", shape=(4,), op=ReduceOp.SUM, operation="allreduce", **more):
-    dtypes = (dtype,) if isinstance(dtype, str) else tuple(dtype)
-    return Signature(Kind.ALLREDUCE, operation, name, dtypes, (tuple(shape),) * len(dtypes), int(op), **more)
+def allreduce(name, *, dtype="float32", shape=(4,), op=ReduceOp.SUM, operation="allreduce", prescale=1.0, **more):
+    dtypes, reduce = (dtype,) if isinstance(dtype, str) else tuple(dtype), Reduce(int(op), prescale)
+    return Signature(Kind.ALLREDUCE, operation, name, dtypes, (tuple(shape),) * len(dtypes), reduce, **more)
 
 
 JOIN = Signature(Kind.JOIN, "join", None)

@@ -28,14 +28,12 @@ def execute(batch: Batch, requests: Requests, transport: Transport, member: int,
     _check_sizes(batch, requests)
     if batch.kind is Kind.ALLREDUCE:
         _allreduce(batch, requests, transport)
-    elif batch.kind is Kind.ALLGATHER:
-        _allgather(batch, requests, transport)
     elif batch.kind is Kind.BROADCAST:
         _broadcast(batch, requests, transport, member, ranks.index(batch.signature.root))
     elif batch.kind is Kind.ALLTOALL:
         _alltoall(batch, requests, transport, member)
-    elif batch.kind is Kind.REDUCESCATTER:
-        _reducescatter(batch, requests, transport, member, len(ranks))
+    elif batch.kind in (Kind.ALLGATHER, Kind.REDUCESCATTER):
+        _gather_or_scatter(batch, requests, transport, member, len(ranks))
     else:
         # All members have reached a barrier that all have agreed on: nothing is left to do.
         assert batch.kind is Kind.BARRIER, batch.kind
@@ -179,22 +177,31 @@ def _placeholder(part: Part, signature: Signature) -> torch.Tensor:
     announced = next(item for item in part.signatures if item is not None)
     dtype = DTYPES[announced.dtypes[part.index]]
     count = prod(announced.shapes[part.index])
-    value = 0 if signature.op == ReduceOp.ADASUM else identity(signature.op, dtype)
+    op = signature.reduce.op
+    value = 0 if op == ReduceOp.ADASUM else identity(op, dtype)
     return torch.full((count,), value, dtype=dtype, device=announced.device_type)
 
 
-def _allgather(batch: Batch, requests: Requests, transport: Transport) -> None:
-    inputs, outputs, counts = [], [], []
+def _gather_or_scatter(batch: Batch, requests: Requests, transport: Transport, member: int, num_members: int) -> None:
+    """Execute an allgather, whose output has the rows of all members, or a reducescatter, whose has this member's."""
+    inputs, outputs, counts, gathers = [], [], [], batch.kind is Kind.ALLGATHER
     for part in batch.parts:
         request = requests[part.key]
         source = request.tensors[part.index]
-        shapes = [signature.shapes[part.index] for signature in part.signatures if signature is not None]
-        output = _output(request, part.index, (sum(shape[0] for shape in shapes), *source.shape[1:]))
+        rows, row = source.shape[0], prod(source.shape[1:])
+        if gathers:
+            shares = [signature.shapes[part.index][0] for signature in part.signatures if signature is not None]
+        else:
+            shares = [rows // num_members + (peer < rows % num_members) for peer in range(num_members)]
+        output = _output(request, part.index, (sum(shares) if gathers else shares[member], *source.shape[1:]))
         inputs.append(flat(source))
         outputs.append(flat(output))
-        counts.append([prod(shape) for shape in shapes])
+        counts.append([share * row for share in shares])
         request.answer = counts[-1]
-    transport.allgather(inputs, outputs, counts)
+    if gathers:
+        transport.allgather(inputs, outputs, counts)
+    else:
+        transport.reducescatter(inputs, outputs, counts, batch.signature.reduce)
 
 
 def _broadcast(batch: Batch, requests: Requests, transport: Transport, member: int, root: int) -> None:
@@ -219,20 +226,6 @@ def _alltoall(batch: Batch, requests: Requests, transport: Transport, member: in
     output = _output(request, 0, (sum(receive), *source.shape[1:]))
     transport.alltoall(flat(source), flat(output), [rows * row for rows in send], [rows * row for rows in receive])
     request.outputs = [output, torch.tensor(receive, dtype=torch.int32, device="cpu")]
-
-
-def _reducescatter(batch: Batch, requests: Requests, transport: Transport, member: int, num_members: int) -> None:
-    inputs, outputs, counts = [], [], []
-    for part in batch.parts:
-        request = requests[part.key]
-        source = request.tensors[part.index]
-        rows, row = source.shape[0], prod(source.shape[1:])
-        shares = [rows // num_members + (peer < rows % num_members) for peer in range(num_members)]
-        output = _output(request, part.index, (shares[member], *source.shape[1:]))
-        inputs.append(flat(source))
-        outputs.append(flat(output))
-        counts.append([share * row for share in shares])
-    transport.reducescatter(inputs, outputs, counts, batch.signature.reduce)
 
 
 def _output(request: Request, index: int, shape: Sequence[int]) -> torch.Tensor:

@@ -237,7 +237,7 @@ class BatchPlanner:
             if len(self._fusion) >= _KEPT_SIGNATURES:
                 self._fusion.clear()
             s = signature
-            shared = (s.kind, s.op, s.prescale, s.postscale, s.root, s.device_type, s.code)
+            shared = (s.kind, s.reduce, s.root, s.device_type)
             tensors = zip(s.dtypes, s.shapes, strict=True)
             sizes = [((shared, dtype), ITEM_BYTES[dtype] * prod(shape)) for dtype, shape in tensors]
             known = self._fusion[id(signature)] = (signature, sizes)  # keeps the id from being reused
@@ -280,6 +280,7 @@ def _names(key: Key, signature: Signature) -> str:
 def _disagreement(a: Signature, b: Signature) -> tuple[str, str, str] | None:
     """Return the first difference between two members' signatures, with both values, or None."""
     kind, memory = KINDS[a.kind].name, {True: "shared memory", False: "a tensor of its own"}
+    one, other = a.reduce, b.reduce
     gathers = a.kind in (Kind.ALLGATHER, Kind.ALLTOALL)  # each member has its own number of rows
     shapes = [(left, right) for left, right in zip(a.shapes, b.shapes, strict=False) if left != right]
     if gathers:
@@ -290,15 +291,15 @@ def _disagreement(a: Signature, b: Signature) -> tuple[str, str, str] | None:
         ("number of tensors in a group", len(a.dtypes), len(b.dtypes)),
         ("data types", _listed(a.dtypes), _listed(b.dtypes)),
         (f"{kind} tensor shapes", list(left), list(right)),
-        ("prescale and/or postscale factors", f"{a.prescale}/{a.postscale}", f"{b.prescale}/{b.postscale}"),
-        ("reduction operation", ReduceOp(a.op).name, ReduceOp(b.op).name),
+        ("prescale and/or postscale factors", f"{one.prescale}/{one.postscale}", f"{other.prescale}/{other.postscale}"),
+        ("reduction operation", ReduceOp(one.op).name, ReduceOp(other.op).name),
         ("BROADCAST root ranks", a.root, b.root),
         (f"{kind} CPU/GPU device selection", a.device_type, b.device_type),
-        ("compression", a.code or "none", b.code or "none"),
+        ("compression", one.code or "none", other.code or "none"),
         (f"{kind} memory", memory[a.bound], memory[b.bound]),
         (f"{kind} arguments", [] if gathers else list(a.extra), [] if gathers else list(b.extra)),
     )
-    found = next(((what, one, other) for what, one, other in rows if one != other), None)
+    found = next((row for row in rows if row[1] != row[2]), None)
     return None if found is None else (f"Mismatched {found[0]}", str(found[1]), str(found[2]))
 
 

@@ -98,14 +98,6 @@ class ProgressEngine(ABC):
     def wake(self) -> None:
         """End the driver's wait for other members."""
 
-    @abstractmethod
-    def keys_in_flight(self) -> list[Key]:
-        """Return the keys that this rank waits for. Thread-safe."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End it, with `_end`."""
-
     def interrupt(self) -> None:
         """Wake all waiters so that they recheck the status. Thread-safe."""
         self.wake()
@@ -275,11 +267,11 @@ class OperationQueue(ProgressEngine):
         self.schedules: weakref.WeakSet[Any] = weakref.WeakSet()  # work without negotiation (`ReductionSchedule`)
         self.lock = threading.Lock()  # of submission
         self.numbers: dict[str, int] = {}  # the next running number of unnamed requests, by operation
-        self._lane: deque[Request] = deque()  # repeated calls that no thread waits in
+        self.lane: deque[Request] = deque()  # repeated calls that no thread waits in
         self._kept_back: list[Request] = []  # to be announced, while a thread has the queue to itself
         self._stalls = StallWatch(stall, ranks, self.member, world.status)
         self._make_transport = make_transport
-        self._transports: dict[str, Transport] = {}  # by devices
+        self.transports: dict[str, Transport] = {}  # by devices
 
     # Submission.
 
@@ -312,7 +304,7 @@ class OperationQueue(ProgressEngine):
     def _put(self, request: Request) -> None:
         instance = self.next_instance(request.signature)
         if (key := request.signature.key(instance)) in self.in_flight:
-            raise ValueError(_same_name(key))
+            raise ValueError(same_name(key))
         self._hold(request, instance)
         if self._exclusive:
             self._kept_back.append(request)
@@ -328,9 +320,8 @@ class OperationQueue(ProgressEngine):
 
     def check_open(self) -> None:
         """Raise an error if nothing new may begin."""
-        if self._retired:
-            raise HorovodInternalError(self._retired)
-        self.status.check_open()
+        if self._retired or not self.status.is_open:
+            raise self._error()
 
     def keys_in_flight(self) -> list[Key]:
         """Return the keys of announced and scheduled work that this rank waits for. Thread-safe."""
@@ -364,7 +355,7 @@ class OperationQueue(ProgressEngine):
             super().drive(until)
 
     def _step(self) -> None:
-        if self._lane:
+        if self.lane:
             self._go_on_with_first(SLICE_NS)
             return
         try:
@@ -491,7 +482,7 @@ class OperationQueue(ProgressEngine):
 
     def _fail(self, error: HorovodInternalError) -> None:
         """Fail every request in flight with this error. Thread-safe."""
-        self._lane.clear()
+        self.lane.clear()
         self._finish(self.in_flight.copy().values(), error)
         self.notify_waiters(all_threads=True)
 
@@ -527,10 +518,10 @@ class OperationQueue(ProgressEngine):
         if (same := self.in_flight.get(request.signature.key(instance))) is not None:  # another thread's: not announced
             with self.lock:
                 self._kept_back = [each for each in self._kept_back if each is not same]
-            self._finish([same], HorovodInternalError(_same_name(same.key)))
+            self._finish([same], HorovodInternalError(same_name(same.key)))
         self._hold(request, instance)
         request.go_on = go_on
-        self._lane.append(request)
+        self.lane.append(request)
 
     def start_repeated(self, request: Request, go_on: GoOn) -> bool:
         """Put a repeated call in the lane, and advance it without waiting. Returns False if it must be announced.
@@ -540,25 +531,25 @@ class OperationQueue(ProgressEngine):
         signature = request.signature
         with self.lock:
             self.check_open()
-            busy = self._kept_back or len(self.in_flight) != len(self._lane) or self.recorder.timeline is not None
+            busy = self._kept_back or len(self.in_flight) != len(self.lane) or self.recorder.timeline is not None
             if busy or self.stopping or signature.name is not None:
                 return False
             self._hold(request, self.next_instance(signature))
-            if self._exclusive and not self._lane:  # a thread has the queue to itself, or is about to find this request
+            if self._exclusive and not self.lane:  # a thread has the queue to itself, or is about to find this request
                 del self.in_flight[request.key]
                 self.numbers[signature.operation] = request.instance
                 return False
             self._exclusive, request.go_on = True, go_on
-            self._lane.append(request)
+            self.lane.append(request)
         self.go_on_now()
         return True
 
     def go_on_now(self) -> None:
         """Go on with the lane as far as that takes no waiting."""
-        if self._lane and self.driving.acquire(blocking=False):
+        if self.lane and self.driving.acquire(blocking=False):
             self.driver = get_ident()
             try:
-                while self._lane and self._go_on_with_first(0):
+                while self.lane and self._go_on_with_first(0):
                     pass
             except HorovodInternalError as error:
                 self._fail(error)
@@ -567,31 +558,27 @@ class OperationQueue(ProgressEngine):
                 self.release()
                 self.notify_waiters()
 
-    def stands_first(self, request: Request) -> bool:
-        """Return whether a request is the first of the lane."""
-        return any(first is request for first in list(self._lane)[:1])
-
     def _go_on_with_first(self, slice_ns: int) -> bool:
         """Go on with the first call of the lane; returns whether it is settled."""
-        request = self._lane[0]
+        request = self.lane[0]
         assert request.go_on is not None
         done = request.go_on(request.instance, slice_ns)
-        if done is None or not self._lane or self._lane[0] is not request:  # failed meanwhile
+        if done is None or not self.lane or self.lane[0] is not request:  # failed meanwhile
             return False
         if done:
-            self._lane.popleft()
+            self.lane.popleft()
             self._announce_kept_back()
             self._finish([request], None)
             return True
         with self.lock:
-            self._kept_back[:0] = self._lane
-            self._lane.clear()
+            self._kept_back[:0] = self.lane
+            self.lane.clear()
         self._announce_kept_back()
         return True
 
     def _announce_kept_back(self) -> None:
         with self.lock:
-            if self._lane:
+            if self.lane:
                 return
             self._exclusive = False
             if self._kept_back:
@@ -616,17 +603,13 @@ class OperationQueue(ProgressEngine):
 
     def transport(self, devices: str = "cpu") -> Transport:
         """Return the transport for these devices (see `Batch`), created on first use."""
-        found = self._transports.get(devices)
+        found = self.transports.get(devices)
         if found is None:
-            found = self._transports[devices] = self._make_transport(devices)
+            found = self.transports[devices] = self._make_transport(devices)
         return found
 
-    def made_transport(self, devices: str = "cpu") -> Transport | None:
-        """Return the transport for these devices, if it exists."""
-        return self._transports.get(devices)
-
     def _on_gpus(self) -> list[CudaTransport]:
-        return [transport for transport in [*self._transports.values()] if isinstance(transport, CudaTransport)]
+        return [transport for transport in [*self.transports.values()] if isinstance(transport, CudaTransport)]
 
     # Stalls, on the control tree's thread.
 
@@ -717,9 +700,9 @@ class OperationQueue(ProgressEngine):
         self._end()
 
     def _put_away(self) -> None:
-        for transport in self._transports.values():
+        for transport in self.transports.values():
             transport.close()
-        self._transports.clear()
+        self.transports.clear()
         self.bound.clear()
         self.negotiation.close()
 
@@ -727,7 +710,7 @@ class OperationQueue(ProgressEngine):
         return HorovodInternalError(self._retired or self.status.reason)
 
 
-def _same_name(key: Key) -> str:
+def same_name(key: Key) -> str:
     return (
         "a tensor with the same name as another tensor that is still being processed was submitted: "
         f"{full_names(*key, 1)[0]}; use another name or synchronize the first one"

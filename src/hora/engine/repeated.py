@@ -124,7 +124,7 @@ class RepeatedCalls:
         """Return a plan for a collective of one tensor, or a barrier; None if its transport does not exist yet, or
         members' sizes differ.
         """
-        transport = self._queue.made_transport()
+        transport = self._queue.transports.get("cpu")
         if not isinstance(transport, ShmTransport) or not self._passes_host_memory(signature):
             return None
         rows = signature.shapes[0][0] if signature.shapes and signature.shapes[0] else 1
@@ -137,7 +137,7 @@ class RepeatedCalls:
         if signature.device == "cpu":
             return True
         (name,), (shape,) = signature.dtypes, signature.shapes
-        device = self._queue.made_transport(signature.device)
+        device = self._queue.transports.get(signature.device)
         return isinstance(device, CudaTransport) and device.stages(ITEM_BYTES[name] * prod(shape))
 
     def carry_out(
@@ -221,7 +221,7 @@ class RepeatedCalls:
         queue, request = self._queue, _request(plan, tensor, out)
         if not self._is_ready(plan) or not queue.start_repeated(request, self._in_lane(plan, tensor, out)):
             return None
-        if not request.done and not (plan.is_staged and queue.stands_first(request)):
+        if not request.done and not (plan.is_staged and request in [*queue.lane][:1]):
             queue.wake_background()
         return request
 

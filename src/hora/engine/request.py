@@ -51,7 +51,10 @@ class ReduceOp(IntEnum):
 
 
 class Reduce(NamedTuple):
-    """A reduction: scaled by `prescale`, combined by `op`, scaled by `postscale`. `code`: see `Signature`."""
+    """A reduction: scaled by `prescale`, combined by `op`, scaled by `postscale`.
+
+    `code`: the encoding of float32 between hosts (`codes.h`), with a "+" if its error is kept and added the next time.
+    """
 
     op: int = ReduceOp.SUM
     prescale: float = 1.0
@@ -81,9 +84,8 @@ class Signature(NamedTuple):
     """The properties of a request that members must agree on. Dimension 0 may differ for gathers.
 
     `device`: see `Validator.device_label`. `extra`: an alltoall's splits, or the argument of a request about process
-    sets (`Runtime._execute`). `bound`: a persistent reduction, executed by what the members have bound to the name
-    (`OperationQueue.bound`). `code`: the encoding of float32 between hosts (`codes.h`), with a "+" if its error is kept
-    and added the next time.
+    sets (`ProcessSets`). `bound`: a persistent reduction, executed by what the members have bound to the name
+    (`OperationQueue.bound`).
     """
 
     kind: int
@@ -91,22 +93,15 @@ class Signature(NamedTuple):
     name: str | None
     dtypes: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
-    op: int = ReduceOp.SUM
-    prescale: float = 1.0
-    postscale: float = 1.0
+    reduce: Reduce = Reduce()
     root: int = -1
     device: str = "cpu"
     extra: tuple[int, ...] = ()
     bound: bool = False
-    code: str = ""
 
     @property
     def device_type(self) -> str:
         return self.device.partition("/")[0]
-
-    @property
-    def reduce(self) -> Reduce:
-        return Reduce(self.op, self.prescale, self.postscale, self.code)
 
     def key(self, instance: int) -> Key:
         """Return the key of the request with this running number, which matters only without a name."""
@@ -115,7 +110,7 @@ class Signature(NamedTuple):
     @property
     def kind_name(self) -> str:
         """Return the operation's name in errors and the timeline."""
-        return "ADASUM" if self.op == ReduceOp.ADASUM else KINDS[self.kind].name
+        return "ADASUM" if self.reduce.op == ReduceOp.ADASUM else KINDS[self.kind].name
 
     def encode(self) -> bytes:
         return json.dumps(self, separators=(",", ":")).encode()
@@ -129,7 +124,8 @@ class Signature(NamedTuple):
         values: list[Any] = json.loads(data)
         values[3] = tuple(values[3])
         values[4] = tuple(tuple(shape) for shape in values[4])
-        values[10] = tuple(values[10])
+        values[5] = Reduce(*values[5])
+        values[8] = tuple(values[8])
         return cls(*values)
 
 
@@ -222,8 +218,7 @@ class Request(Completion):
 
     def result(self) -> list[torch.Tensor]:
         """Wait for the operation, drive it meanwhile, and return the outputs or raise its error."""
-        outputs: list[torch.Tensor] = self.queue.result(self)
-        return outputs
+        return self.queue.result(self)
 
     @property
     def has_result(self) -> bool:
@@ -238,11 +233,14 @@ class Request(Completion):
 
 
 _MOVED = frozenset(DTYPES.values())
-_REDUCED = frozenset((torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64))
-_SMALL = frozenset((torch.uint8, torch.int8, torch.int16))
-_OPS = frozenset(int(op) for op in ReduceOp)
-_SMALL_OPS = frozenset((ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX))
-_FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_ADDED = _MOVED - {torch.bool}
+_SCALED = _ADDED - {torch.uint8, torch.int8, torch.int16}
+_FLOATS = frozenset(dtype for dtype in _MOVED if dtype.is_floating_point)
+_REDUCED: dict[int, frozenset[torch.dtype]] = {  # by op
+    **dict.fromkeys((ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX), _ADDED),
+    **dict.fromkeys((ReduceOp.AVERAGE, ReduceOp.PRODUCT), _SCALED),
+    ReduceOp.ADASUM: _FLOATS,
+}
 _KEPT_SIGNATURES = 8192
 _OPERATIONS = {kind: kind.name.lower() for kind in Kind}
 
@@ -304,13 +302,13 @@ class Validator:
     def _check(self, call: CollectiveCall, tensors: Sequence[torch.Tensor]) -> Signature:
         kind, reduce = call.kind, call.reduce
         operation, op = _OPERATIONS[kind], int(reduce.op)
+        reduces = kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER)
         if not tensors:
             raise ValueError(f"{operation} needs at least one tensor, but the list is empty")
+        if reduces:
+            _check_op(kind, op)
         for tensor in tensors:
-            _check_tensor(kind, tensor)
-        _check_op(kind, op)  # before the dtypes, which depend on the op
-        for tensor in tensors:
-            _check_dtype(kind, op, tensor.dtype)
+            _check_tensor(kind, tensor, op if reduces else None)
         device = self.device_label(_device(tensors))
         extra = _check_kind(call, tensors, self._ranks)
         return Signature(
@@ -319,13 +317,10 @@ class Validator:
             call.name,
             tuple([dtype_name(tensor.dtype) for tensor in tensors]),
             tuple([tuple(tensor.shape) for tensor in tensors]),
-            op if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER) else int(ReduceOp.SUM),
-            float(reduce.prescale),
-            float(reduce.postscale),
+            Reduce(op if reduces else int(ReduceOp.SUM), float(reduce.prescale), float(reduce.postscale), reduce.code),
             call.root_rank if kind is Kind.BROADCAST else -1,
             device,
             extra,
-            code=reduce.code,
         )
 
 
@@ -333,20 +328,23 @@ def _key(call: CollectiveCall, tensor: torch.Tensor) -> object:
     return call, tensor.dtype, tensor.shape, tensor.device, tensor.layout
 
 
-def _check_tensor(kind: Kind, tensor: torch.Tensor) -> None:
+def _check_tensor(kind: Kind, tensor: torch.Tensor, op: int | None) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{_OPERATIONS[kind]} takes torch tensors, but it got {type(tensor).__name__}")
     if tensor.layout != torch.strided:
         raise ValueError(
             f"{_OPERATIONS[kind]} takes dense tensors, but it got {tensor.layout}; use sparse_allreduce_async"
         )
+    if tensor.dtype not in (_MOVED if op is None else _REDUCED[op]):
+        what = _OPERATIONS[kind] if op is None else f"{_OPERATIONS[kind]} with {ReduceOp(op).name}"
+        raise ValueError(f"Tensor type {tensor.dtype} is not supported by {what}; convert the tensor first")
 
 
 def _check_op(kind: Kind, op: int) -> None:
-    if kind is Kind.REDUCESCATTER and op in _OPS and op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
-        raise HorovodInternalError(f"reducescatter only supports AVERAGE and SUM, but it got {ReduceOp(op).name}")
-    if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER) and op not in _OPS:
+    if op not in _REDUCED:
         raise ValueError(f"unknown reduce op {op}; use one of hvd.Average, Sum, Adasum, Min, Max, Product")
+    if kind is Kind.REDUCESCATTER and op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        raise HorovodInternalError(f"reducescatter only supports AVERAGE and SUM, but it got {ReduceOp(op).name}")
 
 
 def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
@@ -395,17 +393,6 @@ def _request(
             )
     request.results = list(outputs)
     return request
-
-
-def _check_dtype(kind: Kind, op: int, dtype: torch.dtype) -> None:
-    what, accepted = _OPERATIONS[kind], dtype in _MOVED
-    if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER):
-        what = f"{what} with {ReduceOp(op).name}"
-        accepted = dtype in _REDUCED or (dtype in _SMALL and op in _SMALL_OPS)
-        if op == ReduceOp.ADASUM:
-            accepted = dtype in _FLOATS
-    if not accepted:
-        raise ValueError(f"Tensor type {dtype} is not supported by {what}; convert the tensor first")
 
 
 def _device(tensors: Sequence[torch.Tensor]) -> torch.device:
@@ -460,7 +447,7 @@ def _check_splits(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | N
         raise ValueError(
             f"alltoall needs as many splits as the number of workers, which is {size}, but there are {splits.numel()}"
         )
-    counts = tuple(int(value) for value in splits.tolist())
+    counts = tuple(splits.tolist())
     if any(value < 0 for value in counts):
         raise ValueError(f"alltoall splits must not be negative, but they are {list(counts)}")
     if sum(counts) > rows:

@@ -44,7 +44,7 @@ from typing import Protocol
 import torch
 
 from hora.engine.plan import Batch, Part
-from hora.engine.queue import OperationQueue, ProgressEngine
+from hora.engine.queue import OperationQueue, ProgressEngine, same_name
 from hora.engine.request import KINDS, Key, Kind, Reduce, Request, Signature, dtype_name, full_names
 from hora.engine.shm.counters import LINE_BYTES, MEMBER_BYTES, OPEN, Counter, Counters
 from hora.engine.shm.segment import Segment
@@ -333,7 +333,7 @@ class ReductionSchedule(ProgressEngine):
             self.queue.idle_if_closing()
 
     def _error(self) -> HorovodInternalError:
-        return HorovodInternalError(self.queue.status.reason)
+        return self.queue.status.error()
 
     # Shutdown. Thread-safe.
 
@@ -375,18 +375,8 @@ class PersistentReduction:
         self.schedule = schedule
         self.out = out
         self.num_bytes = mine.nbytes
-        self.signature = Signature(
-            int(kind),
-            kind.name.lower(),
-            name,
-            (dtype_name(mine.dtype),),
-            ((mine.numel(),),),
-            reduce.op,
-            reduce.prescale,
-            reduce.postscale,
-            bound=True,
-            code=reduce.code,
-        )
+        what = (int(kind), kind.name.lower(), name)
+        self.signature = Signature(*what, (dtype_name(mine.dtype),), ((mine.numel(),),), reduce, bound=True)
         self._name = name
         self._mine = mine
         self._index = schedule.add(self)
@@ -405,10 +395,7 @@ class PersistentReduction:
     def start(self, *, background: bool) -> None:
         """Start the reduction: this rank's data is in place. Without `background` only `wait` drives it."""
         if self._started is not None and not self._started.done:
-            raise ValueError(
-                "a tensor with the same name as another tensor that is still being processed was submitted: "
-                f"{full_names(*self.signature.key(0), 1)[0]}; give it another name or synchronize the first one"
-            )
+            raise ValueError(same_name(self.signature.key(0)))
         self._started = self.schedule.start(self._index, background=background)
 
     def wait(self) -> torch.Tensor:
