@@ -50,28 +50,26 @@ class Timeline:
                     events.append(self._event("B", pid, f"NEGOTIATE_{operation}"))
                 events.append(self._event("X", pid, str(member)) | {"dur": 0})
 
-    def agreed(self, names: Iterable[str]) -> None:
-        """Record that every rank has announced these tensors."""
+    @contextlib.contextmanager
+    def running(self, names: Sequence[str], what: Sequence[str], facts: Sequence[dict[str, str]]) -> Iterator[None]:
+        """Record that every rank has announced these tensors, and activities in the body, each inside the one before.
+
+        `facts` (dtype, shape) of each tensor belong to the outermost activity's end.
+        """
         with self._writing() as events:
             for name in names:
+                pid = self._pid(name, events)
                 if name in self._negotiating:
                     self._negotiating.discard(name)
-                    events.append(self._event("E", self._pid(name, events)))
-
-    def begin(self, names: Iterable[str], what: str) -> None:
-        """Record the start of an operation, or of an activity inside it, for all these tensors."""
+                    events.append(self._event("E", pid))
+                events += [self._event("B", pid, one) for one in what]
+        yield
         with self._writing() as events:
-            for name in names:
-                events.append(self._event("B", self._pid(name, events), what))
-
-    def end(self, names: Sequence[str], facts: Sequence[dict[str, str]] | None = None) -> None:
-        """End the innermost open activity; `facts` (dtype, shape) belong to the operation's end."""
-        with self._writing() as events:
-            for index, name in enumerate(names):
-                event = self._event("E", self._pid(name, events))
-                if facts is not None:
-                    event["args"] = facts[index]
-                events.append(event)
+            for name, of_tensor in zip(names, facts, strict=True):
+                ends = [self._event("E", self._pid(name, events)) for _ in what]
+                if ends:
+                    ends[-1]["args"] = of_tensor
+                events += ends
 
     def cycle(self) -> None:
         """Record the start of a negotiation round (only with `mark_cycles`)."""

@@ -381,7 +381,8 @@ def test_the_page_shows_a_timeline(tab, tmp_path):
     timeline = Timeline(str(tmp_path / "timeline.json"))
     timeline.arrived(["allreduce.<b>weight</b>"], "ALLREDUCE", 0)
     timeline.arrived(["allreduce.<b>weight</b>"], "ALLREDUCE", 1)
-    timeline.agreed(["allreduce.<b>weight</b>"])
+    with timeline.running(["allreduce.<b>weight</b>"], [], [{}]):
+        pass
     timeline.close()
     server, page = open_recording(tmp_path / "timeline.json")
     try:

@@ -21,8 +21,8 @@ def test_a_full_disk_ends_only_the_timeline(tmp_path, caplog, small_files):
     path = tmp_path / "new folder" / "t.json"
     timeline = Timeline(str(path))
     for number in range(100):
-        timeline.begin([f"tensor {number}"], "ALLREDUCE")
-        timeline.end([f"tensor {number}"])
+        with timeline.running([f"tensor {number}"], ["ALLREDUCE"], [{}]):
+            pass
     timeline.close()
     events = json.loads(path.read_text())
     assert any(event.get("args") == {"name": "tensor 5"} for event in events)
@@ -32,6 +32,7 @@ def test_a_full_disk_ends_only_the_timeline(tmp_path, caplog, small_files):
 
 def test_a_device_that_accepts_no_data(caplog):
     timeline = Timeline("/dev/full")
-    timeline.begin(["tensor"], "ALLREDUCE")
+    with timeline.running(["tensor"], ["ALLREDUCE"], [{}]):
+        pass
     timeline.close()
     assert "cannot write the timeline /dev/full: No space left on device" in caplog.text

@@ -52,9 +52,8 @@ def test_horas_own_timelines_are_read(tmp_path):
     timeline = Timeline(str(tmp_path / "t.json"))
     for member in (1, 0):
         timeline.arrived(["a", "b"], "ALLREDUCE", member)
-    timeline.agreed(["a", "b"])
-    timeline.begin(["a", "b"], "ALLREDUCE")
-    timeline.end(["a", "b"], [{"dtype": "float32"}] * 2)
+    with timeline.running(["a", "b"], ["ALLREDUCE"], [{"dtype": "float32"}] * 2):
+        pass
     timeline.close()
     found = read_timeline(tmp_path / "t.json")
     assert [name for name, _ in found["tensors"]] == ["a", "b"]

@@ -256,13 +256,7 @@ class TimelineRecorder:
             dtype = signature.dtypes[part.index] if signature.dtypes else ""
             shape = str(list(signature.shapes[part.index])) if signature.shapes else "[]"
             facts.append({"dtype": dtype, "shape": shape})
-        timeline.agreed(names)
-        if batch.kind is Kind.BARRIER:
-            yield
-            return
         operation = batch.signature.kind_name
-        timeline.begin(names, operation)
-        timeline.begin(names, f"{transport_name.upper()}_{'BCAST' if batch.kind is Kind.BROADCAST else operation}")
-        yield
-        timeline.end(names)
-        timeline.end(names, facts)
+        inside = f"{transport_name.upper()}_{'BCAST' if batch.kind is Kind.BROADCAST else operation}"
+        with timeline.running(names, () if batch.kind is Kind.BARRIER else (operation, inside), facts):
+            yield

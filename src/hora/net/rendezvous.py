@@ -103,11 +103,7 @@ class KeyValueStore:
         self._failed = False  # one of them failed
         self._ranks: dict[Peer, tuple[int, int]] = {}  # generation and rank for which a peer spoke last
         self._server = Server(self, name=name)
-        try:
-            self.port = self._server.listen(where)
-        except OSError:
-            self._server.close()
-            raise
+        self.port = self._server.listen(where)
         self._server.start(credentials)
 
     def set(self, key: str, value: bytes) -> None:

@@ -198,7 +198,12 @@ class Server:
 
     def listen(self, where: Where) -> int:
         """Also accept connections at this address, from `start` on; returns its port (0: a local socket)."""
-        listener = sockets.listen(where)
+        try:
+            listener = sockets.listen(where)
+        except OSError:
+            if self._credentials is None:  # it does not start
+                self.close()
+            raise
         self._listeners.append(listener)
         self.call(lambda: self._acceptor.watch(listener, self._receive_stranger))
         return 0 if isinstance(where, str) else int(listener.getsockname()[1])

@@ -65,11 +65,7 @@ class Gateway:
         self._lock = threading.Lock()
         self._num_calls = 0
         self._server = Server(self, name="hora-workers-gateway", max_payload_bytes=_MAX_REQUEST_BYTES)
-        try:
-            self._server.listen(name)
-        except OSError:
-            self._server.close()
-            raise
+        self._server.listen(name)
         self.session = WorkerSession(variables(), address=name, key=key, output=output)
         self._server.start(_credentials(key))
 

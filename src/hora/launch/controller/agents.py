@@ -111,7 +111,6 @@ class Agents:
         try:
             self.port = self._server.listen(where)
         except OSError as error:
-            self._server.close()
             raise OSError(f"cannot listen at {where[0]}:{where[1]} for the nodes: {error.strerror}") from None
         self._server.start(self._credentials)
         self._server.call(self._beat)
