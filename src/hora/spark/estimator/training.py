@@ -57,7 +57,6 @@ def train(spec: RankSpec) -> TrainingResult | None:
     device = rank_device(bool(values["use_gpu"]))
     model, inner = spec.model.unpack(device)
     place: Any = TrainingPosition(json.dumps(_resume(spec, model, inner)))
-    rates = [float(group["lr"]) for group in inner.param_groups]
     optimizer = _distributed(values, model, inner)
     losses = losses_of(values, model=model, optimizer=optimizer, feature_cols=list(spec.features))
     objective = LabelColumns(values, losses, device)
@@ -68,7 +67,7 @@ def train(spec: RankSpec) -> TrainingResult | None:
         register_handlers()
         return hvd.elastic.TorchState(model, optimizer, per_step=True, tally=trainer.tally, **place)
 
-    place = go_on(place, hvd.elastic.run, state, _train_epochs, spec, trainer, rates)
+    place = go_on(place, hvd.elastic.run, state, _train_epochs, spec, trainer)
     if hvd.rank() != 0:
         return None
     packed = pack_model(model.cpu().eval())
@@ -80,11 +79,12 @@ def train(spec: RankSpec) -> TrainingResult | None:
 class TrainingPosition:
     """Position in a training: the history of its epochs as JSON, and the finished share of the next one.
 
-    In an elastic job the state holds both.
+    `size`: the factor of the learning rates. In an elastic job the state holds all of it.
     """
 
     history: str
     done: float = 0.0
+    size: int = 1
 
     def commit(self) -> None:
         """Let ranks join or leave, in an elastic job."""
@@ -110,11 +110,12 @@ def go_on(
     return elastic
 
 
-def _train_epochs(place: Any, spec: RankSpec, trainer: _Trainer, rates: Sequence[float]) -> None:
+def _train_epochs(place: Any, spec: RankSpec, trainer: _Trainer) -> None:
     """Train the remaining epochs on the current ranks."""
     stepper, values = trainer.stepper, spec.values
-    for group, rate in zip(stepper.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate * hvd.size()
+    for group in stepper.optimizer.param_groups:
+        group["lr"] *= hvd.size() / place.size
+    place.size = hvd.size()
     trainer.num_backward = 0
     with open_data_module(spec) as data, _run_files(spec, stepper) as keep:
         batches = endless(data.train_data())

@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,20 +43,13 @@ def train(spec: RankSpec) -> TrainingResult | None:
         keras.utils.set_random_seed(int(values["random_seed"]))
     model = unpack_model(spec.package, spec.model, values["custom_objects"])
     optimizer = _compile(spec, keras, model)
-    place: Any = _KerasPosition(json.dumps(_resume(spec, model, optimizer)), size=hvd.size())
+    place: Any = TrainingPosition(json.dumps(_resume(spec, model, optimizer)))
     state = functools.partial(elastic.KerasState, model, optimizer)
     place = go_on(place, elastic.run, state, _train_epochs, spec, keras, model)
     if hvd.rank() != 0:
         return None
     sizes = tuple(int(np.prod([extent or 1 for extent in output.shape[1:]])) for output in model.outputs)
     return TrainingResult(pack_model(model), json.loads(place.history), sizes)
-
-
-@dataclass
-class _KerasPosition(TrainingPosition):
-    """`size` scales the learning rate."""
-
-    size: int = 1
 
 
 def _train_epochs(place: Any, spec: RankSpec, keras: Any, model: Any) -> None:
@@ -90,11 +82,10 @@ def _train_epochs(place: Any, spec: RankSpec, keras: Any, model: Any) -> None:
 
 
 def _compile(spec: RankSpec, keras: Any, model: Any) -> Any:
-    """Compile with the user's optimizer, wrapped, at a rate scaled by the number of ranks."""
+    """Compile with the user's optimizer, wrapped."""
     values = spec.values
     known = values["custom_objects"]
     inner = keras.optimizers.get(unpack(spec.package, values["optimizer"], known))
-    _scale_rate(inner, hvd.size())
     optimizer = DistributedOptimizer(inner, compression=values["gradient_compression"])
     model.compile(
         optimizer=optimizer,
@@ -186,5 +177,5 @@ def _resume(spec: RankSpec, model: Any, optimizer: Any) -> dict[str, list[float]
         optimizer.build(model.trainable_variables)
     for variable, value in zip([*model.weights, *optimizer_variables(optimizer)], state["variables"], strict=False):
         variable.assign(as_numpy(value))
-    _scale_rate(optimizer, hvd.size() / state["size"])
+    _scale_rate(optimizer, 1 / state["size"])
     return {name: list(found) for name, found in state["history"].items()}

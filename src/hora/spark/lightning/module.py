@@ -42,20 +42,14 @@ def to_lightning_module(
     losses = list(loss_fns) if isinstance(loss_fns, list | tuple) else [loss_fns]
     if len(losses) == 1:
         losses *= len(label_cols)
-    made = _classes(package or default_package())["validating" if validation else "training"]()
+    methods = _Validation if validation else _Training
+    made: Any = type(methods.__name__, (methods, (package or default_package()).module.LightningModule), {})()
     made._model = model
     made._optimizer = optimizer
     made._losses = losses
     made._loss_weights = list(loss_weights or [1.0 / len(label_cols)] * len(label_cols))
     made._columns = (list(feature_cols), list(label_cols), sample_weights_col)
     return made
-
-
-@functools.cache
-def _classes(package: Package) -> dict[str, type[Any]]:
-    base = package.module.LightningModule
-    training = type("_TrainingModule", (_Training, base), {})
-    return {"training": training, "validating": type("_ValidatingModule", (_Validation, training), {})}
 
 
 class _Training:
