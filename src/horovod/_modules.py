@@ -216,24 +216,21 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
     "horovod.torch.sync_batch_norm": ("hora.torch.sync_batch_norm: SyncBatchNorm _SyncBatchNorm=_Normalise",),
 }
 
-# Modules of Horovod that have no meaning here, and the reason.
-_GONE = {
-    "horovod.common.service": "ranks and launcher speak over authenticated connections (docs/protocol.md)",
-    "horovod.mxnet": "MXNet is not supported; horovod.torch, horovod.tensorflow and horovod.keras are",
-    "horovod.run": "it is the function horovod.run(…) since Horovod 0.20; its modules are in horovod.runner",
-    "horovod.runner.common.service": "ranks and launcher speak over authenticated connections (docs/protocol.md)",
-    "horovod.runner.driver": "the launcher places ranks itself: horovod.run(…) or horovodrun",
-    "horovod.runner.elastic.registration": "the launcher keeps the workers' states: horovod.run(…, min_num_proc=…)",
-    "horovod.runner.http.http_client": "ranks and launcher speak over authenticated connections (docs/protocol.md)",
-    "horovod.runner.run_task": "a rank is started by the launcher itself: horovod.run(…) or horovodrun",
-    "horovod.runner.task": "a rank is started by the launcher itself: horovod.run(…) or horovodrun",
-    "horovod.runner.util.cache": "hosts are looked at when a job starts; there is no cache to manage",
-    "horovod.runner.util.remote": "ssh commands are made by the launcher: horovodrun -H …",
-    "horovod.spark.driver": "horovod.spark.run places ranks on the tasks that Spark gives them",
-    "horovod.spark.gloo_run": "horovod.spark.run places ranks on the tasks that Spark gives them",
-    "horovod.spark.mpi_run": "horovod.spark.run places ranks on the tasks that Spark gives them",
-    "horovod.ray.driver_service": "horovod.ray.RayExecutor places ranks on Ray's actors itself",
+# Why there are no such modules of Horovod here.
+_REASONS = {
+    "ranks and launcher speak over authenticated connections (docs/protocol.md)": "common.service "
+    "runner.common.service runner.http.http_client",
+    "MXNet is not supported; horovod.torch, horovod.tensorflow and horovod.keras are": "mxnet",
+    "it is the function horovod.run(…) since Horovod 0.20; its modules are in horovod.runner": "run",
+    "the launcher places ranks itself: horovod.run(…) or horovodrun": "runner.driver",
+    "the launcher keeps the workers' states: horovod.run(…, min_num_proc=…)": "runner.elastic.registration",
+    "a rank is started by the launcher itself: horovod.run(…) or horovodrun": "runner.run_task runner.task",
+    "hosts are looked at when a job starts; there is no cache to manage": "runner.util.cache",
+    "ssh commands are made by the launcher: horovodrun -H …": "runner.util.remote",
+    "horovod.spark.run places ranks on the tasks that Spark gives them": "spark.driver spark.gloo_run spark.mpi_run",
+    "horovod.ray.RayExecutor places ranks on Ray's actors itself": "ray.driver_service",
 }
+_GONE = {f"horovod.{name}": reason for reason, names in _REASONS.items() for name in names.split()}
 
 
 class _OldModules(MetaPathFinder, Loader):

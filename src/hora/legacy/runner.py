@@ -16,6 +16,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import IO, Any, NoReturn, TypeVar
 
 import cloudpickle
@@ -32,59 +34,44 @@ from hora.net.sockets import interface_address, is_local, resolve, source_addres
 # horovod.runner.common.util.settings, horovod.runner.elastic.settings
 
 
+@dataclass(eq=False, kw_only=True)
 class BaseSettings:
     """Attributes with Horovod's names and defaults. `key` is a secret and is not shown."""
 
-    def __init__(
-        self,
-        num_proc: int | None = None,
-        verbose: int = 0,
-        ssh_port: int | None = None,
-        ssh_identity_file: str | None = None,
-        extra_mpi_args: str | None = None,
-        tcp_flag: bool | None = None,
-        binding_args: str | None = None,
-        key: bytes | None = None,
-        start_timeout: Any = None,
-        output_filename: str | None = None,
-        run_func_mode: bool | None = None,
-        nics: Any = None,
-        elastic: bool = False,
-        prefix_output_with_timestamp: bool = False,
-    ) -> None:
-        self.__dict__.update({name: value for name, value in locals().items() if name not in ("self", "__class__")})
-
-    def __repr__(self) -> str:
-        shown = {name: "…" if name == "key" and value else value for name, value in vars(self).items()}
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+    num_proc: int | None = None
+    verbose: int = 0
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    extra_mpi_args: str | None = None
+    tcp_flag: bool | None = None
+    binding_args: str | None = None
+    key: bytes | None = field(default=None, repr=False)
+    start_timeout: Any = None
+    output_filename: str | None = None
+    run_func_mode: bool | None = None
+    nics: Any = None
+    elastic: bool = False
+    prefix_output_with_timestamp: bool = False
 
 
+@dataclass(eq=False)
 class Settings(BaseSettings):
     """Settings of a job on fixed hosts."""
 
-    def __init__(self, hosts: str | None = None, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.hosts = hosts
+    hosts: str | None = None
 
 
+@dataclass(eq=False)
 class ElasticSettings(BaseSettings):
     """Settings of an elastic job. `discovery` is not pickled: it belongs to the launcher's process."""
 
-    def __init__(
-        self,
-        discovery: Any,
-        min_num_proc: int | None,
-        max_num_proc: int | None,
-        elastic_timeout: float | None,
-        reset_limit: int | None,
-        cooldown_range: tuple[int, int] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(elastic=True, **kwargs)
-        self.discovery = discovery
-        self.min_num_proc, self.max_num_proc = min_num_proc, max_num_proc
-        self.elastic_timeout, self.reset_limit = elastic_timeout, reset_limit
-        self.cooldown_range = cooldown_range
+    discovery: Any
+    min_num_proc: int | None
+    max_num_proc: int | None
+    elastic_timeout: float | None
+    reset_limit: int | None
+    cooldown_range: tuple[int, int] | None = None
+    elastic: bool = field(default=True, init=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "discovery": None}
@@ -122,12 +109,11 @@ class Timeout:
             message = self._message.format(activity=activity)
             raise TimeoutException(f"{message} Timeout after {self._timeout:g} seconds.")
 
-    def __getstate__(self) -> tuple[float, str, float]:
-        return self._timeout, self._message, self.remaining()
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_ends": self.remaining()}
 
-    def __setstate__(self, state: tuple[float, str, float]) -> None:
-        self._timeout, self._message, remaining = state
-        self._ends = time.monotonic() + remaining
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _ends=time.monotonic() + state["_ends"])
 
 
 # horovod.runner.common.util.secret
@@ -371,26 +357,22 @@ def execute(
     options = OutputOptions(
         prefix=index is not None, timestamp=prefix_output_with_timestamp, stdout=stdout, stderr=stderr
     )
-    running = _Running(OutputWriter(options, {0: index or 0}))
-    launcher = HostLauncher()
-    argv = ("/bin/sh", "-c", command)
-    worker = WorkerSpec(
-        worker=0,
-        slot=place_ranks(["localhost"])[0],
-        argv=argv,
-        env=variables() if env is None else env,
-        private_files={},
-    )
-    try:
-        launcher.start([worker], running)
-        ending = False
-        while not running.ended.wait(_POLL_S):
+    output, exits = OutputWriter(options, {0: index or 0}), queue.SimpleQueue[Exited]()
+    reports: Any = SimpleNamespace(output=output.feed, started=lambda worker: None, exited=exits.put)
+    launcher, [slot] = HostLauncher(), place_ranks(["localhost"])
+    argv, env = ("/bin/sh", "-c", command), variables() if env is None else env
+    ended: Exited | None = None
+    ending = False
+    with contextlib.closing(launcher):
+        launcher.start([WorkerSpec(worker=0, slot=slot, argv=argv, env=env, private_files={})], reports)
+        while ended is None:
+            with contextlib.suppress(queue.Empty):
+                ended = exits.get(timeout=_POLL_S)
             if not ending and any(event.is_set() for event in events or ()):
                 ending = True
                 launcher.terminate([0], grace_s=GRACEFUL_TERMINATION_TIME_S)
-    finally:
-        launcher.close()
-    return running.code
+    output.end(0)
+    return ended.code
 
 
 def execute_quietly(command: str, env: Mapping[str, str] | None = None) -> tuple[str, int] | None:
@@ -399,7 +381,7 @@ def execute_quietly(command: str, env: Mapping[str, str] | None = None) -> tuple
         done = subprocess.run(
             command,
             shell=True,  # the caller's own command line
-            env=None if env is None else dict(env),
+            env=env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -410,26 +392,6 @@ def execute_quietly(command: str, env: Mapping[str, str] | None = None) -> tuple
     except OSError:
         return None
     return done.stdout, done.returncode
-
-
-class _Running:
-    """Receives the command's events from the launcher. See `job.LaunchEvents`."""
-
-    def __init__(self, output: OutputWriter) -> None:
-        self._output = output
-        self.ended = threading.Event()
-        self.code = 1
-
-    def output(self, worker: int, stream: str, data: bytes) -> None:
-        self._output.feed(worker, stream, data)
-
-    def started(self, worker: int) -> None:
-        return None
-
-    def exited(self, ended: Exited) -> None:
-        self._output.end(ended.worker)
-        self.code = ended.code
-        self.ended.set()
 
 
 def _version(env: Mapping[str, str] | None) -> str:
