@@ -102,18 +102,15 @@ class Leader:
         if dies < 0.04:  # after it writes, before any worker is notified
             raise LeadershipLostError
 
-    def adopt(self, workers: Mapping[str, Collection[int]], events: LaunchEvents) -> set[int]:
+    def adopt(self, workers: Mapping[str, Collection[int]], events: LaunchEvents) -> dict[str, set[int]]:
         keepers = self._keepers
         keepers.events, keepers.term = events, self.term
-        known = {number for numbers in workers.values() for number in numbers if number in keepers.processes}
-        for number in sorted(known):
+        known = {host: {n for n in numbers if n in keepers.processes} for host, numbers in workers.items()}
+        for number in sorted(set().union(*known.values())):
             events.started(number)
             if number in keepers.exits:
                 events.exited(Exited(worker=number, code=keepers.exits[number]))
         return known
-
-    def has_host(self, name: str) -> bool:
-        return True
 
     def meet_at(self, port: int) -> None:
         self._keepers.term = self.term

@@ -159,7 +159,6 @@ def test_failed_workers_are_written_off_first():
     members[0] = replace(members[0], written_off=False)
     members[3] = replace(members[3], written_off=False, exited=False)
     assert decide(facts(members), 10**6) == WriteOff((0, 3))
-    assert WriteOff((0, 3)).waits_for_more  # the wait for enough workers keeps its clock
 
 
 def test_a_barred_host_loses_its_other_workers():
@@ -275,14 +274,6 @@ def test_a_process_that_lingers_after_its_success_does_not_delay_the_results():
         members[0] = replace(members[0], exited=False)
         assert decide(facts(members), 6) == Wait(5 + LINGER_LIMIT_S)
         assert decide(facts(members), 5 + LINGER_LIMIT_S) == EndJob()
-
-
-def test_decisions_that_keep_the_clock_of_the_wait_for_workers():
-    end = End((1,), "gone", failed=False)
-    patient = (Wait(1.0, waits_for_more=True), StartWorkers((("a", 0),)), end, WriteOff((1,)))
-    assert all(decision.waits_for_more for decision in patient)
-    others = (Wait(1.0), Begin(()), Publish(()), Notify(ADDED), EndJob(), Fail(None), GiveUp(""))
-    assert not any(decision.waits_for_more for decision in others)
 
 
 def test_no_worker_is_started_after_one_has_succeeded():

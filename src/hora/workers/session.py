@@ -277,7 +277,7 @@ class WorkerSession:
             **session_variables(record.ip_address, record.app_port, self._user, self._address, self._key),
         }
         self._records[engine] = self._by_number[number] = record
-        self._output.set_name(number, engine)
+        self._output.set_ranks({number: engine})
         return record
 
     def _undo(self, launched: Sequence[Record]) -> None:

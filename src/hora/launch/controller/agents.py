@@ -168,21 +168,22 @@ class Agents:
 
     def workers_at(self, hostname: str) -> Collection[int]:
         """Return the workers of a node, including those that have ended."""
+        return next((node.workers for node in self._all() if node.name == hostname), ())
+
+    def _all(self) -> list[AgentHandle]:
         with self._changed:
-            return next((node.workers for node in self._nodes.values() if node.name == hostname), ())
+            return list(self._nodes.values())
 
     def meet_at(self, port: int) -> None:
         """Send the port of the rendezvous to all nodes, including those that join later."""
         with self._changed:
             self._welcome = self._welcome._replace(meeting=port)
-            nodes = list(self._nodes.values())
-        for node in nodes:
+        for node in self._all():
             node.send(MeetAt(port))
 
     def abandon(self) -> None:
         """Release the nodes because another process leads the job; their workers keep running."""
-        with self._changed:
-            nodes = list(self._nodes.values())
+        nodes = self._all()
         self._server.close()
         for node in nodes:
             node.lost(255)
@@ -200,9 +201,7 @@ class Agents:
 
     def _beat(self) -> None:
         """Send a heartbeat to all agents. Runs in the server's thread."""
-        with self._changed:
-            nodes = list(self._nodes.values())
-        for node in nodes:
+        for node in self._all():
             node.beat(self._welcome.silence_s)
         self._server.call_at(time.monotonic() + self._welcome.silence_s / BEATS, self._beat)
 
@@ -221,15 +220,11 @@ class Agents:
 
     def dismiss(self, status: int) -> None:
         """End the agents with the job's status. Return when they have disconnected, or after a time limit."""
-        with self._changed:
-            nodes = list(self._nodes.values())
-        for node in nodes:
+        for node in self._all():
             node.send(Bye(status))
         with self._changed:
             self._changed.wait_for(lambda: not self._nodes, END_S)
-        self._server.close()
-        for node in nodes:
-            node.lost(255)
+        self.abandon()
 
     # ---- in the server's thread -----------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -68,10 +69,8 @@ class DiscoveryScript:
         self._thread: threading.Thread | None = None
 
     def watch(self, known: Sequence[HostInfo], changed: Callable[[Sequence[HostInfo]], None]) -> None:
-        """Call `changed`, in a thread, with each list of hosts that differs from the one before."""
-        self._thread = threading.Thread(
-            target=self._watch, args=(list(known), changed), name="hora-discovery", daemon=True
-        )
+        arguments = list(known), changed
+        self._thread = threading.Thread(target=self._watch, args=arguments, name="hora-discovery", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -131,10 +130,8 @@ class DiscoveryScript:
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     """End the script and what it started in its session."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,9 +155,8 @@ class ElasticSpec:
 
     def limits_for(self, env: Mapping[str, str]) -> Limits:
         """The limits, with the silence that the workers' variables allow a rank; ValueError for impossible ones."""
-        config = EngineConfig.from_env(
-            {name: value for name, value in env.items() if name.startswith("HOROVOD_STALL_")}
-        )
+        stall = {name: value for name, value in env.items() if name.startswith("HOROVOD_STALL_")}
+        config = EngineConfig.from_env(stall)
         enabled = config.stall_shutdown_s > 0 and not config.stall_check_disable
         return replace(self.limits, stall_shutdown_s=config.stall_shutdown_s if enabled else None)
 

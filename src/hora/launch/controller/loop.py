@@ -237,7 +237,7 @@ class _Controller(Observation):
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:
         """Report the job's end to its observer, whatever the outcome."""
-        job, tell = self._job, self.tell
+        job = self._job
         if job.watching is not None:
             try:
                 facts = facts_of(self._id, title=job.title, command=job.command, elastic=self._policy.elastic)
@@ -247,16 +247,14 @@ class _Controller(Observation):
                 raise
         try:
             yield
-        except KeyboardInterrupt:
-            tell("ended", "stopped", "interrupted")
-            raise
-        except LeadershipLostError:
-            tell("ended", "stopped", "another process leads the job now")
-            raise
         except BaseException as error:
-            tell("ended", "stopped" if self._stop_reason else "failed", self._stop_reason or str(error))
+            if isinstance(error, KeyboardInterrupt):
+                self._stop_reason = "interrupted"
+            elif isinstance(error, LeadershipLostError):
+                self._stop_reason = "another process leads the job now"
+            self.tell("ended", "stopped" if self._stop_reason else "failed", self._stop_reason or str(error))
             raise
-        tell("ended", "done", "")
+        self.tell("ended", "done", "")
 
     def to_the_end(self) -> JobResult:
         try:
@@ -267,12 +265,12 @@ class _Controller(Observation):
                     self._leadership.check()
                 now = time.monotonic()
                 decision = self._policy.decide(self._look(now), now)
-                if not decision.waits_for_more:
-                    self._facts.short_since = now
                 match decision:
                     case Begin(places):
                         self._begin(places, now)
-                    case Wait(until):
+                    case Wait(until, waits_for_more):
+                        if not waits_for_more:
+                            self._facts.short_since = now
                         self._wait(until)
                     case StartWorkers(places):
                         self._start_newcomers(places, now)
@@ -336,12 +334,11 @@ class _Controller(Observation):
         known = leadership.adopt(alive, self)
         never_started = []  # the previous leader died between its decision and the order
         for host, numbers in alive.items():
-            if leadership.has_host(host):
-                never_started += [number for number in numbers if number not in known]
-                continue
             for number in numbers:
-                reason = f"its node, {host}, has not come to the new leader"
-                self.exited(Exited(worker=number, code=255, reason=reason))
+                if host not in known:
+                    self.exited(Exited(number, 255, f"its node, {host}, has not come to the new leader"))
+                elif number not in known[host]:
+                    never_started.append(number)
         if never_started:
             self._start(sorted(never_started))
 
@@ -487,17 +484,10 @@ class _Controller(Observation):
 
     def end_host(self, host: str, why: str) -> Callable[[], bool]:
         """End the processes on a removed host; return a check of whether they have ended. Thread-safe."""
-        found: list[Worker] | None = None
-
-        def end() -> None:
-            nonlocal found
-            found = [worker for worker in self._workers if worker.host == host]
-            for worker in found:
-                if not worker.exited:
-                    self.remove(worker.number, why)
-
-        self.events.put(end)
-        return lambda: found is not None and all(worker.exited for worker in found)
+        there = [worker for worker in list(self._workers) if worker.host == host and not worker.exited]
+        for worker in there:
+            self.remove(worker.number, why)
+        return lambda: all(worker.exited for worker in there)
 
     def _fail(self, failure: Failure | None, message: str) -> NoReturn:
         if failure is None:

@@ -56,15 +56,13 @@ class Tail:
 
 
 class OutputWriter:
-    """Writes the workers' output. `ranks`: each worker's number in the prefixes and directory names.
-
-    Workers that are no ranks get names instead (`set_name`), for the prefixes.
+    """Writes the workers' output. `ranks`: each worker's number in the prefixes and directory names. Without a
+    directory workers may have names instead.
     """
 
-    def __init__(self, options: OutputOptions, ranks: Mapping[int, int]) -> None:
+    def __init__(self, options: OutputOptions, ranks: Mapping[int, int | str]) -> None:
         self._options = options
         self._ranks = dict(ranks)
-        self._names: dict[int, str] = {}
         self._lock = threading.Lock()
         self._streams: dict[tuple[int, str], _WorkerStream] = {}
         self._tails: dict[int, Tail] = {}
@@ -72,15 +70,15 @@ class OutputWriter:
             "stdout": _Console(options.stdout if options.stdout is not None else sys.stdout),
             "stderr": _Console(options.stderr if options.stderr is not None else sys.stderr),
         }
-        self._files: dict[tuple[int, str], LogFile] = {}  # by rank
-        self._width = len(str(max(self._ranks.values(), default=0)))
+        self._files: dict[tuple[int | str, str], LogFile] = {}  # by rank
+        self._width = max(map(len, map(str, self._ranks.values())), default=1)
         self._open_files()
 
     def _open_files(self) -> None:
         if self._options.directory is None:
             return
-        for rank in sorted(self._ranks.values()):
-            place = Path(self._options.directory) / f"rank.{rank:0{self._width}d}"
+        for rank in self._ranks.values():
+            place = Path(self._options.directory) / f"rank.{str(rank).zfill(self._width)}"
             for stream in ("stdout", "stderr"):
                 if (rank, stream) not in self._files:
                     try:
@@ -89,16 +87,11 @@ class OutputWriter:
                         message = f"cannot write {place / stream} (--output-filename): {error.strerror}"
                         raise OSError(message) from None
 
-    def set_ranks(self, ranks: Mapping[int, int]) -> None:
-        """Change the numbers of these workers."""
+    def set_ranks(self, ranks: Mapping[int, int | str]) -> None:
+        """Change the numbers, or names, of these workers."""
         with self._lock:
             self._ranks |= ranks
             self._open_files()
-
-    def set_name(self, worker: int, name: str) -> None:
-        """Put this name before a worker's lines instead of its number."""
-        with self._lock:
-            self._names[worker] = name
 
     def feed(self, worker: int, stream: str, data: bytes) -> None:
         """Add bytes of a worker's stdout or stderr."""
@@ -129,19 +122,17 @@ class OutputWriter:
                 file.close()
 
     def _write(self, worker: int, stream: str, data: bytes, *, last: bool = False) -> None:
-        key, console, prefix = (worker, stream), self._consoles[stream], b""
+        key, console, prefix, rank = (worker, stream), self._consoles[stream], b"", self._ranks.get(worker, worker)
         if self._options.prefix:
             when = time.asctime() if self._options.timestamp else ""
-            name = self._names.get(worker) or self._ranks.get(worker, worker)
-            prefix = f"{when}[{self._options.tag}{name}]<{stream}>:".encode()
+            prefix = f"{when}[{self._options.tag}{rank}]<{stream}>:".encode()
         shown, kept = self._streams.setdefault(key, _WorkerStream()).feed(data, prefix, last=last)
         if console.is_file:
             shown = kept
         if self._options.console and shown:
             console.write(shown, key, prefix)
-        file = self._files.get((self._ranks.get(worker, worker), stream))
-        if file is not None and kept:
-            file.write(kept)
+        if kept and (rank, stream) in self._files:
+            self._files[rank, stream].write(kept)
 
 
 class _WorkerStream:

@@ -166,6 +166,17 @@ class Facts:
         """Return the usable places, host by host."""
         return [(host, slot) for host, slots in self.hosts.items() for slot in slots]
 
+    @property
+    def members(self) -> list[Worker]:
+        """Return the workers that have, or had, a place in this generation."""
+        return [worker for worker in self.workers if worker.generation == self.generation]
+
+    @property
+    def newcomers(self) -> list[Worker]:
+        """Return the workers in usable places that have had no place in a generation."""
+        usable = self.usable
+        return [w for w in self.workers if w.alive and w.generation < 0 and (w.host, w.slot) in usable]
+
     def add(self, host: str, slot: int, state: WorkerState, now: float) -> int:
         """Add a worker; return its number."""
         number = len(self.workers)
@@ -206,36 +217,28 @@ class Facts:
             self.workers.append(worker)
 
 
-class Decision:
-    """Orders for the controller. `waits_for_more`: there are still too few workers, and the time limit keeps
-    running.
-    """
-
-    waits_for_more = False
-
-
 @dataclass(frozen=True)
-class Begin(Decision):
+class Begin:
     """Start the first generation's workers in these places."""
 
     places: tuple[HostSlot, ...]
 
 
 @dataclass(frozen=True)
-class Wait(Decision):
-    """Wait until that time or the next event."""
+class Wait:
+    """Wait until that time or the next event. `waits_for_more`: there are too few workers, and the time limit runs."""
 
     until: float | None
     waits_for_more: bool = False
 
 
 @dataclass(frozen=True)
-class EndJob(Decision):
+class EndJob:
     """The job has succeeded."""
 
 
 @dataclass(frozen=True)
-class Fail(Decision):
+class Fail:
     """The job cannot continue: because of this failure (the root cause), the message's reason, or both."""
 
     failure: Failure | None
@@ -243,34 +246,28 @@ class Fail(Decision):
 
 
 @dataclass(frozen=True)
-class GiveUp(Decision):
+class GiveUp:
     """Something did not happen in time."""
 
     message: str
 
 
-class _Interim(Decision):
-    """A decision on the way to enough workers."""
-
-    waits_for_more = True
-
-
 @dataclass(frozen=True)
-class WriteOff(_Interim):
+class WriteOff:
     """Continue without these failed workers and bar their places."""
 
     workers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class StartWorkers(_Interim):
+class StartWorkers:
     """Start newcomers in these places."""
 
     places: tuple[HostSlot, ...]
 
 
 @dataclass(frozen=True)
-class End(_Interim):
+class End:
     """End these workers. `failed`: their fault, so that their places are barred."""
 
     workers: tuple[int, ...]
@@ -279,17 +276,20 @@ class End(_Interim):
 
 
 @dataclass(frozen=True)
-class Notify(Decision):
+class Notify:
     """Tell the workers that the next commit is a good moment to stop. `change`: flags."""
 
     change: int
 
 
 @dataclass(frozen=True)
-class Publish(Decision):
+class Publish:
     """The next generation consists of these workers, the one with rank 0 first."""
 
     workers: tuple[int, ...]
+
+
+Decision = Begin | Wait | EndJob | Fail | GiveUp | WriteOff | StartWorkers | End | Notify | Publish
 
 
 class FixedSize:
@@ -400,10 +400,8 @@ class ElasticPolicy:
         ending = self._dismiss(facts, now)
         if ending is not None:
             return ending
-        current = [worker for worker in facts.workers if worker.generation == facts.generation]
-        if any(worker.state is WorkerState.WORKING for worker in current):
-            return self._meanwhile(facts, current, now)
-        return self._between(facts, current, now)
+        working = any(worker.state is WorkerState.WORKING for worker in facts.members)
+        return self._meanwhile(facts, now) if working else self._between(facts, now)
 
     def _begin(self, facts: Facts, now: float) -> Decision:
         limits = self.limits
@@ -450,7 +448,7 @@ class ElasticPolicy:
             deadlines.append(silent + limits.stall_shutdown_s)
         if worker.generation != facts.generation or worker.state is not WorkerState.WORKING:
             return min(deadlines, default=None)
-        waiting = [w.since for w in facts.workers if w.generation == facts.generation and w.state is WorkerState.READY]
+        waiting = [w.since for w in facts.members if w.state is WorkerState.READY]
         if waiting:
             deadlines.append(min(waiting) + limits.stuck_s)
             if silent is not None:
@@ -464,16 +462,15 @@ class ElasticPolicy:
             deadlines.append(max(min(others, default=0.0), worker.since) + limits.elastic_timeout_s)
         return min(deadlines, default=None)
 
-    def _meanwhile(self, facts: Facts, current: Sequence[Worker], now: float) -> Decision:
+    def _meanwhile(self, facts: Facts, now: float) -> Decision:
         """Decide while workers are working: prepare the next generation if one is due."""
-        limits = self.limits
+        limits, current = self.limits, facts.members
         deadlines = [limit for w in facts.workers if (limit := self._stuck_at(facts, w)) is not None]
         deadlines += [w.lost_at + limits.lost_s for w in facts.workers if w.alive and w.lost_at is not None]
         if any(worker.state is WorkerState.SUCCEEDED for worker in current):
             return Wait(min(deadlines, default=None))
-        usable = facts.usable
+        usable, newcomers = facts.usable, facts.newcomers
         staying = [w for w in current if w.alive and (w.host, w.slot) in usable]
-        newcomers = _newcomers(facts)
         free = _free(facts, limits, len(staying) + len(newcomers))
         if free:
             return StartWorkers(free)
@@ -489,9 +486,9 @@ class ElasticPolicy:
             return Notify((REMOVED if leaving else 0) | (ADDED if joining else 0))
         return Wait(min(deadlines, default=None))
 
-    def _between(self, facts: Facts, current: Sequence[Worker], now: float) -> Decision:
+    def _between(self, facts: Facts, now: float) -> Decision:
         """Decide while no worker is working: begin the next generation, or end the job."""
-        limits = self.limits
+        limits, current = self.limits, facts.members
         succeeded = [worker for worker in current if worker.state is WorkerState.SUCCEEDED]
         if succeeded:
             linger_until = max(worker.since for worker in current) + LINGER_LIMIT_S
@@ -509,7 +506,7 @@ class ElasticPolicy:
             return Fail(
                 root_cause(facts.failures), f"{RESET_LIMIT_EXCEEDED_MESSAGE.format(limits.reset_limit)} (--reset-limit)"
             )
-        survivors, newcomers = [w for w in ready if (w.host, w.slot) in usable], _newcomers(facts)
+        survivors, newcomers = [w for w in ready if (w.host, w.slot) in usable], facts.newcomers
         loaded = [w for w in newcomers if w.state is WorkerState.READY]
         if survivors:
             chosen = [*survivors, *loaded][: limits.max_num_proc]
@@ -538,11 +535,6 @@ def by_age(workers: Sequence[Worker]) -> list[Worker]:
 def _age(worker: Worker) -> tuple[bool, int, int]:
     """Return a sort key, smaller for older workers. Age counts from being ready, not from the start of the process."""
     return worker.first_generation < 0, worker.first_generation, worker.number
-
-
-def _newcomers(facts: Facts) -> list[Worker]:
-    usable = facts.usable
-    return [w for w in facts.workers if w.alive and w.generation < 0 and (w.host, w.slot) in usable]
 
 
 def _free(facts: Facts, limits: Limits, num_alive: int) -> tuple[HostSlot, ...]:

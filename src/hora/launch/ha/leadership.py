@@ -123,15 +123,12 @@ class Leadership:
         """Save the state for the next leader. Raises LeadershipLostError if this process no longer leads."""
         self.put("state", {**state, "run": self.run})
 
-    def adopt(self, workers: Mapping[str, Collection[int]], events: LaunchEvents) -> set[int]:
-        """Supervise these workers, by host; return those that their hosts know."""
-        known = {host: set(numbers) & set(self.agents.workers_at(host)) for host, numbers in workers.items()}
-        self.launcher.adopt({host: numbers for host, numbers in known.items() if self.has_host(host)}, events)
-        return set().union(*known.values())
-
-    def has_host(self, name: str) -> bool:
-        """Return whether a host of an earlier leader has joined this one."""
-        return any(host.hostname == name for host in self.agents.hosts())
+    def adopt(self, workers: Mapping[str, Collection[int]], events: LaunchEvents) -> dict[str, set[int]]:
+        """Supervise these workers, by host; return those that their hosts know, by host that has joined this leader."""
+        hosts = [host.hostname for host in self.agents.hosts() if host.hostname in workers]
+        known = {host: set(workers[host]).intersection(self.agents.workers_at(host)) for host in hosts}
+        self.launcher.adopt(known, events)
+        return known
 
     def meet_at(self, port: int) -> None:
         self.agents.meet_at(port)
