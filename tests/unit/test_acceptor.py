@@ -129,14 +129,14 @@ def test_a_relay_survives_silent_connections_and_a_lack_of_descriptors(monkeypat
         threading.Thread(target=silent_leader, args=(leader, came), daemon=True).start()
         relay.set_target(leader.getsockname())
         crowd = [sockets.open_socket(relay.name, limit_s=LIMIT_S) for _ in range(40)]
-        wait_until("the crowd is kept small", lambda: 0 < len(relay._acceptor.connections) <= 8)
+        wait_until("the crowd is kept small", lambda: 0 < len(relay._tasks.connections) <= 8)
         early = [socket.socket(socket.AF_UNIX) for _ in range(3)]
         with no_descriptor_left():
             for sock in early:
                 sock.connect("\0" + relay.name)
         for sock in (*crowd, *early):
             sock.close()
-        wait_until("the crowd is gone", lambda: not relay._acceptor.connections)
+        wait_until("the crowd is gone", lambda: not relay._tasks.connections)
         while not came.empty():
             came.get().close()
         with sockets.open_socket(relay.name, limit_s=LIMIT_S) as worker:

@@ -282,14 +282,14 @@ def test_a_relay_connects_to_the_current_leader_and_closes_connections_to_the_fo
         assert first.recv(3) == b"old"
         relay.set_target(None)
         assert first.recv(3) == b"", "it led to a leader that is none any more"
-    wait_until("it is gone", lambda: not relay._acceptor.connections)
+    wait_until("it is gone", lambda: not relay._tasks.connections)
     with sockets.open_socket(relay.name, limit_s=30) as waiting:
-        wait_until("it waits for a leader", lambda: relay._acceptor.connections)
+        wait_until("it waits for a leader", lambda: relay._tasks.connections)
         relay.set_target(new)
         assert waiting.recv(3) == b"", "there is a leader now: try again"
     with sockets.open_socket(relay.name, limit_s=30) as second:
         assert second.recv(3) == b"new"
-    wait_until("nothing is kept", lambda: not relay._acceptor.connections)
+    wait_until("nothing is kept", lambda: not relay._tasks.connections)
     relay.close()
     for server in servers:
         server.close()

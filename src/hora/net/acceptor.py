@@ -11,9 +11,10 @@ import errno
 import logging
 import resource
 import socket
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from hora.net import sockets
@@ -202,18 +203,28 @@ class Acceptor(Generic[Stranger]):
         self._turn_away(stranger, why)
 
 
-class TaskAcceptor(Acceptor[socket.socket]):
-    """An acceptor in an asyncio event loop: each connection is handled by a task, and closed when that ends."""
+class TaskServer(Acceptor[socket.socket]):
+    """A thread with an asyncio event loop: a task handles each connection, which is closed when that ends."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, handle: Callable[[socket.socket], Coroutine[Any, Any, None]]
-    ) -> None:
-        super().__init__(loop, turn_away=lambda sock, _: self.end(sock))
+    def __init__(self, handle: Callable[[socket.socket], Coroutine[Any, Any, None]], *, name: str) -> None:
+        import asyncio
+
+        self.loop = asyncio.new_event_loop()
+        super().__init__(self.loop, turn_away=lambda sock, _: self.end(sock))
         self.connections: dict[socket.socket, asyncio.Task[None]] = {}
-        self._create_task, self._handle = loop.create_task, handle
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._handle = handle
 
-    def serve(self, listener: socket.socket) -> None:
-        self.watch(listener, self._arrived)
+    def start(self, listeners: Iterable[socket.socket]) -> None:
+        """Handle connections at these listening sockets until the loop is stopped."""
+        for listener in listeners:
+            self.loop.call_soon(self.watch, listener, self._arrived)
+        self.thread.start()
+
+    def call(self, function: Callable[..., object], *args: Any) -> None:
+        """Run the function on the thread, soon. Does nothing once that has ended. Thread-safe."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(function, *args)
 
     def end(self, sock: socket.socket) -> None:
         """End this connection. Before Python 3.12 `wait_for` may swallow a cancellation, but not an end of file."""
@@ -221,7 +232,14 @@ class TaskAcceptor(Acceptor[socket.socket]):
             sock.shutdown(socket.SHUT_RDWR)
         self.connections[sock].cancel()
 
-    async def shut_down(self) -> None:
+    def _run(self) -> None:
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.run_until_complete(self._shut_down())
+            self.loop.close()
+
+    async def _shut_down(self) -> None:
         """Close the listening sockets, and end the connections and every other task of the loop."""
         import asyncio
 
@@ -235,7 +253,7 @@ class TaskAcceptor(Acceptor[socket.socket]):
 
     def _arrived(self, arrival: Arrival) -> socket.socket:
         sock = arrival.sock
-        self.connections[sock] = self._create_task(self._handle(sock))
+        self.connections[sock] = self.loop.create_task(self._handle(sock))
         self.connections[sock].add_done_callback(lambda _: self._ended(sock))
         return sock
 

@@ -12,13 +12,12 @@ import contextlib
 import json
 import logging
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from hora.net.acceptor import TaskAcceptor
+from hora.net.acceptor import TaskServer
 from hora.watch import view
 from hora.watch.http import (
     MAX_HEAD_BYTES,
@@ -81,31 +80,22 @@ class PageServer:
         self._has_complained = False
         self._sent = _Sent()
         self._new_stacks = False
-        self._sockets: list[socket.socket] = []
-        self._loop = asyncio.new_event_loop()
-        self._acceptor = TaskAcceptor(self._loop, self._connected)
-        self._thread = threading.Thread(target=self._main, name="hora-dashboard", daemon=True)
+        self._tasks = TaskServer(self._connected, name="hora-dashboard")
         self._files = site_files()
 
     # ---- from other threads -------------------------------------------------------------------------------
 
     def start(self, sockets: Iterable[socket.socket]) -> None:
-        ready = threading.Event()
-        self._loop.call_soon(ready.set)
-        self._sockets = list(sockets)
-        self._thread.start()
-        ready.wait(10.0)
+        loop = self._tasks.loop
+        loop.set_exception_handler(lambda _, context: self._complain(context.get("exception")))
+        loop.call_later(_TICK_S, self._tick_again)
+        self._tasks.start(sockets)
 
     def feed(self, entry: Entry) -> None:
         """Add an entry. Never blocks."""
         self._waiting.append(entry)
         if entry.kind in ("end", "stack", "profile", "world"):  # the rest is processed once a second
-            self.call(self._take_in)
-
-    def call(self, function: Callable[[], None]) -> None:
-        """Run a function on the server's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(function)
+            self._tasks.call(self._take_in)
 
     def close(self) -> None:
         """Send the last state to the viewers, then stop."""
@@ -115,36 +105,24 @@ class PageServer:
             for viewer in list(self._viewers):
                 _put(viewer, None)
             limit = time.monotonic() + _LINGER_S
-            while self._acceptor.connections and time.monotonic() < limit:
+            while self._tasks.connections and time.monotonic() < limit:
                 await asyncio.sleep(0.02)
-            self._loop.stop()
+            self._tasks.loop.stop()
 
-        if self._thread.is_alive():
+        if self._tasks.thread.is_alive():
             with contextlib.suppress(RuntimeError):
-                asyncio.run_coroutine_threadsafe(finish(), self._loop)
-            self._thread.join(_LINGER_S + 5.0)
+                asyncio.run_coroutine_threadsafe(finish(), self._tasks.loop)
+            self._tasks.thread.join(_LINGER_S + 5.0)
 
     def join(self) -> None:
         """Wait until the server ends: `hora view` runs until it is interrupted."""
-        while self._thread.is_alive():
-            self._thread.join(0.5)
+        while self._tasks.thread.is_alive():
+            self._tasks.thread.join(0.5)
 
     # ---- the loop -----------------------------------------------------------------------------------------
 
-    def _main(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.set_exception_handler(lambda _, context: self._complain(context.get("exception")))
-        for sock in self._sockets:
-            self._acceptor.serve(sock)
-        self._loop.call_later(_TICK_S, self._tick_again)
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.run_until_complete(self._acceptor.shut_down())
-            self._loop.close()
-
     def _tick_again(self) -> None:
-        self._loop.call_later(_TICK_S, self._tick_again)
+        self._tasks.loop.call_later(_TICK_S, self._tick_again)
         try:
             self._tick()
         except Exception:  # a stale page is better than none
@@ -218,7 +196,7 @@ class PageServer:
         if refusal is not None:
             await write_answer(writer, refusal, extra)
             return
-        self._acceptor.identified(sock)
+        self._tasks.identified(sock)
         if request.path == "/api/stream" and request.method == "GET":
             await self._stream(reader, writer, extra)
         else:

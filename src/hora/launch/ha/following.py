@@ -51,7 +51,7 @@ from hora.launch.ha.store import AuthenticatedStore, JobStore, StoreError
 from hora.launch.limits import CUT_S, THREAD_END_S
 from hora.launch.processes import variables
 from hora.net import sockets
-from hora.net.acceptor import TaskAcceptor
+from hora.net.acceptor import TaskServer
 from hora.net.messages import pack, unpack
 from hora.net.session import ClientSession
 from hora.net.wire import Connection, connect
@@ -71,39 +71,25 @@ class Relay:
 
     def __init__(self) -> None:
         self.name = f"hora-relay-{secrets.token_hex(16)}"
-        self._listener = sockets.listen(self.name)
         self._target: tuple[str, int] | None = None
-        self._loop = asyncio.new_event_loop()
-        self._acceptor = TaskAcceptor(self._loop, self._connect)
-        self._thread = threading.Thread(target=self._run, name="hora-relay", daemon=True)
-        self._thread.start()
+        self._tasks = TaskServer(self._connect, name="hora-relay")
+        self._tasks.start([sockets.listen(self.name)])
 
     def set_target(self, target: tuple[str, int] | None) -> None:
         """Connect to this address from now on (None: to nothing), and close all connections: the workers retry."""
-        with contextlib.suppress(RuntimeError):  # closed
-            self._loop.call_soon_threadsafe(self._set_target, target)
+        self._tasks.call(self._set_target, target)
 
     def close(self) -> None:
-        with contextlib.suppress(RuntimeError):  # closed before
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(THREAD_END_S)
+        self._tasks.call(self._tasks.loop.stop)
+        self._tasks.thread.join(THREAD_END_S)
 
     # ---- in the relay's thread ----------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._acceptor.serve(self._listener)
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.run_until_complete(self._acceptor.shut_down())
-            self._loop.close()
 
     def _set_target(self, target: tuple[str, int] | None) -> None:
         if target != self._target:
             self._target = target
-            for sock in self._acceptor.connections:
-                self._acceptor.end(sock)
+            for sock in self._tasks.connections:
+                self._tasks.end(sock)
 
     async def _connect(self, sock: socket.socket) -> None:
         # After an error the worker retries.
@@ -120,7 +106,7 @@ class Relay:
 
     async def _copy_both(self, worker: _Stream, leader: _Stream, sock: socket.socket) -> None:
         there = asyncio.ensure_future(_copy(worker[0], leader[1], lambda: None))
-        back = asyncio.ensure_future(_copy(leader[0], worker[1], lambda: self._acceptor.identified(sock)))
+        back = asyncio.ensure_future(_copy(leader[0], worker[1], lambda: self._tasks.identified(sock)))
         try:
             await asyncio.wait({there, back}, return_when="FIRST_COMPLETED")
         finally:
