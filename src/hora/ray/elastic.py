@@ -9,10 +9,8 @@ from __future__ import annotations
 import logging
 import random
 import time
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import ray
@@ -23,9 +21,10 @@ from hora.launch.controller.policy import Limits
 from hora.launch.job import Job, Watching
 from hora.launch.pickling import pickle_call
 from hora.launch.processes import variables
-from hora.launch.providers.ray.actor import Call, perform
+from hora.launch.providers.ray.actor import perform
 from hora.launch.providers.ray.launcher import RayLauncher
 from hora.launch.providers.ray.reservations import RayHosts
+from hora.launch.run import renamed
 from hora.launch.slots import HostInfo, place_ranks
 from hora.legacy import elastic as elastic_driver
 from hora.legacy.elastic import ElasticDriver, HostDiscovery
@@ -50,17 +49,15 @@ class RayHostDiscovery(HostDiscovery):
         found: dict[str, int] = {}
         leaving = _draining_nodes()
         for node in ray.nodes():
-            slots = self._slots(node["Resources"]) if node["alive"] and node.get("NodeID") not in leaving else 0
+            if not node["alive"] or node.get("NodeID") in leaving:
+                continue
+            resources, address = node["Resources"], node["NodeManagerAddress"]
+            slots = resources.get("CPU", 0) // self.cpus_per_worker
+            if self.use_gpu:
+                slots = min(slots, resources.get("GPU", 0) // self.gpus_per_worker)
             if slots > 0:
-                address = node["NodeManagerAddress"]
-                found[address] = found.get(address, 0) + slots
+                found[address] = found.get(address, 0) + int(slots)
         return found
-
-    def _slots(self, resources: dict[str, Any]) -> int:
-        slots = resources.get("CPU", 0) // self.cpus_per_worker
-        if self.use_gpu:
-            slots = min(slots, resources.get("GPU", 0) // self.gpus_per_worker)
-        return int(slots)
 
 
 class RaySlotDiscovery(RayHostDiscovery):
@@ -205,13 +202,18 @@ class ElasticAdapter(Adapter):
         """Return the values of the last generation's workers, in rank order."""
         if self._hosts is None:
             raise RuntimeError("the executor is not running: call start() first")
-        prepare = None if queue is None else partial(ray_logger.configure, queue)
-        call = Call(function=fn, prepare=prepare, make_executable=self._make_executable)
+        make_executable = self._make_executable
+
+        def call() -> Any:
+            ray_logger.configure(queue)
+            return fn(None if make_executable is None else make_executable())
+
+        per_worker = {"num_cpus": self.params.cpus_per_worker, "num_gpus": self.params.gpus_per_worker}
         launcher = RayLauncher(
             self._hosts,
             address=driver_address(self.settings.nics),
             call=ray.put(call),
-            options=self._actor_options(),
+            options={**per_worker, **({"runtime_env": {"env_vars": self._env}} if self._env else {})},
             use_gpu=self.params.use_gpu,
         )
         spec = ElasticSpec(
@@ -222,13 +224,7 @@ class ElasticAdapter(Adapter):
             forgiven=_FORGIVEN,
             on_places=self.driver.places,
         )
-        try:
-            return run_job(self._job(), launcher, spec).values()
-        finally:
-            self.driver.stop()
-
-    def _job(self) -> Job:
-        return Job(
+        job = Job(
             slots=tuple(place_ranks([host.hostname for host in self._begin_with for _ in range(host.slots)])),
             function=pickle_call(perform),
             env={**nics_to_env_var(self.settings.nics or ()), **self._env, **self.limits.worker_env()},
@@ -237,10 +233,10 @@ class ElasticAdapter(Adapter):
             title="horovod.ray",
             watching=Watching.wanted(variables()),
         )
-
-    def _actor_options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"num_cpus": self.params.cpus_per_worker, "num_gpus": self.params.gpus_per_worker}
-        return options | ({"runtime_env": {"env_vars": self._env}} if self._env else {})
+        try:
+            return run_job(job, launcher, spec).values()
+        finally:
+            self.driver.stop()
 
     def shutdown(self) -> None:
         hosts, self._hosts = self._hosts, None
@@ -266,16 +262,14 @@ class ElasticRayExecutor:
         **kwargs: Any,
     ) -> ElasticSettings:
         """Return settings for an executor; `kwargs` are further ones of `ElasticSettings`."""
-        for old, value, new in (("min_np", min_np, "min_num_proc"), ("max_np", max_np, "max_num_proc")):
-            if value is not None:
-                warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=2)
+        fewest = renamed("min_np", min_np, "min_num_proc", min_num_proc)
         return ElasticSettings(
             discovery=None,
-            min_num_proc=min_num_proc if min_np is None else min_np,
-            max_num_proc=max_num_proc if max_np is None else max_np,
+            min_num_proc=fewest,
+            max_num_proc=renamed("max_np", max_np, "max_num_proc", max_num_proc),
             elastic_timeout=elastic_timeout,
             reset_limit=reset_limit,
-            num_proc=min_num_proc if min_np is None else min_np,
+            num_proc=fewest,
             ssh_identity_file=ssh_identity_file,
             nics=nics,
             start_timeout=Timeout(timeout_s, message="Timed out waiting for {activity}. Raise timeout_s."),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -94,7 +94,7 @@ class RayExecutor:
         override_discovery: bool = True,
         **old_names: Any,
     ) -> None:
-        renamed = _renamed(old_names)
+        given = {**locals(), **_renamed(old_names)}
         self.adapter: Any = None
         self._is_remote = False
         if max_workers is not None and not (min_workers and min_workers > 0):
@@ -106,30 +106,9 @@ class RayExecutor:
                 "Both `min_workers` and `num_workers` provided. Use min_workers for an elastic job, num_workers for "
                 "one of a fixed size"
             )
-        per_worker: dict[str, Any] = {
-            "cpus_per_worker": renamed.get("cpus_per_worker", cpus_per_worker),
-            "use_gpu": use_gpu,
-            "gpus_per_worker": renamed.get("gpus_per_worker", gpus_per_worker),
-        }
-        self.params: ElasticParams | StaticParams
-        if min_workers is not None:
-            self.params = ElasticParams(
-                min_workers=min_workers,
-                max_workers=max_workers,
-                reset_limit=reset_limit,
-                cooldown_range=cooldown_range,
-                elastic_timeout=elastic_timeout,
-                override_discovery=override_discovery,
-                **per_worker,
-            )
-        else:
-            self.params = StaticParams(
-                num_workers=num_workers,
-                num_hosts=num_hosts,
-                num_workers_per_host=renamed.get("num_workers_per_host", num_workers_per_host),
-                use_current_placement_group=use_current_placement_group,
-                **per_worker,
-            )
+        kind: type[ElasticParams | StaticParams] = StaticParams if min_workers is None else ElasticParams
+        # Their fields have the names of the arguments.
+        self.params: ElasticParams | StaticParams = kind(**{one.name: given[one.name] for one in fields(kind)})
         self.settings = settings
         self.settings.elastic = self.params.elastic
 

@@ -45,21 +45,7 @@ def node_id() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """Call of `function(executable)` in an actor. `prepare` is called first, then `make_executable`."""
-
-    function: Callable[[Any], Any]
-    make_executable: Callable[[], Any] | None = None
-    prepare: Callable[[], None] | None = None
-
-    def __call__(self) -> Any:
-        if self.prepare is not None:
-            self.prepare()
-        return self.function(None if self.make_executable is None else self.make_executable())
-
-
-_call: Call | None = None
+_call: Callable[[], Any] | None = None
 
 
 class RayWorker:
@@ -68,7 +54,7 @@ class RayWorker:
     def place(self) -> ActorProcess:
         return this_process()
 
-    def work(self, env: Mapping[str, str], secret: bytes, call: Call) -> int:
+    def work(self, env: Mapping[str, str], secret: bytes, call: Callable[[], Any]) -> int:
         """Run a worker of the job to its end; return the exit status."""
         global _call
         _call = call

@@ -40,7 +40,7 @@ class _Member:
 
 
 class RayLauncher:
-    """`call`: a reference to the `Call` that every worker performs. `options`: of its actors, such as their resources.
+    """`call`: a reference to the function that every worker calls. `options`: of its actors, such as their resources.
 
     `address`: this process's, where every node reaches it. `use_gpu`: workers see the GPUs that Ray gave them.
     """
@@ -102,10 +102,8 @@ class RayLauncher:
                 self._changed.notify_all()
             events.started(member.spec.worker)
             env = {**member.spec.env, **self._gpu_variables(member, place)}
-            code, reason = (
-                ray.get(member.actor.work.remote(env, member.spec.private_files["HORA_SECRET_FILE"], self._call)),
-                "",
-            )
+            secret = member.spec.private_files["HORA_SECRET_FILE"]
+            code, reason = ray.get(member.actor.work.remote(env, secret, self._call)), ""
             # The interpreter runs its exit handlers; `terminate` ends one that hangs.
             with contextlib.suppress(Exception):
                 ray.get(member.actor.__ray_terminate__.remote())
