@@ -185,13 +185,11 @@ def _switch(name: str, environ: Mapping[str, str] | None) -> bool:
 @contextmanager
 def changed_environment(values: Mapping[str, str]) -> Iterator[None]:
     """Set these variables inside the block, for libraries that only read the environment; restore them afterwards."""
-    before = {name: os.environ.get(name) for name in values}
+    before = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in values:
+            os.environ.pop(name, None)
+        os.environ.update(before)

@@ -135,17 +135,16 @@ class World:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> World:
-        """Return this process's world.
-
-        Raises ValueError, naming the variable, for invalid values in the environment.
-        """
+        """Return this process's world. Raises ValueError, naming the variable, for an invalid value."""
         if environ is None:
             keep_secret()
         env = os.environ if environ is None else environ
         if "HOROVOD_RANK" in env or "HOROVOD_SIZE" in env:
             return _from_horovod(env)
         for launcher, (rank_name, size_name, *_) in _FOREIGN.items():
-            if (rank_name in env or size_name in env) and (launcher != "slurm" or _is_slurm_step(env)):
+            # Inside `sbatch` / `salloc` but outside `srun` the job variables exist although only one process runs.
+            in_a_step = launcher != "slurm" or "SLURM_STEP_ID" in env or "SLURM_STEPID" in env
+            if (rank_name in env or size_name in env) and in_a_step:
                 return _from_foreign(env, launcher)
         return cls()
 
@@ -207,17 +206,10 @@ def master_address() -> str:
     return os.environ.get("MASTER_ADDR", "")
 
 
-def place_variables(environ: Mapping[str, str] | None = None) -> tuple[tuple[str, str] | None, tuple[str, str] | None]:
+def place_variables() -> tuple[tuple[str, str] | None, ...]:
     """Return the first rank and the first size variable that Horovod, Open MPI or PMI have set, with their values."""
-    env = os.environ if environ is None else environ
-
-    def first(*names: str) -> tuple[str, str] | None:
-        return next(((name, env[name]) for name in names if name in env), None)
-
-    return (
-        first("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
-        first("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
-    )
+    both = zip(_HOROVOD[:2], _FOREIGN["openmpi"], _FOREIGN["pmi"], strict=False)
+    return tuple(next(((name, os.environ[name]) for name in names if name in os.environ), None) for names in both)
 
 
 def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -302,11 +294,6 @@ def _from_foreign(env: Mapping[str, str], launcher: str) -> World:
         launcher=launcher,
         rendezvous=_tcp_endpoint(env, launcher, one_host=local_size >= size) if size > 1 else RendezvousEndpoint(),
     )
-
-
-def _is_slurm_step(env: Mapping[str, str]) -> bool:
-    # Inside `sbatch` / `salloc` but outside `srun` the job variables exist although only one process runs.
-    return "SLURM_STEP_ID" in env or "SLURM_STEPID" in env
 
 
 def _slurm_place(env: Mapping[str, str], rank: int, size: int) -> tuple[int, int, int, int]:

@@ -18,30 +18,25 @@ _MAX_CHARACTERS = 4000
 _CONNECT_LIMIT_S = 10.0
 
 
-class _Line:
-    """This process's connection for messages, opened with the first one (and again in a forked child)."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner = -1
-        self._client: ControlClient | None = None
-
-    def say(self, text: str, world: World) -> None:
-        if self._owner != os.getpid():
-            # A lock that another thread held while this process was forked would never be released here.
-            self._lock, self._client, self._owner = threading.Lock(), None, os.getpid()
-        with self._lock:
-            if self._client is None or self._client.closed:
-                self._client = ControlClient.connect(
-                    world.rendezvous, name=f"log of rank {world.rank}", timeout_s=_CONNECT_LIMIT_S
-                )
-            client = self._client
-        client.say(text)
-        # The answer confirms that the driver has the line: the rank may exit now.
-        client.check([])
+_lock = threading.Lock()
+_client: ControlClient | None = None  # opened with the first message, and again in a forked child
 
 
-_line = _Line()
+def _after_fork_in_child() -> None:
+    global _lock, _client
+    _lock, _client = threading.Lock(), None  # a lock that another thread held would never be released here
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _connected(world: World) -> ControlClient:
+    global _client
+    with _lock:
+        if _client is None or _client.closed:
+            name = f"log of rank {world.rank}"
+            _client = ControlClient.connect(world.rendezvous, name=name, timeout_s=_CONNECT_LIMIT_S)
+        return _client
 
 
 def log_to_driver(message: object) -> None:
@@ -52,6 +47,9 @@ def log_to_driver(message: object) -> None:
         print(text, flush=True)
         return
     try:
-        _line.say(text, world)
+        client = _connected(world)
+        client.say(text)
+        # The answer confirms that the driver has the line: the rank may exit now.
+        client.check([])
     except (OSError, HorovodInternalError) as error:
         print(f"{text}\n(not sent to the driver: {error})", file=sys.stderr, flush=True)

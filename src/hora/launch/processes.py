@@ -80,6 +80,19 @@ def module_command(executable: str, module: str, *args: str) -> tuple[str, ...]:
     return (executable, "-c", _RUN_MODULE, module, *args)
 
 
+def output_of(command: Sequence[str], *, limit_s: float) -> str:
+    """Return what a command prints; an empty text if it cannot be run or takes too long."""
+    import subprocess  # here: agents do without
+
+    try:
+        found = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return found.stdout
+
+
 def adopt_orphans() -> None:
     """Become the parent of orphaned descendants, instead of init."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -162,7 +175,7 @@ def send_to_all(pids: list[int], number: int) -> None:
 # Turns the forked process into the worker and does not return.
 Execute = Callable[[str, list[str], Mapping[str, str]], NoReturn]
 
-_RESET = ("SIGPIPE", "SIGXFSZ", "SIGCHLD", "SIGTERM", "SIGINT", "SIGHUP")
+_RESET = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Spawned(NamedTuple):
@@ -221,8 +234,8 @@ def _become(
     parent = os.getppid()
     try:
         signal.set_wakeup_fd(-1)
-        for name in _RESET:
-            signal.signal(getattr(signal, name), signal.SIG_DFL)
+        for number in _RESET:
+            signal.signal(number, signal.SIG_DFL)
         enter(parent, streams, cwd)
         execute(argv[0], list(argv), env)
     except (OSError, ValueError) as error:

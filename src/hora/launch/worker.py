@@ -2,30 +2,67 @@
 
 The function arrives only over the authenticated connection. An exception is reported with its own traceback, and the
 process exits with a non-zero status. Commands need no entry point: agents execute them. torch is imported only when the
-function needs it. With `--fork-server module …` this process is an agent's fork server.
+function needs it. With `--fork-server module …` this process is an agent's fork server, whose forks become workers.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import json
 import os
+import socket
 import sys
 import threading
 import traceback
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 from hora.errors import HorovodInternalError
+from hora.launch.agent.fork_server import fork, serve
 from hora.launch.limits import CONNECT_S
+from hora.launch.processes import enter, name_process, replace_variables, variables
 from hora.net.client import FUNCTION_KEY, PATH_KEY, ControlClient
 from hora.world import World
 
 _FETCH_LIMIT_S = 600.0
 
 
-def work() -> NoReturn:
-    """In a fork: run the worker to the end of the process."""
+def become(request: dict[str, Any], descriptors: list[int], agent: socket.socket) -> NoReturn:
+    """In a fork of an agent's fork server: fork again, so that the agent, a subreaper, becomes the parent and reaps it;
+    then run the worker.
+    """
+    middle = os.getpid()
+    try:
+        pid = fork()
+    except OSError:
+        agent.send(b"0")
+        os._exit(1)
+    if pid:
+        agent.send(str(pid).encode())
+        os._exit(0)
+    while os.getppid() == middle:  # it has nothing left to do
+        os.sched_yield()
+    agent.close()
+    enter(request["agent"], (None, *descriptors), request["cwd"])
+    for descriptor in descriptors:
+        os.close(descriptor)
+    inherited = {name: value for name, value in variables().items() if name not in request["unset"]}
+    run_forked(inherited | request["env"])
+
+
+def run_forked(env: Mapping[str, str]) -> NoReturn:
+    """In a fork that has its streams: run a worker with this environment to the end of the process."""
+    name_process(f"hora-rank-{env['HORA_WORKER']}")
+    replace_variables(env)
+    # NumPy's and torch's generators would be identical in every fork; Python reseeds its own.
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+    if "hora.torch_backend" in sys.modules:  # torch was loaded in an environment that may have lacked HORA_REPLACE_GLOO
+        sys.modules["hora.torch_backend"].register()
     try:
         status = main()
     except BaseException:  # as the interpreter does it at the end of a script
@@ -37,13 +74,10 @@ def work() -> NoReturn:
 def main() -> int:
     """Fetch the function, run it and send its result; return the exit status."""
     world = World.from_env()
-    client = ControlClient.connect(
-        world.rendezvous, name=f"worker {world.worker}", worker=world.worker, timeout_s=CONNECT_S
-    )
-    try:
+    name = f"worker {world.worker}"
+    client = ControlClient.connect(world.rendezvous, name=name, worker=world.worker, timeout_s=CONNECT_S)
+    with contextlib.closing(client):
         return _run(client, world)
-    finally:
-        client.close()
 
 
 def _run(client: ControlClient, world: World) -> int:
@@ -118,8 +152,7 @@ def _leave(status: int) -> NoReturn:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--fork-server"]:
         # Under this module's name, because forked workers keep it: `ps` shall show what they are.
-        from hora.launch.agent import fork_server
-
-        fork_server.serve_workers(sys.argv[2:], work)
+        modules, sys.argv[1:] = sys.argv[2:], []  # they are no arguments of the user's function
+        serve("hora-forks", modules, become)
     else:
         _leave(main())

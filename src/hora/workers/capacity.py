@@ -11,11 +11,11 @@ import math
 import os
 import shutil
 import socket
-import subprocess
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hora.launch.processes import output_of
 from hora.memory import total_bytes
 from hora.net import sockets
 
@@ -126,11 +126,7 @@ def _gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
     program = shutil.which("nvidia-smi")
     if program is None:
         return ()
-    try:
-        found = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    lines = [line for line in found.stdout.splitlines() if line.startswith("GPU ")]
+    lines = [line for line in output_of([program, "-L"], limit_s=20.0).splitlines() if line.startswith("GPU ")]
     return tuple(str(number) for number in range(len(lines)))
 
 

@@ -7,9 +7,9 @@ here. Requests arrive at the socket that is the server's standard input.
 
 `serve` is the server, `ForkServer` the client, `WorkerForks` the client of an agent.
 
-Request: {"load": modules, "fork": None or what the role needs}, and the descriptors that the fork gets. A worker is
-requested by {"env", "unset", "cwd", "agent"} with stdout and stderr; the answer is its pid, 0 if it could not be
-forked. A server that cannot fork at all ends, and its client does without it.
+Request: {"load": modules, "fork": None or what the role needs}, and the descriptors that the fork gets. A worker
+(`hora.launch.worker`) is requested by {"env", "unset", "cwd", "agent"} with stdout and stderr; the answer is its pid,
+0 if it could not be forked. A server that cannot fork at all ends, and its client does without it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from hora.launch.processes import (
-    Spawned,
-    enter,
-    module_command,
-    name_process,
-    replace_variables,
-    spawn,
-    variables,
-)
+from hora.launch.processes import Spawned, module_command, name_process, spawn
 
 _MAX_REQUEST_BYTES = 256 * 1024
 _MAX_DESCRIPTORS = 4
@@ -87,40 +79,10 @@ def _load_and_share(name: str, modules: Iterable[str]) -> None:
 
 
 def fork() -> int:
-    """Fork."""
     with warnings.catch_warnings():
         # Newer Pythons warn about threads; those of NumPy's BLAS handle a fork correctly.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
-
-
-def serve_workers(modules: list[str], work: Callable[[], NoReturn]) -> None:
-    """Run the fork server of an agent. `work` is `worker.work`."""
-    del sys.argv[1:]  # they are no arguments of the user's function
-    serve("hora-forks", modules, lambda request, descriptors, agent: _be_worker(request, descriptors, agent, work))
-
-
-def _be_worker(
-    request: dict[str, Any], descriptors: list[int], agent: socket.socket, work: Callable[[], NoReturn]
-) -> NoReturn:
-    """Fork again, so that the agent, a subreaper, becomes the parent and reaps it; then work."""
-    middle = os.getpid()
-    try:
-        pid = fork()
-    except OSError:
-        agent.send(b"0")
-        os._exit(1)
-    if pid:
-        agent.send(str(pid).encode())
-        os._exit(0)
-    while os.getppid() == middle:  # it has nothing left to do
-        os.sched_yield()
-    agent.close()
-    enter(request["agent"], (None, *descriptors), request["cwd"])
-    for descriptor in descriptors:
-        os.close(descriptor)
-    inherited = {name: value for name, value in variables().items() if name not in request["unset"]}
-    run_forked(inherited | request["env"], work)
 
 
 class ForkServer:
@@ -211,17 +173,3 @@ def differ_only_in(one: Mapping[str, str], other: Mapping[str, str], prefixes: t
     """Return whether two environments differ only in variables with these prefixes, which loaded code does not read."""
     changed = {name for name in {*one, *other} if one.get(name) != other.get(name)}
     return all(name.startswith(prefixes) for name in changed)
-
-
-def run_forked(env: Mapping[str, str], work: Callable[[], NoReturn]) -> NoReturn:
-    """Run a worker with this environment in a fork that has its streams, by `worker.work`. Never returns."""
-    name_process(f"hora-rank-{env['HORA_WORKER']}")
-    replace_variables(env)
-    # NumPy's and torch's generators would be identical in every fork; Python reseeds its own.
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
-    if "torch" in sys.modules:
-        sys.modules["torch"].default_generator.seed()
-    if "hora.torch_backend" in sys.modules:  # torch was loaded in an environment that may have lacked HORA_REPLACE_GLOO
-        sys.modules["hora.torch_backend"].register()
-    work()

@@ -79,12 +79,11 @@ class ManifestRequest:
     def grace_s(self) -> int:
         return self.leave_s + _GRACE_SLACK_S
 
-    @property
-    def resources(self) -> Manifest:
-        """Return the resources of a container; empty if the user asks for none."""
+    def resources(self, field: str = "resources") -> Manifest:
+        """Return a container's field of this name; empty if the user asks for no resources."""
         asked = (("cpu", self.cpu), ("memory", self.memory), ("nvidia.com/gpu", self.gpus or None))
         wanted = {name: str(value) for name, value in asked if value is not None}
-        return {"limits": dict(wanted), "requests": dict(wanted)} if wanted else {}
+        return {field: {"limits": dict(wanted), "requests": dict(wanted)}} if wanted else {}
 
     def size_flags(self) -> list[str]:
         flags = ["-np", str(self.num_proc)]
@@ -177,9 +176,8 @@ def _pods(request: ManifestRequest, command: Sequence[str]) -> Manifest:
         "command": list(command),
         "env": [{"name": "HORA_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}, *_variables(request)],
         "ports": [{"containerPort": DEFAULT_PORT}],
+        **request.resources(),
     }
-    if request.resources:
-        container["resources"] = request.resources
     elastic = request.min_nodes is not None
     token = {"serviceAccountName": request.state} if request.any_leader else {"automountServiceAccountToken": False}
     return {
@@ -198,16 +196,9 @@ def _pods(request: ManifestRequest, command: Sequence[str]) -> Manifest:
 def _job(request: ManifestRequest) -> list[Manifest]:
     spec = _pods(request, _agent_command(request, f"{request.name}-0.{request.name}"))
     spec["template"]["spec"]["subdomain"] = request.name
-    service = {
-        "clusterIP": "None",
-        "publishNotReadyAddresses": True,
-        "selector": {"app.kubernetes.io/name": request.name},
-        "ports": [{"name": "hora", "port": DEFAULT_PORT}],
-    }
-    return [
-        _object("v1", "Service", request.name, spec=service),
-        _object("batch/v1", "Job", request.name, spec=spec),
-    ]
+    selector, ports = {"app.kubernetes.io/name": request.name}, [{"name": "hora", "port": DEFAULT_PORT}]
+    service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector, "ports": ports}
+    return [_object("v1", "Service", request.name, spec=service), _object("batch/v1", "Job", request.name, spec=spec)]
 
 
 def _job_set(request: ManifestRequest) -> list[Manifest]:
@@ -228,17 +219,14 @@ def _train_job(request: ManifestRequest) -> list[Manifest]:
         "numNodes": request.num_nodes,
         "numProcPerNode": request.slots,
         "env": _variables(request),
+        **request.resources("resourcesPerNode"),
     }
-    if request.resources:
-        trainer["resourcesPerNode"] = request.resources
     # A patch of the runtime's pods cannot leave the token out, but an account can.
     account = _object("v1", "ServiceAccount", request.secret, automountServiceAccountToken=False)
     pods = _pod(request, {"serviceAccountName": request.state if request.any_leader else request.secret}, {})
     replicated = {"name": "node", "template": {"spec": {"template": {"spec": pods}}}}
-    patch = {
-        "manager": "hora.example/manifest",
-        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}},
-    }
+    runtime = {"template": {"spec": {"replicatedJobs": [replicated]}}}
+    patch = {"manager": "hora.example/manifest", "trainingRuntimeSpec": runtime}
     spec = {"runtimeRef": {"name": request.runtime}, "trainer": trainer, "runtimePatches": [patch]}
     job = _object("trainer.kubeflow.org/v1alpha1", "TrainJob", request.name, spec=spec)
     return [job] if request.any_leader else [account, job]
@@ -252,8 +240,7 @@ def _mpi_job(request: ManifestRequest) -> list[Manifest]:
     command = ["horovodrun", *size, *hosts, "--host-discovery-script", "/etc/mpi/discover_hosts.sh", *request.command]
     launcher: Manifest = {"name": "launcher", "image": request.image, "command": command}
     worker: Manifest = {"name": "worker", "image": request.image, "command": ["/usr/sbin/sshd", "-De"]}
-    if request.resources:
-        worker["resources"] = request.resources
+    worker |= request.resources()
 
     def replicas(container: Manifest, count: int) -> Manifest:
         container["securityContext"] = {"allowPrivilegeEscalation": False}
@@ -265,9 +252,6 @@ def _mpi_job(request: ManifestRequest) -> list[Manifest]:
         }
         return {"replicas": count, "restartPolicy": "Never", "template": {"spec": spec}}
 
-    job = {
-        "slotsPerWorker": request.slots,
-        "runPolicy": {"cleanPodPolicy": "Running"},
-        "mpiReplicaSpecs": {"Launcher": replicas(launcher, 1), "Worker": replicas(worker, request.num_nodes)},
-    }
+    both = {"Launcher": replicas(launcher, 1), "Worker": replicas(worker, request.num_nodes)}
+    job = {"slotsPerWorker": request.slots, "runPolicy": {"cleanPodPolicy": "Running"}, "mpiReplicaSpecs": both}
     return [_object("kubeflow.org/v2beta1", "MPIJob", request.name, spec=job)]

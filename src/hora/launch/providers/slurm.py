@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from hora.launch.controller.agents import Agents, credentials, end_starter, start_agent
 from hora.launch.limits import STARTER_END_S
 from hora.launch.options import Options
-from hora.launch.processes import module_command
+from hora.launch.processes import module_command, output_of
 from hora.launch.slots import HostInfo
 from hora.net import sockets
 from hora.world import slurm_counts, slurm_nodes
@@ -129,18 +129,8 @@ def _slots(nodes: list[str], counts: list[tuple[int, int]], num_proc: int | None
 
 def _node_addresses(name: str) -> list[str]:
     """Ask Slurm for the addresses of a node whose name is not in the name service."""
-    try:
-        shown = subprocess.run(
-            ["scontrol", "--oneliner", "show", "node", name],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_ASK_LIMIT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    words = [word.partition("=")[2] for word in shown.stdout.split() if word.startswith("NodeAddr=")]
+    shown = output_of(["scontrol", "--oneliner", "show", "node", name], limit_s=_ASK_LIMIT_S)
+    words = [word.partition("=")[2] for word in shown.split() if word.startswith("NodeAddr=")]
     return [found for word in words for found in sockets.resolve(word)]
 
 

@@ -23,7 +23,7 @@ from hora.launch.agent.protocol import Join
 from hora.launch.controller.agents import Agents, credentials, end_starter, start_agent
 from hora.launch.controller.launcher import AgentHandle
 from hora.launch.limits import STARTER_END_S
-from hora.launch.processes import ended_by_signals, module_command
+from hora.launch.processes import ended_by_signals, module_command, output_of
 from hora.net import sockets
 from hora.net.session import SessionPeer
 from hora.net.wire import ANYBODY, Credentials, new_secret
@@ -82,9 +82,12 @@ class Ssh:
             python_path=os.pathsep.join(os.path.abspath(folder) for folder in folders if folder),
         )
 
-    def command(self, hostname: str, remote: Sequence[str], *, attempts: int = 1) -> list[str]:
-        """Return the argv that runs `remote` on a host. ssh passes it to a shell, so each word is quoted."""
-        line = " ".join(shlex.quote(word) for word in remote)
+    def python(self, hostname: str, module: str, *args: str, attempts: int = 1) -> list[str]:
+        """Return the argv that runs a module with the job's Python on a host. ssh passes it to a shell: words are
+        quoted.
+        """
+        path = [f"PYTHONPATH={self.python_path}"] if self.python_path else []
+        line = shlex.join(["exec", "env", *path, *module_command(self.executable, module, *args)])
         if self.is_agent:
             return [*self.program, hostname, line]
         argv = list(self.program)
@@ -97,32 +100,10 @@ class Ssh:
             argv += ["-i", self.identity_file]
         return [*argv, line]
 
-    def python(self, hostname: str, module: str, *args: str, attempts: int = 1) -> list[str]:
-        """Return the argv that runs a module with the job's Python on a host."""
-        path = [f"PYTHONPATH={self.python_path}"] if self.python_path else []
-        return self.command(
-            hostname, ["exec", "env", *path, *module_command(self.executable, module, *args)], attempts=attempts
-        )
-
     def real_name(self, hostname: str) -> str:
         """Return the name or address that ssh uses for a host, which may be an alias in its configuration."""
-        if self.is_agent:
-            return hostname
-        try:
-            found = subprocess.run(
-                [*self.program, "-G", hostname],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=_CONNECT_LIMIT_S,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return hostname
-        for line in found.stdout.splitlines():
-            if line.startswith("hostname "):
-                return line.split()[1]
-        return hostname
+        shown = "" if self.is_agent else output_of([*self.program, "-G", hostname], limit_s=_CONNECT_LIMIT_S)
+        return next((line.split()[1] for line in shown.splitlines() if line.startswith("hostname ")), hostname)
 
 
 class SshHosts(Agents):

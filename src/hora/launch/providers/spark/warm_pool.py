@@ -24,11 +24,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from hora.launch.agent.agent import serve_locally
-from hora.launch.agent.fork_server import OWN, ForkServer, differ_only_in, run_forked, serve
+from hora.launch.agent.fork_server import OWN, ForkServer, differ_only_in, serve
 from hora.launch.controller.launcher import AgentProcess
 from hora.launch.limits import END_S
 from hora.launch.processes import first_variables, module_command, name_process, send_signal
-from hora.launch.worker import work
+from hora.launch.worker import run_forked
 
 # Variables that may differ in a rank, because no preloaded module has read them.
 _LATE = (*OWN, "NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED")
@@ -151,7 +151,7 @@ def _be_worker(file: str, argv: list[str], env: Mapping[str, str]) -> NoReturn:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     sys.argv = ["-m"]
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), _text_stream(1), _text_stream(2)
-    run_forked(env, work)
+    run_forked(env)
 
 
 def _text_stream(descriptor: int) -> io.TextIOWrapper:
