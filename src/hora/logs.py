@@ -14,16 +14,8 @@ from types import TracebackType
 
 from hora.errors import HorovodInternalError
 
-_LEVELS = {
-    "trace": logging.DEBUG,
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-    "fatal": logging.CRITICAL,
-}
-
-
+_NAMES = ("debug", "info", "warning", "error", "fatal")
+_LEVELS = {"trace": logging.DEBUG} | {name: getattr(logging, name.upper()) for name in _NAMES}
 _OWN_FILES = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
@@ -44,13 +36,12 @@ def set_up(level: str, *, hide_time: bool, rank: int) -> None:
     logger.setLevel(_LEVELS.get(level.lower(), logging.WARNING))
     time = "" if hide_time else "%(asctime)s "
     formatter = logging.Formatter(f"[{time}hora %(levelname)s rank {rank}] %(message)s")
-    ours = [handler for handler in logger.handlers if isinstance(handler, _Handler)]
     if not logger.handlers:
-        ours = [_Handler()]
-        logger.addHandler(ours[0])
+        logger.addHandler(_Handler())
         logger.propagate = False
-    for handler in ours:
-        handler.setFormatter(formatter)
+    for handler in logger.handlers:
+        if isinstance(handler, _Handler):
+            handler.setFormatter(formatter)
 
 
 def shorten_tracebacks() -> None:

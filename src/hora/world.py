@@ -13,6 +13,7 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 _GROUP = re.compile(r"\[([^\[\]]*)\]")
 _MAX_NODES = 1_000_000
@@ -340,20 +341,15 @@ def _first_host_of_open_mpi(env: Mapping[str, str]) -> str:
 
 def _tcp_endpoint(env: Mapping[str, str], launcher: str, *, one_host: bool) -> RendezvousEndpoint:
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+    tcp = partial(RendezvousEndpoint, kind="tcp", secret_file=env.get("HORA_SECRET_FILE", ""))
     if address and port:
-        # torchrun's agent already runs a store there; other launchers expect rank 0 to open it.
-        agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
-        return RendezvousEndpoint(
-            kind="tcp",
-            address=address,
-            port=_integer(env, "MASTER_PORT"),
-            secret_file=env.get("HORA_SECRET_FILE", ""),
-            # torchrun's store, with the values in it, outlives the ranks that it restarts.
-            job=f"{env.get('TORCHELASTIC_RUN_ID', launcher)}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
-            host_store=not agent_store,
-        )
+        # torchrun's agent already runs a store there. It outlives, with its values, the ranks that the agent restarts.
+        # Other launchers expect rank 0 to open it.
+        host_store = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() != "true"
+        job = f"{env.get('TORCHELASTIC_RUN_ID', launcher)}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        return tcp(address=address, port=_integer(env, "MASTER_PORT"), job=job, host_store=host_store)
     ids = ("SLURM_JOB_ID", "OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID")
-    job = next((env[name] for name in ids if env.get(name)), None)
+    job = next((env[name] for name in ids if env.get(name)), "")
     if launcher == "slurm" and job:
         nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or ""
         address = next(iter(slurm_nodes(nodelist)), "127.0.0.1")
@@ -366,8 +362,5 @@ def _tcp_endpoint(env: Mapping[str, str], launcher: str, *, one_host: bool) -> R
             f"the {launcher} variables describe a world of several ranks but not where they meet: set MASTER_ADDR and "
             "MASTER_PORT to a host and a free port of rank 0, or start the job with horovodrun"
         )
-    port_number = 20000 + sum((i + 1) * b for i, b in enumerate(str(job).encode())) % 20000
-    secret_file = env.get("HORA_SECRET_FILE", "")
-    return RendezvousEndpoint(
-        kind="tcp", address=address, port=port_number, secret_file=secret_file, job=str(job), host_store=True
-    )
+    number = 20000 + sum((i + 1) * b for i, b in enumerate(job.encode())) % 20000
+    return tcp(address=address, port=number, job=job, host_store=True)

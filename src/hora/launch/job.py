@@ -85,8 +85,7 @@ class Watching:
         setting = environ.get("HORA_DASHBOARD", "")
         if page is None:
             page = setting not in ("", "0") or bool(listen)
-        if not listen and setting not in ("", "0", "1"):
-            listen = setting
+        listen = listen or ("" if setting in ("0", "1") else setting)
         record = record or environ.get("HORA_RECORD") or None
         reports = None
         if "KUBEFLOW_TRAINER_SERVER_URL" in environ:
@@ -95,25 +94,7 @@ class Watching:
             reports = Reports.of(environ)
         if not page and not record and reports is None:
             return None
-        return cls(page=page, listen=listen or "", record=record, reports=reports)
-
-    def open(self, facts: Mapping[str, Any], job: live.JobControl) -> live.Dashboard:
-        """Start observing a job. `facts` describe it; `job` controls it. Raises OSError if the address is taken."""
-        from hora.watch.live import Dashboard
-
-        dashboard = Dashboard(
-            {**facts, "demo": True} if self.demo else facts,
-            job,
-            listen=self.listen,
-            record=self.record,
-            page=self.page,
-            reports=self.reports,
-        )
-        if self.browser and dashboard.page is not None:
-            import webbrowser
-
-            webbrowser.open(dashboard.page.full_url)
-        return dashboard
+        return cls(page=page, listen=listen, record=record, reports=reports)
 
 
 class Observation(RendezvousEvents):
@@ -130,6 +111,43 @@ class Observation(RendezvousEvents):
         self._worlds: Mapping[int, World] = {}  # the present one, by worker
         self._asked_at: dict[int, float] = {}  # worker -> when its stack was requested
         self._stacks_to_show: set[int] = set()
+
+    def observe(
+        self,
+        watching: Watching | None,
+        control: live.JobControl,
+        job_id: str,
+        *,
+        title: str,
+        command: Sequence[str] = (),
+        elastic: bool = False,
+    ) -> None:
+        """Begin to observe the job as `watching` says; `control` controls it. A command with a script has its name as
+        title. Closes the rendezvous if that fails: OSError if the page's address is taken.
+        """
+        if watching is None:
+            return
+        from hora.watch.live import Dashboard
+
+        names = [word for word in command if word.endswith((".py", ".sh"))] + [*command[:1], "a function"]
+        facts = {
+            "id": job_id,
+            "title": title or os.path.basename(names[0]),
+            "command": " ".join(command)[:500],
+            "began": time.time(),
+            "elastic": elastic,
+            **({"demo": True} if watching.demo else {}),
+        }
+        how = {name: getattr(watching, name) for name in ("listen", "record", "page", "reports")}
+        try:
+            self.observer = Dashboard(facts, control, **how)
+        except BaseException:
+            self.rendezvous.close()
+            raise
+        if watching.browser and self.observer.page is not None:
+            import webbrowser
+
+            webbrowser.open(self.observer.page.full_url)
 
     def tell(self, event: str, *arguments: object, **news: object) -> None:
         """Call this method of the observer."""
@@ -184,18 +202,6 @@ class Observation(RendezvousEvents):
             world = self._worlds[worker]
             where = f"rank {world.rank} on {world.hostname}"
             self.show_stack(f"{where} keeps the others waiting; it is here:\n{stack_text(data)}")
-
-
-def facts_of(job_id: str, *, title: str, command: Sequence[str] = (), elastic: bool = False) -> dict[str, Any]:
-    """Return the facts that an observer gets when a job begins. A command with a script has its name as title."""
-    names = [word for word in command if word.endswith((".py", ".sh"))] + [*command[:1], "a function"]
-    return {
-        "id": job_id,
-        "title": title or os.path.basename(names[0]),
-        "command": " ".join(command)[:500],
-        "began": time.time(),
-        "elastic": elastic,
-    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -133,15 +133,11 @@ class Distributed(Generic[P, T]):
         """Return every rank's value, in rank order."""
         n, options = self._num_processes, self._options
         if self._on == "ray":
-            executor_type = _named("horovod.ray", "RayExecutor")
+            executor_type = importlib.import_module("horovod.ray").RayExecutor
             with executor_type(executor_type.create_settings(), num_workers=n, **options) as executor:
                 executor.start()
                 return list(executor.run(self._function, args=list(args), kwargs=dict(kwargs)))
         if self._on == "slurm" and not variables().get("SLURM_JOB_ID"):
             raise RuntimeError('on="slurm" works inside an allocation: salloc --nodes=2 --ntasks-per-node=4 python …')
-        start_ranks = _named("hora.spark.run", "run") if self._on == "spark" else run
+        start_ranks = importlib.import_module("hora.spark.run").run if self._on == "spark" else run
         return list(start_ranks(self._function, args=args, kwargs=kwargs, num_proc=n, **options))
-
-
-def _named(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)

@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from hora.launch.job import REPORTING, Observation, Watching, facts_of
+from hora.launch.job import REPORTING, Observation, Watching
 from hora.launch.processes import variables
 from hora.launch.slots import Slot, place_ranks
 from hora.net.rendezvous import Rendezvous
@@ -91,12 +91,7 @@ class Coordinator:
         self._close = weakref.finalize(self, self.rendezvous.close)
         self._endpoint = RendezvousEndpoint(kind="hora", address=address, port=self.rendezvous.port, job=job)
         watching = Watching.wanted(variables())
-        if watching is not None:
-            try:
-                self._observation.observer = watching.open(facts_of(job, title="horovod.ray"), self)
-            except BaseException:  # such as an address in use
-                self.close()
-                raise
+        self._observation.observe(watching, self, job, title="horovod.ray")
         self.begin_anew()
         return {
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,

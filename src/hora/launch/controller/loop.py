@@ -58,7 +58,6 @@ from hora.launch.job import (
     LeadershipLostError,
     Observation,
     WorkerSpec,
-    facts_of,
 )
 from hora.launch.limits import KILLED_S
 from hora.launch.processes import ended_by_signals, module_command
@@ -238,13 +237,7 @@ class _Controller(Observation):
     def observed(self) -> Iterator[None]:
         """Report the job's end to its observer, whatever the outcome."""
         job = self._job
-        if job.watching is not None:
-            try:
-                facts = facts_of(self._id, title=job.title, command=job.command, elastic=self._policy.elastic)
-                self.observer = job.watching.open(facts, self)
-            except BaseException:  # such as an address in use
-                self.rendezvous.close()
-                raise
+        self.observe(job.watching, self, self._id, title=job.title, command=job.command, elastic=self._policy.elastic)
         try:
             yield
         except BaseException as error:

@@ -13,6 +13,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hora.errors import AuthenticationError
@@ -174,25 +175,20 @@ def _sagemaker(environ: Mapping[str, str], hostname: str) -> NodeSpec:
     return replace(place, slots=_gpus(environ, "SM_NUM_GPUS"))
 
 
-def _mpi(rank: str, size: str, local: str, platform: str) -> Callable[[Mapping[str, str], str], NodeSpec]:
-    """Return a reader for an MPI launcher with one process per node. It knows the address only on a single machine."""
-
-    def read(environ: Mapping[str, str], hostname: str) -> NodeSpec:
-        num_nodes = _number(environ, size, platform)
-        here = environ.get(local) == str(num_nodes)
-        index = _number(environ, rank, platform)
-        return NodeSpec(num_nodes=num_nodes, index=index, host="127.0.0.1" if here else "", platform=platform)
-
-    return read
+def _mpi(platform: str, rank: str, size: str, local: str, environ: Mapping[str, str], hostname: str) -> NodeSpec:
+    """Read the variables of an MPI launcher with one process per node. It knows the address only on one machine."""
+    num_nodes, index = _number(environ, size, platform), _number(environ, rank, platform)
+    host = "127.0.0.1" if environ.get(local) == str(num_nodes) else ""
+    return NodeSpec(num_nodes=num_nodes, index=index, host=host, platform=platform)
 
 
 _PLATFORMS: dict[str, Callable[[Mapping[str, str], str], NodeSpec]] = {
     "PET_NNODES": _kubeflow,
     "SKYPILOT_NODE_RANK": _skypilot,
-    "OMPI_COMM_WORLD_SIZE": _mpi(
-        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "Open MPI"
+    "OMPI_COMM_WORLD_SIZE": partial(
+        _mpi, "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"
     ),
-    "PMI_SIZE": _mpi("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", "PMI"),
+    "PMI_SIZE": partial(_mpi, "PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
     "SLURM_JOB_ID": _slurm,
     "LSB_MCPU_HOSTS": _lsf,
     "PBS_NODEFILE": _pbs,
