@@ -76,6 +76,7 @@ BACKLOG_BYTES = 1024 * 1024  # of output not yet taken by the controller; above 
 _LONGEST_WAIT_S = 3600.0  # the selector accepts at most 24 days, and a limit may be longer
 _SWEEP_S = 0.02
 _LEAVE_LIMIT_S = 600.0  # the sender of the SIGTERM has its own limit
+_NEVER = float("inf")
 
 
 class ControllerLink:
@@ -85,7 +86,7 @@ class ControllerLink:
     `elastic`: an agent that is asked to end lets its workers leave first.
     """
 
-    silence_limit_s: float | None = None
+    silence_limit_s = _NEVER
     elastic = False
 
     def __init__(self) -> None:
@@ -220,11 +221,11 @@ class Agent:
         self._pipes = selectors.EpollSelector()  # of the workers' output
         self._pids: dict[int, int] = {}  # worker -> pid of its first process, until that is reaped
         self._killing: dict[int, float] = {}  # worker -> when SIGTERM turns into SIGKILL
-        self._ending: float | None = None  # when everything left gets SIGKILL
+        self._ending = _NEVER  # when everything left gets SIGKILL
         self._finished = False  # no process was left when everything was ended
         self._status: int | None = None  # of the job, or why this agent ends before it
         self._signal = 0  # that came last, and is still to be handled
-        self._leaving_until: float | None = None
+        self._leaving_until = _NEVER
         self._paused = True  # the workers' pipes are left unread: not begun yet, or the controller is slow
         self._forks: WorkerForks | None = None
         self._mpi_world: MpiWorld | None = None
@@ -233,7 +234,7 @@ class Agent:
         self._requested: dict[int, tuple[Start, dict[str, str]]] = {}  # worker -> order, environment
         self._strays: dict[int, int] = {}  # pid -> status
         self._guardian_pid, self._become_worker = os.getppid(), execute
-        self._heard = float("inf")  # counts from the first order on: a node may wait long for its job to begin
+        self._heard = _NEVER  # counts from the first order on: a node may wait long for its job to begin
         signal.set_wakeup_fd(self._link.wake_out, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -249,11 +250,11 @@ class Agent:
             self._turn()
         self._link.close()
         remove_folder(self.scratch)
-        return LEFT if self._status is None and self._leaving_until is not None else self._status
+        return LEFT if self._status is None and self._leaving_until < _NEVER else self._status
 
     def _over(self) -> bool:
         # A subreaper without children has no descendants.
-        if self._ending is None or self._reap():
+        if self._ending == _NEVER or self._reap():
             return False
         if not self._finished:
             self._finished = True
@@ -272,26 +273,22 @@ class Agent:
         elif self._signal:
             number, self._signal = self._signal, 0
             self._on_request(number)
-        now, silence_limit_s = time.monotonic(), self._link.silence_limit_s
-        if self._link.gone or (silence_limit_s is not None and now > self._heard + silence_limit_s):
+        now = time.monotonic()
+        if self._link.gone or now > self._heard + self._link.silence_limit_s:
             self._link.gone = True
             self._end(GRACE_S)
-        if self._leaving_until is not None and (now > self._leaving_until or not (self._pids or self._requested)):
+        if now > self._leaving_until or (self._leaving_until < _NEVER and not (self._pids or self._requested)):
             self._end(GRACE_S, LEFT)
         while self._calls:
             self._calls.popleft()()
         self._reap()
         self._kill_overdue()
 
-    def _wait_s(self) -> float | None:
-        if self._ending is not None and not self._finished:
+    def _wait_s(self) -> float:
+        if self._ending < _NEVER and not self._finished:
             return _SWEEP_S
-        times = list(self._killing.values())
-        if self._link.silence_limit_s is not None:
-            times.append(self._heard + self._link.silence_limit_s)
-        if self._leaving_until is not None:
-            times.append(self._leaving_until)
-        return min(max(min(times) - time.monotonic(), _SWEEP_S), _LONGEST_WAIT_S) if times else None
+        first = min(*self._killing.values(), self._heard + self._link.silence_limit_s, self._leaving_until)
+        return min(max(first - time.monotonic(), _SWEEP_S), _LONGEST_WAIT_S)
 
     def _later(self, call: Callable[..., None], *args: Any) -> None:
         """Have the loop make this call. From any thread."""
@@ -309,10 +306,10 @@ class Agent:
 
     def _on_request(self, number: int) -> None:
         """Handle a request to end: elastic workers may leave first; a second request ends them at once."""
-        if self._link.elastic and self._leaving_until is None and number == signal.SIGTERM:
+        if self._link.elastic and self._leaving_until == _NEVER and number == signal.SIGTERM:
             self._leaving_until = time.monotonic() + _LEAVE_LIMIT_S
             self._link.send(Leaving())
-        elif self._ending is None:
+        elif self._ending == _NEVER:
             self._end(GRACE_S, 128 + number)
 
     # ---- orders -------------------------------------------------------------------------------------------
@@ -338,8 +335,8 @@ class Agent:
     def _start(self, order: Start) -> None:
         worker = order.worker
         if self._finished and self._status is None and not self._link.gone:  # the next leader of the job goes on
-            self._ending, self._finished = None, False
-        if self._ending is not None:
+            self._ending, self._finished = _NEVER, False
+        if self._ending < _NEVER:
             self._exited(worker, 128 + signal.SIGTERM, "the job was ending already")
             return
         env = variables() if order.inherit_env else {}
@@ -413,7 +410,7 @@ class Agent:
     def _adopt_forked(self, worker: int, spawned: Spawned | None) -> None:
         order = self._requested.pop(worker, None)
         if spawned is None:
-            if order is not None and self._ending is None:
+            if order is not None and self._ending == _NEVER:
                 self._execute(*order)
             elif order is not None:
                 self._exited(worker, 128 + signal.SIGTERM, "")
@@ -478,7 +475,7 @@ class Agent:
     def _report_dying(self, worker: int) -> None:
         """Report the death of a worker whose memory Linux is still freeing, unless the agent ended it."""
         pid = self._pids.get(worker)
-        if pid is None or worker in self._killing or self._ending is not None:
+        if pid is None or worker in self._killing or self._ending < _NEVER:
             return
         status = lifeline.status_of_dying(pid)
         if status:  # otherwise it may have executed another program
@@ -517,15 +514,14 @@ class Agent:
     def _end(self, grace_s: float, status: int | None = None) -> None:
         """End all workers, and then this agent if it has a status."""
         self._status = status if self._status is None else self._status
-        limit = time.monotonic() + grace_s
-        if self._ending is None:
+        if self._ending == _NEVER:
             send_to_all(Processes().descendants(os.getpid()), signal.SIGTERM)
-        self._ending = limit if self._ending is None else min(self._ending, limit)
+        self._ending = min(self._ending, time.monotonic() + grace_s)
 
     def _kill_overdue(self) -> None:
         now = time.monotonic()
         overdue = [worker for worker, limit in self._killing.items() if now >= limit]
-        if not overdue and (self._ending is None or now < self._ending):
+        if not overdue and now < self._ending:
             return
         processes = Processes()
         for worker in overdue:
@@ -533,7 +529,7 @@ class Agent:
             send_to_all(family, signal.SIGKILL)
             if not family:
                 del self._killing[worker]
-        if self._ending is not None and now >= self._ending:
+        if now >= self._ending:
             send_to_all(processes.descendants(os.getpid()), signal.SIGKILL)
 
 
