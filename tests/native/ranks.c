@@ -253,16 +253,15 @@ static void test_messages(struct member *member, int64_t number) {
 }
 
 static void test_encode(struct member *member, int64_t number) {
-    int64_t count = 1 + (int64_t)(test_random_of((uint64_t)number) % MOST), blocks = (count + CODE_BLOCK - 1) / CODE_BLOCK;
+    int64_t count = 1 + (int64_t)(test_random_of((uint64_t)number) % MOST);
     float *numbers = test_room((size_t)count * 4), *residual = test_room((size_t)count * 4), *decoded = test_room((size_t)count * 4);
-    float *scales = test_room((size_t)blocks * 4);
-    int8_t *steps = test_room((size_t)count);
+    char *coded = test_room((size_t)coded_bytes(CODE_INT8, count));
     test_draw(numbers, F32, number, 0, 0, count);
-    hora_encode_int8(numbers, (number & 1) ? residual : NULL, scales, steps, (size_t)count);
-    hora_decode_int8(scales, steps, decoded, (size_t)count);
+    hora_encode(CODE_INT8, numbers, (number & 1) ? residual : NULL, coded, count);
+    hora_decode(CODE_INT8, coded, decoded, count);
     if (memcmp(decoded, numbers, (size_t)count * 4)) test_fail("decoded numbers are others", member->number, number);
     test_digest(&member->digest, decoded, (size_t)count * 4);
-    free(numbers), free(residual), free(decoded), free(scales), free(steps);
+    free(numbers), free(residual), free(decoded), free(coded);
 }
 
 static void *test_work(void *which) {

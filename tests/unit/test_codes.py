@@ -16,24 +16,30 @@ SIZES = (1, 3, 255, 256, 257, 5000)
 BLOCK = 256  # numbers per scale: CODE_BLOCK of codes.h
 
 
+INT8 = 3  # CODE_INT8
+
+
 def num_blocks(count):
     return -(-count // BLOCK)
 
 
+def called(function, *addresses, count):
+    getattr(ctypes.CDLL(str(native._PATH)), function)(INT8, *map(ctypes.c_void_p, addresses), ctypes.c_int64(count))
+
+
 def encoded(numbers, residual=None):
     """Encode `numbers`, scales first; they become their decoded values, and `residual` the encoding error."""
-    data = torch.zeros(num_blocks(numbers.numel()) * 4 + numbers.numel(), dtype=torch.uint8)
-    at, steps_at = data.data_ptr(), data.data_ptr() + num_blocks(numbers.numel()) * 4
-    lost = 0 if residual is None else residual.data_ptr()
-    pointers = [ctypes.c_void_p(each) for each in (numbers.data_ptr(), lost, at, steps_at)]
-    ctypes.CDLL(str(native._PATH)).hora_encode_int8(*pointers, ctypes.c_size_t(numbers.numel()))
+    count = numbers.numel()
+    data = torch.zeros(num_blocks(count) * 4 + -(-count // 4) * 4, dtype=torch.uint8)
+    called(
+        "hora_encode", numbers.data_ptr(), 0 if residual is None else residual.data_ptr(), data.data_ptr(), count=count
+    )
     return data
 
 
 def decoded(data, count):
     out = torch.full((count,), math.nan)
-    pointers = [data.data_ptr(), data.data_ptr() + num_blocks(count) * 4, out.data_ptr()]
-    ctypes.CDLL(str(native._PATH)).hora_decode_int8(*map(ctypes.c_void_p, pointers), ctypes.c_size_t(count))
+    called("hora_decode", data.data_ptr(), out.data_ptr(), count=count)
     return out
 
 
@@ -54,7 +60,7 @@ def test_a_step_is_one_127th_of_the_largest_number_of_its_block(count):
         lost = None if residual is None else residual.clone()
         data = encoded(wanted.clone(), lost)
         total = wanted if residual is None else residual + wanted
-        steps = data[num_blocks(count) * 4 :].view(torch.int8)
+        steps = data[num_blocks(count) * 4 :].view(torch.int8)[:count]
         scales = data[: num_blocks(count) * 4].clone().view(torch.float32)
         for block, scale in enumerate(scales):
             numbers, found = (tensor[block * BLOCK : (block + 1) * BLOCK] for tensor in (total, steps))

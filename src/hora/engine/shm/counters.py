@@ -98,9 +98,9 @@ class Counter:
         if asleep.value:
             self.wake()
 
-    def wait_beyond(self, seen: int) -> None:
-        """Wait until the value differs from `seen`, for one short slice of time; the caller loops and checks."""
-        self._native.wait_change(self.address, seen, self._policy_at, SLICE_NS)
+    def wait_beyond(self, seen: int) -> bool:
+        """Return whether the value exceeds `seen`, or does so within one short slice of time; the caller loops."""
+        return bool(self._native.wait_for(self.address, seen + 1, self._policy_at, SLICE_NS))
 
     def wait_for(self, target: int, *, check_alive: Callable[[], None], what: str) -> None:
         """Wait until the value is at least `target`.
@@ -108,14 +108,9 @@ class Counter:
         `check_alive` is called while waiting and raises if waiting is pointless (a peer died, a shutdown). After the
         limit TimeoutError names `what`.
         """
-
-        def come() -> bool:
-            seen = self.value
-            if seen < target:
-                self.wait_beyond(seen)
-            return self.value >= target
-
-        wait_until(come, check_alive, lambda: f"{what} (at {self.value}, needs {target})")
+        wait_until(
+            lambda: self.wait_beyond(target - 1), check_alive, lambda: f"{what} (at {self.value}, needs {target})"
+        )
 
 
 _open: dict[int, weakref.ref[Counters]] = {}  # of this process, by id

@@ -21,7 +21,6 @@ enum outcome { BROKEN = -1, NOT_YET, COMPLETE, VOID };
 enum check { NONE, ON_THE_WAY, AT_ONCE }; /* AT_ONCE: wait for the headers first, because combining changes data */
 enum kind { ALLREDUCE, SCATTER, GATHER };
 enum greeting { TO_SEND, SENT, FOUND_EQUAL };
-enum code { PLAIN, CODE_F16, CODE_BF16, CODE_INT8 }; /* numbered as in native_hosts.py */
 
 /* One direction of a connection, whose messages are moved in order, `num_moved` of `num_queued` so far. If encrypted, each
  * record holds up to RECORD_BYTES of one message.
@@ -187,6 +186,11 @@ static char *lost_room(const struct hosts *hosts) { return room_of(hosts, 2, 0);
 
 static int64_t size_of(const struct hosts_job *job) { return (int64_t)item_bytes[job->inside.dtype]; }
 
+/* Return the bytes of this many numbers on their way. */
+static int64_t way_bytes(const struct hosts_job *job, int64_t count) {
+    return job->code ? coded_bytes(job->code, count) : count * size_of(job);
+}
+
 struct span { int64_t begin, count; }; /* elements; none: count <= 0 */
 
 static struct span clipped(int64_t begin, int64_t most, int64_t end) {
@@ -267,66 +271,6 @@ static char *combined_place(const struct hosts_job *job, int64_t index, struct s
     const char *own = own_data(job, span);
     int as_it_is = !job->kind && job->hosts->num_local == 1 && inside->prescale == 1.0 && inside->finish == NOTHING;
     return own && as_it_is && !job->code ? (char *)(uintptr_t)own : ring_room(job->hosts, OURS, job->first + index);
-}
-
-/* Arithmetic. */
-
-/* Half precision, with each host multiplied by its weight. */
-static void add_up_weighted(const struct numbers *what, const float *weights, int k, const void *const *operands, void *out,
-                            int64_t count) {
-    int is_f16 = what->dtype == F16;
-    float sums[BLOCK], next[BLOCK];
-    for (int64_t at = 0; at < count; at += BLOCK) {
-        size_t n = (size_t)(count - at < BLOCK ? count - at : BLOCK);
-        for (int h = 0; h < k; h++) {
-            float *wide = h ? next : sums;
-            (is_f16 ? widen_f16 : widen_bf16)((const uint16_t *)operands[h] + at, wide, n);
-            scale(wide, n, weights[h]);
-            if (h) add(sums, next, n);
-        }
-        if (what->finish == MULTIPLY) scale(sums, n, (float)what->factor);
-        (is_f16 ? round_f16 : round_bf16)(sums, (uint16_t *)out + at, n);
-    }
-}
-
-/* Return the encoded bytes of this many numbers. */
-static int64_t way_bytes(const struct hosts_job *job, int64_t count) {
-    if (job->code == PLAIN) return count * size_of(job);
-    if (job->code != CODE_INT8) return 2 * count;
-    return (count + CODE_BLOCK - 1) / CODE_BLOCK * 4 + (count + 3) / 4 * 4;
-}
-
-WIDEST static void keep_finite_loss(const float *sent, float *residual, size_t count) {
-    for (size_t i = 0; i < count; i++) {
-        float lost = residual[i] - sent[i];
-        residual[i] = lost - lost == 0.0f ? lost : 0.0f; /* non-finite values are sent but kept out of the residual */
-    }
-}
-
-/* Encode the numbers, and replace them by the decoded values. */
-static void encode(int code, float *numbers, float *residual, char *out, int64_t count) {
-    if (code == CODE_INT8) {
-        int64_t scales = (count + CODE_BLOCK - 1) / CODE_BLOCK * 4;
-        memset(out + scales + count, 0, (size_t)((4 - count % 4) % 4));
-        hora_encode_int8(numbers, residual, (float *)(void *)out, (int8_t *)out + scales, (size_t)count);
-        return;
-    }
-    for (int64_t at = 0; at < count; at += BLOCK) {
-        size_t n = (size_t)(count - at < BLOCK ? count - at : BLOCK);
-        uint16_t *halves = (uint16_t *)(void *)out + at;
-        if (residual) add(residual + at, numbers + at, n);
-        (code == CODE_F16 ? round_f16 : round_bf16)(residual ? residual + at : numbers + at, halves, n);
-        (code == CODE_F16 ? widen_f16 : widen_bf16)(halves, numbers + at, n);
-        if (residual) keep_finite_loss(numbers + at, residual + at, n);
-    }
-}
-
-static void decode(int code, const char *data, float *out, int64_t count) {
-    if (code == CODE_INT8)
-        hora_decode_int8((const float *)(const void *)data,
-                         (const int8_t *)data + (count + CODE_BLOCK - 1) / CODE_BLOCK * 4, out, (size_t)count);
-    else
-        (code == CODE_F16 ? widen_f16 : widen_bf16)((const uint16_t *)(const void *)data, out, (size_t)count);
 }
 
 /* Return the residual of these elements, contiguous; `keep_lost` writes it back if it was copied. */
@@ -444,7 +388,7 @@ static int combine(struct hosts_job *job, int64_t index) {
         float *lost = take_lost(job, span);
         for (int h = 0; h < (job->two_steps ? hosts->num_hosts : 1); h++) {
             struct span part = part_of(job, index, span.count, h);
-            encode(job->code, (float *)(void *)ours + part.begin, lost ? lost + part.begin : NULL, coded + at, part.count);
+            hora_encode(job->code, (float *)(void *)ours + part.begin, lost ? lost + part.begin : NULL, coded + at, part.count);
             at += way_bytes(job, part.count);
         }
         keep_lost(job, span, lost);
@@ -491,9 +435,9 @@ static void ask(struct hosts_job *job, int64_t index, struct span span, char *re
 static void recode(const struct hosts_job *job, int64_t index, struct span span, struct span part, float *mine) {
     float *wanted = (float *)(void *)decoded_of(job->hosts, job->hosts->host), *lost = take_lost(job, span);
     if (lost) memcpy(wanted, mine, (size_t)part.count * sizeof(float));
-    encode(job->code, mine, NULL, ring_room(job->hosts, RECODED, job->first + index), part.count);
+    hora_encode(job->code, mine, NULL, ring_room(job->hosts, RECODED, job->first + index), part.count);
     if (!lost) return;
-    keep_finite_loss(mine, wanted, (size_t)part.count);
+    keep_loss(mine, wanted, (size_t)part.count);
     add(lost + part.begin, wanted, (size_t)part.count);
     keep_lost(job, span, lost);
 }
@@ -524,7 +468,7 @@ static int compare(struct hosts_job *job, long slice_ns) {
 /* Combine the hosts' data. */
 static void add_up_hosts(const struct hosts_job *job, const void *const *operands, void *out, int64_t count) {
     if (job->weights)
-        add_up_weighted(&job->between, job->weights, job->hosts->num_hosts, operands, out, count);
+        sum_halves(&job->between, job->weights, job->hosts->num_hosts, operands, out, 0, (size_t)count);
     else
         sum(&job->between, job->hosts->num_hosts, operands, out, 0, (size_t)count);
 }
@@ -543,7 +487,7 @@ static int receive_rest(struct hosts_job *job, int64_t index, long slice_ns) {
             if (job->kind) complete_slice(job, index, part);
             if (!job->code) continue;
             float *numbers = (float *)(void *)result + part.begin;
-            if (h != hosts->host) decode(job->code, theirs_of(hosts, h), numbers, part.count);
+            if (h != hosts->host) hora_decode(job->code, theirs_of(hosts, h), numbers, part.count);
             const void *same = numbers;
             if (job->last.finish != NOTHING) sum(&job->last, 1, &same, numbers, 0, (size_t)part.count);
         }
@@ -575,7 +519,7 @@ static int receive(struct hosts_job *job, int64_t index, long slice_ns) {
         if (h == hosts->host)
             operands[h] = ours + offset_of(job, part, h);
         else if (job->code)
-            decode(job->code, theirs_of(hosts, h), (float *)(void *)decoded_of(hosts, h), part.count);
+            hora_decode(job->code, theirs_of(hosts, h), (float *)(void *)decoded_of(hosts, h), part.count);
     }
     add_up_hosts(job, operands, result, part.count);
     if (job->kind)

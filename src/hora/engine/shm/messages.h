@@ -99,13 +99,7 @@ static int spin(struct spin_policy *patience, const int64_t *word, int64_t was) 
     enum { NS_PER_LOOK = 50, LOOKS_PER_CLOCK = 16 };
     begin_spinning(patience);
     for (int64_t end = now_ns() + patience->looks * NS_PER_LOOK; now_ns() < end;)
-        for (int i = 0; i < LOOKS_PER_CLOCK; i++) {
-            if (value_of(word) != was) {
-                if (patience->looks == patience->many) patience->tally = 0;
-                return 1;
-            }
-            CPU_RELAX();
-        }
+        if (look(patience, word, was + 1, LOOKS_PER_CLOCK)) return 1;
     return 0;
 }
 

@@ -34,14 +34,6 @@ static int64_t value_of(const int64_t *word) { return __atomic_load_n(word, __AT
 
 static void wake(const int64_t *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
 
-static int look(const int64_t *word, int64_t target, int looks) {
-    for (int i = 0; i < looks; i++) {
-        if (value_of(word) >= target) return 1;
-        CPU_RELAX();
-    }
-    return 0;
-}
-
 static void sleep_on(const int64_t *word, int64_t seen, long slice_ns) {
     struct timespec slice = {slice_ns / 1000000000, slice_ns % 1000000000};
     syscall(SYS_futex, word, FUTEX_WAIT, (uint32_t)(uint64_t)seen, &slice, NULL, 0);
@@ -69,6 +61,18 @@ static void begin_spinning(struct spin_policy *it) {
     if (!it->looks) it->looks = FEW_LOOKS, it->patience = LEAST_PATIENCE;
 }
 
+/* Spin this many times; return whether the value has reached the target. */
+static int look(struct spin_policy *it, const int64_t *word, int64_t target, int looks) {
+    for (int i = 0; i < looks; i++) {
+        if (value_of(word) >= target) {
+            if (it->looks == it->many) it->tally = 0;
+            return 1;
+        }
+        CPU_RELAX();
+    }
+    return 0;
+}
+
 static void learn(struct spin_policy *it, int64_t slept_ns) {
     if (it->looks == it->many) {
         if (++it->tally >= MISSES) {
@@ -86,10 +90,7 @@ static void learn(struct spin_policy *it, int64_t slept_ns) {
  * `sleeps` announces meanwhile that its owner must be woken; NULL: the others always wake.
  */
 static int patiently(const int64_t *word, int64_t target, struct spin_policy *it, long slice_ns, int64_t *sleeps) {
-    if (look(word, target, it->looks)) {
-        if (it->looks == it->many) it->tally = 0;
-        return 1;
-    }
+    if (look(it, word, target, it->looks)) return 1;
     int64_t before, seen, begin = now_ns(), end = begin;
     if (sleeps) __atomic_store_n(sleeps, 1, __ATOMIC_SEQ_CST); /* either it sees the value, or the writer sees that it sleeps */
     do {
@@ -151,20 +152,10 @@ void hora_wake(const int64_t *word) { wake(word); }
 
 void hora_fence(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
-/* Wait until the word differs from `seen`; return 0 after a slice of time, or if the thread was woken to recheck the status. */
-int hora_wait_change(const int64_t *word, int64_t seen, struct spin_policy *policy, long slice_ns) {
+/* Wait for one word, see `patiently`. */
+int hora_wait_for(const int64_t *word, int64_t target, struct spin_policy *policy, long slice_ns) {
     begin_spinning(policy);
-    for (int i = 0; i < policy->looks; i++) {
-        if (value_of(word) != seen) {
-            if (policy->looks == policy->many) policy->tally = 0;
-            return 1;
-        }
-        CPU_RELAX();
-    }
-    int64_t begin = now_ns();
-    sleep_on(word, seen, slice_ns);
-    learn(policy, now_ns() - begin);
-    return value_of(word) != seen;
+    return patiently(word, target, policy, slice_ns, NULL);
 }
 
 /* Publish the value, unless an earlier call did, and wait for the others. */

@@ -194,8 +194,8 @@ class Library:
         self.collective = _function(long, "collective", "pointer int64", "int32")
         self.between_hosts = _function(long, "between_hosts", "pointer int64", "int32")
         # 1: all members have arrived, 2: and one has joined, 0: a member is missing.
-        self.meet, self.wait_change = (
-            _function(long, name, "pointer int64 pointer int64", "int32") for name in ("meet", "wait_change")
+        self.meet, self.wait_for = (
+            _function(long, name, "pointer int64 pointer int64", "int32") for name in ("meet", "wait_for")
         )
         self.publish, self.wake = _function(short, "publish", "pointer int64"), _function(short, "wake", "pointer")
         self.fence, self.nudge = _function(short, "fence", ""), _function(short, "nudge", "pointer")

@@ -108,16 +108,13 @@ static int agree(struct repeated *it, long slice_ns) {
         int peer = (it->group.member + distance) % it->group.num_members;
         const int64_t *word = counter_of(&it->group, peer);
         it->late = peer;
-        if (look(word, it->record.ticket, patience->looks)) {
-            if (patience->looks == patience->many) patience->tally = 0;
-        } else if (!slice_ns) {
-            return WAITING;
-        } else if (!sleep_unless_news(it, word, slice_ns)) { /* the news may have arrived after all have published */
+        if (look(patience, word, it->record.ticket, patience->looks)) continue;
+        if (!slice_ns) return WAITING;
+        if (!sleep_unless_news(it, word, slice_ns)) { /* the news may have arrived after all have published */
             if (!all_published(it)) return DIFFERENT;
             break;
-        } else if (value_of(word) < it->record.ticket) {
-            return WAITING;
         }
+        if (value_of(word) < it->record.ticket) return WAITING;
     }
     for (int m = 0; m < it->group.num_members; m++)
         if (memcmp(record_of(it, m), &it->record, sizeof(struct record))) return DIFFERENT;

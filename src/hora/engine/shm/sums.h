@@ -148,7 +148,9 @@ WIDEST static void divide(float *numbers, size_t count, float by) {
     for (size_t i = 0; i < count; i++) numbers[i] /= by;
 }
 
-static void sum_halves(const struct numbers *what, int k, const void *const *operands, void *to, size_t from, size_t count) {
+/* `weights`: of the operands, in place of the prescale; may be NULL. */
+static void sum_halves(const struct numbers *what, const float *weights, int k, const void *const *operands, void *to,
+                       size_t from, size_t count) {
     void (*widen)(const uint16_t *, float *, size_t) = what->dtype == F16 ? widen_f16 : widen_bf16;
     void (*to_half)(const float *, uint16_t *, size_t) = what->dtype == F16 ? round_f16 : round_bf16;
     float sums[BLOCK], next[BLOCK];
@@ -157,7 +159,8 @@ static void sum_halves(const struct numbers *what, int k, const void *const *ope
         for (int m = 0; m < k; m++) {
             float *wide = m ? next : sums;
             widen((const uint16_t *)operands[m] + at, wide, n);
-            if (what->prescale != 1.0) scale(wide, n, (float)what->prescale);
+            float by = weights ? weights[m] : (float)what->prescale;
+            if (by != 1.0f) scale(wide, n, by);
             if (m) add(sums, next, n);
         }
         if (what->finish == MULTIPLY) scale(sums, n, (float)what->factor);
@@ -195,7 +198,7 @@ static void stage(enum dtype dtype, const void *from, void *to, size_t count, do
     else if (dtype == F64)
         scaled_f64(from, to, count, factor);
     else
-        sum_halves(&(struct numbers){factor, 1.0, dtype, NOTHING}, 1, &from, to, 0, count);
+        sum_halves(&(struct numbers){factor, 1.0, dtype, NOTHING}, NULL, 1, &from, to, 0, count);
 }
 
 /* Sum elements [from, from + count) of k operands. */
@@ -206,7 +209,7 @@ static void sum(const struct numbers *what, int k, const void *const *operands, 
     case F32: sum_f32(k, operands, out, from, count, how, factor); return;
     case F64: sum_f64(k, operands, out, from, count, how, factor); return;
     case F16:
-    case BF16: sum_halves(what, k, operands, out, from, count); return;
+    case BF16: sum_halves(what, NULL, k, operands, out, from, count); return;
     case I8: sum_i8(k, operands, out, from, count, NOTHING, 1); return;
     case I16: sum_i16(k, operands, out, from, count, NOTHING, 1); return;
     case I32: sum_i32(k, operands, out, from, count, NOTHING, 1); return;
