@@ -265,7 +265,7 @@ class Machine:
         """Cut the power: no process says goodbye, and the launcher's kernel detects it only after a while."""
         for connection in self.connections:
             connection.link.connected = False
-            connection.link.broken = True
+            connection.link.error = TimeoutError()
             self.simulation.after(CUT_LIMIT_S, lambda link=connection.link: NodesServer.here.drop(link))
         self.connections = []
         for agent in self.agents:

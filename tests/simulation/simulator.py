@@ -106,7 +106,7 @@ class Link:
         self.name, self.number, self.where = f"worker {speaker}", -1, host
         self.open = True  # at the server's end
         self.connected = True  # at the worker's end
-        self.broken = self.reset = False  # whether it was cut rather than closed by an end
+        self.error: OSError | None = None  # why it was cut rather than closed by an end
         self._server, self._heard = server, heard
         self._simulation = server.simulation
         self._arrival = [0.0, 0.0]  # time of the last message to the server, and to the worker
@@ -139,7 +139,7 @@ class Link:
 
     def cut(self) -> None:
         """Cut the connection; each end detects it after a random delay."""
-        self.broken = True
+        self.error = TimeoutError()
         self._deliver(0, lambda: self._server.drop(self))
         self._deliver(1, self._hear_the_end)
 

@@ -201,7 +201,7 @@ def launcher_host(machine: Machine):
 
 def cut_now(link) -> None:
     """Let the kernel close a silent connection: each end is notified, although the network delivers nothing."""
-    link.broken = True
+    link.error = TimeoutError()
     NodesServer.here.drop(link)
     link._hear_the_end()
 

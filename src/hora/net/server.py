@@ -49,8 +49,7 @@ class Peer:
 
     `speaker`: the number of the worker or rank whose key it holds (-1: a shared key). `name` and `number` (of the
     worker, task or rank) belong to the server's handler. `host`: the remote address, or the process for a local socket;
-    `where`: the same in more detail, for messages. `broken`: the host does not answer; the kernel reports the end of a
-    process.
+    `where`: the same in more detail, for messages. `error`: of the connection, when it has ended.
     """
 
     def __init__(self, server: Server, sock: socket.socket, *, host: str, where: str) -> None:
@@ -61,7 +60,7 @@ class Peer:
         self.opener: Opener | None = None
         self.sealer: Sealer | None = None
         self.open = True
-        self.broken = self.reset = False  # `reset`: apparently ended by the peer's host or in transit
+        self.error: OSError | None = None
         self.drained = True  # nothing is queued
         self._server = server
         self._lock = threading.Lock()
@@ -352,8 +351,7 @@ class Server:
         except BlockingIOError:
             return False
         except OSError as error:
-            data, peer.reset = b"", isinstance(error, ConnectionError)
-            peer.broken = not peer.reset
+            data, peer.error = b"", error.with_traceback(None)
         try:
             if not data and handshake is not None and peer.sock.family != socket.AF_UNIX:
                 self._turn_away(peer, "it disconnected without authenticating")
@@ -406,8 +404,7 @@ class Server:
         try:
             events = selectors.EVENT_READ if peer.push() else selectors.EVENT_READ | selectors.EVENT_WRITE
         except OSError as error:
-            peer.reset = isinstance(error, ConnectionError)
-            peer.broken = not peer.reset
+            peer.error = error.with_traceback(None)
             for _ in range(_LAST_READS):  # its last messages, perhaps a goodbye
                 if not peer.open or not self._read(peer):
                     break

@@ -28,7 +28,7 @@ from hora.net.wire import RECONNECT_PAUSE_S, Connection, Header
 
 _TELL_MESSAGES, _TELL_BYTES = 64, 256 * 1024  # acknowledge after this much
 # A closed connection means that the process has died, unless there is a proxy in between; a reset one usually does. A
-# live process reconnects at once.
+# live process reconnects at once. Any other error means that the host does not answer.
 _CLOSED_S, _RESET_S = 0.5, 2.0
 
 
@@ -254,8 +254,8 @@ class Sessions:
         session = self._of.pop(peer, None)
         if session is not None and session.cut(peer) and session.open:
             limit_s = self.limit_s
-            if not peer.broken:
-                limit_s = min(limit_s, _RESET_S if peer.reset else _CLOSED_S)
+            if peer.error is None or isinstance(peer.error, ConnectionError):
+                limit_s = min(limit_s, _RESET_S if peer.error else _CLOSED_S)
             if limit_s <= 0:
                 self._end(session)
                 return

@@ -165,10 +165,11 @@ class PageServer:
         try:
             try:
                 request = await read_request(reader)
-                if request is not None:
-                    await self._answer(sock, request, reader, writer)
+                answer = None if request is None else await self._answer(sock, request, reader, writer)
             except BadRequest as error:
-                await write_answer(writer, Answer.error(400, error), self._access.headers())
+                answer = Answer.error(400, error)
+            if answer is not None:
+                await write_answer(writer, answer, self._access.headers())
             await finish(writer)
         except (OSError, TimeoutError, asyncio.TimeoutError, asyncio.CancelledError):
             pass  # it closed, was too slow, or was ended
@@ -185,22 +186,18 @@ class PageServer:
 
     async def _answer(
         self, sock: socket.socket, request: HttpRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        extra = self._access.headers()
+    ) -> Answer | None:
+        """Return the answer to a request; None if it was a stream, which has ended."""
         refusal = self._access.check_place(request.headers)
         if refusal is None and request.path in self._files and request.method in ("GET", "HEAD"):
-            await write_answer(writer, self._files[request.path], extra)
-            return
-        if refusal is None:
-            refusal = self._access.check_token(request.headers)
+            return self._files[request.path]
+        refusal = refusal or self._access.check_token(request.headers)
         if refusal is not None:
-            await write_answer(writer, refusal, extra)
-            return
+            return refusal
         self._tasks.identified(sock)
         if request.path == "/api/stream" and request.method == "GET":
-            await self._stream(reader, writer, extra)
-        else:
-            await write_answer(writer, self._respond(request), extra)
+            return await self._stream(reader, writer)
+        return self._respond(request)
 
     def _respond(self, request: HttpRequest) -> Answer:
         self._take_in()
@@ -232,24 +229,21 @@ class PageServer:
         may = [*(_ACTIONS if self._controls else ()), *(["bundle"] if self._bundle else ())]
         return {**view.everything(self.run), "may": may, "live": self._live, "timeline": self._timeline is not None}
 
-    async def _stream(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, extra: Mapping[str, str]
-    ) -> None:
+    async def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Answer | None:
         if len(self._viewers) >= MAX_VIEWERS:
-            refusal = Answer.error(503, f"{MAX_VIEWERS} pages already show this job: close one of them")
-            await write_answer(writer, refusal, extra)
-            return
+            return Answer.error(503, f"{MAX_VIEWERS} pages already show this job: close one of them")
         self._tick()  # so that the next update starts where this snapshot ends
         viewer: asyncio.Queue[bytes | None] = asyncio.Queue(_MAX_BACKLOG)
         self._sent.news(self.run)  # the new page gets all of it in the snapshot
         first = _line({"everything": self._everything()})
         self._viewers[viewer] = None
         try:
-            head = head_of(Answer(content_type="application/x-ndjson"), extra, length=None)
+            head = head_of(Answer(content_type="application/x-ndjson"), self._access.headers(), length=None)
             await write(writer, head + first)
             await self._pass_on(viewer, reader, writer)
         finally:
             self._viewers.pop(viewer, None)
+        return None
 
     async def _pass_on(
         self, viewer: asyncio.Queue[bytes | None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
