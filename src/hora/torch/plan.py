@@ -1,7 +1,7 @@
 """`hora plan` and `hora.plan`: predict the step time of every compression setting on these hosts.
 
-`measure_link` and `measure_work` time the network and the model for a few steps on the real hosts. `predict` computes
-the step of every setting from those measurements alone, and `table` formats it. In a `hora plan` job the optimizer
+`measure_link` and `plan` time the network and the model for a few steps on the real hosts. `predict` computes the step
+of every setting from those measurements alone, and `table` formats it. In a `hora plan` job the optimizer
 calls `CompressionPlanner.step_done` after each step, and the job ends once the table is printed.
 """
 
@@ -38,17 +38,14 @@ _ANNOUNCED = 3  # round trips that the ranks need to negotiate first
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkLink:
-    """Network between hosts: seconds for the smallest allreduce, and per byte of float32 plain and encoded.
-
-    `host_byte_s` is the time per byte of a reduction inside the hosts.
-    """
+    """Network between hosts: seconds for the smallest allreduce, and per byte of float32 plain and encoded."""
 
     num_hosts: int
     latency_s: float
     byte_s: float
     bf16_byte_s: float
     int8_byte_s: float
-    host_byte_s: float = 0.0
+    host_byte_s: float = 0.0  # of a reduction inside the hosts
     loss: float = 0.0  # share of TCP segments that were retransmitted
 
     @property
@@ -64,15 +61,12 @@ class NetworkLink:
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """A step without a network: its time, the backward time, the gradients' shapes, and the time to factor them.
-
-    `factor_s` maps a PowerSGD rank to seconds.
-    """
+    """A step without a network: its time, the backward time, the gradients' shapes, and the time to factor them."""
 
     step_s: float
     backward_s: float
     shapes: tuple[tuple[int, ...], ...]
-    factor_s: dict[int, float]
+    factor_s: dict[int, float]  # by PowerSGD rank
 
     @property
     def num_bytes(self) -> int:

@@ -331,22 +331,20 @@ class HoraProcessGroup(_BASE):
     def _allreduce(self, operation: str, tensors: Sequence[Tensor], opts: Any, key: object = None) -> Work:
         if any(tensor.layout != torch.strided for tensor in tensors):
             return self._allreduce_sparse(operation, tensors, opts)
-        wait = _waits(opts)
         reductions = [reduction_of(opts, tensor.dtype, operation) for tensor in tensors]
         if any(one.folded for one in reductions):
             return self._allreduce_folded(operation, tensors, reductions, opts)
         views = [one.view(tensor) for one, tensor in zip(reductions, tensors, strict=True)]
-        if len({one.reduce for one in reductions}) > 1:
-            requests = [
-                self._submit(operation, Kind.ALLREDUCE, [view], [view], reduce=one.reduce, wait=False)
-                for view, one in zip(views, reductions, strict=True)
-            ]
-            return self._work([(request, None) for request in requests], tensors, opts)
-        reduce, many = reductions[0].reduce, len(tensors) > 1
-        request = self._submit(operation, Kind.ALLREDUCE, views, views, reduce=reduce, grouped=many, wait=wait)
+        kinds = dict.fromkeys(one.reduce for one in reductions)
+        wait, steps = _waits(opts) and len(kinds) == 1, list[_Step]()
+        for reduce in kinds:
+            some = [view for view, one in zip(views, reductions, strict=True) if one.reduce == reduce]
+            many = len(some) > 1
+            request = self._submit(operation, Kind.ALLREDUCE, some, some, reduce=reduce, grouped=many, wait=wait)
+            steps.append((request, None))
         if key is not None and hash(opts.reduceOp) != _PREMUL_SUM:
             self._remember(key, request, tensors[0])
-        return self._work([(request, None)], tensors, opts)
+        return self._work(steps, tensors, opts)
 
     def _allreduce_folded(
         self, operation: str, tensors: Sequence[Tensor], reductions: Sequence[Reduction], opts: Any
@@ -625,9 +623,7 @@ class HoraProcessGroup(_BASE):
         if self._move_now(self._messages.send_now, tensor, destination, tag):
             return DONE
         data = moved(tensor.detach()).cpu().resolve_neg().contiguous()
-        message = self._message(data, self._ranks[destination], tag, [])
-        self._messages.send(message)
-        return self._message_work(message, tensors)
+        return self._post(self._messages.send, data, self._ranks[destination], tag, [], tensors)
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Work:
         self._check_peer("source", source)
@@ -653,20 +649,24 @@ class HoraProcessGroup(_BASE):
         target = moved(tensor if _is_plain(tensor) else tensor.detach())
         direct = target.is_cpu and target.is_contiguous() and not target.is_neg()
         data = target if direct else torch.empty(target.shape, dtype=target.dtype, device="cpu")
-        message = self._message(data, sources[0] if len(sources) == 1 else ANY_SOURCE, tag, sources)
-        self._messages.receive(message)
+        peer = sources[0] if len(sources) == 1 else ANY_SOURCE
         finals = [] if direct else [lambda: target.copy_(data)]
-        return self._message_work(message, tensors, finals)
+        return self._post(self._messages.receive, data, peer, tag, sources, tensors, finals)
 
-    def _message(self, data: Tensor, peer: int, tag: int, sources: Sequence[int]) -> Message:
+    def _post(
+        self,
+        post: Callable[[Message], None],
+        data: Tensor,
+        peer: int,
+        tag: int,
+        sources: Sequence[int],
+        tensors: Sequence[Tensor],
+        finals: Sequence[Callable[[], object]] = (),
+    ) -> Work:
         self._check_here()
         memory = data.data_ptr(), data.nbytes
-        number = self._queue.process_set_id
-        return Message(peer, number, tag, memory, DTYPE_CODES[data.dtype], data, sources)
-
-    def _message_work(
-        self, message: Message, tensors: Sequence[Tensor], finals: Sequence[Callable[[], object]] = ()
-    ) -> Work:
+        message = Message(peer, self._queue.process_set_id, tag, memory, DTYPE_CODES[data.dtype], data, sources)
+        post(message)
         if not message.done:
             self._messages.go_on()  # in the background, while no thread waits for a message
         return Work(tensors, [message], finals, self, self._limit_s)

@@ -68,13 +68,13 @@ class TorchState(ObjectState):
         has_come = engine.is_initialized() and engine.current_runtime().world.generation != 0
         if has_come and not TorchState._established:
             self._origin = _NEWCOMER
+        # A failed step leaves models and optimizers alone. Everything else is copied when a step begins, except
+        # generators, which are used before.
+        in_place = (ModelStateHandler, OptimizerStateHandler)
+        self._in_place = [handler for handler in handlers.values() if isinstance(handler, in_place)]
+        self._small = {name: handler for name, handler in handlers.items() if not isinstance(handler, in_place)}
+        self._copied = [h for h in self._small.values() if not isinstance(h, GeneratorStateHandler)]
         if _wants_steps(handlers, per_step):
-            # A failed step leaves models and optimizers alone. Everything else is copied when a step begins, except
-            # generators, which are used before.
-            in_place = (ModelStateHandler, OptimizerStateHandler)
-            self._in_place = [handler for handler in handlers.values() if isinstance(handler, in_place)]
-            self._small = {name: handler for name, handler in handlers.items() if not isinstance(handler, in_place)}
-            self._copied = [h for h in self._small.values() if not isinstance(h, GeneratorStateHandler)]
             self._last = LastStep()
             self._watch_steps()
 
@@ -202,9 +202,8 @@ class TorchState(ObjectState):
         super().restore()
 
     def _forget_copies(self) -> None:
-        if self._last is not None:
-            for handler in self._in_place:
-                handler.committed = None
+        for handler in self._in_place if self._last is not None else ():
+            handler.committed = None
 
     def sync(self) -> None:
         """Copy the state from rank 0, or with `per_step` from a rank with the newest (collective)."""
@@ -335,10 +334,7 @@ class TorchState(ObjectState):
                 self._watch_steps()
 
     _handlers: dict[str, StateHandler]
-    _last: LastStep | None = None  # with `per_step`, like the next three
-    _in_place: Sequence[SnapshotHandler] = ()
-    _small: Mapping[str, StateHandler]
-    _copied: Sequence[StateHandler]
+    _last: LastStep | None = None  # with `per_step`
     _established = False  # this process has taken part in a training before, perhaps with another state
     _origin = _FOUNDER
     _synced = False

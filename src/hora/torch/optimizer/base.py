@@ -54,8 +54,7 @@ def reduce_before_unscaling() -> None:
 class StepState:
     """Progress of one step, replaced as a whole, so that a skipped step leaves nothing behind.
 
-        fresh --a gradient--> backward --synchronize, clipping, unscaling--> reduced --step, zero_grad, a gradient-->
-        fresh
+    fresh --a gradient--> backward --synchronize, clipping, unscaling--> reduced --step, zero_grad, a gradient--> fresh
 
     Keyed by id: hashing a tensor runs Python code, and hooks run often.
     """
@@ -88,11 +87,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     _watcher: weakref.ref[Any] | None = None
 
     def _distribute(
-        self,
-        options: ReduceOptions,
-        *,
-        groups: Sequence[Sequence[torch.Tensor]],
-        backward_passes_per_step: int,
+        self, options: ReduceOptions, *, groups: Sequence[Sequence[torch.Tensor]], backward_passes_per_step: int
     ) -> None:
         self.set_backward_passes_per_step(backward_passes_per_step)
         self._options = options

@@ -45,13 +45,7 @@ class Bucket:
     """
 
     def __init__(
-        self,
-        spec: BucketSpec,
-        flat: torch.Tensor,
-        reduction: Reduction,
-        options: ReduceOptions,
-        *,
-        scale: float = 1.0,
+        self, spec: BucketSpec, flat: torch.Tensor, reduction: Reduction, options: ReduceOptions, *, scale: float = 1.0
     ) -> None:
         self.parameters = spec.parameters
         self.flat = flat
@@ -269,12 +263,7 @@ class Buckets(Reducer):
     """
 
     def __init__(
-        self,
-        specs: Sequence[BucketSpec],
-        buckets: Sequence[Bucket],
-        others: Reducer,
-        *,
-        overlap: bool = True,
+        self, specs: Sequence[BucketSpec], buckets: Sequence[Bucket], others: Reducer, *, overlap: bool = True
     ) -> None:
         self.specs = tuple(specs)
         self.overlap = overlap

@@ -223,17 +223,11 @@ def clip_grad_norm_(
         parameters = [parameters]
     parameters = list(parameters)
     norm_type = float(norm_type)
-    norms: list[torch.Tensor] = []
-    plain = parameters
-    scalers: list[Callable[[torch.Tensor], None]] = []
-    for owner in optimizers_of(parameters):
-        shards = owner._reduce_to_clip(parameters)
-        if shards is not None:
-            norms.append(shards.gradient_norm(norm_type))
-            scalers.append(shards.scale_gradients)
-            sharded = owner._requires_update
-            plain = [p for p in plain if p not in sharded]
-    gradients = [p.grad.detach() for p in plain if p.grad is not None]
+    reduced = {owner: owner._reduce_to_clip(parameters) for owner in optimizers_of(parameters)}
+    sharded = {owner: shards for owner, shards in reduced.items() if shards is not None}
+    norms = [shards.gradient_norm(norm_type) for shards in sharded.values()]
+    in_shards = {p for owner in sharded for p in owner._requires_update}
+    gradients = [p.grad.detach() for p in parameters if p not in in_shards and p.grad is not None]
     if gradients or not norms:
         norms.append(total_norm(gradients, norm_type))
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
@@ -244,6 +238,6 @@ def clip_grad_norm_(
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     scale_all(gradients, factor)
-    for scale in scalers:
-        scale(factor)
+    for shards in sharded.values():
+        shards.scale_gradients(factor)
     return total

@@ -25,6 +25,7 @@ from hora.torch.optimizer.bucket_plan import is_channels_last, plan_buckets
 from hora.torch.optimizer.buckets import Buckets, make_buckets
 from hora.torch.optimizer.low_rank import LowRankReducer
 from hora.torch.optimizer.per_parameter import PerParameterReducer
+from hora.torch.optimizer.powersgd import PowerSGDMemory
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer, summed
 from hora.torch.process_sets import ProcessSet
 
@@ -114,14 +115,12 @@ class BucketOrder:
         if not isinstance(current, Buckets) or not runtime.spans_hosts(self._options.process_set_id):
             return False
         if memory.num_joins != runtime.num_joins:  # a rank that joined has counted fewer steps
-            memory.num_joins = runtime.num_joins
-            self._agree_on_memory()
+            self._agree_on_memory(memory)
         return memory.due
 
-    def _agree_on_memory(self) -> None:
-        options = self._options
-        assert options.memory is not None
-        options.memory.agree(lambda b: summed(b, options, "optimizer.powersgd"), options.num_members)
+    def _agree_on_memory(self, memory: PowerSGDMemory) -> None:
+        options, memory.num_joins = self._options, engine.current_runtime().num_joins
+        memory.agree(lambda b: summed(b, options, "optimizer.powersgd"), options.num_members)
 
     def _tuned(self, tuner: Autotuner, current: Buckets) -> Reducer:
         """Return the reducer for the setting to try next, or for the best one."""
@@ -146,8 +145,7 @@ class BucketOrder:
         memory, runtime = self._options.memory, engine.current_runtime()
         if memory is not None and runtime.spans_hosts(self._options.process_set_id):
             if not isinstance(current, Buckets):
-                memory.num_joins = runtime.num_joins
-                self._agree_on_memory()
+                self._agree_on_memory(memory)
             if memory.due:
                 if isinstance(current, Buckets):
                     current.release()

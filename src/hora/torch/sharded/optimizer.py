@@ -45,13 +45,12 @@ class SliceCopies:
     """Copies of this rank's slices and, without shared memory, of another rank's. Counts steps of this world."""
 
     def __init__(self, shards: Shards, state: ShardState, memory: SharedMemory | None) -> None:
-        self._shards, self._state = shards, state
+        self.shards, self._state = shards, state
         self._begun = self._ended = 0
         self._kinds: list[dict[str, Any]] | None = None  # of the state, before the current step
         self._apart: Slices = {}
         self._copies: dict[Place, torch.Tensor] = {}
         self._all_begun: torch.Tensor | None = None
-        self.is_shared = memory is not None  # every rank can read all copies by itself
         if memory is not None:
             self._all_begun = memory.take(shards.num_members, torch.int64)
             for place, dtype in state.entries.items():
@@ -64,20 +63,19 @@ class SliceCopies:
         if self._begun:
             self._kinds = self._state.kinds()
             if self._all_begun is None:
-                self._apart[self._shards.member, self._ended] = self._mine()
+                self._apart[self.shards.member, self._ended] = self._mine()
             else:
                 for place, part in self._state.slices.items():
-                    bucket = self._shards.buckets[place[0]]
-                    self._copies[place][bucket.begin : bucket.end] = part
+                    self._copies[place][self.shards.buckets[place[0]].part] = part
         self._begun += 1
         if self._all_begun is not None:
-            self._all_begun[self._shards.member] = self._begun
+            self._all_begun[self.shards.member] = self._begun
 
     def after_step(self) -> None:
         """Send this rank's slices to another rank unless they are shared (collective)."""
-        if self._all_begun is not None or self._shards.num_members == 1:
+        if self._all_begun is not None or self.shards.num_members == 1:
             return
-        shards, mine = self._shards, self._state.slices
+        shards, mine = self.shards, self._state.slices
         payload = torch.cat([part.contiguous().view(torch.uint8) for part in mine.values()])
         size, most = shards.num_members, max(len(host) for host in shards.runtime.hosts)
         away = most if most < size else 1  # to a rank on another host, if there are several
@@ -102,7 +100,7 @@ class SliceCopies:
         """Return everything that other ranks cannot read by themselves, on the CPU."""
         if self._all_begun is not None:
             return {}
-        everything = {**self._apart, (self._shards.member, self._begun): self._mine()}
+        everything = {**self._apart, (self.shards.member, self._begun): self._mine()}
         return {which: {place: part.cpu() for place, part in its.items()} for which, its in everything.items()}
 
     def united(self, slices: Slices) -> _Whole:
@@ -123,7 +121,7 @@ class SliceCopies:
         return values, state
 
     def _whole(self, place: Place, slices: Slices) -> torch.Tensor:
-        size, bucket = self._shards.num_members, self._shards.buckets[place[0]]
+        size, bucket = self.shards.num_members, self.shards.buckets[place[0]]
         if self._all_begun is not None:
             whole = self._state.flats[place].clone()
             parts = whole.chunk(size), self._copies[place].chunk(size)
@@ -399,7 +397,7 @@ class ShardedOptimizer(_DistributedOptimizer):
     @property
     def has_slices_apart(self) -> bool:
         """Return whether no rank can read the whole state by itself."""
-        return self._copies is not None and not self._copies.is_shared
+        return self._copies is not None and not self._copies.shards.shared
 
     def slices(self) -> Slices:
         """Return this rank's slices of a world that is gone; `unite` assembles those of all ranks."""

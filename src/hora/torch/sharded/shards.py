@@ -41,7 +41,7 @@ def _place_bytes(specs: Sequence[BucketSpec]) -> list[int]:
 
 
 class ShardBucket:
-    """This rank owns the elements from `begin` to `end`. Gradients are multiplied by `scale` when they are copied."""
+    """A bucket, and this rank's part of it. Gradients are multiplied by `scale` when they are copied."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class ShardBucket:
         self.spec = spec
         self.values = values  # parameters: the same memory on all members if shared
         share = spec.num_elements // options.num_members
-        self.begin, self.end = options.member * share, (options.member + 1) * share
+        self.part = slice(options.member * share, (options.member + 1) * share)  # that this rank owns
         out = reduction.out if spec.dtype is values.dtype else None
         # Of this rank's slice.
-        self.gradient = torch.zeros_like(values[self.begin : self.end]) if out is None else out
+        self.gradient = torch.zeros_like(values[self.part]) if out is None else out
         self.before: ShardBucket | None = None  # uses the same place of gradients earlier in this step
         self.held: list[tuple[int, torch.Tensor | None]] = []  # gradients that arrived and are not in the place yet
         self.num_ready = 0
@@ -127,8 +127,8 @@ class Shard:
     parameter: torch.nn.Parameter
     kind: int
     bucket: int
-    begin: int
-    end: int
+    part: slice  # of this rank's slice of the bucket
+    members: list[torch.Tensor]  # the parameters that have elements in it
 
 
 class Shards(Reducer):
@@ -234,12 +234,14 @@ class Shards(Reducer):
         edges = [*bucket.spec.offsets, bucket.spec.num_elements]
         spans = zip(pairwise(edges), bucket.spec.parameters, strict=True)
         for kind, run in groupby(spans, key=lambda span: kind_of(span[1])):
-            its = [span for span, _ in run]
-            begin, end = max(its[0][0], bucket.begin), min(its[-1][1], bucket.end)
+            its = list(run)
+            begin, end = max(its[0][0][0], bucket.part.start), min(its[-1][0][1], bucket.part.stop)
             if begin < end:
+                part = slice(begin - bucket.part.start, end - bucket.part.start)
                 parameter = torch.nn.Parameter(bucket.values[begin:end], requires_grad=False)
-                parameter.grad = bucket.gradient[begin - bucket.begin : end - bucket.begin]
-                shards.append(Shard(parameter, kind, index, begin, end))
+                parameter.grad = bucket.gradient[part]
+                members = [p for (at, _), p in its if at < end and at + p.numel() > begin]
+                shards.append(Shard(parameter, kind, index, part, members))
         return shards
 
     def values(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -317,13 +319,7 @@ class Shards(Reducer):
                 if parameter.grad is not None:
                     view.copy_(parameter.grad)
                 parameter.grad = None
-            bucket.gradient.copy_(flat[bucket.begin : bucket.end])
-
-    def parameters_in(self, shard: Shard) -> list[torch.Tensor]:
-        """Return the parameters that have elements in a shard."""
-        spec = self.buckets[shard.bucket].spec
-        places = zip(spec.offsets, spec.parameters, strict=True)
-        return [p for offset, p in places if offset < shard.end and offset + p.numel() > shard.begin]
+            bucket.gradient.copy_(flat[bucket.part])
 
     # --- after the step -------------------------------------------------------------------------------------------
 

@@ -47,10 +47,7 @@ def _scalar_values(state: dict[str, Any] | None) -> object:
 
 
 class ShardState:
-    """Location of each element's optimizer state.
-
-    `optimizer` is the user's; `inner` steps the shards.
-    """
+    """Location of each element's optimizer state. `optimizer` is the user's; `inner` steps the shards."""
 
     def __init__(self, optimizer: Any, specs: Sequence[BucketSpec], kinds: ParameterKinds) -> None:
         self._optimizer = optimizer
@@ -80,7 +77,7 @@ class ShardState:
                 self.flats[place] = bucket.values
             elif memory is not None:
                 self.flats[place] = memory.take(bucket.spec.num_elements, dtype)
-            mine, whole = slice(bucket.begin, bucket.end), self.flats.get(place)
+            mine, whole = bucket.part, self.flats.get(place)
             self.slices[place] = torch.zeros_like(bucket.values[mine], dtype=dtype) if whole is None else whole[mine]
         self.load(own_slices_only=True)
 
@@ -106,9 +103,9 @@ class ShardState:
                 if self._shards.shared and not own_slices_only:
                     self.flats[index, key].copy_(flat)
                 else:
-                    self.slices[index, key].copy_(flat[bucket.begin : bucket.end])
+                    self.slices[index, key].copy_(flat[bucket.part])
         for shard in self._shards.owned:
-            members = [parameter for parameter in self._shards.parameters_in(shard) if whole.get(parameter)]
+            members = [parameter for parameter in shard.members if whole.get(parameter)]
             if members:
                 homes = {key: self._home(shard, key) for key in _elementwise_keys(whole, members)}
                 self._inner.state[shard.parameter] = {**self._scalars(whole, shard.kind), **homes}
@@ -156,8 +153,7 @@ class ShardState:
             self.present()
 
     def _home(self, shard: Shard, key: str) -> torch.Tensor:
-        begin = self._shards.buckets[shard.bucket].begin
-        return self.slices[shard.bucket, key][shard.begin - begin : shard.end - begin]
+        return self.slices[shard.bucket, key][shard.part]
 
     def present(self) -> None:
         """Put the whole state into `optimizer.state`: views of shared memory, or gathered (then collective)."""
@@ -206,10 +202,7 @@ class ShardState:
 
 
 def _elementwise_keys(whole: dict[torch.Tensor, dict[str, Any]], parameters: Sequence[torch.Tensor]) -> list[str]:
-    """Return the state entries that have the parameter's shape.
-
-    Scalars ("step") are excluded, also for parameters that are scalars.
-    """
+    """Return the state entries that have the parameter's shape, except "step" and the like of a scalar parameter."""
     return sorted(
         {
             key
