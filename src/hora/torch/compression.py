@@ -163,9 +163,4 @@ def described(compression: type[Compressor] | Compressor) -> str:
     )
 
 
-def keeps_losses(compression: type[Compressor] | Compressor) -> bool:
-    """Return whether the optimizer adds the compression error in the next step."""
-    return isinstance(compression, ErrorFeedback) or compression is Int8Compressor
-
-
 _CODES: dict[type[Compressor], str] = {FP16Compressor: "fp16", BF16Compressor: "bf16", Int8Compressor: "int8"}

@@ -149,11 +149,11 @@ def make_buckets(runtime: engine.Runtime, options: ReduceOptions, specs: Sequenc
         runtime.barrier(options.process_set_id)  # a reduction may start only once all members have created it
         return buckets
     # On GPUs gradients are copied together, so scaling them on the way would cost extra calls.
-    scales = [options.early_scale(spec.dtype) if spec.device.type == "cpu" else 1.0 for spec in specs]
-    layouts = []
-    for spec, scale in zip(specs, scales, strict=True):
-        reduce = options.reduce if scale == 1.0 else options.reduce_after_early_scale(spec.dtype)
+    scales, layouts = list[float](), list[Layout]()
+    for spec in specs:
+        scale, reduce = options.early_scaling(spec.dtype) if spec.device.type == "cpu" else (1.0, options.reduce)
         reduce = reduce._replace(code=options.code_in_buckets(spec.parameters))
+        scales.append(scale)
         layouts.append(Layout(spec.name, spec.num_elements, spec.dtype, spec.device, reduce))
     flats, reductions = make_reductions(runtime, options, layouts)
     return [
@@ -248,9 +248,9 @@ def _shared_bucket(
         for _ in range(num_turns)
     ]
     if num_turns == 1:
-        reduce = options.reduce_after_early_scale(spec.dtype)
+        scale, reduce = options.early_scaling(spec.dtype)
         sliced = SharedMemoryReduction(schedule, Kind.ALLREDUCE, places, name=spec.name, reduce=reduce)
-        return Bucket(spec, places[0][options.member], sliced, options, scale=options.early_scale(spec.dtype))
+        return Bucket(spec, places[0][options.member], sliced, options, scale=scale)
     out = torch.zeros(spec.num_elements, dtype=spec.dtype, device="cpu")
     direct = SharedMemoryReduction(schedule, Kind.ALLREDUCE, places, name=spec.name, reduce=options.reduce, out=out)
     return Bucket(spec, out, direct, options)

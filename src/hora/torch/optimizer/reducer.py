@@ -15,7 +15,7 @@ from hora import engine
 from hora.engine.request import Kind, Reduce, ReduceOp, Request
 from hora.engine.schedule import PersistentReduction
 from hora.engine.transport.arithmetic import HALVES
-from hora.torch.compression import Compressor, NoneCompressor, code_for, keeps_losses
+from hora.torch.compression import Compressor, ErrorFeedback, Int8Compressor, NoneCompressor, code_for
 from hora.torch.optimizer.powersgd import PowerSGDMemory
 from hora.torch.process_sets import ProcessSet, registered_id
 
@@ -61,27 +61,24 @@ class ReduceOptions:
     def code_in_buckets(self, tensors: Sequence[torch.Tensor]) -> str:
         """Return the encoding with the mark of those whose error in one step is added in the next."""
         code = self.code_for(tensors)
-        return f"{code}+" if code and keeps_losses(self.compression) else code
+        is_kept = isinstance(self.compression, ErrorFeedback) or self.compression is Int8Compressor
+        return f"{code}+" if code and is_kept else code
 
-    def early_scale(self, dtype: torch.dtype) -> float:
-        """Return the factor applied when gradients are copied: the prescale, or a share of an average; 1.0 for none.
+    def early_scaling(self, dtype: torch.dtype) -> tuple[float, Reduce]:
+        """Return the factor applied when gradients are copied, 1.0 for none, and the reduction that is left to do.
 
-        An average becomes a sum only where that saves a pass and changes no bits except of numbers below 2^-126: over a
-        power of two of members, without compression. Half precision, whose gradients are that small, is not scaled.
+        The factor is the prescale, or a share of an average. An average becomes a sum only where that saves a pass and
+        changes no bits except of numbers below 2^-126: over a power of two of members, without compression. Half
+        precision, whose gradients are that small, is not scaled.
         """
-        size = self.num_members
+        size, reduce = self.num_members, self.reduce
         if dtype in HALVES:
-            return 1.0
+            return 1.0, reduce
         if self.compression is not NoneCompressor or self.gradient_predivide_factor != 1.0:
-            return self.reduce.prescale
-        return 1.0 / size if self.op == ReduceOp.AVERAGE and size & (size - 1) == 0 else 1.0
-
-    def reduce_after_early_scale(self, dtype: torch.dtype) -> Reduce:
-        """Return the reduction for gradients that were multiplied by `early_scale`."""
-        if self.early_scale(dtype) == 1.0:
-            return self.reduce
-        sums = self.reduce.prescale == 1.0
-        return self.reduce._replace(op=int(ReduceOp.SUM)) if sums else self.reduce._replace(prescale=1.0)
+            return reduce.prescale, reduce._replace(prescale=1.0)
+        if self.op == ReduceOp.AVERAGE and size > 1 and size & (size - 1) == 0:
+            return 1.0 / size, reduce._replace(op=int(ReduceOp.SUM))
+        return 1.0, reduce
 
 
 class Reducer:

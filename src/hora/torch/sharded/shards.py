@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
@@ -176,16 +177,16 @@ class Shards(Reducer):
     def _make_own_buckets(self, specs: Sequence[BucketSpec]) -> None:
         """Create buckets with this rank's own parameters and gradients (collective)."""
         options = self._options
-        gathers, scatters = list[Layout](), list[Layout]()
+        gathers, scatters, scales = list[Layout](), list[Layout](), list[float]()
         for spec in specs:
             place = spec.num_elements, spec.parameters[0].dtype, spec.device
             gathers.append(Layout(f"parameters.{spec.name}", *place, kind=Kind.ALLGATHER))
-            reduce = options.reduce_after_early_scale(spec.dtype)
+            scale, reduce = options.early_scaling(spec.dtype)
+            scales.append(scale)
             scatters.append(Layout(spec.name, spec.num_elements, spec.dtype, spec.device, reduce, Kind.REDUCESCATTER))
         values, self._gathers = make_reductions(self.runtime, options, gathers)
         gradients, reductions = make_reductions(self.runtime, options, scatters)
-        for spec, its, gradient, reduction in zip(specs, values, gradients, reductions, strict=True):
-            scale = options.early_scale(spec.dtype)
+        for spec, its, gradient, reduction, scale in zip(specs, values, gradients, reductions, scales, strict=True):
             self.buckets.append(ShardBucket(spec, its, gradient, reduction, options, scale=scale))
 
     def _make_shared_buckets(
@@ -210,7 +211,7 @@ class Shards(Reducer):
             # the place is not reused.
             out = torch.zeros_like(slice_of_mine) if in_turn else slice_of_mine
             # Small gradients are copied together, so scaling them on the way would cost an extra call.
-            scale, reduce = options.early_scale(spec.dtype), options.reduce_after_early_scale(spec.dtype)
+            scale, reduce = options.early_scaling(spec.dtype)
             small = all(parameter.numel() * spec.dtype.itemsize < SMALL_BYTES for parameter in spec.parameters)
             if small and options.reduce.prescale == 1.0:
                 scale, reduce = 1.0, options.reduce
@@ -269,25 +270,23 @@ class Shards(Reducer):
 
     def finish(self) -> None:
         """Reduce the rest and wait, so that every shard has its reduced gradient. All parameters were `ready`."""
-        first_error: Exception | None = None
         try:
             for bucket in self.buckets:
                 if bucket.before is not None:
                     bucket.before.wait()
                 self._put_held()
-        except Exception as error:
-            first_error = error
-        for bucket in self.buckets:
-            try:
-                if first_error is None or bucket.reduction.in_flight:  # even if another fails
-                    bucket.wait()
-            except Exception as error:
-                first_error = first_error or error
-        for bucket in self.buckets:
-            bucket.clear()
-        self._holding.clear()
-        if first_error is not None:
-            raise first_error
+            for bucket in self.buckets:
+                bucket.wait()
+        except Exception:
+            for bucket in self.buckets:
+                with suppress(Exception):  # the first error is being raised
+                    if bucket.reduction.in_flight:
+                        bucket.wait()
+            raise
+        finally:
+            for bucket in self.buckets:
+                bucket.clear()
+            self._holding.clear()
 
     def _put_held(self) -> None:
         """Copy held gradients into their buckets, as far as the places are free now, and start complete buckets."""
