@@ -159,12 +159,9 @@ def table(link: NetworkLink, work: StepWork, predictions: Sequence[StepPredictio
 def advice(predictions: Sequence[StepPrediction]) -> str:
     """Summarize the plan in one sentence: the plain setting, and the fastest setting of each kind that sends less."""
     first, *others = predictions
-    kinds: dict[str, StepPrediction] = {}
-    for row in others:
-        best = kinds.setdefault(row.accuracy, row)
-        if row.step_s < best.step_s:
-            kinds[row.accuracy] = row
-    told = [f"{1e3 * row.step_s:.0f} ms with {row.line}" for row in kinds.values()]
+    kinds = dict.fromkeys(row.accuracy for row in others)
+    best = [min((row for row in others if row.accuracy == kind), key=lambda row: row.step_s) for kind in kinds]
+    told = [f"{1e3 * row.step_s:.0f} ms with {row.line}" for row in best]
     return f"plan: a step takes {1e3 * first.step_s:.0f} ms sent as it is, {', '.join(told)}"
 
 

@@ -10,6 +10,7 @@ import copy
 import math
 import random
 from collections.abc import Iterator, Sized
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -72,12 +73,8 @@ class ElasticSampler(Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        remaining = self.remaining_indices
-        if not remaining:
-            return iter(())
         # Every rank gets the same number of samples: the first ones are repeated as needed.
-        repeated = remaining * -(-self.total_size // len(remaining))
-        return iter(repeated[: self.total_size][self.rank :: self.num_replicas])
+        return islice(cycle(self.remaining_indices), self.rank, self.total_size, self.num_replicas)
 
     def __len__(self) -> int:
         return self.num_samples

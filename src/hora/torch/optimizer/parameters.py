@@ -63,12 +63,11 @@ def parameter_groups(
     """Return the groups as lists of parameters; empty for None. `parameters` are the active ones, in order."""
     if groups is None:
         return []
-    is_count = isinstance(groups, int) and not isinstance(groups, bool) and groups > 0
-    if not is_count and not isinstance(groups, (list, tuple)):
-        raise ValueError(f"groups should be a positive integer or a list of lists of tensors, but it is {groups!r}")
-    if isinstance(groups, int):
+    if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
         parts = torch.arange(len(parameters), device="cpu").tensor_split(groups)
         return [[parameters[index] for index in part.tolist()] for part in parts if len(part)]
+    if not isinstance(groups, (list, tuple)):
+        raise ValueError(f"groups should be a positive integer or a list of lists of tensors, but it is {groups!r}")
     found = [list(group) if isinstance(group, (list, tuple)) else [group] for group in groups]
     listed = [tensor for group in found for tensor in group]
     for tensor in listed:
