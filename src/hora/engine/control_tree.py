@@ -36,7 +36,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hora.engine.handoff import Handoff
@@ -61,15 +61,14 @@ _AROUND_LIMIT_S = 5.0
 _GOODBYES = "goodbyes"  # gathered at the end
 
 
-@dataclass(frozen=True)
-class Whereabouts:
+class Whereabouts(NamedTuple):
     """Operations of a set that a rank waits for, and the line that its training thread is in, or why it is unknown."""
 
     keys: Sequence[Key]
     line: str = ""
 
     def encode(self) -> bytes:
-        return json.dumps([self.keys, self.line]).encode()
+        return json.dumps(self).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Whereabouts:
@@ -108,13 +107,13 @@ class ControlEvents:
     tick: Callable[[], None]
 
 
+@dataclass
 class _Gathering:
     """Values on their way to the root."""
 
-    def __init__(self) -> None:
-        self.parts: list[tuple[int, bytes]] = []
-        self.num_heard = 0  # this rank itself, and children
-        self.result: list[bytes] | None = None
+    parts: list[tuple[int, bytes]] = field(default_factory=list)
+    num_heard: int = 0  # this rank itself, and children
+    result: list[bytes] | None = None
 
 
 class ControlTree:
@@ -137,8 +136,7 @@ class ControlTree:
         self.goodbyes: set[int] = set()  # ranks known to have shut down or to be lost
         self._dead: set[int] = set()  # ranks that will neither acknowledge nor say goodbye
         self._noted: set[tuple[str, int]] = set()  # news already seen
-        self._unacknowledged: set[tuple[str, int, int]] = set()  # news, and the rank that must acknowledge it
-        self._num_telling = 0  # threads that bypass a stopped rank
+        self._unacknowledged: set[tuple[str, int, int]] = set()  # news, and the rank that it is to reach or bypass
         self._changed = threading.Condition()
         self._hopeless = ""
         self._server = Server(self, name="hora-control", silence_limit_s=_SILENCE_LIMIT_S, failed=self._on_failure)
@@ -189,11 +187,10 @@ class ControlTree:
         connection = self._connect(rank, where, limit_s)
         connection.send({"want": "link"})
         link = self._server.peer_at(connection)
-        link.number, link.speaker, link.name = rank, rank, f"rank {rank}"
+        link.speaker = rank
         with self._changed:
             self._opened.add(rank)
-            self._links.setdefault(rank, link)
-            self._send_unsent(rank)
+            self._add_link(rank, link)
         self._server.serve(link)
 
     def _connect(self, rank: int, where: Where, limit_s: float) -> Connection:
@@ -314,9 +311,7 @@ class ControlTree:
         elif kind == "news":
             self._receive_news(peer, checked(_News, header))
         elif kind == "ack":
-            with self._changed:
-                self._unacknowledged.discard((str(header["kind"]), int(header["rank"]), rank))
-                self._changed.notify_all()
+            self._acknowledged(str(header["kind"]), int(header["rank"]), rank)
         elif kind == "gather":
             self._collect(str(header["what"]), cut_parts(payload, int(header["parts"])))
         elif kind == "gathered" and rank == self._parent:
@@ -348,14 +343,14 @@ class ControlTree:
                 log.warning("closed a link from %s, which claimed to be rank %d: that rank is taken", peer.where, rank)
                 peer.close()
                 return
-            peer.number, peer.name = rank, f"rank {rank}"
             self._opened.discard(rank)
-            self._links.setdefault(rank, peer)
-            self._send_unsent(rank)
+            self._add_link(rank, peer)
 
-    def _send_unsent(self, rank: int) -> None:
+    def _add_link(self, rank: int, peer: Peer) -> None:
+        peer.number, peer.name = rank, f"rank {rank}"
+        link = self._links.setdefault(rank, peer)
         for header, payload in self._unsent.pop(rank, []):
-            self._links[rank].send(header, payload)
+            link.send(header, payload)
 
     # Gathering.
 
@@ -432,16 +427,19 @@ class ControlTree:
 
         def check() -> None:
             if waiting in self._unacknowledged and rank not in self.goodbyes:
-                self._num_telling += 1
-                self._unacknowledged.discard(waiting)
                 self._go_around(rank, news)
 
         self._server.call(lambda: self._server.call_at(deadline, check))
 
+    def _acknowledged(self, kind: str, rank: int, by: int) -> None:
+        with self._changed:
+            self._unacknowledged.discard((kind, rank, by))
+            self._changed.notify_all()
+
     def _has_told_all(self) -> bool:
-        """Return whether every rank that can acknowledge what this one has told it has done so."""
+        """Return whether what this rank has told every other one is acknowledged, or has bypassed it, if it can be."""
         silent = self.goodbyes | self._dead
-        return not self._num_telling and silent.issuperset(rank for *_, rank in list(self._unacknowledged))
+        return silent.issuperset(rank for *_, rank in list(self._unacknowledged))
 
     def _go_around(self, stopped: int, news: _News) -> None:
         """Send news to the other neighbours of a stopped rank."""
@@ -457,9 +455,7 @@ class ControlTree:
                         line.send(header)
                         line.receive(limit_s=_AROUND_LIMIT_S)
             finally:
-                with self._changed:
-                    self._num_telling -= 1
-                    self._changed.notify_all()
+                self._acknowledged(news.kind, news.rank, stopped)
 
         threading.Thread(target=tell, name="hora-control-around", daemon=True).start()
 

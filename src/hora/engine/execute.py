@@ -162,7 +162,7 @@ def _residual(part: Part, request: Request | None) -> torch.Tensor:
     """Return the residual kept for a tensor. A joined rank carries others' numbers, but keeps no residual."""
     if request is not None:
         return request.residuals[part.index]
-    announced = next(item for item in part.signatures if item is not None)
+    announced = next(filter(None, part.signatures))
     return torch.zeros(prod(announced.shapes[part.index]), dtype=torch.float32, device="cpu")
 
 
@@ -174,7 +174,7 @@ def _prescaled(tensor: torch.Tensor, reduce: Reduce) -> torch.Tensor:
 
 def _placeholder(part: Part, signature: Signature) -> torch.Tensor:
     """Return a joined rank's contribution: the value that leaves the others' result unchanged."""
-    announced = next(item for item in part.signatures if item is not None)
+    announced = next(filter(None, part.signatures))
     dtype = DTYPES[announced.dtypes[part.index]]
     count = prod(announced.shapes[part.index])
     op = signature.reduce.op

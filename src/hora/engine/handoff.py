@@ -28,8 +28,7 @@ class Handoff:
         self._segments: dict[str, tuple[int, int]] = {}  # descriptor, readers that have not fetched it yet
         self._waiting_for_segment: list[tuple[str, Peer]] = []
         self._fetching: dict[int, list[Connection]] = {}  # to ranks that offered segments, for the next one
-        self._streams: dict[tuple[str, int], Stream] = {}  # opened to us, by key and rank, until taken
-        self._streams_known: set[tuple[str, int]] = set()  # including those already taken
+        self._streams: dict[tuple[str, int], Stream | None] = {}  # opened to us, by key and rank; None once taken
         self._closed = False
         self._changed = threading.Condition()
 
@@ -93,11 +92,14 @@ class Handoff:
     def take_stream(self, key: str, rank: int, *, limit_s: float) -> Stream:
         """Return the stream that this rank opened to us."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._closed or (key, rank) in self._streams, limit_s):
-                raise TimeoutError(f"waited {limit_s:g} s for a stream of rank {rank} for {key!r}")
+            self._changed.wait_for(lambda: self._closed or self._streams.get((key, rank)) is not None, limit_s)
             if self._closed:
                 raise ConnectionError("Horovod has been shut down")
-            return self._streams.pop((key, rank))
+            stream = self._streams.get((key, rank))
+            if stream is None:
+                raise TimeoutError(f"waited {limit_s:g} s for a stream of rank {rank} for {key!r}")
+            self._streams[key, rank] = None
+            return stream
 
     def close(self) -> None:
         """Close everything that was not taken."""
@@ -111,7 +113,7 @@ class Handoff:
             connection.close()
         for descriptor, _ in segments.values():
             os.close(descriptor)
-        for stream in streams.values():
+        for stream in filter(None, streams.values()):
             stream.sock.close()
 
     # In the server's thread.
@@ -124,13 +126,12 @@ class Handoff:
     def keep_stream(self, peer: Peer, name: tuple[str, int]) -> None:
         """Handle a stream that a rank has opened."""
         peer.send({"t": "stream"})
-        if name in self._streams_known or not peer.drained:  # no rank opens one twice
+        if name in self._streams or not peer.drained:  # no rank opens one twice
             peer.close()
             return
         assert peer.opener is not None, peer.name
         stream = Stream(self._server.release(peer), peer.opener.records())
         with self._changed:
-            self._streams_known.add(name)
             self._streams[name] = stream
             self._changed.notify_all()
 

@@ -10,6 +10,7 @@ States of a request key:  absent --feed--> pending --last member feeds, or the m
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -21,22 +22,17 @@ _FUSIBLE = frozenset(map(int, (Kind.ALLREDUCE, Kind.ALLGATHER, Kind.BROADCAST, K
 _KEPT_SIGNATURES = 8192
 
 
+@dataclass(slots=True, eq=False)
 class PendingRequest:
     """A request that some members have announced. `signatures` has None for the others."""
 
-    __slots__ = ("first_seen", "key", "num_announced", "order", "ready", "signatures", "uniform")
-
-    def __init__(self, key: Key, num_members: int, now: float) -> None:
-        self.key = key
-        self.signatures: list[Signature | None] = [None] * num_members
-        self.num_announced = 0
-        self.uniform: Signature | None = None  # the signature, while all have announced the same
-        self.order = (num_members, 0)
-        self.ready = False
-        self.first_seen = now
-
-    def any_signature(self) -> Signature:
-        return next(signature for signature in self.signatures if signature is not None)
+    key: Key
+    signatures: list[Signature | None]
+    first_seen: float
+    num_announced: int = 0
+    uniform: Signature | None = None  # the signature, while all have announced the same
+    order: tuple[int, int] = (sys.maxsize, 0)
+    ready: bool = False
 
     def missing(self) -> list[int]:
         return [member for member, signature in enumerate(self.signatures) if signature is None]
@@ -115,7 +111,7 @@ class BatchPlanner:
             self.note_number(signature.operation, instance)
         entry = self._pending.get(key)
         if entry is None:
-            entry = self._pending[key] = PendingRequest(key, self._num_members, self.now)
+            entry = self._pending[key] = PendingRequest(key, [None] * self._num_members, self.now)
         assert entry.signatures[member] is None, (key, member)
         entry.signatures[member] = signature
         if entry.num_announced == 0:
@@ -188,7 +184,7 @@ class BatchPlanner:
         if entry.num_announced == self._num_members or (
             self._joined
             and all(member in self._joined for member in entry.missing())
-            and entry.any_signature().kind != Kind.RETIRE  # joined members announce it too
+            and next(filter(None, entry.signatures)).kind != Kind.RETIRE  # joined members announce it too
         ):
             entry.ready = True
             self._ready.append(entry)
@@ -197,7 +193,7 @@ class BatchPlanner:
         batches: list[Batch] = []
         open_batches: dict[object, Batch] = {}
         for key, signatures, uniform in agreed:
-            signature = uniform or next(one for one in signatures if one is not None)
+            signature = uniform or next(filter(None, signatures))
             simple = uniform is not None and signature.kind != Kind.ALLGATHER and not self._joined
             error = None if simple else self._error(key, signatures, signature, uniform is not None)
             if error is None and signature.kind in _FUSIBLE and not signature.bound:

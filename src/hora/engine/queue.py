@@ -645,7 +645,7 @@ class OperationQueue(ProgressEngine):
 
     def interrupt(self) -> None:
         super().interrupt()
-        self.negotiation.interrupt()
+        self.negotiation.wake(interrupt=True)
         if self.status.broken:
             for transport in self._on_gpus():
                 transport.give_up()  # waits on a GPU need not continue

@@ -276,6 +276,4 @@ def _request(plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor) -> Request
     if plan.signature.kind == Kind.BARRIER:
         return Request(plan.signature)
     source = tensor.view(plan.signature.shapes[0])
-    request = Request(plan.signature, [source], [source if out is tensor else out])
-    request.results = [out]
-    return request
+    return Request(plan.signature, [source], [source if out is tensor else out], [out])

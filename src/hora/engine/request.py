@@ -11,6 +11,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from operator import index, is_
 from typing import Any, NamedTuple
@@ -150,15 +151,13 @@ ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 _calling_back = threading.Lock()
 
 
+@dataclass(slots=True, eq=False)
 class Completion:
     """The end of something in flight: it is `done`, perhaps with an error."""
 
-    __slots__ = ("done", "error", "on_done")
-
-    def __init__(self) -> None:
-        self.done = False
-        self.error: HorovodInternalError | None = None
-        self.on_done: Callable[[], None] | None = None
+    done: bool = field(default=False, init=False)
+    error: HorovodInternalError | None = field(default=None, init=False)
+    on_done: Callable[[], None] | None = field(default=None, init=False)
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call a function once this is done, here or on the thread that completes it; it must not wait or raise."""
@@ -179,42 +178,24 @@ class Completion:
 GoOn = Callable[[int, int], "bool | None"]
 
 
+@dataclass(slots=True, eq=False)
 class Request(Completion):
     """One submitted operation of this rank. `queue` is where it was submitted, `instance` its running number there."""
 
-    __slots__ = (
-        "answer",
-        "copy_back",
-        "device_event",
-        "go_on",
-        "instance",
-        "key",
-        "outputs",
-        "parts_left",
-        "queue",
-        "residuals",
-        "results",
-        "signature",
-        "tensors",
-    )
-
-    def __init__(
-        self, signature: Signature, tensors: Sequence[torch.Tensor] = (), outputs: Sequence[torch.Tensor] | None = None
-    ) -> None:
-        super().__init__()
-        self.queue: Any = None
-        self.signature = signature
-        self.key, self.instance = signature.key(0), 0  # the queue numbers requests without a name
-        self.go_on: GoOn | None = None  # of a repeated call
-        self.tensors = list(tensors)
-        self.outputs: list[torch.Tensor] | None = None if outputs is None else list(outputs)
-        self.copy_back: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.residuals: Sequence[torch.Tensor] = ()  # the encoding error of each tensor
-        self.parts_left = 0
-        self.results: list[torch.Tensor] | None = None  # the caller's own tensors, if the outputs are copies of them
-        # Of a request without tensors: the last rank to join, a new set, memory. Of an allgather: the members' sizes.
-        self.answer: Any = None
-        self.device_event: torch.cuda.Event | None = None
+    signature: Signature
+    tensors: Sequence[torch.Tensor] = ()
+    outputs: list[torch.Tensor] | None = None
+    results: list[torch.Tensor] | None = None  # the caller's own tensors, if the outputs are copies of them
+    copy_back: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    residuals: Sequence[torch.Tensor] = ()  # the encoding error of each tensor
+    queue: Any = None
+    key: Key = ("", 0)  # the queue sets it, and numbers requests without a name
+    instance: int = 0
+    go_on: GoOn | None = None  # of a repeated call
+    parts_left: int = 0
+    # Of a request without tensors: the last rank to join, a new set, memory. Of an allgather: the members' sizes.
+    answer: Any = None
+    device_event: torch.cuda.Event | None = None
 
     def result(self) -> list[torch.Tensor]:
         """Wait for the operation, drive it meanwhile, and return the outputs or raise its error."""
@@ -374,25 +355,22 @@ def _request(
             return Request(signature, inputs, [torch.empty_like(tensor) for tensor in inputs])
         return Request(signature, inputs)
     if outputs is tensors or all(map(is_, outputs, tensors)):
-        results = inputs
+        results = list(inputs)
     else:
         results = [
             _ordinary(output.detach()) if _is_flat(output) else torch.empty_like(output).contiguous()
             for output in outputs
         ]
-    request = Request(signature, inputs, results)
     # A non-contiguous tensor is processed in a copy, which is copied back at the end.
-    request.copy_back = [
-        pair for pair in zip(outputs, results, strict=True) if pair[0] is not pair[1] and not _is_flat(pair[0])
-    ]
-    for output, _ in request.copy_back:
+    copies = zip(outputs, results, strict=True)
+    copy_back = [(output, copy) for output, copy in copies if output is not copy and not _is_flat(output)]
+    for output, _ in copy_back:
         if any(stride == 0 and length > 1 for stride, length in zip(output.stride(), output.shape, strict=True)):
             raise ValueError(
                 f"{_OPERATIONS[kind]} cannot work in place on a tensor whose elements share memory (shape "
                 f"{list(output.shape)}, strides {list(output.stride())}, from expand()); clone() it first"
             )
-    request.results = list(outputs)
-    return request
+    return Request(signature, inputs, results, list(outputs), copy_back)
 
 
 def _device(tensors: Sequence[torch.Tensor]) -> torch.device:

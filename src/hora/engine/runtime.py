@@ -300,9 +300,8 @@ class ProcessSets:
 
     def host_link(self, schedule: ReductionSchedule) -> HostLink:
         """Connect a schedule of this host's members with the other hosts (collective, in the same order on all)."""
-        peers, ranks, negotiation = self._runtime.peers, schedule.queue.ranks, schedule.queue.negotiation
-        assert isinstance(negotiation, TreeNegotiation), negotiation
-        serial = self.serial(schedule.queue.process_set_id)
+        peers, ranks, number = self._runtime.peers, schedule.queue.ranks, schedule.queue.process_set_id
+        serial = self.serial(number)
         self._num_links[serial] = self._num_links.get(serial, 0) + 1
         label = f"set{serial}/lane{self._num_links[serial]}"
 
@@ -310,7 +309,8 @@ class ProcessSets:
             return between_hosts(peers.topology(f"{label}.{times}", "cpu", ranks, check_alive), LocalTransport())
 
         def lacking(key: Key, members: Sequence[int]) -> list[int]:
-            return [ranks.index(rank) for rank in negotiation.lacking(key, [ranks[member] for member in members])]
+            late = self._runtime.lines_of([ranks[member] for member in members], number, key)
+            return [ranks.index(rank) for rank in late]
 
         return HostLink(schedule, connect, lacking)
 
@@ -356,7 +356,7 @@ class Runtime:
             wanted = [sorted(ranks) for ranks in process_sets]
             if size > 1:
                 events = ControlEvents(
-                    lost=self._on_lost,
+                    lost=lambda rank: self._broken(self.peers.lost(rank)),
                     leaving=self._on_leaving,
                     fault=self._broken,
                     negotiating=self.sets.deliver,
@@ -578,10 +578,6 @@ class Runtime:
             control_tree.leave(self.status.reason)
 
     # What the control tree reports, on its thread.
-
-    def _on_lost(self, rank: int) -> None:
-        assert self._bootstrap is not None
-        self._broken(self._bootstrap.lost(rank))
 
     def _broken(self, text: str) -> None:
         self.status.fault(text)

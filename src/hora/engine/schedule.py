@@ -37,6 +37,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
 from typing import Protocol
@@ -65,19 +66,16 @@ class Link(Protocol):
         """Close the connections."""
 
 
+@dataclass(slots=True, eq=False)
 class Item:
-    """One reduction of one step; without a reduction a barrier, or the end of this member's part (`leaves`)."""
+    """One reduction of one step; without a reduction a barrier, or the end of this member's part."""
 
-    __slots__ = ("absent", "done", "error", "leaves", "name", "number", "reduction")
-
-    def __init__(self, reduction: PersistentReduction | None, name: str, *, leaves: bool = False) -> None:
-        self.reduction = reduction
-        self.name = name
-        self.leaves = leaves
-        self.number = 0  # 0: earlier items have not been started
-        self.absent: Sequence[int] = ()  # members that have joined
-        self.error: HorovodInternalError | None = None
-        self.done = False
+    reduction: PersistentReduction | None
+    name: str
+    number: int = 0  # 0: earlier items have not been started
+    absent: Sequence[int] = ()  # members that have joined
+    error: HorovodInternalError | None = None
+    done: bool = False
 
 
 class ReductionSchedule(ProgressEngine):
@@ -107,12 +105,11 @@ class ReductionSchedule(ProgressEngine):
         self._limits = limits
         self._counters = Counters(segment.memory, offset, member, len(ranks))
         places = [offset + peer * MEMBER_BYTES + LINE_BYTES for peer in range(len(ranks))]
-        # The number of items of a member that has joined.
-        self._came = [Counter(segment.memory, place) for place in places]
+        self._came = [Counter(segment.memory, place) for place in places]  # number of items before a member joined
         self._left = [Counter(segment.memory, place + 8) for place in places]  # number of joins
         self._void = [Counter(segment.memory, place + 16) for place in places]  # the last void item
         self.link: Link | None = None
-        self._leaving = Item(None, "join", leaves=True)  # the last item
+        self._leaving = Item(None, "join")  # the end of this member's part
         self._reductions: list[tuple[PersistentReduction, str]] = []  # with their names in messages
         self._next = 0  # the index of the next reduction to start
         self._started: dict[int, Item] = {}  # by index, before their turn
@@ -183,7 +180,7 @@ class ReductionSchedule(ProgressEngine):
             return
         self._started.clear()
         self._next = 0
-        self._leaving = Item(None, "join", leaves=True)
+        self._leaving = Item(None, "join")
         self._items.append(self._leaving)
         self.wake_background()
 
@@ -202,7 +199,7 @@ class ReductionSchedule(ProgressEngine):
         counters = self._left
         if self._closed:
             return
-        left = counters[self.member].value + (1 if any(item.leaves for item in [*self._items]) else 0)
+        left = counters[self.member].value + (self._leaving in [*self._items])
         if self._closed:
             return
         for peer, counter in enumerate(counters):
@@ -228,7 +225,7 @@ class ReductionSchedule(ProgressEngine):
     def _step(self) -> None:
         """Wait for the others and reduce. A wait that Ctrl-C interrupts can be repeated."""
         item, queue = self._items[0], self.queue
-        if item.leaves:
+        if item is self._leaving:
             self._leave()
         else:
             value, self._waiting_since, self._warned = 2 * item.number, 0.0, 0.0
@@ -323,10 +320,10 @@ class ReductionSchedule(ProgressEngine):
         self._left[member].set(self._left[member].value + 1)
 
     def _fail(self, error: HorovodInternalError) -> None:
+        failed = [*self._started.values()]
         while self._items:
-            item = self._items.popleft()
-            item.error, item.done = error, True
-        for item in self._started.values():
+            failed.append(self._items.popleft())
+        for item in failed:
             item.error, item.done = error, True
         self.notify_waiters(all_threads=True)
         if self.queue.status.closing:

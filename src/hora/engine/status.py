@@ -180,7 +180,7 @@ class StallWatch:
         missing: dict[int, list[str]] = {}
         guilty: set[int] = set()
         for entry in late:
-            names = full_names(*entry.key, len(entry.any_signature().dtypes))
+            names = full_names(*entry.key, len(next(filter(None, entry.signatures)).dtypes))
             for member in entry.missing():
                 if member not in joined:
                     missing.setdefault(self._ranks[member], []).extend(names)
@@ -194,8 +194,7 @@ class StallWatch:
         seen, self._waiting_since = self._waiting_since, {}
         for (signature, instance), signatures in negotiation.waiting_requests().items():
             key = signature.key(instance)
-            entry = PendingRequest(key, len(self._ranks), seen.get(key, now))
-            entry.signatures = signatures
+            entry = PendingRequest(key, signatures, seen.get(key, now))
             self._waiting_since[key] = entry.first_seen
             found.append(entry)
         return found

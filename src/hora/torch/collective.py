@@ -69,8 +69,7 @@ def submit_repeated_allreduce_(tensor: Tensor, call: Arguments) -> int | None:
     known = _known(runtime, tensor, call)
     if known is None or not tensor.is_cpu:
         return None
-    request = Request(known.signature, (tensor,), (tensor,))
-    request.results = [tensor]
+    request = Request(known.signature, [tensor], [tensor], [tensor])
     known.queue.submit(request, background=True)
     return _handle_of(request, _PLAIN)
 

@@ -48,11 +48,8 @@ class Negotiation(ABC):
     def wait(self) -> None:  # noqa: B027
         """Sleep until something may have changed, or for a short while."""
 
-    def wake(self) -> None:  # noqa: B027
-        """Wake this rank's own driver, if a round or its own announcement does not."""
-
-    def interrupt(self) -> None:  # noqa: B027
-        """End this rank's `wait`."""
+    def wake(self, *, interrupt: bool = False) -> None:  # noqa: B027
+        """Wake this rank's own driver if a round or its own announcement does not, or in any case (`interrupt`)."""
 
     def flush(self, lock: threading.Lock) -> None:  # noqa: B027
         """Send announcements that had no room, under the same lock as `announce`."""

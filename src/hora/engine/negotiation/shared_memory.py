@@ -123,16 +123,14 @@ class SharedMemoryNegotiation(Negotiation):
         else:
             self._round.wait_beyond(self.rounds)
 
-    def wake(self) -> None:
-        if self._member == 0:
-            # It may be closed: the control tree's thread wakes queues until it ends.
-            with contextlib.suppress(AttributeError):
-                self._ring()
-
-    def interrupt(self) -> None:
-        if self._member:
-            with contextlib.suppress(AttributeError):  # likewise
+    def wake(self, *, interrupt: bool = False) -> None:
+        if self._member and not interrupt:
+            return
+        with contextlib.suppress(AttributeError):  # closed: the control tree's thread wakes queues until it ends
+            if self._member:
                 self._round.wake()
+            else:
+                self._ring()
 
     def close(self) -> None:
         """Release the memory. No thread waits any more, but a `wake` may still arrive."""
@@ -161,9 +159,15 @@ class SharedMemoryNegotiation(Negotiation):
     # Rounds.
 
     def poll(self, planner: BatchPlanner) -> list[Batch] | None:
-        return self._lead(planner) if self._member == 0 else self._follow(planner)
+        if not (self._follow(planner) if self._member else self._lead(planner)):
+            return None
+        batches = planner.close_round()
+        self.ticket = self.rounds * _TICKETS_PER_ROUND + 1
+        self._fed_by_round[:] = list(self._fed)
+        self._rounds_done[self._member].store(self.rounds)
+        return batches
 
-    def _lead(self, planner: BatchPlanner) -> list[Batch] | None:
+    def _lead(self, planner: BatchPlanner) -> bool:
         """Read the news as the coordinator, and cut a round if it is worth one."""
         # The bell is read before the heads: news that arrives after the heads were read changes it, and `wait` returns.
         self._bell_seen = self._bell.value
@@ -172,23 +176,19 @@ class SharedMemoryNegotiation(Negotiation):
             num_bytes = min(map(sub, heads, self._fed))
             if self._feed_alike(planner, num_bytes):
                 self._fed = [fed + num_bytes for fed in self._fed]
-                self._publish()
-                return self._end_round(planner.close_round())
+                return self._publish()
             if self._batching(heads):
-                return None
+                return False
         self._hoping_since = 0.0
         self._feed(planner, heads)
         # Rounds without a batch keep a ring from filling up with announcements that wait for a slow member.
         filled = sum(self._fed) - sum(self._fed_by_round) > _RING_BYTES // 4
-        if not (planner.has_ready or filled) or not self._cut_is_free():
-            return None
-        self._publish()
-        return self._end_round(planner.close_round())
+        return (planner.has_ready or filled) and self._cut_is_free() and self._publish()
 
-    def _follow(self, planner: BatchPlanner) -> list[Batch] | None:
+    def _follow(self, planner: BatchPlanner) -> bool:
         """Take the next round that the coordinator has cut."""
         if self._round.value == self.rounds:
-            return None
+            return False
         self.rounds += 1
         cut = self._cut.unpack_from(self._memory, self._cut_offset(self.rounds))
         sizes = set(map(sub, cut, self._fed))
@@ -196,7 +196,7 @@ class SharedMemoryNegotiation(Negotiation):
             self._fed = list(cut)
         else:
             self._feed(planner, cut)
-        return self._end_round(planner.close_round())
+        return True
 
     def _feed_alike(self, planner: BatchPlanner, num_bytes: int) -> bool:
         """Feed the next `num_bytes` bytes of every member, if all announce the same known requests in order."""
@@ -238,17 +238,12 @@ class SharedMemoryNegotiation(Negotiation):
                 for signature, instance in self._readers[member].decode(data):
                     planner.feed(member, signature, instance)
 
-    def _publish(self) -> None:
+    def _publish(self) -> bool:
         self.rounds += 1
         self._hoping_since = 0.0
         self._cut.pack_into(self._memory, self._cut_offset(self.rounds), *self._fed)
         self._round.set(self.rounds)
-
-    def _end_round(self, batches: list[Batch]) -> list[Batch]:
-        self.ticket = self.rounds * _TICKETS_PER_ROUND + 1
-        self._fed_by_round[:] = list(self._fed)
-        self._rounds_done[self._member].store(self.rounds)
-        return batches
+        return True
 
     def _cut_offset(self, number: int) -> int:
         return self._cuts_at + number % _NUM_CUTS * self._cut.size

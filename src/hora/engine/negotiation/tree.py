@@ -44,7 +44,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
+from math import inf
 from operator import and_, or_
 
 from hora.engine.control_tree import ControlTree, Whereabouts
@@ -63,20 +65,18 @@ _SLICE_S = 0.05
 Announced = tuple[int, Signature, int]  # who (a rank, or ALL), what, its running number
 
 
+@dataclass(slots=True)
 class _Held:
     """A request that not all members at or below this one have announced.
 
     `whole`: by child (or this rank itself) below which all have announced it; `parts`: by rank, for the others.
     """
 
-    __slots__ = ("apart", "instance", "parts", "since", "whole")
-
-    def __init__(self, instance: int, now: float) -> None:
-        self.instance = instance
-        self.since = now
-        self.apart = False
-        self.whole: dict[int, Signature] = {}
-        self.parts: dict[int, Signature] = {}
+    instance: int
+    since: float
+    apart: bool = False
+    whole: dict[int, Signature] = field(default_factory=dict)
+    parts: dict[int, Signature] = field(default_factory=dict)
 
 
 class Slots:
@@ -84,23 +84,22 @@ class Slots:
 
     def __init__(self) -> None:
         self.signatures: list[Signature] = []
-        self._by_key: dict[Key, int] = {}
+        self._bits: dict[Key, int] = {}
 
     def learn(self, signature: Signature) -> None:
         """Add a request that all members have agreed on."""
         key = signature.key(0)
-        if signature.name is not None and key not in self._by_key and len(self.signatures) < _NUM_SLOTS:
+        if signature.name is not None and key not in self._bits and len(self.signatures) < _NUM_SLOTS:
             self.signatures.append(signature)
-            self._by_key[key] = len(self.signatures) - 1
+            self._bits[key] = 1 << (len(self.signatures) - 1)
 
     def bit(self, signature: Signature) -> int:
         """Return the bit of a known request, 0 for any other. Thread-safe."""
-        slot = -1 if signature.name is None else self._by_key.get((signature.operation, signature.name), -1)
-        return 1 << slot if slot >= 0 and self.signatures[slot] == signature else 0
+        bit = self.bit_of_key(signature.key(0))
+        return bit if bit and self.signatures[bit.bit_length() - 1] == signature else 0
 
     def bit_of_key(self, key: Key) -> int:
-        slot = self._by_key.get(key, -1)
-        return 1 << slot if slot >= 0 else 0
+        return self._bits.get(key, 0)
 
     def of(self, bits: int) -> list[Signature]:
         """Return the requests with these bits."""
@@ -172,7 +171,7 @@ class Collector:
         """Forward what is held, and from now on everything at once: a member has joined."""
         self.joining = True
         self._hold_slots(reduce(or_, self._bits.values()), 0.0)
-        passed = self.pass_on(self._held.values())
+        passed = self.pass_on(inf)
         self._held.clear()
         self._held_bits = self._bits_before = 0
         return passed
@@ -201,14 +200,11 @@ class Collector:
         del self._held[key]
         self._held_bits &= ~self._slots.bit_of_key(key)
 
-    def pass_on_old(self, now: float) -> list[Announced]:
-        """Forward what has been held for long, for the stall report."""
-        return self.pass_on([held for held in self._held.values() if now - held.since >= OLD_S])
-
-    def pass_on(self, some: Iterable[_Held]) -> list[Announced]:
+    def pass_on(self, before: float) -> list[Announced]:
+        """Forward what has been held since then or longer, for the stall report."""
         passed = []
-        for held in some:
-            if not held.apart:
+        for held in self._held.values():
+            if held.since <= before and not held.apart:
                 held.apart = True
                 passed += self._taken_apart(held)
         return passed
@@ -340,7 +336,7 @@ class TreeNegotiation(Negotiation):
         now = time.monotonic()
         self._collector.hold_old_slots(now)
         if self._parent is not None:
-            self._pass(0, self._collector.pass_on_old(now))
+            self._pass(0, self._collector.pass_on(now - OLD_S))
         else:
             self._ask_beyond_missing(now)
 
@@ -429,11 +425,6 @@ class TreeNegotiation(Negotiation):
             self._asked_at = time.monotonic()
         finally:
             self._asking = False
-
-    def lacking(self, key: Key, ranks: Sequence[int]) -> list[int]:
-        """Return the ranks that do not wait for this, or do not answer. Thread-safe; takes seconds."""
-        answers = self._control_tree.whereabouts(ranks, self.serial)
-        return [rank for rank, answer in answers.items() if key not in answer.keys]
 
 
 def as_bytes(bits: int) -> bytes:
