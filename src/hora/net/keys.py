@@ -104,7 +104,7 @@ def find_held(label: str, pids: Iterable[int] | None = None) -> Iterator[tuple[i
 
     Other users cannot find them, nor can containers that share only the network.
     """
-    for pid in _own_processes() if pids is None else pids:
+    for pid in own_processes() if pids is None else pids:
         numbers: list[str] = []
         with contextlib.suppress(OSError):  # it ended just now, or is not for us to see
             numbers = os.listdir(f"/proc/{pid}/fd")
@@ -114,7 +114,7 @@ def find_held(label: str, pids: Iterable[int] | None = None) -> Iterator[tuple[i
                     yield pid, secret
 
 
-def _own_processes() -> Iterator[int]:
+def own_processes() -> Iterator[int]:
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it ended just now
             if os.stat(f"/proc/{name}").st_uid == os.geteuid():

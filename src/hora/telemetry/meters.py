@@ -161,10 +161,7 @@ class Meter:
         return numbers
 
     def take_events(self) -> tuple[tuple[str, str], ...]:
-        events = []
-        while self._events:
-            events.append(self._events.popleft())
-        return tuple(events)
+        return tuple(self._events.popleft() for _ in range(len(self._events)))
 
     def put_back(self, events: tuple[tuple[str, str], ...]) -> None:
         """Return events that could not be sent, so that the next `take_events` finds them first."""

@@ -110,9 +110,7 @@ def choose_page(url: str | None) -> Page:
 
     Raises ValueError if there is none.
     """
-    if url is not None:
-        return page_from_url(url)
-    pages = find_pages()
+    pages = find_pages() if url is None else [page_from_url(url)]
     if not pages:
         raise ValueError(
             "no job of yours with a dashboard runs on this machine: start one with `hora run --dashboard ...`, "

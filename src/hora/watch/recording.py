@@ -8,6 +8,7 @@ when the file is read. A file from someone else is treated as data only: sizes a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
@@ -81,22 +82,20 @@ class Recorder:
 
 def read_entries(path: str | Path) -> tuple[dict[str, Any], Iterator[Entry]]:
     """Return the facts and entries of a recording. Raises ValueError if it is not one."""
-    file = open(path, "rb")  # noqa: SIM115 - closed by the iterator
-    if file.read(len(_MAGIC)) != _MAGIC:
-        file.close()
-        raise ValueError(f"{path} is not a recorded run: it does not begin with {_MAGIC.decode().strip()!r}")
-    try:
-        facts = json.loads(file.readline(_MAX_HEADER_BYTES))
+    with open(path, "rb") as file:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            raise ValueError(f"{path} is not a recorded run: it does not begin with {_MAGIC.decode().strip()!r}")
+        facts = None
+        with contextlib.suppress(ValueError, RecursionError):
+            facts = json.loads(file.readline(_MAX_HEADER_BYTES))
         if not isinstance(facts, dict):
-            raise ValueError("no facts")
-    except (ValueError, RecursionError):
-        file.close()
-        raise ValueError(f"{path} is damaged: its first lines do not describe the recording") from None
-    return facts, _entries(file)
+            raise ValueError(f"{path} is damaged: its first lines do not describe the recording")
+        return facts, _entries(path, file.tell())
 
 
-def _entries(file: IO[bytes]) -> Iterator[Entry]:
-    with file:
+def _entries(path: str | Path, begin: int) -> Iterator[Entry]:
+    with open(path, "rb") as file:
+        file.seek(begin)
         while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
             (length,) = _LENGTH.unpack(head)
             if length > _MAX_BLOCK_BYTES or len(block := file.read(length)) < length:

@@ -52,6 +52,7 @@ from hora.launch.limits import CUT_S, THREAD_END_S
 from hora.launch.processes import variables
 from hora.net import sockets
 from hora.net.acceptor import TaskServer
+from hora.net.keys import own_processes
 from hora.net.messages import pack, unpack
 from hora.net.session import ClientSession
 from hora.net.wire import Connection, connect
@@ -349,15 +350,13 @@ def _receive(session: ClientSession, messages: queue.SimpleQueue[Message | None]
 def _earlier_process(command: Sequence[str]) -> bool:
     """Return whether this user has a process of this command that started before this process' parent."""
 
-    def started(pid: str) -> tuple[int, int]:
-        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19]), int(pid)
+    def started(pid: int) -> tuple[int, int]:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19]), pid
 
-    own, ours = started(str(os.getppid())), "".join(f"{word}\0" for word in command).encode()
-    for pid in filter(str.isdecimal, os.listdir("/proc")):
+    own, ours = started(os.getppid()), "".join(f"{word}\0" for word in command).encode()
+    for pid in own_processes():
         with contextlib.suppress(OSError):  # it has ended
-            there = Path(f"/proc/{pid}")
-            same = there.stat().st_uid == os.geteuid() and (there / "cmdline").read_bytes().endswith(ours)
-            if same and started(pid) < own:
+            if Path(f"/proc/{pid}/cmdline").read_bytes().endswith(ours) and started(pid) < own:
                 return True
     return False
 
