@@ -18,112 +18,86 @@ from typing import Any
 _ALLOCATOR = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 
 
-def _variable(name: str, default: Any, parse: Callable[[str], Any], what: str, meaning: str) -> Any:
+def _var(name: str, default: Any, meaning: str, what: str = "", parse: Callable[[str], Any] = str) -> Any:
+    """The setting of a variable. `what`: of a number its unit, of a text what it is."""
+    if isinstance(default, bool):
+        what, parse = "0 or 1", lambda text: int(text) > 0
+    elif isinstance(default, int | float):
+        what, parse = f"a number of {what} ≥ 0", lambda text: _not_negative(type(default)(text))
     return field(default=default, metadata={"variable": name, "parse": parse, "what": what, "meaning": meaning})
 
 
-def _text(name: str, default: str, what: str, meaning: str) -> Any:
-    return _variable(name, default, str, what, meaning)
-
-
-def _flag(name: str, default: bool, meaning: str) -> Any:
-    return _variable(name, default, lambda text: int(text) > 0, "0 or 1", meaning)
-
-
-def _number(name: str, default: float, unit: str, meaning: str) -> Any:
-    """A number that is not negative, of the default's type."""
-
-    def parse(text: str) -> float:
-        value = type(default)(text)
-        if value < 0:
-            raise ValueError("negative")
-        return value
-
-    return _variable(name, default, parse, f"a number of {unit} ≥ 0", meaning)
+def _not_negative(number: float) -> float:
+    if number < 0:
+        raise ValueError("negative")
+    return number
 
 
 def _choice(name: str, choices: tuple[str, ...], meaning: str) -> Any:
     """One of these words; the first is the default."""
     what = f"{', '.join(choices[:-1])} or {choices[-1]}"
-    return _variable(name, choices[0], lambda text: choices[choices.index(text)], what, meaning)
+    return _var(name, choices[0], meaning, what, lambda text: choices[choices.index(text)])
 
 
 def _cores(text: str) -> tuple[int, ...]:
-    cores = tuple(map(int, text.split(",")))
-    if min(cores) < 0:
-        raise ValueError("negative")
-    return cores
+    return tuple(int(_not_negative(int(core))) for core in text.split(","))
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Settings of one runtime. If ranks must agree on a value, all use rank 0's."""
 
-    fusion_threshold_bytes: int = _number(
-        "HOROVOD_FUSION_THRESHOLD", 128 * 2**20, "bytes", "largest fused batch of small tensors; 0: no fusion"
+    fusion_threshold_bytes: int = _var(
+        "HOROVOD_FUSION_THRESHOLD", 128 * 2**20, "largest fused batch of small tensors; 0: no fusion", "bytes"
     )
-    cache_capacity: int = _number(
-        "HOROVOD_CACHE_CAPACITY", 1024, "entries", "entries of the response cache; 0: no cache"
-    )
-    disable_group_fusion: bool = _flag(
+    cache_capacity: int = _var("HOROVOD_CACHE_CAPACITY", 1024, "entries of the response cache; 0: no cache", "entries")
+    disable_group_fusion: bool = _var(
         "HOROVOD_DISABLE_GROUP_FUSION", False, "do not fuse grouped operations with others"
     )
-    dynamic_process_sets: bool = _flag("HOROVOD_DYNAMIC_PROCESS_SETS", False, "allow new process sets after hvd.init()")
-    timeline: str = _text(
-        "HOROVOD_TIMELINE", "", "a file path or DYNAMIC", "write a Chrome trace to this file, on rank 0"
+    dynamic_process_sets: bool = _var("HOROVOD_DYNAMIC_PROCESS_SETS", False, "allow new process sets after hvd.init()")
+    timeline: str = _var(
+        "HOROVOD_TIMELINE", "", "write a Chrome trace to this file, on rank 0", "a file path or DYNAMIC"
     )
-    timeline_mark_cycles: bool = _flag(
-        "HOROVOD_TIMELINE_MARK_CYCLES", False, "mark the engine's cycles in the timeline"
+    timeline_mark_cycles: bool = _var("HOROVOD_TIMELINE_MARK_CYCLES", False, "mark the engine's cycles in the timeline")
+    stall_check_disable: bool = _var("HOROVOD_STALL_CHECK_DISABLE", False, "do not report ranks that stall")
+    stall_warning_s: float = _var("HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0, "report a stall after this time", "seconds")
+    stall_shutdown_s: float = _var(
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0, "end the job after a stall of this length; 0: never", "seconds"
     )
-    stall_check_disable: bool = _flag("HOROVOD_STALL_CHECK_DISABLE", False, "do not report ranks that stall")
-    stall_warning_s: float = _number(
-        "HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0, "seconds", "report a stall after this time"
+    init_timeout_s: float = _var(
+        "HOROVOD_GLOO_TIMEOUT_SECONDS", 120.0, "time limit for the ranks' rendezvous in hvd.init()", "seconds"
     )
-    stall_shutdown_s: float = _number(
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0, "seconds", "end the job after a stall of this length; 0: never"
+    interface: str = _var(
+        "HOROVOD_GLOO_IFACE", "", "network interface for tensors between hosts", "a network interface"
     )
-    init_timeout_s: float = _number(
-        "HOROVOD_GLOO_TIMEOUT_SECONDS", 120.0, "seconds", "time limit for the ranks' rendezvous in hvd.init()"
-    )
-    interface: str = _text(
-        "HOROVOD_GLOO_IFACE", "", "a network interface", "network interface for tensors between hosts"
-    )
-    log_level: str = _text("HOROVOD_LOG_LEVEL", "warning", "a log level", "lowest level to log")
-    log_hide_time: bool = _flag("HOROVOD_LOG_HIDE_TIME", False, "log without timestamps")
-    thread_affinity: tuple[int, ...] = _variable(
+    log_level: str = _var("HOROVOD_LOG_LEVEL", "warning", "lowest level to log", "a log level")
+    log_hide_time: bool = _var("HOROVOD_LOG_HIDE_TIME", False, "log without timestamps")
+    thread_affinity: tuple[int, ...] = _var(
         "HOROVOD_THREAD_AFFINITY",
         (),
-        _cores,
-        "a comma list of core numbers, one per local rank",
         "cores to pin the engine's threads to",
+        "a comma list of core numbers, one per local rank",
+        _cores,
     )
     transport: str = _choice("HORA_TRANSPORT", ("auto", "tcp"), "tcp: use sockets also between ranks of one host")
     encrypt: str = _choice(
-        "HORA_ENCRYPT",
-        ("auto", "always", "never"),
-        "encrypt tensors between hosts; never: only on a trusted network",
+        "HORA_ENCRYPT", ("auto", "always", "never"), "encrypt tensors between hosts; never: only on a trusted network"
     )
-    native: bool = _flag("HORA_NATIVE", True, "0: do not use the native part")
-    cuda_ipc: bool = _flag("HORA_CUDA_IPC", True, "0: ranks that share a GPU use host memory")
-    keep_freed_memory: bool = _flag("HORA_KEEP_FREED_MEMORY", True, "keep freed memory for the next step")
-    autotune: bool = _flag("HOROVOD_AUTOTUNE", False, "tune the reduction during the first steps")
-    autotune_log: str = _text("HOROVOD_AUTOTUNE_LOG", "", "a file path", "write the trials to this CSV file")
-    autotune_warmup_samples: int = _number(
-        "HOROVOD_AUTOTUNE_WARMUP_SAMPLES", 3, "trials", "trials that are not counted"
-    )
-    autotune_steps_per_sample: int = _number("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", 10, "steps", "steps per trial")
-    autotune_max_samples: int = _number(
-        "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", 20, "trials", "largest number of trials"
-    )
-    telemetry_s: float = _number(
-        "HORA_TELEMETRY_S", 0.0, "seconds", "interval of the ranks' reports; set by the launcher"
-    )
-    elastic_per_step: bool = _flag(
+    native: bool = _var("HORA_NATIVE", True, "0: do not use the native part")
+    cuda_ipc: bool = _var("HORA_CUDA_IPC", True, "0: ranks that share a GPU use host memory")
+    keep_freed_memory: bool = _var("HORA_KEEP_FREED_MEMORY", True, "keep freed memory for the next step")
+    autotune: bool = _var("HOROVOD_AUTOTUNE", False, "tune the reduction during the first steps")
+    autotune_log: str = _var("HOROVOD_AUTOTUNE_LOG", "", "write the trials to this CSV file", "a file path")
+    autotune_warmup_samples: int = _var("HOROVOD_AUTOTUNE_WARMUP_SAMPLES", 3, "trials that are not counted", "trials")
+    autotune_steps_per_sample: int = _var("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", 10, "steps per trial", "steps")
+    autotune_max_samples: int = _var("HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", 20, "largest number of trials", "trials")
+    telemetry_s: float = _var("HORA_TELEMETRY_S", 0.0, "interval of the ranks' reports; set by the launcher", "seconds")
+    elastic_per_step: bool = _var(
         "HORA_ELASTIC_PER_STEP", False, "elastic states recover by the step, as with per_step=True"
     )
-    nan_check: bool = _flag("HORA_NAN_CHECK", False, "check every gradient for NaN and infinity")
-    plan: bool = _flag("HORA_PLAN", False, "set by hora plan")
-    lifeline: str = _text("HORA_LIFELINE", "", "a file of the agent's", "set by the agent")
+    nan_check: bool = _var("HORA_NAN_CHECK", False, "check every gradient for NaN and infinity")
+    plan: bool = _var("HORA_PLAN", False, "set by hora plan")
+    lifeline: str = _var("HORA_LIFELINE", "", "set by the agent", "a file of the agent's")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> EngineConfig:

@@ -229,7 +229,7 @@ class Agent:
         self._paused = True  # the workers' pipes are left unread: not begun yet, or the controller is slow
         self._forks: WorkerForks | None = None
         self._mpi_world: MpiWorld | None = None
-        self._held: dict[int, contextlib.ExitStack] = {}  # worker -> what goes with it, until its end is reported
+        self._held: dict[int, contextlib.ExitStack] = {}  # worker -> its private files and lifeline, until its end
         self._calls: deque[Callable[[], None]] = deque()  # from other threads
         self._requested: dict[int, tuple[Start, dict[str, str]]] = {}  # worker -> order, environment
         self._strays: dict[int, int] = {}  # pid -> status
@@ -347,7 +347,6 @@ class Agent:
         env |= order.env | files | {"HORA_LIFELINE": line.path}
         if self.scratch:
             env["HORA_SCRATCH"] = f"{self.scratch}/{worker}"
-            held.callback(remove_folder, env["HORA_SCRATCH"])
         # N ranks with one thread per core each would compete for the cores.
         share = len(os.sched_getaffinity(0)) // int(env.get("HOROVOD_LOCAL_SIZE", "1"))
         env.setdefault("OMP_NUM_THREADS", str(max(share, 1)))
@@ -490,8 +489,10 @@ class Agent:
 
     def _exited(self, worker: int, code: int, reason: str) -> None:
         self._requested.pop(worker, None)
-        self._link.send(Exited(worker, code, reason))
         self._held.pop(worker, contextlib.ExitStack()).close()
+        self._link.send(Exited(worker, code, reason))
+        if self.scratch:
+            remove_folder(f"{self.scratch}/{worker}")
 
     def _family(self, worker: int, processes: Processes) -> list[int]:
         """Return the worker's processes, including orphans that this process inherited."""
