@@ -298,11 +298,8 @@ def _from_foreign(env: Mapping[str, str], launcher: str) -> World:
 
 
 def _slurm_place(env: Mapping[str, str], rank: int, size: int) -> tuple[int, int, int, int]:
-    """Return local rank and size, cross rank and size.
-
-    The tasks per node, in the order of the node list, tell what runs on each node; `SLURM_NTASKS_PER_NODE` is only the
-    limit that the user requested.
-    """
+    """Return local rank and size, cross rank and size."""
+    # In the order of the node list. `SLURM_NTASKS_PER_NODE` is only the limit that the user requested.
     text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(size)
     counts = slurm_counts(text)
     if sum(counts) != size:

@@ -41,9 +41,9 @@ _log = logging.getLogger("hora.launch")
 class OutputOptions:
     """Destinations of the workers' output.
 
-    `stdout` / `stderr`: streams (text or binary) that receive the lines; None is this process's own at the
-    time of the run. `console=False` shows nothing there (files and log tails still get the lines).
-    `directory`: also write `<directory>/rank.<r>/{stdout,stderr}`. `tag` stands before the rank in the prefix.
+    `stdout` / `stderr`: streams (text or binary) that receive the lines; None is this process's own at the time of the
+    run. `console=False` shows nothing there (files and log tails still get the lines). `directory`: also write
+    `<directory>/rank.<r>/{stdout,stderr}`. `tag` stands before the rank in the prefix.
     """
 
     prefix: bool = True
@@ -59,8 +59,7 @@ class OutputOptions:
 class Watching:
     """`page`: live, at `listen` (host:port; loopback and a free port unless given). `record`: a file for `hora view`.
 
-    `reports`: of the job's progress to Kubeflow. `browser`: open the page in a browser. `demo`: the page can
-    kill ranks.
+    `reports`: of the job's progress to Kubeflow. `browser`: open the page in one. `demo`: the page can kill ranks.
     """
 
     page: bool = False
@@ -79,9 +78,7 @@ class Watching:
         listen: str | None = None,
         record: str | None = None,
     ) -> Watching | None:
-        """Read the settings from arguments, from HORA_DASHBOARD (1, 0, or the address) and HORA_RECORD, or by
-        Kubeflow's variables; None: nothing.
-        """
+        """Read arguments, HORA_DASHBOARD (1, 0, or an address), HORA_RECORD, Kubeflow's variables; None: nothing."""
         setting = environ.get("HORA_DASHBOARD", "")
         if page is None:
             page = setting not in ("", "0") or bool(listen)
@@ -98,10 +95,8 @@ class Watching:
 
 
 class Observation(RendezvousEvents):
-    """Passes the events of a job's workers on to its observer, if it has one, in any thread. One that fails gets no
-    more of them.
-
-    It also shows the user the workers' lines and, when a rank reports a stall, the stacks of the late ranks.
+    """Passes the events of a job's workers on to its observer, in any thread, until that fails. Shows the user the
+    workers' lines and, when a rank reports a stall, the stacks of the late ranks.
     """
 
     rendezvous: Rendezvous
@@ -122,9 +117,7 @@ class Observation(RendezvousEvents):
         command: Sequence[str] = (),
         elastic: bool = False,
     ) -> None:
-        """Begin to observe the job as `watching` says; `control` controls it. A command with a script has its name as
-        title. Closes the rendezvous if that fails: OSError if the page's address is taken.
-        """
+        """Begin to observe the job as `watching` says; `control` controls it. OSError: the page's address is taken."""
         if watching is None:
             return
         from hora.watch.live import Dashboard
@@ -211,8 +204,7 @@ class Job:
     `function` is the cloudpickle of `(callable, args, kwargs)`; it reaches the workers over the authenticated
     connection. `env`: the workers' variables besides their place in the world. Local workers get exactly these, remote
     workers in addition to their login environment. It never holds secrets. `mpi_names`: ranks also get the variables of
-    Open MPI's mpirun, for scripts that read them. `secret`: of a job whose nodes already have it; otherwise a new one
-    is made. `id`: the job's id, if it has one. `host_env`: more
+    Open MPI's mpirun, for scripts that read them. `secret` and `id`: of a job that has them already. `host_env`: more
     variables for the ranks on a host, by host name. `lease`: of hosts that another process may take back.
     """
 
@@ -318,14 +310,10 @@ class LaunchEvents(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts processes, forwards their output and ends them. Results take another way.
+    """Starts processes, forwards their output and ends them. Results take another way."""
 
-    `bind_address`: where the rendezvous listens for the workers (loopback if all are local). `advertised_address`:
-    where they reach it, usually the same.
-    """
-
-    bind_address: str
-    advertised_address: str
+    bind_address: str  # where the rendezvous listens for the workers: loopback if all are local
+    advertised_address: str  # where they reach it, usually the same
 
     def start(self, workers: Sequence[WorkerSpec], events: LaunchEvents) -> None:
         """Start these processes; return without waiting for them. May be called again with others."""

@@ -126,11 +126,7 @@ def exit_code(status: int) -> int:
 
 
 def family(pid: int) -> list[int]:
-    """A process and its descendants, from its own list of children.
-
-    Cheap enough for watching a worker's memory, but it may miss a child while others end: use `Processes` to end
-    processes.
-    """
+    """A process and its descendants: cheap enough for watching memory, but a child may be missed while others end."""
     found = [pid]
     with contextlib.suppress(OSError):  # it ended just now
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -250,9 +246,7 @@ def _become(
 
 
 def enter(parent: int, streams: Sequence[int | None], cwd: str | None) -> None:
-    """In the forked process of a worker: lead a session that dies with the parent, with these standard streams (None:
-    /dev/null) and this directory.
-    """
+    """Give a forked process its session, its death with the parent, its streams (None: /dev/null) and its directory."""
     os.setsid()
     if not die_with_parent(parent, signal.SIGKILL):
         os._exit(128 + signal.SIGKILL)

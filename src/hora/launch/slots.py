@@ -68,10 +68,7 @@ class NodeSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one rank. `cross_*` count the hosts that own a process with the same `local_rank`.
-
-    Horovod's `SlotInfo`: its name there, these fields in this order.
-    """
+    """The place of one rank, Horovod's `SlotInfo`. `cross_*` count the hosts with a process of that `local_rank`."""
 
     hostname: str
     rank: int
@@ -112,9 +109,7 @@ def parse_hosts_and_slots(hosts_string: str) -> tuple[list[str], dict[str, int]]
 
 
 def parse_host_files(filename: str | Path) -> str:
-    """Parse a hostfile: `name slots=N` or `name:N` per line, blank lines and # comments skipped, one slot by
-    default.
-    """
+    """Parse a hostfile: `name slots=N`, `name:N` or `name` (one slot) per line, blank lines and # comments skipped."""
     try:
         text = Path(filename).read_text(encoding="utf-8")
     except OSError as error:

@@ -42,7 +42,6 @@ def start(
     leadership: Leadership | None = None,
 ) -> JobResult:
     """Run the command of `options`, or the pickled `function`, to its end. `adjust` may change the job.
-    `leadership`: of a job that other processes may take over.
 
     Raises ValueError for a request that cannot be met, JobFailedError if a worker fails.
     """
@@ -129,9 +128,7 @@ def make_job(
     function: bytes | None = None,
     executable: str | None = None,
 ) -> Job:
-    """Return the job of `options`, with this process's environment and settings: exactly `-np` ranks, or one per slot
-    of an elastic job's first hosts.
-    """
+    """Return the job of `options`: exactly `-np` ranks, or one per slot of an elastic job's first hosts."""
     if elastic is None:
         hosts: Sequence[HostInfo] = find_hosts(options, environ, nodes)
         num_proc = options.num_proc or sum(host.slots for host in hosts)
@@ -178,9 +175,7 @@ def _directory() -> str:
 def open_launcher(
     hostnames: Iterable[str], options: Options, environ: Mapping[str, str], nodes: Agents | None = None
 ) -> Iterator[HostLauncher]:
-    """Yield the launcher for these hosts: processes of this machine, agents that ssh starts, or agents that have
-    joined.
-    """
+    """Yield the launcher for these hosts: of this machine, of agents that ssh starts, or of agents that have joined."""
     remote = [name for name in dict.fromkeys(hostnames) if not sockets.is_local(name)]
     if nodes is not None:
         yield HostLauncher(agents=nodes, listen=nodes.address)

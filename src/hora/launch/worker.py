@@ -30,9 +30,7 @@ _FETCH_LIMIT_S = 600.0
 
 
 def become(request: dict[str, Any], descriptors: list[int], agent: socket.socket) -> NoReturn:
-    """In a fork of an agent's fork server: fork again, so that the agent, a subreaper, becomes the parent and reaps it;
-    then run the worker.
-    """
+    """In a fork of an agent's fork server: run the worker in a second fork, which the agent, a subreaper, adopts."""
     middle = os.getpid()
     try:
         pid = fork()

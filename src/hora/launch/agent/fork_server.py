@@ -39,10 +39,7 @@ Role = Callable[[dict[str, Any], list[int], socket.socket], NoReturn]
 
 
 def serve(name: str, modules: Iterable[str], role: Role) -> None:
-    """Load these modules, and more on request, and fork processes, which do the role, until the client is gone.
-
-    `name`: of this process, as `ps -o comm` shows it.
-    """
+    """Load these modules, and more on request, and fork processes, which do the role, until the client is gone."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forked processes end independently
     _load_and_share(name, modules)
     with socket.socket(fileno=os.dup(0)) as asker:

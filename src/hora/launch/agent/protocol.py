@@ -30,15 +30,13 @@ class Join(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """The node is part of the job's run. `executable`: the controller's Python. `silence_s`: of the controller, after
-    which the agent ends; `return_s`: how long to come back after the connection broke. `meeting`: the rendezvous' port.
-    """
+    """The node is part of the job's run. `executable`: the controller's Python. `meeting`: the rendezvous' port."""
 
     name: str
     run: str
     executable: str
-    silence_s: float
-    return_s: float
+    silence_s: float  # of the controller, after which the agent ends
+    return_s: float  # for coming back after the connection broke
     elastic: bool = False
     term: int = 0
     meeting: int = 0
@@ -117,13 +115,11 @@ class Output(NamedTuple):
 
 
 class Exited(NamedTuple):
-    """A worker's process has ended, and all its output was sent. Death by signal s is code 128 + s. `reason`: why it
-    never ran, if so.
-    """
+    """A worker's process has ended, and all its output was sent. Death by signal s is code 128 + s."""
 
     worker: int
     code: int
-    reason: str = ""
+    reason: str = ""  # why it never ran, if so
 
 
 class Leaving(NamedTuple):

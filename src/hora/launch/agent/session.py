@@ -115,9 +115,7 @@ def join(
 
 
 def _introduce(session: ClientSession, place: NodeSpec) -> Welcome:
-    """Return the controller's welcome. Raises RuntimeError if it refuses, EOFError or ConnectionError if it
-    disconnects.
-    """
+    """Return the controller's welcome. RuntimeError: it refuses; EOFError or ConnectionError: it disconnects."""
     name = place.name or socket.gethostname()
     session.send(*pack(Join(place.index, name, place.slots or 1, version(), [], [])))
     try:

@@ -34,9 +34,7 @@ _RETURN_LIMIT_S = 10.0
 
 
 def find_place(options: Options, environ: Mapping[str, str], hostname: str = "") -> NodeSpec:
-    """Return this node's place. Raises ValueError if it is unknown or incomplete. `hostname`: this machine's own unless
-    given.
-    """
+    """Return this node's place. Raises ValueError if it is unknown or incomplete. `hostname`: this machine's."""
     hostname = hostname or socket.gethostname()
     num_nodes, index, meet, found = options.num_nodes, options.node_rank, options.meet, None
     if num_nodes is None or index is None:
@@ -200,10 +198,7 @@ _PLATFORMS: dict[str, Callable[[Mapping[str, str], str], NodeSpec]] = {
 def open_nodes(
     options: Options, environ: Mapping[str, str], leadership: Leadership | None = None
 ) -> Iterator[Agents | None]:
-    """Yield the nodes of this job after all have joined; None for a job that reaches its hosts otherwise.
-
-    `leadership`: of a job whose agents outlive their leader.
-    """
+    """Yield the nodes of this job after all have joined; None for a job that reaches its hosts otherwise."""
     limits = options.silence_limits()
     starting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if leadership is not None:

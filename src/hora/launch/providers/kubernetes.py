@@ -7,7 +7,6 @@ The pods hold the job's secret as a file of a Secret that the user makes; no man
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,9 +94,8 @@ class ManifestRequest:
 def secret_command(request: ManifestRequest) -> str:
     """Return the shell command that creates the Secret without printing it."""
     where = f" --namespace {request.namespace}" if request.namespace else ""
-    return (
-        f"openssl rand -hex 32 | kubectl create secret generic {request.secret}{where} --from-file={_FILE}=/dev/stdin"
-    )
+    kubectl = f"kubectl create secret generic {request.secret}{where} --from-file={_FILE}=/dev/stdin"
+    return f"openssl rand -hex 32 | {kubectl}"
 
 
 def manifests(kind: str, request: ManifestRequest) -> list[Manifest]:
@@ -163,17 +161,13 @@ def _pod(request: ManifestRequest, account: Manifest, container: Manifest) -> Ma
     }
 
 
-def _agent_command(request: ManifestRequest, first_node: str) -> list[str]:
+def _pods(request: ManifestRequest, first_node: str) -> Manifest:
+    """The specification of an indexed Job: one pod for each node, which knows its number."""
     place = ["--nnodes", str(request.num_nodes), "--meet", f"{first_node}:{DEFAULT_PORT}"]
     slots = ["--slots-per-host", str(request.slots), "--start-timeout", str(_START_LIMIT_S)]
-    return ["hora", "run", *place, *slots, *request.size_flags(), *request.command]
-
-
-def _pods(request: ManifestRequest, command: Sequence[str]) -> Manifest:
-    """The specification of an indexed Job: one pod for each node, which knows its number."""
     container: Manifest = {
         "image": request.image,
-        "command": list(command),
+        "command": ["hora", "run", *place, *slots, *request.size_flags(), *request.command],
         "env": [{"name": "HORA_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}, *_variables(request)],
         "ports": [{"containerPort": DEFAULT_PORT}],
         **request.resources(),
@@ -194,7 +188,7 @@ def _pods(request: ManifestRequest, command: Sequence[str]) -> Manifest:
 
 
 def _job(request: ManifestRequest) -> list[Manifest]:
-    spec = _pods(request, _agent_command(request, f"{request.name}-0.{request.name}"))
+    spec = _pods(request, f"{request.name}-0.{request.name}")
     spec["template"]["spec"]["subdomain"] = request.name
     selector, ports = {"app.kubernetes.io/name": request.name}, [{"name": "hora", "port": DEFAULT_PORT}]
     service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector, "ports": ports}
@@ -202,7 +196,7 @@ def _job(request: ManifestRequest) -> list[Manifest]:
 
 
 def _job_set(request: ManifestRequest) -> list[Manifest]:
-    spec = _pods(request, _agent_command(request, f"{request.name}-node-0-0.{request.name}"))
+    spec = _pods(request, f"{request.name}-node-0-0.{request.name}")
     job_set = {
         "network": {"enableDNSHostnames": True, "subdomain": request.name},
         "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": spec}}],

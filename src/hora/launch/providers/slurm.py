@@ -45,10 +45,7 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """The nodes of the current Slurm job, and the number of processes for each.
-
-    A job has one component, unless it is heterogeneous.
-    """
+    """The nodes of the current Slurm job and their slots. It has one component, unless it is heterogeneous."""
 
     job: str
     hosts: tuple[HostInfo, ...]

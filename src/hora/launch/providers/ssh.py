@@ -46,8 +46,8 @@ _OPTIONS = {
 class Ssh:
     """Settings for reaching hosts, and the Python to start there. `program`: ssh, perhaps with options.
 
-    `is_agent`: not ssh, but what Open MPI calls an agent, such as a script around `kubectl exec -i`: it takes a host
-    and a command.
+    `is_agent`: not ssh, but what Open MPI calls an agent (`HORA_RSH_AGENT`), such as a script around `kubectl exec -i`:
+    it takes a host and a command.
     """
 
     program: tuple[str, ...] = ("ssh",)
@@ -61,9 +61,7 @@ class Ssh:
     def from_environ(
         cls, environ: Mapping[str, str], *, port: int | None = None, identity_file: str | None = None
     ) -> Ssh:
-        """As the user asks: `HORA_SSH` replaces the ssh command, options included (`ssh -J gate`); `HORA_RSH_AGENT` is
-        a program that is called with a host and a command alone.
-        """
+        """As the user asks: `HORA_SSH` replaces the ssh command, options included (`ssh -J gate`)."""
         if identity_file is not None and not os.path.isfile(identity_file):
             raise ValueError(f"--ssh-identity-file: there is no file {identity_file!r}")
         if port is not None and not 0 < port < 65536:
@@ -83,9 +81,7 @@ class Ssh:
         )
 
     def python(self, hostname: str, module: str, *args: str, attempts: int = 1) -> list[str]:
-        """Return the argv that runs a module with the job's Python on a host. ssh passes it to a shell: words are
-        quoted.
-        """
+        """Return the argv that runs a module with the job's Python on a host. Its words are quoted: ssh has a shell."""
         path = [f"PYTHONPATH={self.python_path}"] if self.python_path else []
         line = shlex.join(["exec", "env", *path, *module_command(self.executable, module, *args)])
         if self.is_agent:
@@ -158,8 +154,7 @@ class SshHosts(Agents):
     def _start(self, index: int, node: AgentHandle, command: Sequence[str]) -> None:
         """Run ssh. Until its agent has joined, the end of ssh, or a long silence, is the end of the node.
 
-        In its own thread: an exception from a signal, in the main thread, must not lose a process that was just
-        started.
+        In its own thread: an exception from a signal, in the main thread, must not lose a process just started.
         """
         key, nodes, status = credentials(self._secret, index), {node.name: (index, 1)}, _SSH_FAILED
         limit_s = self._limit_s / 2  # so that its failure is reported in time
@@ -240,13 +235,11 @@ def _listed(nodes: Iterable[AgentHandle]) -> str:
 
 
 def reachable_address(hostnames: Iterable[str], ssh: Ssh) -> str:
-    """Return this machine's address for these remote hosts: the source address of the route to them; loopback if there
-    is none, because ssh's own error is clearer.
-    """
+    """Return this machine's address for these remote hosts: the source address of the route to them."""
     sources: list[str] = []
     for hostname in hostnames:
         found = sockets.resolve(hostname) or sockets.resolve(ssh.real_name(hostname))
         with contextlib.suppress(OSError):
             sources += [sockets.source_address(target) for target in found[:1]]
-    # A host behind loopback (a tunnel, a test) can often use another address too.
+    # A host behind loopback (a tunnel, a test) can often use another address too. Without a route ssh's error is clear.
     return next((source for source in sources if not source.startswith("127.")), (*sources, "127.0.0.1")[0])
