@@ -17,6 +17,7 @@ import os
 import platform
 import signal
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import NamedTuple, NoReturn
@@ -140,7 +141,7 @@ class Processes:
     """Snapshot of the machine's process tree, without zombies."""
 
     def __init__(self) -> None:
-        self._children: dict[int, list[int]] = {}
+        self.children: dict[int, list[int]] = defaultdict(list)
         for name in os.listdir("/proc"):
             if name.isdigit():
                 try:
@@ -149,15 +150,12 @@ class Processes:
                 except (OSError, ValueError):  # it ended while we looked
                     continue
                 if state not in (b"Z", b"X"):
-                    self._children.setdefault(int(parent), []).append(int(name))
-
-    def children(self, pid: int) -> list[int]:
-        return self._children.get(pid, [])
+                    self.children[int(parent)].append(int(name))
 
     def descendants(self, pid: int) -> list[int]:
-        found = list(self.children(pid))
+        found = list(self.children[pid])
         for child in found:  # grows while we walk through it
-            found.extend(self.children(child))
+            found.extend(self.children[child])
         return found
 
 

@@ -19,9 +19,12 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+import cloudpickle
+
 from hora.errors import HorovodInternalError
 from hora.launch.agent.fork_server import fork, serve
 from hora.launch.limits import CONNECT_S
+from hora.launch.pickling import pickle_exception, pickle_result
 from hora.launch.processes import enter, name_process, replace_variables, variables
 from hora.net.client import FUNCTION_KEY, PATH_KEY, ControlClient
 from hora.world import World
@@ -79,10 +82,6 @@ def main() -> int:
 
 
 def _run(client: ControlClient, world: World) -> int:
-    import cloudpickle
-
-    from hora.launch.pickling import pickle_result
-
     # The caller's module path, so that its modules are importable here too.
     callers_path = json.loads(client.get(PATH_KEY, timeout_s=_FETCH_LIMIT_S))
     sys.path.extend(entry for entry in callers_path if entry not in sys.path and os.path.exists(entry))
@@ -91,7 +90,10 @@ def _run(client: ControlClient, world: World) -> int:
         result = function(*args, **kwargs)
         pickled = pickle_result(result, rank=world.rank)
     except SystemExit as error:
-        return _exit_status(error)
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+        return 1
     except BaseException as error:  # not swallowed but reported, with its own traceback
         _report(client, error)
         return 1
@@ -102,16 +104,7 @@ def _run(client: ControlClient, world: World) -> int:
     return 0
 
 
-def _exit_status(error: SystemExit) -> int:
-    if error.code is None or isinstance(error.code, int):
-        return error.code or 0
-    print(error.code, file=sys.stderr)
-    return 1
-
-
 def _report(client: ControlClient, error: BaseException) -> None:
-    from hora.launch.pickling import pickle_exception
-
     # Drop our own frames above the user's function.
     inner = error.__traceback__.tb_next if error.__traceback__ is not None else None
     text = "".join(traceback.format_exception(type(error), error, inner or error.__traceback__))

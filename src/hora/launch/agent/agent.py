@@ -498,7 +498,7 @@ class Agent:
         """Return the worker's processes, including orphans that this process inherited."""
         first = self._pids.get(worker)
         roots = [] if first is None else [first]
-        for child in processes.children(os.getpid()):
+        for child in processes.children[os.getpid()]:
             if child not in self._pids.values() and first_variables(child).get("HORA_WORKER") == str(worker):
                 roots.append(child)
         return roots + [pid for root in roots for pid in processes.descendants(root)]

@@ -32,7 +32,6 @@ from hora.launch.processes import Spawned, module_command, name_process, spawn
 
 _MAX_REQUEST_BYTES = 256 * 1024
 _MAX_DESCRIPTORS = 4
-_ALWAYS = ("hora.launch.pickling", "hora.net.noise")  # every worker of a function connects to its launcher
 
 # Runs in a fork with the request, the descriptors, and the socket for an answer.
 Role = Callable[[dict[str, Any], list[int], socket.socket], NoReturn]
@@ -63,7 +62,7 @@ def serve(name: str, modules: Iterable[str], role: Role) -> None:
 
 def _load_and_share(name: str, modules: Iterable[str]) -> None:
     name_process(name)
-    for module in (*_ALWAYS, *modules):
+    for module in ("hora.net.noise", *modules):  # every worker of a function connects to its launcher
         try:
             importlib.import_module(module)
         except Exception as error:  # whatever a broken installation raises; the worker's own error is clearer
