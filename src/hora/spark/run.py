@@ -111,7 +111,6 @@ def run_elastic(
 
 
 def _cluster(fn: Callable[..., Any], find: Callable[[], Any], caller: str) -> Any:
-    """Return the cluster to run on."""
     if not callable(fn):
         raise BadCallError(f"fn must be a function, but it is {fn!r}")
     cluster = find()
@@ -121,7 +120,6 @@ def _cluster(fn: Callable[..., Any], find: Callable[[], Any], caller: str) -> An
 
 
 def _job(given: Mapping[str, Any], num_proc: int, **more: Any) -> SparkJob:
-    """Return the job of a call with these arguments."""
     env = {str(name): str(value) for name, value in (given["env"] or {}).items()}
     if given["nics"] is not None:
         env["HOROVOD_GLOO_IFACE"] = ",".join(given["nics"])

@@ -190,7 +190,6 @@ def pickle_for_rank_0(main: Callable[..., Any], args: Iterable[Any], kwargs: Map
 
 
 def value_of_rank_0(result: JobResult) -> Any:
-    """Return what rank 0's call returned."""
     value = result.results[0]
     assert value is not None, "a function's job without a result"
     return cloudpickle.loads(value)

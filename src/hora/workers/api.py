@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hora.launch.processes import variables
-from hora.workers.gateway import Gateway, ask, find, new_name, runs
+from hora.workers.gateway import Gateway, ask, find, named, new_name, runs
 from hora.workers.session import WorkerSession
 
 
@@ -52,7 +52,7 @@ _own: tuple[int, Gateway] | None = None  # with the process it belongs to: a for
 
 
 def _session(*, launching: bool = False) -> Session:
-    given = _given_name()
+    given = named()
     if given is not None and (variables().get("CDSW_MASTER_ID") or (_own is None and runs(given[0]))):
         return given
     found = find(os.getcwd())
@@ -61,18 +61,11 @@ def _session(*, launching: bool = False) -> Session:
     return found or _own_session(launching=launching)
 
 
-def _given_name() -> tuple[str, str] | None:
-    """Return the name and key of the session that the environment names, if Hora serves it."""
-    environ = variables()
-    url, key = environ.get("CDSW_API_URL", ""), environ.get("CDSW_API_KEY", "")
-    return (url.removeprefix("unix:"), key) if url.startswith("unix:hora-") else None
-
-
 def _own_session(*, launching: bool) -> Session:
     global _own
     with _lock:
         if _own is None or _own[0] != os.getpid():
-            name, key = _given_name() or new_name()
+            name, key = named() or new_name()
             try:
                 gateway = Gateway(name, key)
             except OSError as error:

@@ -97,7 +97,6 @@ class Capacity:
         return tuple(gpus)
 
     def used_gpus(self) -> set[str]:
-        """Return the GPUs that workers have."""
         return {gpu for grant in self.grants.values() for gpu in grant.gpus}
 
     def _free_gpus(self) -> list[str]:

@@ -42,7 +42,6 @@ def _credentials(key: str) -> Credentials:
 
 
 def new_name() -> tuple[str, str]:
-    """Return a random name and a random key for a gateway."""
     return f"hora-workers-{secrets.token_hex(8)}", secrets.token_hex(32)
 
 
@@ -186,6 +185,13 @@ def find(folder: str, whose: str = "") -> tuple[str, str] | None:
         if runs(name):
             return name, key
     return None
+
+
+def named() -> tuple[str, str] | None:
+    """Return the name and key of the session that the environment names, if Hora serves it."""
+    environ = variables()
+    url, key = environ.get("CDSW_API_URL", ""), environ.get("CDSW_API_KEY", "")
+    return (url.removeprefix("unix:"), key) if url.startswith("unix:hora-") else None
 
 
 def runs(name: str) -> bool:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from hora.launch.processes import variables
-from hora.workers.gateway import exchange, find, open_connection, runs
+from hora.workers.gateway import exchange, find, named, open_connection, runs
 
 _POLL_S = 0.05
 
@@ -72,7 +71,9 @@ def _emptied(left: dict[str, str], ended: Sequence[str]) -> list[tuple[str, str]
 
 def lease_of(hosts: Collection[str]) -> Lease | None:
     """Return the lease of a job on these hosts from the session that is found here; None if no host is a worker."""
-    session = _session(variables())
+    session, folder = named(), os.getcwd()
+    if session is None or not runs(session[0]):
+        session = find(folder) or find(folder, "script")
     if session is None:
         return None
     with contextlib.suppress(OSError, EOFError):  # it ended just now
@@ -81,11 +82,3 @@ def lease_of(hosts: Collection[str]) -> Lease | None:
             return lease
         lease.close()
     return None
-
-
-def _session(environ: Mapping[str, str]) -> tuple[str, str] | None:
-    name = environ.get("CDSW_API_URL", "").removeprefix("unix:")
-    if name.startswith("hora-") and runs(name):
-        return name, environ.get("CDSW_API_KEY", "")
-    folder = os.getcwd()
-    return find(folder) or find(folder, "script")

@@ -193,12 +193,10 @@ class WorkerSession:
             return [(worker, 204 if worker in self._records else 404) for worker in chosen]
 
     def tail(self, worker: str) -> str:
-        """Return the tail of a worker's output."""
         with self._changed:
             return self._records[worker].tail.text if worker in self._records else ""
 
     def close(self) -> None:
-        """End every worker."""
         for _, backend in self._spark:
             backend.close()
         self._local.close()

@@ -99,7 +99,6 @@ class _Run:
     def __post_init__(self) -> None:
         self.tally, self.tally_epoch = Tally(self.stepper.objective.names, self.stepper.device), -1
         self.history = History()
-        self.progress = Progress(self.epochs, 0, visible=False)
         self.base_rates = [float(group["lr"]) for group in self.stepper.optimizer.param_groups]
         self.num_steps = -(-len(self.loaders.train) // self.stepper.recipe.accumulate)
         self.first_epoch = 0
@@ -107,12 +106,11 @@ class _Run:
         self.seconds_before = 0.0
         self.stopped = False
         self.midway: dict[str, Any] | None = None
+        self._show()
         _check_sharded(self.loaders.train)
 
     def train(self, resume: bool) -> None:
-        """Train the remaining epochs."""
         peers.broadcast_start(self.model, self.stepper.optimizer)
-        self._show()
         if resume:
             self._resume()
         self._begin()
@@ -130,7 +128,6 @@ class _Run:
         self.progress.start(self.first_epoch, self.steps_done)
 
     def _epoch(self, epoch: int) -> None:
-        """Train and validate, and record the epoch."""
         began = time.perf_counter() - self.seconds_before
         self.seconds_before = 0.0
         self._train_epoch(epoch, began)
@@ -171,7 +168,6 @@ class _Run:
         self.steps_done = 0
 
     def _share_done(self, step: int) -> float:
-        """Return the finished share of the epoch when this step begins."""
         return step / self.num_steps
 
     def _step_taken(self, step: int) -> None:
@@ -308,7 +304,6 @@ class _ElasticRun(_Run):
         elastic.run(self._train)(self.state, resume)
 
     def _train(self, state: Any, resume: bool) -> None:
-        """Continue in the first world or a new one."""
         self.progress.close()
         share = -(-self.sampler.num_rows // peers.size())
         self.num_steps = -(-share // (self.batch_size * self.stepper.recipe.accumulate))

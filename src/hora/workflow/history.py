@@ -88,13 +88,10 @@ class Tally:
         return {f"{prefix}_{name}": value for name, value in zip(self.names, averages, strict=True)}
 
     def clear(self) -> None:
-        """Reset all sums."""
         self.sums.zero_()
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
-        """Return the state for a checkpoint within an epoch."""
         return {"sums": self.sums.cpu()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load the state from such a checkpoint."""
         self.sums.copy_(state["sums"])

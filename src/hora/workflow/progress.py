@@ -45,7 +45,6 @@ class Progress:
             self._bar.set_description(f"epoch {epoch + 1}/{self._epochs}")
 
     def step(self) -> None:
-        """Count a step."""
         if self._bar is not None:
             self._bar.update(1)
 
@@ -61,7 +60,6 @@ class Progress:
                 print(f"epoch {epoch + 1:>3}/{self._epochs}  {describe(record)}", flush=True)
 
     def say(self, text: str) -> None:
-        """Print a line."""
         if self._visible:
             print(text, flush=True)
 

@@ -149,7 +149,6 @@ class Stepper:
             meter.report(dict(zip(self.objective.names, values, strict=True)))
 
     def finish(self) -> None:
-        """Update the weights."""
         # A distributed optimizer averages the gradients before they are unscaled or clipped.
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)

@@ -56,7 +56,7 @@ class RayLauncher:
         by_host: dict[str, list[_Member]] = {}
         for spec in workers:
             # A new worker's local rank is its slot's number, as at the start of the job.
-            reservation = self._hosts.get(spec.slot.hostname, spec.slot.local_rank)
+            reservation = self._hosts.enter(spec.slot.hostname, spec.slot.local_rank)
             if reservation is None:
                 reason = f"slot {spec.slot.local_rank} of {spec.slot.hostname} is gone"
                 events.exited(Exited(worker=spec.worker, code=_KILLED, reason=reason))
@@ -64,7 +64,6 @@ class RayLauncher:
             peers = by_host.setdefault(spec.slot.hostname, [])
             member = _Member(spec=spec, actor=self._create(reservation), reservation=reservation, peers=peers)
             peers.append(member)
-            self._hosts.enter(reservation)
             with self._changed:
                 self._members[spec.worker] = member
         for member in (member for peers in by_host.values() for member in peers):

@@ -44,14 +44,8 @@ class Reservation:
 
     group: Any
     asked_at: float = field(default_factory=time.monotonic)
+    granted: bool = False
     workers: int = 0
-
-    def is_granted(self, wait_s: float) -> bool:
-        return bool(self.group.wait(wait_s)) if wait_s > 0 else _state(self.group) == "CREATED"
-
-
-def _state(group: Any) -> str:
-    return str(placement_group_table(group).get("state"))
 
 
 class RayHosts:
@@ -71,8 +65,7 @@ class RayHosts:
     ) -> None:
         self._discovery, self._interval_s, self._resources, self._most = discovery, interval_s, dict(resources), most
         self._lock = threading.Lock()
-        self._granted: dict[str, list[Reservation]] = {}  # host -> its slots, in their order
-        self._requested: dict[str, list[Reservation]] = {}
+        self._slots: dict[str, list[Reservation]] = {}  # by host: first those granted, in their order
         self._refused_at: dict[str, float] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -130,75 +123,74 @@ class RayHosts:
                 _log.warning("the host discovery failed (%r); it is polled again every %g s", error, self._interval_s())
             self._failing = True
         with self._lock:
-            self._drop(self._found)
+            self._drop()
             self._take(wait_s)
-            self._request(self._found)
-            counted = {host: min(len(held), self._found.get(host, 0)) for host, held in self._granted.items()}
-        return [HostInfo(host, counted[host]) for host in self._found if counted.get(host)]
+            self._request()
+            counted = {host: min(self._num_granted(host), num_slots) for host, num_slots in self._found.items()}
+        return [HostInfo(host, num_slots) for host, num_slots in counted.items() if num_slots]
 
-    def get(self, host: str, slot: int) -> Reservation | None:
+    def enter(self, host: str, slot: int) -> Reservation | None:
+        """Return the slot for a worker that starts there; None if it is gone."""
         with self._lock:
-            held = self._granted.get(host, [])
-            return held[slot] if slot < len(held) else None
-
-    def enter(self, reservation: Reservation) -> None:
-        """A worker is started there."""
-        with self._lock:
-            reservation.workers += 1
+            if slot >= self._num_granted(host):
+                return None
+            self._slots[host][slot].workers += 1
+            return self._slots[host][slot]
 
     def leave(self, reservation: Reservation) -> None:
-        """A worker has ended there."""
+        """Record that a worker there has ended."""
         with self._lock:
             reservation.workers -= 1
 
     def release(self) -> None:
         """Release all slots."""
         with self._lock:
-            groups = [one for held in (*self._granted.values(), *self._requested.values()) for one in held]
-            self._granted, self._requested = {}, {}
+            slots, self._slots = [one for held in self._slots.values() for one in held], {}
         if ray.is_initialized():
-            for reservation in groups:
-                _give_back(reservation)
+            for one in slots:
+                _give_back(one)
 
     # ---- with the lock held ---------------------------------------------------------------------------------
 
-    def _num_granted(self) -> int:
-        return sum(len(held) for held in self._granted.values())
+    def _num_granted(self, host: str) -> int:
+        return sum(one.granted for one in self._slots.get(host, ()))
 
-    def _drop(self, found: Mapping[str, int]) -> None:
+    def _drop(self) -> None:
         """Release slots that no host has and no worker uses, and requests that block requests elsewhere."""
-        for host, held in self._granted.items():
-            while len(held) > found.get(host, 0) and not held[-1].workers:
+        for host, held in self._slots.items():
+            while len(held) > self._found.get(host, 0) and not held[-1].workers:
                 _give_back(held.pop())
-        full = self._most is not None and self._num_granted() >= self._most
-        now = time.monotonic()
-        for host, requested in self._requested.items():
-            for one in list(requested):
-                late = self._most is not None and now - one.asked_at > _PATIENCE_S
-                if full or late or len(requested) + len(self._granted.get(host, [])) > found.get(host, 0):
-                    requested.remove(one)
+        if self._most is None:
+            return
+        full, now = sum(map(self._num_granted, self._slots)) >= self._most, time.monotonic()
+        for host, held in self._slots.items():
+            for one in [one for one in held if not one.granted]:
+                late = now - one.asked_at > _PATIENCE_S
+                if full or late:
+                    held.remove(one)
                     _give_back(one)
-                    if late:
-                        self._refused_at[host] = now
+                if late:
+                    self._refused_at[host] = now
 
     def _take(self, wait_s: float) -> None:
-        for host, requested in self._requested.items():
-            for one in list(requested):
-                if one.is_granted(wait_s):
-                    requested.remove(one)
-                    self._granted.setdefault(host, []).append(one)
+        for held in self._slots.values():
+            for one in [one for one in held if not one.granted]:
+                if wait_s > 0:
+                    one.granted = bool(one.group.wait(wait_s))
                 else:
-                    wait_s = 0.0
+                    one.granted = placement_group_table(one.group).get("state") == "CREATED"
+                wait_s = wait_s if one.granted else 0.0
+            held.sort(key=lambda one: not one.granted)  # stable
 
-    def _request(self, found: Mapping[str, int]) -> None:
-        num_requested = sum(len(requested) for requested in self._requested.values())
-        for host in sorted(found, key=lambda name: self._refused_at.get(name, 0.0)):
-            requested, held = self._requested.setdefault(host, []), self._granted.get(host, [])
-            while len(requested) + len(held) < found[host]:
-                if self._most is not None and self._num_granted() + num_requested >= self._most:
+    def _request(self) -> None:
+        total = sum(map(len, self._slots.values()))
+        for host in sorted(self._found, key=lambda name: self._refused_at.get(name, 0.0)):
+            held = self._slots.setdefault(host, [])
+            while len(held) < self._found[host]:
+                if self._most is not None and total >= self._most:
                     return
-                requested.append(Reservation(placement_group([{**self._resources, f"node:{host}": _NODE_SHARE}])))
-                num_requested += 1
+                held.append(Reservation(placement_group([{**self._resources, f"node:{host}": _NODE_SHARE}])))
+                total += 1
 
 
 def _give_back(reservation: Reservation) -> None:

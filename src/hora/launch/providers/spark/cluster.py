@@ -224,12 +224,10 @@ def require_slots(cluster: Any, num_slots: int, *, limit_s: float = math.inf) ->
 
 
 def allocates_dynamically(context: Any) -> bool:
-    """Return whether Spark uses dynamic allocation of executors."""
     return bool(context.getConf().get("spark.dynamicAllocation.enabled", "false").lower() == "true")
 
 
 def decommissions(context: Any) -> bool:
-    """Return whether Spark announces the decommissioning of executors."""
     return bool(context.getConf().get("spark.decommission.enabled", "false").lower() == "true")
 
 

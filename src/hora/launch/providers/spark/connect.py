@@ -160,7 +160,8 @@ class Query:
         thread.join(SPARK_END_S)
         if self._error is not None:
             raise JobFailedError(f"Spark job has failed: {str(self._error)[:4000]}") from self._error
-        return _joined(self._found)
+        by_kind = itertools.groupby(sorted(self._found), key=lambda row: str(row[0]))
+        return {kind: b"".join(bytes(row[2]) for row in parts) for kind, parts in by_kind}
 
     def interrupt(self) -> None:
         """Ask Spark to kill the tasks and free their slots. Does not wait."""
@@ -171,8 +172,7 @@ class Query:
         try:
             self._session.addTag(self.tag)
             frame = self._session.range(0, self._num_tasks, 1, self._num_tasks)
-            given = {"barrier": True} if self._barrier else {}
-            self._found = frame.mapInArrow(self._body, _SCHEMA, **given).collect()
+            self._found = frame.mapInArrow(self._body, _SCHEMA, barrier=self._barrier).collect()
         except BaseException as error:  # whatever it is belongs to the thread that waits for the query
             self._error = error
         finally:
@@ -185,20 +185,7 @@ def rows(kind: str, data: bytes) -> Iterator[Any]:
 
     for number, begin in enumerate(range(0, max(len(data), 1), _CHUNK_BYTES)):
         chunk = data[begin : begin + _CHUNK_BYTES]
-        yield pyarrow.RecordBatch.from_pydict(
-            {
-                "kind": [kind],
-                "number": pyarrow.array([number], pyarrow.int64()),
-                "chunk": pyarrow.array([chunk], pyarrow.binary()),
-            }
-        )
-
-
-def _joined(found: list[Any]) -> dict[str, bytes]:
-    parts: dict[str, list[tuple[int, bytes]]] = {}
-    for row in found:
-        parts.setdefault(str(row[0]), []).append((int(row[1]), bytes(row[2])))
-    return {kind: b"".join(chunk for _, chunk in sorted(chunks)) for kind, chunks in parts.items()}
+        yield pyarrow.RecordBatch.from_pydict({"kind": [kind], "number": [number], "chunk": [chunk]})
 
 
 def run_on_cluster(cluster: Any, wanted: SparkJob) -> JobResult:
@@ -276,8 +263,7 @@ def _result(rows: dict[str, bytes]) -> JobResult:
         raise error from cause
     if "result" not in rows:
         raise JobFailedError("Spark job has failed: its first task has given no result")
-    found: JobResult = cloudpickle.loads(rows["result"])
-    return found
+    return cloudpickle.loads(rows["result"])
 
 
 @dataclass(frozen=True)
