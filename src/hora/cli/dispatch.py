@@ -130,8 +130,6 @@ def _dispatch(arguments: list[str]) -> int | None:
         print(f"hora {version()}")
         return 0
     if name in ("-cb", "--check-build"):
-        from hora.legacy.check_build import check_build
-
         print(check_build())
         return 0
     if name in COMMANDS:
@@ -140,6 +138,13 @@ def _dispatch(arguments: list[str]) -> int | None:
     hint = f"did you mean `hora {close[0]}`?" if close else f"the commands are {', '.join(COMMANDS)}"
     print(f"hora: there is no command {name!r}; {hint}", file=sys.stderr)
     return 2
+
+
+def check_build() -> str:
+    """Return what works on this machine, as Horovod says it."""
+    from hora.legacy.check_build import check_build
+
+    return check_build()
 
 
 def _help() -> str:

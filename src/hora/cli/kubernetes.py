@@ -34,39 +34,22 @@ def make_parser() -> argparse.ArgumentParser:
     manifest = actions.add_parser(
         "manifest", help=about, description=about, epilog="After --: the command and its arguments."
     )
-    manifest.add_argument(
-        "kind", choices=KINDS, help="a plain Job with its Service, a JobSet, or Kubeflow's TrainJob or MPIJob"
-    )
-    manifest.add_argument("--name", required=True, help="name of the job")
-    manifest.add_argument("--image", required=True, help="container image that has Hora and the training")
-    manifest.add_argument(
-        "--nodes", dest="num_nodes", metavar="N", type=int, default=2, help="number of pods (default: 2)"
-    )
-    manifest.add_argument("--slots", metavar="N", type=int, default=1, help="processes per pod (default: 1)")
-    manifest.add_argument("--min-nodes", metavar="N", type=int, help="smallest number of pods; makes the job elastic")
-    manifest.add_argument(
-        "--any-leader", action="store_true", help="any pod may lead: the job's state is in a Lease and a Secret"
-    )
-    manifest.add_argument("--namespace", help="namespace (default: kubectl's)")
-    manifest.add_argument("--cpu", help="cores per pod")
-    manifest.add_argument("--memory", help="memory per pod, for example 16Gi")
-    manifest.add_argument("--gpus", metavar="N", type=int, default=0, help="NVIDIA GPUs per pod (default: 0)")
-    manifest.add_argument(
-        "--leave-timeout",
-        dest="leave_s",
-        metavar="SECONDS",
-        type=int,
-        default=25,
-        help="seconds for a last commit when pods are removed (default: 25)",
-    )
-    manifest.add_argument(
-        "--writable-root",
-        action="store_true",
-        help="let the command write anywhere in its container, not only to /tmp",
-    )
-    manifest.add_argument(
-        "--runtime",
-        default="torch-distributed",
-        help="ClusterTrainingRuntime of a TrainJob (default: torch-distributed)",
-    )
+    add = manifest.add_argument
+    add("kind", choices=KINDS, help="a plain Job with its Service, a JobSet, or Kubeflow's TrainJob or MPIJob")
+    add("--name", required=True, help="name of the job")
+    add("--image", required=True, help="container image that has Hora and the training")
+    add("--nodes", dest="num_nodes", metavar="N", type=int, default=2, help="number of pods (default: 2)")
+    add("--slots", metavar="N", type=int, default=1, help="processes per pod (default: 1)")
+    add("--min-nodes", metavar="N", type=int, help="smallest number of pods; makes the job elastic")
+    add("--any-leader", action="store_true", help="any pod may lead: the job's state is in a Lease and a Secret")
+    add("--namespace", help="namespace (default: kubectl's)")
+    add("--cpu", help="cores per pod")
+    add("--memory", help="memory per pod, for example 16Gi")
+    add("--gpus", metavar="N", type=int, default=0, help="NVIDIA GPUs per pod (default: 0)")
+    about = "seconds for a last commit when pods are removed (default: 25)"
+    add("--leave-timeout", dest="leave_s", metavar="SECONDS", type=int, default=25, help=about)
+    about = "let the command write anywhere in its container, not only to /tmp"
+    add("--writable-root", action="store_true", help=about)
+    about = "ClusterTrainingRuntime of a TrainJob (default: torch-distributed)"
+    add("--runtime", default="torch-distributed", help=about)
     return parser

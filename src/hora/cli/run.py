@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hora.cli.dispatch import status_of
+from hora.cli.dispatch import check_build, status_of
 from hora.launch.options import Options, all_options, build_parser, parse
 from hora.launch.processes import variables
 from hora.version import foreign_message, horovod_version, version
@@ -86,7 +86,7 @@ def make_plan_parser() -> argparse.ArgumentParser:
 
 def _parser(prog: str, summary: str, *examples: str) -> argparse.ArgumentParser:
     on_version = horovod_version if prog == "horovodrun" else version
-    return build_parser(prog, summary, examples, on_version=on_version, on_check_build=_check_build)
+    return build_parser(prog, summary, examples, on_version=on_version, on_check_build=check_build)
 
 
 def _run(options: Options, extra: Mapping[str, str] | None = None) -> None:
@@ -163,9 +163,3 @@ def set_up_log(options: Options) -> None:
     if options.log_level is not None:
         level = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}.get(options.log_level, options.log_level)
         logging.getLogger("hora").setLevel(level)
-
-
-def _check_build() -> str:
-    from hora.legacy.check_build import check_build
-
-    return check_build()

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -291,12 +292,20 @@ class Options:
     # fmt: on
 
     def __post_init__(self) -> None:
-        for name, option in all_options().items():
-            value = getattr(self, name)
-            if value is not None:
+        options = all_options()
+        for name, option in options.items():
+            if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, check(option, value))
-        self._check_exclusives()
-        self._check_process_counts()
+        for group in ("hosts", "controller"):  # a switch that is off was not asked for
+            given = [
+                option.name for name, option in options.items() if option.exclusive == group and getattr(self, name)
+            ]
+            if len(given) > 1:
+                raise ValueError(f"{' and '.join(given)} exclude one another; give only one of them")
+        counts = (("--min-np", self.min_num_proc), ("-np", self.num_proc), ("--max-np", self.max_num_proc))
+        for (low_flag, low), (high_flag, high) in combinations(counts, 2):
+            if low is not None and high is not None and low > high:
+                raise ValueError(f"{low_flag} must not be greater than {high_flag}, but they are {low} and {high}")
         cooldown = self.cooldown_range
         if cooldown and cooldown[0] > cooldown[1]:
             raise ValueError(
@@ -308,23 +317,6 @@ class Options:
                     f"{flag}: MPI support has not been built; Hora needs none. Drop {flag} (or `controller: "
                     "mpi`), or start the script with mpirun itself: it finds its rank there."
                 )
-
-    def _check_exclusives(self) -> None:
-        groups: dict[str, list[str]] = {}
-        for name, option in all_options().items():
-            # A switch that is off was not asked for, and the on / off pairs clash only as flags.
-            if option.exclusive in ("hosts", "controller") and getattr(self, name):
-                groups.setdefault(option.exclusive, []).append(option.name)
-        for names in groups.values():
-            if len(names) > 1:
-                raise ValueError(f"{' and '.join(names)} exclude one another; give only one of them")
-
-    def _check_process_counts(self) -> None:
-        named = (("--min-np", self.min_num_proc), ("-np", self.num_proc), ("--max-np", self.max_num_proc))
-        given = [(flag, value) for flag, value in named if value is not None]
-        for (low_flag, low), (high_flag, high) in pairwise(given):
-            if low > high:
-                raise ValueError(f"{low_flag} must not be greater than {high_flag}, but they are {low} and {high}")
 
     @classmethod
     def from_args(cls, args: object, environ: Mapping[str, str]) -> Options:
@@ -391,12 +383,10 @@ class Options:
         return env
 
 
-_ALL = {f.name: f.metadata["option"] for f in dataclasses.fields(Options) if "option" in f.metadata}
-
-
+@functools.cache
 def all_options() -> dict[str, Option]:
     """Return the options of `Options` by field name, in the order of the help text."""
-    return _ALL
+    return {f.name: f.metadata["option"] for f in dataclasses.fields(Options) if "option" in f.metadata}
 
 
 _SECTIONS = {
@@ -469,14 +459,12 @@ def build_parser(
         "-cb", "--check-build", action=_Print, text=on_check_build, help="print what works here and exit"
     )
     sections = {key: parser.add_argument_group(title) for key, title in _SECTIONS.items()}
-    exclusives: dict[str, Any] = {}
+    groups: dict[str, Any] = {}
     for dest, option in all_options().items():
-        group: Any = sections["idle" if option.idle else option.section]
-        if option.exclusive:
-            if option.exclusive not in exclusives:
-                exclusives[option.exclusive] = group.add_mutually_exclusive_group()
-            group = exclusives[option.exclusive]
-        _add_option(group, dest, option)
+        section = sections["idle" if option.idle else option.section]
+        if option.exclusive and option.exclusive not in groups:
+            groups[option.exclusive] = section.add_mutually_exclusive_group()
+        _add_option(groups.get(option.exclusive, section), dest, option)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the command and its arguments")
     return parser
 

@@ -33,9 +33,7 @@ _MAX_NAME_CHARS = 255
 
 
 def credentials(secret: bytes, speaker: int = ANYBODY) -> Credentials:
-    """Return the credentials for the mutual handshake of an agent and the controller: shared by all nodes, or of one
-    node with its own key.
-    """
+    """Return the credentials for the handshake of agent and controller: of all nodes, or of a node with its own key."""
     purpose = "hora nodes" if speaker == ANYBODY else f"hora node {speaker}"
     return Credentials(derived_secret(secret, purpose), "nodes", speaker)
 
@@ -134,9 +132,7 @@ class Agents:
         return self._own is not None and hostname == self._own.hostname
 
     def wait(self, limit_s: float, *, num_slots: int | None = None) -> None:
-        """Wait until all nodes have joined, or enough for `num_slots`; StartTimeoutError names those that are
-        missing.
-        """
+        """Wait until all nodes have joined, or enough for `num_slots`; StartTimeoutError names the missing ones."""
         deadline = time.monotonic() + limit_s
         with self._changed:
             while not self._enough(num_slots):
@@ -284,9 +280,7 @@ class Agents:
         return AgentHandle(name, joining.slots, joining.workers if known else ())
 
     def _new_name(self, name: str, index: int) -> str:
-        """Return a unique host name. Two nodes may share a name, and the old name of a node that rejoins may be
-        barred.
-        """
+        """Return a unique host name: two nodes may share one, and that of a node that rejoins may be barred."""
         choices = itertools.chain([name, f"{name}-{index}"], (f"{name}-{index}-{turn}" for turn in itertools.count(2)))
         return next(choice for choice in choices if choice not in self._names and not self.is_own(choice))
 

@@ -179,8 +179,8 @@ class AgentHandle:
                 self.peer.send(*pack(message))
 
     def beat(self, silence_limit_s: float) -> None:
-        """Send a heartbeat; drop an agent that has answered none within the limit. Heartbeats are counted, not seconds:
-        time in which this process was stopped does not count as the agent's silence.
+        """Send a heartbeat; drop an agent that has answered none within the limit. It counts heartbeats, not seconds,
+        in case this process was stopped.
         """
         if self.peer is None or self._events is None or self._ended is not None:
             return
@@ -227,9 +227,7 @@ class AgentHandle:
         self._report_end(255 if self.status is None else self.status, joined=self.peer is not None)
 
     def blame(self, error: Exception) -> None:
-        """Drop a node that sends invalid messages: it may be compromised and must not block the controller or fill its
-        memory.
-        """
+        """Drop a node that sends invalid messages: it may be compromised, and must not fill the controller's memory."""
         self.complaints.add(f"it sent what no agent sends ({error})".encode())
         self.kill()
 
@@ -272,9 +270,7 @@ class AgentHandle:
 
 
 class LocalProcess:
-    """A new agent process in its own session: Ctrl-C in a terminal reaches only the controller, which ends the
-    workers.
-    """
+    """An agent process in its own session: Ctrl-C in a terminal reaches only the controller, which ends the workers."""
 
     def __init__(self) -> None:
         source = str(Path(__file__).resolve().parents[3])
@@ -407,8 +403,7 @@ class HostLauncher:
 
     def abandon(self) -> None:
         """Release all workers: another leader supervises them."""
-        hosts, self._hosts, self._former = [*self._former, *self._hosts.values()], {}, []
-        for host in hosts:
+        for host in self._release():
             host.abandon()
 
     def terminate(self, workers: Iterable[int], *, grace_s: float) -> None:
@@ -417,12 +412,16 @@ class HostLauncher:
             host.terminate(chosen, grace_s=grace_s)
 
     def close(self) -> None:
-        hosts, self._hosts, self._former = [*self._former, *self._hosts.values()], {}, []
+        hosts = self._release()
         for host in hosts:
             host.finish()
         limit = time.monotonic() + GRACE_S + KILLED_S
         for host in hosts:
             host.wait(max(limit - time.monotonic(), 0.1))
+
+    def _release(self) -> list[AgentHandle]:
+        hosts, self._hosts, self._former = [*self._former, *self._hosts.values()], {}, []
+        return hosts
 
     def _node_of(self, spec: WorkerSpec) -> str:
         """Return the name of the node whose agent starts this worker."""

@@ -17,6 +17,7 @@ host keep training, admit new workers, and leave one generation later, at a comm
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -114,9 +115,7 @@ def assign(workers: Sequence[Worker]) -> dict[int, Slot]:
 
 
 def provisional(host: str, slot: int, num_slots: int, *, num_ranks: int) -> Slot:
-    """Return a new worker's place until a generation includes it: its future device, and the rank after the existing
-    ones.
-    """
+    """Return a new worker's place until a generation includes it: its future device, and the rank after all others."""
     return Slot(
         hostname=host,
         rank=num_ranks,
@@ -423,31 +422,25 @@ class ElasticPolicy:
 
     def _dismiss(self, facts: Facts, now: float) -> End | None:
         """Return the decisions for workers that have no place any more."""
-        lost_s = self.limits.lost_s
-        lost = [w for w in facts.workers if w.alive and w.lost_at is not None and now >= w.lost_at + lost_s]
-        if lost:
+        alive, usable = [w for w in facts.workers if w.alive], facts.usable
+        if lost := [w for w in alive if now >= self._lost_at(w)]:
             return End(_numbers(lost), LOST, failed=True)
-        stuck = [w for w in facts.workers if (limit := self._stuck_at(facts, w)) is not None and now >= limit]
-        if stuck:
+        if stuck := [w for w in alive if now >= self._stuck_at(facts, w)]:
             return End(_numbers(stuck), "it does not answer, or went on alone while others waited for it", failed=True)
-        usable = facts.usable
-        idle = [
-            w
-            for w in facts.workers
-            if w.alive and (w.host in facts.barred or (w.generation < 0 and (w.host, w.slot) not in usable))
-        ]
+        idle = [w for w in alive if w.host in facts.barred or (w.generation < 0 and (w.host, w.slot) not in usable)]
         return End(_numbers(idle), "its host is barred or gone", failed=False) if idle else None
 
-    def _stuck_at(self, facts: Facts, worker: Worker) -> float | None:
-        """Return when this worker times out, because of its silence or because others wait for it."""
-        limits, silent = self.limits, worker.silent_since
-        if not worker.alive:
-            return None
-        deadlines = []
+    def _lost_at(self, worker: Worker) -> float:
+        """Return when a worker whose connection broke is lost (infinity: never)."""
+        return math.inf if worker.lost_at is None else worker.lost_at + self.limits.lost_s
+
+    def _stuck_at(self, facts: Facts, worker: Worker) -> float:
+        """Return when a living worker times out, because of its silence or because others wait for it."""
+        limits, silent, deadlines = self.limits, worker.silent_since, [math.inf]
         if silent is not None and limits.stall_shutdown_s is not None:
             deadlines.append(silent + limits.stall_shutdown_s)
         if worker.generation != facts.generation or worker.state is not WorkerState.WORKING:
-            return min(deadlines, default=None)
+            return min(deadlines)
         waiting = [w.since for w in facts.members if w.state is WorkerState.READY]
         if waiting:
             deadlines.append(min(waiting) + limits.stuck_s)
@@ -460,15 +453,14 @@ class ElasticPolicy:
             deadlines.append(max(min(others), silent) + limits.stuck_s)
         if not worker.joined and (others or self._needs_results):  # it never connected
             deadlines.append(max(min(others, default=0.0), worker.since) + limits.elastic_timeout_s)
-        return min(deadlines, default=None)
+        return min(deadlines)
 
     def _meanwhile(self, facts: Facts, now: float) -> Decision:
         """Decide while workers are working: prepare the next generation if one is due."""
         limits, current = self.limits, facts.members
-        deadlines = [limit for w in facts.workers if (limit := self._stuck_at(facts, w)) is not None]
-        deadlines += [w.lost_at + limits.lost_s for w in facts.workers if w.alive and w.lost_at is not None]
+        deadlines = [min(self._lost_at(w), self._stuck_at(facts, w)) for w in facts.workers if w.alive]
         if any(worker.state is WorkerState.SUCCEEDED for worker in current):
-            return Wait(min(deadlines, default=None))
+            return _wait(deadlines)
         usable, newcomers = facts.usable, facts.newcomers
         staying = [w for w in current if w.alive and (w.host, w.slot) in usable]
         free = _free(facts, limits, len(staying) + len(newcomers))
@@ -484,7 +476,7 @@ class ElasticPolicy:
             return Notify(ADDED)
         if settled and (joining or leaving) and staying and len(staying) + len(joining) >= limits.min_num_proc:
             return Notify((REMOVED if leaving else 0) | (ADDED if joining else 0))
-        return Wait(min(deadlines, default=None))
+        return _wait(deadlines)
 
     def _between(self, facts: Facts, now: float) -> Decision:
         """Decide while no worker is working: begin the next generation, or end the job."""
@@ -543,6 +535,12 @@ def _free(facts: Facts, limits: Limits, num_alive: int) -> tuple[HostSlot, ...]:
     free = [place for place in facts.usable if place not in taken]
     most = limits.max_num_proc
     return tuple(free if most is None else free[: max(most - num_alive, 0)])
+
+
+def _wait(deadlines: Sequence[float]) -> Wait:
+    """Wait for the first deadline that is not infinite."""
+    first = min(deadlines, default=math.inf)
+    return Wait(None if first == math.inf else first)
 
 
 def _numbers(workers: Sequence[Worker]) -> tuple[int, ...]:
