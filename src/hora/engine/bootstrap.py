@@ -221,10 +221,7 @@ class Bootstrap:
         return place
 
     def _listen(self) -> tuple[str, int]:
-        """Listen for ranks of other hosts and return the address.
-
-        It is on the interface that the user chose, or on the one from which the others are reached.
-        """
+        """Listen for ranks of other hosts, on the interface of the user or towards them, and return the address."""
         interface, towards = self.config.interface, self._world.rendezvous.address or "127.0.0.1"
         try:
             address = interface_address([interface]) if interface else source_address(towards)

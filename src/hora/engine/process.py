@@ -43,10 +43,7 @@ _LAUNCHER_DECIDES_S = 7 * 24 * 3600.0
 
 
 def init(process_sets: Sequence[Sequence[int]] = (), *, dynamic: bool = False, world: World | None = None) -> None:
-    """Start the runtime with these process sets unless it is running.
-
-    `dynamic`: sets may be added and removed later.
-    """
+    """Start the runtime with these process sets unless it runs. `dynamic`: sets may be added and removed later."""
     global _runtime, _registered_exit
     with _lock:
         if _runtime is not None:

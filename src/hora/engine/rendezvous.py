@@ -138,10 +138,7 @@ _stores: dict[RendezvousEndpoint, KeyValueStore] = {}  # of rank 0, until the en
 
 
 def _meet_at_rank_0(world: World, limit_s: float) -> RendezvousClient:
-    """Return the rendezvous at a key-value store that rank 0 opens.
-
-    It is at the address that the launcher named, or beside torchrun's store.
-    """
+    """Return the rendezvous at rank 0's store: at the address that the launcher named, or beside torchrun's store."""
     point, deadline = world.rendezvous, time.monotonic() + limit_s
     secret = read_secret_file(point.secret_file) if point.secret_file else b""  # shared by all ranks
     if world.rank == 0 and point not in _stores:

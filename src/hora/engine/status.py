@@ -60,10 +60,7 @@ class WorldStatus:
         self._wake()
 
     def fault(self, text: str, *, tell: bool = False) -> None:
-        """Mark the world as broken; with `tell`, notify the others.
-
-        Users see the first reason.
-        """
+        """Mark the world as broken; with `tell`, notify the others. Users see the first reason."""
         with self._lock:
             if self.is_open:
                 self._fault = text
@@ -135,10 +132,7 @@ def report_stall(
 
 
 class StallWatch:
-    """Stall watch of member `member` of these ranks, with limits if it reports.
-
-    A batch runs between `begin` and `end`.
-    """
+    """Stall watch of one `member` of these ranks, with limits if it reports. `begin` and `end` enclose a batch."""
 
     def __init__(self, limits: StallLimits | None, ranks: Sequence[int], member: int, status: WorldStatus) -> None:
         self.limits = limits

@@ -85,10 +85,7 @@ _ADVICE = "create one with: umask 077; openssl rand -hex 32 > FILE"
 
 
 class HeldSecret:
-    """A secret in this process's memory that processes of the same user read at `path`. It ends with `close`.
-
-    `find_held` finds it by its `label`.
-    """
+    """A secret in this process's memory, until `close`. Processes of the same user read it at `path`."""
 
     def __init__(self, secret: bytes, *, label: str = "hora-private") -> None:
         self._descriptor = os.memfd_create(label, os.MFD_CLOEXEC)

@@ -249,10 +249,7 @@ class KeyValueStore:
 
 
 class RendezvousEvents:
-    """Interface to which the rendezvous reports. Called in its thread: implementations must not block.
-
-    This class ignores all events.
-    """
+    """Interface to which the rendezvous reports, in its thread: never block. This class ignores all events."""
 
     def joined(self, worker: int) -> None:
         """A worker has connected and identified itself."""

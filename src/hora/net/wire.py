@@ -176,10 +176,7 @@ class ClientHandshake:
         self.hello = credentials.begin + self._handshake.write()
 
     def finish(self, answer: bytes) -> tuple[Session, bytes]:
-        """Return the session, and the confirmation to send.
-
-        Raises AuthenticationError if the server lacks the secret.
-        """
+        """Return the session, and the confirmation to send. AuthenticationError: the server lacks the secret."""
         try:
             self._handshake.read(answer)
         except AuthenticationError:
@@ -398,9 +395,7 @@ class Connection:
             self.sock.sendall(frame)
 
     def receive(self, *, limit_s: float | None = None) -> tuple[Header, bytes]:
-        """Return the next message; raises EOFError if the server has closed the connection, TimeoutError after the
-        limit.
-        """
+        """Return the next message. EOFError: the server closed the connection; TimeoutError: after the limit."""
         if limit_s is not None:
             self.sock.settimeout(limit_s)
         while not self._ready:

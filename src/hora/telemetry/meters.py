@@ -126,10 +126,7 @@ class Meter:
         self._events.append((kind, text))
 
     def commit(self, text: str, flush: Callable[[], None] | None = None) -> None:
-        """Record that rank 0 has saved the training's state.
-
-        `flush` writes it to disk before a launcher ends the job.
-        """
+        """Record that rank 0 has saved the training's state; `flush` writes it to disk before the job is ended."""
         self.event("commit", text)
         if self.on_commit is not None:
             if flush is not None:

@@ -128,10 +128,7 @@ class _Gpus:
 
 
 class Reporter:
-    """`send(kind, data)` raises ConnectionError or TimeoutError if the launcher is gone.
-
-    `machine`: also report on it.
-    """
+    """`send(kind, data)` raises ConnectionError or TimeoutError if the launcher is gone. `machine`: report on it."""
 
     def __init__(self, meter: Meter, send: Send, *, machine: bool) -> None:
         self._meter, self._send = meter, send
@@ -180,10 +177,7 @@ class Reporter:
         return str(getattr(what, "name", what)), round(waited_s, 2), tuple(ranks)
 
     def answer(self, question: Mapping[str, Any]) -> None:
-        """Answer the launcher: `stack`, `profile`, or the next `commit`.
-
-        Runs on the connection's thread: must be quick.
-        """
+        """Answer `stack`, `profile`, or the next `commit`. Must be quick: it runs on the connection's thread."""
         if question.get("question") == "stack":
             self._respond("stack", stacks.current_stacks())
         elif question.get("question") == "profile":

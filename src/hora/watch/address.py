@@ -106,10 +106,7 @@ def page_from_url(url: str) -> Page:
 
 
 def choose_page(url: str | None) -> Page:
-    """Return the page at this address, or this user's newest one on this machine.
-
-    Raises ValueError if there is none.
-    """
+    """Return the page at this address, or this user's newest one on this machine. ValueError: there is none."""
     pages = find_pages() if url is None else [page_from_url(url)]
     if not pages:
         raise ValueError(

@@ -79,10 +79,7 @@ def head(run: Run) -> dict[str, Any]:
 
 
 def columns(run: Run, first: int) -> dict[str, Any]:
-    """Return the bins from `first` on.
-
-    `step`, `late`: by rank, milliseconds and percent. `parts`: mean milliseconds.
-    """
+    """Return the bins from `first` on: `step` (ms) and `late` (%) by rank, and `parts`: mean milliseconds."""
     grid = run.grid
     ranks = grid.ranks
     result: dict[str, Any] = {

@@ -169,9 +169,7 @@ class LeaderLink(ControllerLink):
 
     @property
     def backlog(self) -> int:
-        """Return the bytes that a connected leader has not taken; 0 without a leader, so that workers are not
-        blocked.
-        """
+        """Return the bytes that a connected leader has not taken. Without a leader, workers are not blocked."""
         session = self._session
         return self._ahead if session is not None and session.connected else 0
 
@@ -362,10 +360,7 @@ def _earlier_process(command: Sequence[str]) -> bool:
 
 
 def main() -> int:
-    """`python -m hora.launch.ha.following JOB NODE`: reads its configuration as a line of JSON from standard input.
-
-    It prints the job's exit status.
-    """
+    """`python -m hora.launch.ha.following JOB NODE`: reads a line of JSON, and prints the job's exit status."""
     given = json.loads(sys.stdin.readline())
     parent = os.pidfd_open(given["parent"])
     os.set_inheritable(parent, False)

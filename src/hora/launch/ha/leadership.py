@@ -139,10 +139,7 @@ class Leadership:
         self.agents.abandon()
 
     def put(self, key: str, value: Mapping[str, Any], *, lasting_s: int = 0) -> None:
-        """Write a value for the other nodes and the next leader.
-
-        Raises LeadershipLostError if this process no longer leads, or cannot write in time.
-        """
+        """Write a value for the other nodes. LeadershipLostError: another leads, or it cannot be written in time."""
         while True:
             self.check()
             try:
@@ -193,9 +190,7 @@ _AGENT_LIMIT_S, _OVER_LIMIT_S = 60.0, 10.0
 
 
 class ElectionLoop:
-    """The process of a node: follows the leader and stands for election. Raises ValueError if the store's URL is
-    invalid.
-    """
+    """The process of a node: follows the leader and stands for election. ValueError: the store's URL is invalid."""
 
     def __init__(self, options: Options, environ: Mapping[str, str], place: NodeSpec, secret: bytes) -> None:
         self._options, self._environ, self._place, self._secret = options, environ, place, secret
@@ -210,10 +205,7 @@ class ElectionLoop:
         self._followed = ""  # the run in which this process has seen a leader
 
     def run(self, lead: Callable[[Leadership], object]) -> int:
-        """Take part in the job until it is over; return its exit status.
-
-        Raises RuntimeError if the store is unreachable for too long.
-        """
+        """Take part until the job is over; return its exit status. RuntimeError: the store is silent for too long."""
         self._former = self._first_look()
         with self._agent() as agent, ended_by_signals() as signals:
             seen_at, complained = time.monotonic(), False

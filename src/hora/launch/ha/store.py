@@ -109,9 +109,7 @@ def exchange(
     *,
     ttl_s: int,
 ) -> tuple[int, dict[str, Any]]:
-    """Send one request; return status and answer. Raises OSError, HTTPException or ValueError without a valid
-    answer.
-    """
+    """Send one request; return status and answer. OSError, HTTPException or ValueError: there is no valid answer."""
     limit_s = min(_ANSWER_S, ttl_s / 3)
     if tls is None:
         connection = http.client.HTTPConnection(*where, timeout=limit_s)
@@ -129,9 +127,7 @@ _log = logging.getLogger("hora.launch")
 
 
 class AuthenticatedStore:
-    """A store whose values are authenticated: forged or stray entries are ignored. `secret`: held by the job's nodes
-    only.
-    """
+    """A store of authenticated values: forged or stray entries are ignored. Only nodes of the job hold `secret`."""
 
     def __init__(self, store: JobStore, secret: bytes) -> None:
         self._store, self.members, self.ttl_s = store, store.members, store.ttl_s
