@@ -100,24 +100,24 @@ class Loaded:
 
 def load_pickle(data: bytes, vocabulary: Vocabulary | None = None, *, encoding: str = "ascii") -> Loaded:
     """Read a pickle. Raises ValueError if it is malformed. `encoding`: of Python 2's strings (`bytes`: unchanged)."""
-    return _Machine(io.BytesIO(data), vocabulary or Vocabulary(), encoding=encoding).loaded()
+    return _Machine(io.BytesIO(data), vocabulary, encoding=encoding).loaded()
 
 
-def load_torch(file: bytes | IO[bytes], vocabulary: Vocabulary | None = None) -> Loaded:
+def load_torch(file: bytes | IO[bytes]) -> Loaded:
     """Read a file of `torch.save`, on the CPU. Raises ValueError if it is malformed."""
     opened: IO[bytes] = io.BytesIO(file) if isinstance(file, bytes) else file
     if not zipfile.is_zipfile(opened):
         opened.seek(0)
-        return _load_legacy(opened, vocabulary or Vocabulary())
+        return _load_legacy(opened)
     opened.seek(0)
     try:
         with zipfile.ZipFile(opened) as archive:
-            return _load_archive(archive, vocabulary or Vocabulary())
+            return _load_archive(archive)
     except (zipfile.BadZipFile, KeyError, NotImplementedError, RuntimeError, OverflowError) as error:
         raise ValueError(f"this is not a file of torch.save: {error}") from error
 
 
-def _load_archive(archive: zipfile.ZipFile, vocabulary: Vocabulary) -> Loaded:
+def _load_archive(archive: zipfile.ZipFile) -> Loaded:
     entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values()):
         raise ValueError("this is not a file of torch.save: it is compressed")
@@ -136,13 +136,12 @@ def _load_archive(archive: zipfile.ZipFile, vocabulary: Vocabulary) -> Loaded:
             raise ValueError("two storages have one key")
         return _Storage(flat[key])
 
-    return _Machine(io.BytesIO(archive.read(entries["data.pkl"])), vocabulary, persistent=storage).loaded()
+    return _Machine(io.BytesIO(archive.read(entries["data.pkl"])), persistent=storage).loaded()
 
 
-def _load_legacy(file: IO[bytes], vocabulary: Vocabulary) -> Loaded:
+def _load_legacy(file: IO[bytes]) -> Loaded:
     """Read the format before torch 1.6, in which pickles also contain each tensor's storage."""
     flat: dict[str, torch.Tensor] = {}
-    sizes: dict[str, tuple[torch.dtype, int]] = {}
 
     def storage(saved: Any) -> _Storage:
         if not isinstance(saved, tuple) or len(saved) != 6 or saved[0] != "storage" or saved[5] is not None:
@@ -150,25 +149,24 @@ def _load_legacy(file: IO[bytes], vocabulary: Vocabulary) -> Loaded:
         _, dtype, key, _, num_elements, _ = saved
         if key not in flat:
             _check_storage(dtype, num_elements)
-            sizes[key] = dtype, num_elements
             if num_elements * dtype.itemsize > _left(file):
                 raise ValueError("a storage has fewer bytes than it declares")
             flat[key] = torch.empty(num_elements, dtype=dtype, device="cpu")
         return _Storage(flat[key])
 
     def plain() -> Any:
-        return _Machine(file, Vocabulary()).loaded().plain()
+        return _Machine(file).loaded().plain()
 
     if plain() != _LEGACY_MAGIC:
         raise ValueError("this is not a file of torch.save")
     plain()  # the version, then the machine
     if plain().get("little_endian") is not (sys.byteorder == "little"):
         raise ValueError("it was saved on a machine with another byte order")
-    loaded = _Machine(file, vocabulary, persistent=storage).loaded()
+    loaded = _Machine(file, persistent=storage).loaded()
     for key in plain():
         if key not in flat:
             raise ValueError("it holds a storage to which nothing refers")
-        dtype, num_elements = sizes[key]
+        dtype, num_elements = flat[key].dtype, flat[key].numel()
         if int.from_bytes(file.read(8), "little") != num_elements:
             raise ValueError("a storage has another size than it declares")
         flat[key].copy_(_flat(file.read(num_elements * dtype.itemsize), dtype, num_elements))
@@ -255,7 +253,7 @@ def _storage_from_bytes(data: Any) -> _Storage:
     """Build the storage of `torch.storage._load_from_bytes` inside a plain pickle."""
     if not isinstance(data, bytes):
         raise ValueError("a storage is not bytes")
-    found = load_torch(data, Vocabulary()).plain()
+    found = load_torch(data).plain()
     if not isinstance(found, _Storage):
         raise ValueError("a storage is invalid")
     return found
@@ -476,7 +474,7 @@ class _Machine(_Unpickler):
     def __init__(
         self,
         file: IO[bytes],
-        vocabulary: Vocabulary,
+        vocabulary: Vocabulary | None = None,
         *,
         persistent: Callable[[Any], Any] | None = None,
         encoding: str = "ascii",
@@ -484,7 +482,7 @@ class _Machine(_Unpickler):
         super().__init__(file, encoding=encoding)
         self.memo = _Memo()
         self.foreign: list[Foreign] = []
-        self._vocabulary, self._persistent = vocabulary, persistent
+        self._vocabulary, self._persistent = vocabulary or Vocabulary(), persistent
 
     def loaded(self) -> Loaded:
         """Return the object of the pickle that begins here. Raises ValueError for anything else."""
