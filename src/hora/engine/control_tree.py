@@ -132,7 +132,6 @@ class ControlTree:
         self._opened: set[int] = set()  # links that this rank opened
         self._unsent: dict[int, list[tuple[Header, bytes]]] = {}  # to ranks that are about to open their link
         self._gatherings: dict[str, _Gathering] = {}
-        self._ending = False  # a rank has begun to shut down
         self.goodbyes: set[int] = set()  # ranks known to have shut down or to be lost
         self._dead: set[int] = set()  # ranks that will neither acknowledge nor say goodbye
         self._noted: set[tuple[str, int]] = set()  # news already seen
@@ -229,8 +228,7 @@ class ControlTree:
             if self.rank in self.goodbyes:
                 return
             self._note(self.goodbyes, self.rank)
-        if not self._ending:
-            self._ending = True
+        if "leaving" not in [kind for kind, _ in list(self._noted)]:
             self._spread(_News("leaving", self.rank, why, []))
         for link in list(self._links.values()):
             link.send({"t": "bye"})
@@ -406,7 +404,6 @@ class ControlTree:
             return
         self._note(self.goodbyes, news.rank)
         if news.kind == "leaving":
-            self._ending = True
             self._events.leaving(news.text)
         else:
             self._note(self._dead, news.rank)

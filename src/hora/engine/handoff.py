@@ -120,8 +120,18 @@ class Handoff:
 
     def segment_wanted(self, peer: Peer, key: str) -> None:
         """Handle a request for this segment, which may not have been offered yet."""
-        self._waiting_for_segment.append((key, peer))
-        self._serve_segments()
+        with self._changed:
+            descriptor, num_readers = self._segments.get(key, (-1, 0))
+            if not num_readers:
+                self._waiting_for_segment.append((key, peer))
+                return
+            with contextlib.suppress(OSError):
+                peer.send_descriptor(descriptor)
+            if num_readers > 1:
+                self._segments[key] = descriptor, num_readers - 1
+            else:
+                del self._segments[key]
+                os.close(descriptor)
 
     def keep_stream(self, peer: Peer, name: tuple[str, int]) -> None:
         """Handle a stream that a rank has opened."""
@@ -138,18 +148,5 @@ class Handoff:
     def _serve_segments(self) -> None:
         waiting, self._waiting_for_segment = self._waiting_for_segment, []
         for key, peer in waiting:
-            if not peer.open:
-                continue
-            with self._changed:
-                found = self._segments.get(key)
-                if found is None:
-                    self._waiting_for_segment.append((key, peer))
-                    continue
-                descriptor, num_readers = found
-                with contextlib.suppress(OSError):
-                    peer.send_descriptor(descriptor)
-                if num_readers == 1:
-                    del self._segments[key]
-                    os.close(descriptor)
-                else:
-                    self._segments[key] = (descriptor, num_readers - 1)
+            if peer.open:
+                self.segment_wanted(peer, key)

@@ -29,8 +29,8 @@ class PendingRequest:
     key: Key
     signatures: list[Signature | None]
     first_seen: float
-    num_announced: int = 0
     uniform: Signature | None = None  # the signature, while all have announced the same
+    num_announced: int = 0
     order: tuple[int, int] = (sys.maxsize, 0)
     ready: bool = False
 
@@ -84,17 +84,13 @@ class BatchPlanner:
         self._fusion: dict[int, tuple[Signature, Sequence[tuple[object, int]]]] = {}
         self._agreed: list[Agreed] = []  # in this round, without having been pending
         self._ready: list[PendingRequest] = []
-        self._joined: set[int] = set()
+        self.joined: set[int] = set()  # members
         self._joined_this_round: set[int] = set()
 
     @property
     def has_ready(self) -> bool:
         """Return whether closing the round now would yield a batch."""
-        return bool(self._ready or self._agreed) or len(self._joined) == self._num_members
-
-    @property
-    def joined(self) -> frozenset[int]:
-        return frozenset(self._joined)
+        return bool(self._ready or self._agreed) or len(self.joined) == self._num_members
 
     def pending(self) -> list[PendingRequest]:
         """Return the requests that some members have not announced yet."""
@@ -111,12 +107,10 @@ class BatchPlanner:
             self.note_number(signature.operation, instance)
         entry = self._pending.get(key)
         if entry is None:
-            entry = self._pending[key] = PendingRequest(key, [None] * self._num_members, self.now)
+            entry = self._pending[key] = PendingRequest(key, [None] * self._num_members, self.now, signature)
         assert entry.signatures[member] is None, (key, member)
         entry.signatures[member] = signature
-        if entry.num_announced == 0:
-            entry.uniform = signature
-        elif entry.uniform is not signature:
+        if entry.uniform is not signature:
             entry.uniform = None
         entry.num_announced += 1
         if member < entry.order[0]:
@@ -130,7 +124,7 @@ class BatchPlanner:
 
         It has the effect of `feed` for each member and is several times faster; most requests are like this.
         """
-        assert not self._joined, (signature, self._joined)
+        assert not self.joined, (signature, self.joined)
         key = signature.key(instance)
         if signature.name is None:
             self.note_number(signature.operation, instance)
@@ -143,7 +137,7 @@ class BatchPlanner:
     @property
     def idle(self) -> bool:
         """Return whether nothing is pending, no member has joined and no timeline is written."""
-        return not self._pending and not self._joined and self.on_arrival is None
+        return not self._pending and not self.joined and self.on_arrival is None
 
     def close_round(self) -> list[Batch]:
         """Return the batches that the announcements so far allow, in the order in which every member executes them."""
@@ -156,8 +150,10 @@ class BatchPlanner:
             uniform = entry.uniform if entry.num_announced == self._num_members else None
             agreed.append((entry.key, entry.signatures, uniform))
         batches = self._fuse(agreed)
-        if len(self._joined) == self._num_members:
-            batches.append(self._end_join())
+        if len(self.joined) == self._num_members:
+            last, end = max(self._joined_this_round), Signature(Kind.JOIN, "join", "noname")
+            self.joined.clear()
+            batches.append(Batch(Kind.JOIN, end, last_joined=self.ranks[last]))
         self._joined_this_round.clear()
         return batches
 
@@ -168,22 +164,17 @@ class BatchPlanner:
             self.unnamed[operation] = (instance + 1) % NUM_INSTANCES
 
     def _join(self, member: int) -> None:
-        self._joined.add(member)
+        self.joined.add(member)
         self._joined_this_round.add(member)
         for entry in self._pending.values():
             self._mark_if_ready(entry)
-
-    def _end_join(self) -> Batch:
-        last = max(self._joined_this_round)
-        self._joined.clear()
-        return Batch(Kind.JOIN, Signature(Kind.JOIN, "join", "noname"), last_joined=self.ranks[last])
 
     def _mark_if_ready(self, entry: PendingRequest) -> None:
         if entry.ready:
             return
         if entry.num_announced == self._num_members or (
-            self._joined
-            and all(member in self._joined for member in entry.missing())
+            self.joined
+            and self.joined.issuperset(entry.missing())
             and next(filter(None, entry.signatures)).kind != Kind.RETIRE  # joined members announce it too
         ):
             entry.ready = True
@@ -194,7 +185,7 @@ class BatchPlanner:
         open_batches: dict[object, Batch] = {}
         for key, signatures, uniform in agreed:
             signature = uniform or next(filter(None, signatures))
-            simple = uniform is not None and signature.kind != Kind.ALLGATHER and not self._joined
+            simple = uniform is not None and signature.kind != Kind.ALLGATHER and not self.joined
             error = None if simple else self._error(key, signatures, signature, uniform is not None)
             if error is None and signature.kind in _FUSIBLE and not signature.bound:
                 self._add_fusible(key, signatures, signature, batches, open_batches)
@@ -242,8 +233,8 @@ class BatchPlanner:
     def _error(
         self, key: Key, signatures: Sequence[Signature | None], signature: Signature, uniform: bool
     ) -> str | None:
-        if self._joined and signature.kind not in (Kind.ALLREDUCE, Kind.RETIRE):
-            joined = ", ".join(str(self.ranks[member]) for member in sorted(self._joined))
+        if self.joined and signature.kind not in (Kind.ALLREDUCE, Kind.RETIRE):
+            joined = ", ".join(str(self.ranks[member]) for member in sorted(self.joined))
             name = KINDS[signature.kind].name
             return f"{name} is not supported with Join: rank(s) {joined} have joined already ({_names(key, signature)})"
         if signature.kind == Kind.ALLGATHER and any(not shape for shape in signature.shapes):

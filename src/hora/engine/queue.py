@@ -2,9 +2,7 @@
 
     submit -> in flight, announced -> (negotiation, plan) -> batch -> transport -> request done -> waiters woken
 
-A request is numbered, kept in flight and announced to the other members. The members agree on rounds, from which each
-derives the same batches; a batch is executed, and its requests are done. One thread at a time makes progress
-(`ProgressEngine`).
+Each member derives the same batches from the agreed rounds. One thread at a time makes progress (`ProgressEngine`).
 
 A thread may have the queue to itself for a repeated call (`repeated`), which puts nothing in flight: meanwhile it is
 the driver, and other submissions are announced afterwards. If the other members do not come at once, or it is
@@ -325,9 +323,8 @@ class OperationQueue(ProgressEngine):
 
     def keys_in_flight(self) -> list[Key]:
         """Return the keys of announced and scheduled work that this rank waits for. Thread-safe."""
-        given_up = [] if self.waited_for is None else [self.waited_for]
         in_schedules = (key for schedule in list(self.schedules) for key in schedule.keys_in_flight())
-        return [*given_up, *self.in_flight, *in_schedules]
+        return [*filter(None, [self.waited_for]), *self.in_flight, *in_schedules]
 
     @property
     def num_in_flight(self) -> int:

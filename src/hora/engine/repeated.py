@@ -53,7 +53,7 @@ class CallPlan:
         self.unnamed = signature.name is None
         self.digest = signature.digest()
         self.kind = Kind.ALLREDUCE if is_barrier else KINDS[signature.kind]
-        count, size, dtype = prod(shape), path.num_members, DTYPES[name]
+        count, size, dtype = prod(shape), len(path.ranks), DTYPES[name]
         self.num_bytes = ITEM_BYTES[name] * count
         # A short call keeps the GIL, so it must not sleep.
         short = self.num_bytes <= SHORT_BYTES
@@ -71,7 +71,8 @@ class CallPlan:
             self._what = MOVE, 1.0
             self._count, self._item_bytes = self._count * self._item_bytes, 1
             if not is_barrier:
-                parts = equal_parts(self.kind, path.member_of(signature.root), self.slots.member, size, self._count)
+                root = path.ranks.index(signature.root) if signature.root >= 0 else -1
+                parts = equal_parts(self.kind, root, self.slots.member, size, self._count)
                 self._parts = [parts_array(some) for some in parts]
         self._specs: list[Spec] = []
         self.prepare()
@@ -108,17 +109,13 @@ class RepeatedCalls:
     def __init__(self, queue: OperationQueue, negotiation: SharedMemoryNegotiation) -> None:
         native = library()
         assert native is not None
-        self.num_members = len(queue.ranks)
+        self.ranks = queue.ranks
         self.call, self.short_call = native.repeated, native.short_repeated
         self._queue = queue
         self._negotiation = negotiation
         self._job = Repeated()
         negotiation.describe_to(self._job)
         self._job_at = ctypes.addressof(self._job)
-
-    def member_of(self, rank: int) -> int:
-        """Return a rank's index among the queue's members; -1 for no rank."""
-        return self._queue.ranks.index(rank) if rank >= 0 else -1
 
     def plan(self, signature: Signature) -> CallPlan | None:
         """Return a plan for a collective of one tensor, or a barrier; None if its transport does not exist yet, or
@@ -127,9 +124,9 @@ class RepeatedCalls:
         transport = self._queue.transports.get("cpu")
         if not isinstance(transport, ShmTransport) or not self._passes_host_memory(signature):
             return None
-        rows = signature.shapes[0][0] if signature.shapes and signature.shapes[0] else 1
-        splits = signature.extra or ((rows // self.num_members,) if signature.kind == Kind.REDUCESCATTER else ())
-        if splits and (len(set(splits)) > 1 or splits[0] * self.num_members != rows):
+        rows, num_members = signature.shapes[0][0] if signature.shapes and signature.shapes[0] else 1, len(self.ranks)
+        splits = signature.extra or ((rows // num_members,) if signature.kind == Kind.REDUCESCATTER else ())
+        if splits and (len(set(splits)) > 1 or splits[0] * num_members != rows):
             return None
         return CallPlan(self, signature, transport)
 
@@ -248,8 +245,14 @@ class RepeatedCalls:
                     return False
                 ticket = negotiation.ticket
                 self._describe(plan, source, target, instance)
-            began, state = _clock(), self._call_again(slice_ns)
+            closing, began = queue.status.closing, _clock()
+            state = self.call(self._job_at, slice_ns)
             if state in _UNSETTLED:
+                # Raises if a member that is late will never arrive. What is agreed is executed while the world closes.
+                if state == _MOVING:
+                    queue.status.check_alive()
+                elif slice_ns:
+                    queue.look_around(closing)
                 return None
             done = self._settle(plan, ticket, instance, state, began)
             if done and stream is not None and out is not None:
@@ -258,17 +261,6 @@ class RepeatedCalls:
             return done
 
         return go_on
-
-    def _call_again(self, slice_ns: int) -> int:
-        """Advance the call in the native part. Raises if a member that is late will never arrive."""
-        status = self._queue.status
-        closing = status.closing
-        state: int = self.call(self._job_at, slice_ns)
-        if state == _WAITING and slice_ns:
-            self._queue.look_around(closing)
-        elif state == _MOVING:  # agreed: executed even while the world closes
-            status.check_alive()
-        return state
 
 
 def _request(plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor) -> Request:

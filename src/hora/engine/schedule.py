@@ -33,7 +33,6 @@ item.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -52,8 +51,6 @@ from hora.engine.shm.segment import Segment
 from hora.engine.status import StallLimits, report_stall
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
-
-log = logging.getLogger("hora")
 
 
 class Link(Protocol):
@@ -326,8 +323,7 @@ class ReductionSchedule(ProgressEngine):
         for item in failed:
             item.error, item.done = error, True
         self.notify_waiters(all_threads=True)
-        if self.queue.status.closing:
-            self.queue.idle_if_closing()
+        self.queue.idle_if_closing()
 
     def _error(self) -> HorovodInternalError:
         return self.queue.status.error()
@@ -416,7 +412,5 @@ class PersistentReduction:
         request.result()
 
     def execute_scheduled(self, number: int, absent: Sequence[int]) -> bool:
-        """Execute item `number` of the schedule, for which the members in `absent` have joined. Returns False if it is
-        void: nothing changed, every member gets the same answer, and the schedule negotiates it.
-        """
+        """Execute item `number` of the schedule without the members that have joined; returns False if it is void."""
         return False

@@ -167,7 +167,7 @@ class StallWatch:
         if late:
             self._report(late, planner.joined, now, limits)
 
-    def _report(self, late: Sequence[PendingRequest], joined: frozenset[int], now: float, limits: StallLimits) -> None:
+    def _report(self, late: Sequence[PendingRequest], joined: Collection[int], now: float, limits: StallLimits) -> None:
         doomed = [entry for entry in late if limits.shutdown_s and now - entry.first_seen > limits.shutdown_s]
         if not limits.shutdown_s:
             self._next = now + limits.warning_s
