@@ -141,8 +141,9 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
         "hora.spark.estimator.metadata: check_shape_compatibility check_validation clear_training_cache "
         "column_metadata data_type_to_numpy dense_rows_fn get_dataset_properties get_output_cols "
         "get_simple_meta_from_parquet gpu_or_local_rank has_vector_column prepare_data spark_scalar_to_python_type "
-        "to_list to_petastorm_fn _get_metadata=column_metadata _get_assigned_gpu_or_local_rank=gpu_or_local_rank "
+        "to_petastorm_fn _get_metadata=column_metadata _get_assigned_gpu_or_local_rank=gpu_or_local_rank "
         "_has_vector_column=has_vector_column",
+        "hora.spark.estimator.packing: to_list",
     ),
     "horovod.spark.conf": ("hora.launch.providers.spark.conf: *",),
     "horovod.spark.data_loaders": (

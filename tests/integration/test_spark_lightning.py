@@ -171,7 +171,7 @@ def trained_with_a_trainer():
     import torch
 
     import horovod.torch as hvd
-    from hora.spark.lightning.package import Package
+    from hora.spark.lightning.package import default_package
     from hora.spark.lightning.strategy import horovod_strategy
 
     class Regression(pl.LightningModule):
@@ -191,7 +191,7 @@ def trained_with_a_trainer():
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    trainer = pl.Trainer(strategy=horovod_strategy(Package("lightning"))(), devices=1, max_epochs=3, **quiet)
+    trainer = pl.Trainer(strategy=horovod_strategy(default_package())(), devices=1, max_epochs=3, **quiet)
     module = Regression()
     rows = torch.arange(48.0).reshape(24, 2) / 48
     trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True))

@@ -448,10 +448,10 @@ def test_a_non_finite_loss_stops_the_training(folder):
 
 
 def test_the_strategys_collectives():
-    from hora.spark.lightning.package import Package
+    from hora.spark.lightning.package import default_package
     from hora.spark.lightning.strategy import horovod_strategy
 
-    strategy = horovod_strategy(Package("lightning"))()
+    strategy = horovod_strategy(default_package())()
     strategy.parallel_devices = [torch.device("cpu")]
     try:
         rank = hvd.rank()

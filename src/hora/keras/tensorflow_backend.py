@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from hora.keras.values import StartCheck
-from hora.tensorflow.gradients import GradientReduction, LocalAggregation, check_options
+from hora.tensorflow.gradients import GradientReduction, LocalAggregation
 from hora.torch.basics import rank
 
 
@@ -17,7 +17,6 @@ class TensorFlowAggregation:
     """Accumulates gradients over `passes` calls, then reduces them over the ranks and updates."""
 
     def __init__(self, options: dict[str, Any], passes: int, average: bool, scale_local: bool) -> None:
-        check_options(options["op"], options["gradient_predivide_factor"], passes)
         self._reduce = GradientReduction(**options, scale_local_gradients=scale_local)
         self.local: dict[int, Any] = {}
         sums = functools.partial(self._reduce, local=self.local)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import linecache
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
@@ -22,7 +21,6 @@ import torch
 from tensorflow.python.autograph.core import config as autograph
 from tensorflow.python.autograph.pyct import loader
 from tensorflow.python.eager import record
-from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util
 from torch.utils import dlpack
 
@@ -218,7 +216,7 @@ def _add(work: Work, tensors: Sequence[Any], dtypes: Sequence[Any], shapes: Sequ
     check_no_xla()
     _check_not_finalized()
     moved = [_SIGNED.get(dtype, dtype) for dtype in dtypes]
-    outputs = add_operation(work, _moved(tensors), moved, name, _name_among_ranks)
+    outputs = add_operation(work, _moved(tensors), moved, name)
     for output, shape in zip(outputs, shapes, strict=True):
         output.set_shape(shape)
     return _with_dtypes(outputs, dtypes)
@@ -232,33 +230,6 @@ def _check_not_finalized() -> None:
             "session finalizes the graph, as MonitoredTrainingSession does; to broadcast variables, pass "
             "hvd.BroadcastGlobalVariablesHook(root_rank) as one of its hooks"
         )
-
-
-def _name_among_ranks(operation: Any) -> str:
-    """Return the name by which ranks match an operation: its own, and the names of the functions around it.
-
-    A function's name ends with a number that may differ between ranks. Two functions in one graph, such as the branches
-    of two conditions, may have the same name without it.
-    """
-    graph, name = operation.graph, operation.name
-    if not isinstance(graph, FuncGraph):
-        return str(name)
-    with tf.init_scope():
-        called_eagerly = tf.executing_eagerly()
-    name = f"{function_name(graph)}/{name}"
-    while isinstance(graph, FuncGraph) and (isinstance(graph.outer_graph, FuncGraph) or not called_eagerly):
-        graph = graph.outer_graph
-    if not hasattr(graph, "_hora_names"):
-        graph._hora_names = set()
-    candidates = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(1)))
-    unique = next(candidate for candidate in candidates if candidate not in graph._hora_names)
-    graph._hora_names.add(unique)
-    return unique
-
-
-def function_name(graph: Any) -> str:
-    """Return the name of a function's graph without its number, which may differ between ranks."""
-    return re.sub(r"_\d+$", "", str(graph.name))
 
 
 def _moved(tensors: Sequence[Any]) -> list[Any]:

@@ -56,7 +56,6 @@ class GraphOptimizer(_V1Optimizer):
         passes: int,
         average: bool,
     ) -> None:
-        check_options(reduction.op, reduction.gradient_predivide_factor, passes)
         if isinstance(optimizer, GraphOptimizer):
             raise ValueError(
                 f"rank {rank()}: {optimizer.get_name()} is a DistributedOptimizer already; wrap the plain optimizer, "
@@ -120,6 +119,8 @@ class LocalAggregation:
     """
 
     def __init__(self, reduce: Reduce, passes: int, average: bool) -> None:
+        if passes <= 0:
+            raise ValueError(f"backward_passes_per_step must be > 0, but it is {passes}")
         self.backward_passes_per_step, self.average_aggregated_gradients = passes, average
         self.counter: Any = None
         self._reduce = reduce
@@ -189,17 +190,6 @@ def _zeros(shape: Any, dtype: Any, name: str) -> Any:
     return v1.Variable(tf.zeros(shape, dtype), trainable=False, use_resource=True, collections=collections, name=name)
 
 
-def check_options(op: int, gradient_predivide_factor: float, backward_passes_per_step: int = 1) -> None:
-    """Raise ValueError for incompatible settings."""
-    if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError(
-            f"gradient_predivide_factor ({gradient_predivide_factor}) is not supported with op {ReduceOp(op).name}, "
-            "only with Average"
-        )
-    if backward_passes_per_step <= 0:
-        raise ValueError(f"backward_passes_per_step must be > 0, but it is {backward_passes_per_step}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class GradientReduction:
     """Settings of a gradient reduction; call it with gradients and their variables."""
@@ -211,6 +201,13 @@ class GradientReduction:
     groups: int | Sequence[Sequence[Any]] | None = None
     process_set: ProcessSet = global_process_set
     scale_local_gradients: bool = True
+
+    def __post_init__(self) -> None:
+        if self.gradient_predivide_factor != 1.0 and self.op != Average:
+            raise ValueError(
+                f"gradient_predivide_factor ({self.gradient_predivide_factor}) is not supported with op "
+                f"{ReduceOp(self.op).name}, only with Average"
+            )
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> GradientReduction:
@@ -482,7 +479,6 @@ def DistributedGradientTape(
         raise ValueError(f"rank {rank()}: this tape is a DistributedGradientTape already; wrap the plain one once")
     if not isinstance(gradtape, tf.GradientTape):
         raise ValueError(f"DistributedGradientTape wraps a tf.GradientTape, but it got {type(gradtape).__name__}")
-    check_options(op, gradient_predivide_factor)
     if num_groups:
         warnings.warn("num_groups is deprecated; use groups instead", DeprecationWarning, stacklevel=2)
     base = type(gradtape)
@@ -495,15 +491,7 @@ def DistributedGradientTape(
 def PartialDistributedGradientTape(gradtape: Any, *args: Any, local_layers: Any = None, **kwargs: Any) -> Any:
     """Return a DistributedGradientTape that does not reduce the gradients of the variables of `local_layers`."""
     tape = DistributedGradientTape(gradtape, *args, **kwargs)
-    for variable in local_variables(local_layers):
-        tape.register_local_source(variable)
+    for layer in local_layers if isinstance(local_layers, (list, tuple, set)) else [local_layers]:
+        for variable in [] if layer is None else layer.trainable_weights:
+            tape.register_local_source(variable)
     return tape
-
-
-def local_variables(layers: Any) -> list[Any]:
-    """Return the trainable variables of a layer, of several, or of none."""
-    if layers is None:
-        return []
-    if not isinstance(layers, (list, tuple, set)):
-        layers = [layers]
-    return [variable for layer in layers for variable in layer.trainable_weights]

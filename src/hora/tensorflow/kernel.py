@@ -17,6 +17,7 @@ import functools
 import itertools
 import math
 import os
+import re
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from typing import Any
 import tensorflow as tf
 import torch
 from tensorflow.python.framework import op_def_library
+from tensorflow.python.framework.func_graph import FuncGraph
 
 from hora.errors import HorovodInternalError
 
@@ -97,9 +99,7 @@ class _Kept:
         self.work = work
 
 
-def add_operation(
-    work: Work, tensors: Sequence[Any], dtypes: Sequence[Any], name: str, name_among_ranks: Callable[[Any], str]
-) -> list[Any]:
+def add_operation(work: Work, tensors: Sequence[Any], dtypes: Sequence[Any], name: str) -> list[Any]:
     """Add an operation that does `work` to the default graph, and return its outputs; `name` is made unique there."""
     _register()
     token, kept = next(_tokens), _Kept(work)
@@ -113,8 +113,30 @@ def add_operation(
     _, _, operation, _ = op_def_library._apply_op_helper(
         _OPERATION, inputs=list(tensors), token=token, Tout=list(dtypes), name=name
     )
-    kept.name = name_among_ranks(operation)
+    kept.name = _name_among_ranks(operation)
     return list(operation.outputs)
+
+
+def _name_among_ranks(operation: Any) -> str:
+    """Return the name by which ranks match an operation: its own, and the names of the functions around it.
+
+    A function's name ends with a number that may differ between ranks. Two functions in one graph, such as the branches
+    of two conditions, may have the same name without it.
+    """
+    graph, name = operation.graph, operation.name
+    if not isinstance(graph, FuncGraph):
+        return str(name)
+    with tf.init_scope():
+        called_eagerly = tf.executing_eagerly()
+    name = re.sub(r"_\d+$", "", str(graph.name)) + f"/{name}"
+    while isinstance(graph, FuncGraph) and (isinstance(graph.outer_graph, FuncGraph) or not called_eagerly):
+        graph = graph.outer_graph
+    if not hasattr(graph, "_hora_names"):
+        graph._hora_names = set()
+    candidates = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(1)))
+    unique = next(candidate for candidate in candidates if candidate not in graph._hora_names)
+    graph._hora_names.add(unique)
+    return unique
 
 
 class Execution:

@@ -7,17 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hora.labs.images.options import ImageOptions
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from hora.labs.images.options import ImageOptions
     from hora.labs.images.training import ImageRun
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
-    from hora.labs.images.options import ImageOptions
-
     parser = make_parser()
     given = parser.parse_args(argv)
     if given.np < 1:
@@ -45,8 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    from hora.labs.images.options import ImageOptions
-
     parser = argparse.ArgumentParser(
         prog="hora demo images",
         description="Train an image classifier on several local ranks, and draw what it learned.",

@@ -181,12 +181,8 @@ def _show(data: Penguins, runs: Mapping[str, PenguinRun], folder: Path) -> None:
     print(", ".join(f"{name} {value}" for name, value in NEW_PENGUIN.items()))
     print(f"prediction: {prediction}")
     _write_report(data, rows, model, folder)
-    for what, file in (
-        ("figure", "penguins.png"),
-        ("weights", "weights.png"),
-        ("model", "model"),
-        ("report", "report.html"),
-    ):
+    files = {"figure": "penguins.png", "weights": "weights.png", "model": "model", "report": "report.html"}
+    for what, file in files.items():
         print(f"{what:<8} {(folder / file).resolve()}")
 
 

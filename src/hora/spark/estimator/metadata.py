@@ -171,18 +171,6 @@ def check_shape_compatibility(
                 raise ValueError(f"the {kind} shape {list(shape)} of {name!r} does not fit its {size} elements a row")
 
 
-def to_list(var: Any, length: int) -> list[Any] | None:
-    """Return a list of this length; a single element is repeated, and None stays None."""
-    if var is None:
-        return None
-    found = list(var) if isinstance(var, list | tuple) else [var]
-    if len(found) == 1:
-        return found * length
-    if len(found) != length:
-        raise ValueError(f"a list of 1 or {length} elements is needed, but it has {len(found)}")
-    return found
-
-
 def get_output_cols(schema: StructType, output_cols: Sequence[str]) -> list[str]:
     """Return the names of a DataFrame's columns followed by these."""
     return [*(field.name for field in schema.fields), *output_cols]

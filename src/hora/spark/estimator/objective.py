@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hora.spark.estimator.packing import as_list, to_list
 from hora.workflow.step import Scored
 
 Loss = Callable[..., Any]
@@ -37,9 +38,7 @@ class LabelColumns:
         self._labels: list[str] = list(values["label_cols"])
         self._keep_shapes = bool(values["label_shapes"])
         self._loss_weights = values["loss_weights"] or [1.0 / len(self._labels)] * len(self._labels)
-        groups = values["metrics"] or []
-        groups = [list(group) if isinstance(group, list | tuple) else [group] for group in groups]
-        self._metrics = [group * len(self._labels) if len(group) == 1 else group for group in groups]
+        self._metrics = [to_list(group, len(self._labels)) for group in values["metrics"] or []]
         self._as_float: dict[int, bool] = {}
         self.output_sizes: tuple[int, ...] = ()
 
@@ -69,7 +68,7 @@ class LabelColumns:
 
     def fit_labels(self, outputs: Any, labels: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return outputs as a list, and labels reshaped like the outputs if they have as many elements."""
-        found = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
+        found = as_list(outputs)
         if len(found) != len(labels):
             raise ValueError(f"the model has {len(found)} outputs, but there are {len(labels)} label columns")
         self.output_sizes = tuple(output[0].numel() for output in found)

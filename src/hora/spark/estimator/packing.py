@@ -127,6 +127,21 @@ class TrainingResult:
     logged_metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
+def as_list(value: Any) -> list[Any]:
+    """Return a list or tuple as a list, and a list of anything else."""
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def to_list(var: Any, length: int) -> Any:
+    """Return a list of this length; a single element is repeated, and None stays None."""
+    if var is None:
+        return None
+    found = as_list(var)
+    if len(found) not in (1, length):
+        raise ValueError(f"a list of 1 or {length} elements is needed, but it has {len(found)}")
+    return found * length if len(found) == 1 else found
+
+
 _OTHER = b"object"
 
 

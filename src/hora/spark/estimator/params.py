@@ -93,15 +93,13 @@ def check_values(values: Mapping[str, Any]) -> None:
     for name in ("partitions_per_process", "backward_passes_per_step", "batch_size", "epochs"):
         if not isinstance(values[name], int) or values[name] <= 0:
             raise ValueError(f"{name} must be an integer of at least 1, but it is {values[name]!r}")
-    if values["verbose"] not in (0, 1, 2):
-        raise ValueError(f"verbose must be 0, 1 or 2, but it is {values['verbose']!r}")
-    if values["reader_pool_type"] not in ("thread", "process", "dummy"):
-        raise ValueError(f"reader_pool_type must be thread, process or dummy, but it is {values['reader_pool_type']!r}")
-    methods = multiprocessing.get_all_start_methods()
-    if values["mp_start_method"] not in (None, *methods):
-        raise ValueError(
-            f"mp_start_method must be one of {', '.join(methods)}, but it is {values['mp_start_method']!r}"
-        )
+    for name, allowed in (
+        ("verbose", (0, 1, 2)),
+        ("reader_pool_type", ("thread", "process", "dummy")),
+        ("mp_start_method", (None, *multiprocessing.get_all_start_methods())),
+    ):
+        if values[name] not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, but it is {values[name]!r}")
     check_validation_value(values["validation"])
     _check_lengths(values)
 

@@ -15,7 +15,7 @@ import json
 import pickle
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NoReturn
 
@@ -110,8 +110,12 @@ class ParamsWriter(MLWriter):
     def saveImpl(self, path: str) -> None:  # noqa: N802 - pyspark's name
         values = {param.name: value for param, value in self._instance.extractParamMap().items()}
         kept = {name: value for name, value in values.items() if name not in _NOT_KEPT and value is not None}
-        # Pickled together: an optimizer refers to its model's parameters by identity.
-        whole = base64.b64encode(cloudpickle.dumps(_packed(kept))).decode()
+        # Packed together: an optimizer refers to its model's parameters by identity.
+        if "model" in kept and isinstance(kept.get("optimizer"), torch.optim.Optimizer):
+            kept["model"] = ModelAndOptimizer.of(kept["model"], kept.pop("optimizer"))
+        elif "model" in kept:
+            kept["model"] = pack_model(kept["model"])
+        whole = base64.b64encode(cloudpickle.dumps(kept)).decode()
         session = _session(self)
         metadata = {
             "class": _name(type(self._instance)),
@@ -188,7 +192,7 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__name__}"
 
 
-def _loaded(data: bytes, path: str, *, trusted: bool = False) -> dict[str, Any]:
+def _loaded(data: bytes, path: str, *, trusted: bool) -> dict[str, Any]:
     """Return the parameters in a saved file. Raises ValueError if it can run code and is not trusted."""
 
     def read(pickled: bytes) -> Any:
@@ -221,15 +225,6 @@ def _found_now(module: str, name: str) -> tuple[str, str]:
 
 def _name_now(name: str) -> str:
     return _PACKAGE + name.removeprefix(_OLD_PACKAGE) if name.startswith(_OLD_PACKAGE) else name
-
-
-def _packed(values: Mapping[str, Any]) -> dict[str, Any]:
-    packed = dict(values)
-    if "model" in packed and isinstance(packed.get("optimizer"), torch.optim.Optimizer):
-        packed["model"] = ModelAndOptimizer.of(packed["model"], packed.pop("optimizer"))
-    elif "model" in packed:
-        packed["model"] = pack_model(packed["model"])
-    return packed
 
 
 def serialize_param(name: str, value: Any) -> str | None:

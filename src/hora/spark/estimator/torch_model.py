@@ -17,7 +17,7 @@ import torch
 
 from hora.spark.estimator.base import HorovodModel
 from hora.spark.estimator.dataset import kind_of
-from hora.spark.estimator.packing import pack_model, unpack_model
+from hora.spark.estimator.packing import as_list, pack_model, unpack_model
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -132,7 +132,7 @@ def _load(model: bytes, input_shapes: Sequence[Sequence[int]]) -> Predict:
             inputs = [tensor.reshape(tuple(shape)) for tensor, shape in zip(inputs, input_shapes, strict=True)]
         with torch.no_grad():
             outputs = module(*inputs)
-        return [output.reshape(len(columns[0]), -1).float().numpy() for output in _as_list(outputs)]
+        return [output.reshape(len(columns[0]), -1).float().numpy() for output in as_list(outputs)]
 
     return predict
 
@@ -143,7 +143,7 @@ _unpacked = functools.lru_cache(maxsize=1)(unpack_model)  # for all rows of a Py
 def _predict_row(model: bytes, function: PredictRow, row: Any) -> Outputs:
     """Return an array per output of the user's function for a row."""
     with torch.no_grad():
-        outputs = _as_list(function(_unpacked(model), row))
+        outputs = as_list(function(_unpacked(model), row))
     return [np.asarray(output.detach().cpu().float()).reshape(-1) for output in outputs]
 
 
@@ -171,7 +171,7 @@ def _evaluated(load: Callable[[], Predict], frame: DataFrame, read: Sequence[str
     def batches(frames: Iterator[Any]) -> Iterator[Any]:
         function = load()
         for columns in frames:
-            series = list(columns) if isinstance(columns, tuple) else [columns]
+            series = as_list(columns)
             if not len(series[0]):
                 yield pandas.DataFrame({f"o{number}": [] for number in range(num_labels)}, dtype=object)
                 continue
@@ -224,10 +224,6 @@ def _as_label(found: Column, kind: str, of: str, size: int) -> Column:
     if of == "boolean":
         return sql.bround(finite) != 0
     return (sql.bround(finite) if of in _INTEGERS else finite).cast(of)
-
-
-def _as_list(outputs: Any) -> list[torch.Tensor]:
-    return list(outputs) if isinstance(outputs, tuple | list) else [outputs]
 
 
 def as_values(value: Any) -> Any:

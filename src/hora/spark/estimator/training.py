@@ -24,7 +24,7 @@ import hora.torch as hvd
 from hora.data.shard import Transformation
 from hora.spark.estimator.data_module import ParquetDataModule
 from hora.spark.estimator.objective import LabelColumns, Minibatch
-from hora.spark.estimator.packing import RankSpec, TrainingResult, pack_model
+from hora.spark.estimator.packing import RankSpec, TrainingResult, as_list, pack_model, to_list
 from hora.torch.elastic.loop import is_elastic
 from hora.workflow.fit import register_handlers
 from hora.workflow.history import Tally
@@ -57,7 +57,14 @@ def train(spec: RankSpec) -> TrainingResult | None:
     device = rank_device(bool(values["use_gpu"]))
     model, inner = spec.model.unpack(device)
     place: Any = TrainingPosition(json.dumps(_resume(spec, model, inner)))
-    optimizer = _distributed(values, model, inner)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(inner, root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        inner,
+        named_parameters=model.named_parameters(),
+        compression=values["gradient_compression"] or hvd.Compression.none,
+        backward_passes_per_step=values["backward_passes_per_step"],
+    )
     losses = losses_of(values, model=model, optimizer=optimizer, feature_cols=list(spec.features))
     objective = LabelColumns(values, losses, device)
     recipe = Recipe(accumulate=values["backward_passes_per_step"])
@@ -187,20 +194,6 @@ class _Trainer:
         return Scored(*objective.fit_labels(outputs, minibatch.labels), loss, weight=1)
 
 
-def _distributed(
-    values: Mapping[str, Any], model: torch.nn.Module, inner: torch.optim.Optimizer
-) -> torch.optim.Optimizer:
-    """Return the optimizer that averages gradients; all ranks start with rank 0's parameters and state."""
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(inner, root_rank=0)
-    return hvd.DistributedOptimizer(
-        inner,
-        named_parameters=model.named_parameters(),
-        compression=values["gradient_compression"] or hvd.Compression.none,
-        backward_passes_per_step=values["backward_passes_per_step"],
-    )
-
-
 def rank_device(use_gpu: bool) -> torch.device:
     """Return this rank's device. Raises RuntimeError unless all ranks have the same kind."""
     device = torch.device("cpu")
@@ -234,10 +227,9 @@ def losses_of(values: Mapping[str, Any], **known: Any) -> list[Callable[..., Any
     """Return the loss of each label, made here if the parameters have constructors, which get `values` and `known`."""
     given = values["loss"]
     if given is None:
-        makers = values["loss_constructors"]
-        given = [maker(**{**values, **known}) for maker in (makers if isinstance(makers, list | tuple) else [makers])]
-    losses = list(given) if isinstance(given, list | tuple) else [given]
-    return losses * len(values["label_cols"]) if len(losses) == 1 else losses
+        given = [maker(**{**values, **known}) for maker in as_list(values["loss_constructors"])]
+    losses: list[Callable[..., Any]] = to_list(given, len(values["label_cols"]))
+    return losses
 
 
 def reader_arguments(spec: RankSpec) -> dict[str, Any]:
@@ -361,8 +353,9 @@ def _run_files(spec: RankSpec, stepper: Stepper) -> Iterator[Callable[[Sequence[
                 return
             if writer is not None:
                 for part, tag in (("train", "train"), ("validation", "val")):
-                    for name, value in _scalars(last.get(part, {})):
-                        writer.add_scalar(f"{tag}/{name}", value, last["epoch"])
+                    for group in [{"loss": last[part]["loss"]}, *last[part]["all_metrics"]] if part in last else []:
+                        for name, value in group.items():
+                            writer.add_scalar(f"{tag}/{name}", value, last["epoch"])
                 writer.flush()
             state = {"model": stepper.model.state_dict(), "optimizer": _unscaled(stepper.optimizer)}
             whole = {**state, "epoch": last["epoch"], "history": list(history)}
@@ -378,10 +371,3 @@ def _unscaled(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     for group in state["param_groups"]:
         group["lr"] = group["lr"] / hvd.size()
     return state
-
-
-def _scalars(part: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    if "loss" in part:
-        yield "loss", part["loss"]
-    for group in part.get("all_metrics", ()):
-        yield from group.items()

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hora.spark.estimator.packing import as_list
 from hora.spark.estimator.torch_model import Predict, TorchModel, as_values
 from hora.spark.keras.packing import as_inputs, keras_of, pack_model, unpack_model
 
@@ -44,7 +45,6 @@ def _load(package: str, packed: bytes, custom_objects: Mapping[str, Any]) -> Pre
     def predict(columns: Sequence[Sequence[Any]]) -> list[Any]:
         inputs = as_inputs(model, [np.array([as_values(value) for value in column]) for column in columns])
         outputs = model.predict_on_batch(inputs[0] if len(inputs) == 1 else inputs)
-        found = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
-        return [np.asarray(output, dtype=np.float32).reshape(len(columns[0]), -1) for output in found]
+        return [np.asarray(output, dtype=np.float32).reshape(len(columns[0]), -1) for output in as_list(outputs)]
 
     return predict

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -67,7 +68,8 @@ def _train_epochs(place: Any, spec: RankSpec, keras: Any, model: Any) -> None:
             if spec.dataset.val_rows:
                 # A generator with a known number of batches per epoch: those of one pass.
                 passes = len(list(data.val_data()))
-                fitted = {"validation_data": _rows(spec, model, _again(data)), "validation_steps": passes}
+                again = itertools.chain.from_iterable(data.val_data() for _ in itertools.count())
+                fitted = {"validation_data": _rows(spec, model, again), "validation_steps": passes}
             model.fit(
                 _rows(spec, model, endless(data.train_data())),
                 steps_per_epoch=total - first,
@@ -123,11 +125,6 @@ def _rows(spec: RankSpec, model: Any, batches: Iterable[Any]) -> Iterator[tuple[
         labels = [as_numpy(label) for label in minibatch.labels]
         row = (_one_or_all(inputs), _one_or_all(labels))
         yield row if minibatch.weights is None else (*row, as_numpy(minibatch.weights))
-
-
-def _again(data: Any) -> Iterator[Any]:
-    while True:
-        yield from data.val_data()
 
 
 def _one_or_all(arrays: list[Any]) -> Any:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
 from hora.data.shard import DatasetShard, Rows, Transformation
-from hora.spark.lightning.package import Package
 
 
 class RowTransformation(Transformation):
@@ -34,9 +34,9 @@ class RowTransformation(Transformation):
 
 
 @functools.cache
-def parquet_data_module(package: Package) -> type[Any]:
+def parquet_data_module(package: ModuleType) -> type[Any]:
     """Return the data module class for this package."""
-    base = package.module.LightningDataModule
+    base = package.LightningDataModule
     return type("PetastormDataModule", (_ParquetData, base), {"__module__": __name__, "__doc__": _ParquetData.__doc__})
 
 

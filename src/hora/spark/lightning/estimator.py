@@ -64,7 +64,7 @@ class TorchEstimator(HorovodEstimator, own=_OWN, unlisted=("backward_passes_per_
     def _check_values(self, values: Mapping[str, Any]) -> None:
         super()._check_values(values)
         package = package_of(values["model"])
-        require("lightning", str((package or default_package()).module.__version__))
+        require("lightning", str((package or default_package()).__version__))
         if package is None:
             check_torch_values(values)
             if values["loss_weights"]:
@@ -82,11 +82,20 @@ class TorchEstimator(HorovodEstimator, own=_OWN, unlisted=("backward_passes_per_
                 raise ValueError(f"{name} has no meaning for Lightning: the module's own steps and logs do that")
 
     def _pack(self, values: dict[str, Any], features: Sequence[str]) -> dict[str, Any]:
-        return {
-            "model": pack_model(self._lightning_module(values, features)),
-            "package": package_of(values["model"]) or default_package(),
-            "values": dict.fromkeys(("optimizer", "loss", "loss_constructors")),
-        }
+        package, model = package_of(values["model"]), values["model"]
+        if package is None:
+            model = to_lightning_module(
+                model,
+                values["optimizer"],
+                losses_of(values),
+                values["loss_weights"],
+                features,
+                values["label_cols"],
+                values["sample_weight_col"],
+                values["validation"],
+            )
+        own = dict.fromkeys(("optimizer", "loss", "loss_constructors"))
+        return {"model": pack_model(model), "package": package or default_package(), "values": own}
 
     def _load_checkpoint(self, run_id: str) -> bytes | None:
         """Return the run's Lightning checkpoint, rewritten from its data: ranks unpickle nothing from the store.
@@ -99,20 +108,6 @@ class TorchEstimator(HorovodEstimator, own=_OWN, unlisted=("backward_passes_per_
         written = io.BytesIO()
         torch.save(load_checkpoint(found, what=f"the checkpoint of run {run_id}", without=_HYPERPARAMETERS), written)
         return written.getvalue()
-
-    def _lightning_module(self, values: Mapping[str, Any], features: Sequence[str]) -> Any:
-        if package_of(values["model"]) is not None:
-            return values["model"]
-        return to_lightning_module(
-            values["model"],
-            values["optimizer"],
-            losses_of(values),
-            values["loss_weights"],
-            features,
-            values["label_cols"],
-            values["sample_weight_col"],
-            values["validation"],
-        )
 
     def _create_model(self, run_results: Sequence[Any], run_id: str, metadata: dict[str, Any]) -> Any:
         result: TrainingResult = run_results[0]

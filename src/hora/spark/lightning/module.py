@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from hora.spark.estimator.objective import weighted_loss
-from hora.spark.lightning.package import Package, default_package
+from hora.spark.estimator.packing import ModelAndOptimizer, as_list, to_list
+from hora.spark.lightning.package import default_package
 
 # The removed hook, the step whose outputs it gets, and the hook that calls it now.
 _REMOVED = (
@@ -36,17 +38,13 @@ def to_lightning_module(
     label_cols: Sequence[str],
     sample_weights_col: str | None,
     validation: Any,
-    package: Package | None = None,
 ) -> Any:
     """Wrap a plain module as a LightningModule: inputs by keyword, named like the feature columns."""
-    losses = list(loss_fns) if isinstance(loss_fns, list | tuple) else [loss_fns]
-    if len(losses) == 1:
-        losses *= len(label_cols)
     methods = _Validation if validation else _Training
-    made: Any = type(methods.__name__, (methods, (package or default_package()).module.LightningModule), {})()
+    made: Any = type(methods.__name__, (methods, default_package().LightningModule), {})()
     made._model = model
     made._optimizer = optimizer
-    made._losses = losses
+    made._losses = to_list(loss_fns, len(label_cols))
     made._loss_weights = list(loss_weights or [1.0 / len(label_cols)] * len(label_cols))
     made._columns = (list(feature_cols), list(label_cols), sample_weights_col)
     return made
@@ -67,8 +65,6 @@ class _Training:
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the given optimizer's class and state, with its groups, on this module's parameters."""
-        from hora.spark.estimator.packing import ModelAndOptimizer
-
         return ModelAndOptimizer.of(self._model, self._optimizer).optimizer_of(self._model)
 
     def training_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> dict[str, torch.Tensor]:
@@ -85,7 +81,7 @@ class _Training:
 
     def _transform_outputs(self, outputs: Any, labels: Sequence[torch.Tensor]) -> tuple[list[Any], list[Any]]:
         """Return outputs as a list; labels reshaped like them if they have as many elements, and cast to their type."""
-        found = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
+        found = as_list(outputs)
         fitted = []
         for output, label in zip(found, labels, strict=True):
             if label.numel() == output.numel():
@@ -127,7 +123,7 @@ def modern(module: Any) -> Any:
     return module
 
 
-def old_hooks(package: Package, callbacks: Sequence[Any]) -> list[Any]:
+def old_hooks(package: ModuleType, callbacks: Sequence[Any]) -> list[Any]:
     """Return a callback, if needed, that calls the removed hooks of `callbacks`, with a warning."""
     old = [one for one in callbacks if any(callable(getattr(one, name, None)) for name in _CALLBACK_HOOKS)]
     if not old:
@@ -150,7 +146,7 @@ def old_hooks(package: Package, callbacks: Sequence[Any]) -> list[Any]:
 
     at_the_end = functools.partial(call, "on_epoch_end")
     hooks = {"setup": set_up, "on_train_epoch_end": at_the_end, "on_validation_epoch_end": at_the_end}
-    return [package.part("callbacks").LambdaCallback(**hooks)]
+    return [package.callbacks.LambdaCallback(**hooks)]
 
 
 def _bridge(module: Any, old: str, step: str, new: str) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
 
 import hora.torch as hvd
 from hora.spark.lightning.elastic import make_elastic
-from hora.spark.lightning.package import Package
 from hora.torch.elastic.loop import is_elastic
 
 _MEANS = (None, "mean", "avg", "average")
@@ -25,11 +25,11 @@ _ANY_NUMBER = 2**31  # of backward passes between two steps, if a schedule decid
 
 
 @functools.cache
-def horovod_strategy(package: Package) -> type[Any]:
+def horovod_strategy(package: ModuleType) -> type[Any]:
     """Return the strategy class for this package, registered there as "horovod"."""
-    parallel = package.part("strategies.parallel").ParallelStrategy
+    parallel = package.strategies.ParallelStrategy
     strategy = type("HorovodStrategy", (_Horovod, parallel), {"__module__": __name__, "__doc__": _Horovod.__doc__})
-    registry = package.part("strategies").StrategyRegistry
+    registry = package.strategies.StrategyRegistry
     if "horovod" not in registry.available_strategies():
         registry.register("horovod", strategy, description="Horovod's ranks (Hora)")
     return strategy

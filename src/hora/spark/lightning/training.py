@@ -9,6 +9,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from hora.spark.estimator.packing import RankSpec, TrainingResult, unpack_model
 from hora.spark.estimator.training import join, rank_device, rank_seed, reader_arguments
 from hora.spark.lightning.data_module import parquet_data_module
 from hora.spark.lightning.module import modern, old_hooks
-from hora.spark.lightning.package import Package
 from hora.spark.lightning.strategy import horovod_strategy
 
 # Arguments of `Trainer` before Lightning 2: their successors, each with its value; and those without one.
@@ -41,7 +41,7 @@ def train(spec: RankSpec) -> TrainingResult | None:
     values, package = spec.values, spec.package
     join(spec)
     if values["random_seed"] is not None:
-        package.module.seed_everything(int(values["random_seed"]))
+        package.seed_everything(int(values["random_seed"]))
     device = rank_device(bool(values["use_gpu"]) and values["num_gpus"] != 0)
     module: Any = modern(unpack_model(spec.model))
     with contextlib.ExitStack() as stack:
@@ -63,7 +63,7 @@ def _trainer(spec: RankSpec, folder: str, device: torch.device, keeper: Any) -> 
     users = list(values["callbacks"] or ())
     callbacks = [*users, *old_hooks(package, users), keeper]  # a copy: the estimator's list stays unchanged
     keeper.users_checkpoint = _take_over(package, callbacks, spec, folder)
-    kinds = package.part("callbacks")
+    kinds = package.callbacks
     # A progress bar of the user is quiet on other ranks by itself.
     own_bar = any(isinstance(callback, kinds.ProgressBar) for callback in callbacks)
     own = translated(package, values["trainer_args"] or {})
@@ -86,10 +86,10 @@ def _trainer(spec: RankSpec, folder: str, device: torch.device, keeper: Any) -> 
         "default_root_dir": folder,
         "profiler": values["profiler"],
     }
-    return package.module.Trainer(**arguments | own)
+    return package.Trainer(**arguments | own)
 
 
-def translated(package: Package, given: Mapping[str, Any]) -> dict[str, Any]:
+def translated(package: ModuleType, given: Mapping[str, Any]) -> dict[str, Any]:
     """Translate a user's arguments of `Trainer` from before Lightning 2 to their current names, with a warning."""
     found: dict[str, Any] = {}
     callbacks = list(given.get("callbacks") or ())
@@ -112,9 +112,9 @@ def _warn_of_removed(name: str, advice: str) -> None:
     warnings.warn(f"trainer_args: {name} was removed in Lightning 2.0; {advice}", DeprecationWarning, stacklevel=3)
 
 
-def _take_over(package: Package, callbacks: list[Any], spec: RankSpec, folder: str) -> Any:
+def _take_over(package: ModuleType, callbacks: list[Any], spec: RankSpec, folder: str) -> Any:
     """Point the user's first ModelCheckpoint at the run's folder and the store's name, as Horovod does."""
-    kind = package.part("callbacks").ModelCheckpoint
+    kind = package.callbacks.ModelCheckpoint
     found = next((callback for callback in callbacks if isinstance(callback, kind)), None)
     if found is not None:
         found.dirpath, found.filename = folder, spec.remote.checkpoint_filename
@@ -131,7 +131,7 @@ def _logger(spec: RankSpec, folder: str) -> Any:
         return given
     kept = spec.remote.saving_runs and importlib.util.find_spec("tensorboard") is not None
     kind = "TensorBoardLogger" if kept else "CSVLogger"
-    return getattr(spec.package.part("loggers"), kind)(folder, name=spec.remote.logs_subdir, version="")
+    return getattr(spec.package.loggers, kind)(folder, name=spec.remote.logs_subdir, version="")
 
 
 def _data_module(spec: RankSpec) -> Any:
@@ -178,9 +178,9 @@ def _best(folder: str, users_checkpoint: Any) -> dict[str, torch.Tensor] | None:
     return found
 
 
-def _made(package: Package, kind: type[Any], base: str = "Callback") -> Callable[..., Any]:
+def _made(package: ModuleType, kind: type[Any], base: str = "Callback") -> Callable[..., Any]:
     """Return the constructor of a callback of the package with these methods."""
-    return type(kind.__name__, (kind, getattr(package.part("callbacks"), base)), {})
+    return type(kind.__name__, (kind, getattr(package.callbacks, base)), {})
 
 
 class _RunKeeper:
