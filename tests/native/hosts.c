@@ -127,7 +127,7 @@ static void test_check(struct member *member, const struct operation *it, int64_
 
 static struct hosts_job test_job(struct member *member, const struct operation *it) {
     struct numbers sum = {.prescale = 1.0, .factor = 1.0, .dtype = it->dtype, .finish = NOTHING};
-    struct hosts_job job = {.hosts = &member->hosts, .starts = it->starts, .num_tensors = it->num_tensors, .most = it->most,
+    struct hosts_job job = {.hosts = &member->hosts, .row = {it->starts, it->num_tensors}, .most = it->most,
                             .inside = sum, .between = sum, .last = sum, .stage = it->stage, .resident = it->resident,
                             .code = it->code, .two_steps = it->two_steps, .window = WINDOW};
     job.between.finish = it->finish, job.between.factor = it->factor;

@@ -33,7 +33,7 @@ struct operation {
     enum dtype dtype;
     enum finish finish;
     int num_parts, direct;
-    int64_t counts[MAX_PARTS], total;
+    int64_t counts[MAX_PARTS], starts[MAX_PARTS + 1], total;
     double stage, prescale, factor;
 };
 
@@ -46,7 +46,7 @@ static struct operation test_operation_of(int64_t number, int one_slot) {
     int64_t most = one_slot ? SLOT_BYTES / (int64_t)item_bytes[it.dtype] : MOST;
     for (int p = 0; p < it.num_parts; p++) {
         it.counts[p] = 1 + (int64_t)(test_random_of(r + (uint64_t)p) % (uint64_t)most);
-        it.total += it.counts[p];
+        it.starts[p + 1] = it.total += it.counts[p];
     }
     if (it.dtype == F32 || it.dtype == F64) {
         if ((r >> 16) & 1) it.stage = 0.3;
@@ -114,7 +114,7 @@ static void test_allreduce(struct member *member, int64_t number) {
         outputs[p] = p % 2 ? input : test_room((size_t)(it.counts[p] * size)); /* in place, or not */
     }
     int64_t most = SLOT_BYTES / size, pieces = (it.total + most - 1) / most;
-    struct job job = {.ring = &member->ring, .inputs = inputs, .outputs = outputs, .counts = it.counts, .total = it.total,
+    struct job job = {.ring = &member->ring, .inputs = inputs, .outputs = outputs, .row = {it.starts, it.num_parts}, .total = it.total,
                       .first_step = member->step + 1, .lag = it.direct ? 0 : pieces > AHEAD ? LAG : pieces,
                       .what = test_numbers(&it), .direct = it.direct, .stage = it.stage};
     while (!hora_collective(&job, SLICE_NS)) continue;

@@ -85,10 +85,10 @@ class CallPlan:
         """
         transport = self._transport
         num_rings, address, num_steps, is_staged = self.slots.num_rings, 0, 0, False
-        if self._what is not None and self._count and transport.has_room(self.num_bytes):
+        if self._what is not None and self._count and self.slots.has_room(self.num_bytes):
             direct = self.kind is not Kind.ALLREDUCE or transport.is_direct(self.num_bytes)
             what, stage = self._what
-            job, num_steps = self.slots.ring.job(
+            job, num_steps = self.slots.job(
                 self._count, self._item_bytes, what, direct=direct, divided=self._divided, stage=stage
             )
             if self._parts:
@@ -191,7 +191,7 @@ class RepeatedCalls:
 
     def _describe(self, plan: CallPlan, source: torch.Tensor, target: torch.Tensor, instance: int) -> None:
         """Describe the call with the next ticket to the native part."""
-        negotiation, step = self._negotiation, plan.slots.ring.step + 1
+        negotiation, step = self._negotiation, plan.slots.step + 1
         at, rounds, ticket = (source.data_ptr(), target.data_ptr()), negotiation.rounds, negotiation.ticket
         _pack(self._job, CALL_AT, plan.address, *at, rounds, step, ticket, instance, 0, 0)
 
@@ -203,7 +203,7 @@ class RepeatedCalls:
                 negotiation.void = ticket
             return False
         negotiation.ticket = ticket + 1
-        plan.slots.ring.step += plan.num_steps
+        plan.slots.step += plan.num_steps
         if plan.unnamed:
             self._queue.planner.note_number(plan.signature.operation, instance)
         meter.transport_s += _clock() - began

@@ -47,9 +47,9 @@ struct hosts_job {
     struct hosts *hosts;
     const char *const *inputs; /* per tensor; for resident data per member */
     char *const *outputs, *const *residuals; /* per tensor; `residuals` may be NULL */
-    const int64_t *starts; /* elements before each tensor, and the total at the end */
+    struct row row;
     const float *weights; /* per host, in an average of half precision; otherwise NULL */
-    int64_t num_tensors, begin, end; /* `begin`, `end`: this slice leader's elements of resident data; all elements of staged data */
+    int64_t begin, end; /* `begin`, `end`: this slice leader's elements of resident data; all elements of staged data */
     int64_t most, first, num_pieces; /* `most`: elements of a slice */
     const int64_t *begins, *counts; /* for half an allreduce: this slice leader's part of each host's elements */
     int64_t first_owned, owned; /* the first element that this host owns, and the number per member */
@@ -191,12 +191,9 @@ static int64_t way_bytes(const struct hosts_job *job, int64_t count) {
     return job->code ? coded_bytes(job->code, count) : count * size_of(job);
 }
 
-struct span { int64_t begin, count; }; /* elements; none: count <= 0 */
-
 static struct span clipped(int64_t begin, int64_t most, int64_t end) {
-    struct span span = {begin < end ? begin : end, most};
-    if (span.count > end - span.begin) span.count = end - span.begin;
-    return span;
+    begin = least(begin, end);
+    return (struct span){begin, least(most, end - begin)};
 }
 
 /* Return the slice of a slice leader in a piece of this job; in half an allreduce its parts count from the first element. */
@@ -212,50 +209,24 @@ static struct span part_of(const struct hosts_job *job, int64_t index, int64_t c
     return job->two_steps ? clipped(h * each, each, count) : (struct span){0, count};
 }
 
-/* Return the tensor that contains this element. */
-static int64_t tensor_at(const struct hosts_job *job, int64_t element) {
-    int64_t low = 0, high = job->num_tensors;
-    while (high - low > 1) {
-        int64_t middle = (low + high) / 2;
-        if (job->starts[middle] <= element)
-            low = middle;
-        else
-            high = middle;
-    }
-    return low;
-}
-
 /* Return the address of these elements if they are in one tensor. */
-static char *in_one_place(const struct hosts_job *job, const char *const *tensors, struct span span) {
-    int64_t tensor = tensor_at(job, span.begin);
-    if (span.begin + span.count > job->starts[tensor + 1]) return NULL;
-    return (char *)(uintptr_t)tensors[tensor] + (span.begin - job->starts[tensor]) * size_of(job);
+static char *in_one_place(const struct hosts_job *job, const void *tensors, struct span span) {
+    int64_t tensor = tensor_at(&job->row, span.begin);
+    char *const *data = tensors;
+    if (span.begin + span.count > job->row.starts[tensor + 1]) return NULL;
+    return data[tensor] + (span.begin - job->row.starts[tensor]) * size_of(job);
 }
 
-/* Copy elements of the tensors to memory, times `factor`, or back. */
-static void copy_elements(const struct hosts_job *job, const char *const *tensors, struct span span, char *memory, int out,
-                          double factor) {
-    int64_t begin = span.begin, end = begin + span.count, size = size_of(job);
-    for (int64_t tensor = tensor_at(job, begin); begin < end; tensor++) {
-        int64_t stop = job->starts[tensor + 1] < end ? job->starts[tensor + 1] : end;
-        char *at = (char *)(uintptr_t)tensors[tensor] + (begin - job->starts[tensor]) * size;
-        if (out)
-            memcpy(at, memory, (size_t)((stop - begin) * size));
-        else
-            stage((enum dtype)job->inside.dtype, at, memory, (size_t)(stop - begin), factor);
-        memory += (stop - begin) * size;
-        begin = stop;
-    }
+static void copy_span(const struct hosts_job *job, const void *tensors, struct span span, char *memory, int out, double factor) {
+    copy_elements(&job->row, (enum dtype)job->inside.dtype, tensors, span, memory, out, factor);
 }
-
-static const char *const *constant(char *const *tensors) { return (const char *const *)(const void *)tensors; }
 
 /* Return where the result of this slice leader's slice is computed. */
 static char *result_place(const struct hosts_job *job, int64_t index, struct span span) {
     const struct hosts *hosts = job->hosts;
     char *out = NULL;
     if (job->resident) return (char *)(uintptr_t)job->inputs[hosts->member] + span.begin * size_of(job);
-    if (hosts->num_local == 1) out = in_one_place(job, constant(job->outputs), span);
+    if (hosts->num_local == 1) out = in_one_place(job, job->outputs, span);
     return out ? out : result_of(hosts, job->first + index, hosts->member);
 }
 
@@ -276,14 +247,14 @@ static char *combined_place(const struct hosts_job *job, int64_t index, struct s
 /* Return the residual of these elements, contiguous; `keep_lost` writes it back if it was copied. */
 static float *take_lost(const struct hosts_job *job, struct span span) {
     if (!job->residuals) return NULL;
-    char *lost = in_one_place(job, constant(job->residuals), span);
-    if (!lost) copy_elements(job, constant(job->residuals), span, lost = lost_room(job->hosts), 0, 1.0);
+    char *lost = in_one_place(job, job->residuals, span);
+    if (!lost) copy_span(job, job->residuals, span, lost = lost_room(job->hosts), 0, 1.0);
     return (float *)(void *)lost;
 }
 
 static void keep_lost(const struct hosts_job *job, struct span span, float *lost) {
     if (lost && (char *)lost == lost_room(job->hosts))
-        copy_elements(job, constant(job->residuals), span, (char *)lost, 1, 1.0);
+        copy_span(job, job->residuals, span, (char *)lost, 1, 1.0);
 }
 
 /* The steps of a piece. */
@@ -310,7 +281,7 @@ static void fill(const struct hosts_job *job, int64_t index) {
         struct span span = slice_of(job, index, c);
         if (span.count <= 0) return;
         if (c == hosts->member && own_data(job, span)) continue; /* combined in place */
-        copy_elements(job, job->inputs, span, input_of(hosts, job->first + index, hosts->member, c), 0, job->stage);
+        copy_span(job, job->inputs, span, input_of(hosts, job->first + index, hosts->member, c), 0, job->stage);
     }
 }
 
@@ -537,8 +508,8 @@ static void read_out(const struct hosts_job *job, int64_t index) {
     for (int c = 0; c < hosts->num_leaders; c++) {
         struct span span = slice_of(job, index, c);
         if (span.count <= 0) return;
-        if (hosts->num_local == 1 && in_one_place(job, constant(job->outputs), span)) continue; /* it was computed there */
-        copy_elements(job, constant(job->outputs), span, result_of(hosts, job->first + index, c), 1, 1.0);
+        if (hosts->num_local == 1 && in_one_place(job, job->outputs, span)) continue; /* it was computed there */
+        copy_span(job, job->outputs, span, result_of(hosts, job->first + index, c), 1, 1.0);
     }
 }
 

@@ -37,8 +37,6 @@ static int64_t available(const struct pipe *pipe) { return value_of(pipe->writte
 
 static int64_t space(const struct pipe *pipe) { return pipe->num_bytes - available(pipe); }
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* Copy bytes to the ring, or from it to `memory`. */
 static void copy_bytes(const struct pipe *pipe, int64_t at, char *memory, int64_t count, int out) {
     int64_t begin = at % pipe->num_bytes, first = least(pipe->num_bytes - begin, count);

@@ -173,6 +173,13 @@ int hora_meet(struct group *group, int64_t value, int32_t *late, long slice_ns) 
  */
 enum { LINE = 64 };
 
+struct row { /* tensors as a row of elements */
+    const int64_t *starts; /* elements before each tensor, and the total at the end */
+    int64_t num_tensors;
+};
+
+struct span { int64_t begin, count; }; /* elements; none: count <= 0 */
+
 struct part { /* of the tensor: bytes */
     int64_t at, num_bytes;
 };
@@ -188,14 +195,13 @@ struct job {
     struct ring *ring;
     const void *const *inputs; /* of each tensor */
     void *const *outputs;
-    const int64_t *counts; /* elements of each tensor */
+    struct row row;
     const struct part *sent, *received; /* per member; NULL for a reduction */
     int64_t total, first_step, lag;
     int64_t filled, drained; /* steps done so far: an interrupted job continues from here */
     struct numbers what;
     double stage; /* factor applied on the way into a slot */
     int32_t direct, divided, late; /* `late`: the member that the last wait missed */
-    int64_t put_part, put_offset, take_part, take_offset; /* positions of both ends in the tensors */
 };
 
 static char *slot(const struct ring *ring, int member, int64_t step) {
@@ -210,44 +216,57 @@ static int64_t share_bytes(const struct job *job) {
 /* Return the number of elements of every piece but the last. */
 static int64_t most(const struct job *job) { return share_bytes(job) / (int64_t)item_bytes[job->what.dtype]; }
 
-static int64_t piece(const struct job *job, int64_t index) {
-    int64_t full = most(job), left = job->total - index * full;
-    return left < full ? left : full;
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static int64_t piece(const struct job *job, int64_t index) { return least(most(job), job->total - index * most(job)); }
+
+/* Return the tensor that contains this element. */
+static int64_t tensor_at(const struct row *row, int64_t element) {
+    int64_t low = 0, high = row->num_tensors;
+    while (high - low > 1) {
+        int64_t middle = (low + high) / 2;
+        if (row->starts[middle] <= element)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
 }
 
-static void put(struct job *job, char *to, int64_t count) {
-    int64_t size = (int64_t)item_bytes[job->what.dtype];
-    while (count) {
-        int64_t n = job->counts[job->put_part] - job->put_offset;
-        if (n > count) n = count;
-        stage((enum dtype)job->what.dtype, (const char *)job->inputs[job->put_part] + job->put_offset * size, to, (size_t)n,
-              job->stage);
-        to += n * size;
-        count -= n;
-        job->put_offset += n;
-        if (job->put_offset == job->counts[job->put_part]) job->put_part++, job->put_offset = 0;
+/* Copy elements of the tensors to memory, times `factor`, or back. */
+static void copy_elements(const struct row *row, enum dtype dtype, const void *tensors, struct span span, char *memory, int out,
+                          double factor) {
+    int64_t size = (int64_t)item_bytes[dtype], end = span.begin + span.count;
+    char *const *data = tensors;
+    for (int64_t at = span.begin, stop, tensor = tensor_at(row, at); at < end; tensor++, at = stop) {
+        char *place = data[tensor] + (at - row->starts[tensor]) * size;
+        stop = least(row->starts[tensor + 1], end);
+        if (out)
+            memcpy(place, memory, (size_t)((stop - at) * size));
+        else
+            stage(dtype, place, memory, (size_t)(stop - at), factor);
+        memory += (stop - at) * size;
     }
 }
 
 /* Copy the reduction of all members' slots, or the common result, to the outputs. */
-static void take(struct job *job, int64_t step, int64_t count) {
+static void take(struct job *job, int64_t index) {
     const struct ring *ring = job->ring;
-    int64_t size = (int64_t)item_bytes[job->what.dtype], done = 0;
+    int64_t step = job->first_step + index, begin = index * most(job), end = begin + piece(job, index);
+    int64_t size = (int64_t)item_bytes[job->what.dtype];
+    if (!job->direct) {
+        char *result = ring->results + step % ring->depth * ring->slot_bytes;
+        copy_elements(&job->row, (enum dtype)job->what.dtype, job->outputs, (struct span){begin, end - begin}, result, 1, 1.0);
+        return;
+    }
     const void *operands[ring->group.num_members];
-    while (done < count) {
-        int64_t n = job->counts[job->take_part] - job->take_offset;
-        if (n > count - done) n = count - done;
-        char *out = (char *)job->outputs[job->take_part] + job->take_offset * size;
-        if (job->direct) {
-            for (int m = 0; m < ring->group.num_members; m++) operands[m] = slot(ring, m, step) + done * size;
-            sum_with_own(&job->what, ring->group.num_members, operands, ring->group.member,
-                         (const char *)job->inputs[job->take_part] + job->take_offset * size, out, (size_t)n, job->stage);
-        } else {
-            memcpy(out, ring->results + step % ring->depth * ring->slot_bytes + done * size, (size_t)(n * size));
-        }
-        done += n;
-        job->take_offset += n;
-        if (job->take_offset == job->counts[job->take_part]) job->take_part++, job->take_offset = 0;
+    for (int64_t at = begin, stop, tensor = tensor_at(&job->row, at); at < end; tensor++, at = stop) {
+        int64_t offset = (at - job->row.starts[tensor]) * size;
+        stop = least(job->row.starts[tensor + 1], end);
+        for (int m = 0; m < ring->group.num_members; m++) operands[m] = slot(ring, m, step) + (at - begin) * size;
+        sum_with_own(&job->what, ring->group.num_members, operands, ring->group.member,
+                     (const char *)job->inputs[tensor] + offset, (char *)job->outputs[tensor] + offset, (size_t)(stop - at),
+                     job->stage);
     }
 }
 
@@ -266,7 +285,8 @@ static void fill_slot(struct job *job, int64_t index) {
     int64_t count = piece(job, index), size = (int64_t)item_bytes[job->what.dtype], share = share_bytes(job);
     char *to = slot(ring, own, job->first_step + index);
     if (!job->sent && !job->divided) {
-        put(job, to, count);
+        copy_elements(&job->row, (enum dtype)job->what.dtype, job->inputs, (struct span){index * most(job), count}, to, 0,
+                      job->stage);
         return;
     }
     int staged = job->stage != 1.0 && !sums_staged_source(&job->what, num_members); /* a reduce-scatter reads its own slot */
@@ -298,16 +318,14 @@ static void empty_slots(struct job *job, int64_t index) {
         sum_with_own(&job->what, num_members, from, own, input_at(job, own * job->total * size + at),
                      (char *)job->outputs[0] + at, (size_t)piece(job, index), job->stage);
     } else {
-        take(job, step, piece(job, index));
+        take(job, index);
     }
 }
 
 /* Like `shared_slice` in reduction.py: two members never write to one cache line. */
 static void own_slice(const struct ring *ring, int64_t count, int64_t *begin, int64_t *end) {
     int64_t share = ((count + ring->group.num_members - 1) / ring->group.num_members + 63) / 64 * 64;
-    *begin = ring->group.member * share, *end = *begin + share;
-    if (*begin > count) *begin = count;
-    if (*end > count) *end = count;
+    *begin = least(count, ring->group.member * share), *end = least(count, *begin + share);
 }
 
 static void reduce_own_slice(struct job *job, int64_t step, int64_t count) {
@@ -337,7 +355,7 @@ int hora_collective(struct job *job, long slice_ns) {
             empty_slots(job, job->drained);
         else if (job->drained < pieces)
             reduce_own_slice(job, step, piece(job, job->drained));
-        if (!job->direct && job->drained >= lag) take(job, step - lag, piece(job, job->drained - lag));
+        if (!job->direct && job->drained >= lag) take(job, job->drained - lag);
     }
     return 1;
 }

@@ -116,12 +116,13 @@ class Job(ctypes.Structure):
 
     _fields_ = (
         ("ring", ctypes.POINTER(RingStruct)),
-        *fields("pointer inputs outputs counts sent received"),
+        *fields("pointer inputs outputs starts"),
+        *fields("int64 num_tensors"),
+        *fields("pointer sent received"),
         *fields("int64 total first_step lag filled drained"),
         ("what", Sum),
         *fields("double stage"),
         *fields("int32 direct divided late"),
-        *fields("int64 put_part put_offset take_part take_offset"),
     )
 
 
@@ -146,6 +147,7 @@ class Repeated(ctypes.Structure):
         *fields("int64 instance"),
         *fields("int32 published state"),
         ("job", Job),
+        ("bounds", ctypes.c_int64 * 2),
     )
 
 

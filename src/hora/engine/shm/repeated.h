@@ -35,6 +35,7 @@ struct repeated {
     struct record record; /* native.py leaves the digest to `spec` */
     int32_t published, state;
     struct job job;
+    int64_t bounds[2]; /* of the tensor */
 };
 
 static struct record *record_of(const struct repeated *it, int member) {
@@ -71,7 +72,8 @@ void hora_nudge(const struct group *group) {
 static void publish_record(struct repeated *it) {
     const struct spec *spec = it->spec;
     it->job = spec->job;
-    it->job.inputs = &it->source, it->job.outputs = &it->out, it->job.counts = &spec->job.total;
+    it->bounds[0] = 0, it->bounds[1] = spec->job.total;
+    it->job.inputs = &it->source, it->job.outputs = &it->out, it->job.row = (struct row){it->bounds, 1};
     it->job.first_step = it->step;
     if (spec->staged) fill_slot(&it->job, 0);
     memcpy(it->record.digest, spec->digest, sizeof spec->digest);

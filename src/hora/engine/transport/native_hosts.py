@@ -116,8 +116,10 @@ class _Job(ctypes.Structure):
 
     _fields_ = (
         ("hosts", ctypes.POINTER(_Hosts)),
-        *fields("pointer inputs outputs residuals starts weights"),
-        *fields("int64 num_tensors begin end most first num_pieces"),
+        *fields("pointer inputs outputs residuals starts"),
+        *fields("int64 num_tensors"),
+        *fields("pointer weights"),
+        *fields("int64 begin end most first num_pieces"),
         *fields("pointer begins counts"),
         *fields("int64 first_owned owned"),
         ("inside", Sum),
