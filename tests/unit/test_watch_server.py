@@ -25,7 +25,7 @@ from waiting import wait_until
 
 
 class _Wishes:
-    """Controls that only record calls."""
+    """A dashboard that only records the page's wishes."""
 
     def __init__(self):
         self.wishes = []
@@ -42,6 +42,13 @@ class _Wishes:
     def remove(self, rank):
         self.wishes.append(("remove", rank))
 
+    def take(self, entry): ...
+
+    def look(self, run): ...
+
+    def bundle(self):
+        return b"PK"
+
 
 @pytest.fixture
 def served():
@@ -51,7 +58,7 @@ def served():
         run.take(entry)
     sock, access, page = open_page("127.0.0.1:0", "t")
     wishes = _Wishes()
-    one = PageServer(run, access, controls=wishes, bundle=lambda: b"PK")
+    one = PageServer(run, access, dashboard=wishes)
     one.start([sock])
     yield one, page, wishes
     one.close()
@@ -344,7 +351,7 @@ def test_a_viewer_that_does_not_read_is_dropped(served, monkeypatch):
 def test_a_recorded_run_cannot_be_stopped():
     run = Run({"id": "x", "began": 0.0})
     sock, access, page = open_page("", "")
-    one = PageServer(run, access, live=False)
+    one = PageServer(run, access)
     one.start([sock])
     try:
         assert json.loads(_ask(page, "/api/run")[1])["may"] == []

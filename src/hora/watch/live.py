@@ -75,9 +75,7 @@ class Dashboard:
         if page:
             sock, access, self.page = address.open_page(listen, str(facts.get("title", "")), framed=notebook)
             sockets.append(sock)
-        self._server = PageServer(
-            self._run, access, controls=self, bundle=self._bundle, on_entry=self._recorder.take, on_tick=self._look
-        )
+        self._server = PageServer(self._run, access, dashboard=self)
         self._server.start(sockets)
         if self.page is not None:
             self._published = address.publish_page(self.page)
@@ -139,7 +137,10 @@ class Dashboard:
             raise ValueError("only an elastic job continues without one of its ranks; stop the job instead")
         self._job.remove(worker, "killed" if self._run.facts.get("demo") else "removed on the job's page")
 
-    def _look(self, run: Run) -> None:
+    def take(self, entry: Entry) -> None:
+        self._recorder.take(entry)
+
+    def look(self, run: Run) -> None:
         """Request what a person would request; runs once a second."""
         if self._reports is not None:
             self._reports.tick(run)
@@ -158,7 +159,7 @@ class Dashboard:
                 if ordinary is not None:
                     self.profile(ordinary, _PROFILE_S)
 
-    def _bundle(self) -> bytes:
+    def bundle(self) -> bytes:
         """Return everything about the run as a zip file."""
         run, data = self._run, io.BytesIO()
         with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as bundle:

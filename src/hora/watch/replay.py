@@ -22,7 +22,7 @@ def open_recording(path: str | Path, *, listen: str = "") -> tuple[PageServer, P
     title = str(run.facts.get("title", "") or Path(path).name)
     plain = "".join(letter if letter.isprintable() else "?" for letter in title[:200])  # for display in a terminal
     sock, access, page = open_page(listen, plain)
-    server = PageServer(run, access, timeline=timeline, live=False)
+    server = PageServer(run, access, timeline=timeline)
     server.start([sock])
     return server, page
 

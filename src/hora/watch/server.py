@@ -53,28 +53,12 @@ _log = logging.getLogger("hora.watch")
 
 
 class PageServer:
-    """Serves a run or a `timeline`.
-
-    `controls`: the job's `Dashboard`, whose methods must not block; None for a recorded run. `on_tick(run)` runs every
-    second, on the server's thread.
-    """
+    """Serves a run or a `timeline`. `dashboard`: the job's, whose methods must not block; None for a recorded run."""
 
     def __init__(
-        self,
-        run: Run,
-        access: Access,
-        *,
-        controls: Any = None,
-        bundle: Callable[[], bytes] | None = None,
-        timeline: Mapping[str, Any] | None = None,
-        on_entry: Callable[[Entry], None] | None = None,
-        on_tick: Callable[[Run], None] | None = None,
-        live: bool = True,
+        self, run: Run, access: Access, *, dashboard: Any = None, timeline: Mapping[str, Any] | None = None
     ) -> None:
-        self.run, self._access = run, access
-        self._controls, self._bundle, self._timeline = controls, bundle, timeline
-        self._on_entry, self._on_tick = on_entry, on_tick
-        self._live = live
+        self.run, self._access, self._dashboard, self._timeline = run, access, dashboard, timeline
         self._waiting: deque[Entry] = deque(maxlen=_MAX_WAITING_ENTRIES)
         self._viewers: dict[asyncio.Queue[bytes | None], None] = {}
         self._has_complained = False
@@ -137,15 +121,15 @@ class PageServer:
                 _log.warning("the live page ignores an invalid entry: %s", error)
                 continue
             self._new_stacks = self._new_stacks or entry.kind in ("stack", "profile")
-            if self._on_entry is not None:
-                self._on_entry(entry)
+            if self._dashboard is not None:
+                self._dashboard.take(entry)
 
     def _tick(self) -> None:
         self._take_in()
-        if self._live and self.run.outcome is None:
-            self.run.look(time.time())
-        if self._on_tick is not None:
-            self._on_tick(self.run)
+        if self._dashboard is not None:
+            if self.run.outcome is None:
+                self.run.look(time.time())
+            self._dashboard.look(self.run)
         if not self._viewers:
             return
         news = self._sent.news(self.run)
@@ -208,26 +192,27 @@ class PageServer:
                 return Answer(view.metrics(self.run).encode(errors="replace"), view.METRICS_TYPE)
             if request.path == "/api/timeline" and self._timeline is not None:
                 return _json(self._timeline)
-            if request.path == "/api/bundle" and self._bundle is not None:
-                return Answer(self._bundle(), "application/zip")
+            if request.path == "/api/bundle" and self._dashboard is not None:
+                return Answer(self._dashboard.bundle(), "application/zip")
         elif request.method == "POST" and request.path.startswith("/api/"):
             return self._act(request.path.removeprefix("/api/"), request.body)
         return Answer.error(404, "not found")
 
     def _act(self, action: str, body: bytes) -> Answer:
-        if self._controls is None or self.run.outcome is not None:
+        if self._dashboard is None or self.run.outcome is not None:
             return Answer.error(409, "the job is over: no action is possible")
         if action not in _ACTIONS:
             return Answer.error(404, "there is no such action")
         try:
-            _ACTIONS[action](self._controls, json.loads(body or b"{}", parse_constant=_refuse))
+            _ACTIONS[action](self._dashboard, json.loads(body or b"{}", parse_constant=_refuse))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             return Answer.error(400, f"this cannot be done: {error}")
         return _json({"done": action})
 
     def _everything(self) -> dict[str, Any]:
-        may = [*(_ACTIONS if self._controls else ()), *(["bundle"] if self._bundle else ())]
-        return {**view.everything(self.run), "may": may, "live": self._live, "timeline": self._timeline is not None}
+        live = self._dashboard is not None
+        may = [*_ACTIONS, "bundle"] if live else []
+        return {**view.everything(self.run), "may": may, "live": live, "timeline": self._timeline is not None}
 
     async def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Answer | None:
         if len(self._viewers) >= MAX_VIEWERS:
