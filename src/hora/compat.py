@@ -68,18 +68,14 @@ def main() -> None:
         print("usage: python -m hora.compat script.py [arguments of the script]", file=sys.stderr)
         raise SystemExit(2)
     install()
-    _prepare_path()
-    sys.argv = sys.argv[1:]
-    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
-    runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-def _prepare_path() -> None:
-    """Extend the PATH as a session's image does: `python3` and `horovodrun` of this installation, and an `mpirun`."""
+    # The PATH of a session's image: `python3` and `horovodrun` of this installation, and an `mpirun`.
     put_first_on_path(os.path.dirname(sys.executable))
     if shutil.which("mpirun") is None:
         put_first_on_path(str(Path(__file__).with_name("bin")))
         set_variables({"HORA_PYTHON": sys.executable, "HORA_COMPAT_PID": str(os.getpid())} | variables())
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

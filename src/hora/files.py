@@ -28,13 +28,8 @@ def replaced(path: Path, *, unfinished: str, mode: int = 0o666) -> Iterator[IO[b
         partial.unlink(missing_ok=True)
         raise
     partial.replace(path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Sync the directory: without it a power failure could undo the rename."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        os.fsync(folder)  # without it a power failure could undo the rename
     finally:
-        os.close(descriptor)
+        os.close(folder)

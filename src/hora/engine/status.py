@@ -126,7 +126,8 @@ def report_stall(
         lines.append(f"{rank}{'!' if rank in guilty else ''}: [{listed}]")
     log.log(logging.ERROR if guilty else logging.WARNING, "%s", "\n".join(lines))
     ranks = tuple(sorted(guilty or missing))
-    meter.stalled(ranks)
+    if meter.on_stall is not None:
+        meter.on_stall(ranks)
     if guilty:
         status.stalled(ranks, f"stalled for more than {limits.shutdown_s:g} s")
 

@@ -109,11 +109,6 @@ class Meter:
             "resumed", f"{ranks}: {now - ended:.2f} s from the last step before the change to the first one after it"
         )
 
-    def stalled(self, ranks: Sequence[int]) -> None:
-        """Record that a stall report has named these ranks."""
-        if self.on_stall is not None:
-            self.on_stall(ranks)
-
     def report(self, metrics: Mapping[str, SupportsFloat]) -> None:
         for name, value in metrics.items():
             detach = getattr(value, "detach", None)  # a tensor would keep its whole graph alive

@@ -105,17 +105,13 @@ async def _read(reader: asyncio.StreamReader) -> HttpRequest | None:
     return HttpRequest(method, unquote(target.partition("?")[0]), headers, body)
 
 
-def head_of(answer: Answer, extra: Mapping[str, str], *, length: int | None) -> bytes:
-    phrase = HTTPStatus(answer.status).phrase
+def encoded(answer: Answer, extra: Mapping[str, str], *, endless: bool = False) -> bytes:
+    """Return a response; an endless one has more of its body after it, until the connection ends."""
     headers = {"Content-Type": answer.content_type, "Connection": "close", **extra}
-    if length is not None:
-        headers["Content-Length"] = str(length)
+    if not endless:
+        headers["Content-Length"] = str(len(answer.body))
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    return f"HTTP/1.1 {answer.status} {phrase}\r\n{lines}\r\n".encode()
-
-
-async def write_answer(writer: asyncio.StreamWriter, answer: Answer, extra: Mapping[str, str]) -> None:
-    await write(writer, head_of(answer, extra, length=len(answer.body)) + answer.body)
+    return f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\n{lines}\r\n".encode() + answer.body
 
 
 async def write(writer: asyncio.StreamWriter, data: bytes) -> None:

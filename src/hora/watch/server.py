@@ -25,12 +25,11 @@ from hora.watch.http import (
     Answer,
     BadRequest,
     HttpRequest,
+    encoded,
     finish,
-    head_of,
     read_request,
     site_files,
     write,
-    write_answer,
 )
 from hora.watch.model import Entry, Run
 
@@ -153,7 +152,7 @@ class PageServer:
             except BadRequest as error:
                 answer = Answer.error(400, error)
             if answer is not None:
-                await write_answer(writer, answer, self._access.headers())
+                await write(writer, encoded(answer, self._access.headers()))
             await finish(writer)
         except (OSError, TimeoutError, asyncio.TimeoutError, asyncio.CancelledError):
             pass  # it closed, was too slow, or was ended
@@ -220,11 +219,10 @@ class PageServer:
         self._tick()  # so that the next update starts where this snapshot ends
         viewer: asyncio.Queue[bytes | None] = asyncio.Queue(_MAX_BACKLOG)
         self._sent.news(self.run)  # the new page gets all of it in the snapshot
-        first = _line({"everything": self._everything()})
+        first = Answer(_line({"everything": self._everything()}), "application/x-ndjson")
         self._viewers[viewer] = None
         try:
-            head = head_of(Answer(content_type="application/x-ndjson"), self._access.headers(), length=None)
-            await write(writer, head + first)
+            await write(writer, encoded(first, self._access.headers(), endless=True))
             await self._pass_on(viewer, reader, writer)
         finally:
             self._viewers.pop(viewer, None)

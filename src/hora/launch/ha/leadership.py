@@ -225,9 +225,8 @@ class ElectionLoop:
                 if isinstance(step, int):
                     return step
                 if step == "stand" and not self._left:
-                    status = self._stand(lead)
-                    if status is not None:
-                        return status
+                    if self._stand(lead):
+                        return 0
                     seen_at = time.monotonic()
                 if agent.poll() is not None:
                     return self._without_agent(agent)
@@ -294,27 +293,27 @@ class ElectionLoop:
 
         threading.Thread(target=hand_over, name="hora-hand-over", daemon=True).start()
 
-    def _stand(self, lead: Callable[[Leadership], object]) -> int | None:
-        """Stand for election and lead if it is won; return the job's exit status when it is over."""
+    def _stand(self, lead: Callable[[Leadership], object]) -> bool:
+        """Stand for election and lead if it is won; return whether the job has succeeded."""
         try:
             leadership = Leadership.won(self._store, self._place.name)
             if leadership is None:
-                return None
+                return False
             state = self._store.read().values.get("state")
         except StoreError as error:
             _log.warning("%s", error)
-            return None
+            return False
         leadership.state = None if state is None else dict(state)
         leadership.run = new_secret().hex() if state is None else str(state["run"])
         leadership.followed, self._followed = leadership.run == self._followed, leadership.run
         self._leadership, status = leadership, 0
         try:
             lead(leadership)
-            return 0
+            return True
         except LeadershipLostError:
             _log.warning("this process does not lead the job any more; its ranks go on")
             status = -1
-            return None
+            return False
         except BaseException as error:
             status = exit_status(error)
             raise
