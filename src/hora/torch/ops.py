@@ -328,8 +328,7 @@ def join(device: int = -1) -> int:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every member of the set reaches the barrier."""
-    runtime = engine.current_runtime()
-    runtime.barrier(registered_id(process_set))
+    engine.current_runtime().barrier(registered_id(process_set))
 
 
 def _run_compressed(

@@ -73,7 +73,7 @@ class HoraProcessGroup(_BASE):
         self._on_shutdown, self._make = on_shutdown, make
         self._name = self._description = ""
         self._known: dict[object, Any] = {}
-        self._token = torch.zeros(1, dtype=torch.uint8, device="cpu")  # what a barrier reduces
+        self._token = torch.zeros(1, dtype=torch.uint8, device="cpu")  # what a barrier reduces, or sends
         self._num_calls = 0
         self._labels: dict[str, str] = {}
         self._messages: Messages = runtime.start_messages()
@@ -693,9 +693,9 @@ class HoraProcessGroup(_BASE):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all members; after the timeout member 0 names the missing ones."""
         limit_s = self._limit_s if timeout is None else timeout.total_seconds()
-        here, answer = (torch.zeros(1, dtype=torch.uint8, device="cpu") for _ in range(2))
         if self._rank:
-            self.send([here], 0, _BARRIER_TAG).wait(timedelta(seconds=limit_s))
+            answer = torch.zeros_like(self._token)
+            self.send([self._token], 0, _BARRIER_TAG).wait(timedelta(seconds=limit_s))
             # Member 0 answers after its own timeout, when it has asked for the others' positions.
             self.recv([answer], 0, _BARRIER_TAG).wait(timedelta(seconds=2 * limit_s + 5))
             if not answer.item():
@@ -710,19 +710,17 @@ class HoraProcessGroup(_BASE):
     def _answer_members(self, limit_s: float, *, wait_all_ranks: bool) -> None:
         """Tell the members that have arrived whether all have; raises an error that names the missing ones."""
         deadline = time.monotonic() + limit_s
-        missing = []
-        here = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        works = [self.recv([torch.zeros_like(here)], member, _BARRIER_TAG) for member in range(1, self._size)]
-        for member, work in enumerate(works, 1):
+        missing, members = [], range(1, self._size)
+        works = {member: self.recv([torch.zeros_like(self._token)], member, _BARRIER_TAG) for member in members}
+        for member, work in works.items():
             try:
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
             except HorovodInternalError:
                 missing.append(self._ranks[member])
                 if not wait_all_ranks:
                     break
-        came = [member for member in range(1, self._size) if works[member - 1].is_success()]
-        for member in came:
-            self.send([torch.full_like(here, not missing)], member, _BARRIER_TAG)
+        for member in [member for member, work in works.items() if work.is_success()]:
+            self.send([torch.full_like(self._token, not missing)], member, _BARRIER_TAG)
         if missing:
             raise HorovodInternalError(
                 f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} failed to pass monitoredBarrier: Rank "

@@ -295,10 +295,7 @@ class TorchState(ObjectState):
                 own.sync()
 
     def end_together(self) -> None:
-        """With `per_step`, wait until all ranks have made the last step.
-
-        A rank that missed it could not get it from a rank that has exited.
-        """
+        """With `per_step`, wait until all ranks have made the last step: one that exits cannot send it any more."""
         if self._last is not None:
             barrier()
 

@@ -55,10 +55,7 @@ _CHALLENGERS = (
 
 
 class Autotuner:
-    """`setting` is the one in use; `take` and `end` change it. Only the rank that `tells` logs.
-
-    A challenger is compared with the default in the rounds it ran in.
-    """
+    """`setting` is the one in use; `take` and `end` change it. Only the rank that `tells` logs."""
 
     def __init__(self, config: EngineConfig, *, tells: bool, num_bytes: int, num_members: int) -> None:
         self._num_steps, self._tells = max(config.autotune_steps_per_sample, 1), tells

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 import torch
 
@@ -94,10 +93,8 @@ class DeltaOptimizer(_DistributedOptimizer, Reducer):
             "nor clipped afterwards; use op=Average"
         )
 
-    @contextlib.contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
+    def skip_synchronize(self) -> NoReturn:
         raise AssertionError("skipping synchronization is not supported when using the Adasum optimizer")
-        yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluate the closure, wait for all ranks' changes and apply them."""

@@ -95,9 +95,7 @@ class Reducer:
 
 
 class RequestedReduction:
-    """A reduction of the same tensor in every step, with the interface of `PersistentReduction`; an allreduce is in
-    place.
-    """
+    """A reduction of the same tensor in every step, used as a `PersistentReduction` is; an allreduce is in place."""
 
     out: torch.Tensor | None = None  # results of other kinds are new tensors
 

@@ -337,10 +337,7 @@ class ShardedOptimizer(_DistributedOptimizer):
     # --- from whole to sharded and back ---------------------------------------------------------------------------
 
     def _shard(self) -> bool:
-        """Agree on a layout and move parameters and state into it (collective).
-
-        Returns False if not every member took part.
-        """
+        """Agree on a layout and move parameters and state into it (collective); False if a member took no part."""
         hooked = self._hooked
         for parameter in hooked:
             if parameter.grad is not None and parameter.grad.is_sparse:
@@ -404,10 +401,7 @@ class ShardedOptimizer(_DistributedOptimizer):
         return {} if self._copies is None or self._before is not None else self._copies.slices()
 
     def unite(self, slices: Slices) -> None:
-        """Restore private whole parameters and state as they were after the last step that ended here.
-
-        `slices`: those of all ranks of the new world.
-        """
+        """Restore private whole parameters and state after the last step that ended here, from all ranks' slices."""
         if self._before is not None:  # nothing was sharded yet
             values, state = self._before
         elif self._copies is not None:
