@@ -20,9 +20,9 @@ _MAX_NODES = 1_000_000
 # Rendezvous of a program that starts its ranks itself: its name, and the key of its current plan's number.
 PLAN_JOB, PLAN_KEY = "a plan of the program's own", "hora/plan"
 
-# The variables of rank, size, local rank and local size: Hora's own.
-_HOROVOD = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
-# By launcher, in order of precedence after these.
+_PLACE = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+_HOROVOD = tuple(f"HOROVOD_{name.upper()}" for name in _PLACE)
+# The first four by launcher, in order of precedence after these.
 _FOREIGN = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "openmpi": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
@@ -159,17 +159,15 @@ class World:
         `mpi_names`: also those that scripts and wrappers read below Open MPI's mpirun, but none that would make an MPI
         library believe that mpirun has started it.
         """
-        place = (self.rank, self.size, self.local_rank, self.local_size)
-        env = {name: str(number) for name, number in zip(_HOROVOD, place, strict=True)} | {
-            "HOROVOD_CROSS_RANK": str(self.cross_rank),
-            "HOROVOD_CROSS_SIZE": str(self.cross_size),
+        place = [str(getattr(self, name)) for name in _PLACE]
+        env = dict(zip(_HOROVOD, place, strict=True)) | {
             "HOROVOD_HOSTNAME": self.hostname,
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
             "HORA_GENERATION": str(self.generation),
         }
         for launcher in ("torchrun", "openmpi") if mpi_names else ("torchrun",):  # for scripts written for it
-            env |= {name: str(number) for name, number in zip(_FOREIGN[launcher], place, strict=True)}
+            env |= dict(zip(_FOREIGN[launcher], place, strict=False))
         if self.worker >= 0:
             env["HORA_WORKER"] = str(self.worker)
         if self.elastic:
@@ -240,13 +238,9 @@ def _from_horovod(env: Mapping[str, str]) -> World:
             rendezvous = _launcher_endpoint(env, PLAN_JOB)
     elif size > 1:
         rendezvous = _tcp_endpoint(env, "horovod", one_host=_integer(env, "HOROVOD_LOCAL_SIZE", size) >= size)
+    defaults = zip(_PLACE, _HOROVOD, (rank, size, rank, size, 0, 1), strict=True)
     return World(
-        rank=rank,
-        size=size,
-        local_rank=_integer(env, "HOROVOD_LOCAL_RANK", rank),
-        local_size=_integer(env, "HOROVOD_LOCAL_SIZE", size),
-        cross_rank=_integer(env, "HOROVOD_CROSS_RANK", 0),
-        cross_size=_integer(env, "HOROVOD_CROSS_SIZE", 1),
+        **{field: _integer(env, name, default) for field, name, default in defaults},
         hostname=env.get("HOROVOD_HOSTNAME", "localhost"),
         generation=_integer(env, "HORA_GENERATION", 0),
         worker=_integer(env, "HORA_WORKER", -1),
@@ -284,14 +278,11 @@ def _from_foreign(env: Mapping[str, str], launcher: str) -> World:
         # These launchers place equal blocks of ranks on each host, so the host's index is a division.
         cross_rank = _integer(env, "GROUP_RANK", rank // max(local_size, 1))
         cross_size = max(-(-size // max(local_size, 1)), cross_rank + 1)
+    place = (rank, size, local_rank, local_size, cross_rank, cross_size)
     return World(
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        cross_rank=cross_rank,
-        cross_size=cross_size,
+        **dict(zip(_PLACE, place, strict=True)),
         hostname=socket.gethostname(),
+        elastic=False,
         launcher=launcher,
         rendezvous=_tcp_endpoint(env, launcher, one_host=local_size >= size) if size > 1 else RendezvousEndpoint(),
     )

@@ -313,11 +313,9 @@ def ended_by_signals() -> Iterator[Signals]:
     Handlers of the program itself stay, and nothing changes outside the main thread: there the process dies by default,
     and the agents of its workers notice.
     """
-    signals = Signals()
-    if threading.current_thread() is not threading.main_thread():
-        yield signals
-        return
-    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    signals, in_main = Signals(), threading.current_thread() is threading.main_thread()
+    both = (signal.SIGTERM, signal.SIGHUP)
+    ours = [number for number in both if in_main and signal.getsignal(number) is signal.SIG_DFL]
     for number in ours:
         signal.signal(number, signals.handle)
     try:
