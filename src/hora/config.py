@@ -118,10 +118,9 @@ class EngineConfig:
         return cls(**values)
 
 
-def on_databricks(environ: Mapping[str, str] | None = None) -> bool:
+def on_databricks() -> bool:
     """Return whether this process runs in a Databricks cluster, which mounts its file system at /dbfs."""
-    env = os.environ if environ is None else environ
-    return bool(env.get("DATABRICKS_RUNTIME_VERSION"))
+    return bool(os.environ.get("DATABRICKS_RUNTIME_VERSION"))
 
 
 def in_notebook() -> bool:
@@ -131,26 +130,26 @@ def in_notebook() -> bool:
     return shell is not None and type(shell).__name__ == "ZMQInteractiveShell"
 
 
-def accept_risk(text: str, environ: Mapping[str, str] | None = None, *, warn: bool = True) -> None:
+def accept_risk(text: str, *, warn: bool = True) -> None:
     """Warn (if `warn`) about an unprotected operation; with HORA_STRICT=1 raise ValueError instead."""
-    if strict(environ):
+    if strict():
         raise ValueError(f"refused because of HORA_STRICT=1: {text}")
     if warn:
         logging.getLogger("hora").warning("%s; HORA_STRICT=1 refuses this", text)
 
 
-def strict(environ: Mapping[str, str] | None = None) -> bool:
+def strict() -> bool:
     """Return whether the user rejects every risk: HORA_STRICT=1."""
-    return _switch("HORA_STRICT", environ)
+    return _switch("HORA_STRICT")
 
 
-def trusts_files(environ: Mapping[str, str] | None = None) -> bool:
+def trusts_files() -> bool:
     """Return whether the user trusts files that can run code: HORA_TRUST_FILES=1, and not HORA_STRICT=1."""
-    return _switch("HORA_TRUST_FILES", environ) and not strict(environ)
+    return _switch("HORA_TRUST_FILES") and not strict()
 
 
-def _switch(name: str, environ: Mapping[str, str] | None) -> bool:
-    value = (os.environ if environ is None else environ).get(name, "")
+def _switch(name: str) -> bool:
+    value = os.environ.get(name, "")
     if value not in ("", "0", "1"):
         raise ValueError(f"{name} must be 0 or 1, but it is {value!r}")
     return value == "1"

@@ -98,14 +98,14 @@ def join(
             late = deadline - time.monotonic() <= _RETRY_S
             if session is not None:
                 session.close()
-            if session is not None and late:
-                raise RuntimeError(f"the first node, {place.host}, hung up before it let this one join") from None
-            if session is None and listening and not isinstance(error, ConnectionResetError | BrokenPipeError):
+                if late:
+                    raise RuntimeError(f"the first node, {place.host}, hung up before it let this one join") from None
+            elif listening and not isinstance(error, ConnectionResetError | BrokenPipeError):
                 raise RuntimeError(
                     f"cannot connect to the launcher at {where}: {error}; has it ended, is there a firewall between, "
                     "or does it listen on another network (--network-interfaces)?"
                 ) from None
-            if late:
+            elif late:
                 raise TimeoutError(
                     f"the first node did not answer at {where} within {limit_s:g} s (--start-timeout): {error}. Is the "
                     "same command running there, with the same secret file?"
