@@ -248,8 +248,9 @@ def enter(parent: int, streams: Sequence[int | None], cwd: str | None) -> None:
     os.setsid()
     if not die_with_parent(parent, signal.SIGKILL):
         os._exit(128 + signal.SIGKILL)
-    for target, source in enumerate(streams):
-        os.dup2(os.open(os.devnull, os.O_RDONLY) if source is None else source, target)
+    with open(os.devnull, "rb") as nothing:
+        for target, source in enumerate(streams):
+            os.dup2(nothing.fileno() if source is None else source, target)
     if cwd is not None:
         os.chdir(cwd)
 
