@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -110,7 +111,7 @@ class StaticAdapter(Adapter):
         references = self._submit(fn, self._living())
         for rank, worker in enumerate(self.workers):
             # It follows the call, so it reports a death during the call without fetching the result.
-            worker.node_id.remote().future().add_done_callback(self._death_watch(rank))
+            worker.node_id.remote().future().add_done_callback(partial(self._ended, rank))
         return references
 
     def execute(self, fn: Callable[[Any], Any], queue: Any = None) -> list[Any]:
@@ -137,12 +138,9 @@ class StaticAdapter(Adapter):
         call = ray.put(fn)  # pickled once
         return [worker.execute.remote(call) for worker in workers]
 
-    def _death_watch(self, rank: int) -> Callable[[Any], None]:
-        def ended(future: Any) -> None:
-            if isinstance(future.exception(), RayActorError) and self.coordinator is not None:
-                self.coordinator.lost(rank, "died")
-
-        return ended
+    def _ended(self, rank: int, future: Any) -> None:
+        if isinstance(future.exception(), RayActorError):
+            self._tell_of({rank: future.exception()})
 
     # ---- outcomes -------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 from hora.workers.gateway import exchange, find, named, open_connection, runs
@@ -57,16 +57,12 @@ class Lease:
                 ended, why = list(left), "has ended with its session"
             if self._over.is_set():
                 return
-            gone = [end_host(address, f"its worker {worker} {why}") for address, worker in _emptied(left, ended)]
+            ends = {left.pop(worker): worker for worker in ended if worker in left}
+            emptied = [(address, worker) for address, worker in ends.items() if address not in left.values()]
+            gone = [end_host(address, f"its worker {worker} {why}") for address, worker in emptied]
             while not all(is_gone() for is_gone in gone):
                 if self._over.wait(_POLL_S):
                     return
-
-
-def _emptied(left: dict[str, str], ended: Sequence[str]) -> list[tuple[str, str]]:
-    """Remove these workers from `left`. Return each address that has none left, with its last worker."""
-    gone = {left.pop(worker): worker for worker in ended if worker in left}
-    return [(address, worker) for address, worker in gone.items() if address not in left.values()]
 
 
 def lease_of(hosts: Collection[str]) -> Lease | None:

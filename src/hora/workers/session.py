@@ -10,7 +10,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,46 +75,41 @@ class WorkerSession:
         """
         backend = self._backend(request)
         backend.settle(n)
-        exact = request.get("strict") or request.get("all_or_nothing")
-        deadline = time.monotonic() + float(request.get("wait_s", 0.0))
+        together, deadline = request.get("all_or_nothing"), time.monotonic() + float(request.get("wait_s", 0.0))
+        engines, launched = [new_id() for _ in range(n)], list[Record]()
         with self._changed:
-            while True:
-                answers, launched = self._reserve(n, request if exact else backend.shared(n, request), backend)
-                if len(launched) == n or not request.get("all_or_nothing"):
-                    break
-                self._undo(launched)
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    return _none_launched(answers)
-                self._changed.wait(left_s)
-            if launched:
-                try:
-                    backend.start(launched)
-                except BaseException:
-                    self._undo(launched)
-                    raise
-        return answers
-
-    def _reserve(
-        self, n: int, request: Mapping[str, Any], backend: WorkerBackend
-    ) -> tuple[list[dict[str, Any]], list[Record]]:
-        """Return a response for each of `n` workers, and the workers for which there is room."""
-        answers: list[dict[str, Any]] = []
-        launched: list[Record] = []
-        for index in range(n):
-            engine = new_id()
             try:
-                backend.reserve(engine, request)
-                launched.append(self._admit(engine, index, request, backend))
-            except CapacityError as refusal:
-                answers.append({"engineId": engine, "index": index, "message": str(refusal)})
+                while True:
+                    given = request if together or request.get("strict") else backend.shared(n, request)
+                    refused = _reserve(engines, given, backend)
+                    if not (refused and together):
+                        break
+                    for engine in engines:
+                        backend.release(engine)
+                    left_s = deadline - time.monotonic()
+                    if left_s <= 0:
+                        why = f"not launched, because not all fit: {next(iter(refused.values()))}"
+                        refused = {engine: refused.get(engine, why) for engine in engines}
+                        break
+                    self._changed.wait(left_s)
+                answers: list[dict[str, Any]] = []
+                for index, engine in enumerate(engines):
+                    if engine in refused:
+                        answers.append({"engineId": engine, "index": index, "message": refused[engine]})
+                    else:
+                        launched.append(self._admit(engine, index, given, backend))
+                        answers.append(launched[-1].to_dict(time.time()))
+                if launched:
+                    backend.start(launched)
             except BaseException:
-                self._undo(launched)
-                backend.release(engine)
+                for engine in engines:
+                    backend.release(engine)
+                for record in launched:
+                    del self._records[record.id], self._by_number[record.number]
+                    if record.log is not None:
+                        record.log.discard()
                 raise
-            else:
-                answers.append(launched[-1].to_dict(time.time()))
-        return answers, launched
+        return answers
 
     def workers(self) -> list[dict[str, Any]]:
         """Return all workers of this session in launch order."""
@@ -278,13 +273,6 @@ class WorkerSession:
         self._output.set_ranks({number: engine})
         return record
 
-    def _undo(self, launched: Sequence[Record]) -> None:
-        for record in launched:
-            del self._records[record.id], self._by_number[record.number]
-            if record.log is not None:
-                record.log.discard()
-            record.backend.release(record.id)
-
     def _sorted(self, wanted: Iterable[str], good: str) -> dict[str, Any]:
         now = time.time()
         found: dict[str, list[dict[str, Any]]] = {"workers": [], "failures": []}
@@ -298,12 +286,12 @@ class WorkerSession:
         return found
 
 
-def _none_launched(answers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Reject all workers because some were rejected."""
-    cause = next(answer["message"] for answer in answers if "id" not in answer)
-    return [
-        {"engineId": answer["id"], "index": answer["index"], "message": f"not launched, because not all fit: {cause}"}
-        if "id" in answer
-        else dict(answer)
-        for answer in answers
-    ]
+def _reserve(engines: Iterable[str], request: Mapping[str, Any], backend: WorkerBackend) -> dict[str, str]:
+    """Reserve resources for each of these workers; return why those were refused for which there is no room."""
+    refused: dict[str, str] = {}
+    for engine in engines:
+        try:
+            backend.reserve(engine, request)
+        except CapacityError as refusal:
+            refused[engine] = str(refusal)
+    return refused

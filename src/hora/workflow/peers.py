@@ -78,12 +78,4 @@ def gather(mine: Any) -> list[Any]:
 
 def broadcast_bytes(payload: bytes | None) -> bytes | None:
     """Return rank 0's bytes, or None if it has none."""
-    if size() == 1:
-        return payload
-    num_bytes = hvd.broadcast_object(None if payload is None else len(payload), root_rank=0, name="hora.workflow.len")
-    if num_bytes is None:
-        return None
-    data = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-    if payload is not None and rank() == 0:
-        data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    return bytes(hvd.broadcast_(data, root_rank=0, name="hora.workflow.bytes").numpy())
+    return payload if size() == 1 else hvd.broadcast_object(payload, root_rank=0, name="hora.workflow.bytes")

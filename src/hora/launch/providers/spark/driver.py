@@ -83,21 +83,16 @@ class SparkStage:
         from py4j.protocol import Py4JError
 
         try:
-            scala_context = self.context._jsc.sc()
-            scheduler, found = scala_context.taskScheduler(), {}
-            for task in self._running_tasks(scala_context):
-                if scheduler.getExecutorDecommissionState(task.executorId()).isDefined():
-                    found[int(task.index())] = int(task.attempt())
+            scala_context, found = self.context._jsc.sc(), {}
+            leaving = scala_context.taskScheduler().getExecutorDecommissionState
+            for number, stage in self._active_stages():
+                tasks = scala_context.statusStore().taskList(number, stage.currentAttemptId, 100 * self._num_tasks)
+                for task in map(tasks.apply, range(tasks.size())):
+                    if task.status() == "RUNNING" and leaving(task.executorId()).isDefined():
+                        found[int(task.index())] = int(task.attempt())
             return found
         except Py4JError:  # some platforms let Python call Spark's public methods only
             return {}
-
-    def _running_tasks(self, scala_context: Any) -> Iterator[Any]:
-        for number, stage in self._active_stages():
-            tasks = scala_context.statusStore().taskList(number, stage.currentAttemptId, 100 * self._num_tasks)
-            for index in range(tasks.size()):
-                if tasks.apply(index).status() == "RUNNING":
-                    yield tasks.apply(index)
 
     def _active_stages(self) -> Iterator[tuple[int, Any]]:
         """Yield the number and the state of each stage with a running task."""
