@@ -154,17 +154,11 @@ def make_parser() -> argparse.ArgumentParser:
         "with the lines that distribute it.",
     )
     parser.add_argument("file", type=Path, help="the file to write, for example train.py; it must not exist")
-    parser.add_argument(
-        "--from",
-        dest="source",
-        metavar="SCRIPT",
-        type=Path,
-        help="distribute this PyTorch script, which is written for one process",
-    )
+    about = "distribute this PyTorch script, which is written for one process"
+    parser.add_argument("--from", dest="source", metavar="SCRIPT", type=Path, help=about)
     parser.add_argument("--elastic", action="store_true", help="write a script that continues when ranks die or join")
-    parser.add_argument(
-        "--sharded", action="store_true", help="write a script whose optimizer state is sharded over the ranks"
-    )
+    about = "write a script whose optimizer state is sharded over the ranks"
+    parser.add_argument("--sharded", action="store_true", help=about)
     return parser
 
 

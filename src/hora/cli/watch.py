@@ -8,15 +8,12 @@ from collections.abc import Sequence
 
 def make_view_parser() -> argparse.ArgumentParser:
     """Return the parser of `hora view`."""
-    parser = argparse.ArgumentParser(
-        prog="hora view", description="Show a recorded run, or a timeline, in the browser."
-    )
-    parser.add_argument(
-        "file", help="a file of `hora run --record` or `--timeline-filename`, or run.hora of a downloaded bundle"
-    )
-    parser.add_argument(
-        "--listen", default="", metavar="HOST:PORT", help="where to listen (default: loopback, a free port)"
-    )
+    about = "Show a recorded run, or a timeline, in the browser."
+    parser = argparse.ArgumentParser(prog="hora view", description=about)
+    about = "a file of `hora run --record` or `--timeline-filename`, or run.hora of a downloaded bundle"
+    parser.add_argument("file", help=about)
+    about = "where to listen (default: loopback, a free port)"
+    parser.add_argument("--listen", default="", metavar="HOST:PORT", help=about)
     parser.add_argument("--open", action="store_true", help="open the browser")
     return parser
 
@@ -43,9 +40,8 @@ def make_top_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hora top", description="Show a running job in the terminal.")
     parser.add_argument("url", nargs="?", help="the page's address (default: your newest job with a dashboard)")
     parser.add_argument("--once", action="store_true", help="print one screen and exit")
-    parser.add_argument(
-        "--url", dest="print_url", action="store_true", help="only print the page's address, with its token"
-    )
+    about = "only print the page's address, with its token"
+    parser.add_argument("--url", dest="print_url", action="store_true", help=about)
     return parser
 
 

@@ -21,9 +21,9 @@ from typing import Any
 from hora.workers import api, daemon, gateway
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int | None:
     options = make_parser().parse_args(list(argv))
-    status: int = options.act(options)
+    status: int | None = options.act(options)
     return status
 
 
@@ -34,35 +34,22 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print the worker dicts instead of a table")
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     launch = _action(actions, "launch", _launch, "start workers")
-    launch.add_argument("-n", type=int, default=1, help="number of workers (default: 1)")
-    launch.add_argument("--cpu", type=float, default=1.0, help="cores per worker (default: 1)")
-    launch.add_argument("--memory", type=float, default=2.0, help="GiB per worker (default: 2)")
-    launch.add_argument(
-        "--gpus", dest="nvidia_gpu", metavar="GPUS", type=int, default=0, help="GPUs per worker (default: 0)"
-    )
+    add = launch.add_argument
+    add("-n", type=int, default=1, help="number of workers (default: 1)")
+    add("--cpu", type=float, default=1.0, help="cores per worker (default: 1)")
+    add("--memory", type=float, default=2.0, help="GiB per worker (default: 2)")
+    add("--gpus", dest="nvidia_gpu", metavar="GPUS", type=int, default=0, help="GPUs per worker (default: 0)")
     what = launch.add_mutually_exclusive_group(required=True)
     what.add_argument("--code", default="", help="Python text; lines that begin with ! are shell commands")
     what.add_argument("--script", default="", help="a Python file")
-    launch.add_argument(
-        "--env",
-        type=_variable,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an environment variable of the workers; repeatable",
-    )
-    launch.add_argument("--all-or-nothing", action="store_true", help="start all workers or none")
-    launch.add_argument("--strict", action="store_true", help="reject requests for more cores than are free")
-    launch.add_argument(
-        "--wait",
-        dest="wait_seconds",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="with --all-or-nothing: time limit for enough room",
-    )
-    launch.add_argument("--name", default="", help="a name for the workers")
-    launch.add_argument("--log-dir", default="", help="also write each worker's output to a file in this folder")
+    about = "an environment variable of the workers; repeatable"
+    add("--env", type=_variable, action="append", default=[], metavar="NAME=VALUE", help=about)
+    add("--all-or-nothing", action="store_true", help="start all workers or none")
+    add("--strict", action="store_true", help="reject requests for more cores than are free")
+    about = "with --all-or-nothing: time limit for enough room"
+    add("--wait", dest="wait_seconds", type=float, default=0.0, metavar="SECONDS", help=about)
+    add("--name", default="", help="a name for the workers")
+    add("--log-dir", default="", help="also write each worker's output to a file in this folder")
     _action(actions, "list", _list, "all workers of this folder's session")
     wait = _action(actions, "await", _await, "wait until workers have ended, or run", ids=True)
     wait.add_argument("--running", action="store_true", help="wait until the workers run, not until they end")
@@ -111,9 +98,8 @@ def _launch(options: argparse.Namespace) -> int:
     return 0 if all("id" in worker for worker in workers) else 1
 
 
-def _list(options: argparse.Namespace) -> int:
+def _list(options: argparse.Namespace) -> None:
     _show(options, api.list_workers() if _has_session() else [])
-    return 0
 
 
 def _has_session() -> bool:
@@ -136,22 +122,19 @@ def _await(options: argparse.Namespace) -> int:
     return 1 if result["failures"] else 0
 
 
-def _logs(options: argparse.Namespace) -> int:
+def _logs(options: argparse.Namespace) -> None:
     for worker in _chosen(options):
         sys.stdout.write(api.worker_output(worker))
-    return 0
 
 
-def _stop(options: argparse.Namespace) -> int:
+def _stop(options: argparse.Namespace) -> None:
     _require_session()
     responses = api.stop_workers(*options.ids) or []
     unknown = [response.id for response in responses if not response.ok]
     if unknown:
         raise ValueError(f"no such workers: {', '.join(unknown)}; see `hora workers list`")
     print(f"stopped {len(responses)}")
-    return 0
 
 
-def _end(options: argparse.Namespace) -> int:
+def _end(options: argparse.Namespace) -> None:
     print("ended" if daemon.end(os.getcwd()) else "there was no session")
-    return 0

@@ -55,7 +55,7 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool | None:
         import tensorflow as tf
 
         return bool(tf.config.list_physical_devices("GPU"))
-    return _ask_torch("_check_has_gpu")
+    return _ask("_check_has_gpu")
 
 
 def is_gloo_used(use_gloo: bool | None = None, use_mpi: bool | None = None, use_jsrun: bool | None = None) -> bool:
@@ -63,20 +63,18 @@ def is_gloo_used(use_gloo: bool | None = None, use_mpi: bool | None = None, use_
     return True
 
 
-def _ask_any(question: str, verbose: bool = False) -> bool | None:
-    return _ask_torch(question) if extension_available("torch", verbose) else None
+def _ask(question: str, verbose: bool = False) -> bool | None:
+    if not extension_available("torch", verbose):
+        return None
+    from hora.torch import basics
+
+    return bool(getattr(basics, question)())
 
 
 # Functions of `verbose` that return whether torch has this back end, or None if no extension loads.
 mpi_built, gloo_built, nccl_built, ddl_built, ccl_built = (
-    functools.partial(_ask_any, f"{name}_built") for name in ("mpi", "gloo", "nccl", "ddl", "ccl")
+    functools.partial(_ask, f"{name}_built") for name in ("mpi", "gloo", "nccl", "ddl", "ccl")
 )
-
-
-def _ask_torch(question: str) -> bool:
-    from hora.torch import basics
-
-    return bool(getattr(basics, question)())
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:

@@ -49,16 +49,7 @@ from hora.launch.controller.policy import (
     modules_to_preload,
     provisional,
 )
-from hora.launch.job import (
-    REPORTING,
-    STOPPED,
-    Job,
-    JobResult,
-    Launcher,
-    LeadershipLostError,
-    Observation,
-    WorkerSpec,
-)
+from hora.launch.job import REPORTING, STOPPED, Job, JobResult, Launcher, LeadershipLostError, Observation, WorkerSpec
 from hora.launch.limits import KILLED_S
 from hora.launch.processes import ended_by_signals, module_command
 from hora.launch.slots import HostInfo, Slot
@@ -293,14 +284,8 @@ class _Controller(Observation):
         """Save the state for the next leader before any worker acts on it."""
         if self._leadership is not None:
             assert self._hosts is not None
-            self._leadership.save(
-                {
-                    **self._facts.saved(),
-                    "last_notice": self._last_notice,
-                    "ranks": list(self._places),
-                    "hosts": self._hosts.saved(now),
-                }
-            )
+            more = {"last_notice": self._last_notice, "ranks": list(self._places), "hosts": self._hosts.saved(now)}
+            self._leadership.save(self._facts.saved() | more)
 
     def _take_over(self, leadership: Leadership) -> None:
         """Continue from the state of the previous leader, whose workers never stopped."""
@@ -406,14 +391,8 @@ class _Controller(Observation):
         self._facts.notified = True
         # Horovod uses whole seconds. Make each one greater than the last: a worker ignores a notice that is not newer.
         self._last_notice = max(int(time.time()), self._last_notice + 1)
-        self.rendezvous.notify(
-            {
-                "notice": "hosts_updated",
-                "timestamp": self._last_notice,
-                "change": change,
-                "generation": self._facts.generation,
-            }
-        )
+        notice = {"timestamp": self._last_notice, "change": change, "generation": self._facts.generation}
+        self.rendezvous.notify({"notice": "hosts_updated", **notice})
 
     def _write_off(self, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -445,8 +424,7 @@ class _Controller(Observation):
         self._workers[number].written_off = True
         failure = next(failure for failure in self._facts.failures if failure.worker == number)
         self._hosts.bar(self._workers[number], failure.at)
-        reason = f" ({failure.reason})" if failure.reason else ""
-        self._log(f"process {self._name(number)} failed with exit code {failure.code}{reason}")
+        self._log(f"process {self._name(number)} {failure}")
 
     # ---- endings ------------------------------------------------------------------------------------------
 
@@ -488,11 +466,8 @@ class _Controller(Observation):
             raise JobFailedError(message)
         worker, slot = self._workers[failure.worker], self._places.get(failure.worker)
         others = "; ending the others" if len(self._workers) > 1 else ""
-        reason = f" ({failure.reason})" if failure.reason else ""
-        line = (
-            f"process {self._name(failure.worker)} on host {worker.host} failed with exit code {failure.code}{reason}"
-        )
-        self._end_all("" if worker.written_off else line + others)
+        line = f"process {self._name(failure.worker)} on host {worker.host} {failure}{others}"
+        self._end_all("" if worker.written_off else line)
         report, tail = self._reports.get(failure.worker), self._out.tail(failure.worker)
         # The console has the output already: the message repeats its last line alone.
         shown = tail.rstrip().splitlines()[-1 if self._job.output.console else -_TAIL_LINES :]

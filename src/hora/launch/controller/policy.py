@@ -138,6 +138,9 @@ class Failure:
     consequence: bool = False
     blames: int | None = None
 
+    def __str__(self) -> str:
+        return f"failed with exit code {self.code}" + (f" ({self.reason})" if self.reason else "")
+
 
 @dataclass(kw_only=True)
 class Facts:
