@@ -211,7 +211,7 @@ class Rank(Process):
         if self.negotiation is not None:
             self.negotiation.tick()
 
-    def _say_goodbye_if_idle(self) -> None:
+    def leave_if_idle(self) -> None:
         if self.rank not in self.control_tree.goodbyes and not self.num_in_flight:
             self.control_tree.leave(self.status.reason)
 
@@ -300,7 +300,7 @@ class Rank(Process):
         self.executed.append(name)
         self.num_in_flight -= 1
         if self.status.closing and not self.num_in_flight:
-            self._say_goodbye_if_idle()
+            self.leave_if_idle()
 
     def _shut_down(self) -> None:
         """Shut down like `Runtime.shutdown`."""

@@ -1,8 +1,7 @@
 """The control tree: connects the ranks of one world for everything except tensors.
 
-Ranks form a tree (`Tree`): the ranks of a host are below its first rank, the host leader; host leaders are below one
-another, at most `FANOUT` per parent. So a rank communicates only with its host and `FANOUT + 1` others, for any world
-size. Every rank keeps an authenticated connection, a link, to its parent: a local socket to its host leader, TCP
+Ranks form a tree of hosts (`Tree`), so that a rank communicates only with its host and `FANOUT + 1` others, for any
+world size. Every rank keeps an authenticated connection, a link, to its parent: a local socket to its host leader, TCP
 between host leaders. A process set has a tree of its members only, so that no other rank delays the set; its members
 have additional links along that tree where needed. Links carry
 
@@ -77,10 +76,7 @@ class Whereabouts(NamedTuple):
 
 
 class _News(NamedTuple):
-    """A message for every rank: `rank` shuts down (leaving), was lost, or broke the world (fault).
-
-    `around`: stopped ranks that it bypassed.
-    """
+    """News for all ranks, as described above."""
 
     kind: str
     rank: int
@@ -239,10 +235,7 @@ class ControlTree:
         self._spread(_News("fault", rank, text, []))
 
     def expect_nothing_of(self, rank: int) -> None:
-        """Stop expecting messages of a dead rank.
-
-        The launcher notices a death before connections end, and tells all ranks.
-        """
+        """Stop expecting messages of a dead rank: the launcher may notice a death before connections end."""
         self._note(self._dead, rank)
 
     def wait_for_goodbyes(self, limit_s: float) -> bool:

@@ -63,10 +63,7 @@ def _check_sizes(batch: Batch, requests: Requests) -> None:
 def execute_on_device(
     batch: Batch, requests: Requests, transport: Transport, member: int, ranks: Sequence[int], home: torch.device | None
 ) -> None:
-    """Execute the batch on a GPU, on a separate stream, after the work that the requests were submitted behind.
-
-    `home`: the GPU of a rank that has joined.
-    """
+    """Execute the batch on a separate stream of a GPU (`home` if this rank has joined), after the requests' work."""
     device = next((request.tensors[0].device for request in requests.values() if request.tensors), home)
     with torch.cuda.device(device), torch.cuda.stream(_side_stream(device, tuple(ranks))):
         stream = torch.cuda.current_stream()
@@ -95,10 +92,7 @@ def deliver(request: Request) -> None:
 
 
 def write_back(requests: Sequence[Request]) -> None:
-    """Copy the results of CPU requests to the caller's tensors.
-
-    A failure becomes that request's error.
-    """
+    """Copy the results of CPU requests to the caller's tensors; a failure becomes that request's error."""
     for request in requests:
         try:
             for target, result in request.copy_back:

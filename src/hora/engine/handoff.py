@@ -73,10 +73,7 @@ class Handoff:
         return Segment.attach(descriptor)
 
     def open_stream(self, rank: int, where: Where, key: str, *, limit_s: float) -> Stream:
-        """Open a one-way connection to this rank, listening at `where`; the control tree does not use it further.
-
-        The other rank gets it with `take_stream`, under the same key.
-        """
+        """Open a one-way connection to this rank, listening at `where`; it calls `take_stream`."""
         connection = self._connect(rank, where, limit_s)
         try:
             connection.send({"want": "stream", "key": key})

@@ -120,10 +120,7 @@ class BatchPlanner:
         self._mark_if_ready(entry)
 
     def feed_all(self, signature: Signature, instance: int) -> None:
-        """Feed a request that all members have announced alike, while none has joined.
-
-        It has the effect of `feed` for each member and is several times faster; most requests are like this.
-        """
+        """Do the same as `feed` for every member, several times faster, while none has joined, as for most requests."""
         assert not self.joined, (signature, self.joined)
         key = signature.key(instance)
         if signature.name is None:

@@ -29,7 +29,7 @@ from copy import copy
 
 from hora.engine.request import Completion
 from hora.engine.shm.counters import LINE_BYTES, SLICE_NS, Counter
-from hora.engine.shm.native import SHORT_BYTES, MessageCall, Pipe, library, new_spin_policy
+from hora.engine.shm.native import SHORT_BYTES, MessageCall, Pipe, library, native_part, new_spin_policy
 from hora.engine.shm.segment import Segment
 from hora.engine.status import WorldStatus
 from hora.engine.transport.stream import Incoming, Outgoing, poll
@@ -94,9 +94,7 @@ class _Ring:
     def __init__(
         self, segment: Segment, offset: int, num_bytes: int, bells: Sequence[_Bell], patience: int, *, receives: bool
     ) -> None:
-        native = library()
-        assert native is not None
-        self._native = native
+        self._native = native_part()
         self._counters = (written, read) = (
             Counter(segment.memory, offset),
             Counter(segment.memory, offset + 2 * LINE_BYTES),

@@ -230,10 +230,7 @@ class QueueWorld(NamedTuple):
 
 
 class OperationQueue(ProgressEngine):
-    """Progress of one process set on this rank.
-
-    Every member calls `make_transport(devices)` at the same point of the agreed order.
-    """
+    """A process set on this rank. Its members call `make_transport(devices)` at the same point of the agreed order."""
 
     _exclusive = False  # a thread has it to itself
     _farewell = ""  # why the set ends, once its end is announced

@@ -8,8 +8,6 @@ the native part lacks.
 CUDA tensors of members that share a GPU are staged in pinned memory if the device's transport would do the same
 (`PinnedStage`).
 
-A `CallPlan` holds the common part of all calls with one signature, so that a call allocates no object.
-
 An asynchronous call stands in the queue's lane (`OperationQueue.start_repeated`), and so does a blocking call that the
 other members do not make within a moment, or that Ctrl-C interrupted: the driver of the queue completes it.
 """
@@ -27,7 +25,7 @@ from hora.engine.negotiation.shared_memory import SharedMemoryNegotiation
 from hora.engine.queue import OperationQueue
 from hora.engine.request import DTYPES, ITEM_BYTES, KINDS, GoOn, Kind, Request, Signature
 from hora.engine.shm.counters import SLICE_NS
-from hora.engine.shm.native import CALL, CALL_AT, SHORT_BYTES, Repeated, Spec, Sum, library
+from hora.engine.shm.native import CALL, CALL_AT, SHORT_BYTES, Repeated, Spec, Sum, native_part
 from hora.engine.transport.arithmetic import arithmetic_of, staged
 from hora.engine.transport.cuda import CudaTransport
 from hora.engine.transport.cuda_staging import PinnedStage, copy_to_gpu
@@ -42,7 +40,7 @@ _TOKEN = ("uint8",), ((1,),)  # dtype and shape of the tensor that a barrier red
 
 
 class CallPlan:
-    """The common part of all requests with one signature."""
+    """The common part of all calls with one signature, so that a call allocates no object."""
 
     def __init__(self, path: RepeatedCalls, signature: Signature, transport: ShmTransport) -> None:
         is_barrier = signature.kind == Kind.BARRIER
@@ -107,10 +105,8 @@ class RepeatedCalls:
     """Repeated calls of one queue, whose members share a host and have the native part."""
 
     def __init__(self, queue: OperationQueue, negotiation: SharedMemoryNegotiation) -> None:
-        native = library()
-        assert native is not None
         self.ranks = queue.ranks
-        self.call, self.short_call = native.repeated, native.short_repeated
+        self.call, self.short_call = native_part().repeated, native_part().short_repeated
         self._queue = queue
         self._negotiation = negotiation
         self._job = Repeated()
@@ -118,9 +114,7 @@ class RepeatedCalls:
         self._job_at = ctypes.addressof(self._job)
 
     def plan(self, signature: Signature) -> CallPlan | None:
-        """Return a plan for a collective of one tensor, or a barrier; None if its transport does not exist yet, or
-        members' sizes differ.
-        """
+        """Return a plan; None if the transport does not exist yet, or the members' sizes differ."""
         transport = self._queue.transports.get("cpu")
         if not isinstance(transport, ShmTransport) or not self._passes_host_memory(signature):
             return None

@@ -39,7 +39,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -51,16 +51,6 @@ from hora.engine.shm.segment import Segment
 from hora.engine.status import StallLimits, report_stall
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
-
-
-class Link(Protocol):
-    """The connections of a schedule with other hosts (`HostLink`)."""
-
-    def leave(self, *, tell: bool) -> None:
-        """Negotiate items from now on. `tell`: inform the other hosts."""
-
-    def close(self) -> None:
-        """Close the connections."""
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +95,7 @@ class ReductionSchedule(ProgressEngine):
         self._came = [Counter(segment.memory, place) for place in places]  # number of items before a member joined
         self._left = [Counter(segment.memory, place + 8) for place in places]  # number of joins
         self._void = [Counter(segment.memory, place + 16) for place in places]  # the last void item
-        self.link: Link | None = None
+        self.link: Any = None  # with other hosts (`HostLink`), if there are any
         self._leaving = Item(None, "join")  # the end of this member's part
         self._reductions: list[tuple[PersistentReduction, str]] = []  # with their names in messages
         self._next = 0  # the index of the next reduction to start

@@ -51,7 +51,7 @@ from hora.engine.negotiation.base import RECORD, Announcer, Negotiation, Reader,
 from hora.engine.plan import Batch, BatchPlanner
 from hora.engine.request import Kind, Signature
 from hora.engine.shm.counters import LINE_BYTES, MEMBER_BYTES, Counter, Counters
-from hora.engine.shm.native import Repeated, library
+from hora.engine.shm.native import Repeated, native_part
 from hora.engine.shm.segment import Segment, aligned
 
 _RING_BYTES = 512 * 1024
@@ -89,9 +89,7 @@ class SharedMemoryNegotiation(Negotiation):
         self.void = 0  # a ticket that was published and not settled: never reused
         self._calls_at = (2 * num_members + 2) * line
         self.tickets = Counters(memory, self._calls_at, member, num_members, stride=_CALL_BYTES)
-        native = library()
-        assert native is not None
-        self._native, self._group_at = native, ctypes.addressof(self.tickets.group)
+        self._native, self._group_at = native_part(), ctypes.addressof(self.tickets.group)
         self._cuts_at = self._calls_at + num_members * _CALL_BYTES
         self._cut = struct.Struct(f"<{num_members}q")
         self._rings_at = self._cuts_at + aligned(_NUM_CUTS * self._cut.size, line)

@@ -10,7 +10,7 @@ Messages, over the control tree's links, which keep their order:
 
     up      from a child: parts (who, announcements). Who is ALL: every member at or below the child has announced this;
             SLOTS: the same for known requests, as a bit vector; or a single member otherwise
-    round   from the parent, created by the root: parts of the same form, of all members. `joined`: how many have joined
+    round   from the parent, created by the root: parts of the same form, of all members
 
 A named request that all have agreed on once is identified by a slot from then on, the same on all members because all
 see the same rounds. Known requests are bits: a member ANDs its children's vectors with its own and forwards the result.
@@ -257,7 +257,7 @@ class TreeNegotiation(Negotiation):
         self._own: deque[tuple[Signature, int]] = deque()  # announcements of this rank, for the control tree's thread
         self._passed: list[Announced] = []  # to be sent at the end of this turn of the control tree's thread
         self._passed_bits = 0
-        self._joined: set[int] = set()  # at the root
+        self._joined: set[int] = set()  # until all have
         self._asking = False
         self._asked_at = 0.0
         self._answers: dict[int, Whereabouts] = {}
@@ -320,7 +320,7 @@ class TreeNegotiation(Negotiation):
         parts = cut_parts(payload, int(header["parts"]))
         if header["t"] == "round":
             if rank == self._parent:
-                self._take_round(int(header["joined"]), parts, payload)
+                self._take_round(parts, payload)
         elif rank in self._readers:
             now = time.monotonic()
             for who, data in parts:
@@ -370,25 +370,17 @@ class TreeNegotiation(Negotiation):
                 parts.append((who, data))
         if self._parent is not None:
             self._send_up(parts)
-            return
-        self._joined |= {who for who, signature, _ in passed if signature.kind == Kind.JOIN}
-        num_joined = len(self._joined)
-        if num_joined == len(self._members):
-            self._joined.clear()
-        self._take_round(num_joined, parts, join_parts(parts))
+        else:
+            self._take_round(parts, join_parts(parts))
 
     def _send_up(self, parts: Sequence[tuple[int, bytes]]) -> None:
         assert self._parent is not None
         self._control_tree.send(self._parent, {"t": "up", "set": self.serial, "parts": len(parts)}, join_parts(parts))
 
-    def _take_round(self, num_joined: int, parts: list[tuple[int, bytes]], payload: bytes) -> None:
-        header = {"t": "round", "set": self.serial, "joined": num_joined, "parts": len(parts)}
+    def _take_round(self, parts: list[tuple[int, bytes]], payload: bytes) -> None:
+        header = {"t": "round", "set": self.serial, "parts": len(parts)}
         for child in self._children:
             self._control_tree.send(child, header, payload)
-        if num_joined == len(self._members):
-            self._collector.joining = False
-        elif num_joined and not self._collector.joining:
-            self._pass(0, self._collector.hold_nothing())
         delivered: list[Announced] = []
         for who, data in parts:
             if who == SLOTS:
@@ -398,6 +390,13 @@ class TreeNegotiation(Negotiation):
                 delivered.append((who, signature, instance))
                 if who == ALL:
                     self._slots.learn(signature)
+                elif signature.kind == Kind.JOIN:
+                    self._joined.add(who)
+        if len(self._joined) == len(self._members):
+            self._joined.clear()
+            self._collector.joining = False
+        elif self._joined and not self._collector.joining:
+            self._pass(0, self._collector.hold_nothing())
         with self._changed:
             self._delivered.append(delivered)
             self._changed.notify_all()

@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-from hora.engine.shm.native import GroupStruct, library, new_spin_policy
+from hora.engine.shm.native import GroupStruct, native_part, new_spin_policy
 
 LINE_BYTES = 64
 MEMBER_BYTES = 2 * LINE_BYTES  # processors fetch lines in pairs: this keeps members apart
@@ -62,9 +62,7 @@ class Counter:
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
         assert offset % 8 == 0, offset
-        native = library()
-        assert native is not None, "ranks share memory only with the native part"
-        self._native = native
+        self._native = native_part()
         self._word = ctypes.c_int64.from_buffer(memory, offset)  # keeps the mapping alive as long as this counter
         self.address = ctypes.addressof(self._word)
         self._policy = new_spin_policy()
@@ -135,9 +133,7 @@ class Counters:
         self._own_sleep = Counter(memory, offset + member * stride + _SLEEPS_AT)
         self.address = self.counters[0].address
         self.group = GroupStruct(self.address, stride, member, num_members, new_spin_policy(num_members))
-        native = library()
-        assert native is not None
-        self._native = native
+        self._native = native_part()
         self._group_at = ctypes.addressof(self.group)
         self._late = ctypes.c_int32()
         self._late_at = ctypes.addressof(self._late)

@@ -257,6 +257,13 @@ def library() -> Library | None:
     return found if isinstance(found, Library) else None
 
 
+def native_part() -> Library:
+    """Return the same where the ranks have agreed that all of them have it."""
+    found = library()
+    assert found is not None, absence()
+    return found
+
+
 def absence() -> str | None:
     """Return why there is no library; None if there is one."""
     found = _loaded()

@@ -16,7 +16,7 @@ import torch
 from hora.engine.request import Kind, Reduce
 from hora.engine.schedule import PersistentReduction, ReductionSchedule
 from hora.engine.shm.counters import LINE_BYTES
-from hora.engine.shm.native import Sum, library
+from hora.engine.shm.native import Sum, native_part
 from hora.engine.shm.segment import aligned
 from hora.engine.transport.arithmetic import HALVES, arithmetic_of
 from hora.errors import HorovodInternalError
@@ -54,10 +54,9 @@ class SharedMemoryReduction(PersistentReduction):
         self.places = places
         self._scatters = kind is Kind.REDUCESCATTER
         self._ends_together = ends_together or out is None
-        arithmetic, native = arithmetic_of(reduce, places[0][0].dtype, len(places[0])), library()
-        assert native is not None, "ranks share memory only with the native part"
+        arithmetic = arithmetic_of(reduce, places[0][0].dtype, len(places[0]))
         assert arithmetic.sum is not None, f"{reduce} is not a sum of floating-point numbers"
-        self._native, self._sum = native, arithmetic.sum
+        self._native, self._sum = native_part(), arithmetic.sum
         if arithmetic.prescales:
             assert arithmetic.dtype in HALVES, "the caller scales other numbers on their way"
             self._sum = Sum(reduce.prescale, self._sum.factor, self._sum.dtype, self._sum.finish)

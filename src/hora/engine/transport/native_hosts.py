@@ -17,7 +17,7 @@ import torch
 
 from hora.engine.request import Kind
 from hora.engine.shm.counters import LINE_BYTES, SLICE_NS, wait_until
-from hora.engine.shm.native import NOTHING, SpinPolicy, Sum, addresses, fields, library, new_spin_policy
+from hora.engine.shm.native import NOTHING, SpinPolicy, Sum, addresses, fields, native_part, new_spin_policy
 from hora.engine.shm.segment import Segment, aligned
 from hora.engine.transport.base import AliveCheck, Tensors
 from hora.engine.transport.packing import total
@@ -154,9 +154,7 @@ class NativeHosts:
         self._share, self._group, self._check_alive = share, group, check_alive
         num_local, num_leaders, num_hosts = len(hosts[host]), min(map(len, hosts)), len(hosts)
         self._num_leaders, self._num_hosts = num_leaders, num_hosts
-        compiled = library()
-        assert compiled is not None, "without a native part there are no native hosts"
-        self._run_some = compiled.between_hosts
+        self._run_some = native_part().between_hosts
         slice_room = aligned(_longest(num_hosts) + num_hosts * _SPARE_BYTES, 2 * LINE_BYTES)
         self._hosts = _Hosts(
             counter_bytes=_COUNTER_BYTES,

@@ -83,9 +83,7 @@ class ShmGroup(PeerGroup):
 
     def __init__(self, segment_provider: Callable[[int], Segment], membership: Membership) -> None:
         super().__init__(membership)
-        library = native.library()
-        assert library is not None, "ranks share memory only with the native part"
-        self._library, self._segment_provider = library, segment_provider
+        self._library, self._segment_provider = native.native_part(), segment_provider
         self._memory = contextlib.ExitStack()
         self.num_rings = 0  # so far: state for one is invalid for the next
         self._make_ring(SMALL_SLOT_BYTES)
