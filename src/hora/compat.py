@@ -26,10 +26,7 @@ _FUNCTIONS = ("launch_workers", "await_workers", "list_workers", "stop_workers")
 
 
 def install() -> list[str]:
-    """Make `cdsw`, `cml.workers_v1` and `cml.utils_v1` importable; returns the names that were missing.
-
-    Also sets the CDSW_ variables of a session unless they are set.
-    """
+    """Make `cdsw`, `cml.workers_v1` and `cml.utils_v1` importable and set a session's variables; return new names."""
     installed = []
     for name in ("cdsw", "cml", "cml.workers_v1", "cml.utils_v1"):
         if name in sys.modules or _exists(name):

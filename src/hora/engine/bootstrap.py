@@ -64,11 +64,7 @@ class _Introduction(NamedTuple):
 
 
 class Bootstrap:
-    """The ranks of a world of several.
-
-    `epoch` distinguishes initializations of this world; `check_alive` raises if waiting for a rank has become
-    pointless.
-    """
+    """The ranks of a world of several. `epoch`: this initialization; `check_alive` raises if waiting is pointless."""
 
     keys: RankKeys  # this rank's in this world, set by `meet`
 

@@ -151,10 +151,7 @@ def _refuse_vulnerable_torch() -> None:
 
 
 def _start_reporting(place: World, config: EngineConfig) -> None:
-    """Answer the launcher's questions and, if it requests it (`HORA_TELEMETRY_S`), send this rank's telemetry.
-
-    One reporter per connection: it outlives the generations of an elastic world.
-    """
+    """Answer the launcher's questions and, with `HORA_TELEMETRY_S`, send telemetry: one reporter per connection."""
     if place.rendezvous.kind != "hora":
         return
     if config.telemetry_s:
@@ -228,10 +225,7 @@ def current_runtime() -> Runtime:
 
 
 def current_world() -> World | None:
-    """Return this process's place in the running world.
-
-    A forked child (such as a DataLoader's worker) gets its parent's, and a newcomer the one that it is likely to have.
-    """
+    """Return this process's place: a forked child (a DataLoader's worker) has its parent's, a newcomer a likely one."""
     runtime = _runtime or _inherited
     return None if runtime is None else _as_told(runtime.world)
 

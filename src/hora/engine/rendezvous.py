@@ -66,10 +66,7 @@ class RendezvousClient:
         return RankKeys(world.rank, get, at_once=[0] if world.rank else [])
 
     def gather(self, key: str, group: str, value: bytes, *, rank: int, size: int, limit_s: float) -> RankGroup:
-        """Return the values of this group's ranks, once all ranks have arrived; groups form a tree.
-
-        See `hora.engine.control_tree`. Raises HorovodInternalError with the missing ranks.
-        """
+        """Return the values of this group's ranks, once all have come. HorovodInternalError names missing ranks."""
         try:
             return self.client.gather(key, value, rank=rank, size=size, timeout_s=limit_s, group=group, fanout=FANOUT)
         except TimeoutError as error:

@@ -188,10 +188,7 @@ class ControlClient:
         return self._ask(requests.Check(list(keys)))[1] == b"1"
 
     def rank_keys(self, world: World, epoch: str, towards: Sequence[int], *, timeout_s: float) -> bytes:
-        """Return this rank's keys in its world (`hora.net.keys`), including those towards these ranks.
-
-        Raises HorovodInternalError if this process has no such rank in the launcher's current generation.
-        """
+        """Return this rank's keys (`hora.net.keys`). HorovodInternalError: this process has no such rank at present."""
         ranks = struct.pack(f">{len(towards)}I", *towards)
         request = requests.Keys(world.rank, world.generation, epoch, ranks)
         return self._ask(request, waiting_for="the keys of this world", limit_s=timeout_s)[1]

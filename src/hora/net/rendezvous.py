@@ -274,10 +274,7 @@ class RendezvousEvents:
 
 
 class Rendezvous(KeyValueStore):
-    """The server. The controller sets values for the workers, publishes worlds and reports exits of processes.
-
-    `term`: of the leader, in a job whose leader can change; workers ignore earlier leaders.
-    """
+    """The controller sets values, publishes worlds, reports exits. Workers ignore leaders of an earlier `term`."""
 
     def __init__(self, bind_address: str, *, secret: bytes, job: str, events: RendezvousEvents, term: int = 0) -> None:
         self._events = events

@@ -83,10 +83,7 @@ class Returned(NamedTuple):
 
 
 class Raised(NamedTuple):
-    """The worker's function raised. `consequence`: the error only reports that another rank was lost.
-
-    `data` is the cloudpickled exception (empty where it could not be pickled).
-    """
+    """The function raised `data`, cloudpickled (or empty). `consequence`: it only reports that a rank was lost."""
 
     type: str
     message: str

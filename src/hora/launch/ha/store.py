@@ -42,14 +42,11 @@ class LeaderTerm:
 
 @dataclass(frozen=True)
 class Contents:
-    """State of a job in the store. `term`: its leader's, 0 where nobody leads; `values`: by key.
+    """State of a job in the store."""
 
-    `leader_version`: changes with every write of the leader's entry.
-    """
-
-    term: int
+    term: int  # the leader's, 0 where nobody leads
     values: Mapping[str, Mapping[str, Any]]
-    leader_version: str = ""
+    leader_version: str = ""  # changes with every write of the leader's entry
 
 
 class JobStore(Protocol):
