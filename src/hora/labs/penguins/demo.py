@@ -140,22 +140,21 @@ def _train(
     import torch
 
     import hora.torch as hvd
+    from hora.labs.penguins.training import train
     from sparkdl import HorovodRunner
 
-    module = "hora.labs.penguins.keras_training" if framework == "keras" else "hora.labs.penguins.training"
-    train = importlib.import_module(module).train
     model_path = str((folder / "model").resolve())
     _step("2. Train alone")
-    alone = train(data, epochs=epochs)
+    alone = train(data, epochs=epochs, framework=framework)
     _step("3. The same function under HorovodRunner(np=-1)")
-    single = HorovodRunner(np=-1).run(train, data=data, epochs=epochs)
+    single = HorovodRunner(np=-1).run(train, data=data, epochs=epochs, framework=framework)
     hvd.shutdown()
     same = all(torch.equal(tensor, single.weights[name]) for name, tensor in alone.weights.items())
     print(f"weights after {epochs} epochs: {'identical to those of step 2' if same else 'OTHER THAN IN STEP 2'}")
     num = np if spark is not None else -np
     _step(f"4. Distributed: HorovodRunner(np={num}), {'Spark tasks' if spark is not None else 'processes'}")
     runner = HorovodRunner(np=num, driver_log_verbosity="all", dashboard=dashboard or None)
-    together = runner.run(train, data=data, epochs=epochs, model_path=model_path)
+    together = runner.run(train, data=data, epochs=epochs, framework=framework, model_path=model_path)
     return {"one process": alone, "HorovodRunner, 1 rank": single, f"HorovodRunner, {np} ranks": together}
 
 
