@@ -39,10 +39,6 @@ def _choice(name: str, choices: tuple[str, ...], meaning: str) -> Any:
     return _var(name, choices[0], meaning, what, lambda text: choices[choices.index(text)])
 
 
-def _cores(text: str) -> tuple[int, ...]:
-    return tuple(int(_not_negative(int(core))) for core in text.split(","))
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Settings of one runtime. If ranks must agree on a value, all use rank 0's."""
@@ -77,7 +73,7 @@ class EngineConfig:
         (),
         "cores to pin the engine's threads to",
         "a comma list of core numbers, one per local rank",
-        _cores,
+        lambda text: tuple(int(_not_negative(int(core))) for core in text.split(",")),
     )
     transport: str = _choice("HORA_TRANSPORT", ("auto", "tcp"), "tcp: use sockets also between ranks of one host")
     encrypt: str = _choice(
@@ -106,8 +102,7 @@ class EngineConfig:
         values: dict[str, Any] = {}
         for item in fields(cls):
             variable = item.metadata["variable"]
-            text = env.get(variable)
-            if text is None or text == "":
+            if not (text := env.get(variable)):
                 continue
             try:
                 values[item.name] = item.metadata["parse"](text)

@@ -287,12 +287,11 @@ def guard(agent: int) -> int:
         pid, status = os.waitpid(-1, 0)
         if pid == agent:
             code = exit_code(status)
-    while True:
-        send_to_all(Processes().descendants(os.getpid()), signal.SIGKILL)
-        try:
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            send_to_all(Processes().descendants(os.getpid()), signal.SIGKILL)
             os.waitpid(-1, 0)
-        except ChildProcessError:
-            return code
+    return code
 
 
 class Signals:

@@ -78,30 +78,26 @@ def main() -> int:
     name = f"worker {world.worker}"
     client = ControlClient.connect(world.rendezvous, name=name, worker=world.worker, timeout_s=CONNECT_S)
     with contextlib.closing(client):
-        return _run(client, world)
-
-
-def _run(client: ControlClient, world: World) -> int:
-    # The caller's module path, so that its modules are importable here too.
-    callers_path = json.loads(client.get(PATH_KEY, timeout_s=_FETCH_LIMIT_S))
-    sys.path.extend(entry for entry in callers_path if entry not in sys.path and os.path.exists(entry))
-    try:
-        function, args, kwargs = cloudpickle.loads(client.get(FUNCTION_KEY, timeout_s=_FETCH_LIMIT_S))
-        result = function(*args, **kwargs)
-        pickled = pickle_result(result, rank=world.rank)
-    except SystemExit as error:
-        if error.code is None or isinstance(error.code, int):
-            return error.code or 0
-        print(error.code, file=sys.stderr)
-        return 1
-    except BaseException as error:  # not swallowed but reported, with its own traceback
-        _report(client, error)
-        return 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    client.send_result(pickled)
-    return 0
+        # The caller's module path, so that its modules are importable here too.
+        callers_path = json.loads(client.get(PATH_KEY, timeout_s=_FETCH_LIMIT_S))
+        sys.path.extend(entry for entry in callers_path if entry not in sys.path and os.path.exists(entry))
+        try:
+            function, args, kwargs = cloudpickle.loads(client.get(FUNCTION_KEY, timeout_s=_FETCH_LIMIT_S))
+            result = function(*args, **kwargs)
+            pickled = pickle_result(result, rank=world.rank)
+        except SystemExit as error:
+            if error.code is None or isinstance(error.code, int):
+                return error.code or 0
+            print(error.code, file=sys.stderr)
+            return 1
+        except BaseException as error:  # not swallowed but reported, with its own traceback
+            _report(client, error)
+            return 1
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        client.send_result(pickled)
+        return 0
 
 
 def _report(client: ControlClient, error: BaseException) -> None:

@@ -64,11 +64,11 @@ def _host_and_port(meet: str | None, found: NodeSpec, environ: Mapping[str, str]
         raise ValueError(
             f"nothing says where the nodes meet ({found.platform}); give --meet HOST:PORT, with the first node's name"
         )
-    host, colon, port = text.rpartition(":") if text.count(":") == 1 else (text, "", "")
+    host, _, port = text.partition(":") if text.count(":") == 1 else (text, "", "")
     port = port or environ.get("MASTER_PORT", "") or str(DEFAULT_PORT)
     if not port.isdecimal() or not host:
         raise ValueError(f"--meet takes HOST:PORT, but it is {text!r}")
-    return (host if colon else text), int(port)
+    return host, int(port)
 
 
 # ---- platforms ---------------------------------------------------------------------------------------------------

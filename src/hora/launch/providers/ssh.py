@@ -225,13 +225,10 @@ def open_hosts(hostnames: Iterable[str], ssh: Ssh, listen: str, **rest: Any) -> 
         opened.dismiss(0)
 
 
-def _listed(nodes: Iterable[AgentHandle]) -> str:
+def _listed(nodes: Sequence[AgentHandle]) -> str:
     """List the messages of nodes that have not joined."""
-    lines = []
-    for node in nodes:
-        words = node.complaints.text.strip()
-        lines.append(f"  {node.name}: {words or f'exit status {node.status}, no output'}")
-    return "\n".join(lines)
+    words = [node.complaints.text.strip() or f"exit status {node.status}, no output" for node in nodes]
+    return "\n".join(f"  {node.name}: {said}" for node, said in zip(nodes, words, strict=True))
 
 
 def reachable_address(hostnames: Iterable[str], ssh: Ssh) -> str:
