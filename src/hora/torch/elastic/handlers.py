@@ -205,10 +205,7 @@ def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> Non
 
 def handler_for(value: Any) -> StateHandler | None:
     """Return a new handler for this value; None for a plain value."""
-    for kind, handler in _registry:
-        if isinstance(value, kind):
-            return handler(value)
-    return None
+    return next((handler(value) for kind, handler in _registry if isinstance(value, kind)), None)
 
 
 def snapshot(value: Any, into: Any) -> Any:

@@ -157,8 +157,5 @@ class Autotuner:
 
 def _challengers(num_bytes: int) -> list[Setting]:
     """Return the settings that differ from the default; all sizes beyond the model's mean a single bucket."""
-    settings: dict[Setting, None] = {}
-    for size, overlap in (DEFAULT, *_CHALLENGERS):
-        size = min(size, num_bytes)
-        settings[Setting(size, overlap or size == num_bytes)] = None
-    return list(settings)[1:]
+    sizes = [(min(size, num_bytes), overlap) for size, overlap in (DEFAULT, *_CHALLENGERS)]
+    return list(dict.fromkeys(Setting(size, overlap or size == num_bytes) for size, overlap in sizes))[1:]

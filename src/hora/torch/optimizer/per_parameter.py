@@ -26,7 +26,6 @@ class _Unit:
 
     name: str
     parameters: Sequence[Parameter]
-    grouped: bool
     num_ready: int = 0
 
 
@@ -53,14 +52,11 @@ class PerParameterReducer(Reducer):
         self._layouts_agreed = sparse is not None or options.sparse_as_dense
         self.sparse: set[Parameter] = set(sparse or ())  # a missing gradient of these is sparse and empty
         managed = set(parameters)
-        for group in groups:
-            members = [parameter for parameter in group if parameter in managed]
-            if members:
-                unit = _Unit(f"{names[members[0]]}+{len(members) - 1}", members, grouped=True)
-                self._units.update((parameter, unit) for parameter in members)
-        for parameter in parameters:
-            if parameter not in self._units:
-                self._units[parameter] = _Unit(names[parameter], [parameter], grouped=False)
+        grouped = [[parameter for parameter in group if parameter in managed] for group in groups]
+        alone = managed.difference(*grouped)
+        for members in [*filter(None, grouped), *([parameter] for parameter in parameters if parameter in alone)]:
+            name = names[members[0]] + (f"+{len(members) - 1}" if len(members) > 1 else "")
+            self._units.update(dict.fromkeys(members, _Unit(name, members)))
 
     def ready(self, parameter: Parameter) -> None:
         unit = self._units[parameter]
@@ -123,7 +119,7 @@ class PerParameterReducer(Reducer):
                 tensors,
                 outputs=tensors,
                 name=unit.name,
-                grouped=unit.grouped,
+                grouped=len(unit.parameters) > 1,
                 reduce=options.reduce._replace(code=code),
                 process_set_id=options.process_set_id,
             )
