@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from hora.engine.plan import Batch, Part
-from hora.engine.request import DTYPES, Key, Kind, Reduce, ReduceOp, Request, Signature, full_names
+from hora.engine.request import DTYPES, Key, Kind, Reduce, ReduceOp, Request, full_names
 from hora.engine.transport.arithmetic import arithmetic_of, identity
 from hora.engine.transport.base import Transport
 from hora.engine.transport.hierarchical import HierarchicalTransport
@@ -121,19 +121,21 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _allreduce(batch: Batch, requests: Requests, transport: Transport) -> None:
-    signature = batch.signature
+    reduce = batch.signature.reduce
+    keeps_residuals = reduce.code.endswith("+")
     inputs: list[torch.Tensor] = []
     outputs: list[torch.Tensor] = []
     residuals: list[torch.Tensor] = []
-    reduce = signature.reduce
     for part in batch.parts:
         request = requests.get(part.key)
-        if reduce.code.endswith("+"):
-            residuals.append(_residual(part, request))
         if request is None:
-            inputs.append(_placeholder(part, signature))
+            inputs.append(_placeholder(part, reduce.op))
             outputs.append(inputs[-1])
+            if keeps_residuals:  # a joined rank carries others' numbers, but keeps no residual
+                residuals.append(torch.zeros_like(inputs[-1]))
             continue
+        if keeps_residuals:
+            residuals.append(request.residuals[part.index])
         source, out = request.tensors[part.index], (request.outputs or request.tensors)[part.index]
         inputs.append(flat(source))
         outputs.append(inputs[-1] if out is source else flat(out))
@@ -152,28 +154,18 @@ def _allreduce(batch: Batch, requests: Requests, transport: Transport) -> None:
         transport.allreduce(inputs, outputs, reduce)
 
 
-def _residual(part: Part, request: Request | None) -> torch.Tensor:
-    """Return the residual kept for a tensor. A joined rank carries others' numbers, but keeps no residual."""
-    if request is not None:
-        return request.residuals[part.index]
-    announced = next(filter(None, part.signatures))
-    return torch.zeros(prod(announced.shapes[part.index]), dtype=torch.float32, device="cpu")
-
-
 def _prescaled(tensor: torch.Tensor, reduce: Reduce) -> torch.Tensor:
     scaled = torch.empty_like(tensor)
     arithmetic_of(Reduce(prescale=reduce.prescale), tensor.dtype, 1, elsewhere=True).prepare(tensor, scaled)
     return scaled
 
 
-def _placeholder(part: Part, signature: Signature) -> torch.Tensor:
+def _placeholder(part: Part, op: int) -> torch.Tensor:
     """Return a joined rank's contribution: the value that leaves the others' result unchanged."""
     announced = next(filter(None, part.signatures))
     dtype = DTYPES[announced.dtypes[part.index]]
-    count = prod(announced.shapes[part.index])
-    op = signature.reduce.op
     value = 0 if op == ReduceOp.ADASUM else identity(op, dtype)
-    return torch.full((count,), value, dtype=dtype, device=announced.device_type)
+    return torch.full((prod(announced.shapes[part.index]),), value, dtype=dtype, device=announced.device_type)
 
 
 def _gather_or_scatter(batch: Batch, requests: Requests, transport: Transport, member: int, num_members: int) -> None:

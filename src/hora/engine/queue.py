@@ -275,8 +275,15 @@ class OperationQueue(ProgressEngine):
         with self.lock:
             if self._retired or not self.status.is_open:
                 self.check_open()
+            instance = self.next_instance(request.signature)
+            if (key := request.signature.key(instance)) in self.in_flight:
+                raise ValueError(same_name(key))
             try:
-                self._put(request)
+                self._hold(request, instance)
+                if self._exclusive:
+                    self._kept_back.append(request)
+                else:
+                    self.negotiation.announce(request.signature, instance)
                 if self.stopping:  # a signal handler has shut down meanwhile
                     raise self._error()
             except BaseException:  # no member will ever learn of it
@@ -295,16 +302,6 @@ class OperationQueue(ProgressEngine):
         instance = self.numbers.get(signature.operation, 0)
         self.numbers[signature.operation] = (instance + 1) % NUM_INSTANCES
         return instance
-
-    def _put(self, request: Request) -> None:
-        instance = self.next_instance(request.signature)
-        if (key := request.signature.key(instance)) in self.in_flight:
-            raise ValueError(same_name(key))
-        self._hold(request, instance)
-        if self._exclusive:
-            self._kept_back.append(request)
-        else:
-            self.negotiation.announce(request.signature, instance)
 
     def _hold(self, request: Request, instance: int) -> None:
         request.queue, request.instance, request.key = self, instance, request.signature.key(instance)

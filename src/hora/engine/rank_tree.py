@@ -17,14 +17,11 @@ class Tree:
         self._parents: dict[int, int] = {}
         self._children: dict[int, list[int]] = {rank: [] for host in hosts for rank in host}
         for index, (leader, *others) in enumerate(hosts):
-            for rank in others:
-                self._attach(rank, leader)
+            self._parents |= dict.fromkeys(others, leader)
             if index:
-                self._attach(leader, hosts[(index - 1) // FANOUT][0])
-
-    def _attach(self, rank: int, parent: int) -> None:
-        self._parents[rank] = parent
-        self._children[parent].append(rank)
+                self._parents[leader] = hosts[(index - 1) // FANOUT][0]
+        for rank, parent in self._parents.items():
+            self._children[parent].append(rank)
 
     def parent(self, rank: int) -> int | None:
         """Return the parent of this rank; None for the root."""

@@ -49,7 +49,7 @@ class CallPlan:
         self.signature = signature
         self._transport, self.slots = transport, transport.slots
         self.unnamed = signature.name is None
-        self.digest = signature.digest()
+        self._digest = (ctypes.c_uint8 * 16)(*signature.digest())
         self.kind = Kind.ALLREDUCE if is_barrier else KINDS[signature.kind]
         count, size, dtype = prod(shape), len(path.ranks), DTYPES[name]
         self.num_bytes = ITEM_BYTES[name] * count
@@ -91,8 +91,7 @@ class CallPlan:
             )
             if self._parts:
                 job.sent, job.received = map(ctypes.addressof, self._parts)
-            digest = (ctypes.c_uint8 * 16)(*self.digest)
-            spec = Spec(job=job, digest=digest, staged=direct and num_steps == 1)
+            spec = Spec(job=job, digest=self._digest, staged=direct and num_steps == 1)
             self._specs.append(spec)  # the native part may still use the old ring
             address, is_staged = ctypes.addressof(spec), bool(spec.staged)
         self.address = address  # 0: take the ordinary path
