@@ -165,11 +165,11 @@ def resolve(hostname: str, family: socket.AddressFamily = socket.AF_INET) -> lis
 
 def is_local(hostname: str) -> bool:
     """Return whether the name resolves to an IPv4 address of this machine."""
-    return any(_is_own(address) for address in resolve(hostname))
+    return any(is_own(address) for address in resolve(hostname))
 
 
-def _is_own(address: str) -> bool:
-    # Only an own address can be bound. This includes 127.0.0.2 and secondary addresses of an interface.
+def is_own(address: str) -> bool:
+    """Return whether it is an address of this machine, also 127.0.0.2 or a secondary one: only those can be bound."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((address, 0))
@@ -185,7 +185,7 @@ def listening_address(hostname: str, *, one_host: bool) -> str:
     mean loopback here and another address elsewhere. `one_host`: all peers are on this machine.
     """
     addresses = resolve(hostname)
-    own = [address for address in addresses or resolve(hostname, socket.AF_INET6) if _is_own(address)]
+    own = [address for address in addresses or resolve(hostname, socket.AF_INET6) if is_own(address)]
     if own and (one_host or not (own[0].startswith("127.") or own[0] == "::1")):
         return own[0]
     return "0.0.0.0" if addresses else "::"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -11,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 import ray
 
+from hora.legacy.runner import get_local_intfs
 from hora.net.sockets import interface_address, is_local
 
 
@@ -79,17 +78,11 @@ def detect_nics(settings: Any, all_host_names: Collection[str], node_workers: Se
     wanted = settings.nics
     if not all(is_local(name) for name in all_host_names):
         return sorted(wanted or ())
-    loopback = [name for _, name in socket.if_nameindex() if _has_loopback_address(name)]
+    loopback = [name for name in sorted(get_local_intfs()) if interface_address([name]) == "127.0.0.1"]
     usable = [name for name in loopback if not wanted or name in wanted]
     if not usable:
         raise ValueError(f"all ranks are on this machine, whose loopback is {loopback}, but nics allows only {wanted}")
     return usable
-
-
-def _has_loopback_address(nic: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return interface_address([nic]) == "127.0.0.1"
-    return False
 
 
 def nics_to_env_var(nics: Iterable[str]) -> dict[str, str]:

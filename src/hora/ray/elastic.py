@@ -1,7 +1,7 @@
 """Elastic executors: workers join and leave, and the training continues with the remaining ones.
 
-The controller of all elastic jobs runs the job (`launch.control`); Ray reserves the slots and starts the processes
-(`launch.ray`). A worker's death costs only that worker: the others keep their processes.
+The controller of all elastic jobs runs the job; Ray reserves the slots and starts the processes. A worker's death costs
+only that worker: the others keep their processes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""`horovod.spark.run` and `run_elastic`: call a function on the tasks of a Spark cluster, as `HorovodRunner` does.
-
-They have Horovod's signatures and return every rank's result. They check arguments and read results; `launch.spark`
-starts the job. `horovod.spark` re-exports them.
-"""
+"""`horovod.spark.run` and `run_elastic`: like `HorovodRunner`, with Horovod's signatures and every rank's result."""
 
 from __future__ import annotations
 

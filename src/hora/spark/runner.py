@@ -1,7 +1,6 @@
 """`HorovodRunner`: run a training function on the processes of a Spark cluster, or of this machine.
 
-It checks the arguments and calls the launch path; this module starts no process and opens no socket. Users import it as
-`sparkdl.HorovodRunner`. `hora.launch.run.run` does the same for other launchers.
+Users import it as `sparkdl.HorovodRunner`. `hora.launch.run.run` does the same for other launchers.
 """
 
 from __future__ import annotations

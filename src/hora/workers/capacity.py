@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import shutil
 import socket
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -122,19 +121,12 @@ def _gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return tuple(item.strip() for item in visible.split(",") if item.strip() and item.strip() != "-1")
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ()
-    lines = [line for line in output_of([program, "-L"], limit_s=20.0).splitlines() if line.startswith("GPU ")]
+    lines = [line for line in output_of(["nvidia-smi", "-L"], limit_s=20.0).splitlines() if line.startswith("GPU ")]
     return tuple(str(number) for number in range(len(lines)))
 
 
 class GpuClaims:
-    """The GPUs that this session has claimed for its workers.
-
-    A claim is a local socket, so that sessions of all users of this machine see each other's claims and can name the
-    holder.
-    """
+    """The GPUs that this session has claimed for its workers, each by a local socket: so all users' sessions see it."""
 
     def __init__(self) -> None:
         self._held: dict[str, socket.socket] = {}

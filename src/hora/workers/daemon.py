@@ -1,8 +1,7 @@
 """Daemon session, one per user and folder: its workers outlive the command that launched them.
 
 `hora workers launch` starts it, and `hora workers end` ends it together with its workers. Other processes find it by
-its folder (`gateway`); it writes no file. After an hour without workers it ends by itself.
-`python -m hora.workers.daemon` is its process.
+its folder (`gateway`). After an hour without workers it ends by itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Worker session: owns its workers from launch to end.
-
-It numbers workers, starts them on a backend (this machine, or Spark if a Spark session is active), prefixes their
-output with their ids and records how each of them ends.
-"""
+"""Worker session: owns its workers, on this machine or on Spark, from launch to end."""
 
 from __future__ import annotations
 

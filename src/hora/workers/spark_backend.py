@@ -14,6 +14,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,10 +218,7 @@ class _QueryWorker(_Worker):
 
     def _run(self) -> Exited:
         number = self._record.number
-        log = LiveLog(
-            server_host(self._session), lambda stream, data: self._events.output(number, stream, data), self._called
-        )
-        with log:
+        with LiveLog(server_host(self._session), partial(self._events.output, number), self._called) as log:
             task = self._task(log.invitation)
             query = Query(self._session, task, num_tasks=1, name="hora-workers", barrier=False)
             found = query.run(self._raise_if_stopped)

@@ -1,8 +1,7 @@
 """The fit loop: epochs over a training loader, validation, history, checkpoints; on one process or many ranks.
 
-It defines the order of events. `step` takes the steps, `checkpoint` stores, `progress` displays. Scripts can write
-their own loop without it. The Spark estimator takes the same steps in its own epoch loop
-(`hora.spark.estimator.training` explains why).
+`step` takes the steps, `checkpoint` stores, `progress` displays. The Spark estimator takes the same steps in its own
+epoch loop (`hora.spark.estimator.training` explains why).
 """
 
 from __future__ import annotations

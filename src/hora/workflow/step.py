@@ -1,7 +1,6 @@
 """One optimizer step, and one pass over validation data: precision, accumulation and clipping.
 
-Epochs, checkpoints and progress belong to the callers: `fit`, and the training of the Spark estimator. The `Objective`
-defines what is minimized.
+Epochs, checkpoints and progress belong to the callers: `fit`, and the training of the Spark estimator.
 """
 
 from __future__ import annotations

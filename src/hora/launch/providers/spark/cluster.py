@@ -19,7 +19,7 @@ from typing import Any
 
 from hora.config import accept_risk
 from hora.launch.processes import variables
-from hora.net import sockets
+from hora.net.sockets import is_own
 from hora.version import require
 
 _POLL_S = 0.1
@@ -306,11 +306,8 @@ def listening_address(host: str, *, bind: str = "") -> tuple[str, str]:
     if ipaddress.ip_address(resolved).is_loopback:
         return str(resolved), str(resolved)
     bind = bind or str(resolved)
-    try:
-        sockets.listen((bind, 0)).close()
-    except OSError:  # in a pod the driver's host is often a service's address, which is not one of this machine
-        bind = "0.0.0.0"
-    return bind, host
+    # In a pod the driver's host is often a service's address, which is not an address of this machine.
+    return (bind if is_own(bind) else "0.0.0.0"), host
 
 
 GPU_VARIABLE = "HORA_SPARK_GPUS"

@@ -1,8 +1,6 @@
 """The Spark launcher: the ranks of a job as the tasks of one Spark stage. Spark is the cluster manager here.
 
-`run_in_tasks` waits until every task has reported its host, assigns ranks to tasks and runs the job with the
-controller. `SparkLauncher` starts, watches and ends processes through the tasks. Importing this module does
-not import pyspark.
+Importing this module does not import pyspark.
 """
 
 from __future__ import annotations

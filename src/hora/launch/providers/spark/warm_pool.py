@@ -4,9 +4,6 @@ Spark reuses its Python workers, and side effects of UDFs must not reach a rank.
 clean process, which imports the modules of ranks and waits (`agent.fork_server`). The agents of this and later jobs,
 and their workers, are forks, which start in hundredths of a second. User code runs only in forks, which end with their
 job. The process ends with the worker, which Spark keeps for a minute without work.
-
-`begin` makes it load early, before the tasks meet; `agent` requests an agent and passes the agent's link and a socket,
-which the agent holds until it ends.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ _LATE = (*OWN, "NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED")
 
 
 def begin(modules: Sequence[str], env: Mapping[str, str], python_path: str) -> None:
-    """Start loading these modules in the warm process, if ranks with `env` can be forked from it."""
+    """Start loading these modules before the tasks meet, in the warm process, if ranks with `env` can be its forks."""
     if all(name.startswith(_LATE) for name in env):
         _warm_process(_own_variables(python_path)).ask(None, (), modules)
 
@@ -94,7 +91,7 @@ _beside: _WarmProcess | None = None
 
 
 class _WarmAgent:
-    """A requested agent. See `launcher.AgentProcess`. It holds the other end of `_life`, and sends its pid there."""
+    """A requested agent (`launcher.AgentProcess`). It holds the other end of `_life`, where its pid comes."""
 
     def __init__(self, server: _WarmProcess, modules: Sequence[str]) -> None:
         (self.sock, link), (self._life, theirs) = socket.socketpair(), socket.socketpair()
