@@ -39,7 +39,7 @@ from hora.net.wire import Stream
 _Bell = tuple[Counter, Counter]  # a rank's wake-up counter, and whether it sleeps
 
 ANY_SOURCE = -1
-_DISCARDED = -1  # in place of the group of a message that no receive may have
+_NO_GROUP = -1  # of a message that no receive may have
 _HEADER = struct.Struct("<qqqq")  # group, tag, bytes, digest of shape and dtype
 _pack = struct.Struct("<qqqqQq").pack_into  # fields of a `MessageCall`: header, address of the bytes, number moved
 _CALL_AT = MessageCall.group.offset
@@ -70,7 +70,7 @@ class Message(Completion):
         self.address, self.num_bytes = memory
         self.keep, self.sources = keep, sources
         self.source = peer
-        self.head = ctypes.create_string_buffer(0)  # the header, while it is sent
+        self.head = ctypes.create_string_buffer(_HEADER.size)  # the header, while it is sent or received
         self.num_moved = 0  # header and bytes together
         self.ordinary = False  # another message arrived first
 
@@ -82,6 +82,16 @@ class Message(Completion):
     @property
     def num_left(self) -> int:
         return _HEADER.size + self.num_bytes - self.num_moved
+
+    def move(self, way: _Ring | Outgoing | Incoming) -> int:
+        """Move what can be moved without waiting; returns the number of bytes."""
+        before = self.num_moved
+        if before < _HEADER.size:
+            self.num_moved += way.move_bytes(ctypes.addressof(self.head) + before, _HEADER.size - before)
+        done = self.num_moved - _HEADER.size
+        if 0 <= done < self.num_bytes:
+            self.num_moved += way.move_bytes(self.address + done, self.num_bytes - done)
+        return self.num_moved - before
 
     def takes(self, peer: int, group: int, tag: int) -> bool:
         """Return whether this receive takes a message of `peer`."""
@@ -95,10 +105,7 @@ class _Ring:
         self, segment: Segment, offset: int, num_bytes: int, bells: Sequence[_Bell], patience: int, *, receives: bool
     ) -> None:
         self._native = native_part()
-        self._counters = (written, read) = (
-            Counter(segment.memory, offset),
-            Counter(segment.memory, offset + 2 * LINE_BYTES),
-        )
+        self._counters = written, read = [Counter(segment.memory, offset + at) for at in (0, 2 * LINE_BYTES)]
         (bell, asleep), (others_bell, other_asleep) = bells
         start = written.address + _PAIR_LINES * LINE_BYTES
         self._pipe = Pipe(written.address, read.address, start, num_bytes, others_bell.address, other_asleep.address)
@@ -161,7 +168,7 @@ class Messages:
         self._sending: dict[int, deque[Message]] = {}  # by destination
         self._receives: list[Message] = []  # waiting receives, in order
         self._arrivals: dict[int, deque[Message]] = {}  # per source, in order; the last may be incomplete
-        self._headers: dict[int, tuple[ctypes.Array[ctypes.c_char], list[int]]] = {}
+        self._next: dict[int, Message] = {}  # by source: the message whose header is to be read
         self._far: dict[tuple[int, bool], Outgoing | Incoming] = {}  # by rank, and whether it is outgoing
         self._out: dict[int, _Ring] = {}
         self._in: dict[int, _Ring] = {}
@@ -213,34 +220,32 @@ class Messages:
         is needed.
         """
         ring = self._in.get(peer)
-        if ring is None or self._receives or self._closed:
-            return False
-        if not self._is_between_messages(peer):
+        if ring is None or self._receives or self._closed or not self._is_between_messages(peer):
             return False
         return ring.move_now(self._native.try_receive, group, tag, kind, address, num_bytes)
 
     def _is_between_messages(self, peer: int) -> bool:
         """Return whether no message of this source is half read."""
-        header = self._headers.get(peer)
-        return not self._arrivals.get(peer) and (header is None or not header[1][0])
+        return not self._arrivals.get(peer) and (peer not in self._next or not self._next[peer].num_moved)
 
     def send(self, message: Message) -> None:
         """Start to send. The message is done when all of its bytes are written."""
-        header = _HEADER.pack(message.group, message.tag, message.num_bytes, message.kind)
-        message.head = ctypes.create_string_buffer(header, _HEADER.size)
+        _HEADER.pack_into(message.head, 0, message.group, message.tag, message.num_bytes, message.kind)
         with self._lock:
-            if self._closed:
-                raise HorovodInternalError(self._closed)
+            self._check_open()
             self._status.check_open()
             self._sending.setdefault(message.peer, deque()).append(message)
             self._progress()
         self._call_direct_waiter()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise HorovodInternalError(self._closed)
+
     def receive(self, message: Message) -> None:
         """Start to receive."""
         with self._lock:
-            if self._closed:
-                raise HorovodInternalError(self._closed)
+            self._check_open()
             self._receives.append(message)
             if self._status.is_open and message.peer in self._in and self._is_alone(message):
                 return  # it had not arrived a moment ago
@@ -378,8 +383,7 @@ class Messages:
             seen = 0 if mine is None else mine[0].value
             try:
                 self._status.check_alive()
-                if self._closed:
-                    raise HorovodInternalError(self._closed)
+                self._check_open()
                 moved = self._progress()
             except HorovodInternalError as error:
                 self._fail(error)
@@ -426,61 +430,51 @@ class Messages:
 
     def _push(self, peer: int, message: Message) -> bool:
         """Write some bytes of a message; returns whether there was room."""
-        before = message.num_moved
         try:
-            way = self._way(peer, outwards=True)
-            if before < _HEADER.size:
-                message.num_moved += way.move_bytes(ctypes.addressof(message.head) + before, _HEADER.size - before)
-            done = message.num_moved - _HEADER.size
-            if 0 <= done < message.num_bytes:
-                message.num_moved += way.move_bytes(message.address + done, message.num_bytes - done)
+            return message.move(self._way(peer, outwards=True)) > 0
         except OSError as error:
             raise HorovodInternalError(f"rank {peer} cannot be reached: {error}") from error
-        return message.num_moved > before
 
     def _pull(self, peer: int) -> bool:
         """Read bytes from a source; returns whether there were any."""
         arrivals = self._arrivals.setdefault(peer, deque())
+        last = arrivals[-1] if arrivals and arrivals[-1].num_left else None
+        if last is None:
+            if any(self._match_kept(receive) for receive in list(self._receives)):
+                return True  # before the next message, which may have the same tag
+            if not any(peer in receive.sources for receive in self._receives):
+                return False
+            last = self._next.get(peer) or Message(peer, _NO_GROUP, 0, (0, 0), 0, None, ())
+            self._next[peer] = last  # a stream keeps its room until the header has arrived
         try:
-            way = self._way(peer, outwards=False)
-            if not arrivals or not arrivals[-1].num_left:
-                if any(self._match_kept(receive) for receive in list(self._receives)):
-                    return True  # before the next message, which may have the same tag
-                if not any(peer in receive.sources for receive in self._receives):
-                    return False
-                moved = self._pull_header(peer, way, arrivals)
-            else:
-                last = arrivals[-1]
-                moved = way.move_bytes(last.address + last.num_bytes - last.num_left, last.num_left)
-                last.num_moved += moved
+            if not last.move(self._way(peer, outwards=False)):
+                return False
         except TimeoutError:
             return False  # the source has not opened its stream yet
         except OSError as error:
             raise HorovodInternalError(f"rank {peer} cannot be reached: {error}") from error
-        if arrivals and not arrivals[-1].num_left and (arrivals[-1].sources or arrivals[-1].group == _DISCARDED):
-            last = arrivals.pop()
+        if last is self._next.get(peer) and not last.num_left:
+            del self._next[peer]
+            last = self._taken(peer, *_HEADER.unpack(last.head.raw))
+            arrivals.append(last)
+        if not last.num_left and (last.sources or last.group == _NO_GROUP):
+            arrivals.pop()
             last.source = peer
             last.finish()
-        return bool(moved)
+        return True
 
-    def _pull_header(self, peer: int, way: _Ring | Outgoing | Incoming, arrivals: deque[Message]) -> int:
-        room, count = self._headers.setdefault(peer, (ctypes.create_string_buffer(_HEADER.size), [0]))
-        moved = way.move_bytes(ctypes.addressof(room) + count[0], _HEADER.size - count[0])
-        count[0] += moved
-        if count[0] == _HEADER.size:
-            count[0] = 0
-            group, tag, num_bytes, kind = _HEADER.unpack(room.raw)
-            receive = next((one for one in self._receives if one.takes(peer, group, tag)), None)
-            if receive is not None:
-                self._receives.remove(receive)
-                if not self._fits(receive, peer, num_bytes, kind):
-                    receive, group = None, _DISCARDED
-            if receive is None:
-                buffer = ctypes.create_string_buffer(max(num_bytes, 1))
-                receive = Message(peer, group, tag, (ctypes.addressof(buffer), num_bytes), kind, buffer, ())
-            receive.num_moved = _HEADER.size
-            arrivals.append(receive)
-        return moved
+    def _taken(self, peer: int, group: int, tag: int, num_bytes: int, kind: int) -> Message:
+        """Return the receive that takes the message with this header, or a buffer for it."""
+        receive = next((one for one in self._receives if one.takes(peer, group, tag)), None)
+        if receive is not None:
+            self._receives.remove(receive)
+            if not self._fits(receive, peer, num_bytes, kind):
+                receive, group = None, _NO_GROUP
+        if receive is None:
+            buffer = ctypes.create_string_buffer(max(num_bytes, 1))
+            receive = Message(peer, group, tag, (ctypes.addressof(buffer), num_bytes), kind, buffer, ())
+        receive.num_moved = _HEADER.size
+        return receive
 
     def _match_kept(self, receive: Message) -> bool:
         """Match a receive with a message that arrived before it."""

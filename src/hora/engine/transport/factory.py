@@ -43,27 +43,39 @@ class Topology:
         groups = [[index[rank] for rank in host if rank in index] for host in self.hosts]
         return [group for group in groups if group]
 
+    def membership(self, members: Sequence[int]) -> Membership:
+        """Return this rank's place among some members."""
+        return Membership(list(members).index(self.member), len(members), self.check_alive)
+
+    def provider(self, members: Sequence[int]) -> Callable[[int], Segment]:
+        """Return the function that allocates memory for members on one host."""
+        return lambda num_bytes: self.share([self.ranks[member] for member in members], num_bytes)
+
+    def connect(self, name: str, members: Sequence[int]) -> StreamGroup:
+        """Connect some members, which call this together."""
+        ranks = [self.ranks[member] for member in members]
+        what = f"{len(ranks)} members to connect to one another"
+        streams = connect(lambda: self.streams(name, ranks), what, self.check_alive)
+        return StreamGroup(streams, self.membership(members))
+
 
 def make_transport(topology: Topology, device: str, transport_for: Callable[[str], Transport]) -> Transport:
     """Return the transport for tensors on `device`; `transport_for` returns the set's one for another device type."""
     if len(topology.ranks) == 1:
         return LocalTransport()
-    groups = topology.members_by_host()
-    if device == "cpu" and not topology.native:
-        group = _group(topology, "members", range(len(topology.ranks)))
-        return DistributedTransport(group, hosts=sorted(map(sorted, groups)))
-    if device == "cpu" and len(groups) == 1:
-        return _shm_transport(topology, groups[0])
-    if device == "cpu":
-        (here,) = (group for group in groups if topology.member in group)
-        return between_hosts(topology, _shm_transport(topology, here) if len(here) > 1 else LocalTransport())
-    store = _store(topology, "flat")
-    share = (
-        (lambda num_bytes: topology.share(topology.ranks, num_bytes))
-        if topology.cuda_ipc and topology.native and len(groups) == 1
-        else None
-    )
-    return CudaTransport(store, _membership(topology, range(len(topology.ranks))), lambda: transport_for("cpu"), share)
+    groups, everyone = topology.members_by_host(), range(len(topology.ranks))
+    if device != "cpu":
+        # Opening it may block for long if its host has just vanished; the liveness check knows sooner.
+        store = connect(lambda: topology.store("flat"), "a connection to the rendezvous", topology.check_alive)
+        assert store is not None, "a set of several members always has a rendezvous"
+        share = topology.provider(everyone) if topology.cuda_ipc and topology.native and len(groups) == 1 else None
+        return CudaTransport(store, topology.membership(everyone), lambda: transport_for("cpu"), share)
+    if not topology.native:
+        return DistributedTransport(topology.connect("members", everyone), hosts=sorted(map(sorted, groups)))
+    (here,) = (group for group in groups if topology.member in group)
+    alone = len(here) == 1
+    local = LocalTransport() if alone else ShmTransport(topology.provider(here), topology.membership(here))
+    return local if len(groups) == 1 else between_hosts(topology, local)
 
 
 def between_hosts(topology: Topology, local: ShmTransport | LocalTransport) -> HierarchicalTransport:
@@ -72,38 +84,12 @@ def between_hosts(topology: Topology, local: ShmTransport | LocalTransport) -> H
     `local` is the transport of the members on this host, for operations other than scheduled reductions.
     """
     groups = topology.members_by_host()
-    (here,) = ([topology.ranks[one] for one in group] for group in groups if topology.member in group)
+    (here,) = (group for group in groups if topology.member in group)
     return HierarchicalTransport(
         local,
         groups,
         topology.member,
-        share=lambda num_bytes: topology.share(here, num_bytes),
-        connect=lambda name, some: _group(topology, name, some),
+        share=topology.provider(here),
+        connect=topology.connect,
         check_alive=topology.check_alive,
     )
-
-
-def _group(topology: Topology, name: str, members: Sequence[int]) -> StreamGroup:
-    """Connect some members, which call this together."""
-    membership = _membership(topology, members)
-    ranks = [topology.ranks[member] for member in members]
-    what = f"{len(ranks)} members to connect to one another"
-    return StreamGroup(connect(lambda: topology.streams(name, ranks), what, topology.check_alive), membership)
-
-
-def _shm_transport(topology: Topology, members: Sequence[int]) -> ShmTransport:
-    """Return the shared-memory transport of members on one host."""
-    ranks = [topology.ranks[member] for member in members]
-    return ShmTransport(lambda num_bytes: topology.share(ranks, num_bytes), _membership(topology, members))
-
-
-def _membership(topology: Topology, members: Sequence[int]) -> Membership:
-    """Return this rank's place among some members."""
-    return Membership(list(members).index(topology.member), len(members), topology.check_alive)
-
-
-def _store(topology: Topology, name: str) -> Store:
-    # Opening it may block for long if its host has just vanished; the liveness check knows sooner.
-    store = connect(lambda: topology.store(name), "a connection to the rendezvous", topology.check_alive)
-    assert store is not None, "a set of several members always has a rendezvous"
-    return store

@@ -61,8 +61,9 @@ class HostLink:
         self._digest = hashlib.blake2b(self._digest + reduction.signature.encode(), digest_size=16).digest()
 
     @property
-    def connected(self) -> bool:
-        return not self._apart
+    def transport(self) -> HierarchicalTransport | None:
+        """The transport while connected."""
+        return None if self._apart else self._transport
 
     def connect(self, item: int) -> None:
         """Connect the hosts after an item that all members have taken part in."""
@@ -71,25 +72,15 @@ class HostLink:
         self._transport = self._connect(self._num_connected, self._look_around)
         self._since, self._apart = item, False
 
-    def execute(
-        self,
-        item: int,
-        index: int,
-        kind: Kind,
-        places: Sequence[torch.Tensor],
-        reduce: Reduce,
-        residual: torch.Tensor | None,
-    ) -> bool:
-        """Run this member's part of the item. Returns False if it is void."""
-        assert self._transport is not None
-        header = _HEADER.pack(item - self._since, index, self._digest)
-        return self._transport.reduce_resident(kind, places, reduce, residual, header)
+    def header(self, item: int, index: int) -> bytes:
+        """Return the header of an item."""
+        return _HEADER.pack(item - self._since, index, self._digest)
 
     def leave(self, *, tell: bool) -> None:
         """Announce items from here on. `tell`: the other hosts do not know yet."""
-        if tell and not self._apart and self._transport is not None:
+        if tell and self.transport is not None:
             with contextlib.suppress(HorovodInternalError):  # a host that has released the schedule need not know
-                self._transport.refuse()
+                self.transport.refuse()
         self._apart = True
 
     def close(self) -> None:
@@ -135,9 +126,10 @@ class HostReduction(PersistentReduction):
         link = self._link
         if absent:
             link.leave(tell=True)
-        if not link.connected:
+        if link.transport is None:
             return False
-        agreed = link.execute(number, self._index, self._kind, self._places, self._reduce, self._residual)
+        header = link.header(number, self._index)
+        agreed = link.transport.reduce_resident(self._kind, self._places, self._reduce, self._residual, header)
         if self.schedule.end_together(number, void=not agreed):
             return True
         link.leave(tell=False)
