@@ -40,9 +40,7 @@ COMBINE: dict[int, Callable[..., torch.Tensor]] = {
     ReduceOp.PRODUCT: torch.mul,
 }
 
-
 HALVES = (torch.float16, torch.bfloat16)
-
 
 _Step = Callable[[torch.Tensor, torch.Tensor], object]
 
@@ -50,11 +48,12 @@ _Step = Callable[[torch.Tensor, torch.Tensor], object]
 class Arithmetic:
     """One reduction for one dtype and number of members; created and cached by `arithmetic_of`.
 
-    `prescales`: each member applies the prescale to its own data with `prepare` before `reduce` sees it; otherwise
-    `reduce` does it. `stage`: the factor of `prepare`, None if there is more to it. `elsewhere`: something else
-    combines, and `prepare` and `finish` do what comes before and after. `weights`: each member's weight in an average
-    of half precision. `compiled`: the native part, which sums CPU tensors if present; `sum` is its parameter, None for
-    unsupported cases.
+    `prepare(source, out)` writes the prescaled source, and `finish(source, out)` applies postscale and the division of
+    Average; `out` may be `source`. `prescales`: each member applies the prescale to its own data with `prepare` before
+    `reduce` sees it; otherwise `reduce` does it. `stage`: the factor of `prepare`, None if there is more to it.
+    `elsewhere`: something else combines, and `prepare` and `finish` do what comes before and after. `weights`: each
+    member's weight in an average of half precision. `compiled`: the native part, which sums CPU tensors if present;
+    `sum` is its parameter, None for unsupported cases.
     """
 
     def __init__(
@@ -71,18 +70,20 @@ class Arithmetic:
         self.dtype = dtype
         self.num_members = num_members
         self._combine = COMBINE[op]
-        self._prescale = _scaling(prescale, dtype)
+        first = _scaling(prescale, dtype)
         weighted = bool(weights) and op == ReduceOp.AVERAGE and dtype in HALVES
         self._weights = [weight / sum(weights) for weight in weights] if weighted else []
-        self._finish = _finishing(num_members if op == ReduceOp.AVERAGE and not weighted else 1, postscale, dtype)
+        last = _finishing(num_members if op == ReduceOp.AVERAGE and not weighted else 1, postscale, dtype)
         # Two members without factors are rounded once anyway, and some factors are exact.
-        rounds = self._prescale is not None and not _is_exact(prescale, dtype)
-        several_steps = num_members > 2 or weighted or rounds or self._finish is not None
+        rounds = first is not None and not _is_exact(prescale, dtype)
+        several_steps = num_members > 2 or weighted or rounds or last is not None
         self._widens = dtype in HALVES and op not in (ReduceOp.MIN, ReduceOp.MAX) and several_steps and not elsewhere
         self._wide_prescale: _Step | None = None
         if self._widens and rounds and op != ReduceOp.PRODUCT:  # a joined rank contributes 1, which must stay 1
-            self._prescale, self._wide_prescale = None, self._prescale
-        self.prescales = self._prescale is not None
+            first, self._wide_prescale = None, first
+        self.prescales = first is not None
+        self.prepare: _Step = first or _copied
+        self.finish: _Step = last or _copied
         scales_floats = self.prescales and dtype.is_floating_point
         self.stage = prescale if scales_floats else None if self.prescales else 1.0
         self.sum: Sum | None = None
@@ -92,13 +93,6 @@ class Arithmetic:
             how, factor = _ending(num_members if op == ReduceOp.AVERAGE else 1, postscale)
             if dtype.is_floating_point or how == NOTHING:
                 self.sum = Sum(prescale if self._wide_prescale else 1.0, factor, DTYPE_NUMBERS[dtype], how)
-
-    def prepare(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the prescaled `source` to `out`, which may be `source`."""
-        if self._prescale is not None:
-            self._prescale(source, out)
-        else:
-            out.copy_(source)
 
     def reduce(self, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Combine the (prepared) operands of members 0, 1, 2, … into `out`, which may be one of them, and finish it."""
@@ -133,13 +127,6 @@ class Arithmetic:
             self._wide_prescale(wide, wide)
         if self._weights:
             wide.mul_(self._weights[member])
-
-    def finish(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        """Write `source` with postscale, and the division of Average, to `out`, which may be `source`."""
-        if self._finish is not None:
-            self._finish(source, out)
-        else:
-            out.copy_(source)
 
 
 @lru_cache(maxsize=512)
@@ -226,6 +213,10 @@ def hostwise_arithmetic(
 def _is_exact(factor: float, dtype: torch.dtype) -> bool:
     """Return whether multiplying by it preserves all bits; float16 has too few exponents for that."""
     return dtype is not torch.float16 and abs(math.frexp(factor)[0]) == 0.5
+
+
+def _copied(source: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(source)
 
 
 def _scaling(factor: float, dtype: torch.dtype) -> _Step | None:

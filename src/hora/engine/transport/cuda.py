@@ -98,14 +98,12 @@ class CudaTransport:
         if self._chosen is None:
             gpus = self._exchange(gpu_identity(device))
             if len(set(gpus)) == self.membership.num_members:
-                self._chosen = self._over_nccl(device)
+                group = NcclGroup(PrefixStore("nccl", self.store), self.membership, device)
+                self._chosen = DistributedTransport(group, device)
             else:
                 self._chosen = self._on_shared_gpu(device, self.share if len(set(gpus)) == 1 else None)
             self.name = self._chosen.name
         return self._chosen
-
-    def _over_nccl(self, device: torch.device) -> DistributedTransport:
-        return DistributedTransport(NcclGroup(PrefixStore("nccl", self.store), self.membership, device), device)
 
     def _on_shared_gpu(self, device: torch.device, share: Callable[[int], Segment] | None) -> CudaStagingTransport:
         cpu = self.make_cpu()
@@ -128,5 +126,4 @@ class CudaTransport:
             self.store.set(f"{name}/{member}", f"={mine}")
             return [bytes(self.store.get(f"{name}/{peer}")).decode()[1:] for peer in range(num_members)]
 
-        what = f"{num_members} members to describe their GPUs"
-        return connect(exchange, what, check_alive)
+        return connect(exchange, f"{num_members} members to describe their GPUs", check_alive)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from hora.engine.request import Kind
-from hora.engine.shm.counters import LINE_BYTES, SLICE_NS, wait_until
+from hora.engine.shm.counters import LINE_BYTES, MEMBER_BYTES, SLICE_NS, wait_until
 from hora.engine.shm.native import NOTHING, SpinPolicy, Sum, addresses, fields, native_part, new_spin_policy
 from hora.engine.shm.segment import Segment, aligned
 from hora.engine.transport.base import AliveCheck, Tensors
@@ -40,28 +40,19 @@ _NUM_ROOMS = _RESIDENT_WINDOW + 3
 _ON_THE_WAY, _AT_ONCE, _VOID = 1, 2, 2  # `enum check` and `enum outcome` of hosts.h
 # An encoded part may be a little longer than its numbers.
 _SPARE_BYTES = 16
-# Processors fetch lines in pairs.
-_COUNTER_BYTES = 2 * LINE_BYTES
 _KINDS = {Kind.ALLREDUCE: 0, Kind.REDUCESCATTER: 1, Kind.ALLGATHER: 2}  # `enum kind` of hosts.h
 _CODE_NUMBERS = {"": 0, "fp16": 1, "bf16": 2, "int8": 3}
 
 
-class Cut(NamedTuple):
-    """The slicing of one allreduce's data: `most` elements make a slice, sent in one step or two."""
+def cut_for(count: int, itemsize: int, num_slices: int, num_hosts: int) -> tuple[int, bool]:
+    """Return how many elements make a slice, and whether it is sent in two steps. A piece has `num_slices` slices.
 
-    most: int
-    two_steps: bool
-
-
-def cut_for(count: int, itemsize: int, num_slices: int, num_hosts: int) -> Cut:
-    """Return the slicing of `count` elements in pieces of `num_slices` slices.
-
-    It is the same on all members, with and without the native part: blocks of an encoding begin with a slice, or with a
-    host's part of one.
+    The cut is the same on all members, with and without the native part: blocks of an encoding begin with a slice, or
+    with a host's part of one.
     """
     num_pieces = max(-(-count * itemsize // (_longest(num_hosts) * num_slices)), 1)
     most = max(-(-count // (num_pieces * num_slices)), 1)
-    return Cut(most, num_hosts > 2 and most * itemsize * (num_hosts - 1) > _ONE_STEP_BYTES)
+    return most, (num_hosts > 2 and most * itemsize * (num_hosts - 1) > _ONE_STEP_BYTES)
 
 
 def _longest(num_hosts: int) -> int:
@@ -157,10 +148,10 @@ class NativeHosts:
         self._run_some = native_part().between_hosts
         slice_room = aligned(_longest(num_hosts) + num_hosts * _SPARE_BYTES, 2 * LINE_BYTES)
         self._hosts = _Hosts(
-            counter_bytes=_COUNTER_BYTES,
+            counter_bytes=MEMBER_BYTES,
             slice_room=slice_room,
             piece_room=num_leaders * slice_room,
-            inputs_at=aligned(2 * _COUNTER_BYTES * num_local),
+            inputs_at=aligned(2 * MEMBER_BYTES * num_local),
             member=index,
             num_local=num_local,
             num_leaders=num_leaders,
@@ -194,7 +185,7 @@ class NativeHosts:
             self._hosts.memory = self._segment.tensor(0, 1, torch.uint8).data_ptr()
         count, itemsize = total(inputs), inputs[0].itemsize
         cut = cut_for(count, itemsize, self._num_leaders, self._num_hosts)
-        num_pieces = -(-count // (cut.most * self._num_leaders))
+        num_pieces = -(-count // (cut[0] * self._num_leaders))
         starts = [0, *accumulate(tensor.numel() for tensor in inputs)]
         staged = {"end": count, "first": self._next, "num_pieces": num_pieces, "window": _WINDOW}
         self._run(numbers, cut, inputs, outputs, residuals, starts, staged)
@@ -218,7 +209,7 @@ class NativeHosts:
         Returns False if the hosts have different headers: then nothing was changed, and the streams are unusable.
         """
         itemsize, whole = places[0].itemsize, spans[0]
-        cut = Cut(max(_longest(self._num_hosts) // (self._num_hosts * itemsize), 1), two_steps=False)
+        cut = max(_longest(self._num_hosts) // (self._num_hosts * itemsize), 1), False
         if kind is Kind.ALLREDUCE:
             cut = cut_for(len(whole), itemsize, 1, self._num_hosts)
         begins, counts = _integers([span.start for span in spans]), _integers([len(span) for span in spans])
@@ -232,7 +223,7 @@ class NativeHosts:
             "counts": ctypes.addressof(counts),
             "first_owned": owners.start,
             "owned": len(owners),
-            "num_pieces": -(-max(map(len, spans)) // cut.most),
+            "num_pieces": -(-max(map(len, spans)) // cut[0]),
         }
         residuals, starts = () if residual is None else (residual,), [0, places[0].numel()]
         return self._run(numbers, cut, places, (), residuals, starts, fields, header)
@@ -240,7 +231,7 @@ class NativeHosts:
     def _run(
         self,
         numbers: Scaling,
-        cut: Cut,
+        cut: tuple[int, bool],
         inputs: Tensors,
         outputs: Tensors,
         residuals: Tensors,
@@ -250,8 +241,8 @@ class NativeHosts:
     ) -> bool:
         table, weights = _integers(starts), (ctypes.c_float * len(numbers.weights))(*numbers.weights)
         sources, results, lost = addresses(inputs), addresses(outputs), addresses(residuals)
-        between, last = numbers.between, numbers.last
-        if last.finish != NOTHING and not (numbers.code and cut.two_steps):
+        between, last, (most, two_steps) = numbers.between, numbers.last, cut
+        if last.finish != NOTHING and not (numbers.code and two_steps):
             between = Sum(between.prescale, last.factor, between.dtype, last.finish)
         job = _Job(
             hosts=ctypes.pointer(self._hosts),
@@ -261,13 +252,13 @@ class NativeHosts:
             starts=ctypes.addressof(table),
             weights=ctypes.addressof(weights) if numbers.weights else None,
             num_tensors=len(starts) - 1,
-            most=cut.most,
+            most=most,
             inside=numbers.inside,
             between=between,
             last=last,
             stage=numbers.stage,
             code=_CODE_NUMBERS[numbers.code],
-            two_steps=cut.two_steps,
+            two_steps=two_steps,
             **fields,
         )
         if header:
@@ -277,8 +268,7 @@ class NativeHosts:
             return self._run_to_its_end(job)
         with self._group.lent() as ends:
             for streams, lent in zip(self._streams, ends, strict=True):
-                for host, end_of_stream in lent.items():
-                    sock, records = end_of_stream
+                for host, (sock, records) in lent.items():
                     pointer = None if records is None else ctypes.pointer(records)
                     streams[host] = _Stream(records=pointer, socket=sock)
             return self._run_to_its_end(job)

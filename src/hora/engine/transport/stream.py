@@ -187,7 +187,7 @@ class StreamGroup(PeerGroup):
                 {peer: end.lend() for peer, end in self._outgoing.items()},
                 {peer: end.lend() for peer, end in self._incoming.items()},
             )
-            for end in (*self._outgoing.values(), *self._incoming.values()):
+            for end in self._ends():
                 end.take_back()
         except (RuntimeError, OSError) as error:
             self._fail(error, "allreduce")
@@ -195,14 +195,17 @@ class StreamGroup(PeerGroup):
     def close(self) -> None:
         self._open = False
         sockets.forget(self)
-        for stream in (*self._outgoing.values(), *self._incoming.values()):
-            stream.close()
+        for end in self._ends():
+            end.close()
 
     def abandon(self) -> None:
         """Close the sockets in a forked child."""
         self._open = False
-        for sock in (*(s.sock for s in self._outgoing.values()), *(s.sock for s in self._incoming.values())):
-            os.close(sock.detach())
+        for end in self._ends():
+            os.close(end.sock.detach())
+
+    def _ends(self) -> list[_End]:
+        return [*self._outgoing.values(), *self._incoming.values()]
 
     def _start(
         self, what: str, sources: Sequence[memoryview], targets: Sequence[memoryview], *tensors: torch.Tensor
@@ -235,7 +238,7 @@ class StreamGroup(PeerGroup):
 
     def _move(self, look_around: Callable[[], None]) -> None:
         """Wait until some stream can move bytes, and move them."""
-        waiting = [stream for stream in (*self._outgoing.values(), *self._incoming.values()) if stream.queue]
+        waiting = [end for end in self._ends() if end.queue]
         before = sum(stream.num_moved for stream in waiting)
         for stream in waiting:
             stream.move()
