@@ -184,7 +184,7 @@ def test_the_page_reports_a_rank_that_is_a_fifth_slower_and_its_slow_line(tab, f
     four_ranks.order("slow", slow)
     _shows(tab, "#alerts h2", rf"rank {slow} on \S+ is 1\.\d\d× slower than the median .* waiting for data", 60)
     _shows(tab, "#alerts .guilty", r"watched_job\.py:\d+\s+__getitem__", 60)
-    _until(lambda: [one["rank"] for one in _run(url)["head"]["stragglers"]] == [slow], 60)
+    _until(lambda: [(one["rank"], "line" in one) for one in _run(url)["head"]["stragglers"]] == [(slow, True)], 60)
     bundle = zipfile.ZipFile(io.BytesIO(_ask(url, "/api/bundle")[1]))
     (four_ranks.folder / "slow.hora").write_bytes(bundle.read("run.hora"))
     verdicts = [verdict for verdict in read_run(four_ranks.folder / "slow.hora").verdicts if verdict.rank == slow]
