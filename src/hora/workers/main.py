@@ -107,18 +107,14 @@ def main() -> None:
         os.sched_setaffinity(0, order["cores"])
     threading.Thread(target=_watch_memory, args=(order["memory_gib"],), name="hora-memory", daemon=True).start()
     sys.path.insert(0, os.getcwd())
-    if order["script"] and order["source"] is None:
-        script = Path(order["script"])
-        sys.argv = [str(script)]
-        sys.path[0] = str(script.resolve().parent)
-        runpy.run_path(str(script), run_name="__main__")
-        return
-    if order["script"]:
-        sys.argv = [order["script"]]
+    sys.argv = [order["script"] or "<worker>"]
+    if not order["script"]:
+        _run(expand_shell_lines(order["code"]), "<worker code>")
+    elif order["source"] is not None:
         _run(order["source"], order["script"])
-        return
-    sys.argv = ["<worker>"]
-    _run(expand_shell_lines(order["code"]), "<worker code>")
+    else:
+        sys.path[0] = str(Path(order["script"]).resolve().parent)
+        runpy.run_path(order["script"], run_name="__main__")
 
 
 def _run(source: str, name: str) -> None:

@@ -90,7 +90,7 @@ class SparkBackend(WorkerBackend):
 
     def start(self, workers: Sequence[Record]) -> None:
         check_protection(self._cluster)
-        self._workers = {number: worker for number, worker in self._workers.items() if not worker.over}
+        self._workers = {number: worker for number, worker in self._workers.items() if worker.thread.is_alive()}
         kind = _QueryWorker if self._is_connect else _StageWorker
         for worker in workers:
             try:
@@ -108,7 +108,7 @@ class SparkBackend(WorkerBackend):
     def close(self) -> None:
         self.terminate(self._workers)
         for worker in self._workers.values():
-            worker.join()
+            worker.thread.join(_CLOSE_LIMIT_S)
 
 
 class _Worker:
@@ -120,18 +120,11 @@ class _Worker:
         script = worker.request.get("script")
         self._source = Path(script).read_text() if script else None
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._report, name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def over(self) -> bool:
-        return not self._thread.is_alive()
+        self.thread = threading.Thread(target=self._report, name=name, daemon=True)
+        self.thread.start()
 
     def stop(self) -> None:
         self._stopped.set()
-
-    def join(self) -> None:
-        self._thread.join(_CLOSE_LIMIT_S)
 
     def _files(self) -> dict[str, bytes]:
         return order_file(self._record.request, cores=(), source=self._source)

@@ -196,13 +196,8 @@ def require_slots(cluster: Any, num_slots: int, *, limit_s: float = math.inf) ->
     settled = _settled_at(context)
     if 0 < num_slots <= _most_seen.get(context.applicationId, 0):
         settled = max(settled, began + _REGISTRATION_LIMIT_S)  # an executor was lost and will be replaced
-    noticed = False
-    before = None
+    noticed, slots = False, count_slots(context)
     while True:
-        slots = count_slots(context)
-        if before is not None and slots > before:
-            settled = max(settled, time.time() + _NEXT_EXECUTOR_LIMIT_S)
-        before = slots
         _most_seen[context.applicationId] = max(slots, _most_seen.get(context.applicationId, 0))
         if slots >= wanted and (num_slots > 0 or time.time() >= settled or is_local(context)):
             return slots
@@ -221,6 +216,9 @@ def require_slots(cluster: Any, num_slots: int, *, limit_s: float = math.inf) ->
                 deadline - time.time(),
             )
         threading.Event().wait(_POLL_S)
+        before, slots = slots, count_slots(context)
+        if slots > before:
+            settled = max(settled, time.time() + _NEXT_EXECUTOR_LIMIT_S)
 
 
 def allocates_dynamically(context: Any) -> bool:

@@ -8,11 +8,10 @@ failure would end all tasks.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,6 @@ from hora.launch.controller.hosts import ElasticSpec
 from hora.launch.controller.loop import run_job
 from hora.launch.controller.policy import Limits
 from hora.launch.job import JobResult, LaunchEvents, WorkerSpec
-from hora.launch.limits import SPARK_END_S
 from hora.launch.providers.spark.cluster import check_protection, decommissions, seconds_of
 from hora.launch.providers.spark.driver import StageDriver, TaskAgent
 from hora.launch.providers.spark.launcher import SparkJob, SparkLauncher
@@ -62,27 +60,10 @@ def run_elastic_on_spark(
         slots = tuple(place_ranks([host.hostname for host in hosts]))
         job = replace(wanted, slots=slots, env={**wanted.env, **limits.worker_env()})
         spec = ElasticSpec(limits=limits, hosts=tuple(hosts), script=driver)
-        with _leaving_watched(driver) if decommissions(context) else contextlib.nullcontext():
-            result = run_job(job, _ElasticLauncher(driver, job), spec)
+        if decommissions(context):
+            threading.Thread(target=driver.watch_leaving, name="hora-decommissioning", daemon=True).start()
+        result = run_job(job, _ElasticLauncher(driver, job), spec)
         return replace(result, results=tuple(value for value in result.results if value is not None))
-
-
-@contextlib.contextmanager
-def _leaving_watched(driver: _Attempts) -> Iterator[None]:
-    """Within the block, watch for executors that Spark decommissions, and tell their ranks to leave."""
-    over = threading.Event()
-
-    def look() -> None:
-        while not over.wait(_LOOK_S):
-            driver.leave(driver.stage.on_leaving_executors())
-
-    thread = threading.Thread(target=look, name="hora-decommissioning", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join(SPARK_END_S)
 
 
 class _Attempts(StageDriver):
@@ -101,8 +82,12 @@ class _Attempts(StageDriver):
     def hosts(self) -> list[HostInfo]:
         return super().hosts() or [HostInfo(agent.name, 1) for agent in self.tasks()[: self._least]]
 
-    def leave(self, attempts: Mapping[int, int]) -> None:
-        """These are on executors that are about to go."""
+    def watch_leaving(self) -> None:
+        """Until the stage ends, watch for executors that Spark decommissions, and tell their ranks to leave."""
+        while not self.stage.ended.wait(_LOOK_S):
+            self._leave(self.stage.on_leaving_executors())
+
+    def _leave(self, attempts: Mapping[int, int]) -> None:
         with self._changed:
             new = set(attempts.items()) - self._left
             self._left |= new
