@@ -6,6 +6,7 @@ Only edits that are right in every script are made. Notes name the lines that th
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -23,7 +24,7 @@ class Converted:
     """
 
     def __init__(self, text: str) -> None:
-        self._lines = text.splitlines(keepends=True)
+        self._lines = (text if text.endswith("\n") else text + "\n").splitlines(keepends=True)
         self._tree = ast.parse(text)
         self._names = dict(_imports(self._tree))
         self.notes: list[str] = []
@@ -170,11 +171,7 @@ class Converted:
         self._edits.append((after, 0, after, 0, "".join(f"{indent}{line}".rstrip() + "\n" for line in lines)))
 
     def _edited(self) -> str:
-        if self._lines and not self._lines[-1].endswith("\n"):
-            self._lines[-1] += "\n"
-        starts = [0]
-        for line in self._lines:
-            starts.append(starts[-1] + len(line.encode()))
+        starts = [0, *itertools.accumulate(len(line.encode()) for line in self._lines)]
         text = "".join(self._lines).encode()
         places = [(starts[edit[0] - 1] + edit[1], starts[edit[2] - 1] + edit[3], edit[4]) for edit in self._edits]
         places.reverse()  # the last edit of a place first, so that its edits end up in order

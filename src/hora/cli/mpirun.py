@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hora.cli.run import on_workers, set_up_log
-from hora.launch.job import Job, OutputOptions
+from hora.launch.job import Job
 from hora.launch.options import Options
 from hora.launch.processes import module_command, variables
 from hora.launch.slots import HostInfo, parse_host_files, place_ranks, slots_by_host
@@ -135,13 +135,8 @@ def _interfaces(text: str) -> frozenset[str]:
 
 
 def _adjusted(job: Job, parsed: MpiCommand, placed: Sequence[str]) -> Job:
-    output = OutputOptions(
-        prefix=parsed.tagged or parsed.timestamped,
-        timestamp=parsed.timestamped,
-        tag="1,",
-        directory=parsed.output_directory,
-        stderr=sys.stdout if parsed.merged else None,
-    )
+    prefix, stderr = parsed.tagged or parsed.timestamped, sys.stdout if parsed.merged else None
+    output = replace(job.output, prefix=prefix, timestamp=parsed.timestamped, tag="1,", stderr=stderr)
     slots = tuple(place_ranks(placed)) if placed else job.slots
     if parsed.verbose:
         _say("ranks on hosts: " + ", ".join(f"{slot.rank} {slot.hostname}" for slot in slots))

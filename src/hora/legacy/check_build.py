@@ -67,14 +67,14 @@ def probe_build() -> dict[str, str]:
             timeout=_LIMIT_S,
             check=False,
         )
-    except subprocess.TimeoutExpired:
-        return _NEVER | dict.fromkeys(_TRIALS, f"the trial did not end within {_LIMIT_S:.0f} s")
-    try:
         answer = json.loads(child.stdout.splitlines()[-1])
         return _NEVER | {str(name): str(problem) for name, problem in answer.items()}
+    except subprocess.TimeoutExpired:
+        why = f"the trial did not end within {_LIMIT_S:.0f} s"
     except (IndexError, ValueError, AttributeError):
         last = (child.stderr.strip().splitlines() or ["no output"])[-1]
-        return _NEVER | dict.fromkeys(_TRIALS, f"the trial ended with status {child.returncode}: {last}")
+        why = f"the trial ended with status {child.returncode}: {last}"
+    return _NEVER | dict.fromkeys(_TRIALS, why)
 
 
 def _try_front(framework: str) -> str | None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 from hora.config import changed_environment
 
@@ -34,12 +34,9 @@ def get_env_rank_and_size(environ: Mapping[str, str] | None = None) -> tuple[int
     return 0, 1
 
 
-@contextmanager
-def env(**kwargs: str | None) -> Iterator[None]:
+def env(**kwargs: str | None) -> AbstractContextManager[None]:
     """Set environment variables inside the block and restore the old values; None values are ignored."""
-    changes = {name: str(value) for name, value in kwargs.items() if value is not None}
-    with changed_environment(changes):
-        yield
+    return changed_environment({name: str(value) for name, value in kwargs.items() if value is not None})
 
 
 def is_exportable(v: str) -> bool:

@@ -6,6 +6,7 @@ Re-exported as `sparkdl.horovod.tensorflow.keras.LogCallback`; it only prints th
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Mapping
 from typing import Any
@@ -37,18 +38,13 @@ def _values(logs: Mapping[str, Any] | None) -> str:
 
 @functools.cache
 def log_callback_class() -> type[ProgressLog]:
-    """Return `LogCallback(per_batch_log=False)`, a real Keras callback."""
-    return type("LogCallback", (ProgressLog, _callback_class()), {})
-
-
-def _callback_class() -> type:
-    """Return the callback base class of `tf.keras`, which may be Keras 2, or of Keras without TensorFlow."""
+    """Return `LogCallback(per_batch_log=False)`, a callback of `tf.keras` (it may be Keras 2), or of Keras alone."""
+    callbacks: Any
     try:
         if importlib.util.find_spec("tensorflow") is not None:
-            import tensorflow as tf
-
-            return tf.keras.callbacks.Callback
-        from keras.callbacks import Callback
+            callbacks = importlib.import_module("tensorflow").keras.callbacks
+        else:
+            callbacks = importlib.import_module("keras.callbacks")
     except ImportError as error:
         raise ImportError("LogCallback is a Keras callback and needs Keras: pip install keras") from error
-    return Callback
+    return type("LogCallback", (ProgressLog, callbacks.Callback), {})
