@@ -278,8 +278,13 @@ def _of_class(optimizer: Any, mixin: type[_Distributed], aggregation: Callable[[
         "_aggregation": staticmethod(aggregation),
     }
     wanted = type(base.__name__, (mixin, base), names)
-    if mixin is _Keras3:
-        _serialise_as(wanted, base)
+    if mixin is _Keras3:  # Keras saves objects of the new class as those of the given one
+        from keras.src import api_export
+        from keras.src.saving import object_registration
+
+        for registry in (api_export.REGISTERED_OBJS_TO_NAMES, object_registration.GLOBAL_CUSTOM_NAMES):
+            if base in registry:
+                registry[wanted] = registry[base]
     result: Any = object.__new__(wanted)
     result.__dict__.update(optimizer.__dict__)
     return result
@@ -315,13 +320,3 @@ def let_keras_know() -> None:
 
     LossScaleOptimizer.check_finite = check_finite
     Trainer._resolve_auto_jit_compile = resolve_auto_jit_compile
-
-
-def _serialise_as(wanted: type, base: type) -> None:
-    """Make Keras 3 serialize objects of one class as another."""
-    from keras.src import api_export
-    from keras.src.saving import object_registration
-
-    for registry in (api_export.REGISTERED_OBJS_TO_NAMES, object_registration.GLOBAL_CUSTOM_NAMES):
-        if base in registry:
-            registry[wanted] = registry[base]

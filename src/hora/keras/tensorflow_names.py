@@ -15,7 +15,8 @@ from hora.tensorflow.ops import allreduce
 from hora.torch.process_sets import ProcessSet, global_process_set
 from hora.torch.reduce_op import Average, Sum
 
-__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "SyncBatchNormalization"]  # noqa: F822
+__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "SyncBatchNormalization"]
+SyncBatchNormalization: Any  # of `__getattr__`
 
 
 def DistributedOptimizer(
@@ -53,15 +54,11 @@ def PartialDistributedOptimizer(optimizer: Any, *args: Any, local_layers: Any = 
     return result
 
 
-def __getattr__(name: str) -> Any:
-    if name == "SyncBatchNormalization":
-        return _sync_batch_normalization()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
 @functools.cache
-def _sync_batch_normalization() -> type:
+def __getattr__(name: str) -> Any:
     """Return the layer for this `tf.keras`, which is imported only when it is needed."""
+    if name != "SyncBatchNormalization":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     base = tf.keras.layers.BatchNormalization
     return type("SyncBatchNormalization", (_SyncBatchNormalization, base), {"__module__": "horovod.tensorflow"})
 

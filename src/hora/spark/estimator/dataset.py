@@ -179,9 +179,7 @@ def _without_zeros(array: Any) -> Any:
     numbered = sql.transform(array, lambda value, index: sql.when(value != 0, index))
     indices = sql.filter(numbered, lambda index: index.isNotNull())
     values = sql.filter(array, lambda value: value != 0)
-    found = sql.struct(
-        *(part.alias(name) for name, part in zip(_SPARSE, (sql.size(array), indices, values), strict=True))
-    )
+    found = sql.struct(sql.size(array).alias("size"), indices.alias("indices"), values.alias("values"))
     return sql.when(array.isNotNull(), found)
 
 

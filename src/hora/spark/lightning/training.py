@@ -62,8 +62,10 @@ def _trainer(spec: RankSpec, folder: str, device: torch.device, keeper: Any) -> 
     values, package = spec.values, spec.package
     users = list(values["callbacks"] or ())
     callbacks = [*users, *old_hooks(package, users), keeper]  # a copy: the estimator's list stays unchanged
-    keeper.users_checkpoint = _take_over(package, callbacks, spec, folder)
     kinds = package.callbacks
+    found = keeper.users_checkpoint = next((one for one in callbacks if isinstance(one, kinds.ModelCheckpoint)), None)
+    if found is not None:  # it writes to the run's folder, under the store's name, as in Horovod
+        found.dirpath, found.filename = folder, spec.remote.checkpoint_filename
     # A progress bar of the user is quiet on other ranks by itself.
     own_bar = any(isinstance(callback, kinds.ProgressBar) for callback in callbacks)
     own = translated(package, values["trainer_args"] or {})
@@ -110,15 +112,6 @@ def translated(package: ModuleType, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _warn_of_removed(name: str, advice: str) -> None:
     warnings.warn(f"trainer_args: {name} was removed in Lightning 2.0; {advice}", DeprecationWarning, stacklevel=3)
-
-
-def _take_over(package: ModuleType, callbacks: list[Any], spec: RankSpec, folder: str) -> Any:
-    """Point the user's first ModelCheckpoint at the run's folder and the store's name, as Horovod does."""
-    kind = package.callbacks.ModelCheckpoint
-    found = next((callback for callback in callbacks if isinstance(callback, kind)), None)
-    if found is not None:
-        found.dirpath, found.filename = folder, spec.remote.checkpoint_filename
-    return found
 
 
 def _logger(spec: RankSpec, folder: str) -> Any:
