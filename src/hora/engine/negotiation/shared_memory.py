@@ -102,7 +102,6 @@ class SharedMemoryNegotiation(Negotiation):
         self._head = 0
         self._free_from = 0  # all members have read this rank's ring up to here
         self._overflow = bytearray()
-        self._num_bells = 0
         self._bell_seen = 0
         self._hoping_since = 0.0  # 0: not hoping
 
@@ -303,7 +302,5 @@ class SharedMemoryNegotiation(Negotiation):
             (self._free_from,) = _POSITION.unpack_from(self._memory, self._cut_offset(done) + 8 * self._member)
 
     def _ring(self) -> None:
-        # Every member writes this word: values never repeat, so that a sleeper sees each change.
-        self._num_bells += 1
-        self._bell.store((self._num_bells & 0x7FFFFF) << 8 | (self._member & 0xFF))
+        self._native.add(self._bell.address, 1)  # every member does, and a sleeper waits for a larger value
         self._bell.wake_if(self._asleep)
