@@ -201,20 +201,15 @@ static void stage(enum dtype dtype, const void *from, void *to, size_t count, do
         sum_halves(&(struct numbers){factor, 1.0, dtype, NOTHING}, NULL, 1, &from, to, 0, count);
 }
 
+static void (*const summed[])(int, const void *const *, void *, size_t, size_t, enum finish, double) = {
+    [F32] = sum_f32, [F64] = sum_f64, [I8] = sum_i8, [I16] = sum_i16, [I32] = sum_i32, [I64] = sum_i64};
+
 /* Sum elements [from, from + count) of k operands. */
 static void sum(const struct numbers *what, int k, const void *const *operands, void *out, size_t from, size_t count) {
-    enum finish how = (enum finish)what->finish;
-    double factor = what->factor;
-    switch ((enum dtype)what->dtype) {
-    case F32: sum_f32(k, operands, out, from, count, how, factor); return;
-    case F64: sum_f64(k, operands, out, from, count, how, factor); return;
-    case F16:
-    case BF16: sum_halves(what, NULL, k, operands, out, from, count); return;
-    case I8: sum_i8(k, operands, out, from, count, NOTHING, 1); return;
-    case I16: sum_i16(k, operands, out, from, count, NOTHING, 1); return;
-    case I32: sum_i32(k, operands, out, from, count, NOTHING, 1); return;
-    case I64: sum_i64(k, operands, out, from, count, NOTHING, 1); return;
-    }
+    if (what->dtype == F16 || what->dtype == BF16)
+        sum_halves(what, NULL, k, operands, out, from, count);
+    else
+        summed[what->dtype](k, operands, out, from, count, (enum finish)what->finish, what->factor);
 }
 
 /* Return whether `sum_with_own` reads this member's staged numbers from its source, not from the slot. */

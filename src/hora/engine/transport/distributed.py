@@ -49,9 +49,8 @@ class DistributedTransport(FusingTransport):
         weights: tuple[int, ...] = (),
         hosts: Sequence[Sequence[int]] = (),
     ) -> None:
-        self._device = torch.device(device)
-        portion_bytes = _CUDA_PORTION_BYTES if self._device.type == "cuda" else _PORTION_BYTES
-        super().__init__(group.member, self._device, portion_bytes)
+        device = torch.device(device)
+        super().__init__(group.member, device, _CUDA_PORTION_BYTES if device.type == "cuda" else _PORTION_BYTES)
         self.group = group
         self._weights = weights
         self._hosts = tuple(tuple(host) for host in hosts)

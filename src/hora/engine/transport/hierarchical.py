@@ -61,9 +61,9 @@ class HierarchicalTransport(FusingTransport):
         (self._host,) = (h for h, host in enumerate(self._hosts) if member in host)
         self._here = self._hosts[self._host]
         self._index = self._here.index(member)
-        self._num_leaders = min(len(host) for host in self._hosts)
-        sizes = [len(host) for host in self._hosts]
-        self._weights = () if min(sizes) == max(sizes) else tuple(sizes)
+        sizes = tuple(map(len, self._hosts))
+        self._num_leaders = min(sizes)
+        self._weights = () if min(sizes) == max(sizes) else sizes
         self._connect = connect
         self._between: DistributedTransport | None = None  # the slice leaders with this one's number
         self._flat: DistributedTransport | None = None  # all members
@@ -90,12 +90,7 @@ class HierarchicalTransport(FusingTransport):
             self._native.allreduce(inputs, outputs, scaling, residuals)
 
     def reduce_resident(
-        self,
-        kind: Kind,
-        places: Tensors,
-        reduce: Reduce,
-        residual: torch.Tensor | None,
-        header: bytes = b"",
+        self, kind: Kind, places: Tensors, reduce: Reduce, residual: torch.Tensor | None, header: bytes = b""
     ) -> bool:
         """Run this member's part of an allreduce of data in this host's memory, or of half of one, without negotiation
         and without waiting for this host's members.

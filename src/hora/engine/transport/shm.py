@@ -1,6 +1,6 @@
 """Collectives among ranks of one host through shared memory: native sums, and a group for everything else.
 
-Private data goes through the slots of a `Ring` piece by piece, so the memory in use stays in the cache and is bounded
+Private data goes through the slots of a ring piece by piece, so the memory in use stays in the cache and is bounded
 for any tensor size. The native part computes sums: with two members or little data each member reduces all slots
 directly into its own output; otherwise member m reduces slice m of each piece, and the result is shared through memory.
 Other collectives exchange bytes through the slots (`ShmGroup`), as `DistributedTransport` does over any group.
