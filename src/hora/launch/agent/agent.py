@@ -65,8 +65,6 @@ from hora.launch.processes import (
 from hora.net.messages import Frames, Pong, frame
 
 if TYPE_CHECKING:
-    import socket
-
     from hora.launch.agent.pmi import MpiWorld
 
 LEFT = 75  # the exit status of ranks that have left, and of their agent: EX_TEMPFAIL, start it again
@@ -351,10 +349,12 @@ class Agent:
         share = len(os.sched_getaffinity(0)) // int(env.get("HOROVOD_LOCAL_SIZE", "1"))
         env.setdefault("OMP_NUM_THREADS", str(max(share, 1)))
         env |= allocator_variables(env)
-        if env.get("HORA_MPI") == "1" and self.scratch:
+        if env.get("HORA_MPI") == "1" and self.scratch and self._mpi_world is None:
             from hora.launch.agent.pmi import mpi_world  # other jobs start faster without
 
-            self._mpi_world = self._mpi_world or mpi_world(env, f"{self.scratch}/mpi")
+            self._mpi_world = mpi_world(env, f"{self.scratch}/mpi")
+            if self._mpi_world is not None:
+                self._selector.register(self._mpi_world.ranks, selectors.EVENT_READ, self._mpi_world.answer)
         if self._mpi_world is not None:
             env |= self._mpi_world.variables(int(env["HOROVOD_RANK"]))
         if order.preload is None or not self._ask_to_fork(order, order.preload, env):
@@ -364,21 +364,14 @@ class Agent:
         with contextlib.ExitStack() as stack:
             try:
                 if self._mpi_world is not None:
-                    names, ours, inherited = self._mpi_world.connect(int(env["HOROVOD_RANK"]))
+                    names, inherited = self._mpi_world.connect(int(env["HOROVOD_RANK"]))
                     stack.enter_context(inherited)
-                    self._selector.register(ours, selectors.EVENT_READ, lambda: self._answer_mpi(ours))
                     env |= names
                 spawned = spawn(order.argv, env, order.cwd, execute=self._become_worker)
             except OSError as error:
                 self._exited(order.worker, 127, str(error))
             else:
                 self._adopt(order.worker, spawned)
-
-    def _answer_mpi(self, rank: socket.socket) -> None:
-        assert self._mpi_world is not None
-        if not self._mpi_world.answer(rank):
-            self._selector.unregister(rank)
-            rank.close()
 
     def _adopt(self, worker: int, spawned: Spawned) -> None:
         self._pids[worker] = spawned.pid
@@ -400,11 +393,10 @@ class Agent:
             except OSError:  # executing the worker fails for the same reason, and reports it
                 return False
             self._listen_to(self._forks.process, worker)
-        if not self._forks.suits(executable, modules, env):
-            return False
-        self._requested[worker] = (order, env)
-        self._forks.fork(worker, env, order.cwd)
-        return True
+        requested = self._forks.fork(worker, executable, modules, env, order.cwd)
+        if requested:
+            self._requested[worker] = (order, env)
+        return requested
 
     def _adopt_forked(self, worker: int, spawned: Spawned | None) -> None:
         order = self._requested.pop(worker, None)

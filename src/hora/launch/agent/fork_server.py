@@ -128,12 +128,12 @@ class WorkerForks(ForkServer):
         self._requests: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
         threading.Thread(target=self._fork_all, name="hora-agent-forks", daemon=True).start()
 
-    def suits(self, executable: str, modules: Sequence[str], env: Mapping[str, str]) -> bool:
-        """Return whether a worker with this environment can be forked here."""
-        return (executable, *modules) == self._program and differ_only_in(env, self._env, OWN)
-
-    def fork(self, worker: int, env: Mapping[str, str], cwd: str | None) -> None:
-        """Have this worker forked."""
+    def fork(
+        self, worker: int, executable: str, modules: Sequence[str], env: Mapping[str, str], cwd: str | None
+    ) -> bool:
+        """Have this worker forked. Return False if its program or its environment is another one."""
+        if (executable, *modules) != self._program or not differ_only_in(env, self._env, OWN):
+            return False
         request = {
             "env": {name: value for name, value in env.items() if self._env.get(name) != value},
             "unset": [name for name in self._env if name not in env],
@@ -141,6 +141,7 @@ class WorkerForks(ForkServer):
             "agent": os.getpid(),
         }
         self._requests.put((worker, request))
+        return True
 
     def _fork_all(self) -> None:
         # One at a time: the server may be busy loading, and the socket holds only so much.

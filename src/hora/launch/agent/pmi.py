@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import re
+import selectors
 import socket
 from collections.abc import Callable, Mapping, Sequence
 
@@ -71,6 +72,7 @@ class MpiWorld:
         self._name = f"hora-{os.urandom(8).hex()}"  # MPICH names its shared memory after it
         self._values: dict[str, str] = {}  # what ranks have put, for all ranks
         self._in_barrier: list[socket.socket] = []
+        self.ranks = selectors.EpollSelector()  # their sockets
         self._pmix: ctypes.CDLL | None = None
         os.makedirs(folder, mode=0o700, exist_ok=True)
         with contextlib.suppress(OSError, AttributeError):  # no Open MPI, or one without PMIx
@@ -95,22 +97,26 @@ class MpiWorld:
             "OMPI_MCA_btl_vader_backing_directory": self._folder,
         }
 
-    def connect(self, rank: int) -> tuple[dict[str, str], socket.socket, socket.socket]:
-        """Return the variables by which MPICH in a rank finds its socket, our end, and the end that it inherits."""
+    def connect(self, rank: int) -> tuple[dict[str, str], socket.socket]:
+        """Return the variables by which MPICH in a rank finds its socket, and the end that it inherits."""
         ours, inherited = socket.socketpair()
+        self.ranks.register(ours, selectors.EVENT_READ, ours)
         inherited.set_inheritable(True)
         names = {"PMI_FD": str(inherited.fileno()), "PMI_RANK": str(rank), "PMI_SIZE": str(self.size)}
-        return {**names, "MPIR_CVAR_PMI_VERSION": "1"}, ours, inherited  # not PMIx, which MPICH would see too
+        return {**names, "MPIR_CVAR_PMI_VERSION": "1"}, inherited  # not PMIx, which MPICH would see too
 
-    def answer(self, rank: socket.socket) -> bool:
-        """Answer the lines that a rank has sent; return False if it will send no more."""
-        try:
-            lines = rank.recv(64 * 1024).decode().splitlines()  # a rank sends a line and waits for the answer
-            for line in lines:
-                self._obey(rank, line)
-        except (OSError, KeyError, UnicodeDecodeError):
-            return False
-        return bool(lines)
+    def answer(self) -> None:
+        """Answer the lines that ranks have sent."""
+        for key, _ in self.ranks.select(0):
+            try:
+                lines = key.data.recv(64 * 1024).decode().splitlines()  # a rank sends a line and waits for the answer
+                for line in lines:
+                    self._obey(key.data, line)
+            except (OSError, KeyError, UnicodeDecodeError):
+                lines = []
+            if not lines:  # it will send no more
+                self.ranks.unregister(key.data)
+                key.data.close()
 
     def _obey(self, rank: socket.socket, line: str) -> None:
         fields = dict(_FIELD.findall(line))
