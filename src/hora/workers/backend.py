@@ -88,21 +88,17 @@ class Record:
     def app_port(self) -> int:
         return 8100 + self.number % 15000 * 3
 
-    @property
-    def _app_url(self) -> str:
-        # Web applications listen on 127.0.0.1, as the original tells them to, not on the worker's own loopback address.
-        host = "127.0.0.1" if self.ip_address.startswith("127.") else self.ip_address
-        return f"http://{host}:{self.app_port}/"
-
     def to_dict(self, now: float) -> dict[str, Any]:
         begun = self.running_at
+        # Web applications listen on 127.0.0.1, as the original tells them to, not on the worker's own loopback address.
+        host = "127.0.0.1" if self.ip_address.startswith("127.") else self.ip_address
         return {
             "id": self.id,
             "index": self.index,
             "name": self.request.get("name") or f"worker-{self.number}",
             "status": self.status,
             "ip_address": self.ip_address if self.status == "running" or self.ended else "unknown",
-            "app_url": self._app_url,
+            "app_url": f"http://{host}:{self.app_port}/",
             "created_at": _iso(self.created_at),
             "running_at": _iso(self.running_at),
             "finished_at": _iso(self.finished_at),

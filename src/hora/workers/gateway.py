@@ -61,8 +61,7 @@ class Gateway:
         self.name, self.key = name, key
         self.idle = threading.Event()  # a caller has requested the end of the session
         self.published: HeldSecret | None = None
-        self._lock = threading.Lock()
-        self._num_calls = 0
+        self._calls = threading.Semaphore(_MAX_CALLS)
         self._server = Server(self, name="hora-workers-gateway", max_payload_bytes=_MAX_REQUEST_BYTES)
         self._server.listen(name)
         self.session = WorkerSession(variables(), address=name, key=key, output=output)
@@ -93,11 +92,9 @@ class Gateway:
 
     def message(self, peer: Peer, header: Header, payload: bytes) -> None:
         call = str(header["call"])
-        with self._lock:
-            if self._num_calls >= _MAX_CALLS:
-                peer.close()
-                return
-            self._num_calls += 1
+        if not self._calls.acquire(blocking=False):
+            peer.close()
+            return
         threading.Thread(target=self._answer, args=(peer, call, payload), name="hora-workers-call", daemon=True).start()
 
     def closed(self, peer: Peer) -> None:
@@ -115,8 +112,7 @@ class Gateway:
             if call == "end":
                 self.idle.set()
         finally:
-            with self._lock:
-                self._num_calls -= 1
+            self._calls.release()
 
     def _call(self, peer: Peer, call: str, request: dict[str, Any]) -> Any:
         session, waiting = self.session, {"abandoned": lambda: not peer.open}

@@ -107,10 +107,9 @@ class Checkpoints:
     def decode(payload: bytes) -> dict[str, Any]:
         """Return the state in a payload, on the CPU. Raises ValueError if it contains more than data."""
         try:
-            state: dict[str, Any] = load_torch(payload).plain()
+            return load_torch(payload).plain()
         except ForeignError as error:
             raise ValueError(f"the checkpoint holds more than data: {error}") from None
-        return state
 
 
 def _payload(path: Path) -> bytes:
