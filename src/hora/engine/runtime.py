@@ -596,9 +596,8 @@ class Runtime:
             queue.inspect()
 
     def lines_of(self, ranks: Sequence[int], number: int = 0, key: Key | None = None) -> dict[int, str]:
-        """Return the line that each of these other ranks' training threads is in, or why there is no answer.
-
-        With a key, only of the ranks that do not wait for it in this set.
+        """Return the line that each of these ranks' training threads is in, or why there is no answer; with a key, only
+        of the ranks that do not wait for it in this set.
         """
         tree = self._control_tree
         answers = {} if tree is None else tree.whereabouts(ranks, self.sets.serial(number))

@@ -68,9 +68,6 @@ class Item:
 class ReductionSchedule(ProgressEngine):
     """This rank's end of a schedule. `offset`: position of the members' counters, initially zero, in the segment.
     `near`: the members that share this memory, if not all of them do.
-
-    `start`, `wait`, `meet`, `leave`, `finish_leaving` and `come_back` are called by one thread at a time, the training
-    thread.
     """
 
     def __init__(
@@ -121,7 +118,7 @@ class ReductionSchedule(ProgressEngine):
     def keys_in_flight(self) -> list[Key]:
         return [item.reduction.signature.key(0) for item in [*self._items] if item.reduction is not None]
 
-    # Called by the training thread.
+    # Called by one thread at a time, the training thread.
 
     def turn(self, index: int, num_turns: int) -> int:
         """Return which of `num_turns` places receives the data of this reduction's next item."""
