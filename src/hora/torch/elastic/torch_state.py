@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from hora.torch.elastic.state import ObjectState
 from hora.torch.functions import allgather_object, broadcast_object
 from hora.torch.ops import allgather, allreduce_, barrier
 from hora.torch.optimizer.base import _DistributedOptimizer
-from hora.torch.optimizer.order import AgreedOrder, new_number
 from hora.torch.optimizer.parameters import parameters_of
 from hora.torch.process_sets import global_process_set
 from hora.torch.reduce_op import Sum
@@ -209,9 +207,7 @@ class TorchState(ObjectState):
         """Copy the state from rank 0, or with `per_step` from a rank with the newest (collective)."""
         last = self._last
         number = self._origin if not self._synced else 0 if last is None else last.number
-        orders = [optimizer.agreed_order() for optimizer in self._optimizers()]
-        mine = torch.tensor([number, _digest(orders), new_number()], device="cpu")
-        numbers, digests, labels = allgather(mine, name="elastic.last_step").view(-1, 3).T.tolist()
+        numbers = allgather(torch.tensor([number], device="cpu"), name="elastic.last_step").tolist()
         if max(numbers) == _NEWCOMER:
             raise RuntimeError(
                 "the state of the training is lost: all ranks that had it died before a newcomer could copy it. "
@@ -224,12 +220,6 @@ class TorchState(ObjectState):
             for handler in self._handlers.values():
                 handler.sync()
             super().sync()
-        if digests[0] and min(digests) == max(digests):
-            # Start with the buckets of the last world, which all ranks were part of: this saves the step that agrees
-            # on an order.
-            for index, (optimizer, order) in enumerate(zip(self._optimizers(), orders, strict=True)):
-                assert order is not None
-                optimizer.begin_with(order[0]._replace(label=f"optimizer.{sum(labels)}.{index}"))
         self._synced = TorchState._established = True
 
     def _optimizers(self) -> list[_DistributedOptimizer]:
@@ -338,14 +328,6 @@ class TorchState(ObjectState):
     _durable: DurableCommits | None = None
     _every = 1
     _num_unwritten = 0
-
-
-def _digest(orders: Sequence[tuple[AgreedOrder, bytes] | None]) -> int:
-    """Return a number that is equal for ranks with the same orders; 0 if one is missing."""
-    known = [order[1] for order in orders if order is not None]
-    if not known or len(known) < len(orders):
-        return 0
-    return int.from_bytes(hashlib.sha256(b"\0".join(known)).digest()[:7], "little")
 
 
 def _wants_steps(handlers: Mapping[str, StateHandler], asked: bool | None) -> bool:

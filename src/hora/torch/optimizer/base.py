@@ -24,12 +24,12 @@ from hora import engine
 from hora.engine.request import Reduce, ReduceOp
 from hora.telemetry.meters import meter
 from hora.torch.norms import check_finite
-from hora.torch.optimizer.order import AgreedOrder, BucketOrder
+from hora.torch.optimizer.order import BucketOrder
 from hora.torch.optimizer.parameters import parameters_of, unnamed
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer
 from hora.torch.plan import CompressionPlanner
-from hora.torch.process_sets import ProcessSet, global_process_set
+from hora.torch.process_sets import ProcessSet
 
 _LOOK_S = 50e-6  # between two polls of a GPU event
 
@@ -145,16 +145,6 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         wanted = self._uses_buckets and not self._groups
         self._bucket_order = BucketOrder(self._options, self._hooked, wanted=wanted)
         self._step = StepState()
-
-    def agreed_order(self) -> tuple[AgreedOrder, bytes] | None:
-        """Return the gradient order of the last world and its digest, if the next world can start with it."""
-        order = self._bucket_order.agreed if self._active and self.process_set is global_process_set else None
-        return None if order is None else (order, order.digest(self._parameter_names))
-
-    def begin_with(self, order: AgreedOrder) -> None:
-        """Reduce in buckets from the first step of this world on; every rank has this order (collective)."""
-        self._start_over()
-        self._reducer = self._bucket_order.buckets_in(order, self._reducer)
 
     @property
     def _requires_update(self) -> set[torch.Tensor]:

@@ -305,9 +305,6 @@ class LocalOptimizer(_DistributedOptimizer):
                 fragment.give_up()
         self._fragments = ()
 
-    def agreed_order(self) -> None:
-        """Return None: the buckets belong to a host's process set, which is created anew in every world."""
-
     def _begin_backward(self) -> None:
         self._enter_world()
         super()._begin_backward()

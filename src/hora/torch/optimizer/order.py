@@ -44,11 +44,6 @@ class AgreedOrder(NamedTuple):
     num_everywhere: int
     sparse: list[torch.Tensor]
 
-    def digest(self, names: dict[torch.Tensor, str]) -> bytes:
-        """Return bytes that are equal for members with the same parameters in the same order."""
-        told = [_told(p, names) for p in (*self.parameters, *self.sparse)]
-        return repr((self.num_everywhere, len(self.sparse), told)).encode()
-
 
 class BucketOrder:
     """Chooses the reducer of the next step, equally on all members: buckets in the order agreed last."""
@@ -69,18 +64,6 @@ class BucketOrder:
         sums = options.op in (ReduceOp.AVERAGE, ReduceOp.SUM) and options.num_members > 1
         floating = bool(parameters) and all(p.is_floating_point() for p in parameters)
         self.possible = wanted and known and sums and floating
-
-    @property
-    def agreed(self) -> AgreedOrder | None:
-        """The order of the buckets in use, if another world can reuse it."""
-        options = self._options
-        plain = self.possible and options.memory is None and not options.code_for(self._parameters)
-        return self._order if plain and self._tuner is None else None
-
-    def buckets_in(self, order: AgreedOrder, current: Reducer) -> Reducer:
-        """Return the reducer to start with; every member has this order from an earlier world (collective)."""
-        self._sparse |= set(order.sparse)
-        return self._reducer_for(order, current) if self.possible else current
 
     def next_reducer(self, current: Reducer, arrivals: Sequence[torch.Tensor]) -> Reducer:
         """Return the reducer of the next step, after a step in which gradients arrived in this order."""
