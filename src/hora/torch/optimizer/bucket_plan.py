@@ -6,7 +6,8 @@ the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +17,6 @@ import torch
 BUCKET_BYTES = 4 * 2**20
 # Gradients start on cache lines so that vector loads are aligned.
 _ALIGNMENT = 16
-
-
-# Of the gradients of a bucket: dtype in the bucket, dtype, device.
-_Format = tuple[torch.dtype, torch.dtype, torch.device]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,11 +71,15 @@ def plan_buckets(
 
     Inside a bucket, parameters of one group (`group_of`) are adjacent. Lengths are multiples of `granularity`.
     """
-    specs: list[BucketSpec] = []
-    filling: dict[_Format, list[torch.Tensor]] = {}
 
-    def close(format: _Format) -> None:
-        members = filling.pop(format)
+    def dtype_of(parameter: torch.Tensor) -> torch.dtype:
+        return wire_dtype or parameter.dtype
+
+    def num_bytes(parameter: torch.Tensor) -> int:
+        return parameter.numel() * dtype_of(parameter).itemsize
+
+    specs: list[BucketSpec] = []
+    for members in filled(parameters, lambda p: (p.dtype, p.device), num_bytes, bucket_bytes, breaks):
         if group_of is not None:
             members.sort(key=group_of)
         offsets, position = [], 0
@@ -88,18 +89,29 @@ def plan_buckets(
         what = names[members[0]] if len(members) == 1 else f"{names[members[0]]} .. {names[members[-1]]}"
         name = f"{label}.bucket.{len(specs)} ({what}: {len(members)})"
         num_elements = -(-(position + _ALIGNMENT) // granularity) * granularity
-        wire, _, device = format
-        specs.append(BucketSpec(name, tuple(members), tuple(offsets), num_elements, wire, device))
+        dtype, device = dtype_of(members[0]), members[0].device
+        specs.append(BucketSpec(name, tuple(members), tuple(offsets), num_elements, dtype, device))
+    return specs
 
+
+def filled(
+    parameters: Sequence[torch.Tensor],
+    kind_of: Callable[[torch.Tensor], Hashable],
+    num_bytes_of: Callable[[torch.Tensor], int],
+    enough: int,
+    breaks: frozenset[int] = frozenset(),
+) -> Iterator[list[torch.Tensor]]:
+    """Divide parameters, in this order, into lists of one kind with `enough` bytes; new ones start at `breaks`."""
+    filling, sizes = defaultdict[Hashable, list[torch.Tensor]](list), Counter[Hashable]()
     for index, parameter in enumerate(parameters):
         if index in breaks:
-            for format in list(filling):
-                close(format)
-        format = (wire_dtype or parameter.dtype, parameter.dtype, parameter.device)
-        members = filling.setdefault(format, [])
-        members.append(parameter)
-        if sum(p.numel() for p in members) * format[0].itemsize >= bucket_bytes:
-            close(format)
-    for format in list(filling):
-        close(format)
-    return specs
+            yield from filling.values()
+            filling.clear()
+            sizes.clear()
+        kind = kind_of(parameter)
+        filling[kind].append(parameter)
+        sizes[kind] += num_bytes_of(parameter)
+        if sizes[kind] >= enough:
+            del sizes[kind]
+            yield filling.pop(kind)
+    yield from filling.values()

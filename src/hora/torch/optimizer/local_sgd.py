@@ -218,13 +218,14 @@ class _Fragment:
                 RequestedReduction(options, Kind.ALLREDUCE, flat, name=name, reduce=reduce),
             ]
 
-    def send(self, due_at: int, progress: tuple[int, int], *, keep_progress: bool) -> None:
+    def send(self, due_at: int, progress: tuple[int, int]) -> None:
         """Start averaging the distance between the tensors and their anchors. `progress` is this rank's."""
         self.due_at = due_at
         values = [_on_host(v, a) for v, a in zip(self._values(), self._anchors, strict=True)]
         for distance, anchor, value in zip(self._distances, self._anchors, values, strict=True):
             torch.sub(anchor, value, out=distance)
-        self._sent = [value.clone() for value in values] if keep_progress and self._outer is not None else []
+        goes_on = due_at > progress[0] and self._outer is not None
+        self._sent = [value.clone() for value in values] if goes_on else []
         self._progress.copy_(torch.tensor(progress, device="cpu"))
         for reduction in self._reductions:
             reduction.start(background=True)
@@ -232,7 +233,7 @@ class _Fragment:
     def take_in(self) -> None:
         """Wait for the average, move the anchors, and update the tensors."""
         self.due_at = 0
-        self._wait()
+        self.wait()
         if self._outer is None:
             torch._foreach_sub_(list(self._anchors), self._distances)
         else:
@@ -247,14 +248,7 @@ class _Fragment:
                 value.detach().copy_(anchor if moved is None else anchor + moved)
         self._sent = []
 
-    def give_up(self) -> None:
-        """Discard the fragment in flight. It can fail only because the world is gone, which is known already."""
-        if self.due_at:
-            with contextlib.suppress(HorovodInternalError):
-                self._wait()
-        self.due_at, self._sent = 0, []
-
-    def _wait(self) -> None:
+    def wait(self) -> None:
         """Wait for the average. Raises HorovodInternalError with the ranks that have made other steps."""
         if not self._reductions:
             return
@@ -301,8 +295,9 @@ class LocalOptimizer(_DistributedOptimizer):
     def _give_up_fragments(self) -> None:
         """Discard fragments, including those in flight: the next distance starts from the anchor again."""
         for fragment in self._fragments:
-            if not self._world_changed():
-                fragment.give_up()
+            if fragment.due_at and not self._world_changed():
+                with contextlib.suppress(HorovodInternalError):  # the world is gone, which is known already
+                    fragment.wait()
         self._fragments = ()
 
     def _begin_backward(self) -> None:
@@ -368,16 +363,14 @@ class LocalOptimizer(_DistributedOptimizer):
         result = super().step(closure)
         self._num_steps += 1
         self._prepare()  # parameters may have been thawed in this step
-        overlap, progress = self._settings.overlap, (self._num_steps, self._num_left_out)
+        due_at, progress = self._num_steps + self._settings.overlap, (self._num_steps, self._num_left_out)
         with torch.no_grad():
+            for fragment in self._fragments:
+                if self._num_steps % fragment.every == fragment.offset:
+                    fragment.send(due_at, progress)
             for fragment in self._fragments:
                 if fragment.due_at == self._num_steps:
                     fragment.take_in()
-            for fragment in self._fragments:
-                if self._num_steps % fragment.every == fragment.offset:
-                    fragment.send(self._num_steps + overlap, progress, keep_progress=overlap > 0)
-                    if not overlap:
-                        fragment.take_in()
         return result
 
     step.hooked = True  # type: ignore[attr-defined]
@@ -391,7 +384,7 @@ class LocalOptimizer(_DistributedOptimizer):
                 if fragment.due_at:
                     fragment.take_in()
             for fragment in self._fragments:
-                fragment.send(self._num_steps, progress, keep_progress=False)
+                fragment.send(self._num_steps, progress)
             for fragment in self._fragments:
                 fragment.take_in()
 

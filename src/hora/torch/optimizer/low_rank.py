@@ -22,6 +22,7 @@ import torch
 
 from hora import engine
 from hora.engine.request import ReduceOp
+from hora.torch.optimizer.bucket_plan import filled
 from hora.torch.optimizer.buckets import Layout, make_reductions, release_all
 from hora.torch.optimizer.powersgd import PowerSGDMemory, orthonormalise_, working_dtype
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer, Reduction
@@ -128,17 +129,12 @@ def _divided(flat: torch.Tensor, shapes: Mapping[int, tuple[int, ...]]) -> dict[
 
 def _plan(parameters: Sequence[torch.Tensor], memory: PowerSGDMemory) -> list[list[torch.Tensor]]:
     """Divide the parameters, in this order, into buckets of one dtype and device, the compressed ones first in each."""
-    filling: dict[_Kind, list[torch.Tensor]] = {}
-    num_bytes: dict[_Kind, int] = {}
-    buckets = []
-    for parameter in parameters:
-        kind = (working_dtype(parameter), parameter.device)
-        if num_bytes.get(kind, BUCKET_BYTES) >= BUCKET_BYTES:
-            filling[kind], num_bytes[kind] = [], 0
-            buckets.append(filling[kind])
-        filling[kind].append(parameter)
-        num_bytes[kind] += kind[0].itemsize * math.prod(_first_shape(parameter, memory))
-    return [sorted(bucket, key=lambda p: not memory.rank_of(p)) for bucket in buckets]
+
+    def num_bytes(parameter: torch.Tensor) -> int:
+        return working_dtype(parameter).itemsize * math.prod(_first_shape(parameter, memory))
+
+    found = filled(parameters, lambda p: (working_dtype(p), p.device), num_bytes, BUCKET_BYTES)
+    return [sorted(bucket, key=lambda p: not memory.rank_of(p)) for bucket in found]
 
 
 class LowRankReducer(Reducer):
@@ -176,11 +172,10 @@ class LowRankReducer(Reducer):
         for shapes, flat in zip(seconds.values(), flats[len(planned) :], strict=True):
             for key, place in _divided(flat, shapes).items():
                 self._of[key].second[key] = place
-        self._in_step = False
         weakref.finalize(self, release_all, self._reductions)
 
     def ready(self, parameter: torch.Tensor) -> None:
-        if not self._in_step:
+        if not self._memory.amid:
             self._begin_step()
         bucket = self._of.get(id(parameter))
         if bucket is None:
@@ -192,7 +187,7 @@ class LowRankReducer(Reducer):
                 bucket.reduction.start(background=bucket is not self._buckets[-1])
 
     def _begin_step(self) -> None:
-        self._in_step = self._memory.amid = True
+        self._memory.amid = True
         if self._runtime.num_joins != self._memory.num_joins:  # joined ranks have missed the others' factors
             self._memory.num_joins = self._runtime.num_joins
             self._memory.forget()
@@ -208,7 +203,6 @@ class LowRankReducer(Reducer):
             reduction.wait()
 
     def finish(self) -> None:
-        self._in_step = False
         try:
             for bucket in self._buckets:
                 self._wait(bucket.reduction)
@@ -220,7 +214,6 @@ class LowRankReducer(Reducer):
             for bucket in self._buckets:
                 bucket.write_back()
             self._others.finish()
-            self._memory.amid = False
         except BaseException:
             for bucket in self._buckets:
                 bucket.num_ready = 0
@@ -228,5 +221,6 @@ class LowRankReducer(Reducer):
                 with contextlib.suppress(Exception):
                     self._wait(reduction)
             self._memory.forget()
-            self._memory.amid = False
             raise
+        finally:
+            self._memory.amid = False
