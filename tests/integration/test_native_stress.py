@@ -10,24 +10,15 @@ from pathlib import Path
 import pytest
 
 from hora.engine.shm import native
-from hora.engine.transport import native_hosts, stream
+from hora.engine.transport import native_hosts  # noqa: F401 - describes its structures
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["-O2", "-std=gnu11", "-ffp-contract=off", "-pthread", f"-I{ROOT / 'src/hora/engine/shm'}"]
-# Python's structures, their names in C, and the fields whose names differ.
-STRUCTURES = {
-    native.GroupStruct: ("group", {}),
-    native.RingStruct: ("ring", {}),
-    native.Job: ("job", {}),
-    native.Spec: ("spec", {}),
-    native.Repeated: ("repeated", {name: f"record.{name}" for name in ("ticket", "digest", "instance")}),
-    native.Pipe: ("pipe", {}),
-    native.MessageCall: ("message", {name: f"header.{name}" for name in ("group", "tag", "num_bytes", "kind")}),
-    stream.RecordsOfOneDirection: ("records", {}),
-    native_hosts._Stream: ("stream", {}),
-    native_hosts._Hosts: ("hosts", {}),
-    native.Sum: ("numbers", {}),
-    native_hosts._Job: ("hosts_job", {}),
+# Python flattens these structures.
+FLATTENED = {
+    **{("repeated", name): f"record.{name}" for name in ("ticket", "digest", "instance")},
+    **{("message", name): f"header.{name}" for name in ("group", "tag", "num_bytes", "kind")},
+    **{(kind, name): f"row.{name}" for kind in ("job", "hosts_job") for name in ("starts", "num_tensors")},
 }
 
 pytestmark = pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
@@ -44,8 +35,10 @@ def test_all_sums_are_correct_on_all_ranks(tmp_path: Path, program: str, number:
 
 def test_structures_have_the_same_layout_in_python_and_c(tmp_path: Path):
     program, expected = ['#include <stdio.h>\n#include "native.c"\nint main(void) {'], []
-    for kind, (name, renamed) in STRUCTURES.items():
-        places = [(f"offsetof(struct {name}, {renamed.get(field, field)})", field) for field, *_ in kind._fields_]
+    assert {"spin_policy", "hosts_job", "records"} <= native._structures.keys()
+    for name, kind in native._structures.items():
+        fields = [field for field, *_ in kind._fields_]
+        places = [(f"offsetof(struct {name}, {FLATTENED.get((name, field), field)})", field) for field in fields]
         program += [f'printf("%zu\\n", {place});' for place, _ in (*places, (f"sizeof(struct {name})", ""))]
         expected += [(name, field, getattr(kind, field).offset) for _, field in places]
         expected.append((name, "size", ctypes.sizeof(kind)))

@@ -26,6 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import copy
+from typing import Any
 
 from hora.engine.request import Completion
 from hora.engine.shm.counters import LINE_BYTES, SLICE_NS, Counter
@@ -102,7 +103,7 @@ class _Ring:
     """One end of an ordered pair's ring, at `offset` of the host's segment. `bells`: this rank's and the other's."""
 
     def __init__(
-        self, segment: Segment, offset: int, num_bytes: int, bells: Sequence[_Bell], patience: int, *, receives: bool
+        self, segment: Segment, offset: int, num_bytes: int, bells: Sequence[_Bell], patience: Any, *, receives: bool
     ) -> None:
         self._native = native_part()
         self._counters = written, read = [Counter(segment.memory, offset + at) for at in (0, 2 * LINE_BYTES)]
@@ -110,7 +111,9 @@ class _Ring:
         start = written.address + _PAIR_LINES * LINE_BYTES
         self._pipe = Pipe(written.address, read.address, start, num_bytes, others_bell.address, other_asleep.address)
         self._pipe_at = ctypes.addressof(self._pipe)
-        self._call = MessageCall(pipe=self._pipe_at, bell=bell.address, asleep=asleep.address, patience=patience)
+        self._call = MessageCall(
+            pipe=ctypes.pointer(self._pipe), bell=bell.address, asleep=asleep.address, patience=patience
+        )
         self._call.receives = receives
         self._call_at = ctypes.addressof(self._call)
         self.busy = threading.Lock()  # held by the thread that moves bytes
@@ -198,7 +201,7 @@ class Messages:
             self._bells[rank] = Counter(segment.memory, at), Counter(segment.memory, at + 2 * LINE_BYTES)
         for index, rank in enumerate(near):
             if rank != self._rank:
-                bells, patience = (self._bells[self._rank], self._bells[rank]), ctypes.addressof(self._patience)
+                bells, patience = (self._bells[self._rank], self._bells[rank]), ctypes.pointer(self._patience)
                 out_at, in_at = (pairs_at + pair * pair_bytes for pair in (mine * size + index, index * size + mine))
                 self._out[rank] = _Ring(segment, out_at, ring_bytes, bells, patience, receives=False)
                 self._in[rank] = _Ring(segment, in_at, ring_bytes, bells, patience, receives=True)

@@ -30,7 +30,8 @@ struct stream {
     int64_t num_queued, num_moved;
     int64_t at, in_record; /* moved bytes of the message, and of its record */
     int32_t socket, sealed; /* `sealed`: the encrypted record is in the buffer */
-    struct { char *data; int64_t num_bytes; } queue[QUEUE];
+    char *queue[QUEUE];
+    int64_t lengths[QUEUE]; /* of the queued messages */
 };
 
 struct hosts { /* the member's position, and the memory and streams that it uses */
@@ -67,7 +68,7 @@ struct hosts_job {
 
 static void enqueue(struct stream *stream, char *data, int64_t num_bytes) {
     int64_t at = stream->num_queued++ % QUEUE;
-    stream->queue[at].data = data, stream->queue[at].num_bytes = num_bytes;
+    stream->queue[at] = data, stream->lengths[at] = num_bytes;
 }
 
 /* Move bytes until the kernel blocks; return 0, or -1 if the connection is broken. Received bytes are written to their
@@ -75,8 +76,8 @@ static void enqueue(struct stream *stream, char *data, int64_t num_bytes) {
  */
 static int move(struct stream *stream, int incoming, int flags, int32_t *error) {
     while (stream->num_moved < stream->num_queued) {
-        char *data = stream->queue[stream->num_moved % QUEUE].data + stream->at;
-        int64_t length = stream->queue[stream->num_moved % QUEUE].num_bytes - stream->at, at = stream->in_record;
+        char *data = stream->queue[stream->num_moved % QUEUE] + stream->at;
+        int64_t length = stream->lengths[stream->num_moved % QUEUE] - stream->at, at = stream->in_record;
         if (!length) {
             stream->num_moved++, stream->at = 0;
             continue;

@@ -11,13 +11,14 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import struct
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -44,15 +45,12 @@ DTYPE_NUMBERS = {
 _TYPES = {
     "pointer": ctypes.c_void_p,
     "int64": ctypes.c_int64,
+    "uint64": ctypes.c_uint64,
     "int32": ctypes.c_int32,
+    "uint8": ctypes.c_uint8,
+    "char": ctypes.c_uint8,
     "double": ctypes.c_double,
 }
-
-
-def fields(declaration: str) -> list[tuple[str, Any]]:
-    """Parse the fields of a structure that share a type: "int32 member num_members"."""
-    kind, *names = declaration.split()
-    return [(name, _TYPES[kind]) for name in names]
 
 
 def _function(library: ctypes.CDLL, name: str, arguments: str, result: str = "") -> Any:
@@ -62,10 +60,48 @@ def _function(library: ctypes.CDLL, name: str, arguments: str, result: str = "")
     return found
 
 
-class SpinPolicy(ctypes.Structure):
-    """Time to spin before sleeping: `struct spin_policy`."""
+def _sources() -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(_PATH.parent.glob("*.[ch]")))
 
-    _fields_ = fields("int32 looks patience tally many")
+
+_SOURCE = re.sub(r"/\*.*?\*/", "", _sources().decode(), flags=re.DOTALL)
+_DECLARATION = re.compile(r"\s*(?:const |unsigned )*(?:struct )?(\w+?)(?:_t)? (.*)", re.DOTALL)
+_structures: dict[str, type[ctypes.Structure]] = {}  # by name in C
+Structure = TypeVar("Structure", bound=ctypes.Structure)
+
+
+def described(name: str) -> Callable[[type[Structure]], type[Structure]]:
+    """Give a class the fields of `struct name` of the C sources."""
+
+    def describe(kind: type[Structure]) -> type[Structure]:
+        kind._fields_ = list(_fields(name))
+        _structures[name] = kind
+        return kind
+
+    return describe
+
+
+def _fields(name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a structure in C. One without a class is a part of those that contain it."""
+    (body,) = re.findall(rf"^struct {name} {{(.*?)^}};", _SOURCE, re.DOTALL | re.MULTILINE)
+    for declaration in re.sub(r"int \(\*(\w+)\)\([^)]*\)", r"void *\1", body).split(";")[:-1]:
+        kind, declarators = _DECLARATION.fullmatch(declaration).groups()  # type: ignore[union-attr]
+        for declarator in declarators.split(","):
+            ((field, length),) = re.findall(r"(\w+)(?:\[(\w+)\])?$", declarator)
+            found: Any = _structures.get(kind) or _TYPES.get(kind)
+            if "*" in declarator:
+                found = ctypes.POINTER(found) if kind in _structures else ctypes.c_void_p
+            elif found is None:
+                yield from _fields(kind)
+                continue
+            if length and not length.isdigit():
+                (length,) = re.findall(rf"\b{length} = (\d+)", _SOURCE)
+            yield field, found * int(length) if length else found
+
+
+@described("spin_policy")
+class SpinPolicy(ctypes.Structure):
+    """Time to spin before sleeping."""
 
 
 # Spins of about 50 ns each before a thread sleeps, if spinning has paid off: waking takes about as long.
@@ -80,94 +116,47 @@ def new_spin_policy(num_members: int = 0) -> SpinPolicy:
     return SpinPolicy(many=_MANY_LOOKS_TO_SPARE if spare else _MANY_LOOKS)
 
 
+@described("group")
 class GroupStruct(ctypes.Structure):
-    """The counters of a group's members (`counters`): `struct group`."""
-
-    _fields_ = (
-        *fields("pointer words"),
-        *fields("int64 stride"),
-        *fields("int32 member num_members"),
-        ("patience", SpinPolicy),
-    )
+    """The counters of a group's members (`counters`)."""
 
 
+@described("ring")
 class RingStruct(ctypes.Structure):
-    """The slots and counters of a ring: `struct ring`."""
-
-    _fields_ = (
-        *fields("pointer slots results"),
-        *fields("int64 slot_bytes"),
-        *fields("int32 depth ahead"),
-        ("group", GroupStruct),
-    )
+    """The slots and counters of a ring."""
 
 
+@described("numbers")
 class Sum(ctypes.Structure):
-    """Arithmetic of a sum: times `prescale` (half precision only), summed, finished: `struct numbers`.
+    """Arithmetic of a sum: times `prescale` (half precision only), summed, finished.
 
     `finish`: not at all, times the factor, or divided by it.
     """
 
-    _fields_ = (*fields("double prescale factor"), *fields("int32 dtype finish"))
 
-
+@described("job")
 class Job(ctypes.Structure):
-    """A collective through a ring, and its progress: `struct job`."""
-
-    _fields_ = (
-        ("ring", ctypes.POINTER(RingStruct)),
-        *fields("pointer inputs outputs starts"),
-        *fields("int64 num_tensors"),
-        *fields("pointer sent received"),
-        *fields("int64 total first_step lag filled drained"),
-        ("what", Sum),
-        *fields("double stage"),
-        *fields("int32 direct divided late"),
-    )
+    """A collective through a ring, and its progress."""
 
 
+@described("spec")
 class Spec(ctypes.Structure):
-    """The common part of all collectives with one signature: `struct spec`."""
-
-    _fields_ = (("job", Job), ("digest", ctypes.c_uint8 * 16), *fields("int32 staged"))
+    """The common part of all collectives with one signature."""
 
 
+@described("repeated")
 class Repeated(ctypes.Structure):
-    """Repeated collectives of one tensor, one after the other: `struct repeated`."""
-
-    _fields_ = (
-        ("group", GroupStruct),
-        *fields("pointer heads round fed"),
-        *fields("int64 head_bytes"),
-        *fields("int32 late"),
-        # Fields from here on belong to one call and are written by CALL.
-        *fields("pointer spec source out"),
-        *fields("int64 rounds step ticket"),
-        ("digest", ctypes.c_uint8 * 16),
-        *fields("int64 instance"),
-        *fields("int32 published state"),
-        ("job", Job),
-        ("bounds", ctypes.c_int64 * 2),
-    )
+    """Repeated collectives of one tensor, one after the other; `CALL` writes the fields that belong to one call."""
 
 
+@described("pipe")
 class Pipe(ctypes.Structure):
-    """One direction between two ranks: `struct pipe`."""
-
-    _fields_ = (*fields("pointer written read bytes"), *fields("int64 num_bytes"), *fields("pointer bell asleep"))
+    """One direction between two ranks."""
 
 
+@described("message")
 class MessageCall(ctypes.Structure):
-    """A message that a thread waits for: `struct message`."""
-
-    _fields_ = (
-        *fields("pointer pipe"),
-        *fields("int64 group tag num_bytes kind"),
-        *fields("pointer data"),
-        *fields("int64 moved"),
-        *fields("pointer bell asleep patience"),
-        *fields("int32 receives"),
-    )
+    """A message that a thread waits for."""
 
 
 # Spec, source, out, rounds, step, ticket, instance: one call of `struct.pack_into` instead of a store for each.
@@ -175,17 +164,12 @@ CALL = struct.Struct("<QQQqqq16xqii")
 CALL_AT = Repeated.spec.offset
 
 
-def _source_checksum() -> int:
-    """Return the checksum of the C sources, as hatch_build.py computes it."""
-    return zlib.crc32(b"".join(path.read_bytes() for path in sorted(_PATH.parent.glob("*.[ch]"))))
-
-
 class Library:
     """The functions of native.c."""
 
     def __init__(self, path: Path) -> None:
         long, short = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
-        if int(long.hora_source_checksum()) & 0xFFFFFFFF != _source_checksum():
+        if int(long.hora_source_checksum()) & 0xFFFFFFFF != zlib.crc32(_sources()):  # as in hatch_build.py
             raise OSError(f"{path.name} was built from another source: build it anew with `pip install -e .`")
         self.has_float16 = bool(long.hora_has_f16())
         # Functions that wait release the GIL (`long`). What only takes a moment keeps it (`short`).

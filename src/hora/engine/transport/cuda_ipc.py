@@ -13,8 +13,6 @@ from types import SimpleNamespace
 
 import torch
 
-from hora.engine.shm.native import fields
-
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 _HOST, _DEVICE = 1, 2  # CUmemorytype
@@ -84,14 +82,18 @@ class Mapped(_DeviceMemory):
 class _Copy2D(ctypes.Structure):
     """CUDA_MEMCPY2D."""
 
-    _fields_ = (
-        *fields("int64 source_x source_y"),
-        *fields("int32 source_type"),
-        *fields("pointer source_host source_device source_array"),
-        *fields("int64 source_pitch target_x target_y"),
-        *fields("int32 target_type"),
-        *fields("pointer target_host target_device target_array"),
-        *fields("int64 target_pitch row_bytes num_rows"),
+    _fields_ = tuple(
+        (name, getattr(ctypes, f"c_{kind}"))
+        for kind, names in (
+            ("int64", "source_x source_y"),
+            ("int32", "source_type"),
+            ("void_p", "source_host source_device source_array"),
+            ("int64", "source_pitch target_x target_y"),
+            ("int32", "target_type"),
+            ("void_p", "target_host target_device target_array"),
+            ("int64", "target_pitch row_bytes num_rows"),
+        )
+        for name in names.split()
     )
 
 

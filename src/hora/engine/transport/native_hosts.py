@@ -17,11 +17,11 @@ import torch
 
 from hora.engine.request import Kind
 from hora.engine.shm.counters import LINE_BYTES, MEMBER_BYTES, SLICE_NS, wait_until
-from hora.engine.shm.native import NOTHING, SpinPolicy, Sum, addresses, fields, native_part, new_spin_policy
+from hora.engine.shm.native import NOTHING, Sum, addresses, described, native_part, new_spin_policy
 from hora.engine.shm.segment import Segment, aligned
 from hora.engine.transport.base import AliveCheck, Tensors
 from hora.engine.transport.packing import total
-from hora.engine.transport.stream import RecordsOfOneDirection, StreamGroup
+from hora.engine.transport.stream import StreamGroup
 from hora.errors import AuthenticationError
 
 # Half of a message between two hosts stays in the first-level cache while it is combined, encrypted and sent; with more
@@ -34,7 +34,7 @@ _ONE_STEP_BYTES = 64 * 2**10
 # The number of pieces in flight between the hosts.
 _WINDOW = 4
 _RESIDENT_WINDOW = 16
-_NUM_INPUTS, _QUEUE, _NUM_RINGS, HEADER_BYTES = 4, 64, 3, 32  # of hosts.h
+_NUM_INPUTS, _NUM_RINGS, HEADER_BYTES = 4, 3, 32  # of hosts.h
 _NUM_RESULTS = 2 * _WINDOW + 3
 _NUM_ROOMS = _RESIDENT_WINDOW + 3
 _ON_THE_WAY, _AT_ONCE, _VOID = 1, 2, 2  # `enum check` and `enum outcome` of hosts.h
@@ -74,56 +74,19 @@ class Scaling(NamedTuple):
     code: str
 
 
-class _Message(ctypes.Structure):
-    _fields_ = (*fields("pointer data"), *fields("int64 num_bytes"))
-
-
+@described("stream")
 class _Stream(ctypes.Structure):
-    """`struct stream`."""
-
-    _fields_ = (
-        ("records", ctypes.POINTER(RecordsOfOneDirection)),
-        *fields("int64 num_queued num_moved at in_record"),
-        *fields("int32 socket sealed"),
-        ("queue", _Message * _QUEUE),
-    )
+    """A connection and the messages that are queued for it."""
 
 
+@described("hosts")
 class _Hosts(ctypes.Structure):
-    """`struct hosts`."""
-
-    _fields_ = (
-        *fields("pointer memory room headers"),
-        ("outgoing", ctypes.POINTER(_Stream)),
-        ("incoming", ctypes.POINTER(_Stream)),
-        *fields("int64 counter_bytes inputs_at results_at slice_room piece_room"),
-        *fields("int32 member num_local num_leaders host num_hosts num_results num_rooms"),
-        ("patience", SpinPolicy),
-    )
+    """The member's position, and the memory and streams that it uses."""
 
 
+@described("hosts_job")
 class _Job(ctypes.Structure):
-    """`struct hosts_job`."""
-
-    _fields_ = (
-        ("hosts", ctypes.POINTER(_Hosts)),
-        *fields("pointer inputs outputs residuals starts"),
-        *fields("int64 num_tensors"),
-        *fields("pointer weights"),
-        *fields("int64 begin end most first num_pieces"),
-        *fields("pointer begins counts"),
-        *fields("int64 first_owned owned"),
-        ("inside", Sum),
-        ("between", Sum),
-        ("last", Sum),
-        *fields("double stage"),
-        *fields("int32 resident code two_steps window kind check greeting"),
-        *fields("int64 number"),
-        *fields("int32 step asked late error"),
-        ("header", ctypes.c_uint8 * HEADER_BYTES),
-        ("sent_a", ctypes.c_int64 * _QUEUE),
-        ("sent_b", ctypes.c_int64 * _QUEUE),
-    )
+    """An allreduce, or half of one, and its progress."""
 
 
 class NativeHosts:

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from hora.engine.shm.native import fields
+from hora.engine.shm.native import described
 from hora.engine.transport.base import Membership
 from hora.engine.transport.group import SLICE, PeerGroup, Work, limited
 from hora.engine.transport.packing import copy, spread
@@ -45,10 +45,9 @@ _TIME = struct.Struct("ll")
 _FUNCTIONS = ("EVP_CipherInit_ex", "EVP_CipherUpdate", "EVP_CipherFinal_ex", "EVP_CIPHER_CTX_ctrl")
 
 
+@described("records")
 class RecordsOfOneDirection(ctypes.Structure):
-    """`struct records`."""
-
-    _fields_ = (*fields("pointer context begin update end control room"), ("number", ctypes.c_uint64))
+    """The cipher of one direction, and the number of its next record."""
 
 
 @functools.lru_cache(maxsize=1)
