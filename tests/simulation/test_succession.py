@@ -71,7 +71,7 @@ class Keepers:
 
 
 class Leader:
-    """Implements `Launcher`, and the methods of `Leadership` that a controller calls, for one leader."""
+    """Implements `Launcher`, and the methods of `Leadership`, its agents and its launcher that a controller calls."""
 
     bind_address = advertised_address = "10.0.0.1"
 
@@ -80,6 +80,7 @@ class Leader:
         self.state: Mapping[str, Any] | None = None if run.saved is None else json.loads(run.saved)
         self._deposed = self.abandoned = False
         self._lost: Any = None
+        self.agents = self.launcher = self
 
     def depose(self) -> None:
         self._deposed = True
@@ -102,15 +103,16 @@ class Leader:
         if dies < 0.04:  # after it writes, before any worker is notified
             raise LeadershipLostError
 
-    def adopt(self, workers: Mapping[str, Collection[int]], events: LaunchEvents) -> dict[str, set[int]]:
+    def adopt(self, workers: Mapping[str, Collection[int]], events: LaunchEvents) -> list[int]:
         keepers = self._keepers
         keepers.events, keepers.term = events, self.term
-        known = {host: {n for n in numbers if n in keepers.processes} for host, numbers in workers.items()}
-        for number in sorted(set().union(*known.values())):
+        numbers = sorted(set().union(*workers.values()))
+        known = [number for number in numbers if number in keepers.processes]
+        for number in known:
             events.started(number)
             if number in keepers.exits:
                 events.exited(Exited(worker=number, code=keepers.exits[number]))
-        return known
+        return [number for number in numbers if number not in known]
 
     def meet_at(self, port: int) -> None:
         self._keepers.term = self.term

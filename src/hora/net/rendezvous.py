@@ -305,9 +305,12 @@ class Rendezvous(KeyValueStore):
         """Return when this worker last sent a message."""
         return self._heard.get(worker)
 
-    def give_up(self, worker: int) -> None:
-        """Reject this worker from now on, even if it is still alive."""
-        self._server.call(lambda: self._dismiss(worker))
+    def give_up(self, worker: int, how: str = "", *, failed: bool = False) -> None:
+        """Reject this worker from now on, even if it is still alive. `how`: release the ranks that wait for it.
+
+        Only the first call has an effect.
+        """
+        self._server.call(lambda: self._dismiss(worker, how, failed))
 
     def ask(self, question: Header, worker: int | None = None) -> None:
         """Send a question to one worker, or to all that send telemetry; the answer arrives as `telemetry`."""
@@ -446,8 +449,12 @@ class Rendezvous(KeyValueStore):
                 del self._next_worlds[worker]
                 self._give_world(call, worker)
 
-    def _dismiss(self, worker: int) -> None:
+    def _dismiss(self, worker: int, how: str, failed: bool) -> None:
+        if worker in self._given_up:
+            return
         self._given_up.add(worker)
+        if how:
+            self._worker_gone(worker, how, failed)
         call = self._next_worlds.pop(worker, None)
         if call is not None:
             self._give_world(call, worker)

@@ -394,12 +394,21 @@ class HostLauncher:
         for name, specs in by_host.items():
             self._hosts[name].start([self._for_elsewhere(spec) for spec in specs] if name in remote else specs)
 
-    def adopt(self, workers: Mapping[str, Collection[int]], events: LaunchEvents) -> None:
-        """Supervise workers, by host, that an earlier leader started. Workers that have ended are reported."""
+    def adopt(self, workers: Mapping[str, Collection[int]], events: LaunchEvents) -> list[int]:
+        """Supervise an earlier leader's workers, by host; report those that have ended, return those never started."""
         assert self._agents is not None
+        never_started: set[int] = set()
         for name, numbers in workers.items():
-            self._hosts[name] = self._agents.agent(name)
-            self._hosts[name].look_after(events, numbers)
+            host = self._agents.agent(name)
+            if host.ended:
+                for number in numbers:
+                    events.exited(Exited(number, 255, f"its node, {name}, has not come to the new leader"))
+                continue
+            known = host.workers.intersection(numbers)
+            self._hosts[name] = host
+            host.look_after(events, known)
+            never_started.update(known.symmetric_difference(numbers))
+        return sorted(never_started)
 
     def abandon(self) -> None:
         """Release all workers: another leader supervises them."""

@@ -178,7 +178,6 @@ class _Controller(Observation):
         self._places: dict[int, Slot] = {}  # of the current generation
         self._results: dict[int, bytes] = {}
         self._reports: dict[int, Raised] = {}
-        self._gone: set[int] = set()  # workers that the others no longer wait for
         now = time.monotonic()
         self._facts = Facts(begun_at=now, short_since=now)
         self._workers = self._facts.workers
@@ -275,7 +274,7 @@ class _Controller(Observation):
                         raise StartTimeoutError(message)
         except LeadershipLostError:
             assert self._leadership is not None
-            self._leadership.abandon()
+            self._leadership.launcher.abandon()
             raise
 
     # ---- leadership ---------------------------------------------------------------------------------------
@@ -299,7 +298,7 @@ class _Controller(Observation):
             self._tell_worlds()
             self._adopt(leadership)
             self._log(f"this process leads the job now (term {leadership.term}), generation {self._facts.generation}")
-        leadership.meet_at(self.rendezvous.port)
+        leadership.agents.meet_at(self.rendezvous.port)
 
     def _adopt(self, leadership: Leadership) -> None:
         alive: dict[str, list[int]] = {}
@@ -307,18 +306,10 @@ class _Controller(Observation):
             if worker.alive:
                 alive.setdefault(worker.host, []).append(worker.number)
             else:
-                self._gone.add(worker.number)
                 self.rendezvous.give_up(worker.number)
-        known = leadership.adopt(alive, self)
-        never_started = []  # the previous leader died between its decision and the order
-        for host, numbers in alive.items():
-            for number in numbers:
-                if host not in known:
-                    self.exited(Exited(number, 255, f"its node, {host}, has not come to the new leader"))
-                elif number not in known[host]:
-                    never_started.append(number)
-        if never_started:
-            self._start(sorted(never_started))
+        never_started = leadership.launcher.adopt(alive, self)
+        if never_started:  # the previous leader died between its decision and the order
+            self._start(never_started)
 
     # ---- facts --------------------------------------------------------------------------------------------
 
@@ -401,7 +392,7 @@ class _Controller(Observation):
         for number in numbers:
             if not self._workers[number].exited:
                 # The function has ended on this worker, even if a thread or child keeps the process alive.
-                self._tell_the_others(number, f"raised {self._reports[number].headline}", failed=True)
+                self.rendezvous.give_up(number, f"raised {self._reports[number].headline}", failed=True)
                 self._launcher.terminate([number], grace_s=self._job.grace_s)
 
     def _end(self, numbers: Sequence[int], why: str, *, failed: bool, now: float) -> None:
@@ -409,11 +400,9 @@ class _Controller(Observation):
             if failed:
                 self._note_failure(number, 1, why)
                 self._bar_the_place_of(number)
-                self._tell_the_others(number, f"was given up: {why}", failed=True)
             else:
                 self._workers[number].enter(WorkerState.LEFT, now)
-                self._tell_the_others(number, f"is ended: {why}", failed=True)
-            self.rendezvous.give_up(number)
+            self.rendezvous.give_up(number, f"{'was given up' if failed else 'is ended'}: {why}", failed=True)
         self._save(now)
         self._log(f"ending {', '.join(self._name(number) for number in numbers)}: {why}")
         self._launcher.terminate(numbers, grace_s=min(_STUCK_GRACE_S, self._job.grace_s))
@@ -671,9 +660,8 @@ class _Controller(Observation):
         number, worker = ended.worker, self._workers[ended.worker]
         worker.exited, worker.code, succeeded = True, ended.code, worker.state is WorkerState.SUCCEEDED
         failed = not self._ending and self._judge_exit(worker, ended)
-        how = f"ended with exit code {ended.code}"
-        self._tell_the_others(number, how, failed=failed or (ended.code != 0 and not succeeded))
-        self.rendezvous.give_up(number)
+        failed = failed or (ended.code != 0 and not succeeded)
+        self.rendezvous.give_up(number, f"ended with exit code {ended.code}", failed=failed)
 
     def _judge_exit(self, worker: Worker, ended: Exited) -> bool:
         """Record the exit of a process; return whether it is a failure."""
@@ -705,9 +693,3 @@ class _Controller(Observation):
         self._facts.failures.append(
             Failure(worker=number, at=now, code=code, reason=reason, consequence=bool(complaint), blames=blames)
         )
-
-    def _tell_the_others(self, number: int, how: str, *, failed: bool) -> None:
-        """Tell the ranks, once, not to wait for this worker any longer."""
-        if number not in self._gone:
-            self._gone.add(number)
-            self.rendezvous.worker_exited(number, how, failed=failed)

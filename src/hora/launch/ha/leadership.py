@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hora.launch.agent.agent import LEFT
@@ -27,7 +27,7 @@ from hora.launch.controller.launcher import wait_or_kill
 from hora.launch.ha.etcd import Etcd
 from hora.launch.ha.kubernetes import LeaseStore
 from hora.launch.ha.store import AuthenticatedStore, Contents, JobStore, LeaderTerm, StoreError
-from hora.launch.job import LaunchEvents, LeadershipLostError, exit_status
+from hora.launch.job import LeadershipLostError, exit_status
 from hora.launch.options import Options
 from hora.launch.processes import ended_by_signals, module_command
 from hora.launch.slots import NodeSpec
@@ -122,21 +122,6 @@ class Leadership:
     def save(self, state: Mapping[str, Any]) -> None:
         """Save the state for the next leader. Raises LeadershipLostError if this process no longer leads."""
         self.put("state", {**state, "run": self.run})
-
-    def adopt(self, workers: Mapping[str, Collection[int]], events: LaunchEvents) -> dict[str, set[int]]:
-        """Supervise these workers, by host; return those that their hosts know, by host that has joined this leader."""
-        hosts = [host.hostname for host in self.agents.hosts() if host.hostname in workers]
-        known = {host: set(workers[host]).intersection(self.agents.workers_at(host)) for host in hosts}
-        self.launcher.adopt(known, events)
-        return known
-
-    def meet_at(self, port: int) -> None:
-        self.agents.meet_at(port)
-
-    def abandon(self) -> None:
-        """Release the workers, which another process supervises."""
-        self.launcher.abandon()
-        self.agents.abandon()
 
     def put(self, key: str, value: Mapping[str, Any], *, lasting_s: int = 0) -> None:
         """Write a value for the other nodes. LeadershipLostError: another leads, or it cannot be written in time."""
