@@ -101,7 +101,17 @@ def check_values(values: Mapping[str, Any]) -> None:
         if values[name] not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, but it is {values[name]!r}")
     check_validation_value(values["validation"])
-    _check_lengths(values)
+    labels, losses = values["label_cols"], values["loss"] or values["loss_constructors"]
+    for name, found, lengths in (
+        ("loss_weights", values["loss_weights"], {len(labels)}),
+        ("label_shapes", values["label_shapes"], {len(labels)}),
+        ("losses", losses if isinstance(losses, list | tuple) else None, {1, len(labels)}),
+    ):
+        if found and len(found) not in lengths:
+            raise ValueError(f"there are {len(found)} {name}, but {len(labels)} label columns: {', '.join(labels)}")
+    for group in values["metrics"]:
+        if isinstance(group, list | tuple) and len(group) not in (1, len(labels)):
+            raise ValueError(f"a group of metrics has 1 function or one for each label, but this one has {len(group)}")
 
 
 def check_torch_values(values: Mapping[str, Any]) -> None:
@@ -122,21 +132,6 @@ def check_validation_value(validation: Any) -> None:
         raise ValueError(f"validation must be a share between 0 and 1 or a column's name, but it is {validation!r}")
     if not 0 <= validation < 1:
         raise ValueError(f"validation must be at least 0 and less than 1, but it is {validation}")
-
-
-def _check_lengths(values: Mapping[str, Any]) -> None:
-    labels = values["label_cols"]
-    losses = values["loss"] or values["loss_constructors"]
-    for name, found, allowed in (
-        ("loss_weights", values["loss_weights"], {len(labels)}),
-        ("label_shapes", values["label_shapes"], {len(labels)}),
-        ("losses", losses if isinstance(losses, list | tuple) else None, {1, len(labels)}),
-    ):
-        if found and len(found) not in allowed:
-            raise ValueError(f"there are {len(found)} {name}, but {len(labels)} label columns: {', '.join(labels)}")
-    for group in values["metrics"]:
-        if isinstance(group, list | tuple) and len(group) not in (1, len(labels)):
-            raise ValueError(f"a group of metrics has 1 function or one for each label, but this one has {len(group)}")
 
 
 def check_columns(values: Mapping[str, Any], features: Sequence[str], columns: Mapping[str, Column]) -> None:

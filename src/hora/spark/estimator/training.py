@@ -11,11 +11,12 @@ Each rank keeps its own batch-norm statistics. Checkpoint, log and history have 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -68,13 +69,13 @@ def train(spec: RankSpec) -> TrainingResult | None:
     losses = losses_of(values, model=model, optimizer=optimizer, feature_cols=list(spec.features))
     objective = LabelColumns(values, losses, device)
     recipe = Recipe(accumulate=values["backward_passes_per_step"])
-    trainer = _Trainer(Stepper(model, optimizer, objective, recipe=recipe, device=device), objective, values)
+    stepper, tally = Stepper(model, optimizer, objective, recipe, device), Tally(objective.names, device)
 
     def state(**place: Any) -> Any:
         register_handlers()
-        return hvd.elastic.TorchState(model, optimizer, per_step=True, tally=trainer.tally, **place)
+        return hvd.elastic.TorchState(model, optimizer, per_step=True, tally=tally, **place)
 
-    place = go_on(place, hvd.elastic.run, state, _train_epochs, spec, trainer)
+    place = go_on(place, hvd.elastic.run, state, _train_epochs, spec, stepper, tally)
     if hvd.rank() != 0:
         return None
     packed = pack_model(model.cpu().eval())
@@ -117,81 +118,63 @@ def go_on(
     return elastic
 
 
-def _train_epochs(place: Any, spec: RankSpec, trainer: _Trainer) -> None:
+def _train_epochs(place: Any, spec: RankSpec, stepper: Stepper, tally: Tally) -> None:
     """Train the remaining epochs on the current ranks."""
-    stepper, values = trainer.stepper, spec.values
+    values, device, objective = spec.values, stepper.device, cast(LabelColumns, stepper.objective)
     for group in stepper.optimizer.param_groups:
         group["lr"] *= hvd.size() / place.size
     place.size = hvd.size()
-    trainer.num_backward = 0
     with open_data_module(spec) as data, _run_files(spec, stepper) as keep:
-        batches = endless(data.train_data())
+        batches, numbers = endless(data.train_data()), itertools.count()  # of all backward passes in this world
         while len(history := json.loads(place.history)) < values["epochs"]:
-            entry: dict[str, Any] = {"epoch": len(history)}
             total = num_steps(spec, data)
-            of_epoch = (next(batches) for _ in range(round(place.done * total), total))
-            entry["train"] = trainer.train(minibatches(spec, of_epoch, stepper.device), place, len(history), total)
+            first = round(place.done * total)
+            stepper.model.train()
+            of_epoch = minibatches(spec, itertools.islice(batches, total - first), device)
+            for index, minibatch in enumerate(of_epoch, first):
+                if _completes_step(spec, stepper, tally, minibatch, index, next(numbers)):
+                    place.done = (index + 1) / total
+                    place.commit()
+            entry = {"epoch": len(history), "train": objective.entry(tally.averages())}
             if spec.dataset.val_rows:
-                entry["validation"] = trainer.validate(minibatches(spec, data.val_data(), stepper.device))
+                scored = minibatches(spec, data.val_data(), device)
+                found = score_all(stepper.model, scored, objective, recipe=stepper.recipe, device=device)
+                entry["validation"] = objective.entry(found.averages())
             history.append(entry)
             if hvd.rank() == 0:
                 keep(history)
+            tally.clear()  # not before: the epoch's end may fail and run again
             place.history, place.done = json.dumps(history), 0.0
             place.commit()
 
 
-class _Trainer:
-    """Runs passes over minibatches with the user's own step or the workflow's, every `accumulate` minibatches."""
-
-    def __init__(self, stepper: Stepper, objective: LabelColumns, values: Mapping[str, Any]) -> None:
-        self.stepper, self._objective = stepper, objective
-        self._own_step: Callable[..., Any] | None = values["train_minibatch_fn"]
-        self.num_backward = 0
-        self.tally, self._epoch = Tally(objective.names, stepper.device), -1
-
-    def train(self, minibatches: Iterable[Minibatch], place: Any, epoch: int, total: int) -> dict[str, Any]:
-        """Train the rest of an epoch of `total` minibatches; returns the mean loss and metrics over all ranks."""
-        stepper, first = self.stepper, round(place.done * total)
-        if epoch != self._epoch:
-            self.tally.clear()
-        self._epoch = epoch
-        stepper.model.train()
-        for index, minibatch in enumerate(minibatches, first):
-            own = self._own_step
-            if own is not None:
-                stepper.report(self._score_by_own_step(own, minibatch, index), self.tally)
-            else:
-                if self.num_backward % stepper.recipe.accumulate == 0:
-                    stepper.begin()
-                stepper.add(minibatch, self.tally)
-            self.num_backward += 1
-            if self.num_backward % stepper.recipe.accumulate == 0:
-                if own is None:
-                    stepper.finish()
-                place.done = (index + 1) / total
-                place.commit()
-        return self._objective.entry(self.tally.averages())
-
-    def validate(self, minibatches: Iterable[Minibatch]) -> dict[str, Any]:
-        """Compute the same without training."""
-        stepper = self.stepper
-        tally = score_all(stepper.model, minibatches, self._objective, recipe=stepper.recipe, device=stepper.device)
-        return self._objective.entry(tally.averages())
-
-    def _score_by_own_step(self, own_step: Callable[..., Any], minibatch: Minibatch, index: int) -> Scored:
-        stepper, objective = self.stepper, self._objective
-        outputs, loss = own_step(
-            stepper.model,
-            stepper.optimizer,
-            objective.fit_labels,
-            objective.loss,
-            minibatch.inputs,
-            minibatch.labels,
-            minibatch.weights,
-            stepper.recipe.accumulate,
-            index,
-        )
-        return Scored(*objective.fit_labels(outputs, minibatch.labels), loss, weight=1)
+def _completes_step(
+    spec: RankSpec, stepper: Stepper, tally: Tally, minibatch: Minibatch, index: int, number: int
+) -> bool:
+    """Train on a minibatch with the user's own step or the workflow's; returns whether that completes a step."""
+    passes, own_step = stepper.recipe.accumulate, spec.values["train_minibatch_fn"]
+    completes = (number + 1) % passes == 0
+    if own_step is None:
+        if number % passes == 0:
+            stepper.begin()
+        stepper.add(minibatch, tally)
+        if completes:
+            stepper.finish()
+        return completes
+    objective = cast(LabelColumns, stepper.objective)
+    outputs, loss = own_step(
+        stepper.model,
+        stepper.optimizer,
+        objective.fit_labels,
+        objective.loss,
+        minibatch.inputs,
+        minibatch.labels,
+        minibatch.weights,
+        passes,
+        index,
+    )
+    stepper.report(Scored(*objective.fit_labels(outputs, minibatch.labels), loss, weight=1), tally)
+    return completes
 
 
 def rank_device(use_gpu: bool) -> torch.device:

@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hora.keras.values import keras_version
 from hora.spark.estimator.store import temporary_folder
 
 
 def keras_of(model: Any) -> str:
     """Return the package of a model: `keras`, or `tf_keras` for Keras 2. Raises ValueError for anything else."""
-    packages = {cls.__module__.split(".")[0] for cls in type(model).__mro__}
-    for package in ("tf_keras", "keras"):
-        if package in packages:
-            return package
-    raise ValueError(f"KerasEstimator trains models of Keras, but this is a {type(model).__qualname__}")
+    version = keras_version(model)
+    if version is None:
+        raise ValueError(f"KerasEstimator trains models of Keras, but this is a {type(model).__qualname__}")
+    return "tf_keras" if version == 2 else "keras"
 
 
 def pack_model(model: Any) -> bytes:

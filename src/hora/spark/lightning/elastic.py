@@ -58,7 +58,7 @@ class LoopPosition:
         strategy = self.trainer.strategy
         found = {name: getattr(self, name) for name in ("began", "epoch", "first", "total", "size")}
         found["rates"] = [
-            {name: group[name] for name in ("lr", "initial_lr") if name in group} for group in _groups(strategy)
+            {name: group[name] for name in ("lr", "initial_lr") if name in group} for group in strategy.groups()
         ]
         found["schedulers"] = [config.scheduler.state_dict() for config in strategy.lr_scheduler_configs]
         if self.began:  # before that, all ranks have the same initial values, perhaps from a checkpoint
@@ -70,7 +70,7 @@ class LoopPosition:
         trainer, strategy = self.trainer, self.trainer.strategy
         for name in ("began", "epoch", "first", "total", "size"):
             setattr(self, name, found[name])
-        for group, rates in zip(_groups(strategy), found["rates"], strict=True):
+        for group, rates in zip(strategy.groups(), found["rates"], strict=True):
             group.update(rates)
         for config, state in zip(strategy.lr_scheduler_configs, found["schedulers"], strict=True):
             config.scheduler.load_state_dict(state)
@@ -125,10 +125,6 @@ class _LoopPositionHandler(SnapshotHandler):
     @committed.setter
     def committed(self, saved: Any) -> None:
         self._saved = saved
-
-
-def _groups(strategy: Any) -> list[dict[str, Any]]:
-    return [group for optimizer in strategy.optimizers for group in optimizer.param_groups]
 
 
 class _ElasticFit:

@@ -111,9 +111,12 @@ class _Horovod:
         if is_elastic():
             make_elastic(trainer, self._new_data)
 
+    def groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
     def scale_rates(self, factor: float) -> None:
         """Multiply every learning rate, including the initial rates of schedulers."""
-        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+        for group in self.groups():
             for name in ("lr", "initial_lr"):
                 if name in group:
                     group[name] = group[name] * factor
