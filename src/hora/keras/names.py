@@ -10,26 +10,20 @@ from hora.keras.values import (
     broadcast_variables,
     reducescatter,
 )
-from hora.torch import basics
+from hora.torch import basics, process_sets, reduce_op
 from hora.torch.basics import *
 from hora.torch.functions import allgather_object, broadcast_object
 from hora.torch.ops import barrier
-from hora.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from hora.torch.reduce_op import Adasum, Average, Max, Min, Product, Sum
+from hora.torch.process_sets import *
+from hora.torch.reduce_op import *
 
 __all__ = [
     *basics.__all__,
-    "Adasum",
-    "Average",
+    *process_sets.__all__,
+    *reduce_op.__all__,
     "DistributedOptimizer",
     "HorovodInternalError",
-    "Max",
-    "Min",
     "PartialDistributedOptimizer",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -38,7 +32,5 @@ __all__ = [
     "broadcast_global_variables",
     "broadcast_object",
     "broadcast_variables",
-    "global_process_set",
     "reducescatter",
-    "remove_process_set",
 ]

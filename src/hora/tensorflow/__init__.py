@@ -9,26 +9,18 @@ from hora.tensorflow.bridge import gpu_available
 from hora.tensorflow.compression import Compression
 from hora.tensorflow.functions import *
 from hora.tensorflow.ops import *
-from hora.torch import basics
+from hora.torch import basics, process_sets, reduce_op
 from hora.torch.basics import *
-from hora.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from hora.torch.reduce_op import Adasum, Average, Max, Min, Product, Sum
+from hora.torch.process_sets import *
+from hora.torch.reduce_op import *
 
 __all__ = [
     *basics.__all__,
     *functions.__all__,
     *ops.__all__,
-    "Adasum",
-    "Average",
+    *process_sets.__all__,
+    *reduce_op.__all__,
     "Compression",
     "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
-    "global_process_set",
     "gpu_available",
-    "remove_process_set",
 ]

@@ -1,7 +1,7 @@
 """The `hvd` interface for PyTorch: `import horovod.torch as hvd` imports these names."""
 
 from hora.errors import HorovodInternalError
-from hora.torch import basics, ops
+from hora.torch import basics, ops, process_sets, reduce_op
 from hora.torch.basics import *
 from hora.torch.basics import _check_has_gpu
 from hora.torch.collective import poll, synchronize
@@ -11,15 +11,15 @@ from hora.torch.ops import *
 from hora.torch.optimizer.distributed import DistributedOptimizer, clip_grad_norm_
 from hora.torch.optimizer.local_sgd import DESLOC, DiLoCo, LocalSGD
 from hora.torch.optimizer.state import broadcast_optimizer_state
-from hora.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from hora.torch.reduce_op import Adasum, Average, Max, Min, Product, Sum
+from hora.torch.process_sets import *
+from hora.torch.reduce_op import *
 from hora.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     *basics.__all__,
     *ops.__all__,
-    "Adasum",
-    "Average",
+    *process_sets.__all__,
+    *reduce_op.__all__,
     "Compression",
     "DESLOC",
     "DiLoCo",
@@ -27,21 +27,13 @@ __all__ = [
     "ErrorFeedback",
     "HorovodInternalError",
     "LocalSGD",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
     "SyncBatchNorm",
     "_check_has_gpu",
-    "add_process_set",
     "allgather_object",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "clip_grad_norm_",
-    "global_process_set",
     "poll",
-    "remove_process_set",
     "synchronize",
 ]

@@ -13,6 +13,8 @@ from typing import Any
 from hora import engine
 from hora.errors import HorovodInternalError
 
+__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
+
 
 def is_mpi_communicator(value: object) -> bool:
     """Return whether the value is an mpi4py communicator, without importing mpi4py."""

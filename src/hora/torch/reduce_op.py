@@ -6,6 +6,8 @@ import warnings
 
 from hora.engine.request import ReduceOp
 
+__all__ = ["Adasum", "Average", "Max", "Min", "Product", "Sum"]
+
 Average = int(ReduceOp.AVERAGE)
 Sum = int(ReduceOp.SUM)
 Adasum = int(ReduceOp.ADASUM)
