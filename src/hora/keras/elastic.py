@@ -7,14 +7,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from hora.errors import HorovodInternalError
-from hora.keras.values import as_numpy, as_torch, assign_values, keras_version, optimizer_variables, read_values
+from hora.keras.values import assign_values, broadcast_variables, keras_version, optimizer_variables, read_values
 from hora.torch.basics import rank
 from hora.torch.elastic.loop import reset, run_fn
 from hora.torch.elastic.state import ObjectState
-from hora.torch.functions import broadcast_object, broadcast_tensors
+from hora.torch.functions import broadcast_object
 
 _OF_A_COLLECTIVE = re.compile("Horovod(InternalError|Allreduce|Allgather|Broadcast|Alltoall|Reducescatter)")
 
@@ -63,31 +61,18 @@ class TensorFlowState(ObjectState):
         return self._of
 
     def save(self) -> None:
-        self._saved_values = self._read()
+        self._saved_values = read_values(self._variables(), self._session)
         super().save()
 
     def restore(self) -> None:
-        self._assign(self._saved_values)
+        known = self._variables()[: len(self._saved_values)]
+        assign_values(known, self._saved_values, self._session)
         super().restore()
 
     def sync(self) -> None:
-        values = broadcast_tensors([as_torch(value) for value in self._read()], 0, "keras.variables")
-        self._assign([as_numpy(value) for value in values])
+        broadcast_variables(self._variables(), 0, self._session)
         super().sync()
         self.save()
-
-    def _read(self) -> list[Any]:
-        if self._session is None:
-            return read_values(self._variables())
-        return [np.array(value) for value in self._session.run(self._variables())]
-
-    def _assign(self, values: Sequence[Any]) -> None:
-        known = self._variables()[: len(values)]
-        if self._session is None:
-            assign_values(known, values)
-            return
-        for variable, value in zip(known, values, strict=True):
-            variable.load(value, self._session)
 
 
 class TensorFlowKerasState(TensorFlowState):

@@ -96,7 +96,7 @@ class _Keras2(_Distributed):
     @property
     def _agg_helper(self) -> Any:
         """The sums of several backward passes; None if each pass is a step."""
-        return self._hora.adding
+        return self._hora.helper
 
     def _compute_gradients(self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None) -> Any:
         """Return the gradients of the loss, reduced over the ranks, with their variables."""
@@ -154,7 +154,7 @@ class _Keras2(_Distributed):
         gradients = [gradient for gradient, _ in pairs]
         if not computed:
             return self._hora(self, gradients, variables, update)
-        return self._hora.apply_gradients(self, variables, lambda: update(gradients, variables))
+        return self._hora.update(self, variables, lambda: update(gradients, variables))
 
 
 def DistributedOptimizer(

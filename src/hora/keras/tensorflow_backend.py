@@ -3,61 +3,51 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hora.keras.values import StartCheck
-from hora.tensorflow.gradients import GradientReduction, LocalAggregation
+from hora.tensorflow.gradients import Aggregation, GradientReduction
 from hora.torch.basics import rank
 
 
-class TensorFlowAggregation:
+class TensorFlowAggregation(Aggregation):
     """Accumulates gradients over `passes` calls, then reduces them over the ranks and updates."""
 
     def __init__(self, options: dict[str, Any], passes: int, average: bool, scale_local: bool) -> None:
-        self._reduce = GradientReduction(**options, scale_local_gradients=scale_local)
-        self.local: dict[int, Any] = {}
-        sums = functools.partial(self._reduce, local=self.local)
-        self.adding = None if passes == 1 else LocalAggregation(sums, passes, average)
-        self.process_set = self._reduce.process_set
+        super().__init__(GradientReduction(**options, scale_local_gradients=scale_local), passes, average)
+        self.process_set = self.reduction.process_set
         self._check = StartCheck()
 
     def __call__(self, optimizer: Any, gradients: list[Any], variables: list[Any], update: Any) -> Any:
         """Take the gradients of one call; calls `update(gradients, variables)` once the step is complete."""
         ready = self.compute_gradients(gradients, variables)
-        return self.apply_gradients(optimizer, variables, lambda: update(ready, variables))
+        return self.update(optimizer, variables, lambda: update(ready, variables))
 
-    def compute_gradients(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        """Reduce the gradients of one call, or add them to those of the step."""
-        if self.adding is not None:
-            return self.adding.compute_gradients(gradients, variables)
-        return self.reduced(gradients, variables)
-
-    def apply_gradients(self, optimizer: Any, variables: list[Any], update: Callable[[], Any]) -> Any:
+    def update(self, optimizer: Any, variables: list[Any], update: Callable[[], Any]) -> Any:
         """Call `update`, or only count the call if it does not complete a step."""
-        if self.adding is None:
+        if self.helper is None:
             return update()
         with tf.init_scope():  # create the optimizer's variables, which a branch of a function could not do
             if not getattr(optimizer, "built", False) and hasattr(optimizer, "build"):
                 optimizer.build(variables)
             elif hasattr(optimizer, "_create_all_weights"):  # optimizers of tf_keras.optimizers.legacy
                 optimizer._create_all_weights(variables)
-        return self.adding.apply_gradients(update, lambda: optimizer.iterations.assign_add(1))
+        return self.apply_gradients(update, lambda: optimizer.iterations.assign_add(1))
 
     def check_one_pass(self) -> None:
         """Raise ValueError if a step has several calls."""
-        if self.adding is not None:
+        if self.helper is not None:
             raise ValueError(
-                f"rank {rank()}: with backward_passes_per_step={self.adding.backward_passes_per_step} wrap the "
+                f"rank {rank()}: with backward_passes_per_step={self.backward_passes_per_step} wrap the "
                 "LossScaleOptimizer itself: hvd.DistributedOptimizer(LossScaleOptimizer(optimizer), "
                 "backward_passes_per_step=…)"
             )
 
-    def reduced(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        """Return the gradients of one call, reduced."""
+    def reduced(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         if not tf.compat.v1.executing_eagerly_outside_functions():  # variables have no values outside the session
-            return self._reduce(gradients, variables, self.local)
+            return super().reduced(gradients, variables)
         shared = [variable for variable in variables if id(variable) not in self.local]
-        return self._reduce(gradients, variables, self.local, functools.partial(self._check, shared))
+        return self.reduction(gradients, variables, self.local, functools.partial(self._check, shared))

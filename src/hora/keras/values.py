@@ -96,8 +96,10 @@ def runs_in_session() -> bool:
     return tensorflow is not None and not tensorflow.compat.v1.executing_eagerly_outside_functions()
 
 
-def read_values(variables: Sequence[Any]) -> list[Any]:
-    """Return copies of the variables' values as numpy arrays."""
+def read_values(variables: Sequence[Any], session: Any = None) -> list[Any]:
+    """Return copies of the variables' values as numpy arrays; of a graph's in this session, else in Keras's."""
+    if session is not None:
+        return [np.array(value) for value in session.run(list(variables))]
     if runs_in_session():
         from tf_keras.src import backend
 
@@ -105,15 +107,18 @@ def read_values(variables: Sequence[Any]) -> list[Any]:
     return [np.array(to_numpy(variable)) for variable in variables]
 
 
-def assign_values(variables: Sequence[Any], values: Sequence[Any]) -> None:
+def assign_values(variables: Sequence[Any], values: Sequence[Any], session: Any = None) -> None:
     """Assign a value to each variable."""
-    if runs_in_session():
+    if session is None and runs_in_session():
         from tf_keras.src import backend
 
         backend.batch_set_value(list(zip(variables, values, strict=True)))
         return
     for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
+        if session is None:
+            variable.assign(value)
+        else:
+            variable.load(value, session)
 
 
 def keras_version(thing: object) -> int | None:
@@ -128,10 +133,11 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
     return list(variables() if callable(variables) else variables)
 
 
-def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
+def broadcast_variables(variables: Sequence[Any], root_rank: int, session: Any = None) -> None:
     """Assign the root's values to variables of any backend. Raises ValueError if ranks' variables differ."""
-    values = broadcast_tensors([as_torch(value) for value in read_values(variables)], root_rank, "keras.variables")
-    assign_values(variables, [as_numpy(value) for value in values])
+    mine = [as_torch(value) for value in read_values(variables, session)]
+    values = broadcast_tensors(mine, root_rank, "keras.variables")
+    assign_values(variables, [as_numpy(value) for value in values], session)
 
 
 def broadcast_global_variables(root_rank: int) -> None:

@@ -9,6 +9,7 @@ unique.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import linecache
 import sys
@@ -145,6 +146,10 @@ def call(
     makes the name unique.
     """
 
+    def now(inputs: Sequence[torch.Tensor]) -> Answer:
+        answer = question(name, *inputs)
+        return answer() if callable(answer) else answer
+
     def work(execution: Execution) -> None:
         answer = question(execution.name, *execution.inputs)
         if callable(answer):
@@ -152,28 +157,15 @@ def call(
         else:
             execution.finish(answer)
 
-    if not tf.executing_eagerly():
-        return _add(work, tensors, dtypes, shapes, name)
-    with own_errors():
-        answer = question(name, *[_to_torch(tensor) for tensor in _moved(tensors)])
-        outputs = answer() if callable(answer) else answer
-        return _with_dtypes([_to_tensorflow(output) for output in outputs], dtypes)
+    return _run_or_add(now, work, tensors, dtypes, shapes, name)
 
 
 def carry_out(
     collective: Collective, tensors: Sequence[Any], dtypes: Sequence[Any], shapes: Sequence[Any]
 ) -> list[Any]:
     """Run a collective and return its results. In a graph its name is that of the operation, made unique."""
-    if tf.executing_eagerly():
-        with own_errors():
-            outputs = _run(collective, [_to_torch(tensor) for tensor in _moved(tensors)])
-            return _with_dtypes([_to_tensorflow(output) for output in outputs], dtypes)
-    assert collective.name is not None
-
-    def work(execution: Execution) -> None:
-        _submit(collective, execution)
-
-    return _add(work, tensors, dtypes, shapes, collective.name)
+    now, work = functools.partial(_run, collective), functools.partial(_submit, collective)
+    return _run_or_add(now, work, tensors, dtypes, shapes, collective.name)
 
 
 def _run(collective: Collective, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -211,10 +203,26 @@ def _with_splits(collective: Collective, tensors: Sequence[torch.Tensor]) -> tup
     return collective, tensors
 
 
-def _add(work: Work, tensors: Sequence[Any], dtypes: Sequence[Any], shapes: Sequence[Any], name: str) -> list[Any]:
-    """Add an operation to the default graph, and return its outputs."""
-    check_no_xla()
+def _run_or_add(
+    now: Callable[[Sequence[torch.Tensor]], Answer],
+    work: Work,
+    tensors: Sequence[Any],
+    dtypes: Sequence[Any],
+    shapes: Sequence[Any],
+    name: str | None,
+) -> list[Any]:
+    """Return the outputs of `now`, or of an operation for `work` that is added to the default graph."""
+    if tf.executing_eagerly():
+        with own_errors():
+            answer = now([_to_torch(tensor) for tensor in _moved(tensors)])
+            return _with_dtypes([_to_tensorflow(output) for output in answer], dtypes)
+    assert name is not None
     _check_not_finalized()
+    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):  # it can call nothing outside
+        raise ValueError(
+            f"rank {rank()}: a Horovod operation cannot be part of a function that XLA compiles: pass "
+            "jit_compile=False to tf.function or model.compile, or move the operation out of the compiled function"
+        )
     moved = [_SIGNED.get(dtype, dtype) for dtype in dtypes]
     outputs = add_operation(work, _moved(tensors), moved, name)
     for output, shape in zip(outputs, shapes, strict=True):
@@ -238,15 +246,6 @@ def _moved(tensors: Sequence[Any]) -> list[Any]:
 
 def _with_dtypes(outputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
     return [tf.bitcast(o, dtype) if dtype in _SIGNED else o for o, dtype in zip(outputs, dtypes, strict=True)]
-
-
-def check_no_xla() -> None:
-    """Raise ValueError while XLA compiles a function: compiled code can call nothing outside."""
-    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-        raise ValueError(
-            f"rank {rank()}: a Horovod operation cannot be part of a function that XLA compiles: pass "
-            "jit_compile=False to tf.function or model.compile, or move the operation out of the compiled function"
-        )
 
 
 def recording() -> bool:

@@ -7,11 +7,10 @@ continues.
 
 from __future__ import annotations
 
-import re
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,20 +19,18 @@ import torch
 
 import hora.torch as hvd
 from hora import engine
-from hora.engine.request import Kind, ReduceOp
+from hora.engine.request import ReduceOp
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
-from hora.tensorflow.bridge import call, carry_out, check_no_xla
+from hora.tensorflow.bridge import call
 from hora.tensorflow.compression import Compression, Compressor
 from hora.tensorflow.ops import allreduce, grouped_allreduce, size_op
 from hora.torch.basics import rank
-from hora.torch.collective import Collective
 from hora.torch.norms import check_finite
 from hora.torch.process_sets import ProcessSet, global_process_set, registered_id
 from hora.torch.reduce_op import Adasum, Average
 
 _V1Optimizer: Any = tf.compat.v1.train.Optimizer
-Reduce = Callable[[list[Any], list[Any]], list[Any]]
 _BUCKET_BYTES = 4 * 2**20
 _FLAT_BYTES = 2**20
 
@@ -70,9 +67,8 @@ class GraphOptimizer(_V1Optimizer):
         self._optimizer = optimizer
         self.get_slot, self.get_slot_names = optimizer.get_slot, optimizer.get_slot_names
         self.variables = optimizer.variables
-        self._reduction = reduction
-        self._local: dict[int, Any] = {}
-        self._agg_helper = None if passes == 1 else LocalAggregation(self._reduce, passes, average)
+        self._aggregation = Aggregation(reduction, passes, average)
+        self._agg_helper = self._aggregation.helper
 
     def __repr__(self) -> str:
         """Name Horovod's module: TensorFlow Recommenders Addons looks for it."""
@@ -80,15 +76,14 @@ class GraphOptimizer(_V1Optimizer):
 
     def register_local_var(self, variable: Any) -> None:
         """Exclude the gradient of this variable from the reduction."""
-        self._local[id(variable)] = variable
+        self._aggregation.local[id(variable)] = variable
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """Return the given optimizer's gradients, reduced over the ranks, with their variables."""
         pairs = self._optimizer.compute_gradients(*args, **kwargs)
         gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
         with tf.name_scope(f"{self.get_name()}_Allreduce"):
-            reduce = self._reduce if self._agg_helper is None else self._agg_helper.compute_gradients
-            return list(zip(reduce(gradients, variables), variables, strict=True))
+            return list(zip(self._aggregation.compute_gradients(gradients, variables), variables, strict=True))
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
         """Apply gradients of `compute_gradients` if they complete a step, otherwise only count the call."""
@@ -107,29 +102,38 @@ class GraphOptimizer(_V1Optimizer):
             )
         return tf.group(done, name=name)
 
-    def _reduce(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        return self._reduction(gradients, variables, self._local)
 
-
-class LocalAggregation:
-    """Accumulates gradients over `passes` calls; the last call reduces and applies the sums.
+class Aggregation:
+    """Accumulates gradients over `passes` calls; the last call reduces and applies the sums. `local`: not reduced.
 
     In the graph of a session the sums and the counter are local variables: they are neither saved nor broadcast, and
     `tf.compat.v1.local_variables_initializer` sets them to zero.
     """
 
-    def __init__(self, reduce: Reduce, passes: int, average: bool) -> None:
+    def __init__(self, reduction: GradientReduction, passes: int, average: bool) -> None:
         if passes <= 0:
             raise ValueError(f"backward_passes_per_step must be > 0, but it is {passes}")
         self.backward_passes_per_step, self.average_aggregated_gradients = passes, average
         self.counter: Any = None
-        self._reduce = reduce
+        self.reduction = reduction
+        self.local: dict[int, Any] = {}
         self._sums: dict[int, Any] = {}
         self._graph: Any = None  # owner of these variables; None outside of sessions
         self.is_last: Any = None  # whether the latest gradients complete a step
 
+    @property
+    def helper(self) -> Aggregation | None:
+        """Horovod's name for the sums of several passes; None if each pass is a step."""
+        return None if self.backward_passes_per_step == 1 else self
+
+    def reduced(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return the gradients of one call, reduced."""
+        return self.reduction(gradients, variables, self.local)
+
     def compute_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Accumulate gradients; returns the reduced sums in every `passes`-th call, otherwise the sums."""
+        if self.helper is None:
+            return self.reduced(gradients, variables)
         pairs = enumerate(zip(gradients, variables, strict=True))
         # Also without a gradient: an earlier pass may have added one.
         known = [i for i, (gradient, variable) in pairs if gradient is not None or id(variable) in self._sums]
@@ -145,7 +149,7 @@ class LocalAggregation:
 
         def reduce() -> list[Any]:
             scaled = [total.read_value() * tf.cast(scale, total.dtype) for total in sums]
-            return self._reduce(scaled, [variables[i] for i in known])
+            return self.reduction(scaled, [variables[i] for i in known], self.local)
 
         with tf.control_dependencies(added):
             results = tf.cond(self.is_last, reduce, lambda: [total.read_value() for total in sums])
@@ -274,19 +278,15 @@ class GradientReduction:
             if tf.executing_eagerly() and len(dense) < len(gradients):
                 self._check_present(dense, variables)
             for members in self._grouped(dense, variables):
-                yield from zip(members, self._grouped_allreduce([gradients[i] for i in members]), strict=True)
+                yield from zip(members, self._by(grouped_allreduce, [gradients[i] for i in members]), strict=True)
             return
         present, dense = dense, dense[::-1]  # backward computes the gradients of the last layers first
+        yield from zip(dense, self._overlapped([gradients[i] for i in dense], first, present, variables), strict=True)
 
-        def overlapped(*tensors: Any) -> Any:
-            return self._overlapped(tensors, first, present, variables)
-
-        yield from zip(dense, tf.custom_gradient(overlapped)(*[gradients[i] for i in dense]), strict=True)
-
-    def _grouped_allreduce(self, gradients: Sequence[Any]) -> list[Any]:
+    def _by(self, collective: Callable[..., Any], given: Any) -> Any:
         factor = self.gradient_predivide_factor
-        return grouped_allreduce(
-            gradients,
+        return collective(
+            given,
             compression=self.compression,
             op=self.op,
             prescale_factor=1.0 / factor,
@@ -315,7 +315,7 @@ class GradientReduction:
         """
         flags = tf.scatter_nd([[number] for number in present], tf.ones(len(present)), [len(variables)])
         shape = [len(variables), *[1] * 7]  # of no gradient
-        (means,) = self._grouped_allreduce([tf.reshape(flags, shape)])
+        (means,) = self._by(grouped_allreduce, [tf.reshape(flags, shape)])
         means = means.numpy().reshape(-1) / (self.process_set.size() if self.op == hvd.Sum else 1)
         odd = [number for number, mean in enumerate(means.tolist()) if 0.001 < mean < 0.999]
         if odd:
@@ -323,20 +323,26 @@ class GradientReduction:
 
     def _overlapped(
         self, gradients: Sequence[Any], first: First | None, present: list[int], variables: Sequence[Any]
-    ) -> tuple[list[Any], Any]:
-        check_no_xla()
-        factor = self.gradient_predivide_factor
-        collective = Collective(Kind.ALLREDUCE, None, self.process_set, self.op, 1.0 / factor, factor, grouped=True)
+    ) -> list[Any]:
         pairs = [self.compression.compress(gradient) for gradient in gradients]
         buckets = _buckets([tensor for tensor, _ in pairs])
         flat = len(buckets) == 1 and _fit_side_by_side(buckets[0], self.op)
         shapes = [tuple(tensor.shape.as_list()) for tensor in buckets[0]] if flat else []
+        compressed = replace(self, compression=Compression.none)
         with tf.control_dependencies([self._begin(first, shapes, present, variables)]):
-            outputs = _side_by_side(collective, buckets[0]) if flat else []
+            outputs = compressed._side_by_side(buckets[0]) if flat else []
             for bucket in [] if flat else buckets:
-                outputs += _reduced(collective, bucket)
-        results = [self.compression.decompress(output, ctx) for output, (_, ctx) in zip(outputs, pairs, strict=True)]
-        return results, lambda *upstream: self._grouped_allreduce(upstream)
+                outputs += compressed._by(grouped_allreduce, bucket)
+        return [self.compression.decompress(output, ctx) for output, (_, ctx) in zip(outputs, pairs, strict=True)]
+
+    def _side_by_side(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return the reduced tensors of a graph, concatenated into one, which costs a fraction of separate ones.
+
+        Their number and shapes are the same on all ranks: `_begin` compares them.
+        """
+        together = self._by(allreduce, tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0))
+        parts = tf.split(together, [tensor.shape.num_elements() for tensor in tensors])
+        return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
     def _begin(
         self, first: First | None, shapes: Sequence[tuple[int, ...]], present: Sequence[int], variables: Sequence[Any]
@@ -390,24 +396,6 @@ def _missing_text(odd: Collection[int], present: Collection[int], variables: Seq
     return "; ".join(said) + ": use the same variables in the same step on all ranks, say by adding 0 times their sum"
 
 
-def _reduced(collective: Collective, tensors: Sequence[Any]) -> list[Any]:
-    """Return the reduced tensors of a graph, sent together."""
-    name = re.sub("[^a-zA-Z0-9_/.]", "_", f"HorovodAllreduce_{tensors[0].name}")
-    dtypes, shapes = [tensor.dtype for tensor in tensors], [tensor.shape for tensor in tensors]
-    return carry_out(collective._replace(name=name), tensors, dtypes, shapes)
-
-
-def _side_by_side(collective: Collective, tensors: Sequence[Any]) -> list[Any]:
-    """Return the reduced tensors of a graph, concatenated into one, which costs a fraction of separate ones.
-
-    Their number and shapes are the same on all ranks: `_begin` compares them.
-    """
-    together = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
-    (output,) = _reduced(collective._replace(grouped=False), [together])
-    parts = tf.split(output, [tensor.shape.num_elements() for tensor in tensors])
-    return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
 def _fit_side_by_side(tensors: Sequence[Any], op: int) -> bool:
     """Return whether tensors may be reduced as one: Adasum treats each separately."""
     if len(tensors) == 1 or op == Adasum or len({tensor.dtype for tensor in tensors}) > 1:
@@ -446,17 +434,16 @@ def _buckets(tensors: Sequence[Any]) -> list[list[Any]]:
 class _DistributedTape:
     """Methods of a distributed tape, mixed into the given tape's class; both share their state."""
 
-    _reduction: GradientReduction
-    _local: dict[int, Any]
+    _aggregation: Aggregation
 
     def register_local_source(self, source: Any) -> None:
         """Exclude the gradients of this variable from the reduction."""
-        self._local[id(source)] = source
+        self._aggregation.local[id(source)] = source
 
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
         """Return the tape's own gradients, reduced over the ranks."""
         gradients = super().gradient(target, sources, output_gradients, **kwargs)  # type: ignore[misc]
-        flat = self._reduction(tf.nest.flatten(gradients), tf.nest.flatten(sources), self._local)
+        flat = self._aggregation.reduced(tf.nest.flatten(gradients), tf.nest.flatten(sources))
         return tf.nest.pack_sequence_as(gradients, flat)
 
 
@@ -484,7 +471,7 @@ def DistributedGradientTape(
     base = type(gradtape)
     tape: Any = object.__new__(type(base.__name__, (_DistributedTape, base), {}))
     tape.__dict__ = gradtape.__dict__  # shared: both see what either records
-    tape._reduction, tape._local = reduction, {}
+    tape._aggregation = Aggregation(reduction, 1, False)
     return tape
 
 
