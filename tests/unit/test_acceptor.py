@@ -183,7 +183,6 @@ def test_one_place_accepts_connections():
         ("hora/watch/address.py", "sockets"),
         ("hora/launch/ha/following.py", "sockets"),  # the relay's listening socket
         ("hora/cli/doctor.py", "sockets"),  # peers only connect to its backlog
-        ("hora/launch/providers/spark/cluster.py", "sockets"),  # closed at once: whether the address is this machine's
         ("hora/workers/capacity.py", "sockets"),  # a claim; nothing is accepted there
     }
     assert acceptor.__doc__ is not None

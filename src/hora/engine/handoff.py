@@ -35,7 +35,8 @@ class Handoff:
     def offer(self, key: str, num_bytes: int, num_readers: int) -> Segment:
         """Create a segment that `num_readers` other ranks of this host will fetch."""
         segment = Segment.create(num_bytes)
-        descriptor = segment.take_descriptor()
+        descriptor, segment.descriptor = segment.descriptor, None
+        assert descriptor is not None, "it is of its creator"
         if not num_readers:
             os.close(descriptor)
             return segment

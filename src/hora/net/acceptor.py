@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from hora.net import sockets
 
@@ -33,8 +33,6 @@ _END_LIMIT_S = 5.0
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 _log = logging.getLogger("hora.net")
-
-Stranger = TypeVar("Stranger")
 
 
 def max_pending() -> int:
@@ -84,29 +82,28 @@ class EventLoop(Protocol):
     def call_later(self, delay: float, callback: Callable[..., Any], *args: Any) -> Any: ...
 
 
-class Acceptor(Generic[Stranger]):
+class Acceptor:
     """Accepts connections in a server's event loop, and limits the number and lifetime of unauthenticated ones.
 
-    A function passed to `watch` takes each arrival and returns a stranger, or None if the connection needs no limit.
-    The server calls `identified` once a stranger is authenticated and `gone` if its connection has ended.
-    `turn_away(stranger, why)` drops a stranger, which counts as gone. `refused(where, why)` reports other users'
-    processes at local sockets, which are disconnected at once.
+    A function passed to `watch` takes each arrival. The server calls `identified` once its connection is authenticated
+    and `gone` if it has ended. `turn_away(sock, why)` drops a connection, which counts as gone. `refused(where, why)`
+    reports other users' processes at local sockets, which are disconnected at once.
     """
 
     def __init__(
         self,
         loop: EventLoop,
         *,
-        turn_away: Callable[[Stranger, str], object],
+        turn_away: Callable[[socket.socket, str], object],
         refused: Callable[[str, str], None] = lambda where, why: None,
     ) -> None:
         self._loop, self._turn_away, self._refused = loop, turn_away, refused
-        self.pending: dict[Stranger, Arrival] = {}  # unauthenticated connections in order of arrival
-        self._listeners: dict[socket.socket, Callable[[Arrival], Stranger | None]] = {}
+        self.pending: dict[socket.socket, Arrival] = {}  # unauthenticated connections in order of arrival
+        self._listeners: dict[socket.socket, Callable[[Arrival], object]] = {}
         self._has_timer = False
         self._next_log = 0.0
 
-    def watch(self, listener: socket.socket, arrived: Callable[[Arrival], Stranger | None]) -> None:
+    def watch(self, listener: socket.socket, arrived: Callable[[Arrival], object]) -> None:
         """Accept connections at this listening socket. Call it on the loop's thread, like every method here."""
         listener.setblocking(False)
         self._listeners[listener] = arrived
@@ -118,9 +115,9 @@ class Acceptor(Generic[Stranger]):
             listener.close()
         self._listeners.clear()
 
-    def identified(self, stranger: Stranger) -> None:
-        """Remove a stranger from the pending ones: the server applies its own limits from now on."""
-        self.pending.pop(stranger, None)
+    def identified(self, sock: socket.socket) -> None:
+        """Remove a connection from the pending ones: the server applies its own limits from now on."""
+        self.pending.pop(sock, None)
 
     gone = identified
 
@@ -146,9 +143,7 @@ class Acceptor(Generic[Stranger]):
             except OSError:  # it is gone already
                 sock.close()
 
-    def _receive(
-        self, sock: socket.socket, address: tuple[str, int], arrived: Callable[[Arrival], Stranger | None]
-    ) -> None:
+    def _receive(self, sock: socket.socket, address: tuple[str, int], arrived: Callable[[Arrival], object]) -> None:
         if len(self.pending) >= max_pending():
             self._drop_from_crowd(f"{max_pending()} connections wait for authentication, the limit")
         if sock.family == socket.AF_UNIX:
@@ -162,10 +157,9 @@ class Acceptor(Generic[Stranger]):
             host, where = address[0], f"{address[0]}:{address[1]}"
         sock.setblocking(False)
         arrival = Arrival(sock, host, where, time.monotonic())
-        stranger = arrived(arrival)
-        if stranger is not None:
-            self.pending[stranger] = arrival
-            self._set_timer()
+        arrived(arrival)
+        self.pending[sock] = arrival
+        self._set_timer()
 
     def _rest(self, listener: socket.socket, error: OSError) -> None:
         """Retry later instead of spinning; connections wait in the backlog meanwhile."""
@@ -189,21 +183,21 @@ class Acceptor(Generic[Stranger]):
     def _drop_overdue(self) -> None:
         self._has_timer = False
         began = time.monotonic() - HANDSHAKE_LIMIT_S
-        for stranger in [one for one, arrived in self.pending.items() if arrived.since <= began]:
-            self._drop(stranger, f"it did not authenticate within {HANDSHAKE_LIMIT_S:g} s")
+        for sock in [arrived.sock for arrived in self.pending.values() if arrived.since <= began]:
+            self._drop(sock, f"it did not authenticate within {HANDSHAKE_LIMIT_S:g} s")
         self._set_timer()
 
     def _drop_from_crowd(self, why: str) -> None:
         """Drop the oldest connection from the host with the most strangers."""
         [(host, _)] = Counter(arrived.host for arrived in self.pending.values()).most_common(1)
-        self._drop(next(stranger for stranger, arrived in self.pending.items() if arrived.host == host), why)
+        self._drop(next(arrived.sock for arrived in self.pending.values() if arrived.host == host), why)
 
-    def _drop(self, stranger: Stranger, why: str) -> None:
-        self.pending.pop(stranger, None)
-        self._turn_away(stranger, why)
+    def _drop(self, sock: socket.socket, why: str) -> None:
+        self.pending.pop(sock, None)
+        self._turn_away(sock, why)
 
 
-class TaskServer(Acceptor[socket.socket]):
+class TaskServer(Acceptor):
     """A thread with an asyncio event loop: a task handles each connection, which is closed when that ends."""
 
     def __init__(self, handle: Callable[[socket.socket], Coroutine[Any, Any, None]], *, name: str) -> None:
@@ -251,11 +245,10 @@ class TaskServer(Acceptor[socket.socket]):
                 task.cancel()
             await asyncio.wait(tasks, timeout=_END_LIMIT_S)
 
-    def _arrived(self, arrival: Arrival) -> socket.socket:
+    def _arrived(self, arrival: Arrival) -> None:
         sock = arrival.sock
         self.connections[sock] = self.loop.create_task(self._handle(sock))
         self.connections[sock].add_done_callback(lambda _: self._ended(sock))
-        return sock
 
     def _ended(self, sock: socket.socket) -> None:
         del self.connections[sock]

@@ -181,7 +181,11 @@ class Server:
         self._listeners: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
         self._rejections = acceptor.RejectionLog()
-        self._acceptor: Acceptor[Peer] = Acceptor(self, turn_away=self._turn_away, refused=self._rejections.add)
+        self._acceptor = Acceptor(
+            self,
+            turn_away=lambda sock, why: self._turn_away(self._selector.get_key(sock).data, why),
+            refused=self._rejections.add,
+        )
         self._peers: dict[Peer, None] = {}
         self._calls: deque[Callable[[], object]] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
@@ -282,20 +286,20 @@ class Server:
             raise
         finally:
             self._rejections.report()
-            for peer in (*self._peers, *self._acceptor.pending):
+            for peer in self._peers:
                 peer.close_socket()
             self._close_sockets()
 
     def _close_sockets(self) -> None:
         self._stopping = True
         sockets.forget(self)
-        for sock in (*self._listeners, self._wake_in, self._wake_out):
+        for sock in (*self._acceptor.pending, *self._listeners, self._wake_in, self._wake_out):
             sock.close()
         self._selector.close()
 
     def abandon(self) -> None:
         """Close everything in a forked child, which has no thread of this server and must not keep connections open."""
-        for peer in (*self._peers, *self._acceptor.pending):
+        for peer in self._peers:
             peer.open = False
             peer.sock.close()
         self._close_sockets()
@@ -334,14 +338,13 @@ class Server:
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2].run()
 
-    def _receive_stranger(self, arrival: Arrival) -> Peer:
+    def _receive_stranger(self, arrival: Arrival) -> None:
         sock = arrival.sock
         sockets.tune(sock, silence_limit_s=self._silence_limit_s)
         assert self._credentials is not None
         peer = Peer(self, sock, host=arrival.host, where=arrival.where)
         peer.handshake = ServerHandshake(self._credentials, max_payload_bytes=self._max_payload_bytes)
         self._selector.register(sock, selectors.EVENT_READ, peer)
-        return peer
 
     def _read(self, peer: Peer) -> bool:
         """Read from the peer, including its end; returns False if there was nothing."""
@@ -383,7 +386,7 @@ class Server:
         elif handshake.session is not None:
             peer.sealer, peer.opener = handshake.session
             peer.handshake, peer.speaker = None, handshake.speaker
-            self._acceptor.identified(peer)
+            self._acceptor.identified(peer.sock)
             self._peers[peer] = None
 
     def _admit(self, peer: Peer) -> None:
@@ -423,7 +426,7 @@ class Server:
             return
         self._selector.unregister(peer.sock)
         peer.close_socket()
-        self._acceptor.gone(peer)
+        self._acceptor.gone(peer.sock)
         if peer in self._peers:
             del self._peers[peer]
             self._handler.closed(peer)

@@ -38,7 +38,7 @@ def aligned(num_bytes: int, to_bytes: int = PAGE_BYTES) -> int:
     return -(-num_bytes // to_bytes) * to_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Segment:
     """A mapped piece of shared memory. Only its creator keeps `descriptor` open, to pass it to peers."""
 
@@ -74,13 +74,6 @@ class Segment:
         finally:
             os.close(descriptor)
 
-    def take_descriptor(self) -> int:
-        """Return the descriptor; the caller closes it."""
-        assert self.descriptor is not None
-        descriptor = self.descriptor
-        object.__setattr__(self, "descriptor", None)
-        return descriptor
-
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a flat view of `count` elements at `offset`. It keeps the mapping alive."""
         if count == 0:
@@ -94,7 +87,7 @@ class Segment:
         if self.descriptor is not None:
             with contextlib.suppress(OSError):
                 os.close(self.descriptor)
-            object.__setattr__(self, "descriptor", None)
+            self.descriptor = None
         with contextlib.suppress(BufferError):  # tensors still use it; the last of them unmaps it
             self.memory.close()
 
