@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.metadata
 import json
 import mmap
@@ -149,16 +150,7 @@ class Finding:
     advice: str = ""
 
 
-def _ok(text: str) -> Finding:
-    return Finding("ok", text)
-
-
-def _note(text: str) -> Finding:
-    return Finding("note", text)
-
-
-def _problem(text: str, advice: str) -> Finding:
-    return Finding("problem", text, advice)
+_ok, _note, _problem = (functools.partial(Finding, level) for level in ("ok", "note", "problem"))
 
 
 def host_findings(facts: Facts) -> Iterator[Finding]:

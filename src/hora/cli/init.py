@@ -45,6 +45,8 @@ def main():
     loader = DataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler)
 
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2)).to(device)
+    # All ranks together take a larger batch, so the learning rate grows with their number.
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE * hvd.size(), momentum=0.9)
 {optimizer}
 '''
 
@@ -57,14 +59,10 @@ _ELASTIC_SAMPLER = """\
     sampler = hvd.elastic.ElasticSampler(dataset)"""
 
 _OPTIMIZER = """\
-    # All ranks together take a larger batch, so the learning rate grows with their number.
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE * hvd.size(), momentum=0.9)
     # Averages the gradients of all ranks while backward runs.
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())"""
 
 _SHARDED_OPTIMIZER = """\
-    # All ranks together take a larger batch, so the learning rate grows with their number.
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE * hvd.size(), momentum=0.9)
     # Averages the gradients of all ranks. Each rank keeps the optimizer's state of its share of the parameters alone;
     # on one host the parameters too exist once, in shared memory.
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), sharded=True)"""

@@ -64,7 +64,7 @@ def run(
     min_num_proc = renamed("min_np", min_np, "min_num_proc", min_num_proc)
     max_num_proc = renamed("max_np", max_np, "max_num_proc", max_num_proc)
     verbose = None if verbose is None else bool(verbose)
-    nics = _interfaces(network_interface, network_interfaces)
+    nics = renamed("network_interface", network_interface, "network_interfaces", network_interfaces)
     given = {name: value for name, value in locals().items() if name in all_options()}  # the arguments have their names
     environ = variables()
     options = Options.filled(environ, **given)
@@ -79,15 +79,6 @@ def renamed(old: str, old_value: Any, new: str, new_value: Any) -> Any:
         return new_value
     warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=3)
     return old_value
-
-
-def _interfaces(commas: str | None, names: Sequence[str] | None) -> frozenset[str] | None:
-    if isinstance(names, str):  # letters are no names
-        names = names.split(",")
-    if commas is not None:
-        warnings.warn("network_interface is deprecated, use network_interfaces", DeprecationWarning, stacklevel=3)
-        names = [*commas.split(","), *(names or ())]
-    return frozenset(name.strip() for name in names) if names else None
 
 
 P = ParamSpec("P")
