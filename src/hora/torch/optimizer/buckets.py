@@ -24,7 +24,7 @@ from hora.engine.shm.segment import SharedMemory
 from hora.engine.transport.host_reduction import HostReduction
 from hora.torch.compression import ErrorFeedback
 from hora.torch.optimizer.bucket_plan import BucketSpec
-from hora.torch.optimizer.reducer import ReduceOptions, Reducer, Reduction, RequestedReduction, summed, wait_for_all
+from hora.torch.optimizer.reducer import ReduceOptions, Reducer, Reduction, RequestedReduction, summed
 
 # Smaller gradients are copied together when the bucket is complete: a call costs more than the bytes.
 SMALL_BYTES = 16 * 1024
@@ -263,7 +263,7 @@ class Buckets(Reducer):
     """
 
     def __init__(
-        self, specs: Sequence[BucketSpec], buckets: Sequence[Bucket], others: Reducer, *, overlap: bool = True
+        self, specs: Sequence[BucketSpec], buckets: Sequence[Bucket], others: Reducer | None, *, overlap: bool = True
     ) -> None:
         self.specs = tuple(specs)
         self.overlap = overlap
@@ -275,6 +275,7 @@ class Buckets(Reducer):
                 is_small = parameter.numel() * bucket.flat.element_size() < SMALL_BYTES
                 self._where[id(parameter)] = (bucket, number, index, is_small)
         self._buckets = buckets
+        self._waits = [*(bucket.reduction.wait for bucket in buckets), *([] if others is None else [others.finish])]
         self._last = buckets[-1]
         self._control = self._last.flat[-1]
         self._finalizer = weakref.finalize(self, release_all, [bucket.reduction for bucket in buckets])
@@ -284,6 +285,7 @@ class Buckets(Reducer):
     def ready(self, parameter: torch.Tensor) -> None:
         where = self._where.get(id(parameter))
         if where is None:
+            assert self._others is not None
             self._others.ready(parameter)
             return
         bucket, number, index, is_small = where
@@ -315,7 +317,14 @@ class Buckets(Reducer):
             if not bucket.reduction.in_flight:
                 bucket.reduction.start(background=False)
             bucket.num_ready = 0
-        wait_for_all([*(bucket.reduction.wait for bucket in self._buckets), self._others.finish])
+        first_error: Exception | None = None
+        for wait in self._waits:
+            try:
+                wait()
+            except Exception as error:  # every reduction must be waited for, even if another fails
+                first_error = first_error or error
+        if first_error is not None:
+            raise first_error
         self.change_wanted = self._control.item() != 0.0
         for bucket in self._buckets:
             if bucket.converts:

@@ -146,7 +146,7 @@ class LowRankReducer(Reducer):
         options: ReduceOptions,
         parameters: Sequence[torch.Tensor],
         memory: PowerSGDMemory,
-        others: Reducer,
+        others: Reducer | None,
         *,
         label: str,
     ) -> None:
@@ -179,6 +179,7 @@ class LowRankReducer(Reducer):
             self._begin_step()
         bucket = self._of.get(id(parameter))
         if bucket is None:
+            assert self._others is not None
             self._others.ready(parameter)
         else:
             bucket.fill(parameter)
@@ -213,7 +214,8 @@ class LowRankReducer(Reducer):
                 self._wait(reduction)
             for bucket in self._buckets:
                 bucket.write_back()
-            self._others.finish()
+            if self._others is not None:
+                self._others.finish()
         except BaseException:
             for bucket in self._buckets:
                 bucket.num_ready = 0

@@ -124,7 +124,7 @@ class BucketOrder:
 
     def _reducer_for(self, order: AgreedOrder, current: Reducer) -> Reducer:
         self._order = order
-        others = PerParameterReducer(self._options, order.sparse, sparse=order.sparse) if order.sparse else Reducer()
+        others = PerParameterReducer(self._options, order.sparse, sparse=order.sparse) if order.sparse else None
         memory, runtime = self._options.memory, engine.current_runtime()
         if memory is not None and runtime.spans_hosts(self._options.process_set_id):
             if not isinstance(current, Buckets):

@@ -15,7 +15,7 @@ from hora import engine
 from hora.engine.request import Kind
 from hora.torch.ops import sparse_allreduce_async
 from hora.torch.optimizer.parameters import no_rows
-from hora.torch.optimizer.reducer import ReduceOptions, Reducer, summed, wait_for_all
+from hora.torch.optimizer.reducer import ReduceOptions, Reducer, summed
 
 Parameter = torch.Tensor
 
@@ -76,7 +76,14 @@ class PerParameterReducer(Reducer):
                 self._submitted, self._waiting = [], []  # ranks that disagree would wait for one another
                 raise
         submitted, self._submitted = self._submitted, []
-        wait_for_all(submitted)
+        first_error: Exception | None = None
+        for finish in submitted:
+            try:
+                finish()
+            except Exception as error:  # every handle must be collected, even if another fails
+                first_error = first_error or error
+        if first_error is not None:
+            raise first_error
 
     def _agree_on_layouts(self) -> None:
         """Find the gradients that are sparse on any rank (collective), and submit those that waited for it."""

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -139,18 +139,6 @@ class RequestedReduction:
 
 
 Reduction = PersistentReduction | RequestedReduction
-
-
-def wait_for_all(waits: Iterable[Callable[[], object]]) -> None:
-    """Call every function, even if one fails: each must be waited for. Then raise the first error."""
-    first_error: Exception | None = None
-    for wait in waits:
-        try:
-            wait()
-        except Exception as error:
-            first_error = first_error or error
-    if first_error is not None:
-        raise first_error
 
 
 def summed(ballot: torch.Tensor, options: ReduceOptions, name: str) -> list[int]:
