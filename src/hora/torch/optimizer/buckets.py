@@ -227,8 +227,7 @@ def _host_memory(
     num_bytes = SharedMemory.space(ReductionSchedule.num_bytes(1), torch.uint8)
     num_bytes += sum(SharedMemory.space(layout.num_elements, layout.dtype) for layout in layouts)
     memory, near = runtime.sets.host_memory(set_id, num_bytes)
-    ballot = torch.tensor([int(memory is not None)], dtype=torch.int64, device="cpu")
-    everywhere = summed(ballot, options, "optimizer.memory")[0] == options.num_members
+    everywhere = summed([memory is not None], options, "optimizer.memory")[0] == options.num_members
     return (memory, near) if everywhere and memory is not None else None
 
 

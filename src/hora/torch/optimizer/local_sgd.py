@@ -28,7 +28,7 @@ from hora.torch.compression import Compression, Compressor, PowerSGD, described
 from hora.torch.functions import allgather_object
 from hora.torch.optimizer.base import StepState, _DistributedOptimizer, reduce_before_unscaling
 from hora.torch.optimizer.distributed import of_class
-from hora.torch.optimizer.order import new_number
+from hora.torch.optimizer.order import numbers
 from hora.torch.optimizer.parameters import parameter_names, parameters_of
 from hora.torch.optimizer.powersgd import working_dtype
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer, RequestedReduction
@@ -276,10 +276,9 @@ class LocalOptimizer(_DistributedOptimizer):
     _settings: _Settings
     _num_steps = 0
     _num_left_out = 0
-    _label = ""
+    _label = ""  # until the hosts have met in this world
     _anchors: Sequence[torch.Tensor] = ()
     _fragments: Sequence[_Fragment] = ()
-    _entered = False
     _num_joins = 0
 
     # --- inside the host ---------------------------------------------------------------------------------------------
@@ -290,7 +289,7 @@ class LocalOptimizer(_DistributedOptimizer):
         self._runtime = engine.current_runtime()
         self._step = StepState()
         self._reducer = Reducer()
-        self._entered = False
+        self._label = ""
 
     def _give_up_fragments(self) -> None:
         """Discard fragments, including those in flight: the next distance starts from the anchor again."""
@@ -315,19 +314,20 @@ class LocalOptimizer(_DistributedOptimizer):
 
     def _enter_world(self) -> None:
         """Agree on the settings and find the ranks of this host (collective, once per world)."""
-        if self._entered and engine.current_runtime() is self._runtime:
+        if self._label and engine.current_runtime() is self._runtime:
             return
         self._start_over()
-        self._check_agreement()
+        label = self._agreed_label()
         self._options = dataclasses.replace(self._options, process_set=host_process_set())
         super()._start_over()
         if self._options.num_members == 1:
             self._reducer = Reducer()
         self._num_joins = self._runtime.num_joins
         self._num_left_out = 0
-        self._entered = True
+        self._label = label
 
-    def _check_agreement(self) -> None:
+    def _agreed_label(self) -> str:
+        """Return a label of this optimizer's exchanges in this world; raises unless all ranks have its settings."""
         settings = self._settings
         trial = settings.outer([torch.zeros(1, device="cpu")])
         outer = f"{type(trial).__name__}({', '.join(f'{k}={v}' for k, v in sorted(trial.defaults.items()))})"
@@ -340,8 +340,7 @@ class LocalOptimizer(_DistributedOptimizer):
             f"outer={outer}",
             f"parameters of {', '.join(f'{tuple(p.shape)}' for p in parameters_of(self))}",
         ]
-        found = allgather_object((told, new_number()), name="optimizer.local_settings")
-        self._label = f"optimizer.{sum(number for _, number in found)}"
+        found = allgather_object((told, next(numbers)), name="optimizer.local_settings")
         (method, *first), _ = found[0]
         for rank, ((theirs, *others), _) in enumerate(found):
             if [theirs, *others] != [method, *first]:
@@ -350,6 +349,7 @@ class LocalOptimizer(_DistributedOptimizer):
                     f"Mismatched settings: rank 0 has {method} {here}, rank {rank} has {theirs} {there}; use the same "
                     "settings on all ranks"
                 )
+        return f"optimizer.{sum(number for _, number in found)}"
 
     # --- between the hosts -------------------------------------------------------------------------------------------
 

@@ -31,9 +31,8 @@ from hora.torch.process_sets import ProcessSet
 
 # Steps between two agreements on a changing order; doubles each time, so that an alternating graph costs little.
 _FIRST_PAUSE = 8
-_NUM_HEADER = 3
-
-_numbers = itertools.count()
+# This rank's part of an agreement's number, which is the sum over the members.
+numbers = itertools.count()
 
 
 class AgreedOrder(NamedTuple):
@@ -113,9 +112,7 @@ class BucketOrder:
             tuner.end()  # a rank that joined has missed steps and would be out of phase
         mine = tuner.step(now - before) if before and not tuner.done else None
         if mine is not None:
-            tuner.take(
-                summed(torch.tensor([1, mine], dtype=torch.int64, device="cpu"), self._options, "optimizer.autotune")
-            )
+            tuner.take(summed([1, mine], self._options, "optimizer.autotune"))
         if tuner.setting == self._setting or self._order is None:
             return current
         # Agree again on the same order, for a new label: no two reductions may share a name. If it fails, a rank has
@@ -173,31 +170,21 @@ def agree_on_order(
     told = [_told(parameter, options.names) for parameter in parameters]
     text = repr([described(options.compression), *told])
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:5], "little")
-    ballot = torch.tensor(
-        [1, digest, new_number()]
-        + [places.get(parameter, never) for parameter in parameters]
-        + [int(parameter in sparse) for parameter in parameters],
-        dtype=torch.int64,
-        device="cpu",
-    )
-    total = summed(ballot, options, "optimizer.order")
-    if total[0] < size:
+    ballot = [1, digest, next(numbers), *(places.get(parameter, never) for parameter in parameters)]
+    ballot += [parameter in sparse for parameter in parameters]
+    num_members, digests, number, *rest = summed(ballot, options, "optimizer.order")
+    if num_members < size:
         return None
-    if total[1] != digest * size:
+    if digests != digest * size:
         _raise_difference(told, options)
-    sums, flags = total[_NUM_HEADER : _NUM_HEADER + count], total[_NUM_HEADER + count :]
+    sums, flags = rest[:count], rest[count:]
     order = sorted((index for index in range(count) if not flags[index]), key=lambda index: (sums[index], index))
     return AgreedOrder(
-        label=f"optimizer.{total[2]}",
+        label=f"optimizer.{number}",
         parameters=[parameters[index] for index in order],
         num_everywhere=sum(sums[index] < never for index in order),
         sparse=[parameters[index] for index in range(count) if flags[index]],
     )
-
-
-def new_number() -> int:
-    """Return this rank's part of an agreement's number, which is the sum over the members."""
-    return next(_numbers)
 
 
 def in_common_order(

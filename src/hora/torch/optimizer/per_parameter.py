@@ -92,9 +92,7 @@ class PerParameterReducer(Reducer):
         size = self._options.num_members
         # Each member adds 1 to the count; a missing gradient adds 0, a dense one 1, a sparse one more than all dense
         # ones.
-        ballot = torch.tensor(
-            [1] + [0 if g is None else size + 1 if g.is_sparse else 1 for g in gradients], device="cpu"
-        )
+        ballot = [1, *(0 if g is None else size + 1 if g.is_sparse else 1 for g in gradients)]
         name = "optimizer.layouts (1 + number of parameters)"  # shown by a mismatch error
         num_members, *sums = summed(ballot, self._options, name)
         self.sparse |= {parameter for parameter, total in zip(parameters, sums, strict=True) if total > size}

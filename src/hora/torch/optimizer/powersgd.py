@@ -78,7 +78,7 @@ class PowerSGDMemory:
             self._errors[parameter].zero_()
             self._factors.pop(parameter, None)
 
-    def agree(self, summed: Callable[[torch.Tensor], list[int]], num_members: int) -> None:
+    def agree(self, summed: Callable[[list[int]], list[int]], num_members: int) -> None:
         """Agree with the other members on the number of steps and on whether all have the same factors (collective).
 
         A newcomer has made one step and has no factors. Survivors of a reset keep their count and draw new factors with
@@ -89,8 +89,7 @@ class PowerSGDMemory:
             self.forget()
         digest = self._digest()
         known = self.num_steps > 1
-        ballot = torch.tensor([int(known), self.num_steps if known else 0, digest], dtype=torch.int64, device="cpu")
-        num_known, steps, digests = summed(ballot)
+        num_known, steps, digests = summed([known, self.num_steps if known else 0, digest])
         if num_known:
             self.num_steps = steps // num_known
         if digests != digest * num_members:

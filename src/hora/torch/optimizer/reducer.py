@@ -141,8 +141,8 @@ class RequestedReduction:
 Reduction = PersistentReduction | RequestedReduction
 
 
-def summed(ballot: torch.Tensor, options: ReduceOptions, name: str) -> list[int]:
+def summed(ballot: Sequence[int], options: ReduceOptions, name: str) -> list[int]:
     """Return the sum of the members' ballots (collective), by which ranks agree on something about gradients."""
-    set_id = options.process_set_id
-    result: list[int] = engine.current_runtime().allreduce_(ballot, name, set_id=set_id).tolist()
+    mine = torch.tensor(ballot, dtype=torch.int64, device="cpu")
+    result: list[int] = engine.current_runtime().allreduce_(mine, name, set_id=options.process_set_id).tolist()
     return result
