@@ -93,8 +93,6 @@ def test_a_rank_that_has_joined_ends_tuning_with_the_best_setting_so_far():
     tuner.take([3, 3000])
     assert tuner.setting != DEFAULT
     tuner.take([2, 2000])
-    assert [tuner.step(0.1) for _ in range(9)] == [None] * 9  # paused until the other ranks return
-    tuner.end()
     assert tuner.done
     assert tuner.setting == DEFAULT
 

@@ -6,8 +6,7 @@ and every remaining setting, because the speed of a machine drifts. Slow setting
 another setting is clearly better. The members sum their times, so all of them see the same numbers and make the same
 decision without further messages. Pure except for the log file; `BucketOrder` calls it after each step.
 
-    warming up --trials--> racing, round by round --one is left, or no trial--> done
-    any --a rank has joined--> paused --all have joined--> done, with the results so far
+    warming up --trials--> racing, round by round --one is left, no trial, or a rank has joined--> done
 """
 
 from __future__ import annotations
@@ -67,13 +66,10 @@ class Autotuner:
         self._trials = self._race(config.autotune_warmup_samples, config.autotune_max_samples)
         self.setting = DEFAULT
         self.done = next(self._trials, None) is None
-        self._paused = False
         self._write(_HEADER, first=True)
 
     def step(self, lasted_s: float) -> int | None:
         """Record a step. Returns the microseconds to sum over the members once the trial is complete, else None."""
-        if self._paused:
-            return None
         self._times.append(lasted_s)
         if len(self._times) < _SETTLING_STEPS + self._num_steps:
             return None
@@ -83,8 +79,8 @@ class Autotuner:
     def take(self, totals: Sequence[int]) -> None:
         """Take the totals over all members: how many took part, and the sum of their microseconds."""
         num_members, total_us = totals
-        if num_members < self._num_members:  # joined ranks learn of it when they return; then all continue together
-            self._paused = True
+        if num_members < self._num_members:  # joined ranks end when they return, with the same rounds
+            self.end()
             return
         try:
             self.setting = self._trials.send(max(total_us / num_members, 1.0))

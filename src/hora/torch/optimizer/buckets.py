@@ -38,6 +38,18 @@ def release_all(reductions: Sequence[Reduction]) -> None:
         reduction.release()
 
 
+def copy_gradients(targets: list[torch.Tensor], sources: list[torch.Tensor], scale: float) -> None:
+    """Copy gradients, times `scale`, to their places. Several are small ones."""
+    if len(targets) > 1:
+        torch._foreach_copy_(targets, sources)
+        if scale != 1.0:
+            torch._foreach_mul_(targets, scale)
+    elif targets and scale != 1.0:
+        torch.mul(sources[0], scale, out=targets[0])
+    elif targets:
+        targets[0].copy_(sources[0])
+
+
 class Bucket:
     """One flat buffer and its gradients, plus one control element that signals a changed order to the peers.
 
@@ -105,18 +117,9 @@ class Bucket:
                 place.mul_(self._scale)
             if not self._casts:
                 parameter.grad = self._views[index]
-        self._copy(targets, sources)
+        copy_gradients(targets, sources, self._scale)
         if self._residuals is not None:
             self._note_residuals(indices, places, self._residuals)
-
-    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        if self._scale != 1.0:
-            for target, source in zip(targets, sources, strict=True):
-                torch.mul(source, self._scale, out=target)
-        elif len(targets) == 1:
-            targets[0].copy_(sources[0])
-        elif targets:
-            torch._foreach_copy_(targets, sources)
 
     def _note_residuals(
         self, indices: Sequence[int], places: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor]

@@ -28,7 +28,7 @@ from hora.engine.shm.segment import SharedMemory
 from hora.errors import HorovodInternalError
 from hora.torch.norms import total_norm
 from hora.torch.optimizer.bucket_plan import BucketSpec
-from hora.torch.optimizer.buckets import SMALL_BYTES, Layout, make_reductions, release_all
+from hora.torch.optimizer.buckets import SMALL_BYTES, Layout, copy_gradients, make_reductions, release_all
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer, Reduction, RequestedReduction
 
 # One bucket is filled while one is reduced; two more keep backward from waiting for ranks that are a little behind.
@@ -85,10 +85,8 @@ class ShardBucket:
             view.zero_()
         elif self._is_small[index]:
             self._small.append((view, gradient.detach() if gradient.requires_grad else gradient))
-        elif self._scale != 1.0:
-            torch.mul(gradient.detach(), self._scale, out=view)
         else:
-            view.copy_(gradient.detach())
+            copy_gradients([view], [gradient.detach()], self._scale)
 
     def start(self) -> None:
         """Start reducing in the background; all gradients have arrived."""
@@ -114,9 +112,7 @@ class ShardBucket:
     def _complete(self) -> None:
         if self._small:
             targets, gradients = zip(*self._small, strict=True)
-            torch._foreach_copy_(targets, gradients)
-            if self._scale != 1.0:
-                torch._foreach_mul_(targets, self._scale)
+            copy_gradients(list(targets), list(gradients), self._scale)
             self._small.clear()
         torch._foreach_zero_(self.gaps)
 
