@@ -398,29 +398,23 @@ class LocalOptimizer(_DistributedOptimizer):
         """Divide the parameters into fragments. Their values, equal before the first step, are the first anchors."""
         settings, parameters, made = self._settings, parameters_of(self), list[_Fragment]()
         self._make_anchors(parameters)
-        alone = not self._active or self._options.process_set_id == 0
-
-        def add(
-            name: str, some: Sequence[torch.Tensor], anchors: Sequence[torch.Tensor], values: Any, **when: Any
-        ) -> None:
-            for dtype in dict.fromkeys(anchor.dtype for anchor in anchors):
-                pairs = [pair for pair in zip(some, anchors, strict=True) if pair[1].dtype is dtype]
-                of, alike = partial(values, [p for p, _ in pairs]), [anchor for _, anchor in pairs]
-                label = "" if alone else f"{self._label}.{settings.method} {name}, {dtype}"
-                made.append(_Fragment(settings, label, of, alike, **when))
-
-        begin = 0
-        for number, end in enumerate(_near_even([p.numel() for p in parameters], settings.fragments)):
+        wanted = list[Any]()  # name, parameters, how to read their values, anchors, period, offset, outer optimizer
+        for number, part in enumerate(_near_even([p.numel() for p in parameters], settings.fragments)):
             name, offset = f"fragment {number} of {settings.fragments}", number * settings.every // settings.fragments
-            when = {"every": settings.every, "offset": offset, "outer": self.outer}
-            add(name, parameters[begin:end], self._anchors[begin:end], list, **when)
-            begin = end
+            wanted.append((name, parameters[part], list, self._anchors[part], settings.every, offset, self.outer))
         # Frozen before the first step, say, and thawed later: what was trained once may be again.
         hooked = self._requires_update
         trained = [p for p in parameters if p.requires_grad or p in hooked or self.state.get(p)]
         for name, every in settings.moments.items():
             anchors = [torch.zeros(p.shape, dtype=working_dtype(p), device="cpu") for p in trained]
-            add(f"moment {name}", trained, anchors, partial(self._moments, name), every=every, offset=0, outer=None)
+            wanted.append((f"moment {name}", trained, partial(self._moments, name), anchors, every, 0, None))
+        alone = not self._active or self._options.process_set_id == 0
+        for name, some, values, anchors, every, offset, outer in wanted:
+            for dtype in dict.fromkeys(anchor.dtype for anchor in anchors):
+                pairs = [pair for pair in zip(some, anchors, strict=True) if pair[1].dtype is dtype]
+                of, alike = partial(values, [p for p, _ in pairs]), [anchor for _, anchor in pairs]
+                label = "" if alone else f"{self._label}.{settings.method} {name}, {dtype}"
+                made.append(_Fragment(settings, label, of, alike, every=every, offset=offset, outer=outer))
         self._fragments = made
 
     def _make_anchors(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -487,12 +481,13 @@ class LocalOptimizer(_DistributedOptimizer):
         self._num_steps = int(kept["num_steps"])
 
 
-def _near_even(sizes: Sequence[int], num_parts: int) -> list[int]:
-    """Return the ends of consecutive parts with similar sums."""
+def _near_even(sizes: Sequence[int], num_parts: int) -> list[slice]:
+    """Return consecutive parts with similar sums."""
     total, passed = sum(sizes), 0
-    ends: list[int] = []
+    ends = [0]
     for index, size in enumerate(sizes):
-        while len(ends) < num_parts - 1 and passed + size / 2 >= total * (len(ends) + 1) / num_parts:
+        while len(ends) < num_parts and passed + size / 2 >= total * len(ends) / num_parts:
             ends.append(index)
         passed += size
-    return [*ends, *[len(sizes)] * (num_parts - len(ends))]
+    ends += [len(sizes)] * (num_parts + 1 - len(ends))
+    return list(map(slice, ends, ends[1:]))
