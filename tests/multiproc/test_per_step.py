@@ -271,7 +271,7 @@ def test_an_optimizer_sharded_before_it_belongs_to_a_state():
             optimizer.step()
         assert optimizer.is_sharded
         assert (optimizer._copies is not None) == watched
-    assert state._number == 2
+    assert state._last.number == 2
 
 
 @pytest.mark.ranks(2)
@@ -310,7 +310,7 @@ def test_a_rank_that_dies_while_sending_its_step_leaves_the_others_a_complete_st
             training.net[0].weight.add_(1.0)
             training.optimizer.state[training.net[0].weight]["exp_avg"].add_(1.0)
     else:
-        state._number -= 1
+        state._last.number -= 1
     model, optimizer = state._in_place
     for owner, method in ((model, "broadcast"), (optimizer, "broadcast"), (state, "_take_values")):
         real = getattr(owner, method)
@@ -352,7 +352,7 @@ def test_a_rank_fails_at_each_message_of_the_roll_forward():
         failed = _sync_with_a_failure(net, state, message if hvd.rank() == rank else None, replaced)
         if any(hvd.allgather_object(failed)):
             reached.add((rank, message))
-        found = hvd.allgather_object((net.weight.tolist(), state._number, state.count))
+        found = hvd.allgather_object((net.weight.tolist(), state._last.number, state.count))
         assert found == [found[0]] * hvd.size(), (rank, message, replaced)
         weight, number, count = found[0]
         assert count == number, (rank, message, replaced)
@@ -374,7 +374,7 @@ def _one_step_apart():
     optimizer.zero_grad()
     with torch.no_grad():
         net.weight.fill_(number)
-    state.count = state._number = number
+    state.count = state._last.number = number
     return net, state
 
 
@@ -399,8 +399,8 @@ def _sync_with_a_failure(net, state, message, replaced):
         except hvd.HorovodInternalError as error:
             failed = failed or "injected" in str(error)
             state.restore()
-            if replaced and hvd.rank() == 0 and state._number >= 0:  # a newcomer replaces it
-                state._number, state.count = -2, -1
+            if replaced and hvd.rank() == 0 and state._synced:  # a newcomer replaces it
+                state._synced, state._origin, state._last.number, state.count = False, -2, -1, -1
                 net.weight.data.fill_(-1.0)
             reset()
             state.on_reset()
@@ -410,10 +410,10 @@ def _sync_with_a_failure(net, state, message, replaced):
 def test_newcomers_copy_the_state_from_the_lowest_rank_that_has_it():
     training = Training({})
     if hvd.rank() == hvd.size() - 1:  # the only rank that has trained
-        training.state._number = 4
+        training.state._last.number, training.state._synced = 4, True
         training.state.step, training.state.losses = 4, [0.5]
     training.state.sync()
-    assert (training.state.step, training.state.losses, training.state._number) == (4, [0.5], 4)
+    assert (training.state.step, training.state.losses, training.state._last.number) == (4, [0.5], 4)
     (first, *others) = hvd.allgather_object(training.net[0].weight.detach())
     assert all(torch.equal(other, first) for other in others)
 
@@ -421,8 +421,8 @@ def test_newcomers_copy_the_state_from_the_lowest_rank_that_has_it():
 @session
 def test_newcomers_alone_do_not_start_from_scratch():
     training = Training({})
-    assert training.state._number == -1
-    training.state._number = -2  # as for a rank that joined in a later generation
+    assert training.state._origin == -1
+    training.state._origin = -2  # as for a rank that joined in a later generation
     with raises(RuntimeError, "the state of the training is lost"):
         training.state.sync()
 
@@ -439,7 +439,7 @@ def test_a_step_skipped_by_a_scaler_is_counted():
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        assert state._number == number
+        assert state._last.number == number
     assert scaler.get_scale() == 2.0
 
 

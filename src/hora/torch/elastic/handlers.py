@@ -17,7 +17,6 @@ import torch
 from torch.utils.data import Sampler
 
 from hora import engine
-from hora.torch.elastic.state import Kept
 from hora.torch.functions import broadcast_object, broadcast_parameters
 from hora.torch.optimizer.state import broadcast_optimizer_state
 
@@ -81,11 +80,20 @@ class ElasticSampler(Sampler[int]):
         return self.num_samples
 
 
-class StateHandler(Kept):
+class StateHandler:
     """Saves, restores and synchronizes one kind of value."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+    def save(self) -> None:
+        raise NotImplementedError(f"{type(self).__name__} must define save()")
+
+    def restore(self) -> None:
+        raise NotImplementedError(f"{type(self).__name__} must define restore()")
+
+    def sync(self) -> None:
+        raise NotImplementedError(f"{type(self).__name__} must define sync()")
 
     def set_value(self, value: Any) -> None:
         """Track another value from now on, and save it."""

@@ -21,14 +21,15 @@ from torch.nn.modules.batchnorm import _NormBase
 
 
 class LastStep:
-    """The buffers and random generators at the end of the last applied step.
+    """Number of the last applied step, and the buffers and random generators at its end.
 
-    at rest --a gradient--> begun --applied or skipped--> at rest
-       ^                      |
-       +------rolled back-----+
+    without a state (-1) --sync--> at rest --a gradient--> begun --applied or skipped--> at rest
+                                      ^                      |
+                                      +------rolled back-----+
     """
 
     def __init__(self) -> None:
+        self.number = -1
         self.begun = False
         self.taken_back = False  # generators follow once it is known that no other rank has applied the step
         self._buffers: list[_Buffer] = []

@@ -78,21 +78,8 @@ class NotificationManager:
 notification_manager = NotificationManager()
 
 
-class Kept:
-    """A value, or a state of several; subclasses define how to save, restore and synchronize it."""
-
-    def save(self) -> None:
-        raise NotImplementedError(f"{type(self).__name__} must define save()")
-
-    def restore(self) -> None:
-        raise NotImplementedError(f"{type(self).__name__} must define restore()")
-
-    def sync(self) -> None:
-        raise NotImplementedError(f"{type(self).__name__} must define sync()")
-
-
-class State(Kept):
-    """Base of all states."""
+class State:
+    """Base of all states; subclasses define `save`, `restore` and `sync`."""
 
     per_step = False  # a failure costs the current step, not everything since the last commit
     _num_commits = 0
@@ -159,6 +146,15 @@ class State(Kept):
         """Return rank 0's view."""
         agreed: tuple[int, int, int] = self._bcast_object(view)
         return agreed
+
+    def save(self) -> None:
+        raise NotImplementedError(f"{type(self).__name__} must define save()")
+
+    def restore(self) -> None:
+        raise NotImplementedError(f"{type(self).__name__} must define restore()")
+
+    def sync(self) -> None:
+        raise NotImplementedError(f"{type(self).__name__} must define sync()")
 
     def reset(self) -> None:
         """Hook for subclasses: called first after a change of the world."""

@@ -17,6 +17,7 @@ from hora.torch.basics import rank
 from hora.torch.elastic.durable import DurableCommits
 from hora.torch.elastic.handlers import (
     ElasticSampler,
+    GeneratorStateHandler,
     ModelStateHandler,
     OptimizerStateHandler,
     SnapshotHandler,
@@ -64,11 +65,13 @@ class TorchState(ObjectState):
         super().__init__(broadcast_object, rank, **plain)
         has_come = engine.is_initialized() and engine.current_runtime().world.generation != 0
         if has_come and not TorchState._established:
-            self._number = _NEWCOMER
-        # A failed step leaves models and optimizers alone. Everything else is copied when a step begins.
+            self._origin = _NEWCOMER
+        # A failed step leaves models and optimizers alone. Everything else is copied when a step begins, except
+        # generators, which are used before.
         in_place = (ModelStateHandler, OptimizerStateHandler)
         self._in_place = [handler for handler in handlers.values() if isinstance(handler, in_place)]
         self._small = {name: handler for name, handler in handlers.items() if not isinstance(handler, in_place)}
+        self._copied = [h for h in self._small.values() if not isinstance(h, GeneratorStateHandler)]
         if _wants_steps(handlers, per_step):
             self._last = LastStep()
             self._watch_steps()
@@ -79,7 +82,7 @@ class TorchState(ObjectState):
         return self._last is not None
 
     def _progress(self) -> int:
-        return super()._progress() + max(self._number, 0)
+        return super()._progress() + (0 if self._last is None else self._last.number)
 
     def _watch_steps(self) -> None:
         self._forget_copies()  # made with the handlers
@@ -92,14 +95,14 @@ class TorchState(ObjectState):
         if last is not None and not last.begun:
             last.begun = True
             super().save()
-            for handler in self._small.values():
+            for handler in self._copied:
                 handler.save()
 
     def step_ends(self) -> None:
         """Called by the optimizer when the step was applied, or skipped on all ranks alike."""
         last = self._last
         if last is not None:
-            self._number += self._number >= 0  # steps before the first `sync` don't count
+            last.number += 1
             last.begun = False
             last.remember()
 
@@ -187,7 +190,7 @@ class TorchState(ObjectState):
             optimizer.discard_step()
         if last.begun:
             super().restore()
-            for small in self._small.values():
+            for small in self._copied:
                 small.restore()
         last.take_back()
 
@@ -203,7 +206,8 @@ class TorchState(ObjectState):
     def sync(self) -> None:
         """Copy the state from rank 0, or with `per_step` from a rank with the newest (collective)."""
         last = self._last
-        numbers = allgather(torch.tensor([self._number], device="cpu"), name="elastic.last_step").tolist()
+        number = self._origin if not self._synced else 0 if last is None else last.number
+        numbers = allgather(torch.tensor([number], device="cpu"), name="elastic.last_step").tolist()
         if max(numbers) == _NEWCOMER:
             raise RuntimeError(
                 "the state of the training is lost: all ranks that had it died before a newcomer could copy it. "
@@ -216,8 +220,7 @@ class TorchState(ObjectState):
             for handler in self._handlers.values():
                 handler.sync()
             super().sync()
-        self._number = max(*numbers, 0)
-        TorchState._established = True
+        self._synced = TorchState._established = True
 
     def _optimizers(self) -> list[_DistributedOptimizer]:
         return [h.value for h in self._handlers.values() if isinstance(h.value, _DistributedOptimizer)]
@@ -232,9 +235,9 @@ class TorchState(ObjectState):
     def _sync_steps(self, last: LastStep, numbers: list[int]) -> None:
         newest = max(numbers)
         root = numbers.index(newest)
-        if self._number == newest:
+        if last.number == newest:
             last.take_generators_back()
-        is_behind = 0 <= self._number < newest
+        is_behind = 0 <= last.number < newest
         if is_behind:  # the rank with the newest state may die as well while it sends it
             for handler in self._in_place:
                 handler.save()
@@ -250,7 +253,7 @@ class TorchState(ObjectState):
             raise
         finally:
             self._forget_copies()
-        last.taken_back = False
+        last.number, last.taken_back = max(newest, 0), False
         values = [handler.value for handler in self._handlers.values()]
         modules = [value for value in values if isinstance(value, torch.nn.Module)]
         last.watch(
@@ -320,7 +323,8 @@ class TorchState(ObjectState):
     _handlers: dict[str, StateHandler]
     _last: LastStep | None = None  # with `per_step`
     _established = False  # this process has taken part in a training before, perhaps with another state
-    _number = _FOUNDER  # of the last applied step, with `per_step`
+    _origin = _FOUNDER
+    _synced = False
     _durable: DurableCommits | None = None
     _every = 1
     _num_unwritten = 0
