@@ -20,7 +20,6 @@ import horovod.torch as hvd
 from hora import engine
 from hora.errors import HostsUpdatedInterrupt
 from hora.torch.elastic.loop import reset
-from hora.torch.optimizer.buckets import Buckets
 from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 
 pytestmark = pytest.mark.ranks(2, 3)
@@ -582,32 +581,6 @@ def test_a_module_whose_buffer_is_replaced_in_forward():
     assert net.seen.item() == 3
     state.restore()
     assert net.seen.item() == 2
-
-
-@session
-def test_a_world_of_ranks_with_equal_buckets_reuses_them():
-    net = torch.nn.Linear(3, 2)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
-    state = hvd.elastic.TorchState(model=net, optimizer=optimizer, per_step=True)
-
-    def step():
-        optimizer.zero_grad()
-        net(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-
-    state.sync()
-    step()
-    for has_newcomer in (False, True):
-        if has_newcomer and hvd.rank() == 1:
-            optimizer._start_over()
-        reset()
-        state.on_reset()
-        state.sync()
-        first = optimizer._reducer
-        assert optimizer._runtime.is_current == (not has_newcomer)  # otherwise the first gradient builds new buckets
-        step()
-        assert isinstance(optimizer._reducer, Buckets)
-        assert (optimizer._reducer is first) == (not has_newcomer)
 
 
 class Adversaries:
