@@ -10,13 +10,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-import os
-import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hora.errors import JobFailedError
+from hora.cli.run import check_build, status_of
 
 
 @dataclass(frozen=True)
@@ -89,29 +87,6 @@ def demo(argv: Sequence[str]) -> int | None:
     return LABS[name](rest)
 
 
-def status_of(prog: str, command: Callable[[], int | None], *, failed: int | None = None) -> int:
-    """Call a command and return its exit status, with errors on stderr. `failed`: the status of a failed job, if fixed.
-
-    2: an invalid request; 1: it could not be met.
-    """
-    try:
-        return command() or 0
-    except ValueError as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return 2
-    except JobFailedError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return failed or error.exit_code or 1
-    except BrokenPipeError:  # the reader of our output (`| head`) is gone; discard the rest of the buffer
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except (RuntimeError, OSError) as error:  # unreachable hosts, a start timeout, a full disk
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:  # a job has already been ended
-        return 130
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the console script."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -138,13 +113,6 @@ def _dispatch(arguments: list[str]) -> int | None:
     hint = f"did you mean `hora {close[0]}`?" if close else f"the commands are {', '.join(COMMANDS)}"
     print(f"hora: there is no command {name!r}; {hint}", file=sys.stderr)
     return 2
-
-
-def check_build() -> str:
-    """Return what works on this machine, as Horovod says it."""
-    from hora.legacy.check_build import check_build
-
-    return check_build()
 
 
 def _help() -> str:
