@@ -94,6 +94,14 @@ def test_the_number_of_metrics_and_events_is_bounded():
     assert len(meter.take_events()) == 64
 
 
+def test_commits_do_not_displace_other_events():
+    meter = Meter()
+    meter.event("resumed", "1 rank continues")
+    for step in range(1000):
+        meter.commit(f"commit at step {step}")
+    assert meter.take_events() == (("resumed", "1 rank continues"), ("commit", "commit at step 999"))
+
+
 def test_report_is_for_users():
     telemetry.meter.take_metrics()  # metrics that another test may have left
     telemetry.report(loss=3.0)

@@ -68,6 +68,7 @@ class Meter:
         self._sampled = (self._last_end, _cpu_s(), *self.completed)
         self._metrics: dict[str, SupportsFloat] = {}
         self._events: deque[tuple[str, str]] = deque(maxlen=MAX_EVENTS)
+        self._commit: deque[str] = deque(maxlen=1)  # the newest: a commit in every step would displace other events
         self._interrupted: tuple[float, int] | None = None  # end of the last step before a new world, and its size
 
     def step_done(self) -> None:
@@ -122,7 +123,7 @@ class Meter:
 
     def commit(self, text: str, flush: Callable[[], None] | None = None) -> None:
         """Record that rank 0 has saved the training's state; `flush` writes it to disk before the job is ended."""
-        self.event("commit", text)
+        self._commit.append(text)
         if self.on_commit is not None:
             if flush is not None:
                 flush()
@@ -153,7 +154,8 @@ class Meter:
         return numbers
 
     def take_events(self) -> tuple[tuple[str, str], ...]:
-        return tuple(self._events.popleft() for _ in range(len(self._events)))
+        commits = [("commit", self._commit.popleft()) for _ in range(len(self._commit))]
+        return (*(self._events.popleft() for _ in range(len(self._events))), *commits)
 
     def put_back(self, events: tuple[tuple[str, str], ...]) -> None:
         """Return events that could not be sent, so that the next `take_events` finds them first."""
