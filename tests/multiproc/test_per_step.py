@@ -611,6 +611,7 @@ class Adversaries:
     def happen(self, point):
         if (self.state.batch, point) in self.fails_at:
             self.fails_at.remove((self.state.batch, point))
+            hvd.barrier()  # otherwise a failure elsewhere may come first, and this one counts as another
             raise hvd.HorovodInternalError("injected")
 
     def train(self, state):
