@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import runpy
 from pathlib import Path
@@ -30,11 +31,10 @@ def frame(spark):
     return plain.withColumns({"y": plain.y.cast("float"), "positive": plain.positive.cast("int")}).cache()
 
 
-def estimator(store, **more):
-    import keras
-
+def estimator(store, package="keras", **more):
     from horovod.spark.keras import KerasEstimator
 
+    keras = importlib.import_module(package)
     keras.utils.set_random_seed(0)
     given = {
         "num_proc": 2,
@@ -54,12 +54,13 @@ def estimator(store, **more):
     return KerasEstimator(**given | more)
 
 
-def test_train_predict_save_and_resume(spark, frame, tmp_path):
+@pytest.mark.parametrize("package", ["keras", "tf_keras"])  # Keras 3 and 2
+def test_train_predict_save_and_resume(spark, frame, tmp_path, package):
     from horovod.spark.keras import KerasModel
 
     store = Store.create(str(tmp_path / "store"))
-    first = estimator(store, epochs=2, run_id="run").fit(frame)
-    model = estimator(store, epochs=6, run_id="run").fit(frame)
+    first = estimator(store, package, epochs=2, run_id="run").fit(frame)
+    model = estimator(store, package, epochs=6, run_id="run").fit(frame)
     history = model.getHistory()
     assert history["loss"][:2] == first.getHistory()["loss"]
     assert {name: len(values) for name, values in history.items()} == dict.fromkeys(
