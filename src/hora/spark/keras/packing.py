@@ -25,7 +25,7 @@ def keras_of(model: Any) -> str:
 
 
 def pack_model(model: Any) -> bytes:
-    """Serialize the model's architecture and weights; Keras 2 also writes its optimizer, which `unpack_model` ignores."""
+    """Serialize the model's architecture and weights. Keras 2 adds the optimizer, which `unpack_model` ignores."""
     with temporary_folder("hora-keras-") as folder:
         path = Path(folder, "model.keras")
         model.save(path, **({} if keras_of(model) == "tf_keras" else {"include_optimizer": False}))
