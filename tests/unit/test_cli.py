@@ -136,8 +136,11 @@ def test_a_job_has_exactly_np_ranks_on_the_hosts_in_order():
 def test_hosts_from_a_file_and_from_an_lsf_job(tmp_path):
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     assert len(job(num_proc=2, hostfile=str(tmp_path / "hosts")).slots) == 2
-    lsf = {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "hostA 1 hostB 2"}
-    assert [slot.hostname for slot in job(lsf).slots] == ["hostA", "hostB", "hostB"]
+    lsf = {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "hostA 2 hostB 1"}
+    assert [slot.hostname for slot in job(lsf).slots] == ["hostA", "hostA", "hostB"]
+    jsrun = {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "login 1 hostA 1 hostB 1", "CSM_ALLOCATION_ID": "3"}
+    for environ in (jsrun, {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "login 1 hostA 2"}):
+        assert [slot.hostname for slot in job(environ).slots][0] == "hostA"  # the first host only launches
     with pytest.raises(ValueError, match="more processes"):
         job(num_proc=3, hosts="localhost:2")
 

@@ -8,7 +8,7 @@ Spark tasks. Not here: whether a host is this machine (`net.sockets`), how to re
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -145,6 +145,14 @@ def get_host_assignments(hosts: Sequence[HostInfo], min_num_proc: int, max_num_p
         )
     size = num_slots if max_num_proc is None else min(num_slots, max_num_proc)
     return place_ranks(list(islice((name for name, count in slots.items() for _ in range(count)), size)))
+
+
+def lsf_hosts(environ: Mapping[str, str]) -> list[HostInfo]:
+    """Return the hosts of the current LSF job, without the launch node that jsrun's machines put first."""
+    words = environ.get("LSB_MCPU_HOSTS", "").split()  # hostA 4 hostB 4
+    hosts = [HostInfo.from_string(f"{name}:{slots}") for name, slots in zip(words[::2], words[1::2], strict=False)]
+    launch_node = len(hosts) > 1 and hosts[0].slots == 1 and all(host.slots > 1 for host in hosts[1:])
+    return hosts[launch_node or "CSM_ALLOCATION_ID" in environ :]
 
 
 def place_ranks(hostnames: Sequence[str], local_order: Sequence[int] | None = None) -> list[Slot]:

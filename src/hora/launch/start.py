@@ -21,7 +21,7 @@ from hora.launch.controller.loop import run_job
 from hora.launch.controller.policy import Limits
 from hora.launch.job import Job, JobResult, OutputOptions, Watching
 from hora.launch.options import Options
-from hora.launch.slots import HostInfo, get_host_assignments, parse_host_files, parse_hosts
+from hora.launch.slots import HostInfo, get_host_assignments, lsf_hosts, parse_host_files, parse_hosts
 from hora.net import sockets
 
 if TYPE_CHECKING:
@@ -78,10 +78,8 @@ def find_hosts(options: Options, environ: Mapping[str, str], nodes: Agents | Non
         return parse_hosts(parse_host_files(options.hostfile))
     if options.hosts is not None:
         return parse_hosts(options.hosts)
-    allocated = environ.get("LSB_MCPU_HOSTS", "").split() if environ.get("LSB_JOBID") else []
-    if allocated:  # "hostA 4 hostB 4"
-        pairs = zip(allocated[::2], allocated[1::2], strict=False)
-        return [HostInfo.from_string(f"{name}:{slots}") for name, slots in pairs]
+    if environ.get("LSB_JOBID") and (allocated := lsf_hosts(environ)):
+        return allocated
     return [HostInfo("localhost", options.num_proc or 1)]
 
 

@@ -21,7 +21,7 @@ from hora.launch.controller.agents import Agents, credentials
 from hora.launch.job import LeadershipLostError, exit_status
 from hora.launch.options import Options
 from hora.launch.providers.slurm import allocation, start_agents
-from hora.launch.slots import DEFAULT_PORT, HostInfo, NodeSpec
+from hora.launch.slots import DEFAULT_PORT, HostInfo, NodeSpec, lsf_hosts
 from hora.net import sockets
 from hora.net.keys import read_secret_file
 from hora.net.wire import new_secret
@@ -150,10 +150,7 @@ def _listed(names: list[str], own: str, platform: str) -> NodeSpec:
 
 
 def _lsf(environ: Mapping[str, str], hostname: str) -> NodeSpec:
-    words = _text(environ, "LSB_MCPU_HOSTS", "LSF").split()
-    pairs = list(zip(words[::2], map(int, words[1::2]), strict=False))
-    launch_node = len(pairs) > 1 and pairs[0][1] == 1 and all(slots > 1 for _, slots in pairs[1:])
-    names = [name for name, slots in pairs[launch_node or "CSM_ALLOCATION_ID" in environ :] for _ in range(slots)]
+    names = [host.hostname for host in lsf_hosts(environ) for _ in range(host.slots)]
     return _listed(names, hostname, "LSF")
 
 
