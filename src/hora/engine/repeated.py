@@ -241,7 +241,7 @@ class RepeatedCalls:
             closing, began = queue.status.closing, _clock()
             state = self.call(self._job_at, slice_ns)
             if state in _UNSETTLED:
-                # Raises if a member that is late will never arrive. What is agreed is executed while the world closes.
+                # A late member that will never arrive is an error. An agreed call is executed while the world closes.
                 if state == _MOVING:
                     queue.status.check_alive()
                 elif slice_ns:
