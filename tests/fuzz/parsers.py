@@ -241,7 +241,7 @@ def recordings() -> Target:
         for one in simulation.entries(3.0)
     ]
     later = [
-        (7, b'{"threads": [["main", [["f.py", 3, "step", "code"]]]]}'),
+        (7, b'{"threads": [["main", [["f.py", 3, "step", "code", "user"]]]]}'),
         (8, b'{"num_samples": 2, "seconds": 1.0, "stacks": [[2, []]]}'),
         (6, b'{"kind": "note", "text": "t"}'),
         (3, b'{"code": 1, "reason": ""}'),

@@ -333,7 +333,7 @@ def test_a_finished_run_still_shows_its_straggler_with_part_and_line(tab, tmp_pa
     recorder = Recorder(tmp_path / "run.hora", simulation.facts)
     for entry in simulation.entries(60.0):
         recorder.take(entry)
-    stack = [[80, [["/home/me/train.py", 31, "train", "time.sleep(0.05)"]]]]
+    stack = [[80, [["/home/me/train.py", 31, "train", "time.sleep(0.05)", "user"]]]]
     profile = json.dumps({"num_samples": 100, "seconds": 2.0, "stacks": stack}).encode()
     recorder.take(Entry(simulation.began + 60.0, "profile", 1, profile))
     recorder.take(Entry(simulation.began + 61.0, "end", -1, json.dumps({"outcome": "done"}).encode()))

@@ -36,7 +36,7 @@ def recorded() -> tuple[dict[str, object], list[Raw]]:
     entries = [(one.at, KINDS.index(one.kind), one.worker, one.data) for one in simulation.entries(8.0)]
     last = entries[-1][0]
     entries += [
-        (last, KINDS.index("stack"), 0, b'{"threads": [["main", [["f.py", 3, "step", "loss.backward()"]]]]}'),
+        (last, KINDS.index("stack"), 0, b'{"threads": [["main", [["f.py", 3, "step", "loss.backward()", "user"]]]]}'),
         (last, KINDS.index("profile"), 1, b'{"num_samples": 2, "seconds": 1.0, "stacks": [[2, []]]}'),
         (last, KINDS.index("exited"), 1, b'{"code": 1, "reason": ""}'),
         (last, KINDS.index("end"), -1, b'{"outcome": "failed", "text": "t"}'),
@@ -104,7 +104,7 @@ def test_control_characters_of_a_title_are_replaced(tmp_path, monkeypatch, capsy
         ("exited", b'{"code": 1e999}'),
         ("profile", b'{"num_samples": 1e999, "seconds": 1e999, "stacks": []}'),
         ("profile", b'{"num_samples": 1, "seconds": NaN, "stacks": []}'),
-        ("stack", b'{"threads": [["a", [["f", 1e999, "g", "c"]]]]}'),
+        ("stack", b'{"threads": [["a", [["f", 1e999, "g", "c", "user"]]]]}'),
         ("event", b'{"kind": 1, "text": NaN}'),
         ("event", b"[" * 100_000),
     ],

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from hora import engine, labs
 from hora.telemetry import Meter, Report
 from hora.telemetry.reporter import Machine, Reporter
-from hora.telemetry.stacks import current_stacks, profile, stack_text
+from hora.telemetry.stacks import current_line, current_stacks, profile, stack_text
 
 
 class _Launcher:
@@ -95,7 +97,7 @@ def test_stacks_name_the_line_of_each_thread():
     assert kind == "stack"
     threads = dict(map(tuple, json.loads(data)["threads"]))
     assert next(iter(threads)) == "MainThread"
-    assert ("stuck_here", "go_on.wait(30)") in [(name, code) for _, _, name, code in threads["stuck"]]
+    assert ("stuck_here", "go_on.wait(30)") in [(name, code) for _, _, name, code, _ in threads["stuck"]]
     assert "test_stacks_name_the_line" in stack_text(data)
 
 
@@ -155,4 +157,47 @@ def test_a_frame_without_a_line_number_is_shown_at_the_start_of_its_function():
     finally:
         done.set()
         thread.join()
-    assert ["made_up.py", 1, "<module>", ""] in stacks["without a line"]
+    assert ["made_up.py", 1, "<module>", "", "user"] in stacks["without a line"]
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "train.py",
+        "/home/me/hora/train.py",
+        "/home/me/hora/engine/train.py",
+        "/home/me/horovod/examples/train.py",
+        "/srv/lib/python3-projects/train.py",
+        "/srv/site-packages-mirror/train.py",
+        str(Path(labs.__file__).with_name("train.py")),
+    ],
+)
+def test_a_users_line_is_named_whatever_its_folder_is_called(file):
+    found = {}
+    exec(compile("line = current_line()", file, "exec"), {"current_line": current_line}, found)
+    assert found["line"] == f"{file}:1 in <module>"
+
+
+def test_frames_say_where_their_code_comes_from():
+    """A frame of the engine under one of torch under one of the script."""
+    files = {
+        "engine": engine.__file__,
+        "torch": str(Path(pytest.__file__).parents[1] / "torch" / "optim" / "sgd.py"),
+        "standard": threading.__file__,
+        "script": "/home/me/hora/engine/train.py",
+    }
+    began, done = threading.Event(), threading.Event()
+    names: dict[str, object] = {"inner": lambda: (began.set(), done.wait(60))}
+    for name, file in files.items():
+        exec(compile(f"def {name}(inner=inner): inner()", file, "exec"), names)
+        names["inner"] = names[name]
+    thread = threading.Thread(target=names["inner"], name="nested")
+    thread.start()
+    assert began.wait(60)
+    try:
+        frames = dict(json.loads(current_stacks())["threads"])["nested"]
+    finally:
+        done.set()
+        thread.join()
+    origins = {name: origin for _, _, name, _, origin in frames if name in files}
+    assert origins == {"engine": "engine", "torch": "library", "standard": "library", "script": "user"}

@@ -12,11 +12,11 @@ from hora.watch.model import Entry, Run
 from hora.watch.recording import Recorder, read_run
 from simulated_run import Simulation, Slowness
 
-SLEEP = ["/home/me/train.py", 31, "train", "time.sleep(0.05)"]
-STEP = ["/home/me/train.py", 32, "train", "optimizer.step()"]
-WAIT = ["/x/hora/engine/queue.py", 9, "wait", ""]
+SLEEP = ["/home/me/train.py", 31, "train", "time.sleep(0.05)", "user"]
+STEP = ["/home/me/train.py", 32, "train", "optimizer.step()", "user"]
+WAIT = ["/x/hora/engine/queue.py", 9, "wait", "", "engine"]
 SLOW_PROFILE = [[70, [SLEEP]], [30, [WAIT, STEP]]]
-ORDINARY_PROFILE = [[90, [WAIT, STEP]], [10, [["/x/site-packages/torch/optim.py", 3, "step", ""], STEP]]]
+ORDINARY_PROFILE = [[90, [WAIT, STEP]], [10, [["/x/site-packages/torch/optim.py", 3, "step", "", "library"], STEP]]]
 
 
 def _profile(at: float, worker: int, stacks: object) -> Entry:

@@ -1,17 +1,20 @@
 """Stacks of this process's threads, requested by a person, or by the launcher when the job stalls.
 
-A frame is [file, line, function, code], the innermost first. Any thread may call; the training thread is not disturbed.
+A frame is [file, line, function, code, origin], the innermost first. Its origin is "user", "library" or "engine": only
+the rank itself knows where its packages lie. Any thread may call; the training thread is not disturbed.
 """
 
 from __future__ import annotations
 
 import json
 import linecache
-import re
+import os
 import sys
+import sysconfig
 import threading
 import time
 from collections import Counter
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -20,7 +23,10 @@ _MAX_THREADS = 24
 _MAX_STACKS = 20
 _LOOKS_PER_S = 50.0
 
-_INSTALLED = re.compile(r"/(site-packages|dist-packages|lib/python3[^/]*|hora|horovod)/|<frozen")
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_ENGINE = os.path.join(_PACKAGE, "engine", "")
+_LABS = os.path.join(_PACKAGE, "labs", "")  # programs as a user would write them
+_OURS = tuple(os.path.join(os.path.dirname(_PACKAGE), name, "") for name in ("hora", "horovod", "sparkdl"))
 
 Place = tuple[str, int, str]
 
@@ -35,8 +41,22 @@ def _places(frame: FrameType | None) -> tuple[Place, ...]:
     return tuple(places)
 
 
+@lru_cache(maxsize=4096)
+def _origin(file: str) -> str:
+    if file.startswith(_ENGINE):
+        return "engine"
+    if file.startswith(_LABS):
+        return "user"
+    installed = {*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), os.path.dirname(os.__file__)}
+    installed.update(path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages"))
+    libraries = (*_OURS, *(os.path.join(folder, "") for folder in installed), "<frozen")
+    return "library" if file.startswith(libraries) else "user"
+
+
 def _with_code(places: tuple[Place, ...]) -> list[list[Any]]:
-    return [[file, line, name, linecache.getline(file, line).strip()[:200]] for file, line, name in places]
+    return [
+        [file, line, name, linecache.getline(file, line).strip()[:200], _origin(file)] for file, line, name in places
+    ]
 
 
 def current_stacks() -> bytes:
@@ -52,7 +72,7 @@ def current_stacks() -> bytes:
 def current_line() -> str:
     """Return the line of the user's code that the training thread is in: "train.py:12 in main". Thread-safe."""
     places = _places(sys._current_frames().get(threading.main_thread().ident or 0))
-    of_users = [place for place in places if not _INSTALLED.search(place[0])]
+    of_users = [place for place in places if _origin(place[0]) == "user"]
     if not places:
         return "unknown"
     file, line, name = (of_users or places)[0]
@@ -80,7 +100,7 @@ def stack_text(data: bytes) -> str:
     if not threads:
         return "  (no thread)"
     lines = []
-    for file, line, name, code in reversed(threads[0][1]):
+    for file, line, name, code, _ in reversed(threads[0][1]):
         lines.append(f'  File "{file}", line {line}, in {name}')
         if code:
             lines.append(f"    {code}")

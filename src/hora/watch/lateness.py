@@ -7,7 +7,6 @@ is a rank whose work repeatedly takes longer than the median of the others.
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -154,12 +153,12 @@ PART_WORDS = {
     "optimizer": "in the optimizer",
 }
 _SAME_TIME_S = 10.0  # profiles of two ranks are comparable if they end this close together
-_LIBRARY = re.compile(
-    r"site-packages|dist-packages|/lib/python3|^<frozen|/hora/(engine|torch|launch|workflow|watch|telemetry)/"
-)
-_ENGINE = re.compile(r"/hora/engine/")
 
-Frame = Sequence[Any]  # [file, line, function, code]
+Frame = Sequence[Any]  # [file, line, function, code, origin], as hora.telemetry.stacks describes it
+
+
+def _is_users(frame: Frame) -> bool:
+    return bool(frame[4] == "user")
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ class SlowLine:
     @property
     def own(self) -> Frame:
         """The innermost frame of the script, or the innermost frame."""
-        return next((frame for frame in self.frames if not _LIBRARY.search(frame[0])), self.frames[0])
+        return next((frame for frame in self.frames if _is_users(frame)), self.frames[0])
 
 
 @dataclass
@@ -239,9 +238,9 @@ def _shares(profile: Mapping[str, Any]) -> dict[Any, tuple[float, Sequence[Frame
     """Return each location in the script with its share of the samples and a stack that leads to it."""
     shares: dict[Any, tuple[float, Sequence[Frame]]] = {}
     for count, frames in profile["stacks"]:
-        if not frames or any(_ENGINE.search(frame[0]) for frame in frames):
+        if not frames or any(frame[4] == "engine" for frame in frames):
             continue
-        first = next((i for i, frame in enumerate(frames) if not _LIBRARY.search(frame[0])), 0)
+        first = next((i for i, frame in enumerate(frames) if _is_users(frame)), 0)
         key = tuple(tuple(frame[:3]) for frame in frames[first:])
         before, shown = shares.get(key, (0.0, frames))
         shares[key] = before + count / max(profile["num_samples"], 1), shown

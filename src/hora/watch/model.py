@@ -469,9 +469,10 @@ def _time(seconds: float) -> float:
 
 
 def _frames(frames: Sequence[Any]) -> list[list[Any]]:
-    """Return [file, line, function, code] of each frame, the innermost first."""
+    """Return [file, line, function, code, origin] of each frame, the innermost first."""
     return [
-        [str(file)[:300], int(line), str(function)[:200], str(code)[:300]] for file, line, function, code in frames[:60]
+        [str(file)[:300], int(line), str(function)[:200], str(code)[:300], str(origin)[:20]]
+        for file, line, function, code, origin in frames[:60]
     ]
 
 

@@ -317,15 +317,15 @@ function showDemo() {
 }
 
 // ---- findings -------------------------------------------------------------------------------------------------------
-const foreign = (file) => /site-packages|dist-packages|\/lib\/python3|^<frozen|\/hora\/(engine|torch|launch|workflow|watch|telemetry)/.test(file);
-const ownKey = (frames) => JSON.stringify(frames.slice(Math.max(frames.findIndex((f) => !foreign(f[0])), 0)).map((f) => f.slice(0, 3)));
+const foreign = (frame) => frame[4] !== "user";
+const ownKey = (frames) => JSON.stringify(frames.slice(Math.max(frames.findIndex((f) => !foreign(f)), 0)).map((f) => f.slice(0, 3)));
 function frameRows(frames, limit = 7, blame = true) {
-  const guilty = frames.findIndex((f) => !foreign(f[0]));
+  const guilty = frames.findIndex((f) => !foreign(f));
   const first = guilty > limit - 3 ? guilty - 2 : 0, part = frames.slice(first, first + limit);
   const box = h("div", { className: "frames" });
   if (first) box.append(h("div", { className: "where" }, `… ${plural(first, "frame")} further in`));
   part.forEach((f, k) => {
-    const [file, line, name, code] = f, own = !foreign(file);
+    const [file, line, name, code] = f, own = !foreign(f);
     box.append(h("div", { className: blame && k + first === guilty ? "guilty" : own ? "own" : "lib", title: `${file}:${line}\n${code || ""}` }, `${file.split("/").slice(-2).join("/")}:${line}  ${name}`, code ? h("span", { className: "where" }, `   ${code}`) : null));
   });
   if (frames.length > first + limit) box.append(h("div", { className: "where" }, `… ${plural(frames.length - first - limit, "frame")} further out`));
