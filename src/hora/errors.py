@@ -34,6 +34,7 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
 
 
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
+    """Return the text of a `HorovodVersionMismatchError`."""
     return (
         f"Framework {name} installed with version {installed_version} but found version {version}.\n"
         f"This can result in unexpected behavior including runtime errors.\n"
