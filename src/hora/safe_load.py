@@ -3,7 +3,8 @@
 It is the pickle machine of the standard library, reduced to the opcodes that data needs: it builds tensors, arrays and
 plain values, and calls nothing that a file names. A name is a value (a dtype), an object that this module creates from
 checked arguments (a tensor), a class whose instances get attributes (`Vocabulary.instance_class`), or a foreign name,
-which is recorded and never looked up. It does not use torch.load.
+which is recorded and never looked up. It uses neither torch.load nor torch's list of safe globals: torch and other
+libraries put classes there whose constructors open connections. What it builds is limited in proportion to the file.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import collections
 import io
 import math
 import pickle
+import re
 import struct
 import sys
 import zipfile
@@ -24,7 +26,15 @@ import torch
 
 _MAX_DIMENSIONS = 64
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
-_ARRAY_KINDS = "biufcSU"  # no objects and no records
+_ARRAY_TYPE = re.compile(r"[<>|=]?(?:[biufc][0-9]{1,2}|[SU][0-9]{1,9})")  # no objects and no records
+# A pickle can refer to one list or array again and again and have each copied: the copies of a file are limited.
+_COPIES_PER_BYTE, _MIN_COPIES = 16, 1 << 20
+
+# Errors of Python, NumPy and torch for bytes that are no pickle or archive, or a wrong one.
+_MALFORMED = (
+    IndexError, KeyError, TypeError, AttributeError, UnicodeError, ArithmeticError, RuntimeError, EOFError, MemoryError,
+    AssertionError, struct.error, pickle.UnpicklingError,
+)  # fmt: skip
 
 Name = tuple[str, str]  # module and name in it
 
@@ -54,26 +64,19 @@ class Foreign:
     extend = add = __setitem__ = append
 
 
-def declared(module: str, name: str) -> Any:
-    """Return the value declared under this name with `torch.serialization.add_safe_globals`."""
-    for harmless in getattr(torch.serialization, "get_safe_globals", list)():
-        value, full = harmless if isinstance(harmless, tuple) else (harmless, "")
-        if f"{module}.{name}" == (full or f"{value.__module__}.{value.__qualname__}"):
-            return value
-    return None
-
-
 @dataclass(frozen=True)
 class Vocabulary:
     """Names that a file may use besides those of plain data and tensors.
 
     Each function takes a module and a name and returns None for an unknown one. `instance_class`: a class whose
     instances the file may contain; they are created without its constructor and then given their attributes. `value`:
-    an object that the file may refer to. `rename` maps old names to current ones.
+    an object that the file may refer to. `trusted`: a class or function of the user that the file may call. `rename`
+    maps old names to current ones.
     """
 
     instance_class: Callable[[str, str], type | None] = lambda module, name: None
     value: Callable[[str, str], Any] = lambda module, name: None
+    trusted: Callable[[str, str], Any] = lambda module, name: None
     rename: Callable[[str, str], Name] = lambda module, name: (module, name)
 
 
@@ -106,21 +109,25 @@ def load_pickle(data: bytes, vocabulary: Vocabulary | None = None, *, encoding: 
 def load_torch(file: bytes | IO[bytes]) -> Loaded:
     """Read a file of `torch.save`, on the CPU. Raises ValueError if it is malformed."""
     opened: IO[bytes] = io.BytesIO(file) if isinstance(file, bytes) else file
-    if not zipfile.is_zipfile(opened):
-        opened.seek(0)
-        return _load_legacy(opened)
-    opened.seek(0)
     try:
+        is_archive = zipfile.is_zipfile(opened)
+        opened.seek(0)
+        if not is_archive:
+            return _load_legacy(opened)
+        num_bytes = _left(opened)
         with zipfile.ZipFile(opened) as archive:
-            return _load_archive(archive)
-    except (zipfile.BadZipFile, KeyError, NotImplementedError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"this is not a file of torch.save: {error}") from error
+            return _load_archive(archive, num_bytes)
+    except (*_MALFORMED, zipfile.BadZipFile) as error:
+        raise ValueError(f"this is not a file of torch.save: {error!r}") from error
 
 
-def _load_archive(archive: zipfile.ZipFile) -> Loaded:
+def _load_archive(archive: zipfile.ZipFile, num_bytes: int) -> Loaded:
     entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values()):
         raise ValueError("this is not a file of torch.save: it is compressed")
+    # Python before 3.11.8 reads entries that overlap, each of them as long as the file.
+    if sum(entry.file_size for entry in archive.infolist()) > num_bytes:
+        raise ValueError("this is not a file of torch.save: its entries overlap")
     order = archive.read(entries["byteorder"]) if "byteorder" in entries else b"little"
     if order != sys.byteorder.encode():
         raise ValueError(f"it was saved on a machine with another byte order ({order!r})")
@@ -149,7 +156,8 @@ def _load_legacy(file: IO[bytes]) -> Loaded:
         _, dtype, key, _, num_elements, _ = saved
         if key not in flat:
             _check_storage(dtype, num_elements)
-            if num_elements * dtype.itemsize > _left(file):
+            declared = sum(one.nbytes for one in flat.values()) + num_elements * dtype.itemsize
+            if declared > _left(file):
                 raise ValueError("a storage has fewer bytes than it declares")
             flat[key] = torch.empty(num_elements, dtype=dtype, device="cpu")
         return _Storage(flat[key])
@@ -268,9 +276,9 @@ class _DType:
     order: str = "="
 
     def numpy(self) -> np.dtype[Any]:
-        found = np.dtype(self.code)
-        if found.kind not in _ARRAY_KINDS or found.fields or found.subdtype or not found.itemsize:
-            raise ValueError(f"an array of {self.code!r} is not plain data")
+        found = np.dtype(self.code) if _ARRAY_TYPE.fullmatch(self.code) else None
+        if found is None or not found.itemsize:
+            raise ValueError(f"an array of {self.code[:100]!r} is not plain data")
         return found.newbyteorder("<" if self.order == "<" else ">") if self.order in "<>" else found
 
 
@@ -434,10 +442,6 @@ _FILLING: dict[str, tuple[Callable[[Any], Any], tuple[type, ...]]] = {
     "ADDITEMS": (lambda machine: machine.metastack[-1][-1], (set, Foreign)),
 }
 _Unpickler: Any = pickle._Unpickler  # in Python, with a table of its opcodes
-_MALFORMED = (
-    IndexError, KeyError, TypeError, AttributeError, UnicodeError, OverflowError, RuntimeError, EOFError, MemoryError,
-    struct.error, pickle.UnpicklingError,
-)  # fmt: skip
 
 
 def _code(name: str) -> int:
@@ -483,6 +487,7 @@ class _Machine(_Unpickler):
         self.memo = _Memo()
         self.foreign: list[Foreign] = []
         self._vocabulary, self._persistent = vocabulary or Vocabulary(), persistent
+        self._room = _COPIES_PER_BYTE * _left(file) + _MIN_COPIES
 
     def loaded(self) -> Loaded:
         """Return the object of the pickle that begins here. Raises ValueError for anything else."""
@@ -505,7 +510,7 @@ class _Machine(_Unpickler):
         module, name = self._vocabulary.rename(module, name)
         if (module, name) in _NAMES:
             return _NAMES[module, name]
-        for known in (declared, self._vocabulary.value, self._vocabulary.instance_class):
+        for known in (self._vocabulary.trusted, self._vocabulary.value, self._vocabulary.instance_class):
             found = known(module, name)
             if found is not None:
                 return found
@@ -519,7 +524,14 @@ class _Machine(_Unpickler):
         args, function = self.stack.pop(), self.stack.pop()
         if type(args) is not tuple:
             raise ValueError("arguments are not a tuple")
-        self.append(self._called(function, args))
+        self.append(self._copied(self._called(function, args)))
+
+    def _copied(self, value: Any) -> Any:
+        """Count the memory of a value that a call has made, so that a small file cannot take much."""
+        self._room -= _num_bytes(value)
+        if self._room < 0:
+            raise ValueError("it has the same data copied again and again, which needs far more memory than the file")
+        return value
 
     def _called(self, function: Any, args: tuple[Any, ...]) -> Any:
         if any(isinstance(one, Foreign) for one in (function, *args)):
@@ -529,18 +541,18 @@ class _Machine(_Unpickler):
             return function.make(*args)
         if isinstance(function, type) and function in _CLASSES:
             return _CLASSES[function](*args)
-        if _is(function, declared):
+        if _is(function, self._vocabulary.trusted):
             return function(*args)
         raise ValueError(f"it calls {getattr(function, '__qualname__', function)!r}, which data does not need")
 
     def _newobj(self) -> None:
         args, cls = self.stack.pop(), self.stack.pop()
-        if _is(cls, declared):
+        if _is(cls, self._vocabulary.trusted):
             self.append(cls.__new__(cls, *args))
         elif args == () and _is(cls, self._vocabulary.instance_class):
             self.append(cls.__new__(cls))
         else:
-            self.append(self._called(cls, args))
+            self.append(self._copied(self._called(cls, args)))
 
     def _newobj_ex(self) -> None:
         if self.stack.pop() != {}:
@@ -552,7 +564,7 @@ class _Machine(_Unpickler):
         if isinstance(target, Foreign):
             return
         if isinstance(target, _PendingArray):
-            self.stack[-1] = made = _array_of_state(state)
+            self.stack[-1] = made = self._copied(_array_of_state(state))
             if target.number is not None:
                 self.memo[target.number] = made
         elif isinstance(target, _DType):
@@ -565,7 +577,7 @@ class _Machine(_Unpickler):
             # The versions of a state_dict's modules. No other attributes are needed.
             if type(state) is dict and type(state.get("_metadata")) is collections.OrderedDict:
                 target._metadata = state["_metadata"]  # type: ignore[attr-defined]
-        elif _is(type(target), declared):
+        elif _is(type(target), self._vocabulary.trusted):
             _set_attributes(target, state)
         elif _is(type(target), self._vocabulary.instance_class):
             _check_state(target, state)
@@ -575,6 +587,16 @@ class _Machine(_Unpickler):
 
     dispatch |= {_code("BYTEARRAY8"): _bytearray, _code("REDUCE"): _reduce, _code("BUILD"): _build}
     dispatch |= {_code("NEWOBJ"): _newobj, _code("NEWOBJ_EX"): _newobj_ex}
+
+
+def _num_bytes(value: Any) -> int:
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, _Storage):
+        return value.flat.nbytes
+    if isinstance(value, bytes | bytearray):
+        return len(value)
+    return 8 * len(value) if isinstance(value, list | tuple | set | frozenset | dict) else 0
 
 
 def _is(value: Any, known: Callable[[str, str], Any]) -> bool:

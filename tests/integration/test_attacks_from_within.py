@@ -6,16 +6,20 @@ Uses commands, `horovod.torch` and sockets only. docs/security.md lists these te
 from __future__ import annotations
 
 import base64
+import io
 import json
 import os
 import pickle
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from attacked_jobs import MEET, script
 from job_process import HOROVODRUN, JobProcess, run_command
+
+from hora.workflow import Checkpoints
 
 HOSTS = [
     "$(touch {trap}):1",
@@ -109,6 +113,25 @@ def test_a_saved_torchscript_model_writes_no_file(spark, tmp_path: Path, monkeyp
     assert not trap.exists()
     TorchModel.load(f"file://{tmp_path / 'model'}", trusted=True)
     assert trap.read_bytes() == b"XXXX", "so the attack is a real one"
+
+
+DEVICE_MESH = b"\x80\x02ctorch.distributed.device_mesh\nDeviceMesh\n(X\x03\x00\x00\x00cpuK\x00\x85tR."
+
+
+@pytest.mark.security
+@pytest.mark.parametrize("archive", [True, False])
+def test_a_checkpoint_that_names_a_class_that_torch_declares_harmless_opens_no_port(tmp_path: Path, archive: bool):
+    """The constructor of DeviceMesh starts a process group, which listens on every address."""
+    import torch.distributed.tensor
+
+    data = io.BytesIO()
+    torch.save({}, data, _use_new_zipfile_serialization=archive)
+    with zipfile.ZipFile(path := tmp_path / "it", "w") as file:
+        file.writestr("it/data.pkl", DEVICE_MESH)
+    payload = path.read_bytes() if archive else data.getvalue().replace(b"\x80\x02}q\x00.", DEVICE_MESH, 2)
+    with pytest.raises(ValueError, match=r"holds more than data: torch\.distributed\.device_mesh\.DeviceMesh"):
+        Checkpoints.decode(payload)
+    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.security

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import collections
 import json
 import os
 import pickle
@@ -211,12 +212,23 @@ def test_a_file_that_can_run_code_is_read_only_if_the_user_trusts_it(metadata, m
     assert load(TorchModel.read().trusted()) is kind
 
 
-@pytest.mark.skipif(not hasattr(torch.serialization, "safe_globals"), reason="torch before 2.5")
-def test_a_class_declared_safe_by_the_user_is_read_without_trust(metadata, monkeypatch):
+def test_a_class_that_the_user_names_is_trusted_and_nothing_else_in_the_file(metadata, monkeypatch):
     monkeypatch.setenv("HORA_STRICT", "1")
+
+    def read(trusted):
+        return TorchModel.read().session(SESSION).trusted(trusted).load("model")
+
     TorchModel(model=Own(2, 1)).write().session(SESSION).saveImpl("model")
-    with torch.serialization.safe_globals([Own]):
-        assert type(TorchModel.read().session(SESSION).load("model").getModel()) is Own
+    assert type(read([Own]).getModel()) is Own
+    with pytest.raises(ValueError, match=r"holds \w*\.?test_persistence\.Own, .*trusted=\[YourClass\]"):
+        read([collections.Counter])
+    with pytest.raises(
+        ValueError, match=r"trusted must be True, or a list of classes of your own, but it is \['Own'\]"
+    ):
+        read(["Own"])
+    TorchModel(model=torch.jit.script(torch.nn.Linear(2, 1))).write().session(SESSION).saveImpl("model")
+    with pytest.raises(ValueError, match="holds a model of TorchScript"):
+        read([Own])
 
 
 def loss_of_a_notebook(output, label):

@@ -6,7 +6,11 @@ import collections
 import io
 import os
 import pickle
+import struct
+import sys
 import zipfile
+import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import cloudpickle
@@ -117,6 +121,10 @@ HOSTILE = {
     "a mark that is none": b"\x80\x02t.",
     "a storage of negative size": _called("torch Size", b"(J\xff\xff\xff\xfft\x85"),
     "a factory": _called("collections defaultdict", b"cposix\nsystem\n\x85"),
+    "a class that torch declares harmless": _called(
+        "torch.distributed.device_mesh DeviceMesh", b"(X\x03\x00\x00\x00cpuK\x00\x85t"
+    ),
+    "a type of arrays that is an expression": _called("numpy dtype", b"X\x04\x00\x00\x00(1,)\x85"),
     "bytes by another codec": _called("_codecs encode", b"X\x01\x00\x00\x00aX\x03\x00\x00\x00zip\x86"),
 }
 
@@ -161,22 +169,24 @@ def test_foreign_parts_are_named_and_the_rest_can_be_used():
         load_pickle(pickle.dumps([])).without("a")
 
 
-def _archive(pickled: bytes, data: bytes = b"", **entries: bytes) -> bytes:
+def zipped(entries: Mapping[str, bytes]) -> bytes:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("archive/data.pkl", pickled)
-        archive.writestr("archive/data/0", data)
         for name, content in entries.items():
-            archive.writestr(f"archive/{name}", content)
+            archive.writestr(name, content)
     return file.getvalue()
 
 
-def _tensor(num_elements: int, offset: int, size: int, stride: int) -> bytes:
+def _archive(pickled: bytes, data: bytes = b"", **entries: bytes) -> bytes:
+    return zipped({f"a/{name}": one for name, one in {"data.pkl": pickled, "data/0": data, **entries}.items()})
+
+
+def _tensor(num_elements: int, offset: int, size: int, stride: int, *, key: bytes = b"0") -> bytes:
     """Return the pickle of a tensor with arbitrary sizes and offsets."""
     number = lambda value: b"J" + value.to_bytes(4, "little", signed=True)  # noqa: E731
     text = lambda value: b"X" + len(value).to_bytes(4, "little") + value  # noqa: E731
     storage = (
-        b"(" + text(b"storage") + b"ctorch\nFloatStorage\n" + text(b"0") + text(b"cpu") + number(num_elements) + b"tQ"
+        b"(" + text(b"storage") + b"ctorch\nFloatStorage\n" + text(key) + text(b"cpu") + number(num_elements) + b"tQ"
     )
     shape = number(offset) + number(size) + b"\x85" + number(stride) + b"\x85"
     return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + shape + b"\x89NtR."
@@ -199,12 +209,97 @@ def test_a_tensor_stays_inside_its_storage():
         load_torch(_archive(_tensor(4, 0, 4, 1), bytes(16), byteorder=b"big"))
 
 
+def _overlapping(num_storages: int, num_bytes: int) -> bytes:
+    """Return an archive in which each storage contains all later ones, with their headers."""
+    body, entries = bytes(num_bytes), []
+    for key in reversed(range(num_storages)):
+        name, size, crc = f"a/data/{key}".encode(), len(body), zlib.crc32(body)
+        entries.append((name, size, crc))
+        body = struct.pack("<4s5H3I2H", b"PK\3\4", 20, 0, 0, 0, 33, crc, size, size, len(name), 0) + name + body
+    entries.reverse()
+    tensors = [_tensor(size // 4, 0, 1, 1, key=name[7:])[2:-1] for name, size, _ in entries]
+    pickled = b"\x80\x02](" + b"".join(tensors) + b"e."
+    first = _archive(pickled)
+    first = first[: first.index(b"PK\3\4", 4)]  # of data.pkl alone
+    directory, offset = b"", len(first)
+    for name, size, crc in [(b"a/data.pkl", len(pickled), zlib.crc32(pickled)), *entries]:
+        at = 0 if name == b"a/data.pkl" else offset
+        directory += struct.pack(
+            "<4s6H3I5H2I", b"PK\1\2", 20, 20, 0, 0, 0, 33, crc, size, size, len(name), 0, 0, 0, 0, 0, at
+        )
+        directory += name
+        offset += 30 + len(name) if at else 0
+    count = num_storages + 1
+    end = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, count, count, len(directory), len(first) + len(body), 0)
+    return first + body + directory + end
+
+
+def test_entries_that_overlap_are_rejected():
+    """On Python before 3.11.8, whose zipfile reads them: a small file would need a multiple of its size."""
+    with pytest.raises(ValueError, match=r"not a file of torch.save: .*[Oo]verlap"):
+        load_torch(_overlapping(100, 10_000))
+
+
+@pytest.mark.parametrize("value", ["bytearray", "list", "array", "storage"])
+def test_copies_of_one_object_are_limited(value):
+    """A pickle refers to an object of 100 KB a thousand times, and has it copied each time."""
+    many = b"B" + struct.pack("<I", 100_000) + bytes(100_000) + b"q\x00"
+    copied = b"c__builtin__\nbytearray\nh\x00\x85R"
+    if value == "list":
+        many, copied = b"](" + b"K\x00" * 100_000 + b"eq\x00", b"c__builtin__\nlist\nh\x00\x85R"
+    elif value == "array":
+        dtype = b"cnumpy\ndtype\nX\x02\x00\x00\x00u1\x85R"
+        copied = b"cnumpy._core.numeric\n_frombuffer\n(h\x00" + dtype + b"J\xa0\x86\x01\x00\x85X\x01\x00\x00\x00CtR"
+    elif value == "storage":
+        file = io.BytesIO()
+        torch.save(torch.zeros(100_000, dtype=torch.uint8).untyped_storage(), file)
+        inner = file.getvalue()
+        many = b"B" + struct.pack("<I", len(inner)) + inner + b"q\x00"
+        copied = b"ctorch.storage\n_load_from_bytes\nh\x00\x85R"
+    assert load_pickle(b"\x80\x03" + many + copied * 2 + b".").plain() is not None
+    with pytest.raises(ValueError, match="copied again and again"):
+        load_pickle(b"\x80\x03" + many + (copied + b"0") * 1000 + b".")
+
+
+def test_a_storage_of_the_old_format_is_as_long_as_its_file():
+    file = io.BytesIO()
+    torch.save({"a": torch.zeros(1000), "b": torch.ones(1000)}, file, _use_new_zipfile_serialization=False)
+    whole = file.getvalue()
+    assert load_torch(whole).plain()["b"].sum() == 1000
+    for damaged in (
+        whole.replace(b"M\xe8\x03", b"M\xd0\x07"),  # twice the elements: together more than the file has
+        whole[:-10],
+        whole.replace(b"little_endian", b"other_endian_"),
+        whole.replace(b"protocol_versionq", b"protocol_versio\xffq"),
+    ):
+        with pytest.raises(ValueError, match=r"\w"):
+            load_torch(damaged)
+
+
+LEGACY = [
+    pickle.dumps(one, 2) for one in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": sys.byteorder == "little"}, [])
+]
+NO_FILES = {
+    "a list in the place of the machine": b"".join([*LEGACY[:2], *LEGACY[3:]]),
+    "a number in the place of the keys": b"".join([*LEGACY, pickle.dumps(5, 2)]),
+    "keys that are lists": b"".join([*LEGACY, pickle.dumps([[]], 2)]),
+    "an archive without a pickle": zipped({"a/byteorder": b"little"}),
+    "an archive that ends early": zipped({"a/data.pkl": b"\x80\x02N."}).replace(b"\x80\x02N.", b""),
+}
+
+
+@pytest.mark.parametrize("name", NO_FILES)
+def test_other_files_are_rejected_with_a_value_error(name):
+    with pytest.raises(ValueError, match=r"\w"):
+        load_torch(NO_FILES[name])
+
+
 def test_damaged_files_are_read_or_rejected(cases):
     """Pickles and archives with random changes raise ValueError or load; they neither crash nor raise other errors."""
     file = io.BytesIO()
     torch.save(VALUES, file)
     whole = [pickle.dumps({"v": VALUES[name]}, protocol) for name in VALUES for protocol in (2, 5)]
-    whole += [*HOSTILE.values(), file.getvalue()]
+    whole += [*HOSTILE.values(), *NO_FILES.values(), file.getvalue()]
     for case, chance in cases:
         data = bytearray(chance.choice(whole))
         for _ in range(chance.randrange(1, 6)):

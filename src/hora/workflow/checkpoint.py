@@ -118,7 +118,7 @@ def _payload(path: Path) -> bytes:
         try:
             header = json.loads(line)
             wanted, digest = int(header["num_bytes"]), str(header["sha256"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError("its header cannot be read") from error
         if header.get("format") != _MAGIC:
             raise ValueError(f"its format is {header.get('format')!r}, not {_MAGIC!r}")

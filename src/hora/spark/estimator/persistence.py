@@ -15,7 +15,7 @@ import json
 import pickle
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NoReturn
 
@@ -37,18 +37,20 @@ _CLASSES: dict[str, type] = {
 _NOT_DATA = ("torch.nn.parallel.",)  # their instances open connections
 _FUNCTIONS = {"torch.nn.functional": torch.nn.functional, "torch._C._nn": torch._C._nn}
 _PICKLED_NAMES = ("hora.spark.estimator.packing", "hora.spark.estimator.persistence")  # current and old module
+# Whether the reader trusts a file: wholly, or these classes and functions in it.
+Trust = bool | Sequence[Callable[..., Any]]
 _NOT_KEPT = ("store", "backend")
 _OLD_PACKAGE = "hora.estimator."  # the old module of these classes, in the first files
 _PACKAGE = "hora.spark.estimator."
 
 
-def load(data: bytes, *, what: str, trusted: bool = False) -> Any:
+def load(data: bytes, *, what: str, trusted: Trust = False) -> Any:
     """Unpickle an object. Raises ValueError, naming it `what`, if it is not trusted but would have to be."""
-    vocabulary = Vocabulary(instance_class=_instance_class, value=_function, rename=_found_now)
+    vocabulary = Vocabulary(instance_class=_instance_class, value=_function, trusted=_named(trusted), rename=_found_now)
     try:
         return load_pickle(data, vocabulary).plain()
     except ForeignError as error:
-        if not (trusted or trusts_files()):
+        if not (trusted is True or trusts_files()):
             refuse(what, str(error))
     return _Trusting(io.BytesIO(data)).load()
 
@@ -68,9 +70,19 @@ def refuse(what: str, held: str) -> NoReturn:
     """Raise ValueError for a file that can run code."""
     raise ValueError(
         f"{what} holds {held}, and reading it can run any code of its author. If you trust the file, load it with "
-        "trusted=True or set HORA_TRUST_FILES=1 (without HORA_STRICT=1). A class of your own that is harmless can be "
-        "declared so with torch.serialization.add_safe_globals (torch 2.4 and newer)"
+        "trusted=True or set HORA_TRUST_FILES=1 (without HORA_STRICT=1). If only classes of your own are in it, name "
+        "them: trusted=[YourClass]"
     )
+
+
+def _named(trusted: Trust) -> Callable[[str, str], Any]:
+    """Return a lookup of the classes and functions that the caller trusts."""
+    if isinstance(trusted, bool):
+        return lambda module, name: None
+    if not all(isinstance(one, type | FunctionType) for one in trusted):
+        raise ValueError(f"trusted must be True, or a list of classes of your own, but it is {trusted!r}")
+    known = {(one.__module__, one.__qualname__): one for one in trusted}
+    return lambda module, name: known.get((module, name))
 
 
 class _Trusting(pickle.Unpickler):
@@ -140,10 +152,13 @@ class ParamsReader(MLReader[Any]):
     def __init__(self, kind: type) -> None:
         super().__init__()
         self._kind = kind
-        self._trusted = False
+        self._trusted: Trust = False
 
-    def trusted(self, value: bool = True) -> ParamsReader:
-        """Also read files that can run code: those with your own classes or functions, or TorchScript."""
+    def trusted(self, value: Trust = True) -> ParamsReader:
+        """Also read files that can run code: those with your own classes or functions, or TorchScript.
+
+        A list of classes and functions trusts only these.
+        """
         self._trusted = value
         return self
 
@@ -170,8 +185,11 @@ class ParamsReadable(MLReadable[Any]):
     """Mixin for objects that can be loaded: `load(path)`, `read()`."""
 
     @classmethod
-    def load(cls, path: str, *, trusted: bool = False) -> Any:
-        """Read what `save` wrote. `trusted`: even if it can run code, as your own classes and functions can."""
+    def load(cls, path: str, *, trusted: Trust = False) -> Any:
+        """Read what `save` wrote. `trusted`: even if it can run code, as your own classes and functions can.
+
+        A list of your classes and functions trusts only these.
+        """
         return cls.read().trusted(trusted).load(path)
 
     @classmethod
@@ -192,7 +210,7 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__name__}"
 
 
-def _loaded(data: bytes, path: str, *, trusted: bool) -> dict[str, Any]:
+def _loaded(data: bytes, path: str, *, trusted: Trust) -> dict[str, Any]:
     """Return the parameters in a saved file. Raises ValueError if it can run code and is not trusted."""
 
     def read(pickled: bytes) -> Any:
@@ -205,7 +223,7 @@ def _loaded(data: bytes, path: str, *, trusted: bool) -> dict[str, Any]:
     packed = model.model if isinstance(model, ModelAndOptimizer) else model
     if not isinstance(packed, bytes | None):
         raise ValueError(f"{path} holds a model that is not bytes")
-    if packed is not None and is_script(packed) and not (trusted or trusts_files()):
+    if packed is not None and is_script(packed) and not (trusted is True or trusts_files()):
         refuse(path, "a model of TorchScript")
     if isinstance(model, ModelAndOptimizer):
         values["model"], values["optimizer"] = model.unpack(load=read)

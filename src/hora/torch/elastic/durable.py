@@ -84,7 +84,10 @@ class DurableCommits:
 
     def _read(self, number: int) -> dict[str, Any]:
         with self._path(number, "json").open("rb") as file:
-            manifest = json.loads(file.read(_MAX_MANIFEST_BYTES))
+            try:
+                manifest = json.loads(file.read(_MAX_MANIFEST_BYTES))
+            except RecursionError:
+                raise ValueError("its manifest is nested too deeply") from None
         if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
             raise ValueError(f"its manifest is not one of {_FORMAT!r}")
         with self._path(number, "commit").open("rb") as file:
