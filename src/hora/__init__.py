@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hora.launch.run import distributed, run
+    from hora.decorator import distributed
+    from hora.launch.run import run
     from hora.telemetry import report
     from hora.torch.plan import plan
 
@@ -16,7 +17,7 @@ __all__ = ["distributed", "plan", "report", "run"]
 
 
 _MODULES = {
-    "distributed": "hora.launch.run",
+    "distributed": "hora.decorator",
     "plan": "hora.torch.plan",
     "report": "hora.telemetry",
     "run": "hora.launch.run",

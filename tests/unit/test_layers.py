@@ -31,8 +31,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "labs": {"keras", "launch", "telemetry", "torch", "workflow"},
     "legacy": {"engine", "torch", "launch", "net"},
     "compat": {"workers", "launch"},
+    "decorator": {"launch", "spark", "ray"},
     "cli": {"watch", "launch", "workers", "labs", "legacy", "net"},
-    "__init__": {"launch", "telemetry", "torch"},
+    "__init__": {"decorator", "launch", "telemetry", "torch"},
     "__main__": {"cli"},
 }
 # Old documented names: they re-export from the new modules, and nothing in this repository imports them.
@@ -63,7 +64,7 @@ def _room(module: str) -> str:
 
 @cache
 def _imports(module: str) -> frozenset[str]:
-    """Return the modules of this package that `module` imports, at its top or inside functions, or for types only."""
+    """Return the modules of this package that `module` imports, at its top or inside functions, for types or by name."""
     found = set()
     for node in ast.walk(ast.parse(_modules()[module].read_text())):
         if isinstance(node, ast.Import):
@@ -73,6 +74,10 @@ def _imports(module: str) -> frozenset[str]:
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
                 found.add(whole if whole in _modules() else str(node.module))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            name = node.args[0].value if isinstance(node.args[0], ast.Constant) else ""
+            assert not name.startswith("horovod"), f"{module} imports the old name {name}"
+            found.add(name)
     return frozenset(found & _modules().keys() - {module})
 
 

@@ -1,18 +1,16 @@
 """`run`: call a function on every rank of a job and get the values back. Users know it as `horovod.run` or `hora.run`.
 
 It checks the arguments, turns them into `Options` and calls `start`. `HorovodRunner`, for Spark clusters, is in
-`hora.spark.runner`; `distributed` is a decorator for any of these launchers.
+`hora.spark.runner`; `hora.decorator` stands above all launchers.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any
 
 from hora.launch.options import Options, all_options
 from hora.launch.pickling import pickle_call
@@ -79,56 +77,3 @@ def renamed(old: str, old_value: Any, new: str, new_value: Any) -> Any:
         return new_value
     warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=3)
     return old_value
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-_LAUNCHERS = ("local", "ssh", "slurm", "spark", "ray")
-
-
-def distributed(
-    *, num_processes: int, on: str = "local", **options: Any
-) -> Callable[[Callable[P, T]], Distributed[P, T]]:
-    """Decorate a function: `f.distributed(x)` calls it on `num_processes` ranks and returns the list of values in rank
-    order; `f(x)` still calls it here.
-
-    `on`: `local`, `ssh` (with `hosts="a:4,b:4"`), `slurm` (inside an allocation), `spark` (the active session), `ray`.
-    `options`: passed to `horovod.run`, `horovod.spark.run` or `RayExecutor`.
-    """
-    if on not in _LAUNCHERS:
-        raise ValueError(f"on must be one of {', '.join(_LAUNCHERS)}, but it is {on!r}")
-    if isinstance(num_processes, bool) or not isinstance(num_processes, int) or num_processes < 1:
-        raise ValueError(f"num_processes must be a whole number, at least 1, but it is {num_processes!r}")
-    if on == "ssh" and not (options.get("hosts") or options.get("hostfile") or options.get("host_discovery_script")):
-        raise ValueError('on="ssh" needs hosts="a:4,b:4", a hostfile or a host_discovery_script')
-
-    def decorate(function: Callable[P, T]) -> Distributed[P, T]:
-        if not callable(function):
-            raise ValueError(f"@hora.distributed(…) goes above a function, but it was given {function!r}")
-        return Distributed(function, num_processes, on, options)
-
-    return decorate
-
-
-class Distributed(Generic[P, T]):
-    """A function that can be called here or on ranks."""
-
-    def __init__(self, function: Callable[P, T], num_processes: int, on: str, options: Mapping[str, Any]) -> None:
-        self._function, self._num_processes, self._on, self._options = function, num_processes, on, options
-        functools.update_wrapper(self, function)
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._function(*args, **kwargs)
-
-    def distributed(self, *args: P.args, **kwargs: P.kwargs) -> list[T]:
-        """Return every rank's value, in rank order."""
-        n, options = self._num_processes, self._options
-        if self._on == "ray":
-            executor_type = importlib.import_module("horovod.ray").RayExecutor
-            with executor_type(executor_type.create_settings(), num_workers=n, **options) as executor:
-                executor.start()
-                return list(executor.run(self._function, args=list(args), kwargs=dict(kwargs)))
-        if self._on == "slurm" and not variables().get("SLURM_JOB_ID"):
-            raise RuntimeError('on="slurm" works inside an allocation: salloc --nodes=2 --ntasks-per-node=4 python …')
-        start_ranks = importlib.import_module("hora.spark.run").run if self._on == "spark" else run
-        return list(start_ranks(self._function, args=args, kwargs=kwargs, num_proc=n, **options))
