@@ -139,6 +139,37 @@ def test_group_with_integers():
 
 
 @session
+def test_group_with_a_mask_and_integers():
+    """A padded batch is gathered with its mask and its lengths, as contrastive losses do."""
+    rows = hvd.rank() + 1
+    x, mask, lengths = leaf(rows, 2), torch.arange(rows) % 2 == 0, torch.arange(rows)
+    gathered, masks, of_all = hvd.grouped_allgather([mask, x, lengths])[1], *hvd.grouped_allgather([mask, lengths])
+    assert masks.dtype == torch.bool
+    assert of_all.tolist() == [i for r in range(hvd.size()) for i in range(r + 1)]
+    weight = torch.arange(float(len(gathered)))[:, None].expand(-1, 2)
+    gathered.backward(weight)
+    start = sum(range(1, rows))
+    check(x.grad, weight[start : start + rows])
+
+
+@session
+def test_numbers_that_change_between_forward_and_backward():
+    n, factor = hvd.size(), torch.tensor(0.5)
+    x, y, z = leaf(3), leaf(2 * n), leaf(2 * n)
+    results = [
+        hvd.allreduce(x, op=hvd.Sum, prescale_factor=factor),
+        hvd.reducescatter(y, op=hvd.Sum, postscale_factor=factor),
+    ]
+    sent, received = hvd.alltoall(z, torch.full((n,), 2, dtype=torch.int32))
+    factor.mul_(4)
+    received.zero_()
+    sum(result.sum() for result in (*results, sent)).backward()
+    check(x.grad, torch.full_like(x, 0.5 * n))
+    check(y.grad, torch.full_like(y, 0.5 * n))
+    check(z.grad, torch.ones_like(z))
+
+
+@session
 def test_ranks_may_differ_in_requires_grad():
     x = torch.ones(3, requires_grad=hvd.rank() == 0)
     y = hvd.allgather(x)

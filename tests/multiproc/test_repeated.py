@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 
+import numpy as np
 import pytest
 import torch
 
@@ -93,6 +94,29 @@ def test_the_fast_path_divides_an_average_like_the_ordinary_one(dtype):
         assert asynchronous.tolist() == [limits.max, -limits.max, limits.tiny * 1.5, 1.0]
         assert all(torch.equal(result, asynchronous) for result in results)
         assert counts.taken
+
+
+@pytest.mark.ranks(2)
+def test_a_factor_that_the_program_changes_in_place():
+    """A tensor or an array as factor: each call uses the value of its own time."""
+    with running():
+        for factor in (torch.tensor(1.0), np.array(1.0)):
+            for number in range(9):
+                if number % 3 == 2:
+                    factor *= 0.5
+                for name in ("prescale_factor", "postscale_factor"):
+                    scaled = {"op": hvd.Sum, name: factor}
+                    found = [
+                        hvd.allreduce(ones(), **scaled),
+                        hvd.allreduce_(ones(), **scaled),
+                        hvd.synchronize(hvd.allreduce_async_(ones(), **scaled)),
+                    ]
+                    for result in found:
+                        assert result.tolist() == [hvd.size() * float(factor)] * 5
+        op = torch.tensor(hvd.Sum)
+        for wanted in (hvd.Sum, hvd.Sum, hvd.Sum, hvd.Max, hvd.Max):
+            op.fill_(wanted)
+            assert hvd.allreduce(ones(), op=op).tolist() == [hvd.size() if wanted == hvd.Sum else 1] * 5
 
 
 @pytest.mark.ranks(2, 3)

@@ -11,6 +11,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -31,7 +32,10 @@ Arguments = tuple[str | None, int | None, float, float, ProcessSet]
 
 
 class Collective(NamedTuple):
-    """A collective as the user requested it. (A named tuple: a frozen dataclass takes three times as long.)"""
+    """A collective as the user requested it. (A named tuple: a frozen dataclass takes three times as long.)
+
+    Numbers may be tensors, which the user may change after the call.
+    """
 
     kind: Kind
     name: str | None = None
@@ -143,6 +147,8 @@ def _learn(runtime: engine.Runtime, key: Any, tensor: Tensor, call: Arguments) -
     name, op, prescale, postscale, process_set = call
     if not isinstance(name, (str, NoneType)):
         return None
+    if not all(isinstance(number, Real) for number in (prescale, postscale, 0 if op is None else op)):
+        return None  # a tensor, say: the same object may have another value in the next call
     wanted = int(ReduceOp.AVERAGE) if op is None else _whole_number(op, "op")
     if wanted == ReduceOp.ADASUM:
         return None
