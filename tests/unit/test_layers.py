@@ -64,7 +64,7 @@ def _room(module: str) -> str:
 
 @cache
 def _imports(module: str) -> frozenset[str]:
-    """Return the modules of this package that `module` imports, at its top or inside functions, for types or by name."""
+    """Return the modules of this package that `module` imports: at its top, in functions, for types, by name."""
     found = set()
     for node in ast.walk(ast.parse(_modules()[module].read_text())):
         if isinstance(node, ast.Import):
