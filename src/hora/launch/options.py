@@ -18,6 +18,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from hora.config import EngineConfig
 from hora.launch.limits import SILENCE_S
 
 _NO_CYCLE = "there is no cycle to wait for; ranks with news wake the others"
@@ -121,9 +122,21 @@ def _option(*flags: str, section: str, kind: type = int, **rest: Any) -> Any:
     return field(default=None, metadata={"option": Option(flags=flags, kind=kind, section=section, **rest)})
 
 
-def _worker(flag: str, *, section: str, key: str = "", kind: type = int, **rest: Any) -> Any:
-    """Make an option of the workers: its YAML key and variable default to names derived from the flag."""
+def _variable(setting: str) -> str:
+    return str(EngineConfig.__dataclass_fields__[setting].metadata["variable"])
+
+
+def _worker(flag: str, *, section: str, key: str = "", kind: type = int, setting: str = "", **rest: Any) -> Any:
+    """Make an option of the workers. The engine's `setting` gives its variable, default and help.
+
+    The YAML key, and the variable of an option without a setting, are derived from the flag.
+    """
     name = flag[2:].replace("-", "_")
+    if setting:
+        known = EngineConfig.__dataclass_fields__[setting]
+        rest = {"variable": _variable(setting), "help": known.metadata["meaning"]} | rest
+        if kind in (int, float) and isinstance(known.default, int | float):
+            rest.setdefault("default", kind(known.default))
     rest.setdefault("variable", "HOROVOD_" + name.upper())
     if kind is bool:
         rest.setdefault("off_flags", ("--no-" + flag[2:],))
@@ -194,13 +207,12 @@ class Options:
     ssh_identity_file: str | None = _option("-i", "--ssh-identity-file", kind=str, section="hosts",
         metavar="KEY", help="private key for ssh")
 
-    fusion_threshold_mb: int | None = _worker("--fusion-threshold-mb", section="tuning", default=128,
-        variable="HOROVOD_FUSION_THRESHOLD", to_variable=lambda megabytes: str(megabytes * 1024 * 1024),
-        metavar="MB", help="largest fused batch; 0: no fusion")
+    fusion_threshold_mb: int | None = _worker("--fusion-threshold-mb", section="tuning",
+        setting="fusion_threshold_bytes", default=EngineConfig.fusion_threshold_bytes // 2**20,
+        to_variable=lambda megabytes: str(megabytes * 2**20), metavar="MB")
     cycle_time_ms: float | None = _worker("--cycle-time-ms", section="tuning", kind=float, metavar="MS",
         variable="HOROVOD_CYCLE_TIME", idle=_NO_CYCLE)
-    cache_capacity: int | None = _worker("--cache-capacity", section="tuning", default=1024, metavar="N",
-        help="response cache entries; 0: no cache")
+    cache_capacity: int | None = _worker("--cache-capacity", section="tuning", setting="cache_capacity", metavar="N")
     hierarchical_allreduce: bool | None = _worker("--hierarchical-allreduce", section="tuning", kind=bool,
         idle=_CHOSEN)
     hierarchical_allgather: bool | None = _worker("--hierarchical-allgather", section="tuning", kind=bool,
@@ -209,15 +221,14 @@ class Options:
         idle=_CHOSEN)
 
     autotune: bool | None = _worker("--autotune", section="autotune", kind=bool, key="autotune.enabled",
-        help="tune the reduction during the first steps")
-    autotune_log_file: str | None = _autotune("--autotune-log-file", kind=str,
-        variable="HOROVOD_AUTOTUNE_LOG", metavar="CSV", help="write the trials and the best setting to this file")
-    autotune_warmup_samples: int | None = _autotune("--autotune-warmup-samples", metavar="N", default=3,
-        help="trials that are not counted")
-    autotune_steps_per_sample: int | None = _autotune("--autotune-steps-per-sample", metavar="N", default=10,
-        help="steps per trial")
+        setting="autotune")
+    autotune_log_file: str | None = _autotune("--autotune-log-file", kind=str, setting="autotune_log", metavar="CSV")
+    autotune_warmup_samples: int | None = _autotune("--autotune-warmup-samples", metavar="N",
+        setting="autotune_warmup_samples")
+    autotune_steps_per_sample: int | None = _autotune("--autotune-steps-per-sample", metavar="N",
+        setting="autotune_steps_per_sample")
     autotune_bayes_opt_max_samples: int | None = _autotune("--autotune-bayes-opt-max-samples", metavar="N",
-        default=20, help="largest number of trials")
+        setting="autotune_max_samples")
     autotune_gaussian_process_noise: float | None = _autotune("--autotune-gaussian-process-noise", kind=float,
         high=1, metavar="X", idle=_NO_MODEL)
 
@@ -240,20 +251,17 @@ class Options:
         help="shortest and longest time that a failing host is excluded (default: for ever)")
 
     timeline_filename: str | None = _worker("--timeline-filename", section="timeline", kind=str,
-        key="timeline.filename", variable="HOROVOD_TIMELINE", metavar="JSON",
-        help="write a Chrome trace to this file, on rank 0")
+        key="timeline.filename", setting="timeline", metavar="JSON")
     timeline_mark_cycles: bool | None = _worker("--timeline-mark-cycles", section="timeline", kind=bool,
-        key="timeline.mark_cycles", export_with="timeline_filename", help="mark the engine's cycles in the timeline")
+        key="timeline.mark_cycles", export_with="timeline_filename", setting="timeline_mark_cycles")
 
     no_stall_check: bool | None = _worker("--no-stall-check", section="stall check", kind=bool,
         off_flags=("--stall-check",), key="stall_check.enabled", yaml_negated=True,
-        variable="HOROVOD_STALL_CHECK_DISABLE", help="do not report ranks that stall")
+        setting="stall_check_disable")
     stall_check_warning_time_seconds: int | None = _worker("--stall-check-warning-time-seconds",
-        section="stall check", key="stall_check.warning_time_seconds", default=60, metavar="SECONDS",
-        variable="HOROVOD_STALL_CHECK_TIME_SECONDS", help="report a stall after this time")
+        section="stall check", key="stall_check.warning_time_seconds", metavar="SECONDS", setting="stall_warning_s")
     stall_check_shutdown_time_seconds: int | None = _worker("--stall-check-shutdown-time-seconds",
-        section="stall check", key="stall_check.shutdown_time_seconds", default=0, metavar="SECONDS",
-        variable="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", help="end the job after this time; 0: never")
+        section="stall check", key="stall_check.shutdown_time_seconds", metavar="SECONDS", setting="stall_shutdown_s")
 
     mpi_threads_disable: bool | None = _worker("--mpi-threads-disable", section="libraries", kind=bool,
         key="library_options.mpi_threads_disable", idle=_NO_MPI)
@@ -269,17 +277,17 @@ class Options:
     num_nccl_streams: int | None = _worker("--num-nccl-streams", section="libraries", metavar="N",
         key="library_options.num_nccl_streams", idle="torch chooses its streams")
     thread_affinity: int | None = _worker("--thread-affinity", section="libraries", metavar="CORE",
-        key="library_options.thread_affinity", help="core to pin the engine's threads to (default: none)")
-    gloo_timeout_seconds: int | None = _worker("--gloo-timeout-seconds", section="libraries", default=120,
-        key="library_options.gloo_timeout_seconds", metavar="SECONDS", help="time limit for the ranks' rendezvous")
+        key="library_options.thread_affinity", setting="thread_affinity")
+    gloo_timeout_seconds: int | None = _worker("--gloo-timeout-seconds", section="libraries",
+        key="library_options.gloo_timeout_seconds", metavar="SECONDS", setting="init_timeout_s")
 
     log_level: str | None = _worker("--log-level", section="logging", kind=str, key="logging.level",
-        choices=LOG_LEVELS, default="WARNING", metavar="LEVEL",
-        help=f"lowest level to show: {' '.join(LOG_LEVELS)}")
+        setting="log_level", choices=LOG_LEVELS, default=EngineConfig.log_level.upper(), metavar="LEVEL",
+        help=f"lowest level to log: {' '.join(LOG_LEVELS)}")
     log_with_timestamp: bool | None = _option("--log-with-timestamp", kind=bool, section="logging",
         off_flags=("--log-without-timestamp",), exclusive="timestamp", yaml="logging.with_timestamp",
         old_flags=(("--log-hide-timestamp", False), ("--no-log-hide-timestamp", True)),
-        variable="HOROVOD_LOG_HIDE_TIME", to_variable=lambda shown: "0" if shown else "1")
+        variable=_variable("log_hide_time"), to_variable=lambda shown: "0" if shown else "1")
     prefix_output_with_timestamp: bool | None = _option("-prefix-timestamp", "--prefix-output-with-timestamp",
         kind=bool, section="logging", exclusive="timestamp", help="start each line of output with the time")
 
@@ -378,7 +386,7 @@ class Options:
             if value is not None and option.variable and not silent:
                 env[option.variable] = option.to_variable(value)
         if self.nics:
-            env["HOROVOD_GLOO_IFACE"] = min(self.nics)
+            env[_variable("interface")] = min(self.nics)
             env["NCCL_SOCKET_IFNAME"] = ",".join(sorted(self.nics))
         return env
 
