@@ -12,6 +12,7 @@ import torch
 from hora import engine
 from hora.torch import process_sets as sets
 from hora.torch.collective import forget_handles
+from hora.torch.untraced import leave_untraced
 from hora.version import require, require_gil
 from hora.world import World
 
@@ -46,6 +47,7 @@ require("torch", torch.__version__)
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[sets.ProcessSet] | str | None = None) -> None:
     """Connect to all ranks and start the runtime unless it is running. `process_sets`: a list or "dynamic"."""
     require_gil()
+    leave_untraced()
     _check_comm(comm)
     wanted = _check_process_sets(process_sets)
     if not engine.is_initialized():

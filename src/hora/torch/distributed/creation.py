@@ -19,6 +19,7 @@ from hora import engine
 from hora.config import EngineConfig
 from hora.engine.rendezvous import agree_on_number, close_store, world_of_store
 from hora.torch.distributed.group import HoraProcessGroup
+from hora.torch.untraced import leave_untraced
 from hora.version import require
 from hora.world import World
 
@@ -28,6 +29,7 @@ def create(options: Any, backend_options: Any) -> HoraProcessGroup:
     # Before 2.7 C++ code, such as DDP's, loses the Python half of a work object and never returns.
     require("torch", torch.__version__, feature='the backend "hora" of torch.distributed', floor="2.7")
     _check_alone(sys._getframe(2).f_locals.get("backend_config"))
+    leave_untraced()
     ranks, timeout = list(options.global_ranks_in_group), options.timeout
     return make_group(options.store, options.group_rank, options.group_size, timeout, ranks)
 

@@ -27,6 +27,7 @@ from hora.torch.optimizer.parameters import parameter_groups, parameter_names, p
 from hora.torch.optimizer.powersgd import PowerSGDMemory
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer
 from hora.torch.process_sets import ProcessSet, global_process_set
+from hora.torch.untraced import leave_untraced
 
 
 class DeltaOptimizer(_DistributedOptimizer, Reducer):
@@ -164,6 +165,7 @@ def DistributedOptimizer(
     reduce_before_unscaling()
     result = of_class(optimizer, _kind_of_optimizer(options, optimizer, grouped, sharded=sharded))
     result._distribute(options, groups=grouped, backward_passes_per_step=backward_passes_per_step)
+    leave_untraced()  # the module of this kind of optimizer may be imported only now
     return result
 
 
