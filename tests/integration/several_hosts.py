@@ -127,6 +127,7 @@ def test_process_group_sends_messages_between_any_two_ranks(secret, encrypt):
         assert results["text"] == results["large"] == results["empty"] == []
         assert results["batch"] == [[10.0 * other + rank] * 2 for other in others]
         assert results["all_to_all"] == [[float(other)] * (rank + 1) for other in range(4)]
+        assert results["mixed"] == [[3.0, 0.0, 2.0, 1.0], 4.0 * [3, 0, 2, 1].index(rank), 3.0]
     assert seen[0]["any"] == [[1, 1], [2, 2], [3, 3]]
     assert seen[0]["across"] == seen[2]["across"] == 4.0
 

@@ -131,6 +131,12 @@ def process_group() -> dict[str, object]:
         summed = torch.tensor([rank + 1.0])
         dist.all_reduce(summed, group=across)
         results["across"] = summed.item()
+    mixed = dist.new_group([3, 0, 2, 1], sort_ranks=False)  # neither ascending nor host by host
+    gathered, part, top = torch.zeros(size), torch.zeros(1), torch.tensor([float(rank)])
+    dist.all_gather_into_tensor(gathered, top, group=mixed)
+    dist.reduce_scatter_tensor(part, torch.arange(4.0), group=mixed)
+    dist.broadcast(top, 3, group=mixed)
+    results["mixed"] = [gathered.tolist(), part.item(), top.item()]
     dist.barrier()
     dist.destroy_process_group()
     return results

@@ -12,7 +12,7 @@ import pytest
 from hora.engine.control_tree import Whereabouts
 from hora.engine.negotiation.tree import OLD_S, SLOTS, TreeNegotiation
 from hora.engine.plan import BatchPlanner
-from hora.engine.rank_tree import FANOUT, Tree
+from hora.engine.rank_tree import FANOUT, Tree, by_host
 from hora.engine.request import Key, Kind, Signature
 from hora.net.wire import cut_parts
 from waiting import wait_until
@@ -21,6 +21,14 @@ from waiting import wait_until
 def hosts_of(*sizes: int) -> list[list[int]]:
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+
+
+def test_ranks_are_grouped_by_host_in_their_own_order():
+    hosts = [[0, 2], [1, 3], [4]]
+    assert by_host(range(5), hosts) == [[0, 2], [1, 3], [4]]
+    assert by_host([1, 2], hosts) == [[1], [2]]
+    assert by_host([3, 4, 0, 1, 2], hosts) == [[3, 1], [4], [0, 2]]
+    assert Tree(by_host([3, 4, 0, 1, 2], hosts)).parent(3) is None  # the first of them is the root
 
 
 @pytest.mark.parametrize("sizes", [(1,), (3,), (1, 1), (2, 3, 1), (8,) * 30, (1,) * 100])

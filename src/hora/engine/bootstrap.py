@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from hora.config import EngineConfig
 from hora.engine.control_tree import ControlEvents, ControlTree
-from hora.engine.rank_tree import FANOUT, Tree
+from hora.engine.rank_tree import FANOUT, Tree, by_host
 from hora.engine.rendezvous import ControlStore, RendezvousClient, host_fingerprint, open_rendezvous
 from hora.engine.shm.native import absence, library
 from hora.engine.shm.segment import Segment
@@ -135,7 +135,7 @@ class Bootstrap:
 
     def set_tree(self, ranks: Sequence[int]) -> Tree:
         """Return the tree of a set's members, after linking this rank to its parent there."""
-        tree = Tree([some for host in self.hosts if (some := [rank for rank in host if rank in ranks])])
+        tree = Tree(by_host(ranks, self.hosts))
         parent = tree.parent(self._world.rank)
         if parent is not None:
             self.control_tree.link(parent, self.where(parent), limit_s=self.config.init_timeout_s)
@@ -258,8 +258,7 @@ class Bootstrap:
 
     def in_host_order(self, ranks: Sequence[int]) -> bool:
         """Return whether these ranks are numbered host by host."""
-        hosts = sorted([rank for rank in ranks if rank in host] for host in self.sharing)
-        return [rank for host in hosts for rank in host] == sorted(ranks)
+        return [rank for host in by_host(ranks, self.sharing) for rank in host] == list(ranks)
 
     def share(self, key: str, ranks: Sequence[int], num_bytes: int) -> Segment:
         """Allocate memory shared by all these ranks, which are on one host (collective)."""

@@ -7,8 +7,15 @@ from collections.abc import Sequence
 FANOUT = 4  # child hosts per host: with more, rank 0 needs longer per round; with fewer, a round takes more hops
 
 
+def by_host(ranks: Sequence[int], hosts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return these ranks grouped by host: hosts in the order of their first ranks here, ranks in the given order."""
+    places = {rank: place for place, rank in enumerate(ranks)}
+    groups = [sorted((rank for rank in host if rank in places), key=places.__getitem__) for host in hosts]
+    return sorted(filter(None, groups), key=lambda group: places[group[0]])
+
+
 class Tree:
-    """Tree of these hosts, ordered by their first ranks, each with its ranks in ascending order. The first is the root.
+    """Tree of these hosts. The first rank of the first one is the root.
 
     The ranks of a host are below its first rank, the host leader; host leaders are below one another.
     """

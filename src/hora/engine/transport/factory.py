@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
 
+from hora.engine.rank_tree import by_host
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.base import AliveCheck, LocalTransport, Membership, Transport
 from hora.engine.transport.cuda import CudaTransport
@@ -40,8 +41,7 @@ class Topology:
     def members_by_host(self) -> list[list[int]]:
         """Return member indices grouped by host, in member order."""
         index = {rank: member for member, rank in enumerate(self.ranks)}
-        groups = [[index[rank] for rank in host if rank in index] for host in self.hosts]
-        return [group for group in groups if group]
+        return [[index[rank] for rank in host] for host in by_host(self.ranks, self.hosts)]
 
     def membership(self, members: Sequence[int]) -> Membership:
         """Return this rank's place among some members."""
