@@ -83,7 +83,9 @@ class EngineConfig:
     cuda_ipc: bool = _var("HORA_CUDA_IPC", True, "0: ranks that share a GPU use host memory")
     keep_freed_memory: bool = _var("HORA_KEEP_FREED_MEMORY", True, "keep freed memory for the next step")
     autotune: bool = _var("HOROVOD_AUTOTUNE", False, "tune the reduction during the first steps")
-    autotune_log: str = _var("HOROVOD_AUTOTUNE_LOG", "", "write the trials and the best setting to this CSV file", "a file path")
+    autotune_log: str = _var(
+        "HOROVOD_AUTOTUNE_LOG", "", "write the trials and the best setting to this CSV file", "a file path"
+    )
     autotune_warmup_samples: int = _var("HOROVOD_AUTOTUNE_WARMUP_SAMPLES", 3, "trials that are not counted", "trials")
     autotune_steps_per_sample: int = _var("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", 10, "steps per trial", "steps")
     autotune_max_samples: int = _var("HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", 20, "largest number of trials", "trials")

@@ -1,8 +1,7 @@
 """This process's place in a job, read from the environment that a launcher prepared.
 
 `World.from_env` understands Hora / Horovod, torchrun, Open MPI / PMI and Slurm variables, in this order; without any of
-them a process is a world of one. Only this module and `config` read the environment. It opens no connection: the engine
-does, with the `RendezvousEndpoint` found here.
+them a process is a world of one. It opens no connection: the engine does, with the `RendezvousEndpoint` found here.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import pytest
 from job_process import BIN, lines_of, run_command, running
 
 import horovod
+from hora.engine.shm.native import library
 from horovod.runner import _HorovodArgs
 from horovod.runner.common.util import safe_shell_exec, tiny_shell_exec
 from horovod.runner.launch import _run
@@ -217,6 +218,15 @@ def test_check_build_does_not_tick_a_broken_torch(tmp_path):
     assert code == 0
     assert "[ ] PyTorch" in out
     assert "[ ] Gloo" in out
+
+
+@pytest.mark.parametrize(("native", "words"), [("0", "sockets instead of shared memory"), ("1", "share memory")])
+def test_the_doctor_says_what_the_native_part_is_used_for(native, words):
+    if native == "1" and library() is None:
+        pytest.skip("no native part")
+    code, out, _ = run_command("hora", "doctor", env={"HORA_NATIVE": native})
+    assert code == 0
+    assert any(words in line for line in out.splitlines()), out
 
 
 def test_light_commands_import_neither_torch_nor_pyspark():

@@ -168,9 +168,9 @@ def host_findings(facts: Facts) -> Iterator[Finding]:
     yield _memory(facts)
     problem = facts["build"].get("native")
     if problem is None:
-        yield _ok("the native part is in use for shared memory")
+        yield _ok("the native part is in use: ranks of a host share memory")
     else:
-        yield _note(f"shared memory is worked on in Python alone, which takes longer: {problem}")
+        yield _note(f"ranks of a host use sockets instead of shared memory, which takes longer: {problem}")
     yield _gpus(facts)
     if facts["open_files"] < _LEAST_OPEN_FILES:
         advice = f"raise the limit: ulimit -n {_LEAST_OPEN_FILES * 8}"

@@ -446,7 +446,7 @@ class Runtime:
     ) -> Request:
         """Put an operation in flight. With `background=False` only the thread that waits for its result drives it.
 
-        `residuals`: the encoding error of each tensor; see `Signature`. Only if a set `spans_hosts`.
+        `residuals`: the encoding error of each tensor, if `Reduce.code` keeps it. Only if a set `spans_hosts`.
         """
         queue = self.sets.queue(process_set_id)
         if kind is Kind.ALLREDUCE and reduce.op == ReduceOp.ADASUM:

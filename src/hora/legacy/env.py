@@ -58,5 +58,9 @@ class LSFUtils:
 
 
 def env_without_world() -> dict[str, str]:
-    """Return this process's environment for a child that is not a rank and takes no options of Hora."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "HORA_"))}
+    """Return this process's environment for a child that is not a rank. Of Hora's options it keeps HORA_NATIVE alone."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name == "HORA_NATIVE" or not name.startswith(("HOROVOD_", "HORA_"))
+    }

@@ -46,7 +46,7 @@ class Collective(NamedTuple):
     root_rank: int = -1  # global rank
     splits: Tensor | Sequence[int] | None = None
     grouped: bool = False
-    code: str = ""  # see `Signature`
+    code: str = ""  # see `Reduce`
 
 
 _PLAIN = Collective(Kind.ALLREDUCE)

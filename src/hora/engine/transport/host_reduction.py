@@ -99,7 +99,7 @@ class HostReduction(PersistentReduction):
     """An allreduce in a set whose members are on several hosts, or half of one.
 
     `places` are those of this host's members, in the order of the schedule. In half an allreduce each member has a
-    slice of its place: a reducescatter into its own slice, or an allgather of all; see `half`.
+    slice of its place: `kind` is then a reducescatter into its own slice, or an allgather of all slices.
     """
 
     def __init__(

@@ -142,7 +142,7 @@ class NativeHosts:
         self.late_host: int | None = None  # during a liveness check: the host that is waited for
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, numbers: Scaling, residuals: Tensors = ()) -> None:
-        """Reduce several private tensors as one. `outputs[i]` may be `inputs[i]`; `residuals`: see `Code`, or none."""
+        """Reduce several private tensors as one. `outputs[i]` may be `inputs[i]`; `residuals`: of the code, or none."""
         if self._segment is None:
             self._segment = self._share(self._hosts.results_at + _NUM_RESULTS * self._hosts.piece_room)
             self._hosts.memory = self._segment.tensor(0, 1, torch.uint8).data_ptr()

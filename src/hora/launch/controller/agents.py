@@ -201,7 +201,7 @@ class Agents:
             node.beat(self._welcome.silence_s)
         self._server.call_at(time.monotonic() + self._welcome.silence_s / BEATS, self._beat)
 
-    # ---- hosts of an elastic job (`discovery.HostWatch`) --------------------------------------------------
+    # ---- hosts of an elastic job (`hosts.HostWatch`) --------------------------------------------------
 
     def watch(self, known: Sequence[HostInfo], changed: Callable[[Sequence[HostInfo]], None]) -> None:
         with self._changed:

@@ -70,8 +70,8 @@ class _Attempts(StageDriver):
     """The current attempts of the tasks. `changed` is called with each new list of hosts.
 
     Those on executors that are about to end are leaving: they are no longer hosts, and their ranks end at the next
-    commit. If all are leaving, the `least` that the job needs stay until Spark has started the others' tasks elsewhere,
-    which copy the state.
+    commit. If all are leaving, `_least` of them, which the job needs, stay until Spark has started the others' tasks
+    elsewhere, which copy the state.
     """
 
     def __init__(self, context: Any, num_tasks: int, *, least: int, **rest: Any) -> None:
