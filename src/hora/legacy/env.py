@@ -58,7 +58,7 @@ class LSFUtils:
 
 
 def env_without_world() -> dict[str, str]:
-    """Return this process's environment for a child that is not a rank. Of Hora's options it keeps HORA_NATIVE alone."""
+    """Return this process's environment for a child that is not a rank, and takes no option of Hora but HORA_NATIVE."""
     return {
         name: value
         for name, value in os.environ.items()

@@ -1,8 +1,9 @@
 """The controller runs a job: it polls events, asks the policy and acts, until the job is over.
 
-The policy (`policy`) decides for jobs of fixed and of changing size; a `Launcher` starts the processes. The launcher and
-the rendezvous report events from their own threads: each event goes to the observer (the live page) at once, and into a
-queue that the controller empties in its own thread. SIGTERM and SIGHUP become exceptions, so that every `finally` runs.
+The policy (`policy`) decides for jobs of fixed and of changing size; a `Launcher` starts the processes. The launcher
+and the rendezvous report events from their own threads: each event goes to the observer (the live page) at once, and
+into a queue that the controller empties in its own thread. SIGTERM and SIGHUP become exceptions, so that every
+`finally` runs.
 """
 
 from __future__ import annotations
