@@ -66,11 +66,9 @@ def _meet(world: Any, timeout: Any = None, **_: Any) -> Iterator[tuple[Any, int,
     """Yield a store of rank 0, this process's rank, and the number of ranks (a rendezvous handler of torch)."""
     from datetime import timedelta
 
-    from torch._C._distributed_c10d import TCPStore
+    from hora.engine.rendezvous import open_torch_store
 
-    point = world.rendezvous
-    limit = timeout or timedelta(minutes=30)
-    store = TCPStore(point.address or "127.0.0.1", point.port, world.size, world.rank == 0, limit, multi_tenant=True)
+    store = open_torch_store(world, limit_s=(timeout or timedelta(minutes=30)).total_seconds())
     yield store, world.rank, world.size
 
 

@@ -10,12 +10,14 @@ import itertools
 import os
 import re
 import socket
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 _GROUP = re.compile(r"\[([^\[\]]*)\]")
 _MAX_NODES = 1_000_000
+_FIRST_PORT, _NUM_PORTS, _PORTS_TO_TRY = 20000, 12000, 8  # below those that Linux gives to outgoing connections
 # Rendezvous of a program that starts its ranks itself: its name, and the key of its current plan's number.
 PLAN_JOB, PLAN_KEY = "a plan of the program's own", "hora/plan"
 
@@ -82,6 +84,7 @@ class RendezvousEndpoint:
     job: str = ""
     worker: int = -1
     host_store: bool = False  # rank 0 hosts the rendezvous
+    more_ports: tuple[int, ...] = ()  # of a port that nobody chose: where rank 0 hosts it if others have that port
     return_s: float = 10.0
     relay: str = ""  # the local socket of this node's relay to it
 
@@ -89,6 +92,11 @@ class RendezvousEndpoint:
     def where(self) -> str | tuple[str, int]:
         """The address to connect to: the name of a local socket, or host and port."""
         return self.relay or (self.address, self.port)
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """The ports at which rank 0 may host the rendezvous, in the order in which it tries them."""
+        return self.port, *self.more_ports
 
     @property
     def planned(self) -> bool:
@@ -328,20 +336,20 @@ def _first_host_of_open_mpi(env: Mapping[str, str]) -> str:
 
 def _tcp_endpoint(env: Mapping[str, str], launcher: str, *, one_host: bool) -> RendezvousEndpoint:
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+    job = _job(env, launcher, one_host=one_host)
     tcp = partial(RendezvousEndpoint, kind="tcp", secret_file=env.get("HORA_SECRET_FILE", ""))
     if address and port:
         # torchrun's agent already runs a store there. It outlives, with its values, the ranks that the agent restarts.
         # Other launchers expect rank 0 to open it.
         host_store = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() != "true"
-        job = f"{env.get('TORCHELASTIC_RUN_ID', launcher)}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        name = f"slurm {job}" if launcher == "slurm" else env.get("TORCHELASTIC_RUN_ID", launcher)
+        job = f"{name}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         return tcp(address=address, port=_integer(env, "MASTER_PORT"), job=job, host_store=host_store)
-    ids = ("SLURM_JOB_ID", "OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID")
-    job = next((env[name] for name in ids if env.get(name)), "")
-    if launcher == "slurm" and job:
+    if job and one_host:
+        address = "127.0.0.1"
+    elif launcher == "slurm" and job:
         nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or ""
         address = next(iter(slurm_nodes(nodelist)), "127.0.0.1")
-    elif job and one_host:
-        address = "127.0.0.1"
     elif launcher == "openmpi" and job and (host := _first_host_of_open_mpi(env)):
         address = host
     else:
@@ -349,5 +357,21 @@ def _tcp_endpoint(env: Mapping[str, str], launcher: str, *, one_host: bool) -> R
             f"the {launcher} variables describe a world of several ranks but not where they meet: set MASTER_ADDR and "
             "MASTER_PORT to a host and a free port of rank 0, or start the job with horovodrun"
         )
-    number = 20000 + sum((i + 1) * b for i, b in enumerate(job.encode())) % 20000
-    return tcp(address=address, port=number, job=job, host_store=True)
+    first, *more = (_FIRST_PORT + zlib.crc32(f"{job}/{turn}".encode()) % _NUM_PORTS for turn in range(_PORTS_TO_TRY))
+    return tcp(address=address, port=first, more_ports=tuple(more), job=job, host_store=True)
+
+
+def _job(env: Mapping[str, str], launcher: str, *, one_host: bool) -> str:
+    """Return a name that the ranks of a world share with no other world; empty if the variables tell none.
+
+    A Slurm job may run several worlds: each of its steps is one, and so is each `mpirun`, whose own names come first.
+    The ranks of an `mpirun` that has only Slurm's have the same step if they are on one host.
+    """
+    own = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID")
+    name = next((env[name] for name in own if env.get(name)), "")
+    allocation = env.get("SLURM_HET_JOB_ID") or env.get("SLURM_JOB_ID", "")
+    if not allocation or (name and launcher != "slurm"):
+        return name
+    step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID", "")
+    restarts = env.get("SLURM_RESTART_COUNT", "0")  # a requeued job keeps its number
+    return ".".join((allocation, restarts, *([step] if launcher == "slurm" or one_host else [])))

@@ -110,6 +110,42 @@ def test_ranks_started_by_srun_find_one_another(slurm, tmp_path):
     slurm.wait_until_free()
 
 
+STEP = """
+import os, sys, time
+from pathlib import Path
+import torch, horovod.torch as hvd
+step, rank = os.environ["SLURM_STEP_ID"], os.environ["SLURM_PROCID"]
+needs = {"00": "begun.10", "01": "begun.10", "11": "ended.00"}.get(step + rank)  # the last rank of step 1 is late
+while needs and not Path(needs).exists():
+    time.sleep(0.05)
+Path(f"begun.{step}{rank}").touch()
+hvd.init()
+ours = hvd.allreduce(torch.tensor([float(10 ** int(step))]), op=hvd.Sum).item()
+if sys.argv[1:] == ["torch"]:
+    torch.distributed.init_process_group("gloo")
+    of_torch = torch.tensor([float(10 ** int(step))])
+    torch.distributed.all_reduce(of_torch)
+    ours += of_torch.item()
+print(f"step {step} rank {rank} sum {ours}", flush=True)
+Path(f"ended.{step}{rank}").touch()
+"""
+
+
+@pytest.mark.parametrize("also", ["", pytest.param("torch", marks=pytest.mark.slow)])
+def test_two_steps_of_an_allocation_meet_themselves(slurm, tmp_path, also):
+    """Neither knows of a rendezvous address: both derive it from what srun tells them."""
+    (tmp_path / "step.py").write_text(STEP)
+    step = f"srun --overlap -n2 {sys.executable} step.py {also}"
+    line = ["salloc", "-Q", "-N1", "-n2", "sh", "-c", f"{step} & {step} & wait"]
+    job = JobProcess(line, tmp_path, **slurm.environment, OMP_NUM_THREADS="1")
+    job.wait(240)
+    factor = 4 if also else 2
+    expected = {f"step {step} rank {rank} sum {factor * 10.0**step}" for step in (0, 1) for rank in (0, 1)}
+    assert {line for line in job.text().splitlines() if line.startswith("step ")} == expected, job.text()
+    job.assert_nothing_left(60)
+    slurm.wait_until_free()
+
+
 @pytest.mark.slow
 def test_a_batch_script_with_mpirun_reports_the_first_failure(slurm, tmp_path):
     script = tmp_path / "batch.sh"

@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "watch": {"net", "telemetry"},
     "engine": {"net", "telemetry"},
     "torch": {"engine", "telemetry", "torch_backend"},
-    "torch_backend": {"torch"},
+    "torch_backend": {"engine", "torch"},
     "tensorflow": {"engine", "net", "telemetry", "torch"},
     "keras": {"telemetry", "tensorflow", "torch"},
     "launch": {"net", "telemetry", "watch"},

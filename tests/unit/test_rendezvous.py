@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -16,6 +18,7 @@ from hora.engine import rendezvous
 from hora.errors import HorovodInternalError
 from hora.net.keys import RankKeys
 from hora.world import RendezvousEndpoint, World
+from waiting import wait_until
 
 LIMIT_S = 60.0
 
@@ -126,6 +129,53 @@ def test_strict_mode_rejects_a_rendezvous_without_a_secret(world: World, rank: i
     open_one = replace(world, rank=rank, local_rank=rank, rendezvous=replace(world.rendezvous, secret_file=""))
     with pytest.raises(ValueError, match=r"HORA_STRICT=1.*HORA_SECRET_FILE"):
         rendezvous.open_rendezvous(open_one, limit_s=LIMIT_S)
+
+
+@pytest.mark.parametrize("occupant", ["a mute stranger", "another world"])
+def test_a_port_that_nobody_chose_may_be_taken(world: World, occupant: str):
+    """Both ranks go on to the next one; the second comes first and finds only the occupant."""
+    with contextlib.ExitStack() as stack:
+        if occupant == "another world":
+            meet(world, world)
+            taken = world.rendezvous.port
+        else:
+            taken = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            more = (int(free.getsockname()[1]),)
+        point = replace(world.rendezvous, port=taken, more_ports=more, job="ours")
+        met = meet(replace(world, rendezvous=point), replace(world, rendezvous=point))
+        met[0].client.set("key", b"ours")
+        assert met[1].client.get("key", timeout_s=LIMIT_S) == b"ours"
+
+
+def meets_as_another_process(monkeypatch: pytest.MonkeyPatch, rank: World, limit_s: float):
+    monkeypatch.setattr(rendezvous, "_OURS", rendezvous._OURS + 1)
+    return rendezvous._meet_at_rank_0(rank, limit_s)
+
+
+def test_a_rank_without_its_own_rank_0_joins_nobody(world: World, port: int, monkeypatch: pytest.MonkeyPatch):
+    meet(world, world)
+    late = replace(world, rank=1, local_rank=1)
+    with pytest.raises(HorovodInternalError, match=f"{port}.*has its rank 1 already"):
+        meets_as_another_process(monkeypatch, late, 1.0)  # of the next program of the same step
+    step = replace(world.rendezvous, job="another step")
+    with pytest.raises(HorovodInternalError, match=f"{port}.*is the port no other job's"):
+        rendezvous._meet_at_rank_0(replace(late, rendezvous=step), 1.0)
+    with pytest.raises(HorovodInternalError, match=f"{port}.*another step: the server does not hold"):
+        rendezvous._meet_at_rank_0(replace(late, rendezvous=replace(step, more_ports=(1,))), 1.0)
+
+
+def test_the_next_program_of_a_step_meets_once_the_first_has_ended(world: World, monkeypatch: pytest.MonkeyPatch):
+    client = meet(world, world)[0].client
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(meets_as_another_process, monkeypatch, replace(world, rank=1, local_rank=1), LIMIT_S)
+        arrivals = partial(client.get, "arrivals of rank 1", timeout_s=LIMIT_S)
+        before = arrivals()
+        wait_until("the early rank has been there", lambda: arrivals() != before, LIMIT_S)
+        rendezvous._stores.popitem()[1].close()
+        ours = rendezvous._meet_at_rank_0(world, LIMIT_S)
+        ours.client.set("key", b"second")
+        assert early.result().client.get("key", timeout_s=LIMIT_S) == b"second"
 
 
 def test_an_occupied_port_is_named(world: World, port: int):

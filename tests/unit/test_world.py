@@ -103,6 +103,38 @@ def test_slurm_step():
 SLURM = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "r[1-2]n[01-02]-ib"}
 
 
+STEP = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
+
+
+@pytest.mark.parametrize("other", [{"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "78"}, {"SLURM_RESTART_COUNT": "1"}])
+def test_steps_and_runs_of_a_slurm_job_have_names_and_ports_of_their_own(other):
+    one, two = (World.from_env(env).rendezvous for env in (STEP, STEP | other))
+    assert one == World.from_env(STEP | {"SLURM_PROCID": "0"}).rendezvous
+    assert one.job != two.job
+    assert one.ports != two.ports
+    assert len(set(one.ports)) > 4
+    chosen = {"MASTER_ADDR": "h", "MASTER_PORT": "5"}
+    one, two = (World.from_env(env | chosen).rendezvous for env in (STEP, STEP | other))
+    assert one.job != two.job
+    assert one.ports == two.ports == (5,)
+
+
+def test_the_components_of_a_heterogeneous_slurm_step_meet():
+    first, second = ({"SLURM_HET_JOB_ID": "77", "SLURM_JOB_ID": number} for number in ("77", "78"))
+    assert World.from_env(STEP | first).rendezvous == World.from_env(STEP | second).rendezvous
+
+
+def test_two_mpiruns_of_a_slurm_job_have_names_of_their_own():
+    """Open MPI 4 starts the daemons of other nodes, and so their ranks, in a step of their own."""
+    mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    one = World.from_env(mpi | STEP | {"OMPI_MCA_ess_base_jobid": "1"}).rendezvous
+    assert one != World.from_env(mpi | STEP | {"OMPI_MCA_ess_base_jobid": "2"}).rendezvous
+    assert one == World.from_env(mpi | {"SLURM_JOB_ID": "77", "OMPI_MCA_ess_base_jobid": "1"}).rendezvous
+    hydra = {"PMI_RANK": "0", "PMI_SIZE": "2"}
+    one, two = (World.from_env(hydra | STEP | {"SLURM_STEP_ID": step}).rendezvous for step in "01")
+    assert one.job != two.job
+
+
 def test_slurm_tasks_per_node_are_those_of_the_step_not_the_limit():
     asked = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"}
     world = World.from_env(SLURM | asked | {"SLURM_NTASKS_PER_NODE": "4", "SLURM_TASKS_PER_NODE": "1(x4)"})

@@ -19,6 +19,8 @@ of torch's store can join the job; with `HORA_SECRET_FILE` it needs that secret,
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import secrets
@@ -43,6 +45,8 @@ from hora.net.wire import Credentials, derived_secret
 from hora.world import RendezvousEndpoint, World, master_address, user_secret_file
 
 _PAUSE_S = 0.1
+_OURS = 1 + secrets.randbits(62)  # this process's number
+_ANSWER_S = 5.0  # for a handshake, where there are more ports to try
 _STORE_ERRORS = (RuntimeError, dist.DistError, TimeoutError)
 _SLICE_S = 0.5  # the longest wait of one request at the server between liveness checks
 
@@ -158,13 +162,17 @@ def close_store(point: RendezvousEndpoint) -> None:
 def _open_store(world: World, secret: bytes) -> KeyValueStore:
     point = world.rendezvous
     address = listening_address(point.address, one_host=world.local_size >= world.size)
-    port = point.port if point.host_store else 0
-    try:
-        return _new_store((address, port), secret, point.job)
-    except OSError as error:
-        raise HorovodInternalError(
-            f"rank 0 cannot listen at {address}:{port} ({error.strerror}): set MASTER_PORT to a free port"
-        ) from error
+    ports = point.ports if point.host_store else (0,)
+    for port in ports:
+        try:
+            return _new_store((address, port), secret, point.job)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or port == ports[-1]:
+                tried = ", ".join(map(str, ports))
+                raise HorovodInternalError(
+                    f"rank 0 cannot listen at {address}:{tried} ({error.strerror}): set MASTER_PORT to a free port"
+                ) from error
+    raise AssertionError("there is always a port to try")
 
 
 def _credentials(secret: bytes, job: str) -> Credentials:
@@ -178,26 +186,63 @@ def _new_store(where: tuple[str, int], secret: bytes, job: str) -> KeyValueStore
 
 
 def _join(point: RendezvousEndpoint, secret: bytes, rank: int, deadline: float) -> RendezvousClient:
-    """Connect to rank 0's store, as soon as it exists."""
-    credentials, client = _credentials(secret, point.job), None
-    while client is None:
+    """Connect to rank 0's store, as soon as it exists: at the first of its ports where this rank's own rank 0 answers.
+
+    Another world's answers under another name. One of the same name whose rank of this number has come already belongs
+    to another program of the same step, which is about to end.
+    """
+    credentials, waiting_s = _credentials(secret, point.job), deadline - time.monotonic()
+    problem: OSError = ConnectionError("nobody answers")
+    for turn in itertools.count():
+        here = replace(point, port=point.ports[turn % len(point.ports)])
         left_s = max(deadline - time.monotonic(), 0.001)
         try:
-            client = ControlClient.connect(point, name=f"rank {rank}", timeout_s=left_s, credentials=credentials)
+            limit_s = min(left_s, _ANSWER_S) if point.more_ports else left_s
+            client = ControlClient.connect(here, name=f"rank {rank}", timeout_s=limit_s, credentials=credentials)
+            # A multiple of our number: every arrival was ours, perhaps in a start that failed halfway.
+            if client.add(f"arrivals of rank {rank}", _OURS) % _OURS == 0:
+                # The user may use one file for many jobs: derive a secret for this one.
+                salt = client.get("salt", timeout_s=left_s)
+                return RendezvousClient(client, derived_secret(secret, f"the job {point.job} {salt.hex()}"))
+            client.close()
+            problem = ConnectionError(f"the program there has its rank {rank} already; is it about to end?")
         except (AuthenticationError, TimeoutError) as error:
-            raise HorovodInternalError(
-                f"cannot meet rank 0 at {point.endpoint} (MASTER_ADDR, MASTER_PORT): {error}; "
-                "do all ranks have the same HORA_SECRET_FILE?"
-            ) from error
-        except ConnectionError as error:
-            if left_s <= _PAUSE_S:
+            if not point.more_ports:
                 raise HorovodInternalError(
-                    f"cannot reach rank 0 at {point.endpoint} (MASTER_ADDR, MASTER_PORT): {error}"
+                    f"cannot meet rank 0 at {point.endpoint} (MASTER_ADDR, MASTER_PORT): {error}; "
+                    "do all ranks have the same HORA_SECRET_FILE, and is the port no other job's?"
                 ) from error
+            problem = error
+        except ConnectionError as error:
+            if not point.more_ports:  # of several ports, those where nobody answers tell the least
+                problem = error
+        if left_s <= _PAUSE_S:
+            raise HorovodInternalError(
+                f"cannot reach rank 0 at {point.endpoint} (MASTER_ADDR, MASTER_PORT) within {waiting_s:g} s: {problem}"
+            ) from problem
+        if (turn + 1) % len(point.ports) == 0:
             time.sleep(_PAUSE_S)
-    # The user may use one file for many jobs: derive a secret for this one.
-    salt = client.get("salt", timeout_s=max(deadline - time.monotonic(), 0.001))
-    return RendezvousClient(client, derived_secret(secret, f"the job {point.job} {salt.hex()}"))
+    raise AssertionError("the loop above ends by itself")
+
+
+_torch_stores = itertools.count()  # that this process has opened, as often as the other ranks
+
+
+def open_torch_store(world: World, *, limit_s: float) -> TCPStore:
+    """Return a store of torch for the ranks of a launcher, hosted by rank 0.
+
+    Where nobody chose a port, it has one of the system's choice, published through the ranks' rendezvous.
+    """
+    point, limit = world.rendezvous, timedelta(seconds=limit_s)
+    if not point.more_ports:
+        address = point.address or "127.0.0.1"
+        return TCPStore(address, point.port, world.size, world.rank == 0, limit, multi_tenant=True)
+    key, client = f"torch store {next(_torch_stores)}", open_rendezvous(world, limit_s=limit_s).client
+    if world.rank == 0:
+        store = TCPStore(point.address, 0, world.size, True, limit, wait_for_workers=False)
+        client.set(key, str(store.port).encode())
+        return store
+    return TCPStore(point.address, int(client.get(key, timeout_s=limit_s)), world.size, False, limit)
 
 
 def _published_port(point: RendezvousEndpoint, store: KeyValueStore | None, limit_s: float) -> int:
