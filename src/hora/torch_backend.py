@@ -1,7 +1,8 @@
 """Registration of the backend "hora" in torch.distributed.
 
 torch calls `register` when it is imported (the entry point `torch.backends`), so this module imports nothing else;
-`hora.torch.distributed` is imported when a process group is created.
+`hora.torch.distributed` is imported when a process group is created. From 2.14 on, torch also calls `register` when a
+program names the backend (`torch.distributed.backends`), even with TORCH_DEVICE_BACKEND_AUTOLOAD=0.
 
 `env://`, torch's default way to meet, knows torchrun's variables alone. Under mpirun and srun, which set others, a
 process finds its place as `hvd.init()` does.
@@ -29,6 +30,7 @@ def register() -> None:
         return
     if not hasattr(dist.Backend, "HORA"):
         dist.Backend.register_backend("hora", _create, extended_api=True, devices=["cpu", "cuda"])
+    _leave_out_flight_recorder()
     _read_variables_of_launchers()
     wish = os.environ.get("HORA_REPLACE_GLOO", "0")
     if wish not in ("", "0", "1"):
@@ -41,6 +43,12 @@ def _create(options: Any, backend_options: Any) -> Any:
     from hora.torch.distributed.creation import create
 
     return create(options, backend_options)
+
+
+def _leave_out_flight_recorder() -> None:
+    """Keep torch 2.15 from attaching its flight recorder: it fails for a group that is written in Python as a whole."""
+    # A torch without this set attaches none.
+    getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_FR_SELF_RECORDING_BACKENDS", set()).add("hora")
 
 
 def _read_variables_of_launchers() -> None:
