@@ -160,11 +160,11 @@ class World:
         """Set this process's environment to this world, for code that reads the variables itself."""
         os.environ.update(self.to_env())
 
-    def to_env(self, *, mpi_names: bool = False) -> dict[str, str]:
+    def to_env(self) -> dict[str, str]:
         """Return the variables from which `from_env` rebuilds this world in a worker, without the secret itself.
 
-        `mpi_names`: also those that scripts and wrappers read below Open MPI's mpirun, but none that would make an MPI
-        library believe that mpirun has started it.
+        Among them are those that programs and wrapper scripts read below torchrun and Open MPI's mpirun, but none that
+        would make an MPI library believe that mpirun has started it.
         """
         place = [str(getattr(self, name)) for name in _PLACE]
         env = dict(zip(_HOROVOD, place, strict=True)) | {
@@ -173,8 +173,9 @@ class World:
             "HOROVOD_CPU_OPERATIONS": "gloo",
             "HORA_GENERATION": str(self.generation),
         }
-        for launcher in ("torchrun", "openmpi") if mpi_names else ("torchrun",):  # for scripts written for it
+        for launcher in ("torchrun", "openmpi"):
             env |= dict(zip(_FOREIGN[launcher], place, strict=False))
+        env |= {"OMPI_COMM_WORLD_NODE_RANK": str(self.local_rank), "OMPI_UNIVERSE_SIZE": str(self.size)}
         if self.worker >= 0:
             env["HORA_WORKER"] = str(self.worker)
         if self.elastic:
@@ -185,8 +186,6 @@ class World:
             env["HORA_JOB"] = self.rendezvous.job
             env["HORA_SECRET_FILE"] = self.rendezvous.secret_file
             env["HORA_RELAY"] = self.rendezvous.relay  # also if empty: this process may run inside another job
-        if mpi_names:
-            env |= {"OMPI_COMM_WORLD_NODE_RANK": str(self.local_rank), "OMPI_UNIVERSE_SIZE": str(self.size)}
         return env
 
 

@@ -56,11 +56,44 @@ def test_mpi4py_and_hvd_agree_under_horovodrun(name, folder):
     assert out.count(f"sums 3 2.0 {name}") == 2, out
 
 
-def test_hora_mpi_0_leaves_mpi_ranks_in_worlds_of_one(folder):
-    env = {**environment(folder, "Open"), "HORA_MPI": "0"}
-    show = "from mpi4py import MPI; print('size', MPI.COMM_WORLD.size)"
+@pytest.mark.parametrize("name", ["Open", "MPICH"])
+def test_hora_mpi_0_leaves_mpi_ranks_in_worlds_of_one(name, folder):
+    """The names of Open MPI's mpirun, which ranks have all the same, start no MPI world."""
+    env = {**environment(folder, name), "HORA_MPI": "0"}
+    show = "import os; from mpi4py import MPI; print('size', MPI.COMM_WORLD.size, 'of', os.environ[NAME])"
+    show = show.replace("NAME", "'OMPI_COMM_WORLD_SIZE'")
     code, out, err = run_command("horovodrun", "-np", "2", sys.executable, "-c", show, env=env)
-    assert (code, out.count("size 1")) == (0, 2), err
+    assert (code, out.count("size 1 of 2")) == (0, 2), err
+
+
+PLACE = """
+import os, horovod.torch as hvd
+hvd.init()
+def place():
+    both = ("OMPI_COMM_WORLD_SIZE", hvd.size()), ("OMPI_COMM_WORLD_RANK", hvd.rank())
+    both += ("OMPI_COMM_WORLD_LOCAL_SIZE", hvd.local_size()), ("OMPI_COMM_WORLD_LOCAL_RANK", hvd.local_rank())
+    assert all(os.environ[name] == str(value) for name, value in both), os.environ
+    return os.environ["OMPI_COMM_WORLD_SIZE"], os.environ.get("PMI_SIZE")
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "mpi", "pmi"),
+    [((), "0", None), ((), "1", "2"), (("--min-np", "2"), "1", None), (("-H", "localhost:1,127.0.0.2:1"), "1", None)],
+)
+def test_programs_that_ask_for_the_names_of_open_mpi_see_the_world_of_hvd(options, mpi, pmi):
+    """DeepXDE, for one, trains a model of its own on every rank without them. PMI's would promise an MPI world."""
+    program = PLACE + f"print('world of', place() == ('2', {pmi!r}))"
+    line = ["horovodrun", "-np", "2", *options, sys.executable, "-c", program]
+    code, out, err = run_command(*line, env={"HORA_MPI": mpi})
+    assert (code, out.count("world of True")) == (0, 2), out + err
+
+
+def test_functions_see_the_names_of_open_mpi(tmp_path):
+    asks = PLACE + "print('world of', place()[0])"
+    run = f"import horovod; horovod.run(exec, args=({asks!r}, {{}}), np=2)"
+    code, out, err = run_command(sys.executable, "-c", run)
+    assert (code, out.count("world of 2")) == (0, 2), out + err
 
 
 def test_a_killed_rank_ends_the_others_in_an_mpi_barrier(folder, tmp_path):

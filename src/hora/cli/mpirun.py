@@ -140,7 +140,7 @@ def _adjusted(job: Job, parsed: MpiCommand, placed: Sequence[str]) -> Job:
     slots = tuple(place_ranks(placed)) if placed else job.slots
     if parsed.verbose:
         _say("ranks on hosts: " + ", ".join(f"{slot.rank} {slot.hostname}" for slot in slots))
-    return on_workers(replace(job, slots=slots, output=output, mpi_names=True))
+    return on_workers(replace(job, slots=slots, output=output))
 
 
 def _end_in_time(pid: str, limit_s: float | None) -> None:

@@ -203,9 +203,9 @@ class Job:
 
     `function` is the cloudpickle of `(callable, args, kwargs)`; it reaches the workers over the authenticated
     connection. `env`: the workers' variables besides their place in the world. Local workers get exactly these, remote
-    workers in addition to their login environment. It never holds secrets. `mpi_names`: ranks also get the variables of
-    Open MPI's mpirun, for scripts that read them. `secret` and `id`: of a job that has them already. `host_env`: more
-    variables for the ranks on a host, by host name. `lease`: of hosts that another process may take back.
+    workers in addition to their login environment. It never holds secrets. `secret` and `id`: of a job that has them
+    already. `host_env`: more variables for the ranks on a host, by host name. `lease`: of hosts that another process
+    may take back.
     """
 
     slots: tuple[Slot, ...]
@@ -220,7 +220,6 @@ class Job:
     verbose: bool = False
     title: str = ""
     watching: Watching | None = None
-    mpi_names: bool = False
     secret: bytes | None = field(default=None, repr=False)
     id: str = ""
     host_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict, repr=False)

@@ -101,7 +101,10 @@ class ForkServer:
 
 
 # Variables that may differ between a worker's environment and the server's.
-OWN = ("HOROVOD_", "HORA_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OWN = (
+    *("HOROVOD_", "HORA_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_SIZE"),
+)
 
 
 class WorkerForks(ForkServer):

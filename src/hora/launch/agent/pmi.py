@@ -103,6 +103,7 @@ class MpiWorld:
         self.ranks.register(ours, selectors.EVENT_READ, ours)
         inherited.set_inheritable(True)
         names = {"PMI_FD": str(inherited.fileno()), "PMI_RANK": str(rank), "PMI_SIZE": str(self.size)}
+        names |= {"MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": str(self.size)}  # which programs read
         return {**names, "MPIR_CVAR_PMI_VERSION": "1"}, inherited  # not PMIx, which MPICH would see too
 
     def answer(self) -> None:

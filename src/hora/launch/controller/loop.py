@@ -494,7 +494,7 @@ class _Controller(Observation):
                 "PYTHONUNBUFFERED": "1",
                 **reporting,
                 **job.host_env.get(slot.hostname, {}),
-                **self._world(number, slot, generation).to_env(mpi_names=job.mpi_names),
+                **self._world(number, slot, generation).to_env(),
             }
             spec = WorkerSpec(
                 worker=number,
