@@ -5,13 +5,17 @@ Uses commands, `horovod.torch` and sockets only. docs/security.md lists these te
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -137,6 +141,56 @@ def test_nothing_of_a_job_is_left_when_any_of_its_processes_is_killed(tmp_path: 
         assert meeting.job.wait() != 0
         meeting.job.wait_for_the_last(60)
         victim += 1
+
+
+ASK_FOR = """
+with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=10) as sock:
+    sock.sendall(f"GET {sys.argv[3]} HTTP/1.1\\r\\nHost: {sys.argv[1]}:{sys.argv[2]}\\r\\n\\r\\n".encode())
+    if "half" in sys.argv:
+        sock.shutdown(socket.SHUT_WR)
+    while data := sock.recv(10000):
+        print(data.decode())
+"""
+
+
+@pytest.mark.security
+@pytest.mark.skipif(not other_user.possible, reason=other_user.WHY_NOT)
+def test_the_address_with_which_a_browser_is_started_opens_the_page_for_its_user_alone(tmp_path: Path):
+    """Every user reads the arguments of a browser's process in /proc."""
+    browser, arguments, timeline = tmp_path / "browser", tmp_path / "arguments", tmp_path / "timeline.json"
+    browser.write_text(f'#!/bin/sh\necho "$@" > {arguments}.part; mv {arguments}.part {arguments}\n')
+    browser.chmod(0o755)
+    spans = [{"ph": "B", "pid": 1, "name": "ALLREDUCE", "ts": 1}, {"ph": "E", "pid": 1, "ts": 2}]
+    timeline.write_text(json.dumps(spans))
+    job = JobProcess([str(BIN / "hora"), "view", "--open", str(timeline)], tmp_path, BROWSER=f"{browser} %s")
+    wait_until("the browser has started", arguments.exists)
+    address = urlsplit(arguments.read_text().strip())
+    assert "token" not in address.geturl()
+    assert address.fragment == address.query == ""
+    assert not [one for process in job.processes() for one in process.cmdline() if "token" in one]
+    place = (str(address.hostname), str(address.port))
+    for how in ("whole", "half"):
+        said = other_user.run(ASK_FOR, *place, address.path, how)
+        assert "403" in said.splitlines()[0]
+        assert "token" not in said
+
+    def ask(path: str, **headers: str) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection(":".join(place), timeout=10)
+        connection.request("GET", path, headers=headers)
+        return connection.getresponse()
+
+    answer = ask(address.path)
+    found, _, token = answer.headers["Location"].partition("#token=")
+    assert (answer.status, found) == (303, "/")
+    assert ask("/api/run", Authorization=f"Bearer {token}").status == 200
+    assert ask(address.path[:-1] + ("1" if address.path.endswith("0") else "0")).status == 403
+    page = f"http://{':'.join(place)}/"
+    top = subprocess.run(
+        [str(BIN / "hora"), "top", "--url", page], input=f"{token}\n", capture_output=True, text=True, timeout=100
+    )
+    assert top.stdout.strip() == f"{page}#token={token}", top
+    job.process.send_signal(signal.SIGINT)
+    job.wait()
 
 
 # Ranks of a foreign launcher, with its variables and a secret file.

@@ -312,3 +312,15 @@ def test_a_limit_of_many_days_is_a_valid_wait(place, limit_s):
     with place.connect() as connection:  # the thread has been waiting since, and still answers
         connection.send({"n": 1})
         assert connection.receive(limit_s=LIMIT_S)[0] == {"n": 1}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_user_at_the_other_end_of_a_connection_of_this_machine(address):
+    with sockets.listen((address, 0)) as listener:
+        client = socket.create_connection(listener.getsockname()[:2], timeout=LIMIT_S)
+        served, _ = listener.accept()
+        with served:
+            assert sockets.user_at(served) == sockets.user_at(client) == os.geteuid()
+            client.shutdown(socket.SHUT_WR)
+            assert sockets.user_at(served) is None
+            client.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import getpass
+import sys
 from collections.abc import Sequence
 
 
@@ -21,24 +23,30 @@ def make_view_parser() -> argparse.ArgumentParser:
 def view(argv: Sequence[str]) -> None:
     """Run `hora view FILE`."""
     arguments = make_view_parser().parse_args(argv)
+    from hora.watch.address import show_in_browser
     from hora.watch.replay import open_recording
 
     server, page = open_recording(arguments.file, listen=arguments.listen)
     print(f"{page.title}: {page.full_url}\nCtrl-C ends it.", flush=True)
     if arguments.open:
-        import webbrowser
-
-        webbrowser.open(page.full_url)
+        show_in_browser(page)
     try:
         server.join()
     except KeyboardInterrupt:
         server.close()
 
 
+def _ask_token() -> str:
+    """Read the page's token, which other users of the machine must not see among this command's arguments."""
+    if not sys.stdin.isatty():
+        return sys.stdin.readline().strip()
+    return getpass.getpass("the token (the end of the address, after #token=): ").strip()
+
+
 def make_top_parser() -> argparse.ArgumentParser:
     """Return the parser of `hora top`."""
     parser = argparse.ArgumentParser(prog="hora top", description="Show a running job in the terminal.")
-    parser.add_argument("url", nargs="?", help="the page's address (default: your newest job with a dashboard)")
+    parser.add_argument("url", nargs="?", help="the page's address without its token, for which it asks (default: your newest job)")
     parser.add_argument("--once", action="store_true", help="print one screen and exit")
     about = "only print the page's address, with its token"
     parser.add_argument("--url", dest="print_url", action="store_true", help=about)
@@ -50,7 +58,7 @@ def top(argv: Sequence[str]) -> None:
     arguments = make_top_parser().parse_args(argv)
     from hora.watch.address import choose_page
 
-    page = choose_page(arguments.url)
+    page = choose_page(arguments.url, ask_token=_ask_token)
     if arguments.print_url:
         print(page.full_url)
         return

@@ -138,9 +138,9 @@ class Observation(RendezvousEvents):
             self.rendezvous.close()
             raise
         if watching.browser and self.observer.page is not None:
-            import webbrowser
+            from hora.watch.address import show_in_browser
 
-            webbrowser.open(self.observer.page.full_url)
+            show_in_browser(self.observer.page)
 
     def tell(self, event: str, *arguments: object, **news: object) -> None:
         """Call this method of the observer."""

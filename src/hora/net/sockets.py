@@ -13,13 +13,14 @@ import struct
 import weakref
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 Where = str | tuple[str, int]  # the abstract name of a local socket, or a host's address and port
 
 _BACKLOG = 1024
 _CREDENTIALS = struct.Struct("3i")
 _TIME = struct.Struct("ll")
+_ESTABLISHED = "01"  # in /proc/net/tcp
 
 
 class Process(NamedTuple):
@@ -41,6 +42,23 @@ def process_at(sock: socket.socket) -> Process:
     """Return the process at the other end, according to the kernel."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return Process(pid, uid)
+
+
+def user_at(sock: socket.socket) -> int | None:
+    """Return the user of the process on this machine at the other end of a TCP connection; None if none holds it."""
+    ends = f"{_as_listed(sock.getpeername(), sock.family)} {_as_listed(sock.getsockname(), sock.family)}"
+    table = Path("/proc/net/tcp6" if sock.family == socket.AF_INET6 else "/proc/net/tcp")
+    for words in map(str.split, table.read_text().splitlines()[1:]):
+        # Any other state: the process has closed its end, and the kernel lists such connections as root's.
+        if f"{words[1]} {words[2]}" == ends and words[3] == _ESTABLISHED:
+            return int(words[7])
+    return None
+
+
+def _as_listed(name: tuple[Any, ...], family: int) -> str:
+    """Return an address and its port as /proc/net/tcp lists them."""
+    packed = socket.inet_pton(family, name[0].partition("%")[0])
+    return "".join(f"{word:08X}" for (word,) in struct.iter_unpack("=I", packed)) + f":{name[1]:04X}"
 
 
 def holder(name: str) -> Process | None:

@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import stat
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -35,6 +36,13 @@ class Page:
     @property
     def full_url(self) -> str:
         return f"{self.url}#token={self.token}"
+
+
+def show_in_browser(page: Page) -> None:
+    """Open the page in the user's browser. Other users see its arguments, so the address holds no token."""
+    import webbrowser
+
+    webbrowser.open(page.url.removesuffix("/") + Access(page.token, frozenset()).ticket)
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -105,8 +113,13 @@ def page_from_url(url: str) -> Page:
     return Page(f"http://{parts.netloc}/", token, parts.netloc, 0)
 
 
-def choose_page(url: str | None) -> Page:
-    """Return the page at this address, or this user's newest one on this machine. ValueError: there is none."""
+def choose_page(url: str | None, *, ask_token: Callable[[], str] = str) -> Page:
+    """Return the page at this address, or this user's newest one on this machine. ValueError: there is none.
+
+    `ask_token` is called for an address without one.
+    """
+    if url is not None and "#" not in url:
+        url += f"#token={ask_token()}"
     pages = find_pages() if url is None else [page_from_url(url)]
     if not pages:
         raise ValueError(

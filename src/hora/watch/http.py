@@ -5,7 +5,8 @@ stay open, and their writer waits at most a few seconds for a slow reader.
 
 The token (256 bits) is in the fragment of the page's address, which browsers do not send; the page sends it in a
 header. There is no cookie, so another page cannot make the browser send the token (no CSRF), and other ports of this
-machine never see it. The Host header must be one of the server's names, which prevents DNS rebinding; so must the
+machine never see it. Other users see the arguments of a browser's process, so a program opens the page at a ticket's
+address instead, which leads to the page only for a process of the job's own user on this machine. The Host header must be one of the server's names, which prevents DNS rebinding; so must the
 Origin, if there is one.
 """
 
@@ -16,6 +17,7 @@ import base64
 import functools
 import hashlib
 import hmac
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -61,6 +63,7 @@ class Answer:
     body: bytes = b""
     content_type: str = "text/plain; charset=utf-8"
     status: int = 200
+    location: str = ""
 
     @classmethod
     def error(cls, status: int, text: object) -> Answer:
@@ -108,6 +111,8 @@ async def _read(reader: asyncio.StreamReader) -> HttpRequest | None:
 def encoded(answer: Answer, extra: Mapping[str, str], *, endless: bool = False) -> bytes:
     """Return a response; an endless one has more of its body after it, until the connection ends."""
     headers = {"Content-Type": answer.content_type, "Connection": "close", **extra}
+    if answer.location:
+        headers["Location"] = answer.location
     if not endless:
         headers["Content-Length"] = str(len(answer.body))
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
@@ -171,6 +176,17 @@ class Access:
         ):
             return Answer.error(403, "requests of other pages are refused")
         return None
+
+    @property
+    def ticket(self) -> str:
+        """Return the path that opens the page."""
+        return f"/open/{hmac.digest(self.token.encode(), b'open', 'sha256').hex()}"
+
+    def opened(self, path: str, user: int | None) -> Answer:
+        """Return the answer to the ticket's path: for the own user, the page with its token."""
+        if user != os.geteuid() or not hmac.compare_digest(path.encode(), self.ticket.encode()):
+            return Answer.error(403, "this opens the page only for its user on its machine: use the address of the job")
+        return Answer(status=303, location=f"/#token={self.token}")
 
     def check_token(self, headers: Mapping[str, str]) -> Answer | None:
         """Check the token, which all requests for data or actions need."""

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from hora.net import sockets
 from hora.net.acceptor import TaskServer
 from hora.watch import view
 from hora.watch.http import (
@@ -174,6 +175,8 @@ class PageServer:
         refusal = self._access.check_place(request.headers)
         if refusal is None and request.path in self._files and request.method in ("GET", "HEAD"):
             return self._files[request.path]
+        if refusal is None and request.path.startswith("/open/") and request.method == "GET":
+            return self._access.opened(request.path, sockets.user_at(sock))
         refusal = refusal or self._access.check_token(request.headers)
         if refusal is not None:
             return refusal
