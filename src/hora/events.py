@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hora.files import new_file
+
 _END = b"\n]\n"
 _CLOSE_LIMIT_S = 1.0
 
@@ -34,7 +36,7 @@ class Timeline:
         self._negotiating: set[str] = set()
         self._started = time.perf_counter()
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close()
+        self._file = os.fdopen(new_file(path, mode=0o666), "wb", buffering=0)
         self._body_end = 0
         epoch = int(time.time() * 1e6)
         with self._writing() as events:

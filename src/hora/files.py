@@ -1,12 +1,49 @@
-"""Atomic file replacement, for checkpoints, commits and model files."""
+"""Creation of files: atomic replacement (checkpoints, commits, model files), and files of one user alone (logs)."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+_MAX_LINKS = 40
+
+
+def new_file(path: str | Path, *, mode: int = 0o600) -> int:
+    """Return a descriptor, for reading and writing, of a new and empty file. Raises OSError.
+
+    A file that lies there is replaced, not emptied: others may have made it, hold it open or have other names for it.
+    Links of this user and of root are followed, links of others replaced. A device such as /dev/null is opened.
+    """
+    place, flags = _followed(Path(path)), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        if stat.S_ISCHR(place.lstat().st_mode):
+            return os.open(place, flags)
+        place.unlink()
+    except FileNotFoundError:
+        pass
+    return os.open(place, flags | os.O_CREAT | os.O_EXCL, mode)
+
+
+def _followed(path: Path) -> Path:
+    """Follow the links at this place that nobody but this user and root has made."""
+    for _ in range(_MAX_LINKS):
+        try:
+            descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return path
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISLNK(found.st_mode) or found.st_uid not in (os.geteuid(), 0):
+                return path
+            path = path.parent / os.readlink("", dir_fd=descriptor)
+        finally:
+            os.close(descriptor)
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
 
 
 @contextmanager

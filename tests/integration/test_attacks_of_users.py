@@ -9,6 +9,7 @@ import http.client
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 import torch.distributed as dist
-from attacked_jobs import MEETING, Meeting, script
+from attacked_jobs import MEET, MEETING, Meeting, script
 from job_process import BIN, JobProcess, run_command
 from namespaces import Host
 
@@ -141,6 +142,39 @@ def test_nothing_of_a_job_is_left_when_any_of_its_processes_is_killed(tmp_path: 
         assert meeting.job.wait() != 0
         meeting.job.wait_for_the_last(60)
         victim += 1
+
+
+@pytest.mark.security
+@pytest.mark.skipif(not other_user.possible, reason=other_user.WHY_NOT)
+@pytest.mark.parametrize("what", ["--output-filename", "--record", "--timeline-filename"])
+def test_files_of_a_job_follow_no_links_of_others_and_keep_none_of_their_files(tmp_path: Path, what: str):
+    """Another user may write to the folder, and has put a link and a file there under the names that the job uses."""
+    thesis, folder = tmp_path / "thesis", tmp_path / "shared"
+    thesis.write_text("precious")
+    names = ["rank.0/stdout", "rank.1/stdout"] if what == "--output-filename" else ["link", "file"]
+    link, file = (folder / name for name in names)
+    for place in {link.parent, file.parent, folder}:
+        place.mkdir(parents=True, exist_ok=True)
+        place.chmod(0o777)
+    link.symlink_to(thesis)
+    os.lchown(link, other_user.UID, other_user.UID)
+    file.touch()
+    file.chmod(0o666)
+    os.chown(file, other_user.UID, other_user.UID)
+    held = file.open("rb")
+    train = script(tmp_path, MEET)
+    for place in (folder,) if what == "--output-filename" else (link, file):
+        done = run_command(str(BIN / "hora"), "run", "-np", "2", what, str(place), sys.executable, train)
+        assert done[0] == 0, done
+    assert thesis.read_text() == "precious"
+    with held:
+        assert held.read() == b""
+    for place in (link, file):
+        found = place.lstat()
+        assert stat.S_ISREG(found.st_mode)
+        assert found.st_uid == os.geteuid()
+        assert found.st_size > 0
+        assert what == "--timeline-filename" or not found.st_mode & 0o077
 
 
 ASK_FOR = """

@@ -46,7 +46,9 @@ def _ask_token() -> str:
 def make_top_parser() -> argparse.ArgumentParser:
     """Return the parser of `hora top`."""
     parser = argparse.ArgumentParser(prog="hora top", description="Show a running job in the terminal.")
-    parser.add_argument("url", nargs="?", help="the page's address without its token, for which it asks (default: your newest job)")
+    parser.add_argument(
+        "url", nargs="?", help="the page's address without its token, for which it asks (default: your newest job)"
+    )
     parser.add_argument("--once", action="store_true", help="print one screen and exit")
     about = "only print the page's address, with its token"
     parser.add_argument("--url", dest="print_url", action="store_true", help=about)

@@ -5,9 +5,9 @@ stay open, and their writer waits at most a few seconds for a slow reader.
 
 The token (256 bits) is in the fragment of the page's address, which browsers do not send; the page sends it in a
 header. There is no cookie, so another page cannot make the browser send the token (no CSRF), and other ports of this
-machine never see it. Other users see the arguments of a browser's process, so a program opens the page at a ticket's
-address instead, which leads to the page only for a process of the job's own user on this machine. The Host header must be one of the server's names, which prevents DNS rebinding; so must the
-Origin, if there is one.
+machine never see it. Other users see the arguments of a browser's process, so programs open the page at the address of
+a ticket, which leads to the page only for a process of the job's own user on this machine. The Host header must be one
+of the server's names, which prevents DNS rebinding; so must the Origin, if there is one.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from hora.files import new_file
 from hora.watch.model import KINDS, Entry, Run
 
 _MAGIC = b"HORA-RUN 2\n"
@@ -38,8 +39,7 @@ class Recorder:
             self._file: IO[bytes] = tempfile.TemporaryFile(prefix="hora-run-")  # noqa: SIM115 - closed by close()
         else:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            # Logs and arguments may be private.
-            self._file = open(path, "w+b", opener=lambda name, flags: os.open(name, flags, 0o600))  # noqa: SIM115
+            self._file = os.fdopen(new_file(path), "w+b")  # logs and arguments may be private
         self._file.write(_MAGIC + json.dumps(dict(facts)).encode() + b"\n")
         self._entries = bytearray()
         self._since = 0.0

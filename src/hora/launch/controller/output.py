@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from hora.files import new_file
 from hora.launch.job import OutputOptions
 
 MAX_LINE_BYTES = 256 * 1024  # a longer line is written in pieces
@@ -193,8 +194,7 @@ class LogFile:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        self._file: IO[bytes] | None = os.fdopen(descriptor, "wb", buffering=0)
+        self._file: IO[bytes] | None = os.fdopen(new_file(path), "wb", buffering=0)
 
     def write(self, data: bytes) -> None:
         if self._file is None:

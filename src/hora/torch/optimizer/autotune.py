@@ -12,12 +12,13 @@ decision without further messages. Pure except for the log file; `BucketOrder` c
 from __future__ import annotations
 
 import logging
+import os
 import statistics
 from collections.abc import Generator, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from hora.config import EngineConfig
+from hora.files import new_file
 from hora.torch.optimizer.bucket_plan import BUCKET_BYTES
 
 _MB = 2**20
@@ -58,7 +59,7 @@ class Autotuner:
 
     def __init__(self, config: EngineConfig, *, tells: bool, num_bytes: int, num_members: int) -> None:
         self._num_steps, self._tells = max(config.autotune_steps_per_sample, 1), tells
-        self._log_file = config.autotune_log
+        self._csv = _opened(config.autotune_log) if config.autotune_log and tells else None
         self._num_bytes, self._num_members = num_bytes, num_members
         self._times: list[float] = []  # of the steps of this trial
         self._challengers = _challengers(num_bytes)
@@ -66,7 +67,7 @@ class Autotuner:
         self._trials = self._race(config.autotune_warmup_samples, config.autotune_max_samples)
         self.setting = DEFAULT
         self.done = next(self._trials, None) is None
-        self._write(_HEADER, first=True)
+        self._write(_HEADER)
 
     def step(self, lasted_s: float) -> int | None:
         """Record a step. Returns the microseconds to sum over the members once the trial is complete, else None."""
@@ -95,6 +96,9 @@ class Autotuner:
         if step_us:
             self._log(self.setting, step_us)
             self._tell(f"the best are {self.setting}; a step takes {step_us / 1e3:.3f} ms")
+        if self._csv is not None:
+            self._csv.close()
+            self._csv = None
 
     def _race(self, num_warm_up: int, trials_left: int) -> Generator[Setting, float, None]:
         """Yield the setting of each trial; receives the microseconds that a step took."""
@@ -145,10 +149,14 @@ class Autotuner:
         if self._tells:
             log.info("autotune: %s", text)
 
-    def _write(self, line: str, *, first: bool = False) -> None:
-        if self._log_file and self._tells:
-            with Path(self._log_file).open("w" if first else "a") as file:
-                file.write(line + "\n")
+    def _write(self, line: str) -> None:
+        if self._csv is not None:
+            self._csv.write(line + "\n")
+
+
+def _opened(path: str) -> IO[str]:
+    """Open a file of which each line is written at once."""
+    return os.fdopen(new_file(path, mode=0o666), "w", buffering=1)
 
 
 def _challengers(num_bytes: int) -> list[Setting]:
