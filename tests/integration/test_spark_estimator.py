@@ -360,3 +360,19 @@ def test_every_parameter_has_its_accessors():
     with pytest.warns(DeprecationWarning, match="use shuffle"):
         asked.setShufflingBufferSize(10)
     assert TorchModel().setLabelColoumns(["y"]).getLabelColumns() == ["y"]
+
+
+class Widest(torch.nn.Module):
+    """Predicts the number of rows that it sees at once."""
+
+    def forward(self, x):
+        return torch.full((len(x), 1), float(len(x)))
+
+
+def test_a_prediction_sees_at_most_a_batch_of_rows(spark):
+    frame = spark.range(100).selectExpr("float(id) as x").coalesce(1)
+    model = TorchModel(model=Widest(), feature_columns=["x"], label_columns=["y"], input_shapes=[[-1, 1]])
+    assert {row.y__output for row in model.transform(frame).collect()} == {100.0}
+    assert {row.y__output for row in model.setBatchSize(30).transform(frame).collect()} == {30.0, 10.0}
+    with pytest.raises(ValueError, match="batch_size must be an integer of at least 1, but it is 0"):
+        model.setBatchSize(0).transform(frame)

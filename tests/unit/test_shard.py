@@ -67,6 +67,33 @@ def test_order_changes_between_epochs_and_depends_on_the_seed(dataset):
     assert epochs(1)[0] != epochs(1)[1]
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("num_readers", [0, 2])
+def test_large_rows_are_read_in_pools_of_limited_size(tmp_path, shuffle, num_readers):
+    """300 rows of 4 KB in one row group, 1.2 MB, with 200 KB for the pool."""
+    ids = np.arange(300)
+    wide = pa.FixedSizeListArray.from_arrays(pa.array(np.repeat(ids, 1000).astype(np.float32)), 1000)
+    pq.write_table(pa.table({"id": ids, "wide": wide}), tmp_path / "one.parquet")
+    shard = DatasetShard(str(tmp_path), cur_shard=1, shard_count=3, pool_bytes=200_000, num_readers=num_readers)
+    rng = np.random.default_rng(0) if shuffle else None
+    pools = list(shard.passes(rng=rng, num_passes=1))
+    assert max(sum(values.nbytes for values in pool.values()) for pool in pools) <= 200_000
+    found = np.concatenate([pool["id"] for pool in pools]).tolist()
+    assert sorted(found) == list(range(100, 200))
+    assert (found == sorted(found)) != shuffle
+    assert all((pool["wide"] == pool["id"][:, None]).all() for pool in pools)
+    batches = list(itertools.islice(shard.endless_batches(7, full=True, rng=rng), 100))
+    assert all(len(batch["id"]) == 7 and (batch["wide"] == batch["id"][:, None]).all() for batch in batches)
+    assert sorted(np.concatenate([batch["id"] for batch in batches]).tolist()) == sorted([*range(100, 200)] * 7)
+
+
+def test_a_pool_without_room_and_an_unknown_column_are_rejected(dataset):
+    with pytest.raises(ValueError, match="pool_bytes must be an integer of at least 1, but it is 0"):
+        DatasetShard(dataset, pool_bytes=0)
+    with pytest.raises(ValueError, match=r"has no column colour, but .*'id', 'pair', 'text'"):
+        DatasetShard(dataset, columns=["id", "colour"])
+
+
 def test_a_transformation_receives_a_frame_and_creates_columns(dataset):
     def double(frame):
         frame["twice"] = frame["id"] * 2

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hora.config import on_databricks
-from hora.data.shard import DatasetShard, Rows, Transformation
+from hora.data.shard import POOL_BYTES, DatasetShard, Rows, Transformation
 from hora.world import place_variables
 
 if TYPE_CHECKING:
@@ -77,10 +77,12 @@ class SparkDatasetConverter:
         seed: int | None = None,
         transform_spec: Any = None,
         reader_pool_type: str = "thread",
+        reader_pool_bytes: int = POOL_BYTES,
     ) -> Iterator[Any]:
         """Yield a loader of dicts from column to tensor. With `num_epochs` None it is endless.
 
-        `transform_spec` is a function on pandas DataFrames, or an object whose `func` is one.
+        `transform_spec` is a function on pandas DataFrames, or an object whose `func` is one. `reader_pool_bytes` is
+        the memory for rows that are shuffled.
         """
         if (cur_shard is None) != (shard_count is None):
             raise ValueError(f"cur_shard and shard_count go together, but they are {cur_shard} and {shard_count}")
@@ -95,6 +97,7 @@ class SparkDatasetConverter:
             columns=schema_fields,
             transform=None if transform_spec is None else Transformation.of(transform_spec),
             num_readers=0 if reader_pool_type == "dummy" else 4 if workers_count is None else workers_count,
+            pool_bytes=reader_pool_bytes,
         )
         shuffles = shuffle_row_groups or shuffling_queue_capacity > 0
         rng = np.random.default_rng(seed) if shuffles else None

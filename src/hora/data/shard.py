@@ -9,14 +9,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 Rows = Mapping[str, "np.ndarray[Any, Any]"]
-_POOL_ROWS = 65536  # size of the shuffle buffer in rows
-_AHEAD = 2  # spans to prefetch, per reader
+POOL_BYTES = 256 * 2**20  # rows are shuffled in pools of half this size, because shuffling copies them, …
+_POOL_ROWS = 65536  # … or of this many rows, so that the first batch does not wait for many small ones
+_PIECES = 16  # a span is read in pieces of a pool divided by this
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 8}
+_AHEAD = 2  # pieces to prefetch, per reader
 
 
 def even_batches(num_rows: int, num_steps: int) -> list[int]:
@@ -25,9 +28,16 @@ def even_batches(num_rows: int, num_steps: int) -> list[int]:
 
 
 class DatasetShard:
-    """One rank's rows of the dataset at `path`, read in spans (parts of row groups); `transform` maps a span's rows.
+    """One rank's rows of the dataset at `path`, read in spans (parts of row groups).
 
-    Without a `filesystem`, `path` may be a URL that fsspec opens with the `storage_options`.
+    Args:
+        filesystem: where `path` is; without one, `path` may be a URL that fsspec opens with the `storage_options`.
+        transform: maps the rows of each piece that is read.
+        keep: keep all rows in memory after the first pass.
+        pool_bytes: memory for the pool in which rows are shuffled.
+
+    Raises:
+        ValueError: for a shard or a column that does not exist, or a pool of less than a byte.
     """
 
     def __init__(
@@ -42,8 +52,12 @@ class DatasetShard:
         transform: Callable[[Rows], Rows] | None = None,
         num_readers: int = 2,
         keep: bool = False,
+        pool_bytes: int = POOL_BYTES,
     ) -> None:
         import pyarrow.dataset
+
+        if isinstance(pool_bytes, bool) or not isinstance(pool_bytes, int) or pool_bytes < 1:
+            raise ValueError(f"pool_bytes must be an integer of at least 1, but it is {pool_bytes!r}")
 
         if not 0 <= cur_shard < shard_count:
             raise ValueError(
@@ -54,9 +68,11 @@ class DatasetShard:
 
             filesystem, path = fsspec.core.url_to_fs(path, **(storage_options or {}))
         self._columns, self._transform = columns, transform
-        self._num_readers = num_readers
-        self._kept: dict[Any, Rows] | None = {} if keep else None
+        self._num_readers, self._pool_bytes = num_readers, pool_bytes
+        self._kept: dict[int, list[Rows]] | None = {} if keep else None
         dataset = pyarrow.dataset.dataset(path, format="parquet", filesystem=filesystem)
+        if unknown := sorted(set(columns or ()) - set(dataset.schema.names)):
+            raise ValueError(f"the dataset at {path} has no column {', '.join(unknown)}, but {dataset.schema.names}")
         groups = [
             (group, group.row_groups[0].num_rows)
             for fragment in sorted(dataset.get_fragments(), key=lambda fragment: fragment.path)
@@ -81,12 +97,18 @@ class DatasetShard:
         if not self.num_rows:
             raise ValueError("this rank has no rows; use fewer processes, or more data")
         source = self.passes(rng=rng)
-        left: Rows = {}
+        pool: Rows = {}
+        begin = 0  # the first row of the pool that no batch has had
         for size in sizes:
-            while _length(left) < size:
-                left = _joined(left, next(source))
-            yield {name: values[:size] for name, values in left.items()}
-            left = {name: values[size:] for name, values in left.items()}
+            parts: list[Rows] = []
+            while (lacking := size - sum(map(_length, parts))) > 0:
+                if begin == _length(pool):
+                    parts = [{name: values.copy() for name, values in part.items()} for part in parts]
+                    del pool  # before the next one is made, which takes as much memory
+                    pool, begin = next(source), 0
+                parts.append({name: values[begin : begin + lacking] for name, values in pool.items()})
+                begin += _length(parts[-1])
+            yield parts[0] if len(parts) == 1 else _joined(parts)
 
     def endless_batches(self, batch_size: int, *, full: bool, rng: np.random.Generator | None) -> Iterator[Rows]:
         """Yield batches over repeated passes: full ones, or in every `num_steps` of them each row once."""
@@ -103,42 +125,76 @@ class DatasetShard:
         return [max(size, 1) for size in even_batches(self.num_rows, self.num_steps(batch_size))]
 
     def _pools(self, order: Sequence[int], rng: np.random.Generator | None) -> Iterator[Rows]:
-        pool: Rows = {}
+        pieces: list[Rows] = []
         for rows in self._read(order):
-            pool = _joined(pool, rows)
-            if _length(pool) >= _POOL_ROWS:
-                yield _shuffled(pool, rng)
-                pool = {}
-        if _length(pool):
-            yield _shuffled(pool, rng)
+            pieces.append(rows)
+            if 2 * sum(map(_bytes, pieces)) >= self._pool_bytes or sum(map(_length, pieces)) >= _POOL_ROWS:
+                yield _pool(pieces, rng)
+        if pieces:
+            yield _pool(pieces, rng)
 
     def _read(self, order: Sequence[int]) -> Iterator[Rows]:
+        """Yield the pieces of the spans in this order. The readers are ahead by a piece of each of the next spans."""
         if not self._num_readers or self._kept:
-            yield from (self._rows_of(number) for number in order)
+            for number in order:
+                yield from self._pieces_of(number)
             return
         with ThreadPoolExecutor(self._num_readers, thread_name_prefix="hora-reader") as readers:
-            numbers = iter(order)
-            waiting = [
-                readers.submit(self._rows_of, number)
-                for number in itertools.islice(numbers, self._num_readers * _AHEAD)
-            ]
-            while waiting:
-                rows = waiting.pop(0).result()
-                waiting += [readers.submit(self._rows_of, number) for number in itertools.islice(numbers, 1)]
-                yield rows
 
-    def _rows_of(self, number: int) -> Rows:
-        if self._kept is not None and number in self._kept:
-            return self._kept[number]
-        group, begin, end = self._spans[number]
-        table = group.to_table(columns=list(self._columns) if self._columns else None).slice(begin, end - begin)
+            def begin(number: int) -> tuple[Iterator[Rows], Future[Rows | None]]:
+                pieces = self._pieces_of(number)
+                return pieces, readers.submit(next, pieces, None)
+
+            numbers = iter(order)
+            waiting = [begin(number) for number in itertools.islice(numbers, self._num_readers * _AHEAD)]
+            while waiting:
+                pieces, coming = waiting[0]
+                rows = coming.result()
+                if rows is None:
+                    del waiting[0]
+                    waiting += [begin(number) for number in itertools.islice(numbers, 1)]
+                else:
+                    waiting[0] = pieces, readers.submit(next, pieces, None)
+                    yield rows
+
+    def _pieces_of(self, number: int) -> Iterator[Rows]:
+        if self._kept is None:
+            yield from self._pieces_of_file(*self._spans[number])
+            return
+        if number not in self._kept:
+            self._kept[number] = list(self._pieces_of_file(*self._spans[number]))
+        yield from self._kept[number]
+
+    def _pieces_of_file(self, group: Any, begin: int, end: int) -> Iterator[Rows]:
+        from pyarrow.parquet import ParquetFile
+
+        (about,) = group.row_groups
+        columns = list(self._columns) if self._columns else None
+        num_bytes = _decoded_bytes(group.metadata.row_group(about.id), columns)
+        num_rows = max(1, self._pool_bytes // _PIECES * about.num_rows // max(num_bytes, 1))
+        # A dataset's own scanner decodes whole row groups; this reader decodes as many rows as it is asked for.
+        with group.filesystem.open_input_file(group.path) as stream:
+            batches = ParquetFile(stream, metadata=group.metadata).iter_batches(
+                num_rows, row_groups=[about.id], columns=columns, use_threads=False
+            )
+            first = 0
+            for batch in batches:
+                low, high = max(begin - first, 0), min(end - first, batch.num_rows)
+                first += batch.num_rows
+                if low < high:
+                    yield self._rows(batch.slice(low, high - low), columns)
+                if first >= end:
+                    return
+
+    def _rows(self, batch: Any, columns: Sequence[str] | None) -> Rows:
+        import pyarrow
+
+        table = pyarrow.Table.from_batches([batch])
         any_type = self._transform is not None
-        rows: Rows = {name: _array(table.column(name), name, any_type=any_type) for name in table.column_names}
-        if self._transform is not None:
-            rows = self._transform(rows)
-        if self._kept is not None:
-            self._kept[number] = rows
-        return rows
+        names = columns or table.column_names
+        # Copies: the buffers that Arrow decodes lists into have up to twice the room that their values need.
+        rows: Rows = {name: _array(table.column(name), name, any_type=any_type).copy() for name in names}
+        return rows if self._transform is None else self._transform(rows)
 
 
 def _spans(groups: Sequence[tuple[Any, int]], begin: int, end: int) -> Iterator[tuple[Any, int, int]]:
@@ -149,6 +205,18 @@ def _spans(groups: Sequence[tuple[Any, int]], begin: int, end: int) -> Iterator[
         if low < high:
             yield group, low - first, high - first
         first += num_rows
+
+
+def _decoded_bytes(group: Any, columns: Sequence[str] | None) -> int:
+    """Return the size of a row group's columns in memory. A file may hold them many times smaller."""
+    chunks = [group.column(number) for number in range(group.num_columns)]
+    return sum(
+        chunk.num_values * _WIDTHS[chunk.physical_type]
+        if chunk.physical_type in _WIDTHS
+        else chunk.total_uncompressed_size
+        for chunk in chunks
+        if columns is None or chunk.path_in_schema.partition(".")[0] in columns
+    )
 
 
 def _array(column: Any, name: str, *, any_type: bool) -> np.ndarray[Any, Any]:
@@ -194,17 +262,20 @@ def _length(rows: Rows) -> int:
     return len(next(iter(rows.values()))) if rows else 0
 
 
-def _joined(one: Rows, other: Rows) -> Rows:
-    if not _length(one):
-        return other
-    return {name: np.concatenate((one[name], other[name])) for name in one}
+def _bytes(rows: Rows) -> int:
+    return sum(values.nbytes for values in rows.values())
 
 
-def _shuffled(rows: Rows, rng: np.random.Generator | None) -> Rows:
-    if rng is None:
-        return rows
-    order = rng.permutation(_length(rows))
-    return {name: values[order] for name, values in rows.items()}
+def _joined(parts: Sequence[Rows]) -> Rows:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _pool(pieces: list[Rows], rng: np.random.Generator | None) -> Rows:
+    """Return the rows of the pieces, in random order with an `rng`. Empties the list, so that their memory is free."""
+    order = slice(None) if rng is None else rng.permutation(sum(map(_length, pieces)))
+    columns = {name: [piece[name] for piece in pieces] for name in pieces[0]}
+    pieces.clear()
+    return {name: np.concatenate(columns.pop(name))[order] for name in list(columns)}
 
 
 class Transformation:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hora.data.shard import DatasetShard, Rows, even_batches
+from hora.data.shard import POOL_BYTES, DatasetShard, Rows, even_batches
 
 
 class DataModule(abc.ABC):
@@ -76,6 +76,7 @@ class ParquetDataModule(DataModule):
         train_reader_worker_count: int = 2,
         val_reader_worker_count: int = 2,
         random_seed: int | None = None,
+        reader_pool_bytes: int = POOL_BYTES,
         **kwargs: Any,
     ) -> None:
         self._common: dict[str, Any] = {
@@ -85,6 +86,7 @@ class ParquetDataModule(DataModule):
             "columns": schema_fields,
             "transform": transform_fn,
             "keep": inmemory_cache_all,
+            "pool_bytes": reader_pool_bytes,
         }
         self._train_dir, self._val_dir = train_dir, val_dir if has_val else None
         self._train_batch_size, self._val_batch_size = train_batch_size, val_batch_size

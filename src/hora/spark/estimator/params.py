@@ -10,6 +10,7 @@ import multiprocessing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hora.data.shard import POOL_BYTES
 from hora.spark.estimator.dataset import Column
 
 ParamTable = Mapping[str, tuple[Any, str]]  # name -> default, meaning
@@ -52,6 +53,7 @@ ESTIMATOR: dict[str, tuple[Any, str]] = {
     "train_reader_num_workers": (2, "threads that read training rows"),
     "val_reader_num_workers": (2, "threads that read validation rows"),
     "reader_pool_type": ("thread", "thread, process or dummy (no reading ahead)"),
+    "reader_pool_bytes": (POOL_BYTES, "memory of a rank for the rows that it shuffles"),
     "inmemory_cache_all": (False, "keep a rank's rows in memory"),
     "compress_sparse_cols": (False, "store vectors without their zeros"),
     "use_gpu": (True, "train on GPUs where there are any"),
@@ -69,6 +71,7 @@ MODEL: dict[str, tuple[Any, str]] = {
     "feature_columns": (None, "columns for the model's forward, in order"),
     "input_shapes": (None, "a shape for each feature"),
     "label_columns": (None, "columns that were learnt"),
+    "batch_size": (256, "rows that the model predicts at once"),
     "outputCols": (None, "names of the predictions; <label>__output unless given"),
     "optimizer": (None, "the optimizer after the training"),
     "run_id": (None, "name of the run in the store"),
@@ -90,7 +93,7 @@ def check_values(values: Mapping[str, Any]) -> None:
         raise ValueError("one of loss and loss_constructors must be given, but both are")
     if not values["label_cols"]:
         raise ValueError("label_cols must name at least one column")
-    for name in ("partitions_per_process", "backward_passes_per_step", "batch_size", "epochs"):
+    for name in ("partitions_per_process", "backward_passes_per_step", "batch_size", "epochs", "reader_pool_bytes"):
         if not isinstance(values[name], int) or values[name] <= 0:
             raise ValueError(f"{name} must be an integer of at least 1, but it is {values[name]!r}")
     for name, allowed in (

@@ -83,7 +83,13 @@ class TorchModel(HorovodModel, own={}, unlisted=("outputCols",)):
 
     def _loader(self) -> Callable[[], Predict]:
         """Return a picklable function that loads the model and returns its predictions of a batch."""
-        return functools.partial(_load, self._packed(), self.getOrDefault("input_shapes") or ())
+        return functools.partial(_load, self._packed(), self.getOrDefault("input_shapes") or (), self._batch_size())
+
+    def _batch_size(self) -> int:
+        size = self.getOrDefault("batch_size")
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"batch_size must be an integer of at least 1, but it is {size!r}")
+        return size
 
     def _packed(self) -> bytes:
         model = self.getOrDefault("model")
@@ -121,7 +127,20 @@ class TorchModel(HorovodModel, own={}, unlisted=("outputCols",)):
         return kind, of.simpleString()
 
 
-def _load(model: bytes, input_shapes: Sequence[Sequence[int]]) -> Predict:
+def in_batches(predict: Predict, batch_size: int) -> Predict:
+    """Return the same function, which sees at most so many rows at once: Spark hands over ten thousand."""
+
+    def predict_all(columns: Sequence[Sequence[Any]]) -> Outputs:
+        parts = [
+            predict([column[begin : begin + batch_size] for column in columns])
+            for begin in range(0, len(columns[0]), batch_size)
+        ]
+        return [np.concatenate(outputs) for outputs in zip(*parts, strict=True)]
+
+    return predict_all
+
+
+def _load(model: bytes, input_shapes: Sequence[Sequence[int]], batch_size: int = 256) -> Predict:
     module = unpack_model(model)
 
     def predict(columns: Sequence[Sequence[Any]]) -> Outputs:
@@ -134,7 +153,7 @@ def _load(model: bytes, input_shapes: Sequence[Sequence[int]]) -> Predict:
             outputs = module(*inputs)
         return [output.reshape(len(columns[0]), -1).float().numpy() for output in as_list(outputs)]
 
-    return predict
+    return in_batches(predict, batch_size)
 
 
 _unpacked = functools.lru_cache(maxsize=1)(unpack_model)  # for all rows of a Python worker

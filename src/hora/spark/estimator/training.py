@@ -228,6 +228,7 @@ def reader_arguments(spec: RankSpec) -> dict[str, Any]:
         "val_batch_size": values["val_batch_size"] or values["batch_size"],
         "shuffle": values["shuffle"],
         "inmemory_cache_all": values["inmemory_cache_all"],
+        "reader_pool_bytes": values["reader_pool_bytes"],
         "cur_shard": hvd.rank(),
         "shard_count": hvd.size(),
         "schema_fields": [*spec.features, *values["label_cols"], *([weight] if weight else [])],

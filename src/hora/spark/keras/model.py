@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hora.spark.estimator.packing import as_list
-from hora.spark.estimator.torch_model import Predict, TorchModel, as_values
+from hora.spark.estimator.torch_model import Predict, TorchModel, as_values, in_batches
 from hora.spark.keras.packing import as_inputs, keras_of, pack_model, unpack_model
 
 _OWN: dict[str, tuple[Any, str]] = {
@@ -36,10 +36,10 @@ class KerasModel(TorchModel, own=_OWN, unlisted=_NOT_KERAS):
         if model is None:
             raise ValueError("there is no model: KerasModel(model=…)")
         known = dict(self.getOrDefault("custom_objects") or {})
-        return functools.partial(_load, keras_of(model), pack_model(model), known)
+        return functools.partial(_load, keras_of(model), pack_model(model), known, self._batch_size())
 
 
-def _load(package: str, packed: bytes, custom_objects: Mapping[str, Any]) -> Predict:
+def _load(package: str, packed: bytes, custom_objects: Mapping[str, Any], batch_size: int) -> Predict:
     model = unpack_model(package, packed, custom_objects)
 
     def predict(columns: Sequence[Sequence[Any]]) -> list[Any]:
@@ -47,4 +47,4 @@ def _load(package: str, packed: bytes, custom_objects: Mapping[str, Any]) -> Pre
         outputs = model.predict_on_batch(inputs[0] if len(inputs) == 1 else inputs)
         return [np.asarray(output, dtype=np.float32).reshape(len(columns[0]), -1) for output in as_list(outputs)]
 
-    return predict
+    return in_batches(predict, batch_size)

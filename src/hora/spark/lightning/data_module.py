@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hora.data.shard import DatasetShard, Rows, Transformation
+from hora.data.shard import POOL_BYTES, DatasetShard, Rows, Transformation
 
 
 class RowTransformation(Transformation):
@@ -90,6 +90,7 @@ class _ParquetData:
         train_async_data_loader_queue_size: int | float | None = None,
         val_async_data_loader_queue_size: int | float | None = None,
         seed: int | None = None,
+        reader_pool_bytes: int = POOL_BYTES,
         **kwargs: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__", "kwargs")}
@@ -131,6 +132,7 @@ class _ParquetData:
             columns=given["schema_fields"],
             transform=RowTransformation(*wanted) if any(wanted) else None,
             keep=given["inmemory_cache_all"],
+            pool_bytes=given["reader_pool_bytes"],
         )
         rng = np.random.default_rng(given["seed"]) if shuffle else None
         batch_size, steps = given[f"{part}_batch_size"], given[f"steps_per_epoch_{part}"]
