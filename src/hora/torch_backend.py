@@ -47,8 +47,9 @@ def _create(options: Any, backend_options: Any) -> Any:
 
 def _leave_out_flight_recorder() -> None:
     """Keep torch 2.15 from attaching its flight recorder: it fails for a group that is written in Python as a whole."""
-    # A torch without this set attaches none.
-    getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_FR_SELF_RECORDING_BACKENDS", set()).add("hora")
+    torchs = sys.modules.get("torch.distributed.distributed_c10d")
+    recording: set[str] = getattr(torchs, "_FR_SELF_RECORDING_BACKENDS", set())  # a torch without it attaches none
+    recording.add("hora")
 
 
 def _read_variables_of_launchers() -> None:

@@ -31,7 +31,7 @@ _QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 class StandaloneCluster:
     """A master and `num_workers` workers with `cores` cores each. `url`: for `SparkSession.builder.master`. `python`:
-    the interpreter whose Spark is used and which runs the tasks.
+    the interpreter whose Spark is used and which runs the tasks. `several_hosts`: each worker has its own address.
     """
 
     def __init__(
@@ -42,8 +42,10 @@ class StandaloneCluster:
         memory: str = "1g",
         settings: Mapping[str, str] | None = None,
         python: str = sys.executable,
+        several_hosts: bool = False,
     ) -> None:
         self.url = ""
+        self._several_hosts = several_hosts
         self._python = python
         self._settings = dict(settings or {})
         self._num_workers = num_workers
@@ -66,12 +68,12 @@ class StandaloneCluster:
         file.write_text("".join(f"{key} {value}\n" for key, value in self._settings.items()))
         ports = ("--port", "0", "--webui-port", "0", "--properties-file", str(file))
         size = ("--cores", str(self._cores), "--memory", self._memory)
-        host = ("--host", "127.0.0.1")
-        self.url = self._start("master.Master", *host, *ports, found=r"master at (spark://\S+)")()
+        self.url = self._start("master.Master", "--host", "127.0.0.1", *ports, found=r"master at (spark://\S+)")()
         waits = []
         for index in range(self._num_workers):
             work = ("--work-dir", str(self._directory / f"work{index}"))
-            arguments = (*host, *ports, *size, *work, self.url)
+            host = f"127.0.0.{1 + index * self._several_hosts}"
+            arguments = ("--host", host, *ports, *size, *work, self.url)
             waits.append(self._start("worker.Worker", *arguments, found=r"(Successfully registered) with"))
         for wait in waits:
             wait()

@@ -181,8 +181,10 @@ class TaskAgents(Agents):
 
     def __init__(self, num_tasks: int, *, bind_address: str, address: str, return_s: float = 0.0) -> None:
         self._arrived: dict[str, TaskAgent] = {}  # all agents so far, by name
+        self._copies: dict[int, list[tuple[SessionPeer, Join]]] = {}  # further attempts at tasks that still run
         self._lost_one = False  # a task ended before its end was requested
         self._begun = False  # placement is done: a task that ends is not replaced
+        self._over = False
         self.bind_address = bind_address
         self.secret = new_secret()
         self.stage: SparkStage | None = None  # in a task: it cannot see its own
@@ -276,7 +278,7 @@ class TaskAgents(Agents):
 
     def release(self) -> None:
         """Free the slots: tasks normally end on their own, and Spark kills the others. Idempotent."""
-        incomplete = bool(self.missing())
+        self._over, incomplete = True, bool(self.missing())
         for agent in self.tasks():
             agent.dismiss(0)
         # After the loss of a task Spark would repeat the stage for nothing.
@@ -286,11 +288,14 @@ class TaskAgents(Agents):
     # ---- in the server's thread -------------------------------------------------------------------------
 
     def _join(self, peer: SessionPeer, joining: Join) -> None:
-        if self._begun or joining.node in self._nodes:
+        if joining.node in self._nodes:
+            # Speculation has started a copy. Spark kills the first attempt as soon as the copy returns, so it waits.
+            self._copies.setdefault(joining.node, []).append((peer, joining))
+        elif self._begun or self._over:
             # Spark repeats a stage that lost an executor. This job is over, so end the repetition.
             peer.send(*pack(Bye(0)))
-            return
-        super()._join(peer, joining)
+        else:
+            super()._join(peer, joining)
 
     def _admitted(self, index: int, name: str, joining: Join) -> AgentHandle:
         agent = TaskAgent(self._new_name(name, index), task=index, host=name, gpus=joining.gpus)
@@ -302,7 +307,12 @@ class TaskAgents(Agents):
         with self._changed:
             lost = [agent for agent in self.tasks() if agent.peer is peer and not agent.dismissed]
             self._lost_one = self._lost_one or bool(lost)
+        task = peer.number
         super().closed(peer)
+        if task not in self._nodes:
+            for copy in self._copies.pop(task, ()):
+                if copy[0].open:
+                    self._join(*copy)
 
 
 class StageDriver(TaskAgents):

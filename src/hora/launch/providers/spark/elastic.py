@@ -17,6 +17,7 @@ from typing import Any
 
 from hora.launch.agent.protocol import Exited, Join
 from hora.launch.controller.hosts import ElasticSpec
+from hora.launch.controller.launcher import AgentHandle
 from hora.launch.controller.loop import run_job
 from hora.launch.controller.policy import Limits
 from hora.launch.job import JobResult, LaunchEvents, WorkerSpec
@@ -102,13 +103,13 @@ class _Attempts(StageDriver):
 
     def _join(self, peer: SessionPeer, joining: Join) -> None:
         with self._changed:
-            before = self._nodes.pop(joining.node, None)
-            self._lost_one = self._begun = False  # Spark replaces lost tasks
-        if before is not None:
-            before.lost(255)
+            if joining.node not in self._nodes:
+                self._lost_one = self._begun = False  # Spark has replaced a lost task
+        super()._join(peer, joining)
+
+    def _admitted(self, index: int, name: str, joining: Join) -> AgentHandle:
         # One host per attempt: the controller may bar this one, but not its successor.
-        name = f"{joining.name}-task{joining.node}-{next(self._numbers)}"
-        super()._join(peer, joining._replace(name=name))
+        return super()._admitted(index, f"{name}-task{index}-{next(self._numbers)}", joining)
 
 
 class _ElasticLauncher(SparkLauncher):
